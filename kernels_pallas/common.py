@@ -5,8 +5,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeAlias
+
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
+
+if TYPE_CHECKING:
+    # Importing Pallas takes a while, and programs without a kernel do not need it.
+    from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 """Vector lanes of every TPU so far."""
@@ -20,13 +27,15 @@ LOWEST = -3.4028234663852886e38
 """The lowest finite float32. Rows of -inf subtract it before exp, because subtracting -inf would give NaN."""
 Axis = str | tuple[str, ...]
 """A mesh axis, or several."""
+Interpret: TypeAlias = "bool | pltpu.InterpretParams"
+"""False compiles a kernel; True, or the parameters of a simulated TPU, interpret it on a CPU."""
 
 
 class BlockError(ValueError):
     """A block size that the hardware or this package does not support."""
 
 
-def tile_rows(dtype) -> int:
+def tile_rows(dtype: DTypeLike) -> int:
     """Return the number of rows in one tile of a matrix: 8 for float32, 16 for bfloat16."""
     return SUBLANES * 4 // jnp.dtype(dtype).itemsize
 
@@ -40,15 +49,15 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def block_width(size: int, most: int) -> int:
-    """Return a block width for `size` numbers: `size` up to `most`, else its largest divisor in whole registers.
+def block_width(size: int, limit: int) -> int:
+    """Return a block width for `size` numbers: `size` up to `limit`, else its largest divisor in whole registers.
 
     >>> block_width(14336, 2048), block_width(13824, 2048), block_width(96, 1024)
     (2048, 1536, 96)
     """
-    if size <= most:
+    if size <= limit:
         return size
-    return next((w for w in range(most // LANES * LANES, 0, -LANES) if size % w == 0), most)
+    return next((width for width in range(limit // LANES * LANES, 0, -LANES) if size % width == 0), limit)
 
 
 def bits(x: Array) -> Array:

@@ -14,15 +14,17 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax import lax
+from jax import Array, lax
 from jax._src import xla_bridge
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec as P
+
+from kernels_pallas.common import Interpret
 
 Form = Callable[..., Any]
 """An implementation of an operation: a function of arrays."""
@@ -40,11 +42,11 @@ _logged: set[str] = set()
 
 def dispatch(
     implementation: str | None,
-    interpret: Any,
-    operands: tuple[Any, ...],
-    forms: dict[str, Form],
+    interpret: Interpret,
+    operands: tuple[object, ...],
+    forms: Mapping[str, Form],
     *,
-    blocks: Any = None,
+    blocks: object | None = None,
     platform: str | None = None,
     differentiable: bool = False,
 ) -> Any:
@@ -67,27 +69,34 @@ def dispatch(
     if not differentiable:
         # Decisions have no gradient. Without this, a loss over a program that decodes could not be differentiated.
         operands = jax.tree.map(lax.stop_gradient, operands)
+    xla = forms["xla"]
     if implementation == "pallas_tpu":
-        options = {} if blocks is None else {"blocks": blocks}
-        kernel = functools.partial(forms["pallas_tpu"], interpret=interpret, **options)
-        return (with_gradient_of(forms["xla"], kernel) if differentiable else kernel)(*operands)
+        kernel = functools.partial(forms["pallas_tpu"], interpret=interpret)
+        if blocks is not None:
+            kernel = functools.partial(kernel, blocks=blocks)
+        if differentiable:
+            kernel = with_gradient_of(xla, kernel)
+        return kernel(*operands)
     if implementation is not None:
         return forms[implementation](*operands)
-    xla = forms["xla"]
     partitioned = forms.get("partitioned", xla)
     choices = {on: kernel_on(on, forms[name], xla, partitioned) for on, name in KERNELS.items()}
     if differentiable:
         choices = {on: with_gradient_of(xla, form) for on, form in choices.items()}
+        # `whole_or_partitioned` has no gradient.
+        default = xla
+    else:
+        default = whole_or_partitioned(xla, partitioned)
     if platform is not None:
         return choices[platform](*operands)
     # Platforms without an entry, such as a CPU, get the default.
     choices |= dict.fromkeys(GPUS, partitioned)
-    # `whole_or_partitioned` has no gradient.
-    default = xla if differentiable else whole_or_partitioned(xla, partitioned)
     return lax.platform_dependent(*operands, **choices, default=default)
 
 
-def check_options(implementation: str | None, names: Any, blocks: Any, interpret: Any) -> None:
+def check_options(
+    implementation: str | None, names: Collection[str], blocks: object | None, interpret: Interpret
+) -> None:
     """Raise ValueError for an unknown implementation, or for kernel options without the kernel."""
     if implementation is not None and implementation not in names:
         raise ValueError(f"implementation is {implementation!r}: expected None or one of {', '.join(names)}.")
@@ -107,10 +116,10 @@ def kernel_on(platform: str, kernel: Form, xla: Form, partitioned: Form | None =
     return whole_or_partitioned(kernel_or(kernel, xla, platform=platform), partitioned or xla)
 
 
-def with_gradient_of(plain: Form, form: Form) -> Form:
-    """Return `form` with the gradient of `plain`, which computes the same value; kernels have no gradient."""
+def with_gradient_of(xla: Form, form: Form) -> Form:
+    """Return `form` with the gradient of `xla`, which computes the same value; kernels have no gradient."""
     differentiable = jax.custom_jvp(form)
-    differentiable.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    differentiable.defjvp(lambda primals, tangents: jax.jvp(xla, primals, tangents))
     return differentiable
 
 
@@ -129,8 +138,8 @@ def switched_on() -> bool:
     return value == "1"
 
 
-def kernel_or(kernel: Form, plain: Form, *, platform: str) -> Form:
-    """Return a function that calls `kernel` if it is enabled and compiles, and `plain` otherwise.
+def kernel_or(kernel: Form, fallback: Form, *, platform: str) -> Form:
+    """Return a function that calls `kernel` if it is enabled and compiles, and `fallback` otherwise.
 
     The trial uses the actual shapes. It runs once per process for each set of shapes, and only if the process has a
     device of `platform`. A failure is logged once per kernel, by the logger "kernels_pallas". Processes that decode
@@ -139,16 +148,16 @@ def kernel_or(kernel: Form, plain: Form, *, platform: str) -> Form:
     Args:
       kernel: a function of arrays, or `functools.partial` of one with hashable keywords. Its attribute `trial`, if any,
         is a function to compile instead in the trial, for a kernel that compiles only inside `shard_map`.
-      plain: a function of the same arrays whose results have the same shapes and dtypes.
+      fallback: a function of the same arrays whose results have the same shapes and dtypes.
       platform: platform that the kernel is for, as named by `jax.default_backend()`.
     """
-    if kernel is plain or not switched_on():
-        return plain
+    if kernel is fallback or not switched_on():
+        return fallback
 
-    def call(*operands: Any) -> Any:
+    def call(*operands: object) -> Any:
         if not runs_here(platform) or _compiles(getattr(kernel, "trial", kernel), operands):
             return kernel(*operands)
-        return plain(*operands)
+        return fallback(*operands)
 
     return call
 
@@ -164,9 +173,11 @@ def runs_here(platform: str) -> bool:
     return started() and jax.default_backend() == platform
 
 
-def _compiles(kernel: Form, operands: Any) -> bool:
+def _compiles(kernel: Form, operands: tuple[object, ...]) -> bool:
+    """Return whether the kernel compiles for operands of these shapes; log the first failure of each kernel."""
     leaves, structure = jax.tree.flatten(operands)
-    shapes = tuple((x.shape, x.dtype) for x in leaves)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    # Partials of one function with equal keywords are different objects, so look the trial up by their parts.
     function, options = kernel, ()
     if isinstance(kernel, functools.partial):
         function, options = kernel.func, tuple(sorted(kernel.keywords.items()))
@@ -174,19 +185,23 @@ def _compiles(kernel: Form, operands: Any) -> bool:
     name = function.__name__.strip("_")
     if failure is not None and name not in _logged:
         _logged.add(name)
-        operand_text = ", ".join(f"{dtype.name}{list(shape)}" for shape, dtype in shapes[:1])
+        operand, chip = shapes[0], jax.local_devices()[0].device_kind
         _log.warning(
-            "the kernel %s does not compile for %s on %s (%s): the XLA form runs in its place; %s=0 leaves all kernels "
-            "out.",
-            *(name, operand_text, jax.local_devices()[0].device_kind, failure, SWITCH),
+            f"the kernel {name} does not compile for {operand.dtype.name}{list(operand.shape)} on {chip} ({failure}): "
+            f"the XLA form runs in its place; {SWITCH}=0 leaves all kernels out."
         )
     return failure is None
 
 
 @functools.cache
-def _failure(function: Form, options: tuple[Any, ...], structure: Any, shapes: tuple[Any, ...]) -> str | None:
+def _failure(
+    function: Form,
+    options: tuple[tuple[str, object], ...],
+    structure: Any,
+    shapes: tuple[jax.ShapeDtypeStruct, ...],
+) -> str | None:
     """Return the first line of the error if the kernel does not compile for such operands, else None."""
-    operands = structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes])
+    operands = structure.unflatten(shapes)
     errors: list[str] = []
 
     def attempt() -> None:
@@ -205,60 +220,69 @@ def _failure(function: Form, options: tuple[Any, ...], structure: Any, shapes: t
     return errors[0] if errors else None
 
 
-_whole_p = Primitive("whole_or_partitioned")
-_whole_p.multiple_results = True
+# A primitive, because only its lowering rule learns whether XLA partitions the program. Its parameters are both forms,
+# as functions of the flattened operands that return lists of arrays.
+_choice_p = Primitive("whole_or_partitioned")
+_choice_p.multiple_results = True
 
 
-def whole_or_partitioned(whole: Form, partitioned: Form) -> Form:
-    """Return a function that runs `partitioned` if XLA partitions its operands, and `whole` otherwise.
+def whole_or_partitioned(unpartitioned: Form, partitioned: Form) -> Form:
+    """Return a function that runs `partitioned` if XLA partitions its operands, and `unpartitioned` otherwise.
 
     Both take the same arrays, return results of the same structure, shapes and dtypes, and support vmap.
     """
 
-    def call(*operands: Any) -> Any:
+    def call(*operands: object) -> Any:
         leaves, structure = jax.tree.flatten(operands)
         result = jax.eval_shape(partitioned, *operands)
 
         def on_leaves(form: Form) -> Form:
             return lambda *leaves: jax.tree.leaves(form(*structure.unflatten(leaves)))
 
-        out = _whole_p.bind(*leaves, whole=on_leaves(whole), partitioned=on_leaves(partitioned))
-        return jax.tree.unflatten(jax.tree.structure(result), out)
+        forms = {"unpartitioned": on_leaves(unpartitioned), "partitioned": on_leaves(partitioned)}
+        return jax.tree.unflatten(jax.tree.structure(result), _choice_p.bind(*leaves, **forms))
 
     return call
 
 
-@_whole_p.def_impl
-def _impl(*leaves: Any, **forms: Any) -> list[Any]:
+@_choice_p.def_impl
+def _impl(*leaves: Array, **forms: Form) -> list[Array]:
     # Lowering chooses the form, so this compiles even under `jax.disable_jit`, which would call `_impl` again.
     with jax.disable_jit(False):
-        return jax.jit(functools.partial(_whole_p.bind, **forms))(*leaves)
+        return jax.jit(functools.partial(_choice_p.bind, **forms))(*leaves)
 
 
-@_whole_p.def_abstract_eval
-def _abstract_eval(*leaves: Any, whole: Form, partitioned: Form) -> list[Any]:
+@_choice_p.def_abstract_eval
+def _abstract_eval(*leaves: Any, unpartitioned: Form, partitioned: Form) -> list[Any]:
     """Return the result types of `partitioned`, which inside `shard_map` include the axes they vary over."""
-    del whole
+    del unpartitioned
     return [x.update(weak_type=False) for x in jax.make_jaxpr(partitioned)(*leaves).out_avals]
 
 
-def _batch(leaves: Any, axes: Any, *, whole: Form, partitioned: Form) -> tuple[list[Any], list[int]]:
-    forms = {"whole": jax.vmap(whole, axes), "partitioned": jax.vmap(partitioned, axes)}
-    out = _whole_p.bind(*leaves, **forms)
+def _batch(
+    leaves: Sequence[Array], axes: Sequence[int | None], **forms: Form
+) -> tuple[list[Array], list[int]]:
+    """Map both forms; `vmap` puts the mapped axis of every result first."""
+    mapped = {name: jax.vmap(form, axes) for name, form in forms.items()}
+    out = _choice_p.bind(*leaves, **mapped)
     return out, [0] * len(out)
 
 
-def _lower(ctx: Any, *leaves: Any, whole: Form, partitioned: Form) -> Any:
-    form = partitioned if is_partitioned(ctx) else whole
-    if form is whole and jax.sharding.get_abstract_mesh().manual_axes:
+def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, unpartitioned: Form, partitioned: Form) -> Any:
+    """Lower the form that fits the program."""
+    if is_partitioned(ctx):
+        form = partitioned
+    elif jax.sharding.get_abstract_mesh().manual_axes:
         # With check_vma, `shard_map` requires a kernel to declare the axes that each result varies over.
         # `_abstract_eval` has declared them, so wrap the kernel in a `shard_map` without the check, which maps no
         # further axis.
-        form = jax.shard_map(whole, in_specs=P(), out_specs=P(), check_vma=False)
+        form = jax.shard_map(unpartitioned, in_specs=P(), out_specs=P(), check_vma=False)
+    else:
+        form = unpartitioned
     return mlir.lower_fun(form, multiple_results=True)(ctx, *leaves)
 
 
-def is_partitioned(ctx: Any) -> bool:
+def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
     """Return whether XLA will partition the operations that a lowering rule emits.
 
     This uses a private part of jax, because a lowering rule has no public way to get its number of devices. jax's own
@@ -274,5 +298,5 @@ def is_partitioned(ctx: Any) -> bool:
     return getattr(context, "num_devices", None) != 1
 
 
-batching.primitive_batchers[_whole_p] = _batch
-mlir.register_lowering(_whole_p, _lower)
+batching.primitive_batchers[_choice_p] = _batch
+mlir.register_lowering(_choice_p, _lower)

@@ -212,14 +212,14 @@ def test_a_model_of_ones_own_decodes_as_a_loaded_one():
     with pytest.raises(MarsError, match=r"has no config, by which the heads of 'x' are checked"):
         mj.drafters.load("eagle:x", bare)
     hashed = mj.Pretrained.from_parts(fake.hash_model(vocab_size=11), (), max_positions=48)
-    with pytest.raises(MarsError, match="was made without a tokenizer: give prompts as token ids"):
+    with pytest.raises(MarsError, match="has no tokenizer: give from_parts one, or prompts as token ids"):
         mj.generate(hashed, "ngram", ["Once"])
     prompts = [[1, 2], [3], [4, 5, 6]]
     one = mj.generate(hashed, "ngram", prompts, batch_size=1, max_new_tokens=9)
     whole = mj.generate(hashed, "none", prompts, max_new_tokens=9)
     assert one.tokens == whole.tokens and one.text == [""] * 3
     for given in ({}, {"config": loaded.config, "max_positions": 9}):
-        with pytest.raises(MarsError, match="from_parts takes a config, or max_positions"):
+        with pytest.raises(MarsError, match="from_parts takes either a config or max_positions"):
             mj.Pretrained.from_parts(*parts, **given)
 
 

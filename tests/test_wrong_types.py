@@ -281,7 +281,7 @@ MISTAKES = [
     ({"stop_strings": 5}, "stop_strings is 5: expected texts of at least one character"),
     ({"logit_bias": {"x": 1}}, "logit_bias has 'x': 1: expected one of the 4096 tokens of 'tiny/target' and"),
     ({"seed": -1}, "seed is -1: expected a whole number from 0 to 4294967295"),
-    ({"stop_tokens": 4096}, "stop_tokens is .4096,.: expected token ids from 0 to 4095"),
+    ({"stop_tokens": 4096}, "stop_tokens is .4096,.: expected a list of token ids from 0 to 4095"),
     ({"temperature": "hot"}, "temperature is 'hot': expected a finite number of at least 0"),
     ({"max_new_tokens": True}, "max_new_tokens is True: expected a whole number of at least 1"),
     ({"prompts": {"a": 1}}, "the prompts are of type dict: give a text, texts, token ids, or conversations"),

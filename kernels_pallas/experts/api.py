@@ -5,10 +5,9 @@ R rows, K inner and N outer width, X experts. Oracle: each row times its dequant
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax import Array
 
+from kernels_pallas.common import Interpret
 from kernels_pallas.dispatch import dispatch
 from kernels_pallas.experts import mosaic, xla
 
@@ -21,7 +20,7 @@ def dense_by_expert_int8(
     *,
     implementation: str | None = None,
     platform: str | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> Array:
     """Multiply x [R, K] by values i8[X, N, K], scaled by `scale` f32[X, N]: f32[R, N]. Differentiable.
 

@@ -11,15 +11,14 @@ by the expert's matrix and masks the rows of other experts, as in Megablox (arXi
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.common import LANES, block_width, round_up
+from kernels_pallas.common import LANES, Interpret, block_width, round_up
 
 ROWS = 128
 """Maximum rows per tile."""
@@ -54,12 +53,12 @@ def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
     # Visit v belongs to the first expert with visit_ends > v. The clamps apply to visits that are not real.
     expert = jnp.minimum(jnp.sum(visit_ends[None] <= number[:, None], axis=1), sizes.shape[0] - 1)
     tile = first[expert] + number - (visit_ends - visit_counts)[expert]
-    as_index = lambda x: x.astype(jnp.int32)  # noqa: E731
-    return as_index(expert), as_index(jnp.clip(tile, 0, tiles - 1)), as_index(jnp.maximum(visit_ends[-1], 1))
+    tile, count = jnp.clip(tile, 0, tiles - 1), jnp.maximum(visit_ends[-1], 1)
+    return expert.astype(jnp.int32), tile.astype(jnp.int32), count.astype(jnp.int32)
 
 
 def dense_by_expert_int8(
-    x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Any = False
+    x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Interpret = False
 ) -> Array:
     """See `api.dense_by_expert_int8`."""
     count, inner = x.shape
@@ -72,12 +71,16 @@ def dense_by_expert_int8(
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     # JAX picks the layout with the least padding: a matrix whose rows do not fill registers is stored by columns.
     by_columns = inner % 128 != 0 and outer % 128 == 0
-    block, block_index = (width, inner), lambda n: (n, 0)
     if by_columns:
-        values, block, block_index = values.swapaxes(1, 2), (inner, width), lambda n: (0, n)
+        # A view of the stored layout, [X, K, N], whose blocks are columns.
+        values = values.swapaxes(1, 2)
+        block, block_index = (inner, width), lambda n: (0, n)
+    else:
+        block, block_index = (width, inner), lambda n: (n, 0)
     padded_product = pl.pallas_call(
         functools.partial(_kernel, by_columns=by_columns),
         grid_spec=pltpu.PrefetchScalarGridSpec(
+            # The visits and the bounds of the experts' rows are scalars, from which the block indices are computed.
             num_scalar_prefetch=4,
             # The visits of a tile are consecutive, so its results stay in fast memory between them.
             grid=(pl.cdiv(outer, width), real),
@@ -98,16 +101,36 @@ def dense_by_expert_int8(
     return padded_product[:count]
 
 
-def _kernel(expert, tile, begins, ends, x, w, scale, out, *, by_columns: bool) -> None:
+def _kernel(
+    expert: Ref,
+    tile: Ref,
+    begins: Ref,
+    ends: Ref,
+    x_ref: Ref,
+    w_ref: Ref,
+    scale: Ref,
+    out: Ref,
+    *,
+    by_columns: bool,
+) -> None:
+    """Compute one visit for one block of outputs.
+
+    Args:
+      expert, tile: i32[visits].
+      begins, ends: i32[X]; the first row of each expert, and the row after its last one.
+      x_ref: [rows, K].
+      w_ref: i8[width, K], or i8[K, width] if `by_columns`.
+      scale: f32[1, width].
+      out: f32[rows, width].
+    """
     visit = pl.program_id(1)
     expert_id, tile_id = expert[visit], tile[visit]
-    x = x[...]
+    x = x_ref[...]
+    # Products of int8 and bfloat16 numbers are exact in one pass of the matrix unit; float32 rows need several.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    product = lax.dot_general(
-        *(x, w[...].astype(x.dtype), (((1,), (0 if by_columns else 1,)), ((), ()))),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    dimensions = (((1,), (0 if by_columns else 1,)), ((), ()))
+    w = w_ref[...].astype(x.dtype)
+    product = lax.dot_general(x, w, dimensions, precision=precision, preferred_element_type=jnp.float32)
     # Rows are sorted by expert, and a tile that holds rows of several experts is visited once for each.
     row = tile_id * x.shape[0] + lax.broadcasted_iota(jnp.int32, product.shape, 0)
     in_expert = (row >= begins[expert_id]) & (row < ends[expert_id])

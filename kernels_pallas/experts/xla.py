@@ -25,6 +25,7 @@ def scaled(product: Callable[..., Array]) -> Callable[..., Array]:
     """Return a product for int8 weights: `product` multiplies the integers, and the result is scaled."""
 
     def scaled_product(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
+        # i32[R]: the expert of each row.
         expert = jnp.repeat(jnp.arange(values.shape[0]), sizes, total_repeat_length=x.shape[0])
         return product(x, values, sizes) * scale[expert]
 

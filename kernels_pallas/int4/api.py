@@ -6,11 +6,11 @@ R rows, K inputs, N outputs, G groups of `size` inputs. Oracle: numpy in tests/k
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
+from kernels_pallas.common import Interpret
 from kernels_pallas.dispatch import dispatch
 from kernels_pallas.int4 import mosaic, xla
 
@@ -24,7 +24,7 @@ def dense_int4(
     chip: str = "",
     implementation: str | None = None,
     platform: str | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> Array:
     """Multiply x [R, K] by the matrix `values * scale + offset`: f32[R, N]. Differentiable.
 
@@ -43,16 +43,11 @@ def dense_int4(
     [[32.0, 32.0]]
     """
     (rows, inputs), (_, size, outputs) = x.shape, values.shape
-    takes = (
-        mosaic.supports_product(rows, inputs, outputs, size)
-        and x.dtype == jnp.bfloat16
-        and values.dtype == jnp.int4
-    )
+    is_supported = mosaic.supports_product(rows, inputs, outputs, size)
+    is_supported &= x.dtype == jnp.bfloat16 and values.dtype == jnp.int4
+    forms = {"xla": xla.dense_int4, "pallas_tpu": xla.dense_int4}
     # A named kernel is never replaced: it raises an error if it does not support the operands.
-    kernel = functools.partial(mosaic.dense_int4, chip=chip)
-    forms = {
-        "xla": xla.dense_int4,
-        "pallas_tpu": kernel if takes or implementation == "pallas_tpu" else xla.dense_int4,
-    }
+    if is_supported or implementation == "pallas_tpu":
+        forms["pallas_tpu"] = functools.partial(mosaic.dense_int4, chip=chip)
     operands = (x, values, scale, offset)
     return dispatch(implementation, interpret, operands, forms, platform=platform, differentiable=True)

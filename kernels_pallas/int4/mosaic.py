@@ -18,15 +18,15 @@ of a dequantised model.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.common import SUBLANES, TWO_CORES, block_width, round_up
+from kernels_pallas.common import SUBLANES, TWO_CORES, Interpret, block_width, round_up
 
 CHUNK = 128
 """Inputs unpacked at a time: the depth of a matrix unit."""
@@ -39,7 +39,7 @@ WEIGHTS = 2**20, 2**21
 product. From v6e on a block's work takes about as long as its copy, so larger blocks leave fewer gaps."""
 SCALES = 2**18
 """Maximum number of groups over a block's outputs. Each takes 16 to 28 bytes of fast memory, and a v4 has 16 MB."""
-_BIAS = 24
+BIAS = 24
 """The number that an unpacked weight of 0 represents."""
 
 
@@ -66,7 +66,7 @@ def block_sizes(inputs: int, outputs: int, groups: int, *, narrow: bool) -> tupl
 
 
 def dense_int4(
-    x: Array, values: Array, scale: Array, offset: Array, *, chip: str, interpret: Any = False
+    x: Array, values: Array, scale: Array, offset: Array, *, chip: str, interpret: Interpret = False
 ) -> Array:
     """Multiply x bf16[R, K] by the matrix `values * scale + offset`: f32[R, N]. See `supports_product` for the shapes.
 
@@ -79,26 +79,36 @@ def dense_int4(
     """
     (count, inputs), (groups, size, outputs) = x.shape, values.shape
     groups_per_chunk = CHUNK // size
+    # Scale the results of each group if the rows, one per group of a chunk, fit into a product; else the weights.
     by_group = groups_per_chunk * count <= ROWS or groups_per_chunk == 1
     parts = groups_per_chunk if by_group else 1
     if parts > 1:
-        # Split each row into one row per group of a chunk, 0 in the other groups.
+        # [R * parts, K]: row r of x becomes rows r * parts + g for the groups g of a chunk, 0 in the other groups.
         k, group = (lax.broadcasted_iota(jnp.int32, (1, groups_per_chunk, inputs), axis) for axis in (2, 1))
         x = jnp.where(k // size % groups_per_chunk == group, x[:, None], 0).reshape(-1, inputs)
     rows = round_up(len(x), SUBLANES)
     x = jnp.pad(x, ((0, rows - len(x)), (0, 0)))
     narrow = not chip.startswith(("TPU v4", "TPU v5"))
     inner, width = block_sizes(inputs, outputs, groups, narrow=narrow)
-    steps, of_block = inputs // inner, inner // size
+    steps, block_groups = inputs // inner, inner // size
     cores = 2 if chip in TWO_CORES and outputs // width % 2 == 0 else 1
     turns = outputs // width // cores
-    column = lambda c, j, i: (0, c * turns + j)  # noqa: E731
+
+    # Grid index (c, j, i): core c, its j-th block of outputs, the i-th block of inputs.
+    def column(c: Array, j: Array, i: Array) -> tuple[int, Array]:
+        return 0, c * turns + j
+
+    if parts > 1:
+        # 8 rows per chunk, to match 8 rows of a product; see `_start_total`.
+        scale_rows = inner // CHUNK * SUBLANES
+    else:
+        scale_rows = block_groups
     padded_product = pl.pallas_call(
         functools.partial(_kernel, by_group=by_group, narrow=narrow),
         grid=(cores, turns, steps),
         in_specs=[
             pl.BlockSpec((rows, inputs), lambda c, j, i: (0, 0)),
-            pl.BlockSpec((of_block, size, width), lambda c, j, i: (i, 0, c * turns + j)),
+            pl.BlockSpec((block_groups, size, width), lambda c, j, i: (i, 0, c * turns + j)),
             pl.BlockSpec((groups, width), column),
             pl.BlockSpec((groups, width), column),
         ],
@@ -107,14 +117,15 @@ def dense_int4(
         # These are in the order of `_Memory`, from `ordered` on. The rows are laid out once for all blocks of outputs.
         scratch_shapes=[
             pltpu.VMEM((steps, rows, inner), jnp.bfloat16),
-            pltpu.VMEM((steps, rows, of_block), jnp.float32),
+            pltpu.VMEM((steps, rows, block_groups), jnp.float32),
             pltpu.VMEM((rows, 3 * groups), jnp.bfloat16),
-            pltpu.VMEM((steps, inner // CHUNK * 8 if parts > 1 else of_block, width), jnp.float32),
+            pltpu.VMEM((steps, scale_rows, width), jnp.float32),
             pltpu.VMEM((width // 128 * rows, 128), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=48 * 2**20
         ),
+        # Per output: half a byte per weight, 6 bytes per group for its scale and offset, and the results.
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * inputs * outputs,
             transcendentals=0,
@@ -122,27 +133,28 @@ def dense_int4(
         ),
         interpret=interpret,
         name="dense_int4",
-    )(x, values, lax.bitcast_convert_type(scale, jnp.uint16), offset)  # Mosaic does not support float16
+        # Mosaic does not support float16, so pass the bits of the scales.
+    )(x, values, lax.bitcast_convert_type(scale, jnp.uint16), offset)
     return padded_product[:count]
 
 
 class _Memory(NamedTuple):
     """The kernel's memory: the inputs, the output, and the scratch from `ordered` on."""
 
-    x: Any  # bf16[R, K]; `parts` rows of x yield one result row
-    values: Any  # i4[groups of the block, size, outputs]
-    bits: Any  # u16[G, outputs], the scales
-    offset: Any  # f32[G, outputs]
-    out: Any  # f32[R / parts, outputs]
-    ordered: Any  # by step, x in the order of the unpacked inputs
-    added: Any  # by step, the sums of x over groups
-    sums: Any  # `added`, split into bfloat16 parts
-    # f32; by step, the scales of these outputs if results are scaled. If rows are split, 8 rows per chunk.
-    scales: Any
-    total: Any  # the sums so far
+    x: Ref  # bf16[R, K]; `parts` rows of x yield one result row
+    values: Ref  # i4[groups of the block, size, outputs]
+    bits: Ref  # u16[G, outputs], the scales
+    offset: Ref  # f32[G, outputs]
+    out: Ref  # f32[R / parts, outputs]
+    ordered: Ref  # bf16[steps, R, inputs of the block]; x in the order of the unpacked inputs
+    added: Ref  # f32[steps, R, groups of the block]; the sums of x over groups
+    sums: Ref  # bf16[R, 3 G]; `added`, split into bfloat16 parts
+    # f32[steps, rows, outputs]; the scales, if results are scaled. A row per group, or 8 per chunk of several groups.
+    scales: Ref
+    total: Ref  # f32[outputs / 128 * R, 128]; the sums so far, see `_put`
 
 
-def _kernel(*refs, by_group: bool, narrow: bool) -> None:
+def _kernel(*refs: Ref, by_group: bool, narrow: bool) -> None:
     """Add the product of one block to its outputs.
 
     Args:
@@ -155,6 +167,7 @@ def _kernel(*refs, by_group: bool, narrow: bool) -> None:
     # All blocks of outputs use the same ordered rows, so compute them once per core.
     pl.when((turn == 0) & (step == 0))(functools.partial(_order_rows, memory, by_group or narrow))
     pl.when(step == 0)(functools.partial(_start_total, memory, by_group))
+    # Undo `_put`: the sums so far, f32[R, outputs].
     product = jnp.concatenate([total[first : first + rows] for first in range(0, len(total), rows)], axis=1)
     if by_group:
         product = _add_groups(memory, product, step)
@@ -164,10 +177,11 @@ def _kernel(*refs, by_group: bool, narrow: bool) -> None:
 
     @pl.when(step == len(memory.ordered) - 1)
     def _():
+        # Result row r is the sum of rows r * parts + g over the groups g, read with a stride from each slice.
         parts = rows // len(out)
         for t in range(len(total) // rows):
-            of_rows = [total[pl.ds(rows * t + g, len(out), stride=parts)] for g in range(parts)]
-            out[:, 128 * t : 128 * (t + 1)] = sum(of_rows)
+            group_rows = [total[pl.ds(rows * t + g, len(out), stride=parts)] for g in range(parts)]
+            out[:, 128 * t : 128 * (t + 1)] = sum(group_rows)
 
 
 def _order_rows(memory: _Memory, pairs: bool) -> None:
@@ -177,6 +191,7 @@ def _order_rows(memory: _Memory, pairs: bool) -> None:
     order = _order(pairs)
     members = _members(inner, memory.values.shape[1])
 
+    # Both are products: one with a permutation of the lanes, one with a matrix of zeros and ones that adds up groups.
     @pl.loop(0, steps)
     def _(i: Array) -> None:
         block = x[:, pl.ds(pl.multiple_of(i * inner, CHUNK), inner)]
@@ -184,6 +199,7 @@ def _order_rows(memory: _Memory, pairs: bool) -> None:
             ordered[i, :, c : c + CHUNK] = _product(block[:, c : c + CHUNK], order).astype(jnp.bfloat16)
         added[i] = _product(block, members)
 
+    # bf16[R, 3 G], the left factor of the product in `_start_total`.
     high, low = _split(jnp.concatenate([added[i] for i in range(steps)], axis=1))
     memory.sums[...] = jnp.concatenate([high, low, high], axis=1)
 
@@ -193,21 +209,21 @@ def _start_total(memory: _Memory, by_group: bool) -> None:
     offsets = memory.offset[...]
     if by_group:
         scale = _float32(memory.bits[...])
-        # An unpacked weight is too large by `_BIAS`, so correct every group sum for it.
-        offsets -= _BIAS * scale
-        of_block, size, _ = memory.values.shape
+        # An unpacked weight is too large by `BIAS`, so correct every group sum for it.
+        offsets -= BIAS * scale
+        block_groups, size, _ = memory.values.shape
         groups_per_chunk = CHUNK // size
         for i in range(len(memory.scales)):
-            of_step = scale[i * of_block : (i + 1) * of_block]
+            step_scale = scale[i * block_groups : (i + 1) * block_groups]
             if groups_per_chunk > 1:
+                # Rows r * parts + g of a product belong to group g, so 8 rows repeat the scales of a chunk's groups.
                 chunks = [
-                    of_step[first : first + groups_per_chunk]
-                    for first in range(0, of_block, groups_per_chunk)
+                    step_scale[first : first + groups_per_chunk]
+                    for first in range(0, block_groups, groups_per_chunk)
                 ]
-                of_step = jnp.concatenate(
-                    [part for part in chunks for _ in range(8 // groups_per_chunk)], axis=0
-                )
-            memory.scales[i] = of_step
+                repeats = SUBLANES // groups_per_chunk
+                step_scale = jnp.concatenate([part for part in chunks for _ in range(repeats)], axis=0)
+            memory.scales[i] = step_scale
     # high * high + low * high + high * low multiplies 16-bit numbers in one product of bfloat16 numbers.
     high, low = _split(offsets)
     _put(memory.total, _product(memory.sums[...], jnp.concatenate([high, high, low], axis=0)))
@@ -217,20 +233,23 @@ def _add_groups(memory: _Memory, product: Array, step: Array) -> Array:
     """Add a block's product, scaling the results by group."""
     values, scales, (rows, _) = memory.values, memory.scales, product.shape
     for c in range(memory.ordered.shape[2] // CHUNK):
+        # bf16[CHUNK, outputs]: the chunk's weights plus 24, in the order of `ordered`.
         w = jnp.concatenate([_biased(word, k) for word in _words(values, c) for k in range(4)], axis=0)
         part = _product(memory.ordered[step, :, CHUNK * c : CHUNK * (c + 1)], w)
         if values.shape[1] == CHUNK:
+            # One group per chunk: its scales multiply all rows.
             product += part * scales[step, c : c + 1]
         else:
-            product += part * jnp.concatenate([scales[step, 8 * c : 8 * c + 8]] * (rows // 8), axis=0)
+            row_scales = scales[step, SUBLANES * c : SUBLANES * (c + 1)]
+            product += part * jnp.concatenate([row_scales] * (rows // SUBLANES), axis=0)
     return product
 
 
 def _add_scaled_weights(memory: _Memory, product: Array, step: Array, narrow: bool) -> Array:
     """Add a block's product, scaling the weights and rounding them to bfloat16 first."""
-    of_block, inner = memory.values.shape[0], memory.ordered.shape[2]
-    of_step = _float32(memory.bits[pl.ds(pl.multiple_of(step * of_block, of_block), of_block), :])
-    scale = _of_words(of_step, narrow)
+    block_groups, inner = memory.values.shape[0], memory.ordered.shape[2]
+    first_group = pl.multiple_of(step * block_groups, block_groups)
+    scale = _of_words(_float32(memory.bits[pl.ds(first_group, block_groups), :]), narrow)
     # Matrix units of `narrow` chips are two chunks deep.
     deep = 2 * CHUNK if narrow else CHUNK
     for first in range(0, inner, deep):
@@ -243,7 +262,7 @@ def _add_scaled_weights(memory: _Memory, product: Array, step: Array, narrow: bo
     return product
 
 
-def _put(total: Any, product: Array) -> None:
+def _put(total: Ref, product: Array) -> None:
     """Store f32[R, outputs] as successive slices of 128 columns, whose rows can be read with a stride."""
     rows = len(product)
     for t in range(len(total) // rows):
@@ -256,6 +275,7 @@ def _product(x: Array, w: Array) -> Array:
 
 def _split(x: Array) -> tuple[Array, Array]:
     """Split float32 numbers into sums of two bfloat16 numbers, which together keep 16 bits."""
+    # The second number is the rounding error of the first, itself rounded to 8 bits of mantissa.
     high = x.astype(jnp.bfloat16)
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
@@ -272,12 +292,15 @@ def _order(pairs: bool) -> Array:
 def _members(inputs: int, size: int) -> Array:
     """Return the matrix bf16[inputs, inputs / size] that adds up each group."""
     row, column = (lax.broadcasted_iota(jnp.int32, (inputs, inputs // size), axis) for axis in (0, 1))
+    # Sizes are powers of two, so `row & -size` is the first input of the row's group.
     return ((row & -size) == column * size).astype(jnp.bfloat16)
 
 
 def _float32(bits: Array) -> Array:
     """Convert the bits u16 of float16 numbers, subnormal ones included, to float32."""
     bits = bits.astype(jnp.int32)
+    # The bits without the sign. A float16 has 10 bits of mantissa and the exponent bias 15, a float32 has 23 and 127:
+    # shift by 13 and multiply by 2^(127 - 15).
     size = bits & 0x7FFF
     normal = lax.bitcast_convert_type(size << 13, jnp.float32) * 2.0**112
     # For subnormal numbers the first term is 0; for normal numbers the second term is smaller.
@@ -292,38 +315,40 @@ def _of_words(scale: Array, narrow: bool) -> Array:
     """
     if not narrow:
         return scale * 2.0**-28
+    # The bits of a bfloat16 number are the upper half of those of the float32 number with the same value.
     high = lax.bitcast_convert_type(scale.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
     return lax.bitcast_convert_type(high | lax.shift_right_logical(high, 16), jnp.float32)
 
 
-def _words(values: Any, chunk: int) -> list[Array]:
+def _words(values: Ref, chunk: int) -> list[Array]:
     """Return the halves of a chunk as words i32[8, N]."""
     groups_per_chunk = CHUNK // values.shape[1]
-    of_chunk = values[chunk * groups_per_chunk : (chunk + 1) * groups_per_chunk].reshape(
-        CHUNK, values.shape[2]
-    )
-    words = pltpu.bitcast(of_chunk, jnp.int32)
+    weights = values[chunk * groups_per_chunk : (chunk + 1) * groups_per_chunk]
+    # i32[16, N]: word s holds inputs 8s .. 8s + 7, input 8s + k in bits 4k .. 4k + 3.
+    words = pltpu.bitcast(weights.reshape(CHUNK, values.shape[2]), jnp.int32)
     return [words[:8], words[8:]]
 
 
 def _biased(word: Array, k: int) -> Array:
     """Return the inputs k and k + 4 of words i32[8, N] as bf16[16, N], each plus 24."""
+    # Input k goes to bits 3 .. 6, the top of a bfloat16 mantissa, and input k + 4 to the same bits of the upper half.
+    # The exclusive or flips the sign bit, which adds 8, and sets the exponent of numbers from 16 to 32.
     moved = word << 3 if k == 0 else word >> (4 * k - 3)
     return pltpu.bitcast((moved & 0x00780078) ^ 0x41C041C0, jnp.bfloat16)
 
 
-def _scaled(values: Any, scales: Array, chunk: int, narrow: bool) -> list[Array]:
+def _scaled(values: Ref, scales: Array, chunk: int, narrow: bool) -> list[Array]:
     """Return the weights of a chunk, in parts: bf16[16, N] if `narrow`, otherwise f32[8, N]."""
     parts, groups_per_half, wide = [], 64 // values.shape[1], (8, values.shape[2])
     for half, word in enumerate(_words(values, chunk), 2 * chunk):
-        # The 8 inputs of a word belong to one group.
+        # The 8 inputs of a word belong to one group. A half of a chunk has one group, or two with 4 rows of words each.
         groups = range(half * groups_per_half, (half + 1) * groups_per_half)
         scale, *other_scales = [jnp.broadcast_to(scales[g : g + 1], wide) for g in groups]
         if other_scales:
             scale = jnp.where(lax.broadcasted_iota(jnp.int32, wide, 0) < 4, scale, *other_scales)
         if narrow:
             scale = pltpu.bitcast(scale, jnp.bfloat16)
-            parts += [(_biased(word, k) - jnp.bfloat16(_BIAS)) * scale for k in range(4)]
+            parts += [(_biased(word, k) - jnp.bfloat16(BIAS)) * scale for k in range(4)]
         else:
             for k in range(4):
                 # Input k + 4 is in the top bits, with its sign. Input k, 16 bits below, adds less than 2^-12 to it, so

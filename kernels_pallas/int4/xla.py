@@ -33,6 +33,7 @@ def dense_int4(x: Array, values: Array, scale: Array, offset: Array) -> Array:
     groups = jnp.pad(x, ((0, -rows % SUBLANES), (0, 0))).reshape(-1, count, size)
     # The integers are exact in every float dtype, so scale group sums instead of weights.
     y = jnp.einsum("bgk,gkn->gbn", groups, values.astype(x.dtype), preferred_element_type=jnp.float32)
+    # f32[G, R, 1]: the sums of x over groups, which the offsets multiply.
     sums = jnp.sum(groups.astype(jnp.float32), axis=-1).T[..., None]
     scale, offset = (part.astype(jnp.float32)[:, None] for part in (scale, offset))
     return jnp.sum(y * scale + sums * offset, axis=0)[:rows]

@@ -14,18 +14,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels_pallas.common import Axis, bits
+from kernels_pallas.common import Axis, Interpret, bits
 from kernels_pallas.dispatch import dispatch
 from kernels_pallas.margin import reference, rule, xla
 from kernels_pallas.margin.rule import Acceptance, AcceptControls, MarginStats
 from kernels_pallas.margin.shapes import TpuBlocks
+
+Result = TypeVar("Result")
 
 
 def margin_stats(
@@ -34,7 +36,7 @@ def margin_stats(
     logsumexp: bool = False,
     implementation: str | None = None,
     blocks: TpuBlocks | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> MarginStats:
     """Compute the statistics of logits [..., V] (bfloat16 or float32, V >= 1) over the last axis, in float32.
 
@@ -81,7 +83,7 @@ def margin_accept(
     logsumexp: bool = False,
     implementation: str | None = None,
     blocks: TpuBlocks | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> Acceptance:
     """Apply margin-aware acceptance (MARS, arXiv 2601.15498, Algorithm 1) to a tree of drafted tokens.
 
@@ -141,10 +143,10 @@ def merge_over(stats: MarginStats, axis: Axis, *, local_vocab: int) -> MarginSta
         `[i * local_vocab, (i + 1) * local_vocab)`.
       axis: mesh axis, or axes, that shard the vocabulary.
     """
-    # Local ids count from 0; -1 marks a token that does not exist.
     first = lax.axis_index(axis) * local_vocab
-    offset = lambda ids: jnp.where(ids < 0, ids, ids + first)  # noqa: E731
-    stats = stats._replace(id1=offset(stats.id1), id2=offset(stats.id2))
+    # Local ids count from 0. -1, the id of a token that does not exist, stays -1.
+    id1, id2 = (jnp.where(ids < 0, ids, ids + first) for ids in (stats.id1, stats.id2))
+    stats = stats._replace(id1=id1, id2=id2)
     # Stack into one array, so that one collective suffices.
     columns = [bits(x) for x in stats if x is not None]
     parts = lax.all_gather(jnp.stack(columns), axis)  # i32[shards, 4 or 5, ...]
@@ -167,7 +169,7 @@ def sharded_margin_stats(
     `PartitionSpec(None, None, "model")`, `sharded_margin_stats(logits, mesh=mesh, axis="model")`.
     """
     local = functools.partial(_local, axis=axis, options=options)
-    return _map(local, mesh, axis, batch_axis, (logits,))
+    return _map(local, mesh, axis, batch_axis, logits)
 
 
 def sharded_margin_accept(
@@ -194,28 +196,30 @@ def sharded_margin_accept(
     """
     rule.check_margin(margin)
 
-    def local(logits: Array, *tree: Any) -> Acceptance:
+    def local(
+        logits: Array, tokens: Array, parents: Array, y: Array | None, controls: AcceptControls
+    ) -> Acceptance:
         stats = _local(logits, axis=axis, options=options)
-        return rule.accept_from_stats(stats, *tree, max_depth=max_depth, margin=margin)
+        return rule.accept_from_stats(stats, tokens, parents, y, controls, max_depth, margin)
 
-    operands = (logits, tokens, parents, y, rule.as_arrays(controls))
-    return _map(local, mesh, axis, batch_axis, operands)
+    return _map(local, mesh, axis, batch_axis, logits, tokens, parents, y, rule.as_arrays(controls))
 
 
 def _local(logits: Array, *, axis: Axis, options: dict[str, Any]) -> MarginStats:
+    """Compute the statistics of this device's shard and merge them with those of the other shards."""
     stats = margin_stats(logits, **options)
     return merge_over(stats, axis, local_vocab=logits.shape[-1])
 
 
 def _map(
-    function: Callable[..., Any],
+    function: Callable[..., Result],
     mesh: Mesh | None,
     axis: Axis,
     batch_axis: Axis | None,
-    operands: tuple[Any, ...],
-) -> Any:
-    """Run a function on each device's shard of `operands`: logits [B, ..., V], and others [B, ...]."""
-    logits = operands[0]
+    logits: Array,
+    *operands: object,
+) -> Result:
+    """Run a function on each device's shard of the logits [B, ..., V] and of other operands [B, ...]."""
     if logits.ndim < 2:
         raise ValueError(f"logits have shape {logits.shape}: expected [B, ..., V].")
     devices = jax.sharding.get_abstract_mesh() if mesh is None else mesh
@@ -230,6 +234,7 @@ def _map(
         raise ValueError(
             f"a vocabulary of {vocab} does not divide over {shards} devices: pad the unembedding, with -inf logits."
         )
+    # The logits are sharded in the first and the last dimension, all other operands and the result only in the first.
     rows = PartitionSpec(batch_axis)
     logits_spec = PartitionSpec(batch_axis, *[None] * (logits.ndim - 2), axis)
     # check_vma is off because pallas_call does not declare how its results vary over a mesh. The merged results are
@@ -237,10 +242,10 @@ def _map(
     mapped = jax.shard_map(
         function,
         mesh=mesh,
-        in_specs=(logits_spec, *jax.tree.map(lambda _: rows, operands[1:])),
+        in_specs=(logits_spec, *jax.tree.map(lambda _: rows, operands)),
         out_specs=rows,
         # An outer `shard_map` has already mapped its own axes.
         axis_names=set(devices.axis_names) - set(devices.manual_axes),
         check_vma=False,
     )
-    return mapped(*operands)
+    return mapped(logits, *operands)

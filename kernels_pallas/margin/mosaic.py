@@ -13,15 +13,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.common import LANES, LAST_ID, LOWEST, SUBLANES, bits, round_up, tile_rows
+from kernels_pallas.common import LANES, LAST_ID, LOWEST, SUBLANES, Interpret, bits, round_up, tile_rows
 from kernels_pallas.margin.rule import (
     Acceptance,
     AcceptControls,
@@ -36,13 +36,16 @@ from kernels_pallas.margin.shapes import MAX_ROWS, TpuBlocks, fits_in_block, tpu
 
 
 def margin_stats(
-    logits: Array, *, logsumexp: bool = False, blocks: TpuBlocks | None = None, interpret: Any = False
+    logits: Array, *, logsumexp: bool = False, blocks: TpuBlocks | None = None, interpret: Interpret = False
 ) -> MarginStats:
     """See `kernels_pallas.margin_stats`."""
     lead = logits.shape[:-1]
-    nodes = lead[-1] if len(lead) > 1 and _grouped(lead[-1], math.prod(lead[:-1])) else 1
-    # Leading dimensions are not tiled: only the rows of a matrix come in groups.
-    group = tile_rows(logits.dtype) if nodes == 1 else 1
+    if len(lead) > 1 and _grouped(lead[-1], math.prod(lead[:-1])):
+        # [trees, N, V]: the leading dimension is not tiled, so a block may hold any number of trees.
+        nodes, group = lead[-1], 1
+    else:
+        # [rows, V]: a block holds whole tiles of the matrix.
+        nodes, group = 1, tile_rows(logits.dtype)
     plan = _plan(logits, nodes, group, blocks, logsumexp)
     kernel = functools.partial(_stats_kernel, vocab=logits.shape[-1])
     (packed,) = _pass(kernel, plan, [], [], interpret, "margin_stats")
@@ -60,10 +63,12 @@ def margin_accept(
     margin: str,
     logsumexp: bool = False,
     blocks: TpuBlocks | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> Acceptance:
     """See `kernels_pallas.margin_accept`."""
     batch, nodes, vocab = logits.shape
+    # The operands i32[trees, N] have tiles of SUBLANES trees. With one node per tree, the trees are also the rows of
+    # the logits, whose tiles are twice as high in bfloat16.
     group = tile_rows(logits.dtype) if nodes == 1 else SUBLANES
     if blocks is None and not fits_in_block(batch, nodes, group):
         # The walk needs whole trees in a block; the fold does not.
@@ -79,18 +84,16 @@ def margin_accept(
     ]
     per_row = jnp.concatenate(numbers, axis=1)
     tree = [x.astype(jnp.int32) for x in (tokens, parents, y) if x is not None]
-    # A verdict consists of 2 D + 3 numbers, one per lane: D + 1 nodes of the path, D flags, the count and the next
-    # token.
+    # Lanes of a verdict: the D + 1 nodes of the path, a flag for each of the D edges that is 1 if it was relaxed, the
+    # number of accepted edges, and the next token.
     width = round_up(2 * max_depth + 3, LANES)
     kernel = functools.partial(_accept_kernel, vocab=vocab, nodes=nodes, max_depth=max_depth, margin=margin)
     packed, verdict = _pass(kernel, plan, [per_row, *tree], [width], interpret, "margin_accept")
-    # The lane of the first flag, after the path.
-    edge = max_depth + 1
     return Acceptance(
-        path=verdict[:, :edge],
+        path=verdict[:, : max_depth + 1],
         num_accepted=verdict[:, 2 * max_depth + 1],
         next_token=verdict[:, 2 * max_depth + 2],
-        relaxed=verdict[:, edge : edge + max_depth] > 0,
+        relaxed=verdict[:, max_depth + 1 : 2 * max_depth + 1] > 0,
         stats=_unpack(packed, (batch, nodes), logsumexp),
     )
 
@@ -112,13 +115,13 @@ def _grouped(nodes: int, trees: int) -> bool:
 
 
 def _plan(logits: Array, nodes: int, group: int, blocks: TpuBlocks | None, logsumexp: bool) -> _Plan:
+    """Choose the blocks and the shape of the logits. `group` is as in `tpu_blocks`."""
     vocab = logits.shape[-1]
     trees = math.prod(logits.shape[:-1]) // nodes
-    keeps_shape = _grouped(nodes, trees)
-    logits = logits.reshape((trees, nodes, vocab) if keeps_shape else (trees * nodes, vocab))
     blocks = tpu_blocks(blocks, trees=trees, nodes=nodes, vocab=vocab, dtype=logits.dtype, group=group)
-    lead = (blocks.trees, nodes) if keeps_shape else (blocks.trees * nodes,)
-    return _Plan(logits, blocks, trees, lead, logsumexp)
+    if _grouped(nodes, trees):
+        return _Plan(logits.reshape(trees, nodes, vocab), blocks, trees, (blocks.trees, nodes), logsumexp)
+    return _Plan(logits.reshape(trees * nodes, vocab), blocks, trees, (blocks.trees * nodes,), logsumexp)
 
 
 def _pass(
@@ -126,7 +129,7 @@ def _pass(
     plan: _Plan,
     inputs: list[Array],
     widths: list[int],
-    interpret: Any,
+    interpret: Interpret,
     name: str,
 ) -> list[Array]:
     """Call a kernel on blocks of the logits, with `inputs` [trees, ...] of the same trees.
@@ -136,6 +139,7 @@ def _pass(
     """
     logits, blocks, lead = plan.logits, plan.blocks, plan.lead
     rows, vocab = math.prod(logits.shape[:-1]), logits.shape[-1]
+    # Block i holds trees, or rows, from i on in the first dimension, and all nodes in the second one, if there is one.
     zeros = (0,) * (len(lead) - 1)
 
     def by_tree(width: int) -> pl.BlockSpec:
@@ -160,9 +164,10 @@ def _pass(
         scratch_shapes=[pltpu.VMEM((*lead, LANES), dtype) for dtype in dtypes(logsumexp=plan.logsumexp)],
         # Chips with two cores split the rows between them; the blocks of a vocabulary run in order on one core.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        # The lane-wise fold takes about 8 operations per logit, and the logsumexp one exponential.
         cost_estimate=pl.CostEstimate(
             flops=rows * vocab * 8,
-            transcendentals=rows * vocab if plan.logsumexp else 0,
+            transcendentals=rows * vocab * plan.logsumexp,
             bytes_accessed=rows * vocab * logits.dtype.itemsize + rows * LANES * 4,
         ),
         interpret=interpret,
@@ -172,10 +177,11 @@ def _pass(
 
 def _unpack(packed: Array, lead: tuple[int, ...], logsumexp: bool) -> MarginStats:
     """Unpack the result of `_finish` into statistics of shape `lead`."""
-    return from_bits([packed[..., k].reshape(lead) for k in range(5 if logsumexp else 4)])
+    count = len(dtypes(logsumexp=logsumexp))
+    return from_bits([packed[..., lane].reshape(lead) for lane in range(count)])
 
 
-def _stats_kernel(logits_ref, _, packed_ref, *state, vocab: int):
+def _stats_kernel(logits_ref: Ref, _: list[Ref], packed_ref: Ref, *state: Ref, vocab: int) -> None:
     block, last = pl.program_id(1), pl.num_programs(1) - 1
     _fold(logits_ref, state, block, last, vocab)
 
@@ -185,16 +191,16 @@ def _stats_kernel(logits_ref, _, packed_ref, *state, vocab: int):
 
 
 def _accept_kernel(
-    logits_ref,  # [rows, tokens] or [trees, N, tokens]
-    row_refs,  # i32[trees, 3 + M]; tokens, parents and perhaps y, i32[trees, N]
-    packed_ref,  # i32[..., 128]
-    verdict_ref,  # i32[trees, width]
-    *state,
+    logits_ref: Ref,  # [rows, tokens] or [trees, N, tokens]
+    row_refs: list[Ref],  # i32[trees, 3 + M]; tokens, parents and perhaps y, i32[trees, N]
+    packed_ref: Ref,  # i32[..., 128]
+    verdict_ref: Ref,  # i32[trees, width]
+    *state: Ref,
     vocab: int,
     nodes: int,
     max_depth: int,
     margin: str,
-):
+) -> None:
     per_row_ref, *tree_refs = row_refs
     block, last = pl.program_id(1), pl.num_programs(1) - 1
     _fold(logits_ref, state, block, last, vocab)
@@ -202,10 +208,12 @@ def _accept_kernel(
     @pl.when(block == last)
     def _():
         _finish(state, packed_ref, vocab)
+        # The block holds whole trees, and this is the last block of their vocabulary: decide and walk in registers.
         stats = _per_tree(packed_ref, per_row_ref.shape[0], nodes)
         per_row = per_row_ref[...]
         tokens, parents, *optional = (ref[...] for ref in tree_refs)
         y = optional[0] if optional else None
+        # Columns of the settings: theta's bits, strict, max_relaxed_run, then the stop tokens.
         theta = lax.bitcast_convert_type(per_row[:, 0:1], jnp.float32)
         controls = AcceptControls(theta, per_row[:, 1:2], per_row[:, 2:3], per_row[:, 3:])
         walked = walk_columns(stats, tokens, parents, y, controls, max_depth=max_depth, margin=margin)
@@ -213,7 +221,7 @@ def _accept_kernel(
         verdict_ref[...] = _in_lanes(columns, verdict_ref.shape)
 
 
-def _fold(logits_ref, state, block: int | Array, last: int | Array, vocab: int) -> None:
+def _fold(logits_ref: Ref, state: tuple[Ref, ...], block: int | Array, last: int | Array, vocab: int) -> None:
     """Fold one block into the per-lane state: top1, id1, top2, id2 and, for the logsumexp, the sum of exp(z - top1).
 
     `block` is the number of this block and `last` the number of the last block of the vocabulary.
@@ -222,6 +230,7 @@ def _fold(logits_ref, state, block: int | Array, last: int | Array, vocab: int) 
 
     @pl.when(block == 0)
     def _():
+        # `strict=False` because the state has the sum only if the logsumexp is requested.
         for ref, value in zip(state, (-jnp.inf, LAST_ID, -jnp.inf, LAST_ID, 0.0), strict=False):
             ref[...] = jnp.full(ref.shape, value, ref.dtype)
 
@@ -237,79 +246,86 @@ def _fold(logits_ref, state, block: int | Array, last: int | Array, vocab: int) 
         pl.when(block == last)(lambda: fold_block(partial=True))
 
 
-def _fold_strip(
-    logits_ref,
-    top1_ref,
-    id1_ref,
-    top2_ref,
-    id2_ref,
-    sum_ref=None,
-    *,
-    block: int | Array,
-    vocab: int,
-    partial: bool,
-) -> None:
-    """Fold a strip of rows of block number `block`. Only a `partial` block contains ids from V on."""
+class _State(NamedTuple):
+    """State of a strip of rows, [rows, 128] each: lane l keeps the two largest of tokens l, l + 128, l + 256, ..."""
+
+    top1: Ref  # f32; the largest
+    id1: Ref  # i32; its id
+    top2: Ref  # f32; the second largest
+    id2: Ref  # i32; its id
+    total: Ref | None = None  # f32; sum of exp(z - top1); None unless the logsumexp is requested
+
+
+def _fold_strip(logits_ref: Ref, *state_refs: Ref, block: int | Array, vocab: int, partial: bool) -> None:
+    """Fold a strip of rows of block number `block` into its state. Only a `partial` block contains ids from V on."""
     rows, tokens = logits_ref.shape
+    # The token ids of the block's first 128 columns. Chunk c adds c * 128, so an id stays in lane id % 128.
     lanes = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) + block * tokens
 
     def chunk(c: int) -> Array:
         z = logits_ref[:, c * LANES : (c + 1) * LANES].astype(jnp.float32)
-        # Memory past the end of the vocabulary is uninitialised.
-        return jnp.where(lanes < vocab - c * LANES, z, -jnp.inf) if partial else z
+        if partial:
+            # Memory past the end of the vocabulary is uninitialised.
+            z = jnp.where(lanes < vocab - c * LANES, z, -jnp.inf)
+        return z
 
-    # [rows, 128] each: lane l keeps the two largest of tokens l, l + 128, l + 256, ...
-    state_refs = (top1_ref, id1_ref, top2_ref, id2_ref)
-    top1, id1, top2, id2 = (ref[...] for ref in state_refs)
+    state = _State(*state_refs)
+    top1, id1, top2, id2 = (ref[...] for ref in state[:4])
     old_shift = jnp.maximum(top1, LOWEST)
     for c in range(tokens // LANES):
         z, ids = chunk(c), lanes + c * LANES
-        # Strictly greater: a lane visits its ids in ascending order, so the smaller id wins ties.
+        # Strictly greater: a lane visits its ids in ascending order, so the smaller id wins ties. A new leader pushes
+        # the old one to second place; otherwise z may still replace the second.
         leads, follows = z > top1, z > top2
         top2 = jnp.where(leads, top1, jnp.where(follows, z, top2))
         id2 = jnp.where(leads, id1, jnp.where(follows, ids, id2))
         top1, id1 = jnp.where(leads, z, top1), jnp.where(leads, ids, id1)
-    for ref, value in zip(state_refs, (top1, id1, top2, id2), strict=True):
+    for ref, value in zip(state[:4], (top1, id1, top2, id2), strict=True):
         ref[...] = value
-    if sum_ref is not None:
+    if state.total is not None:
         shift = jnp.maximum(top1, LOWEST)
         # Rescale the sum of exp(z - old maximum) to the new maximum, as flash attention does.
-        total = sum_ref[...] * jnp.exp(old_shift - shift)
+        total = state.total[...] * jnp.exp(old_shift - shift)
         for c in range(tokens // LANES):
             total += jnp.exp(chunk(c) - shift)
-        sum_ref[...] = total
+        state.total[...] = total
 
 
-def _finish(state, packed_ref, vocab: int) -> None:
+def _finish(state: tuple[Ref, ...], packed_ref: Ref, vocab: int) -> None:
     """Join the lanes: write the bits of top1, id1, top2, id2 and logsumexp to the first lanes of i32[..., 128]."""
 
     def largest(z: Array, ids: Array) -> tuple[Array, Array]:
+        # Lanes interleave the ids, so ties between lanes compare ids.
         top = jnp.max(z, axis=1, keepdims=True)
         return top, jnp.min(jnp.where(z == top, ids, LAST_ID), axis=1, keepdims=True)
 
-    def one_strip(packed_ref, top1_ref, id1_ref, top2_ref, id2_ref, sum_ref=None):
-        top1, id1, top2, id2 = (ref[...] for ref in (top1_ref, id1_ref, top2_ref, id2_ref))
+    def one_strip(packed_ref: Ref, *state_refs: Ref) -> None:
+        state = _State(*state_refs)
+        top1, id1, top2, id2 = (ref[...] for ref in state[:4])
         # The row's runner-up is the winning lane's second entry, or another lane's first. i32[rows, 1] each.
         best, best_id = largest(top1, id1)
         winner = id1 == best_id
         second, second_id = largest(jnp.where(winner, top2, top1), jnp.where(winner, id2, id1))
         best_id, second_id = close(best, best_id, second, second_id, vocab)
         columns = [bits(best), best_id, bits(second), second_id]
-        if sum_ref is not None:
+        if state.total is not None:
             shift = jnp.maximum(best, LOWEST)
             # Each lane's sum is relative to its own maximum.
             scale = jnp.exp(jnp.maximum(top1, LOWEST) - shift)
-            columns.append(bits(shift + jnp.log(jnp.sum(sum_ref[...] * scale, axis=1, keepdims=True))))
+            columns.append(bits(shift + jnp.log(jnp.sum(state.total[...] * scale, axis=1, keepdims=True))))
         packed_ref[...] = _in_lanes(columns, packed_ref.shape)
 
     _each_strip(one_strip, packed_ref, *state)
 
 
-def _each_strip(body: Callable[..., None], *refs) -> None:
-    """Call `body` on matching strips [rows, ...], with few enough rows to keep the state in vector registers."""
+def _each_strip(body: Callable[..., None], *refs: Ref) -> None:
+    """Call `body` on matching strips [rows, ...], with few enough rows to keep the state in vector registers.
+
+    A strip of 32 rows has 4 registers per array of state.
+    """
     if refs[0].ndim == 2:
         rows = refs[0].shape[0]
-        strip = next((s for s in (32, 16, 8) if rows % s == 0), rows)
+        strip = next((size for size in (32, 16, 8) if rows % size == 0), rows)
         if strip == rows:
             body(*refs)
         else:
@@ -322,6 +338,7 @@ def _each_strip(body: Callable[..., None], *refs) -> None:
     else:
         trees, nodes = refs[0].shape[:2]
 
+        # Strips do not cross trees, whose rows are padded to whole registers.
         @pl.loop(0, trees)
         def _(tree):
             for start in range(0, nodes, 32):
@@ -329,15 +346,20 @@ def _each_strip(body: Callable[..., None], *refs) -> None:
                 body(*(ref.at[tree, strip_slice] for ref in refs))
 
 
-def _per_tree(packed_ref, trees: int, nodes: int) -> MarginStats:
+def _per_tree(packed_ref: Ref, trees: int, nodes: int) -> MarginStats:
     """Unpack the statistics to [trees, N] each: nodes move from sublanes to lanes."""
     lane = lax.broadcasted_iota(jnp.int32, (trees, nodes), 1)
     out = [jnp.zeros((trees, nodes), jnp.int32) for _ in range(4)]
     for n in range(nodes):
+        # `rows`, i32[trees, 128]: node n of every tree.
         if packed_ref.ndim == 3:
             rows = packed_ref[:, n, :]
+        elif nodes > 1:
+            # Row t * N + n of the matrix is node n of tree t.
+            rows = packed_ref[pl.ds(n, trees, stride=nodes), :]
         else:
-            rows = packed_ref[pl.ds(n, trees, stride=nodes), :] if nodes > 1 else packed_ref[...]
+            rows = packed_ref[...]
+        # Broadcast column k, one of the four statistics, over the lanes and keep lane n.
         for k in range(4):
             out[k] = jnp.where(lane == n, rows[:, k : k + 1], out[k])
     # `_finish` writes values to columns 0 and 2, and ids to columns 1 and 3.

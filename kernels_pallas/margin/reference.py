@@ -29,13 +29,15 @@ def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
     2
     """
     z = logits.astype(jnp.float32)
-    # top_k ranks 0 above -0, although they are equal logits.
+    # top_k ranks 0 above -0, although they are equal logits and the smaller id must come first.
     z = jnp.where(z == 0, 0.0, z)
     total = jax.nn.logsumexp(z, axis=-1) if logsumexp else None
     if z.shape[-1] == 1:
         z = jnp.concatenate([z, jnp.full_like(z, -jnp.inf)], axis=-1)
     top, ids = lax.top_k(z, 2)
-    id2 = ids[..., 1] if logits.shape[-1] > 1 else jnp.full_like(ids[..., 1], NO_ID)
+    id2 = ids[..., 1]
+    if logits.shape[-1] == 1:
+        id2 = jnp.full_like(id2, NO_ID)
     return MarginStats(top[..., 0], ids[..., 0], top[..., 1], id2, total)
 
 
@@ -56,7 +58,10 @@ def accept_by_edges(
     def is_stop(ids: Array) -> Array:
         return jnp.any((ids[..., None] == controls.stop_tokens[:, None]) & (ids >= 0)[..., None], axis=-1)
 
+    # y: the target's token at every node, its argmax at temperature 0.
     y = stats.id1 if y is None else jnp.where(y < 0, stats.id1, y)
+    # An edge belongs to its child. Its parent decides whether it may be relaxed: the margin is low, and neither of the
+    # target's tokens ends the text.
     low = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(controls.theta[:, None], y.shape))
     open_node = low & ~is_stop(stats.id1) & ~is_stop(y)
     exact = (tokens >= 0) & (tokens == at_parent(y))
@@ -66,13 +71,16 @@ def accept_by_edges(
 
     def row(parents: Array, exact: Array, relaxable: Array, max_run: Array, strict: Array):
         def step(position: _Position, depth: Array):
+            # bool[N] each: the current node's children, those with the target's token, and those that may be relaxed.
             child = (parents == position.node) & ~position.stopped
             by_exact = child & exact
             by_relaxed = child & relaxable & (position.run < max_run) & (depth >= strict)
             is_relaxed = ~jnp.any(by_exact) & jnp.any(by_relaxed)
             has_child = jnp.any(by_exact) | is_relaxed
+            # argmax of bools is the first True, so the lowest node id wins.
             next_child = jnp.argmax(jnp.where(is_relaxed, by_relaxed, by_exact)).astype(jnp.int32)
             node = jnp.where(has_child, next_child, position.node)
+            # An exact edge ends the run of relaxed ones.
             run = jnp.where(is_relaxed, position.run + 1, 0)
             return _Position(node, run, ~has_child), (node, has_child, is_relaxed)
 

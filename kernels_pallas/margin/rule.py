@@ -39,8 +39,8 @@ def dtypes(*, logsumexp: bool) -> list[jnp.dtype]:
     >>> len(dtypes(logsumexp=False))
     4
     """
-    largest_two = [jnp.float32, jnp.int32, jnp.float32, jnp.int32]
-    return [jnp.dtype(x) for x in ([*largest_two, jnp.float32] if logsumexp else largest_two)]
+    fields = [jnp.dtype(x) for x in (jnp.float32, jnp.int32, jnp.float32, jnp.int32, jnp.float32)]
+    return fields if logsumexp else fields[:-1]
 
 
 def from_bits(columns: Sequence[Array]) -> MarginStats:
@@ -114,6 +114,7 @@ def as_arrays(controls: AcceptControls) -> AcceptControls:
     """Convert an object with the fields of `AcceptControls`, with `strict` as a number of edges, i32[B]."""
     strict = controls.strict
     if strict.dtype == jnp.bool_:
+        # A strict row has more strict edges than any tree is deep.
         strict = jnp.where(strict, jnp.iinfo(jnp.int32).max, 0)
     return AcceptControls(
         controls.theta, strict.astype(jnp.int32), controls.max_relaxed_run, controls.stop_tokens
@@ -197,6 +198,7 @@ def walk_columns(
     """
     theta, strict, max_run, stops = controls
     count = tokens.shape[1]
+    # i32[B, N]: the node id of every lane.
     ids = lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
 
     def is_stop(values: Array) -> Array:
@@ -207,6 +209,7 @@ def walk_columns(
 
     # At temperature 0 the target's token is its argmax, which the statistics contain.
     y = stats.id1 if y is None else jnp.where(y < 0, stats.id1, y)
+    # Algorithm 1, line "z2 / z1 > theta", at all nodes at once.
     low = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(theta, stats.top1.shape))
     # -2 matches no drafted token, so it disables the runner-up at nodes that may not be relaxed.
     open_node = low & ~is_stop(stats.id1) & ~is_stop(y)
@@ -214,7 +217,8 @@ def walk_columns(
     real = tokens >= 0
     may_relax = real & ~is_stop(tokens)
 
-    # i32[B, 1] each.
+    # i32[B, 1] each: the current node, the relaxed edges since the last exact one, and the edges walked; and
+    # bool[B, 1], whether the walk continues.
     node = jnp.zeros(theta.shape, jnp.int32)
     run, accepted, going = node, node, node == 0
     path, relaxed = [node], []
@@ -226,20 +230,25 @@ def walk_columns(
         def at_node(values: Array, is_node: Array = is_node) -> Array:
             return jnp.sum(jnp.where(is_node, values, 0), axis=1, keepdims=True, dtype=values.dtype)
 
+        # bool[B, N] each: the children of the current node, those with the target's token y, and those that may be
+        # relaxed because the runner-up (or the argmax under a sampled y) was drafted.
         child = (parents == node) & going
         exact = child & real & (tokens == at_node(y))
         runner_up = (tokens == at_node(best)) | (tokens == at_node(second))
         relaxable = child & may_relax & runner_up & (run < max_run) & (strict <= depth)
-        # Exact children rank before all relaxed ones, so one minimum selects the child.
+        # Exact children have ranks below N, relaxed ones from N to 2 N - 1, all others 2 N. So one minimum selects the
+        # exact child with the lowest id, or else the relaxed one.
         rank = jnp.where(exact, ids, jnp.where(relaxable, ids + count, 2 * count))
         best_rank = jnp.min(rank, axis=1, keepdims=True)
         going = best_rank < 2 * count
         is_relaxed = (best_rank >= count) & going
+        # A row that has stopped keeps its node, so the path repeats it.
         node = jnp.where(going, jnp.where(is_relaxed, best_rank - count, best_rank), node)
         run = jnp.where(is_relaxed, run + 1, 0)
         accepted += going.astype(jnp.int32)
         path.append(node)
         relaxed.append(is_relaxed.astype(jnp.int32))
+    # The target's token where the walk stops: one-hot, as in `at_node`.
     next_token = jnp.sum(jnp.where(ids == node, y, 0), axis=1, keepdims=True, dtype=jnp.int32)
     return Walk(path, relaxed, accepted, next_token)
 
@@ -260,7 +269,7 @@ def accept_from_stats(
         max_relaxed_run=controls.max_relaxed_run[:, None],
     )
     walked = walk_columns(stats, tokens, parents, y, columns, max_depth=max_depth, margin=margin)
-    if walked.relaxed:
+    if max_depth > 0:
         relaxed = jnp.concatenate(walked.relaxed, axis=1) > 0
     else:
         relaxed = jnp.zeros((tokens.shape[0], 0), bool)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kernels_pallas.common import LANES, SUBLANES, BlockError, round_up
 
@@ -54,7 +55,7 @@ class TpuBlocks(NamedTuple):
 
 
 def tpu_blocks(
-    blocks: TpuBlocks | None, *, trees: int, nodes: int, vocab: int, dtype, group: int
+    blocks: TpuBlocks | None, *, trees: int, nodes: int, vocab: int, dtype: DTypeLike, group: int
 ) -> TpuBlocks:
     """Return `blocks` after validation, or the default if it is None.
 
@@ -78,6 +79,7 @@ def tpu_blocks(
             f"blocks.trees is {blocks.trees}: expected a positive multiple of {group} for "
             f"{jnp.dtype(dtype).name} logits, or all {trees} of them."
         )
+    # A given block may be twice as large as a default one: that still fits into VMEM, twice.
     rows = blocks.trees * nodes
     if rows > MAX_ROWS or rows * blocks.tokens * itemsize > 2 * BLOCK_BYTES:
         raise BlockError(
@@ -100,6 +102,10 @@ def _default(trees: int, nodes: int, vocab: int, itemsize: int, group: int) -> T
         target_trees = max(min(256 // nodes, trees // 2), 1)
         block_trees = round_up(target_trees, group)
     # Rows in memory: the nodes of each tree are padded to a multiple of SUBLANES rows.
-    padded_rows = block_trees * round_up(nodes, SUBLANES) if nodes > 1 else max(block_trees, SUBLANES)
+    if nodes > 1:
+        padded_rows = block_trees * round_up(nodes, SUBLANES)
+    else:
+        padded_rows = max(block_trees, SUBLANES)
+    # The kernel's loop over chunks of 128 tokens is unrolled, so limit the tokens of a block of few rows.
     tokens = min(BLOCK_BYTES // (padded_rows * itemsize), 4096, round_up(vocab, LANES))
     return TpuBlocks(block_trees, max(tokens // LANES, 1) * LANES)

@@ -67,7 +67,8 @@ def _stats_by_chunks(rows: Array) -> MarginStats:
 def _stats(logits: Array, *, logsumexp: bool) -> MarginStats:
     vocab = logits.shape[-1]
     blocks = vocab // BLOCK
-    if blocks < 4:  # the candidates would be most of the vocabulary
+    if blocks < 4:
+        # The candidates would be most of the vocabulary.
         values, ids = logits, lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     else:
         values, ids = _candidates(logits, blocks)
@@ -77,8 +78,10 @@ def _stats(logits: Array, *, logsumexp: bool) -> MarginStats:
     if logsumexp:
         # A row of -inf has no finite maximum to subtract. Any finite number avoids NaN.
         shift = jnp.maximum(top1, LOWEST)
+        # logsumexp(z) = shift + log sum exp(z - shift), with exponents of at most 0.
         exponent = logits.astype(jnp.float32) - shift[..., None]
         total = shift + jnp.log(jnp.sum(_exp_of_negative(exponent), axis=-1))
+        # `_exp_of_negative` never gives 0, so a row of -inf needs its own result.
         total = jnp.where(top1 == -jnp.inf, -jnp.inf, total)
     return MarginStats(top1, id1, top2, id2, total)
 
@@ -135,6 +138,7 @@ def _top_two(values: Array, ids: Array) -> tuple[Array, Array, Array, Array]:
         return top, jnp.min(jnp.where(z == top[..., None], ids, LAST_ID), axis=-1)
 
     top1, id1 = largest(values)
+    # Exclude the first by its id: its value may occur twice.
     top2, id2 = largest(jnp.where(ids == id1[..., None], -jnp.inf, values))
     return top1, id1, top2, id2
 
@@ -149,6 +153,7 @@ def _exp_of_negative(x: Array) -> Array:
     # 2**x = 2**n * 2**f, with n whole and f in [-1/2, 1/2].
     n = jnp.round(x)
     f = x - n
+    # Horner's scheme for 2**f.
     power = jnp.full_like(f, EXP2[0])
     for coefficient in EXP2[1:]:
         power = power * f + coefficient

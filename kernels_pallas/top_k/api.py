@@ -10,14 +10,16 @@ from typing import Any
 
 from jax import Array, lax
 
-from kernels_pallas.common import LANES, Axis
-from kernels_pallas.dispatch import dispatch
+from kernels_pallas.common import LANES, Axis, Interpret
+from kernels_pallas.dispatch import Form, dispatch
 from kernels_pallas.top_k import reference, xla
 from kernels_pallas.top_k.reference import TopKEntries, pack, unpack
 from kernels_pallas.top_k.shapes import fits_in_vmem
 
 
-def top_k(logits: Array, k: int, *, implementation: str | None = None, interpret: Any = False) -> TopKEntries:
+def top_k(
+    logits: Array, k: int, *, implementation: str | None = None, interpret: Interpret = False
+) -> TopKEntries:
     """Return the k largest of logits [..., V], bfloat16 or float32, with their ids, and the logsumexp of the row.
 
     Args:
@@ -36,14 +38,15 @@ def top_k(logits: Array, k: int, *, implementation: str | None = None, interpret
     ([1, 2], [3.0, 2.0])
     """
     form = functools.partial(xla.top_k, k=k)
-    forms = {"reference": functools.partial(reference.top_k, k=k), "xla": form, "partitioned": form}
-    kernel = functools.partial(_top_k_kernel, k=k)
-    forms["pallas_tpu"] = kernel if _takes(logits, k, implementation) else form
+    forms = {"reference": functools.partial(reference.top_k, k=k)}
+    forms |= dict.fromkeys(("xla", "partitioned", "pallas_tpu"), form)
+    if _runs_kernel(logits, k, implementation):
+        forms["pallas_tpu"] = functools.partial(_top_k_kernel, k=k)
     return dispatch(implementation, interpret, (logits,), forms)
 
 
 def sharded_top_k(
-    part: Array, k: int, *, axis: Axis, implementation: str | None = None, interpret: Any = False
+    part: Array, k: int, *, axis: Axis, implementation: str | None = None, interpret: Interpret = False
 ) -> TopKEntries:
     """Compute `top_k` of a vocabulary sharded over `axis` in equal parts. Call it inside `shard_map`.
 
@@ -56,20 +59,21 @@ def sharded_top_k(
       implementation, interpret: as in `top_k`.
     """
 
-    def form(part: Array, interpret: Any = None) -> TopKEntries:
+    def form(part: Array, interpret: Interpret | None = None) -> TopKEntries:
         # One integer array holds values, ids and the logsumexp, so that one collective suffices.
         parts = lax.all_gather(packed_top_k(part, k, interpret=interpret), axis)
         return join_top_k(parts, k, part.shape[-1], interpret=interpret)
 
-    kernel: Any = functools.partial(form, interpret=False)
-    # A collective needs the mesh, which the trial's thread does not have.
-    kernel.trial = functools.partial(_top_k_of_parts, k=k)
-    forms = {"reference": form, "xla": form, "partitioned": form}
-    forms["pallas_tpu"] = kernel if _takes(part, k, implementation) else form
+    forms: dict[str, Form] = dict.fromkeys(("reference", "xla", "partitioned", "pallas_tpu"), form)
+    if _runs_kernel(part, k, implementation):
+        kernel: Any = functools.partial(form, interpret=False)
+        # A collective needs the mesh, which the trial's thread does not have.
+        kernel.trial = functools.partial(_top_k_of_parts, k=k)
+        forms["pallas_tpu"] = kernel
     return dispatch(implementation, interpret, (part,), forms)
 
 
-def packed_top_k(logits: Array, k: int, *, interpret: Any = None) -> Array:
+def packed_top_k(logits: Array, k: int, *, interpret: Interpret | None = None) -> Array:
     """Compute `top_k` packed into one array for a collective, see `reference.pack`.
 
     If `interpret` is None, XLA computes i32[2, ..., k + 1]. Otherwise the kernel, with this `interpret` option,
@@ -83,7 +87,7 @@ def packed_top_k(logits: Array, k: int, *, interpret: Any = None) -> Array:
     return mosaic.top_k(logits.reshape(-1, vocab), k, interpret=interpret).reshape(2, *lead, LANES)
 
 
-def join_top_k(parts: Array, k: int, size: int, *, interpret: Any = None) -> TopKEntries:
+def join_top_k(parts: Array, k: int, size: int, *, interpret: Interpret | None = None) -> TopKEntries:
     """Compute the `top_k` of a vocabulary from the results of its parts.
 
     Args:
@@ -95,16 +99,17 @@ def join_top_k(parts: Array, k: int, size: int, *, interpret: Any = None) -> Top
         return xla.join(parts, k, size)
     from kernels_pallas.top_k import mosaic
 
+    # The kernel's rows are all leading dimensions together.
     flat = parts.reshape(parts.shape[0], 2, -1, LANES)
     return unpack(mosaic.join(flat, k, size, interpret=interpret).reshape(parts.shape[1:]), k)
 
 
-def _takes(logits: Array, k: int, implementation: str | None) -> bool:
+def _runs_kernel(logits: Array, k: int, implementation: str | None) -> bool:
     """Return True if the kernel should run: it fits, or it was named explicitly and raises if it does not fit."""
     return implementation == "pallas_tpu" or fits_in_vmem(logits.shape[-1], k)
 
 
-def _top_k_kernel(logits: Array, interpret: Any = False, *, k: int) -> TopKEntries:
+def _top_k_kernel(logits: Array, interpret: Interpret = False, *, k: int) -> TopKEntries:
     return unpack(packed_top_k(logits, k, interpret=interpret), k)
 
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.common import LANES, LAST_ID, LOWEST, SUBLANES, bits, round_up
+from kernels_pallas.common import LANES, LAST_ID, LOWEST, SUBLANES, Interpret, bits, round_up
 from kernels_pallas.top_k.shapes import block_rows
 
 CHAINS = 4
@@ -27,7 +27,7 @@ STRIP = 16
 """Vectors along the vocabulary per iteration of a scan's loop."""
 
 
-def top_k(logits: Array, k: int, *, interpret: Any = False) -> Array:
+def top_k(logits: Array, k: int, *, interpret: Interpret = False) -> Array:
     """Return the k largest of logits [R, V] as i32[2, R, 128], packed as by `reference.pack`."""
     rows, vocab = logits.shape
     block = block_rows(rows, vocab, k, logits.dtype)
@@ -36,7 +36,7 @@ def top_k(logits: Array, k: int, *, interpret: Any = False) -> Array:
     return _call(kernel, logits, in_spec, rows, block, interpret, "top_k")
 
 
-def join(parts: Array, k: int, size: int, *, interpret: Any = False) -> Array:
+def join(parts: Array, k: int, size: int, *, interpret: Interpret = False) -> Array:
     """Join the results i32[W, 2, R, 128] of W vocabulary parts, `size` tokens each, into i32[2, R, 128]."""
     count, _, rows, _ = parts.shape
     block = min(rows, SUBLANES)
@@ -51,7 +51,7 @@ def _call(
     in_spec: pl.BlockSpec,
     rows: int,
     block: int,
-    interpret: Any,
+    interpret: Interpret,
     name: str,
 ) -> Array:
     """Run a kernel on blocks of `block` rows; it writes i32[2, R, 128]."""
@@ -74,7 +74,7 @@ over all entries of a row, in chains that begin with `start` and are merged at t
 chain."""
 
 
-def _top_k_kernel(logits_ref, packed_ref, *, vocab: int, k: int):
+def _top_k_kernel(logits_ref: Ref, packed_ref: Ref, *, vocab: int, k: int) -> None:
     rows = logits_ref.shape[0]
     lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
     chunks = pl.cdiv(vocab, LANES)
@@ -83,15 +83,18 @@ def _top_k_kernel(logits_ref, packed_ref, *, vocab: int, k: int):
 
     def scan(body: Callable[..., Carry], start: Carry, merge: Callable[[Carry, Carry], Carry]) -> Carry:
         def chunk(first: Array | int, carry: Carry) -> Carry:
+            """Fold vector number `first` of every row, which is static after the loop."""
             offset = first * LANES if isinstance(first, int) else pl.multiple_of(first * LANES, LANES)
             z = logits_ref[:, pl.ds(offset, LANES)].astype(jnp.float32)
             ids = lane + offset
-            # Memory past the end of the vocabulary is uninitialised.
-            return body(
-                carry, z, ids, ids < vocab if isinstance(first, int) and offset + LANES > vocab else True
-            )
+            real = True
+            if isinstance(first, int) and offset + LANES > vocab:
+                # Memory past the end of the vocabulary is uninitialised.
+                real = ids < vocab
+            return body(carry, z, ids, real)
 
         def strip(i: Array, chains: list[Carry]) -> list[Carry]:
+            # Consecutive vectors go to different chains.
             for c in range(STRIP):
                 j = c % side_by_side
                 chains[j] = chunk(i * STRIP + c, chains[j])
@@ -106,9 +109,10 @@ def _top_k_kernel(logits_ref, packed_ref, *, vocab: int, k: int):
         return functools.reduce(merge, chains)
 
     def logsumexp(largest: Array) -> Array:
+        # The largest entry is known by now, so one more scan sums exp(z - largest) in each lane.
         shift = jnp.maximum(largest, LOWEST)
 
-        def add(carry, z, ids, real):
+        def add(carry: Carry, z: Array, ids: Array, real: Array) -> Carry:
             return (carry[0] + jnp.where(real, jnp.exp(z - shift), 0.0),)
 
         nothing = (jnp.zeros((rows, LANES), jnp.float32),)
@@ -118,7 +122,8 @@ def _top_k_kernel(logits_ref, packed_ref, *, vocab: int, k: int):
     _write(packed_ref, scan, k, vocab, logsumexp)
 
 
-def _join_kernel(parts_ref, packed_ref, *, k: int, size: int):
+def _join_kernel(parts_ref: Ref, packed_ref: Ref, *, k: int, size: int) -> None:
+    # i32[W, 2, rows, 128]: packed results of the parts, with entries in lanes 0 .. k - 1 and the logsumexp in lane k.
     count, _, rows, _ = parts_ref.shape
     lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
 
@@ -126,13 +131,14 @@ def _join_kernel(parts_ref, packed_ref, *, k: int, size: int):
         return lax.bitcast_convert_type(parts_ref[part, 0], jnp.float32)
 
     def scan(body: Callable[..., Carry], carry: Carry, merge: Callable[[Carry, Carry], Carry]) -> Carry:
-        # One chain. The parts are in the order of their ids, so ids ascend within each lane.
+        # One chain of W vectors, one per part. The parts are in the order of their ids, so ids ascend within each lane.
         del merge
         for part in range(count):
             carry = body(carry, values(part), parts_ref[part, 1] + part * size, lane < k)
         return carry
 
     def logsumexp(largest: Array) -> Array:
+        # f32[rows, 1] each: the parts' logsumexps, whose logsumexp is that of the vocabulary.
         del largest
         sums = [
             jnp.max(jnp.where(lane == k, values(part), -jnp.inf), axis=1, keepdims=True)
@@ -153,7 +159,7 @@ class _Entries(NamedTuple):
     ids: Array  # i32[rows, 128]
 
 
-def _write(packed_ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[[Array], Array]) -> None:
+def _write(packed_ref: Ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[[Array], Array]) -> None:
     """Write the first k entries and the logsumexp, packed."""
     _, rows, _ = packed_ref.shape
     lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
@@ -161,14 +167,15 @@ def _write(packed_ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[[Arra
     def following(value: Array, id: Array) -> tuple[Array, Array]:
         """Return the entry after (value, id), f32[rows, 128] and i32[rows, 128], replicated over lanes."""
 
-        def body(carry, z, ids, real):
+        def body(carry: Carry, z: Array, ids: Array, real: Array) -> Carry:
             best, best_id = carry
             later = real & ((z < value) | ((z == value) & (ids > id)))
             # The first candidate of a lane always counts, even -inf. Ids ascend, so the smaller id wins ties.
             leads = later & ((z > best) | (best_id == LAST_ID))
             return jnp.where(leads, z, best), jnp.where(leads, ids, best_id)
 
-        def merge(a, b):
+        def merge(a: Carry, b: Carry) -> Carry:
+            # Ids of different chains interleave, so ties compare them.
             leads = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
             return jnp.where(leads, b[0], a[0]), jnp.where(leads, b[1], a[1])
 

@@ -5,6 +5,8 @@ R rows, V vocabulary.
 
 from __future__ import annotations
 
+from jax.typing import DTypeLike
+
 from kernels_pallas.common import LANES, SUBLANES, BlockError, tile_rows
 
 BLOCK_BYTES = 4 * 2**20
@@ -21,7 +23,7 @@ def fits_in_vmem(vocab: int, k: int) -> bool:
     return k < LANES and SUBLANES * 4 * vocab <= BLOCK_BYTES
 
 
-def block_rows(rows: int, vocab: int, k: int, dtype) -> int:
+def block_rows(rows: int, vocab: int, k: int, dtype: DTypeLike) -> int:
     """Return the number of rows per block of logits [R, V].
 
     Raises:
@@ -32,5 +34,6 @@ def block_rows(rows: int, vocab: int, k: int, dtype) -> int:
             f"the {k} largest of {vocab} tokens do not fit: at most {LANES - 1} of "
             f"{BLOCK_BYTES // SUBLANES // 4} tokens, so name 'xla'."
         )
+    # Whole tiles, and at most 16 rows: a scan keeps the state of all rows of a block in registers.
     tile = tile_rows(dtype)
     return min(rows, max(tile, min(2 * SUBLANES, BLOCK_BYTES // (4 * vocab) // tile * tile)))

@@ -25,8 +25,10 @@ def top_k(logits: Array, k: int) -> TopKEntries:
     z = logits.astype(jnp.float32)
     if z.shape[-1] < 4 * k * BLOCK:
         return reference.top_k(z, k)
-    missing = -z.shape[-1] % BLOCK
-    blocks = jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, missing)], constant_values=-jnp.inf) if missing else z
+    # [..., V] -> [..., blocks, BLOCK]
+    missing, blocks = -z.shape[-1] % BLOCK, z
+    if missing:
+        blocks = jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)
     blocks = blocks.reshape(*z.shape[:-1], -1, BLOCK)
     # At most k blocks contain the k largest entries, and each such block has one of the k largest maxima. i32[..., k].
     _, best = lax.top_k(jnp.max(blocks, axis=-1), k)

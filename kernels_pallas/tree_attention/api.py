@@ -8,11 +8,10 @@ region. Oracles: `reference.tree_attention`, and softmax in numpy float64 in tes
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
 
+from kernels_pallas.common import Interpret
 from kernels_pallas.dispatch import check_options
 from kernels_pallas.tree_attention import reference, xla
 from kernels_pallas.tree_attention.operands import NewRows, Operands
@@ -38,7 +37,7 @@ def tree_attention(
     v_scale: Array | None = None,
     implementation: str | None = None,
     blocks: AttentionBlocks | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> Array:
     """Compute grouped-query attention of N queries over a cache whose batch rows have different lengths.
 
@@ -77,8 +76,10 @@ def tree_attention(
     >>> tree_attention(q, k, v, jnp.asarray([2], jnp.int32))[0, :, 0, 0, 0].tolist()  # means of 0..2 and of 0..3
     [1.0, 1.5]
     """
-    options: tuple[Any, ...] = (seen, positions, seen_positions, window, cap, scale, k_scale, v_scale)
-    return _attend(Operands(q, k, v, first, *options), None, implementation, blocks, interpret)[0]
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    positions = _positions(q, first) if positions is None else positions
+    operands = Operands(q, k, v, first, seen, positions, seen_positions, window, cap, scale, k_scale, v_scale)
+    return _attend(operands, None, implementation, blocks, interpret)[0]
 
 
 def write_and_attend(
@@ -96,7 +97,7 @@ def write_and_attend(
     scale: float | None = None,
     implementation: str | None = None,
     blocks: AttentionBlocks | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> tuple[Array, Array, Array]:
     """Write new rows into keys and values, then compute `tree_attention`. Donated caches are updated in place.
 
@@ -123,8 +124,15 @@ def write_and_attend(
     >>> k[0, :4, 0, 0].tolist()
     [0.0, 0.0, 1.0, 0.0]
     """
-    options: tuple[Any, ...] = (seen, positions, seen_positions, window, cap, scale)
-    return _attend(Operands(q, k, v, first, *options), new, implementation, blocks, interpret)
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    positions = _positions(q, first) if positions is None else positions
+    operands = Operands(q, k, v, first, seen, positions, seen_positions, window, cap, scale)
+    return _attend(operands, new, implementation, blocks, interpret)
+
+
+def _positions(q: Array, first: Array) -> Array:
+    """Return the positions i32[B, N] of consecutive queries, the first at `first`."""
+    return first[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]
 
 
 def _attend(
@@ -132,28 +140,25 @@ def _attend(
     new: NewRows | None,
     implementation: str | None,
     blocks: AttentionBlocks | None,
-    interpret: Any,
+    interpret: Interpret,
 ) -> tuple[Array, Array, Array]:
-    """Fill in the defaults and run an implementation; return its result and the caches, with any new rows."""
+    """Run an implementation; return its result and the caches, with any new rows."""
     check_options(implementation, FORMS, blocks, interpret)
     if (operands.k_scale is None) != (operands.v_scale is None):
         raise ValueError("keys and values have scales both or neither: give k_scale and v_scale.")
     dtype = operands.k.dtype
     if operands.k_scale is None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"keys are {dtype.name} without scales: give k_scale and v_scale.")
+    # The kernel copies new rows into the caches itself; all other forms scatter them first.
     # A single narrow head shares 32-bit words with its neighbouring slots, and DMA copies whole words.
     if new is not None and (implementation != "pallas_tpu" or is_flat(operands.k)):
         k, v = xla.write_new_rows(operands.k, operands.v, new)
         operands, new = operands._replace(k=k, v=v), None
-    if operands.positions is None:
-        positions = operands.first[:, None] + jnp.arange(operands.q.shape[1], dtype=jnp.int32)[None]
-        operands = operands._replace(positions=positions)
-    if operands.scale is None:
-        operands = operands._replace(scale=operands.q.shape[-1] ** -0.5)
     if implementation == "pallas_tpu":
         # Imported only if it runs, because it imports Pallas.
         from kernels_pallas.tree_attention import mosaic
 
         return mosaic.tree_attention(operands, new, blocks=blocks, interpret=interpret)
-    form = reference.tree_attention if implementation == "reference" else xla.tree_attention
-    return form(operands), operands.k, operands.v
+    if implementation == "reference":
+        return reference.tree_attention(operands), operands.k, operands.v
+    return xla.tree_attention(operands), operands.k, operands.v

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
-from kernels_pallas.common import LANES, LOWEST, tile_rows
+from kernels_pallas.common import LANES, LOWEST, Interpret, tile_rows
 from kernels_pallas.tree_attention.operands import NewRows, Operands, pack_bits
 from kernels_pallas.tree_attention.shapes import AttentionBlocks, attention_blocks, is_flat
 
@@ -56,7 +57,7 @@ def tree_attention(
     new: NewRows | None = None,
     *,
     blocks: AttentionBlocks | None = None,
-    interpret: Any = False,
+    interpret: Interpret = False,
 ) -> tuple[Array, Array, Array]:
     """Return the result of `kernels_pallas.tree_attention`, and the caches with the new rows, if there are any.
 
@@ -66,7 +67,8 @@ def tree_attention(
     batch, n, heads, group, dim = q.shape
     scaled = operands.k_scale is not None
     blocks, align = attention_blocks(blocks, q.shape, k.shape[1], k.dtype, scaled=scaled)
-    inside, hidden_until = operands.region()
+    # `inside`: the rows of the region that each query sees. `last_hidden`: the last position that its window hides.
+    inside, last_hidden = operands.region()
     tiles, per_tile = pl.cdiv(n, blocks.queries), blocks.queries
     # Chips with two cores split the rows. On other chips both halves run on the single core.
     cores = 2 if batch % 2 == 0 else 1
@@ -84,11 +86,13 @@ def tree_attention(
         simulated=isinstance(interpret, pltpu.InterpretParams),
     )
     queries = _tiled(q.astype(operands.product_dtype), tiles, per_tile)
-    columns = _columns(operands.first, inside, hidden_until, shape, n, group, queries.shape[3])
-    table = _table(operands.first, inside, hidden_until, shape, n)
+    columns = _columns(operands.first, inside, last_hidden, shape, n, group, queries.shape[3])
+    table = _table(operands.first, inside, last_hidden, shape, n)
     if new is not None:
+        # The entry `WRITTEN`, the same for all tiles of a row.
         table = jnp.concatenate([table, jnp.repeat(new.slot.astype(jnp.int32), tiles)[None]])
     out, *caches = _call(operands, new, shape, table, queries, columns, interpret)
+    # Undo `_tiled`: cut the padding and move the heads behind the queries, [B, T, K, M, D] -> [B, N, K, G, D].
     out = out[:, :, :, : per_tile * group].reshape(batch, tiles, heads, per_tile, group, dim)
     out = jnp.moveaxis(out, 2, 3).reshape(batch, tiles * per_tile, heads, group, dim)[:, :n]
     k, v = caches or (k, v)
@@ -102,18 +106,20 @@ def _call(
     table: Array,
     queries: Array,
     columns: Array,
-    interpret: Any,
+    interpret: Interpret,
 ) -> list[Array]:
     """Run the kernel; return its result [B, T, K, M, D] and, with new rows, the caches."""
     heads, m, dim = queries.shape[2:]
     rows_of_core = shape.items // shape.tiles
 
-    def query_block(c: Array, i: Array, _: Any) -> tuple[Array, Array, int, int, int]:
+    # Grid index (c, i) is item i of core c: the tiles of a row are consecutive items.
+    def query_block(c: Array, i: Array, _: Ref) -> tuple[Array, Array, int, int, int]:
         return (c * rows_of_core + lax.div(i, shape.tiles), lax.rem(i, shape.tiles), 0, 0, 0)
 
     by_heads = pl.BlockSpec((1, 1, heads, m, dim), query_block)
     in_memory = pl.BlockSpec(memory_space=pltpu.HBM)
     sources, buffers = _sources(operands, shape, in_place=not interpret)
+    # One number per query and head, in all lanes; see `_Folded`.
     replicated = pltpu.VMEM((heads, m, LANES), jnp.float32)
     new_rows, caches = [], []
     if new is not None:
@@ -125,14 +131,16 @@ def _call(
             num_scalar_prefetch=1,
             grid=(shape.cores, shape.items),
             in_specs=[
+                # Pallas copies the queries and their columns; the kernel itself copies blocks of keys and values.
                 by_heads,
                 pl.BlockSpec((1, 1, m, columns.shape[3]), lambda *index: query_block(*index)[:4]),
                 [in_memory for _ in sources],
                 [in_memory for _ in new_rows],
             ],
             out_specs=[by_heads, [in_memory for _ in caches]],
+            # The fields of `_Folded`, then those of `_Core` from `state` on.
             scratch_shapes=[
-                _Folded(replicated, replicated, pltpu.VMEM((heads, m, dim), jnp.float32)),
+                (replicated, replicated, pltpu.VMEM((heads, m, dim), jnp.float32)),
                 pltpu.SMEM((5,), jnp.int32),
                 tuple(buffers),
                 [pltpu.SemaphoreType.DMA((2,))] if new_rows else [],
@@ -140,7 +148,8 @@ def _call(
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct(queries.shape, operands.q.dtype), caches],
-        # Inputs 0 to 2 are the table, the queries and their columns; then come keys and values.
+        # Inputs 0 to 2 are the table, the queries and their columns; then come keys and values. Output 0 is the result;
+        # outputs 1 and 2 are the caches, in the memory of the keys and values.
         input_output_aliases={3 + i: 1 + i for i in range(len(caches))},
         # A core runs its items in order, because the copy for the next item starts during the current one.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
@@ -161,6 +170,7 @@ def _sources(operands: Operands, shape: Shape, *, in_place: bool) -> tuple[list[
         buffer_shape = (size, dim)
     else:
         # Heads wider than the lanes are copied in parts, because a strided load reads rows of one register's width.
+        # Heads that are not a multiple of the lanes are narrower than them, see `attention_blocks`.
         width = LANES if dim % LANES == 0 else dim
         buffer_shape = (dim // width, size, k.shape[2], width)
     if in_place:
@@ -179,6 +189,7 @@ def _cost(queries: Array, k: Array) -> pl.CostEstimate:
     """Return the cost of a call whose rows are all full. XLA uses it to decide on prefetches during the call."""
     batch, tiles, heads, m, dim = queries.shape
     scores = batch * tiles * heads * m * k.shape[1]
+    # Two products per score, with keys and with values. Each tile reads both caches once.
     return pl.CostEstimate(
         flops=4 * scores * dim,
         transcendentals=scores,
@@ -189,6 +200,7 @@ def _cost(queries: Array, k: Array) -> pl.CostEstimate:
 def _tiled(q: Array, tiles: int, per_tile: int) -> Array:
     """Return q [B, N, K, G, D] as [B, T, K, M, D], padded to whole memory tiles."""
     batch, n, heads, group, dim = q.shape
+    # Row i * G + g of a tile's M rows is query i for head g of the group, which all read the same keys.
     q = jnp.pad(q, ((0, 0), (0, tiles * per_tile - n), (0, 0), (0, 0), (0, 0)))
     q = jnp.moveaxis(q.reshape(batch, tiles, per_tile, heads, group, dim), 2, 3)
     q = q.reshape(batch, tiles, heads, per_tile * group, dim)
@@ -196,45 +208,50 @@ def _tiled(q: Array, tiles: int, per_tile: int) -> Array:
 
 
 def _columns(
-    first: Array, inside: Array | None, after: Array | None, shape: Shape, n: int, group: int, m: int
+    first: Array, inside: Array | None, last_hidden: Array | None, shape: Shape, n: int, group: int, m: int
 ) -> Array:
     """Return the columns of the queries, i32[B, T, M, 2 + words]; padding after the first N sees no region rows."""
     batch, tiles, per_tile = first.shape[0], shape.tiles, shape.blocks.queries
+    # Query i is in slot `first + i`, the last one that it sees under a causal mask.
     upper = first[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
-    columns = [upper[..., None], jnp.full_like(upper, -1)[..., None] if after is None else after[..., None]]
+    if last_hidden is None:
+        last_hidden = jnp.full_like(upper, -1)
+    columns = [upper[..., None], last_hidden[..., None]]
     if inside is not None:
         columns.append(pack_bits(jnp.broadcast_to(inside, (batch, *inside.shape[1:]))))
+    # The same order of rows as in `_tiled`: each query's columns once per head of its group.
     padded = jnp.pad(jnp.concatenate(columns, axis=2), ((0, 0), (0, tiles * per_tile - n), (0, 0)))
     by_query = jnp.repeat(padded.reshape(batch, tiles, per_tile, -1), group, axis=2)
     return jnp.pad(by_query, ((0, 0), (0, 0), (0, m - per_tile * group), (0, 0)))
 
 
-def _table(first: Array, inside: Array | None, after: Array | None, shape: Shape, n: int) -> Array:
+def _table(first: Array, inside: Array | None, last_hidden: Array | None, shape: Shape, n: int) -> Array:
     """Return the table of all tiles, i32[4, B * T]: the entries of `tile_table`, with the tiles of a row adjacent."""
     per_tile = shape.blocks.queries
-    of_tiles = []
+    tables = []
     for begin in range(0, n, per_tile):
         end = min(begin + per_tile, n)
-        # With a causal mask each tile reads up to its last query; with any other mask it reads the whole region.
-        of_tile = tile_table(
-            first + (begin if inside is None else 0),
-            end - begin if inside is None else inside.shape[2],
-            None if after is None else after[:, begin:end],
-            slots=shape.slots,
-            size=shape.blocks.slots,
-            align=shape.align,
-        )
-        of_tiles.append(of_tile[..., None])
-    return jnp.concatenate(of_tiles, axis=2).reshape(RECENT + 1, -1)
+        if inside is None:
+            # A causal mask: all queries of the tile see the slots before its first one, and the last sees up to itself.
+            tile_first, rows = first + begin, end - begin
+        else:
+            tile_first, rows = first, inside.shape[2]
+        tile_hidden = None if last_hidden is None else last_hidden[:, begin:end]
+        sizes = {"slots": shape.slots, "size": shape.blocks.slots, "align": shape.align}
+        tables.append(tile_table(tile_first, rows, tile_hidden, **sizes)[..., None])
+    # [4, B, T] -> [4, B * T], so that an item of the grid is a column.
+    return jnp.concatenate(tables, axis=2).reshape(RECENT + 1, -1)
 
 
-def tile_table(first: Array, rows: int, after: Array | None, *, slots: int, size: int, align: int) -> Array:
+def tile_table(
+    first: Array, rows: int, last_hidden: Array | None, *, slots: int, size: int, align: int
+) -> Array:
     """Return the table entries of one tile of every row, i32[4, B]: `FIRST`, `BASE`, `COUNT` and `RECENT`.
 
     Args:
       first: i32[B]; all queries of the tile see the slots before it.
       rows: R, or the rows up to the tile's last query.
-      after: i32[B, N], the last position that each query's window hides, or None.
+      last_hidden: i32[B, N], the last position that each query's window hides, or None.
       slots: S.
       size: slots per block.
       align: the first slot of a block is a multiple of this.
@@ -243,10 +260,11 @@ def tile_table(first: Array, rows: int, after: Array | None, *, slots: int, size
     [1, 6]
     """
     base, recent = jnp.zeros_like(first), jnp.full_like(first, -1)
-    if after is not None:
-        # In the region a position may differ from its slot, so always read the whole region.
-        base = jnp.clip(jnp.minimum(jnp.min(after, axis=1) + 1, first), 0, max(slots - size, 0))
-        base, recent = base // align * align, jnp.max(after, axis=1)
+    if last_hidden is not None:
+        # Begin at the first slot that any window shows. In the region a position may differ from its slot, so always
+        # read the whole region. The first block must fit into the cache.
+        base = jnp.clip(jnp.minimum(jnp.min(last_hidden, axis=1) + 1, first), 0, max(slots - size, 0))
+        base, recent = base // align * align, jnp.max(last_hidden, axis=1)
     # Read blocks from `base` to the end of the region, clipped to the cache, and at least one.
     count = pl.cdiv(jnp.minimum(first + rows, slots) - base, size)
     return jnp.stack([first, base, jnp.maximum(count, 1), recent]).astype(jnp.int32)
@@ -257,33 +275,36 @@ class _Folded(NamedTuple):
 
     # `top` and `total` are replicated over all lanes, where they are compared with scores. In a single lane they would
     # need a permutation for every register of scores, which took nearly half the time of a tree's block.
-    top: Any  # f32[K, M, 128], lane-replicated
-    total: Any  # f32[K, M, 128], lane-replicated
-    mixed: Any  # f32[K, M, D]
+    top: Ref  # f32[K, M, 128], lane-replicated; the largest score
+    total: Ref  # f32[K, M, 128], lane-replicated; the sum of the weights relative to `top`
+    mixed: Ref  # f32[K, M, D]; the sum of the weighted values
 
 
 class _Core(NamedTuple):
     """The copies of one core. They start in the order in which they are used, so that none waits for a row to end."""
 
-    number: Array
+    number: Array  # i32[]; 0, or 1 for the second core
     shape: Shape
-    table: Any  # i32[4 or 5, B T] in scalar memory
+    table: Ref  # i32[4 or 5, B T] in scalar memory
     # Keys and values [B, S, K, D] in HBM, and scales f32[B, K, S] of both, if there are any.
-    sources: list[Any]
-    new_rows: list[Any]  # new keys and values [B, W, K, D] in HBM, if there are any
-    state: Any  # i32[5] in scalar memory
-    buffers: tuple[Any, ...]  # one for each source
-    landed: list[Any]  # semaphores [2] of the new rows, if there are any
-    arrived: Any  # semaphores [buffers, sources]
+    sources: list[Ref]
+    new_rows: list[Ref]  # new keys and values [B, W, K, D] in HBM, if there are any
+    state: Ref  # i32[5] in scalar memory
+    buffers: tuple[Ref, ...]  # one for each source
+    landed: list[Ref]  # semaphores [2] of the new rows, if there are any
+    arrived: Ref  # semaphores [buffers, sources]
 
     @property
     def rows(self) -> int:
+        """Batch rows per core."""
         return self.shape.items // self.shape.tiles
 
     def row_of(self, item: Array) -> Array:
+        """Return the batch row of an item."""
         return self.number * self.rows + lax.div(item, self.shape.tiles)
 
     def entry(self, name: int, item: Array) -> Array:
+        """Return a table entry, such as `FIRST`, of an item."""
         return self.table[name, self.number * self.shape.items + item]
 
     def start_of(self, item: Array, block: Array) -> Array:
@@ -317,6 +338,7 @@ class _Core(NamedTuple):
 
     def begin(self) -> None:
         """Start writing all new rows of this core and copying in the first blocks."""
+        # The second core may run after the first one on the same chip, so reset the state.
         for i in range(5):
             self.state[i] = 0
         if self.shape.writes:
@@ -327,6 +349,7 @@ class _Core(NamedTuple):
                 return 0
 
             lax.fori_loop(0, self.rows, start_row, 0)
+        # Fill all buffers but one, which the first step of the first item fills before it waits.
         for _ in range(self.shape.blocks.buffers - 1):
             self.copy_next()
 
@@ -355,6 +378,7 @@ class _Core(NamedTuple):
                 unwritten = state[LANDED] == 0
                 pl.when(unwritten & (start + blocks.slots > self.entry(WRITTEN, item)))(self.land)
 
+            # Buffers form a ring in the order of use.
             for copy in self.block_copies(self.row_of(item), start, lax.rem(state[ISSUED], blocks.buffers)):
                 copy.start()
             row_done = block + 1 == self.entry(COUNT, item)
@@ -364,15 +388,15 @@ class _Core(NamedTuple):
 
 
 def _attend_rows(
-    table,
-    q,  # [1, 1, K, M, D]
-    known,  # i32[1, 1, M, 2 + words]
-    sources,
-    new_rows,
-    out,  # [1, 1, K, M, D]
-    caches,
-    folded: _Folded,
-    *copying,  # scratch memory of `_Core`
+    table: Ref,
+    q: Ref,  # [1, 1, K, M, D]
+    columns: Ref,  # i32[1, 1, M, 2 + words]
+    sources: list[Ref],
+    new_rows: list[Ref],
+    out: Ref,  # [1, 1, K, M, D]
+    caches: list[Ref],
+    softmax: tuple[Ref, Ref, Ref],  # scratch memory of `_Folded`
+    *copying: Any,  # scratch memory of `_Core`
     shape: Shape,
 ) -> None:
     """Run the kernel: each grid item is one query tile of a row and loops over the row's blocks."""
@@ -384,12 +408,15 @@ def _attend_rows(
     pl.when(item == 0)(core.begin)
     row = core.row_of(item)
     first, base, recent = core.entry(FIRST, item), core.entry(BASE, item), core.entry(RECENT, item)
-    folded.top[...] = jnp.full_like(folded.top, LOWEST)
-    folded.total[...] = jnp.zeros_like(folded.total)
-    folded.mixed[...] = jnp.zeros_like(folded.mixed)
+    # An empty softmax. `LOWEST` instead of -inf, because a block may show a query nothing, and -inf - -inf is NaN.
+    folded = _Folded(*softmax)
+    for ref, value in zip(folded, (LOWEST, 0.0, 0.0), strict=True):
+        ref[...] = jnp.full(ref.shape, value, ref.dtype)
 
     def step(block: Array, _: int) -> int:
+        # This fills the buffer that the previous step used, while the current block is multiplied.
         core.copy_next()
+        # Slots from `own_start` on belong to this block; the last block of a cache begins earlier, at `start`.
         start, own_start = core.start_of(item, block), base + block * size
         buffer = lax.rem(core.state[USED], shape.blocks.buffers)
         for copy in core.block_copies(row, start, buffer):
@@ -403,20 +430,21 @@ def _attend_rows(
 
         @pl.when(~needs_no_mask)
         def _():
-            mask = _mask(known[0, 0], first, start, own_start, size, causal=shape.causal)
+            mask = _mask(columns[0, 0], first, start, own_start, size, causal=shape.causal)
             _attend_block(q, folded, core, buffer, mask)
 
         core.state[USED] += 1
         return 0
 
     lax.fori_loop(0, core.entry(COUNT, item), step, 0)
+    # Divide by the softmax's total. It is 0 for a query without visible slots, whose result is 0.
     for head in range(q.shape[2]):
         total = folded.total[head]
         result = folded.mixed[head] / _wide(jnp.where(total == 0, 1.0, total), out.shape[-1])
         out[0, 0, head] = result.astype(out.dtype)
 
 
-def _attend_block(q, folded: _Folded, core: _Core, buffer: Array, mask: Array | None) -> None:
+def _attend_block(q: Ref, folded: _Folded, core: _Core, buffer: Array, mask: Array | None) -> None:
     """Fold the slots in a buffer into the softmax and the weighted sum of every query."""
     buffers, cap, scale = core.buffers, core.shape.cap, core.shape.scale
     for head in range(q.shape[2]):
@@ -424,8 +452,10 @@ def _attend_block(q, folded: _Folded, core: _Core, buffer: Array, mask: Array | 
         scores = lax.dot_general(
             q[0, 0, head], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
+        # f32[M, slots]. With a cap, the factor log2(e) comes after the tanh; otherwise it is part of the scale.
         scores = scores * (scale if cap is not None else scale * LOG2_E)
         if len(buffers) > 2:
+            # The keys' scales, one per slot and thus per lane of the scores.
             scores = scores * buffers[2][buffer, pl.ds(head, 1)]
         if cap is not None:
             scores = cap * LOG2_E * jnp.tanh(scores / cap)
@@ -438,6 +468,7 @@ def _attend_block(q, folded: _Folded, core: _Core, buffer: Array, mask: Array | 
         folded.top[head] = top
         folded.total[head] = folded.total[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
         if len(buffers) > 2:
+            # The values' scales. The softmax's total is unscaled.
             weights = weights * buffers[3][buffer, pl.ds(head, 1)]
         folded.mixed[head] = folded.mixed[head] * _wide(shrink, values.shape[1]) + jnp.dot(
             weights.astype(values.dtype), values, preferred_element_type=jnp.float32
@@ -449,46 +480,56 @@ def _wide(x: Array, width: int) -> Array:
     return jnp.concatenate([x] * pl.cdiv(width, LANES), axis=1)[:, :width]
 
 
-def _mask(known: Array, first: Array, start: Array, own: Array, size: int, *, causal: bool) -> Array:
+def _mask(columns: Array, first: Array, start: Array, own_start: Array, size: int, *, causal: bool) -> Array:
     """Return bool[M, size], the slots of a block that the queries see, from their columns i32[M, 2 + words]."""
-    slot = start + lax.broadcasted_iota(jnp.int32, (known.shape[0], size), 1)
-    recent = slot > known[:, AFTER : AFTER + 1]
+    slot = start + lax.broadcasted_iota(jnp.int32, (columns.shape[0], size), 1)
+    # bool[M, size]: the window shows the slot.
+    recent = slot > columns[:, AFTER : AFTER + 1]
     if causal:
-        visible = (slot <= known[:, UPPER : UPPER + 1]) & recent
+        visible = (slot <= columns[:, UPPER : UPPER + 1]) & recent
     else:
         # Bit r % 32 of word r // 32 is set if row r of the region is seen. Slots before the region have row < 0.
         row = slot - first
         word = jnp.zeros_like(row)
-        for i in range(known.shape[1] - WORDS):
-            word = jnp.where(row >> 5 == i, known[:, WORDS + i : WORDS + i + 1], word)
+        for i in range(columns.shape[1] - WORDS):
+            word = jnp.where(row >> 5 == i, columns[:, WORDS + i : WORDS + i + 1], word)
+        # Slots behind the region select no word, so they keep 0. `inside` already includes the window.
         inside = (word >> (row & 31)) & 1
         visible = jnp.where(row < 0, recent.astype(jnp.int32), inside) == 1
-    return visible & (slot >= own)  # the previous block covered slots before `own`
+    # The previous block covered the slots before `own_start`.
+    return visible & (slot >= own_start)
 
 
-def _of_head(ref: Any, buffer: Any, head: int, dtype: Any, simulated: bool) -> Array:
+def _of_head(ref: Ref, buffer: Array, head: int, dtype: DTypeLike, simulated: bool) -> Array:
     """Return the rows [slots, D] of one head from a block [parts, slots, K, lanes], where a slot's heads are adjacent.
 
     Two or four heads of a narrow dtype share a 32-bit word: a strided load reads the words, and shifts extract the
     head.
     """
     if len(ref.shape) == 3:
+        # A flat cache has a single head.
         return ref[buffer].astype(dtype)
     _, parts, size, heads, width = ref.shape
     packing = 4 // jnp.dtype(ref.dtype).itemsize
+    # Words per slot, and the head's place in its word, from the low bits on.
     words, place = heads // packing, head % packing
     head_parts = []
     for part in range(parts):
-        if simulated:  # JAX's simulation of TPU memory does not support reshaping references
+        if simulated:
+            # JAX's simulation of TPU memory does not support reshaping references.
             head_parts.append(ref[buffer, part, :, head].astype(dtype))
             continue
-        rows = ref.at[buffer, part]
-        rows = (rows if packing == 1 else rows.bitcast(jnp.uint32)).reshape(size * words, width)
-        rows = rows[pl.ds(head // packing, size, stride=words), :]
+        block = ref.at[buffer, part]
+        if packing > 1:
+            block = block.bitcast(jnp.uint32)
+        # Row s * words + w holds word w of slot s, so a stride of `words` rows reads one word of every slot.
+        rows = block.reshape(size * words, width)[pl.ds(head // packing, size, stride=words), :]
         if packing == 2:
+            # A bfloat16 number is the upper half of the float32 with the same value.
             rows = rows << 16 if place == 0 else rows & jnp.uint32(0xFFFF0000)
             rows = pltpu.bitcast(rows, jnp.float32)
         elif packing == 4:
+            # Shift the byte to the top and back, which extends its sign.
             rows = (pltpu.bitcast(rows << (8 * (3 - place)), jnp.int32) >> 24).astype(jnp.float32)
         head_parts.append(rows.astype(dtype))
     return head_parts[0] if parts == 1 else jnp.concatenate(head_parts, axis=1)

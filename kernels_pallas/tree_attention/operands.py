@@ -70,12 +70,13 @@ def region(
     if seen is None:
         seen = jnp.tril(jnp.ones((n, n), bool))[None]
     if last_hidden is not None:
+        # Rows of a region may be in any order, so compare their positions and not their slots.
         rows = positions if seen_positions is None else seen_positions
         seen = seen & (rows[:, None, :] > last_hidden[:, :, None])
     return seen, last_hidden
 
 
-def dense_mask(first: Array, n: int, slots: int, inside: Array | None, after: Array | None) -> Array:
+def dense_mask(first: Array, n: int, slots: int, inside: Array | None, last_hidden: Array | None) -> Array:
     """Return the mask bool[B, N, S] over all slots from the results of `region`."""
     slot = jnp.arange(slots, dtype=jnp.int32)
     offset = slot[None] - first[:, None]  # i32[B, S]: the row that each slot holds
@@ -83,9 +84,12 @@ def dense_mask(first: Array, n: int, slots: int, inside: Array | None, after: Ar
         # Query i is row i and sees slots up to its own, `first + i`.
         sees_slot = offset[:, None, :] <= jnp.arange(n, dtype=jnp.int32)[None, :, None]
         # The queries are consecutive, so slot s holds the token at position s.
-        return sees_slot if after is None else sees_slot & (slot[None, None] > after[:, :, None])
+        if last_hidden is None:
+            return sees_slot
+        return sees_slot & (slot[None, None] > last_hidden[:, :, None])
     # Multiply by a one-hot matrix instead of gathering: there are few queries, and products are fast on every platform.
-    if inside.shape[2] == slots:  # then `first` is 0
+    if inside.shape[2] == slots:
+        # The region is the whole cache, so `first` is 0.
         return jnp.broadcast_to(inside, (offset.shape[0], *inside.shape[1:]))
     rows = jnp.arange(inside.shape[2], dtype=jnp.int32)
     one_hot = (offset[:, None, :] == rows[None, :, None]).astype(jnp.float32)
@@ -93,8 +97,8 @@ def dense_mask(first: Array, n: int, slots: int, inside: Array | None, after: Ar
     # [B, N, R] by [B, R, S]: column s is the one-hot of the row in slot s, or 0 if the slot is outside the region.
     sees_row = jnp.einsum("bnr,brs->bns", inside, one_hot) > 0
     sees_prefix = jnp.broadcast_to((offset < 0)[:, None], sees_row.shape)
-    if after is not None:
-        sees_prefix &= slot[None, None] > after[:, :, None]
+    if last_hidden is not None:
+        sees_prefix &= slot[None, None] > last_hidden[:, :, None]
     return sees_prefix | sees_row
 
 

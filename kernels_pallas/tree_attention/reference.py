@@ -32,6 +32,7 @@ def tree_attention(operands: Operands) -> Array:
         return ((row < 0) | inside) & recent
 
     vmapped = jax.vmap(jax.vmap(jax.vmap(slot, (None, None, 0)), (None, 0, None)), (0, None, None))
+    # bool[B, N, S]
     mask = vmapped(*(jnp.arange(size) for size in (q.shape[0], n, k.shape[1])))
     keys, values = (
         x.astype(jnp.float32) * (1 if by is None else by[..., None])
@@ -40,6 +41,7 @@ def tree_attention(operands: Operands) -> Array:
     scores = jnp.einsum("bnkgd,bskd->bnkgs", q.astype(jnp.float32), keys, precision="highest") * scale
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
+    # A query that sees no slot gets zeros, instead of the mean that a softmax over equal scores would give.
     mask = mask[:, :, None, None]
     weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1), 0)
     return jnp.einsum("bnkgs,bskd->bnkgd", weights, values, precision="highest").astype(q.dtype)

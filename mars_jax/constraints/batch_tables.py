@@ -7,8 +7,9 @@ constraints of similar sizes do not trigger recompilation of the step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,35 +30,32 @@ class Compiled(NamedTuple):
     """Constraints in the form that the step reads."""
 
     tables: Tables  # for `Params.guides`
-    starts: dict[Any, tuple[int, int]]  # first state and group of each table, by constraint or other key
+    starts: dict[Hashable, tuple[int, int]]  # first state and group of each table, by constraint or other key
 
-    def rows(self, chosen: Sequence[Any], after: Sequence[int] | None = None) -> Tracked:
+    def rows(self, keys: Sequence[Hashable], states: Sequence[int] | None = None) -> Tracked:
         """Return the initial states of a batch's rows.
 
         Args:
-          chosen: for each row a constraint, or another key of `starts`; None: no constraint.
-          after: for each row the state of its table to begin in; default: the initial state.
+          keys: for each row a constraint, or another key of `starts`; None: no constraint.
+          states: for each row the state of its table to begin in; default: the initial state.
         """
-        row_starts = []
-        for i, row_key in enumerate(chosen):
-            key = without_relax(row_key) if isinstance(row_key, Constraint) else row_key
-            state, group = (FREE, 0) if key is None else self.starts[key]
-            row_starts.append((state + (0 if after is None or key is None else after[i] - FIRST), group))
-        return Tracked(
-            start=jnp.asarray([state for state, _ in row_starts], jnp.int32),
-            group=jnp.asarray([group for _, group in row_starts], jnp.int32),
-        )
+        start, groups = np.full(len(keys), FREE, np.int32), np.zeros(len(keys), np.int32)
+        for row, key in enumerate(keys):
+            if isinstance(key, Constraint):
+                key = without_relax(key)
+            if key is not None:
+                start[row], groups[row] = self.starts[key]
+                if states is not None:
+                    start[row] += states[row] - FIRST
+        return Tracked(start=jnp.asarray(start), group=jnp.asarray(groups))
 
 
-def compiled(
-    constraints: Sequence[Constraint | None], vocabulary: Vocabulary, *, forced: bool = True
-) -> Compiled:
+def compiled(constraints: Sequence[Constraint | None], vocabulary: Vocabulary) -> Compiled:
     """Compile each distinct constraint once and join the tables. The keys of `Compiled.starts` have `relax` unset.
 
     Args:
       constraints: one per row; None: a row without a constraint.
       vocabulary: vocabulary of the model's tokenizer.
-      forced: record forced tokens, which drafters without a model fill in.
 
     Raises:
       MarsError: as for `Constraint.table`, or the tables together are too large.
@@ -67,36 +65,34 @@ def compiled(
     >>> made.rows([Constraint("regex", "ab+"), None]).group.tolist()
     [1, 0]
     """
-    different = dict.fromkeys(
+    distinct = dict.fromkeys(
         without_relax(constraint) for constraint in constraints if constraint is not None
     )
-    return _compiled(tuple(different), vocabulary, forced)
+    return _compiled(tuple(distinct), vocabulary)
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(constraints: tuple[Constraint, ...], vocabulary: Vocabulary, forced: bool) -> Compiled:
-    tables = {constraint: constraint.table(vocabulary) for constraint in constraints}
-    if not forced:
-        tables = {
-            constraint: t._replace(forced=np.full_like(t.forced, NO_TOKEN))
-            for constraint, t in tables.items()
-        }
+def _compiled(constraints: tuple[Constraint, ...], vocabulary: Vocabulary) -> Compiled:
+    tables: dict[Hashable, TokenTable] = {c: c.table(vocabulary) for c in constraints}
     return join_tables(tables, len(vocabulary.tokens))
 
 
-def join_tables(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
+def join_tables(tables: Mapping[Hashable, TokenTable], vocab: int) -> Compiled:
     """Join several tables into one. State 0 of each table becomes DEAD; the others are numbered consecutively.
 
     Raises:
       MarsError: the tables together are too large.
     """
-    states = 2 + sum(len(t.next) - 1 for t in tables.values())
-    if states > 1 << 16:
-        raise TooLarge(f"{states:,} states of all constraints together, and there is room for {1 << 16:,}")
-    size = _bucket(states, 128)
+    num_states = 2 + sum(len(t.next) - 1 for t in tables.values())
+    if num_states > 1 << 16:
+        raise TooLarge(
+            f"{num_states:,} states of all constraints together, and there is room for {1 << 16:,}"
+        )
+    size = _bucket(num_states, 128)
     kinds = _bucket(max((t.next.shape[1] for t in tables.values()), default=1), 32)
     groups = _bucket(len(tables) + 1, 4)
     next = np.full((size, kinds), DEAD, np.uint16)
+    # Rows without a constraint stay in the state FREE, of group 0.
     next[FREE] = FREE
     classes = np.zeros((groups, vocab), np.uint16)
     rows = np.zeros(size, np.int32)
@@ -104,23 +100,24 @@ def join_tables(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
     forced = np.full(size, NO_TOKEN, np.int32)
     accepting[FREE] = True
     bits = _Bits(vocab)
-    starts, offset = {}, 2
+    starts: dict[Hashable, tuple[int, int]] = {}
+    offset = 2
     for group, (key, table) in enumerate(tables.items(), start=1):
         count, width = table.next.shape
-        states_slice = slice(offset, offset + count - 1)
+        states = slice(offset, offset + count - 1)
         # State s of the table becomes state s + offset - 1.
         moved = np.where(table.next == 0, DEAD, table.next.astype(np.int64) + offset - 1).astype(np.uint16)
-        next[states_slice, :width] = moved[1:]
+        next[states, :width] = moved[1:]
         classes[group] = table.classes
-        accepting[states_slice], strict[states_slice], forced[states_slice] = (
-            table.accepting[1:],
-            table.strict[1:],
-            table.forced[1:],
-        )
-        closed[states_slice] = (table.accepting & ~table.allowed.any(axis=1))[1:]
+        accepting[states] = table.accepting[1:]
+        strict[states] = table.strict[1:]
+        forced[states] = table.forced[1:]
+        # A closed state accepts the text so far and allows no further token, so the row ends.
+        closed[states] = (table.accepting & ~table.allowed.any(axis=1))[1:]
+        # States with the same allowed tokens share a row of bits.
         patterns, of_state = np.unique(table.allowed[1:], axis=0, return_inverse=True)
         numbers = np.asarray([bits.add(pattern[table.classes]) for pattern in patterns], np.int32)
-        rows[states_slice] = numbers[of_state.reshape(-1)]
+        rows[states] = numbers[of_state.reshape(-1)]
         starts[key] = (offset - 1 + FIRST, group)
         offset += count - 1
     batch_tables = Tables(
@@ -146,9 +143,9 @@ class _Bits:
     """Deduplicated rows of bits; row 0 allows every token."""
 
     def __init__(self, vocab: int):
-        self._vocab, self._width = vocab, -(-vocab // BITS)
+        self._vocab, self._width = vocab, math.ceil(vocab / BITS)
         self._rows: list[np.ndarray] = []
-        self._known: dict[bytes, int] = {}
+        self._numbers: dict[bytes, int] = {}
         self.add(np.ones(vocab, bool))
 
     def add(self, allowed: np.ndarray) -> int:
@@ -159,12 +156,12 @@ class _Bits:
         octets = np.packbits(padded.reshape(BITS, self._width), axis=0, bitorder="little")
         row = np.ascontiguousarray(octets.T).view("<u4").reshape(-1)
         key = row.tobytes()
-        if key not in self._known:
+        if key not in self._numbers:
             if (len(self._rows) + 1) * row.nbytes > MOST_BYTES:
                 raise TooLarge("its states allow too many different sets of tokens")
-            self._known[key] = len(self._rows)
+            self._numbers[key] = len(self._rows)
             self._rows.append(row)
-        return self._known[key]
+        return self._numbers[key]
 
     def padded(self) -> np.ndarray:
         padded_rows = np.zeros((_bucket(len(self._rows), 32), self._width), np.uint32)

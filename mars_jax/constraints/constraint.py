@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.utils.errors import MarsError, check_type, short_repr
 from mars_jax.utils.limits import JSON_BYTES
 from mars_jax.utils.paths import read_text
+from mars_jax.utils.types import JsonObject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Constraint:
     """A constraint on a completion; see `regex`, `json_schema`, `choice` and `tokens`. Hashable."""
 
     kind: str
-    content: Any  # a string, or a tuple of strings or of token ids
+    content: Any  # a string, or a tuple of strings or of token ids, depending on `kind`
     compact: bool = False
     relax: bool = False  # lossy rules may also relax constrained tokens
 
@@ -52,7 +53,7 @@ class Constraint:
         """
         return _table(without_relax(self), vocabulary)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Return the constraint for reports, under the name that prompts files use."""
         content = self.content
         if self.kind == "json_schema":
@@ -96,10 +97,10 @@ def _allow_list(ids: tuple[int, ...], size: int) -> TokenTable:
     )
 
 
-def _checked(made: Constraint) -> Constraint:
+def _checked(constraint: Constraint) -> Constraint:
     """Return the constraint after building its automaton, so that errors are raised when the constraint is created."""
-    made.automaton  # noqa: B018
-    return made
+    constraint.automaton  # noqa: B018
+    return constraint
 
 
 def regex(pattern: str) -> Constraint:
@@ -118,7 +119,9 @@ def regex(pattern: str) -> Constraint:
     return _checked(Constraint("regex", pattern))
 
 
-def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: bool = False) -> Constraint:
+def json_schema(
+    schema: Mapping[str, object] | str | os.PathLike[str], *, compact: bool = False
+) -> Constraint:
     """Allow JSON values that match a schema, as `json.dumps` writes them, with properties in the schema's order.
 
     Args:
@@ -131,25 +134,23 @@ def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: 
     >>> json_schema({"enum": [1, "a"]}).automaton.matches('"a"')
     True
     """
-    if not isinstance(schema, str | os.PathLike):
-        schema_text = _written(schema)
-    else:
-        schema_text = os.fspath(schema)
-        if not schema_text.lstrip().startswith("{") and schema_text.strip() != "true":
-            try:
-                schema_text = read_text(schema_text, JSON_BYTES)
-            except (OSError, ValueError) as error:
-                reason = getattr(error, "strerror", None) or "it is not UTF-8"
-                raise MarsError(
-                    f"the schema '{schema_text}' cannot be read ({reason}): give a file that holds JSON."
-                ) from None
+    is_text = isinstance(schema, str | os.PathLike)
+    schema_text = os.fspath(schema) if is_text else _written(schema)
+    if is_text and not schema_text.lstrip().startswith("{") and schema_text.strip() != "true":
+        try:
+            schema_text = read_text(schema_text, JSON_BYTES)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise MarsError(
+                f"the schema '{schema_text}' cannot be read ({reason}): give a file that holds JSON."
+            ) from None
     schema_value = parsed(schema_text)
     if not isinstance(schema_value, dict) and schema_value is not True:
         raise MarsError(f"the schema is {short_repr(schema_value)}: expected a JSON object.")
     return _checked(Constraint("json_schema", _written(schema_value), compact))
 
 
-def _written(schema: Any) -> str:
+def _written(schema: object) -> str:
     try:
         return json.dumps(schema, allow_nan=False)
     # The object is not JSON, or it contains a number without a JSON form, such as NaN.
@@ -159,8 +160,8 @@ def _written(schema: Any) -> str:
         raise too_deep() from None
 
 
-def _listed(values: Any) -> tuple[Any, ...]:
-    """Return the entries of an iterable; () for any other value."""
+def _listed(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the entries of an iterable; () for any other value, also for an array without axes."""
     try:
         return tuple(values)
     except TypeError:
@@ -201,11 +202,16 @@ def tokens(ids: Iterable[int]) -> Constraint:
     return Constraint("tokens", tuple(sorted({int(i) for i in listed_ids})))
 
 
-_FACTORIES: dict[str, Any] = {"regex": regex, "json_schema": json_schema, "choice": choice, "tokens": tokens}
+_FACTORIES: dict[str, Callable[[Any], Constraint]] = {
+    "regex": regex,
+    "json_schema": json_schema,
+    "choice": choice,
+    "tokens": tokens,
+}
 KINDS = tuple(_FACTORIES)
 
 
-def from_fields(given: Mapping[str, Any]) -> Constraint | None:
+def from_fields(fields: Mapping[str, object]) -> Constraint | None:
     """Return the constraint that named values, such as a request's fields, define: at most one of `KINDS`.
 
     Raises:
@@ -214,15 +220,13 @@ def from_fields(given: Mapping[str, Any]) -> Constraint | None:
     >>> from_fields({"regex": "a+"}).kind, from_fields({})
     ('regex', None)
     """
-    check_type("the constraints", given, Mapping, "values by name")
-    named = [kind for kind in KINDS if given.get(kind) is not None]
-    if len(named) > 1:
+    check_type("the constraints", fields, Mapping, "values by name")
+    kinds = [kind for kind in KINDS if fields.get(kind) is not None]
+    if len(kinds) > 1:
         raise MarsError(
-            f"{named[0]} and {named[1]} are both given: a text follows one of them, so leave one out."
+            f"{kinds[0]} and {kinds[1]} are both given: a text follows one of them, so leave one out."
         )
-    if not named:
-        return None
-    return _FACTORIES[named[0]](given[named[0]])
+    return _FACTORIES[kinds[0]](fields[kinds[0]]) if kinds else None
 
 
 def without_relax(constraint: Constraint) -> Constraint:

@@ -59,6 +59,7 @@ def integers(low: int | None, high: int | None) -> Node:
     >>> [n for n in range(-200, 200) if made.matches(str(n))] == list(range(-3, 121))
     True
     """
+    # A negative number is a minus sign and its absolute value, which is at most -low.
     parts: list[Node] = []
     if high is None or high >= 0:
         parts.append(_naturals(max(low or 0, 0), high))
@@ -83,6 +84,7 @@ def _same_length(low: str, high: str) -> Node:
     """Return numbers from `low` to `high`, which have the same number of digits."""
     if set(low) <= {"0"} and set(high) <= {"9"}:
         return Repeat(_DIGIT, len(low), len(low))
+    # Split by the leading digit. Between its ends, all other digits are free.
     zeros, nines = "0" * (len(low) - 1), "9" * (len(low) - 1)
     first, last = ord(low[0]), ord(high[0])
     if first == last:
@@ -99,10 +101,8 @@ def _same_length(low: str, high: str) -> Node:
 
 
 _SHORT = {0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t", 0x22: '"', 0x5C: "\\"}
-_ESCAPED = {
-    code: text(f"\\{_SHORT[code]}" if code in _SHORT else f"\\u{code:04x}")
-    for code in sorted({*range(0x20), *_SHORT})
-}
+_ESCAPED = {code: text(f"\\u{code:04x}") for code in range(0x20)}
+_ESCAPED |= {code: text(f"\\{letter}") for code, letter in _SHORT.items()}
 """Characters that a JSON string must escape, as `json.dumps` writes them."""
 
 
@@ -121,4 +121,4 @@ def _char_in_string(ranges: Ranges) -> Node:
     if not parts:
         return Chars(ranges)
     unescaped = complement(ranges_of([*complement(ranges), *((code, code) for code in _ESCAPED)]))
-    return Either((*parts, Chars(unescaped))) if unescaped else Either(tuple(parts))
+    return Either((*parts, Chars(unescaped)))

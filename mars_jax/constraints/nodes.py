@@ -26,8 +26,8 @@ class TooLarge(MarsError):
 class WorkBudget:
     """Limit on the work spent on a constraint, so that none takes forever."""
 
-    def __init__(self, most: int = MOST_PIECES, what: str = "pieces"):
-        self._most, self._what, self._spent = most, what, 0
+    def __init__(self, limit: int = MOST_PIECES, unit: str = "pieces"):
+        self._limit, self._unit, self._spent = limit, unit, 0
 
     def spend(self, count: int) -> None:
         """Deduct `count` from the budget, before doing the work.
@@ -36,8 +36,8 @@ class WorkBudget:
           TooLarge: the budget is exhausted.
         """
         self._spent += count
-        if self._spent > self._most:
-            raise TooLarge(f"more than {self._most:,} {self._what}")
+        if self._spent > self._limit:
+            raise TooLarge(f"more than {self._limit:,} {self._unit}")
 
 
 class Chars(NamedTuple):
@@ -75,21 +75,18 @@ def ranges_of(parts: list[tuple[int, int]]) -> Ranges:
     >>> ranges_of([(98, 99), (97, 97), (120, 122)])
     ((97, 99), (120, 122))
     """
+    first, last = _SURROGATES
+    # The parts of each range below and above the surrogates; empty ones are dropped.
+    parts = [(low, min(high, first - 1)) for low, high in parts] + [
+        (max(low, last + 1), high) for low, high in parts
+    ]
     merged: list[tuple[int, int]] = []
-    for low, high in sorted(_without_surrogates(parts)):
+    for low, high in sorted((low, high) for low, high in parts if low <= high):
         if merged and low <= merged[-1][1] + 1:
             merged[-1] = (merged[-1][0], max(merged[-1][1], high))
         else:
             merged.append((low, high))
     return tuple(merged)
-
-
-def _without_surrogates(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    first, last = _SURROGATES
-    cut = [(low, min(high, first - 1)) for low, high in parts] + [
-        (max(low, last + 1), high) for low, high in parts
-    ]
-    return [(low, high) for low, high in cut if low <= high]
 
 
 def complement(ranges: Ranges) -> Ranges:

@@ -13,8 +13,10 @@ import functools
 import importlib
 import re
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
+from mars_jax.constraints import nodes
 from mars_jax.constraints.nodes import (
     LARGEST,
     Chars,
@@ -22,7 +24,6 @@ from mars_jax.constraints.nodes import (
     Node,
     Ranges,
     Repeat,
-    Sequence,
     WorkBudget,
     complement,
     ranges_of,
@@ -74,9 +75,9 @@ class _Reader:
     def __init__(self, pattern: str, flags: int, budget: WorkBudget):
         self._pattern, self._flags, self._budget = pattern, flags, budget
 
-    def _refuse(self, what: str) -> MarsError:
+    def _refuse(self, problem: str) -> MarsError:
         return MarsError(
-            f"the pattern {short_repr(self._pattern)} {what}, which no automaton can follow: write it without."
+            f"the pattern {short_repr(self._pattern)} {problem}, which no automaton can follow: write it without."
         )
 
     def all_of(self, items: list[Any]) -> Node:
@@ -87,32 +88,32 @@ class _Reader:
             items = items[:-1]
         return self.sequence(items)
 
-    def sequence(self, items: Any) -> Node:
+    def sequence(self, items: Iterable[Any]) -> Node:
         parts = tuple(self.one(*item) for item in items)
-        return parts[0] if len(parts) == 1 else Sequence(parts)
+        return parts[0] if len(parts) == 1 else nodes.Sequence(parts)
 
-    def one(self, op: Any, given: Any) -> Node:
+    def one(self, op: object, argument: Any) -> Node:
         name = str(op)
         if name in _REFUSED:
             raise self._refuse(_REFUSED[name])
         if name == "AT":
             raise self._refuse("has an anchor or a word boundary inside")
         if name == "LITERAL":
-            return self._chars(self._cased([(given, given)]))
+            return self._chars(self._cased([(argument, argument)]))
         if name == "NOT_LITERAL":
-            return self._chars(complement(self._cased([(given, given)])))
+            return self._chars(complement(self._cased([(argument, argument)])))
         if name == "ANY":
-            dot_all = self._flags & re.DOTALL
-            return Chars(ranges_of([(0, LARGEST)]) if dot_all else complement(((10, 10),)))
+            excluded = () if self._flags & re.DOTALL else ((10, 10),)
+            return Chars(complement(excluded))
         if name == "IN":
-            return self._chars(self._members(given))
+            return self._chars(self._members(argument))
         if name == "BRANCH":
-            return Either(tuple(self.sequence(branch) for branch in given[1]))
+            return Either(tuple(self.sequence(branch) for branch in argument[1]))
         if name == "SUBPATTERN":
-            _, add, drop, items = given
+            _, add, drop, items = argument
             return _Reader(self._pattern, (self._flags | add) & ~drop, self._budget).sequence(items)
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
-            least, maximum, items = given
+            least, maximum, items = argument
             unlimited = maximum is _parser.MAXREPEAT or int(maximum) >= int(_parser.MAXREPEAT)
             return Repeat(self.sequence(items), int(least), None if unlimited else int(maximum))
         if name == "FAILURE":
@@ -134,7 +135,7 @@ class _Reader:
             elif name == "RANGE":
                 literals.append(tuple(argument))
             elif name == "CATEGORY":
-                named += _category(str(argument), bool(self._flags & re.ASCII))
+                named += _category(str(argument), self._flags & re.ASCII)
             else:
                 raise self._refuse(f"has {name.lower()} in a class")
         members = ranges_of([*self._cased(literals), *named])
@@ -145,7 +146,7 @@ class _Reader:
         if not self._flags & re.IGNORECASE:
             return ranges_of(ranges)
         variants = list(ranges_of(ranges))
-        codes, partners = _partners(bool(self._flags & re.ASCII))
+        codes, partners = _partners(self._flags & re.ASCII)
         for low, high in tuple(variants):
             for same in partners[bisect.bisect_left(codes, low) : bisect.bisect_right(codes, high)]:
                 variants += same
@@ -163,10 +164,10 @@ def _all_characters() -> str:
 
 
 @functools.cache
-def _partners(ascii_only: bool) -> tuple[list[int], list[list[tuple[int, int]]]]:
+def _partners(ascii_flag: int) -> tuple[list[int], list[list[tuple[int, int]]]]:
     """Return the cased code points, and for each one the code points that match it when `re` ignores case."""
     cased = "".join(c for c in _all_characters() if c != c.lower() or c != c.upper())
-    flags = re.IGNORECASE | (re.ASCII if ascii_only else 0)
+    flags = re.IGNORECASE | ascii_flag
     pairs = [(ord(c), [(ord(same), ord(same)) for same in re.findall(c, cased, flags)]) for c in cased]
     return [code for code, _ in pairs], [same for _, same in pairs]
 
@@ -175,9 +176,9 @@ _LETTERS = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 
 
 @functools.cache
-def _category(name: str, ascii_only: bool) -> list[tuple[int, int]]:
+def _category(name: str, ascii_flag: int) -> list[tuple[int, int]]:
     """Return the code points that Python's `re` assigns to a category."""
     letter = _LETTERS[name.removeprefix("CATEGORY_").removeprefix("UNI_").removeprefix("NOT_")]
-    singles = [(ord(c), ord(c)) for c in re.findall(letter, _all_characters(), re.ASCII if ascii_only else 0)]
+    singles = [(ord(c), ord(c)) for c in re.findall(letter, _all_characters(), ascii_flag)]
     ranges = ranges_of(singles)
     return list(complement(ranges) if "NOT_" in name else ranges)

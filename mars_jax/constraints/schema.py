@@ -14,28 +14,12 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mars_jax.constraints import json_text
 from mars_jax.constraints.automaton import Automaton, automaton
-from mars_jax.constraints.json_text import (
-    BOOLEAN,
-    FORMATS,
-    NULL,
-    NUMBER,
-    POSITIVE_NUMBER,
-    in_string,
-    integers,
-    string,
-)
-from mars_jax.constraints.nodes import (
-    Either,
-    Node,
-    Repeat,
-    WorkBudget,
-    optional,
-    sequence,
-    text,
-)
+from mars_jax.constraints.nodes import Either, Node, Repeat, WorkBudget, optional, sequence, text
 from mars_jax.constraints.pattern import parse_pattern
 from mars_jax.utils.errors import MarsError, short_repr
+from mars_jax.utils.types import JsonObject
 
 DEEPEST = 24
 """Maximum depth of nested schemas. A recursive schema exceeds every limit."""
@@ -68,7 +52,7 @@ _PYTHON_TYPES = {
 }  # fmt: skip
 
 
-def _types(value: Any) -> list[Any]:
+def _types(value: str | list[str]) -> list[str]:
     return value if isinstance(value, list) else [value]
 
 
@@ -76,38 +60,45 @@ def _is_type(value: Any) -> bool:
     return value != [] and all(isinstance(kind, str) and kind in _OF_TYPE for kind in _types(value))
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, list)
 
 
-def _is_count(value: Any) -> bool:
+def _is_filled(value: object) -> bool:
+    return isinstance(value, list) and len(value) > 0
+
+
+def _is_count(value: object) -> bool:
     return value is None or (type(value) is int and value >= 0)
 
 
-_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+_COUNT = (_is_count, "a whole number of at least 0")
+_VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
     "$ref": (
         lambda value: isinstance(value, str) and value.startswith("#"),
         "one within the schema, such as #/$defs/name",
     ),
     "type": (_is_type, f"one of {', '.join(sorted(_OF_TYPE))}, or a list of them"),
-    "enum": (lambda value: _is_list(value) and value != [], "a list of values"),
-    "properties": (lambda value: value is None or isinstance(value, Mapping), "an object of schemas"),
+    "enum": (_is_filled, "a list of values"),
+    "anyOf": (_is_filled, "a list of schemas"),
+    "allOf": (_is_filled, "a list of schemas"),
+    "properties": (lambda value: isinstance(value, Mapping | None), "an object of schemas"),
     "required": (_is_list, "a list of names"),
     "prefixItems": (_is_list, "a list of schemas"),
+    "minItems": _COUNT,
+    "maxItems": _COUNT,
+    "minLength": _COUNT,
+    "maxLength": _COUNT,
     "pattern": (lambda value: isinstance(value, str), "a text"),
     "format": (
-        lambda value: isinstance(value, str) and value in FORMATS,
-        f"one of {', '.join(FORMATS)}, or a pattern",
+        lambda value: isinstance(value, str) and value in json_text.FORMATS,
+        f"one of {', '.join(json_text.FORMATS)}, or a pattern",
     ),
 }
-for _name in ("anyOf", "allOf"):
-    _VALUES[_name] = (lambda value: _is_list(value) and value != [], "a list of schemas")
-for _name in ("minItems", "maxItems", "minLength", "maxLength"):
-    _VALUES[_name] = (_is_count, "a whole number of at least 0")
 """Checks of keyword values, and the expected values for messages."""
 
 
-def parsed(said: str) -> Any:
+def parsed(schema_text: str) -> Any:
     """Parse the JSON of a schema.
 
     Raises:
@@ -117,19 +108,16 @@ def parsed(said: str) -> Any:
     {'type': 'null'}
     """
     try:
-        value = json.loads(said)
+        value = json.loads(schema_text)
     except ValueError as error:
         raise MarsError(f"the schema is not JSON ({error}): correct it.") from None
     except RecursionError:
         raise too_deep() from None
     level = [value]
     for _ in range(MOST_NESTED):
-        level = [
-            inner
-            for container in level
-            if isinstance(container, dict | list)
-            for inner in (container.values() if isinstance(container, dict) else container)
-        ]
+        lists = [part for part in level if isinstance(part, list)]
+        lists += [part.values() for part in level if isinstance(part, dict)]
+        level = [item for items in lists for item in items]
         if not level:
             return value
     raise too_deep()
@@ -140,7 +128,7 @@ def too_deep() -> MarsError:
     return MarsError(f"the schema has lists and objects more than {MOST_NESTED} deep: write it flatter.")
 
 
-def schema_automaton(schema: Any, *, compact: bool = False) -> Automaton:
+def schema_automaton(schema: object, *, compact: bool = False) -> Automaton:
     """Return the automaton for a schema.
 
     Args:
@@ -158,14 +146,15 @@ def schema_automaton(schema: Any, *, compact: bool = False) -> Automaton:
 
 
 class _Writer:
-    def __init__(self, root: Any, compact: bool):
+    def __init__(self, root: object, compact: bool):
         self._root = root
         self._separators = (",", ":") if compact else (", ", ": ")
         self._comma, self._colon = map(text, self._separators)
         self._budget = WorkBudget()
         self._any = [self._anything(depth) for depth in range(ANY_DEPTH + 1)]
 
-    def value(self, schema: Any, where: str, depth: int) -> Node:
+    def value(self, schema: object, where: str, depth: int) -> Node:
+        """Return the node for the values that a schema at a location allows."""
         if depth > DEEPEST:
             raise MarsError(
                 f"the schema is deeper than {DEEPEST} at {where}, or refers to itself: write it out to the depth "
@@ -173,18 +162,19 @@ class _Writer:
             )
         keywords = _keywords(schema, where)
         self._budget.spend(
-            1 + sum(len(content) for content in keywords.values() if isinstance(content, dict | list))
+            1 + sum(len(value) for value in keywords.values() if isinstance(value, dict | list))
         )
         _only(keywords, _KNOWN, "", where)
         if not keywords:
             return self._any[ANY_DEPTH]
         for name in ("$ref", "allOf", "anyOf"):
             if name in keywords:
-                meant = self._meant(name, keywords.pop(name), where)
+                # The other keywords apply to every alternative.
+                alternatives = self._alternatives(name, keywords.pop(name), where)
                 return Either(
                     tuple(
-                        self.value(_both(keywords, content, location), location, depth + 1)
-                        for location, content in meant
+                        self.value(_both(keywords, alternative, location), location, depth + 1)
+                        for location, alternative in alternatives
                     )
                 )
         if "const" in keywords or "enum" in keywords:
@@ -194,21 +184,21 @@ class _Writer:
         _only(keywords, allowed_names, f" beside the type {' or '.join(kinds)}", where)
         parts = []
         for kind in kinds:
-            write: Callable[[dict, str, int], Node] = getattr(self, f"_{kind}")
+            write: Callable[[JsonObject, str, int], Node] = getattr(self, f"_{kind}")
             type_keywords = {name: content for name, content in keywords.items() if name in _OF_TYPE[kind]}
             parts.append(write(type_keywords, where, depth))
         return parts[0] if len(parts) == 1 else Either(tuple(parts))
 
-    def _meant(self, name: str, value: Any, where: str) -> list[tuple[str, Any]]:
+    def _alternatives(self, name: str, value: Any, where: str) -> list[tuple[str, object]]:
         """Return the alternatives of a keyword as (location, schema) pairs."""
         if name == "$ref":
             self._budget.spend(len(value))
-            return [(_part(value), self._found(value, where))]
+            return [(_part(value), self._referenced(value, where))]
         if name == "allOf" and len(value) > 1:
             raise MarsError(f"the allOf at {where} has {len(value):,} schemas: write them as one.")
         return [(f"{where}/{name}/{i}", subschema) for i, subschema in enumerate(value)]
 
-    def _found(self, reference: str, where: str) -> Any:
+    def _referenced(self, reference: str, where: str) -> object:
         target = self._root
         for part in filter(None, reference[1:].split("/")):
             part = part.replace("~1", "/").replace("~0", "~")
@@ -219,18 +209,21 @@ class _Writer:
             target = target[part]
         return target
 
-    def _one_of(self, given: dict, where: str) -> Node:
+    def _one_of(self, keywords: JsonObject, where: str) -> Node:
         """Return the node for listed values: those that const, enum and type all allow."""
-        named = " and ".join(name for name in ("const", "enum") if name in given)
-        _only(given, {"const", "enum", "type"}, f" beside {named}", where)
-        values = given.get("enum", [given.get("const")])
-        if "const" in given:
-            const_json = json.dumps(given["const"], sort_keys=True)
+        named = " and ".join(name for name in ("const", "enum") if name in keywords)
+        _only(keywords, {"const", "enum", "type"}, f" beside {named}", where)
+        values = keywords.get("enum", [keywords.get("const")])
+        if "const" in keywords:
+            # Compare as JSON, because in Python 1 == True and 1 == 1.0.
+            const_json = json.dumps(keywords["const"], sort_keys=True)
             values = [value for value in values if json.dumps(value, sort_keys=True) == const_json]
-        if "type" in given:
-            values = [value for value in values if any(_is(value, kind) for kind in _types(given["type"]))]
+        if "type" in keywords:
+            values = [value for value in values if any(_is(value, kind) for kind in _types(keywords["type"]))]
         if not values:
-            raise MarsError(f"no value at {where} is of {' and '.join(given)} at once: correct one of them.")
+            raise MarsError(
+                f"no value at {where} is of {' and '.join(keywords)} at once: correct one of them."
+            )
         return Either(tuple(map(self._literal, values)))
 
     def _literal(self, value: Any) -> Node:
@@ -238,47 +231,51 @@ class _Writer:
         self._budget.spend(len(literal_json))
         return text(literal_json)
 
-    def _boolean(self, given: dict, where: str, depth: int) -> Node:
-        return BOOLEAN
+    def _boolean(self, keywords: JsonObject, where: str, depth: int) -> Node:
+        return json_text.BOOLEAN
 
-    def _null(self, given: dict, where: str, depth: int) -> Node:
-        return NULL
+    def _null(self, keywords: JsonObject, where: str, depth: int) -> Node:
+        return json_text.NULL
 
-    def _string(self, given: dict, where: str, depth: int) -> Node:
-        if "pattern" not in given and "format" not in given:
-            return string(*_least_and_most(given, "Length", where))
-        if len(given) > 1:
+    def _string(self, keywords: JsonObject, where: str, depth: int) -> Node:
+        if "pattern" not in keywords and "format" not in keywords:
+            return json_text.string(*_least_and_most(keywords, "Length", where))
+        if len(keywords) > 1:
             raise MarsError(
-                f"the string at {where} has {' and '.join(sorted(given))}: give one of them, since a text cannot "
+                f"the string at {where} has {' and '.join(sorted(keywords))}: give one of them, since a text cannot "
                 "be held to both."
             )
-        pattern = given["pattern"] if "pattern" in given else FORMATS[given["format"]]
-        return sequence(text('"'), in_string(parse_pattern(pattern, self._budget)), text('"'))
+        pattern = keywords["pattern"] if "pattern" in keywords else json_text.FORMATS[keywords["format"]]
+        return sequence(text('"'), json_text.in_string(parse_pattern(pattern, self._budget)), text('"'))
 
-    def _integer(self, given: dict, where: str, depth: int) -> Node:
-        for name, bound in given.items():
+    def _integer(self, keywords: JsonObject, where: str, depth: int) -> Node:
+        for name, bound in keywords.items():
             if type(bound) is not int or abs(bound) >= 10**MOST_DIGITS:
                 raise _unexpected(name, bound, where, f"a whole number of at most {MOST_DIGITS} digits")
-        lows = [given[name] + i for i, name in enumerate(("minimum", "exclusiveMinimum")) if name in given]
-        highs = [given[name] - i for i, name in enumerate(("maximum", "exclusiveMaximum")) if name in given]
+        lows = [
+            keywords[name] + i for i, name in enumerate(("minimum", "exclusiveMinimum")) if name in keywords
+        ]
+        highs = [
+            keywords[name] - i for i, name in enumerate(("maximum", "exclusiveMaximum")) if name in keywords
+        ]
         low, high = max(lows, default=None), min(highs, default=None)
         if low is not None and high is not None and low > high:
             raise MarsError(f"the integer at {where} is from {low} to {high}: correct the bounds.")
         self._budget.spend(sum(len(str(bound)) ** 2 for bound in (low, high) if bound is not None))
-        return integers(low, high)
+        return json_text.integers(low, high)
 
-    def _number(self, given: dict, where: str, depth: int) -> Node:
-        if given not in ({}, {"minimum": 0}):
+    def _number(self, keywords: JsonObject, where: str, depth: int) -> Node:
+        if keywords not in ({}, {"minimum": 0}):
             raise MarsError(
-                f"the number at {where} has {' and '.join(given)}: only a minimum of 0 can be held to; bound an "
+                f"the number at {where} has {' and '.join(keywords)}: only a minimum of 0 can be held to; bound an "
                 "integer, or leave them out."
             )
-        return POSITIVE_NUMBER if given else NUMBER
+        return json_text.POSITIVE_NUMBER if keywords else json_text.NUMBER
 
-    def _array(self, given: dict, where: str, depth: int) -> Node:
-        least, maximum = _least_and_most(given, "Items", where)
-        named = given.get("prefixItems", [])
-        items = given.get("items", not named)
+    def _array(self, keywords: JsonObject, where: str, depth: int) -> Node:
+        least, maximum = _least_and_most(keywords, "Items", where)
+        named = keywords.get("prefixItems", [])
+        items = keywords.get("items", not named)
         first = [
             self.value(prefix_schema, f"{where}/prefixItems/{i}", depth + 1)
             for i, prefix_schema in enumerate(named[:maximum])
@@ -289,15 +286,18 @@ class _Writer:
                     f"minItems at {where} is {least}, and prefixItems and items describe {len(first)}: describe all."
                 )
             return sequence(text("["), *self._separated(first), text("]"))
+        # Further items follow those at fixed positions. Without fixed items and a minimum, the array may be empty.
         item = self.value(items, f"{where}/items", depth + 1)
         begun = first or [item]
         maximum = None if maximum is None else maximum - len(begun)
         further = Repeat(self._after_comma(item), max(least - len(begun), 0), maximum)
         inside = sequence(*self._separated(begun), further)
-        return sequence(text("["), inside if first or least else optional(inside), text("]"))
+        if not first and not least:
+            inside = optional(inside)
+        return sequence(text("["), inside, text("]"))
 
-    def _object(self, given: dict, where: str, depth: int) -> Node:
-        properties, required = given.get("properties"), given.get("required", [])
+    def _object(self, keywords: JsonObject, where: str, depth: int) -> Node:
+        properties, required = keywords.get("properties"), keywords.get("required", [])
         for name in required:
             if not isinstance(name, str) or name not in (properties or ()):
                 raise MarsError(
@@ -305,7 +305,7 @@ class _Writer:
                     "properties, or leave it out."
                 )
         if not properties:
-            further = given.get("additionalProperties", properties is None)
+            further = keywords.get("additionalProperties", properties is None)
             if further is False:
                 return text("{}")
             if further in (None, True):
@@ -317,7 +317,9 @@ class _Writer:
             value = self.value(property_schema, f"{where}/{_part(name)}", depth + 1)
             pairs.append((sequence(self._literal(name), self._colon, value), name in needed))
         inside = self._members(pairs)
-        return sequence(text("{"), inside if needed else optional(inside), text("}"))
+        if not needed:
+            inside = optional(inside)
+        return sequence(text("{"), inside, text("}"))
 
     def _members(self, pairs: list[tuple[Node, bool]]) -> Node:
         """Return the node for one or more of an object's members, in order and separated by commas.
@@ -338,12 +340,12 @@ class _Writer:
         return Either((begun, self._members(second)))
 
     def _map(self, value: Node) -> Node:
-        pair = sequence(string(), self._colon, value)
+        pair = sequence(json_text.string(), self._colon, value)
         return sequence(text("{"), optional(self._some(pair)), text("}"))
 
     def _anything(self, depth: int) -> Node:
         """Return the node for any value, with objects and arrays nested up to `depth`."""
-        simple = [string(), NUMBER, BOOLEAN, NULL]
+        simple = [json_text.string(), json_text.NUMBER, json_text.BOOLEAN, json_text.NULL]
         if depth:
             inner = self._anything(depth - 1)
             simple += [sequence(text("["), optional(self._some(inner)), text("]")), self._map(inner)]
@@ -360,7 +362,7 @@ class _Writer:
         return sequence(self._comma, part)
 
 
-def _keywords(schema: Any, where: str) -> dict[str, Any]:
+def _keywords(schema: object, where: str) -> JsonObject:
     """Return the keywords of a schema that constrain a value, after checking their values."""
     if schema is True:
         return {}
@@ -374,11 +376,11 @@ def _keywords(schema: Any, where: str) -> dict[str, Any]:
     return keywords
 
 
-def _unexpected(name: str, value: Any, where: str, expected: str) -> MarsError:
+def _unexpected(name: str, value: object, where: str, expected: str) -> MarsError:
     return MarsError(f"{name} at {where} is {short_repr(value)}: expected {expected}.")
 
 
-def _both(beside: dict[str, Any], schema: Any, where: str) -> dict[str, Any]:
+def _both(beside: JsonObject, schema: object, where: str) -> JsonObject:
     """Merge a schema with the keywords next to its reference or list (`beside`): values must satisfy both."""
     keywords = _keywords(schema, where)
     for key, partner in [(name, name) for name in keywords] + [*_PAIRS, *((b, a) for a, b in _PAIRS)]:
@@ -387,6 +389,7 @@ def _both(beside: dict[str, Any], schema: Any, where: str) -> dict[str, Any]:
                 f"the schema at {where} has {key!r} beside {partner!r} of the schema around it: write them as one."
             )
     if "type" in keywords and "type" in beside:
+        # An integer satisfies both "integer" and "number".
         kinds, outer = _types(keywords["type"]), _types(beside["type"])
         both = [kind for kind in _OF_TYPE if _within(kind, kinds) and _within(kind, outer)]
         if not both:
@@ -402,24 +405,24 @@ def _within(kind: str, kinds: list[str]) -> bool:
     return kind in kinds or (kind == "integer" and "number" in kinds)
 
 
-def _only(given: Mapping[str, Any], known: set[str], beside: str, where: str) -> None:
-    for name in given:
-        if name not in known:
+def _only(keywords: JsonObject, allowed: set[str], beside: str, where: str) -> None:
+    for name in keywords:
+        if name not in allowed:
             raise MarsError(
                 f"the schema at {where} has {short_repr(name)}, which cannot be held to{beside}: leave it out, or "
                 "check it afterwards."
             )
 
 
-def _type_of(given: Mapping[str, Any], where: str) -> str:
+def _type_of(keywords: JsonObject, where: str) -> str:
     """Infer the type of a schema without a type from its keywords."""
-    kinds = [kind for kind, names in _OF_TYPE.items() if names & given.keys()]
+    kinds = [kind for kind, names in _OF_TYPE.items() if names & keywords.keys()]
     if len(kinds) != 1 and kinds != ["integer", "number"]:
-        raise MarsError(f"the schema at {where} has {' and '.join(given)} and no type: give one.")
+        raise MarsError(f"the schema at {where} has {' and '.join(keywords)} and no type: give one.")
     return kinds[-1]
 
 
-def _is(value: Any, kind: str) -> bool:
+def _is(value: object, kind: str) -> bool:
     """Return whether a value has a JSON Schema type: 1.0 is an integer, and true is not a number.
 
     >>> _is(1.0, "integer"), _is(True, "integer"), _is(1, "number")
@@ -432,13 +435,13 @@ def _is(value: Any, kind: str) -> bool:
     return isinstance(value, _PYTHON_TYPES[kind])
 
 
-def _part(name: Any) -> str:
+def _part(name: object) -> str:
     """Return a name as part of a location in messages."""
     return name if isinstance(name, str) and len(name) <= 60 else short_repr(name)
 
 
-def _least_and_most(given: Mapping[str, Any], what: str, where: str) -> tuple[int, int | None]:
-    least, maximum = given.get(f"min{what}") or 0, given.get(f"max{what}")
+def _least_and_most(keywords: JsonObject, unit: str, where: str) -> tuple[int, int | None]:
+    least, maximum = keywords.get(f"min{unit}") or 0, keywords.get(f"max{unit}")
     if maximum is not None and maximum < least:
-        raise MarsError(f"max{what} at {where} is {maximum}, less than min{what}: correct it.")
+        raise MarsError(f"max{unit} at {where} is {maximum}, less than min{unit}: correct it.")
     return least, maximum

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -72,17 +72,17 @@ class _Json:
 def _tracker(name: str) -> _Tags | _Json:
     if name == "json":
         return _Json()
-    opening, between, closing = name.partition(_BETWEEN)
-    tags = NAMED.get(name) or ((opening, closing) if between else ("", ""))
-    if not all(tags):
+    opening, _, closing = name.partition(_BETWEEN)
+    opening, closing = NAMED.get(name, (opening, closing))
+    if not opening or not closing:
         raise MarsError(
             f"the span is {name!r}: expected {', '.join(NAMED)}, json, or what opens and what closes one, as in "
             f"'<plan>{_BETWEEN}</plan>'."
         )
-    return _Tags(tags[0].encode(), tags[1].encode())
+    return _Tags(opening.encode(), closing.encode())
 
 
-def checked_spans(given: str | Iterable[str]) -> tuple[str, ...]:
+def checked_spans(spans: str | Iterable[str]) -> tuple[str, ...]:
     """Return one or several spans as a checked tuple.
 
     Raises:
@@ -91,12 +91,12 @@ def checked_spans(given: str | Iterable[str]) -> tuple[str, ...]:
     >>> checked_spans("think"), checked_spans(["<a>...</a>", "json"])
     (('think',), ('<a>...</a>', 'json'))
     """
-    check_type("the span", given, (str, list, tuple), "a text, or a list of texts")
-    span_names = (given,) if isinstance(given, str) else tuple(given)
-    for name in span_names:
+    check_type("the span", spans, (str, list, tuple), "a text, or a list of texts")
+    names = (spans,) if isinstance(spans, str) else tuple(spans)
+    for name in names:
         check_text("the span", name)
         _tracker(name)
-    return span_names
+    return names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +115,7 @@ class Spans:
         classes = np.zeros(256, np.uint8)
         classes[tag_bytes] = np.arange(1, len(tag_bytes) + 1)
         other_byte = next(b for b in range(256) if b not in tag_bytes)
+        # The product automaton of the trackers, found from its start. Bytes that no tracker distinguishes are class 0.
         start = ((0, 0),) * len(trackers)
         ids, todo, rows = {start: FIRST}, [start], [[0] * (len(tag_bytes) + 1)]
         for states in todo:
@@ -128,7 +129,9 @@ class Spans:
             rows.append(row)
         inside = np.asarray([[False] * len(names)] + [[s[0] > 0 for s in states] for states in todo])
         may, may_not = inside[:, : len(self.relax_in)], inside[:, len(self.relax_in) :]
-        strict = may_not.any(axis=1) | (~may.any(axis=1) if self.relax_in else False)
+        strict = may_not.any(axis=1)
+        if self.relax_in:
+            strict |= ~may.any(axis=1)
         accepting = np.arange(len(rows)) > 0
         return Automaton(np.asarray(rows, np.int32), classes, accepting), np.asarray(strict, bool)
 
@@ -144,13 +147,3 @@ def _table(spans: Spans, vocabulary: Vocabulary) -> TokenTable:
     next = byte_table.next.copy()
     next[:, 0] = np.arange(len(next))  # a token without text keeps the state
     return byte_table._replace(next=next, strict=strict, forced=np.full(len(next), NO_TOKEN, np.int32))
-
-
-def state_after(spans: Spans, vocabulary: Vocabulary, tokens: Sequence[int]) -> int:
-    """Return the state of the span table after a prompt."""
-    return _state_after(spans, vocabulary, tuple(tokens))
-
-
-@functools.lru_cache(maxsize=4096)
-def _state_after(spans: Spans, vocabulary: Vocabulary, tokens: tuple[int, ...]) -> int:
-    return spans.table(vocabulary).run(list(tokens))

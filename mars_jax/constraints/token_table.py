@@ -9,6 +9,7 @@ Token prefixes fall into few classes, so each class is composed with each byte o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ class TokenTable(NamedTuple):
         """bool[S, C]; the token classes that each state allows."""
         return self.next != DEAD
 
-    def run(self, tokens: list[int], state: int = FIRST) -> int:
+    def run(self, tokens: Sequence[int], state: int = FIRST) -> int:
         """Return the state after these tokens."""
         for token in tokens:
             state = int(self.next[state, self.classes[token]])
@@ -90,13 +91,13 @@ def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, 
 
     nowhere = number(np.zeros(states, np.uint16))
     same = number(np.arange(states, dtype=np.uint16))
+    # The class of each token's first `position` bytes: a map from every state to its next state.
     current = np.full(len(lengths), same, np.int64)
     composed: dict[int, int] = {}
-    for place in range(data.shape[1]):
-        going = np.flatnonzero((lengths > place) & (current != nowhere))
-        if not len(going):
-            break
-        pairs = current[going] * kinds + automaton.classes[data[going, place]]
+    for position in range(data.shape[1]):
+        unfinished = np.flatnonzero((lengths > position) & (current != nowhere))
+        # A prefix class and the class of the next byte determine the class of the longer prefix.
+        pairs = current[unfinished] * kinds + automaton.classes[data[unfinished, position]]
         unique, inverse = np.unique(pairs, return_inverse=True)
         to = np.empty(len(unique), np.int64)
         for i, pair in enumerate(unique.tolist()):
@@ -104,7 +105,7 @@ def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, 
                 previous, kind = divmod(pair, kinds)
                 composed[pair] = number(step[kind][maps[previous]])
             to[i] = composed[pair]
-        current[going] = to[inverse.reshape(-1)]
+        current[unfinished] = to[inverse.reshape(-1)]
     current[lengths == 0] = nowhere
     used, classes = np.unique(np.concatenate([[nowhere], current]), return_inverse=True)
     # `nowhere` has number 0, so it is class 0.
@@ -116,12 +117,13 @@ def _forced(
     automaton: Automaton, next: np.ndarray, classes: np.ndarray, vocabulary: Vocabulary
 ) -> np.ndarray:
     """Return i32[S]: the tokenizer's first token for the bytes that must follow, otherwise NO_TOKEN."""
-    per_kind = np.bincount(automaton.classes, minlength=automaton.next.shape[1])
-    open_ = automaton.next != DEAD
-    single = (np.sum(np.where(open_, per_kind[None], 0), axis=1) == 1) & ~automaton.accepting
+    bytes_per_class = np.bincount(automaton.classes, minlength=automaton.next.shape[1])
+    is_open = automaton.next != DEAD
+    # States in which exactly one byte can follow, and the text cannot end.
+    single = (is_open @ bytes_per_class == 1) & ~automaton.accepting
     byte_of = np.zeros(automaton.next.shape[1], np.int64)
     byte_of[automaton.classes] = np.arange(256)
-    kind = np.argmax(open_, axis=1)
+    kind = np.argmax(is_open, axis=1)
     forced_tokens = np.full(len(next), NO_TOKEN, np.int32)
     first_tokens: dict[bytes, int] = {}
     for first in np.flatnonzero(single).tolist():

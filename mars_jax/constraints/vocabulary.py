@@ -9,11 +9,13 @@ import dataclasses
 import functools
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import JsonObject
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -27,7 +29,7 @@ class Vocabulary:
     marks: tuple[tuple[int, bytes], ...] = ()  # ids and names of special tokens
     # Function from text to token ids, which tokenizes the text as a continuation; None: spell greedily with the longest
     # tokens.
-    encode: Any = None
+    encode: Callable[[str], list[int]] | None = None
 
     @functools.cached_property
     def bytes_and_lengths(self) -> tuple[np.ndarray, np.ndarray]:
@@ -52,13 +54,14 @@ class Vocabulary:
         if self.encode is not None:
             # Drop an incomplete character at the end, which the tokenizer cannot encode.
             text = data.decode("utf-8", errors="ignore")
-            ids = [int(i) for i in self.encode(text)] if text else []
+            ids = self.encode(text)
             spelled = b"".join(self.tokens[i] or b"" for i in ids if i < len(self.tokens))
             if spelled == text.encode():
                 return ids
         return self._longest(data)
 
     def _longest(self, data: bytes) -> list[int]:
+        # Take the longest token at each position. Stop where no token fits; a prefix is enough for a draft.
         ids, position = [], 0
         while position < len(data):
             for end in range(min(len(data), position + self._most), position, -1):
@@ -73,6 +76,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _by_bytes(self) -> dict[bytes, int]:
+        # Of several ids with the same bytes, the last written is the lowest.
         return {token: i for i, token in reversed(list(enumerate(self.tokens))) if token}
 
     @functools.cached_property
@@ -88,9 +92,8 @@ def _alphabet() -> dict[str, int]:
         *range(ord("¡"), ord("¬") + 1),
         *range(ord("®"), ord("ÿ") + 1),
     ]
-    alphabet = {chr(byte): byte for byte in printable}
-    remaining = [byte for byte in range(256) if byte not in printable]
-    return alphabet | {chr(256 + i): byte for i, byte in enumerate(remaining)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(unprintable)}
 
 
 def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
@@ -114,36 +117,30 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
 @functools.lru_cache(maxsize=4)
 def _vocabulary(tokenizer: Any, size: int, _: tuple[str, str]) -> Vocabulary:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoders = (
-        _decoders(json.loads(backend.to_str()).get("decoder")) if backend is not None else ["Metaspace"]
-    )
+    decoders = [] if backend is None else _decoders(json.loads(backend.to_str()).get("decoder"))
     if "WordPiece" in decoders:
         raise MarsError(
             "the tokenizer is a WordPiece, whose tokens are no pieces of text: constraints need another one."
         )
     as_bytes = _byte_level if "ByteLevel" in decoders else _piece
     added = {int(i): token for i, token in tokenizer.added_tokens_decoder.items()}
+    special = {i for i, token in added.items() if token.special}
+    special |= {int(i) for i in getattr(tokenizer, "all_special_ids", ())}
     tokens: list[bytes | None] = [None] * size
     marks = []
     for piece, i in tokenizer.get_vocab().items():
-        if not 0 <= i < size:
+        # An added token is plain text, whatever the tokenizer's alphabet.
+        data = str(added[i]).encode() if i in added else as_bytes(piece)
+        if not data or not 0 <= i < size:
             continue
-        token = added.get(i)
-        if token is None:
-            tokens[i] = as_bytes(piece) or None
-        elif token.special:
-            marks.append((i, str(token).encode()))
+        if i in special:
+            marks.append((i, data))
         else:
-            tokens[i] = str(token).encode() or None
-    special = {int(i) for i in getattr(tokenizer, "all_special_ids", ())}
-    for i in special:
-        if 0 <= i < size and tokens[i] is not None:
-            marks.append((i, tokens[i]))
-            tokens[i] = None
+            tokens[i] = data
     return Vocabulary(tokens=tuple(tokens), marks=tuple(sorted(marks)), encode=_inside(tokenizer))
 
 
-def _decoders(decoder: Any) -> list[str]:
+def _decoders(decoder: JsonObject | None) -> list[str]:
     """Return the names of a decoder and of its parts."""
     if not decoder:
         return []
@@ -162,7 +159,7 @@ def _piece(piece: str) -> bytes:
     return bytes([int(byte_match[1], 16)]) if byte_match else piece.replace(_SPACE, " ").encode()
 
 
-def _inside(tokenizer: Any) -> Any:
+def _inside(tokenizer: Any) -> Callable[[str], list[int]]:
     """Return a function that tokenizes a text as a continuation, without a leading space or special token."""
 
     def ids(text: str) -> list[int]:
@@ -173,6 +170,8 @@ def _inside(tokenizer: Any) -> Any:
 
     def encode(text: str) -> list[int]:
         both = ids("\n" + text)
-        return both[len(line_break_ids) :] if both[: len(line_break_ids)] == line_break_ids else ids(text)
+        if both[: len(line_break_ids)] == line_break_ids:
+            return both[len(line_break_ids) :]
+        return ids(text)
 
     return encode

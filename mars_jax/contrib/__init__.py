@@ -35,9 +35,13 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return __dir__()
     rules = _rules()
-    if name not in _HOME and name not in rules:
+    if name in rules:
+        value = rules[name].make
+    elif name in _HOME:
+        value = load_function(_HOME[name])
+    else:
         raise AttributeError(f"module 'mars_jax.contrib' has no attribute '{name}'")
-    value = globals()[name] = rules[name].make if name in rules else load_function(_HOME[name])
+    globals()[name] = value
     return value
 
 

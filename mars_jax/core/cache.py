@@ -5,13 +5,15 @@ Oracle: a cache rebuilt from only the committed tokens (tests/core/test_cache.py
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from mars_jax.core import struct
+from mars_jax.mesh.axes import PyTree
 
 
 @struct.dataclass
@@ -30,7 +32,7 @@ class Int8Rows:
         return self.values.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         return self.values.dtype
 
     @staticmethod
@@ -68,18 +70,22 @@ class KVCache:
         return self.k[0].shape[1]
 
 
-def init_cache(*, layers: int, batch: int, slots: int, kv_heads: int, head_dim: int, dtype) -> KVCache:
+def init_cache(
+    *, layers: int, batch: int, slots: int, kv_heads: int, head_dim: int, dtype: DTypeLike
+) -> KVCache:
     """Allocate `layers` pairs of zeros [batch, slots, kv_heads, head_dim], stored as `Int8Rows` if dtype is int8."""
     shape = (batch, slots, kv_heads, head_dim)
 
     def empty() -> Rows:
         zeros = jnp.zeros(shape, dtype)
-        return zeros if zeros.dtype != jnp.int8 else Int8Rows(zeros, jnp.zeros(shape[:-1], jnp.float32))
+        if zeros.dtype == jnp.int8:
+            return Int8Rows(zeros, jnp.zeros(shape[:-1], jnp.float32))
+        return zeros
 
     return KVCache(k=tuple(empty() for _ in range(layers)), v=tuple(empty() for _ in range(layers)))
 
 
-def write_slots(buffer: Any, rows: Array, start: Array) -> Any:
+def write_slots(buffer: PyTree, rows: Array, start: Array) -> PyTree:
     """Write rows [B, N, ...] into buffer [B, S, ...] at slots `start[b] .. start[b] + N - 1`, in place under jit.
 
     All of these slots must exist. `Int8Rows` quantizes the rows first.
@@ -87,7 +93,8 @@ def write_slots(buffer: Any, rows: Array, start: Array) -> Any:
     if isinstance(buffer, Int8Rows):
         return jax.tree.map(lambda b, r: write_slots(b, r, start), buffer, Int8Rows.of(rows))
     rows = rows.astype(buffer.dtype)
-    if buffer.shape[0] == 1:  # one slice update needs neither a loop nor a scatter
+    # One row of the batch is one slice update, which needs neither a loop nor a scatter.
+    if buffer.shape[0] == 1:
         return lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis=1)
     tpu = _write_short if _is_short(buffer) else _write_rows
     return lax.platform_dependent(buffer, rows, start, cpu=_write_slices, tpu=tpu, default=_write_rows)
@@ -100,6 +107,7 @@ def _write_slices(buffer: Array, rows: Array, start: Array) -> Array:
 
 def _write_rows(buffer: Array, rows: Array, start: Array) -> Array:
     """Write B * N rows with one scatter; a TPU would lower slice updates to a loop over the batch."""
+    # Node i of row b goes to buffer[b, start[b] + i]: distinct places in increasing order, which the flags promise.
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
     slot = start[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
     return buffer.at[row, slot].set(
@@ -118,7 +126,8 @@ def _is_short(buffer: Array) -> bool:
 
 def _write_short(buffer: Array, rows: Array, start: Array) -> Array:
     slot = start[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
-    # Select over the whole buffer and write back every slot, which is cheap because the rows are short.
+    # Select over the whole buffer and write back every slot, which is cheap because the rows are short. At most one
+    # node targets a slot, so the sum over nodes copies its value unchanged.
     is_target = _one_hot(buffer, slot)
     written = jnp.sum(jnp.where(is_target, rows[:, :, None], 0), axis=1, dtype=buffer.dtype)
     return jnp.where(jnp.any(is_target, axis=1), written, buffer)
@@ -137,7 +146,7 @@ def _one_hot(buffer: Array, slot: Array) -> Array:
     return (slot[..., None] == jnp.arange(buffer.shape[1], dtype=jnp.int32)[None, None])[..., None]
 
 
-def slots(cache: Any) -> int:
+def slots(cache: PyTree) -> int:
     """Return S of a cache. All its leaves must be [B, S, ...], as for every function in this module.
 
     >>> slots(init_cache(layers=1, batch=2, slots=8, kv_heads=1, head_dim=4, dtype=jnp.float32))
@@ -146,7 +155,7 @@ def slots(cache: Any) -> int:
     return jax.tree.leaves(cache)[0].shape[1]
 
 
-def commit_path(cache: Any, start: Array, path: Array) -> Any:
+def commit_path(cache: PyTree, start: Array, path: Array) -> PyTree:
     """Move the rows of the accepted path to the slots that a chain would have used.
 
     Node j was written to slot `start + j`; the node at depth d of the path must end in slot `start + d`. The
@@ -170,7 +179,7 @@ def commit_path(cache: Any, start: Array, path: Array) -> Any:
     return jax.tree.map(move, cache)
 
 
-def put_rows(cache: Any, rows: Array, new: Any) -> Any:
+def put_rows(cache: PyTree, rows: Array, new: PyTree) -> PyTree:
     """Replace rows i32[b] of the cache with those of `new`, in place under jit; the first axis of every leaf is B.
 
     Entries of B or more are dropped. Row numbers must be unique.

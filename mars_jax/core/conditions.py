@@ -30,17 +30,21 @@ class Conditions(NamedTuple):
         Raises:
           MarsError: rows have a constraint or a span, but `params` has no tables for it.
         """
-        edits = state.controls.edits
-        return cls(edits, guide_of("constraint", params, state), guide_of("span", params, state))
+        constraint, span = guide_of("constraint", params, state), guide_of("span", params, state)
+        return cls(state.controls.edits, constraint, span)
 
     def steered(self, tree: DraftTree, *, fill: bool) -> DraftTree:
         """Remove the nodes that the constraint forbids from a draft; see `Guide.steered`."""
-        return tree if self.constraint is None else self.constraint.steered(tree, fill=fill)
+        if self.constraint is None:
+            return tree
+        return self.constraint.steered(tree, fill=fill)
 
     def at(self, tree: DraftTree) -> Nodes:
         """Return the conditions at the nodes of a tree."""
-        constraint = None if self.constraint is None else self.constraint.on(tree)
-        return Nodes(self.edits, constraint, None if self.span is None else self.span.on(tree))
+        # `x and f(x)` is None for a condition that no row uses.
+        return Nodes(
+            self.edits, self.constraint and self.constraint.on(tree), self.span and self.span.on(tree)
+        )
 
 
 class Nodes(NamedTuple):
@@ -58,22 +62,24 @@ class Nodes(NamedTuple):
     @property
     def strict(self) -> Array | None:
         """bool[B, N]: nodes below which a span forbids relaxed acceptance; None without spans."""
-        return None if self.span is None else self.span.strict
+        return self.span and self.span.strict
 
     def on(self, raw: Array, tree: DraftTree, state: DecodeState) -> Array:
         """Apply the conditions to the target's logits f32[B, N, V]: edits, then -inf for forbidden tokens."""
-        # The constraint comes last, so that a bias cannot re-enable a forbidden token.
         logits = raw
         if self.edits is not None:
             stop_tokens = state.controls.stop_tokens
             logits = edited(
                 raw, self.edits, tree, state.tokens, state.prompt_length, state.length, stop_tokens
             )
-        return logits if self.constraint is None else self.constraint.masked(logits)
+        # The constraint comes last, so that a bias cannot re-enable a forbidden token.
+        if self.constraint is not None:
+            logits = self.constraint.masked(logits)
+        return logits
 
     def ended(self, verdict: Verdict) -> Array | None:
         """bool[B]: the constraint allows no token after the accepted path; None without a constraint."""
-        return None if self.constraint is None else self.constraint.ended(verdict)
+        return self.constraint and self.constraint.ended(verdict)
 
     def after(self, verdict: Verdict, state: DecodeState) -> GuideStates | None:
         """Advance the automata of live rows by the tokens of a step; None without automata."""
@@ -81,7 +87,7 @@ class Nodes(NamedTuple):
             return None
         # Each automaton reads the accepted path and `next_token`; rows that are done keep their state.
         moved = GuideStates(
-            constraint=None if self.constraint is None else self.constraint.after(verdict),
-            span=None if self.span is None else self.span.after(verdict),
+            constraint=self.constraint and self.constraint.after(verdict),
+            span=self.span and self.span.after(verdict),
         )
         return in_rows(state.done, state.guides, moved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
 
 from mars_jax.core.types import NO_TOKEN, Controls
 from mars_jax.utils.errors import MarsError, check_count, short_repr
@@ -27,18 +28,21 @@ _LIMIT = Setting(
 )
 _SETTINGS = REQUEST | by_name(_LIMIT)
 
+PerRow = ArrayLike | Sequence[float]
+"""A setting: one value for all rows, or one per row."""
+
 
 def make_controls(
     batch: int,
     *,
-    limit: Any,
-    temperature: Any = 0.0,
-    top_k: Any = 0,
-    top_p: Any = 1.0,
-    min_p: Any = 0.0,
-    strict: Any = False,
-    draft_stop: Any = math.inf,
-    stop_tokens: Any = (),
+    limit: PerRow,
+    temperature: PerRow | None = 0.0,
+    top_k: PerRow = 0,
+    top_p: PerRow = 1.0,
+    min_p: PerRow = 0.0,
+    strict: PerRow = False,
+    draft_stop: PerRow = math.inf,
+    stop_tokens: Array | Iterable[int] | Iterable[Iterable[int]] = (),
 ) -> Controls:
     """Build `Controls` for `batch` requests; every setting is one value for all rows or one per row (shape [B]).
 
@@ -62,7 +66,7 @@ def make_controls(
     [[2, -1], [2, 13]]
     """
 
-    def field(name: str, value: Any, dtype: Any) -> Array:
+    def field(name: str, value: PerRow, dtype: DTypeLike) -> Array:
         return one_per_row(name, value, batch, dtype)
 
     check_count("batch", batch, most=BATCH_ROWS)
@@ -88,7 +92,7 @@ def is_stop(tokens: Array, stop_tokens: Array) -> Array:
     return jnp.any(tokens[..., None] == stops, axis=-1) & (tokens >= 0)
 
 
-def one_per_row(name: str, value: Any, batch: int, dtype: Any) -> Array:
+def one_per_row(name: str, value: PerRow, batch: int, dtype: DTypeLike) -> Array:
     """Broadcast a setting, given once or once per row, to dtype[batch].
 
     Raises:
@@ -96,16 +100,17 @@ def one_per_row(name: str, value: Any, batch: int, dtype: Any) -> Array:
     """
     if isinstance(value, Tracer):
         return jnp.broadcast_to(value.astype(dtype), (batch,))
+    # A boolean is not a number here, although NumPy would convert it.
+    kinds, expected = (jnp.integer, jnp.floating), "a number"
+    if dtype == np.bool_:
+        kinds, expected = (np.bool_,), "True or False"
     try:
         raw = np.asarray(value)
-        # A boolean is not a number here, although NumPy would convert it.
-        kinds = (np.bool_,) if dtype == np.bool_ else (jnp.integer, jnp.floating)
         if not any(jnp.issubdtype(raw.dtype, kind) for kind in kinds):
             raise TypeError
         with np.errstate(invalid="ignore", over="ignore"):  # checked below
             array = raw.astype(dtype)
     except (TypeError, ValueError, OverflowError):
-        expected = "True or False" if dtype == np.bool_ else "a number"
         raise MarsError(f"{name} is {short_repr(value)}: expected {expected}, or one per row.") from None
     if array.shape not in ((), (batch,)):
         raise MarsError(
@@ -131,6 +136,7 @@ def _stop_tokens(value: Any, batch: int) -> Array:
         raise MarsError(
             f"stop_tokens is {short_repr(value)}: expected a sequence of token ids, or one for each row."
         ) from None
+    # Token ids without a sequence around them are one sequence, the same for all rows.
     if not any(getattr(row, "ndim", isinstance(row, list | tuple | range)) for row in rows):
         rows = [rows] * batch
     if len(rows) != batch:
@@ -144,7 +150,7 @@ def _stop_tokens(value: Any, batch: int) -> Array:
     return jax.device_put(padded, may_alias=False)
 
 
-def _row_of_ids(row: Any) -> np.ndarray:
+def _row_of_ids(row: object) -> np.ndarray:
     """Return i32[M]: the stop tokens of one row."""
     try:
         ids = np.asarray(row)
@@ -183,7 +189,7 @@ def pad_controls(controls: Controls, state: Controls) -> Controls:
                 f"the rows have {field} and the state has none, or the other way round: give {fix}."
             )
 
-    def padded(values: Array, like: Array, noun: str, fill: Any) -> Array:
+    def padded(values: Array, like: Array, noun: str, fill: float) -> Array:
         # The state's width is part of its compiled program, so new rows adapt to it.
         room = like.shape[1] - values.shape[1]
         if room < 0:

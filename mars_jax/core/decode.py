@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,9 @@ from mars_jax.utils.settings import LARGEST_INT
 _ABSENT = object()
 
 
-def check_given(decoder: Any, params: Any, state: Any = _ABSENT, *, max_steps: Any = None, **_: Any) -> None:
+def check_given(
+    decoder: object, params: object, state: object = _ABSENT, *, max_steps: object = None, **_: object
+) -> None:
     """Raise MarsError unless these are a decoder, its weights, a state, and a whole number of steps."""
     check_type("the decoder", decoder, Decoder, "what speculative_decoder gives")
     check_params(params)
@@ -41,15 +43,11 @@ def check_given(decoder: Any, params: Any, state: Any = _ABSENT, *, max_steps: A
         check_number("max_steps", max_steps, 0)
 
 
-def check_number(name: str, value: Any, least: int = 1) -> None:
+def check_number(name: str, value: object, least: int = 1) -> None:
     """Raise MarsError unless `value` is a count of steps or rows that fits i32: a Python integer or an array i32[]."""
-    if (
-        isinstance(value, Array | np.ndarray)
-        and value.shape == ()
-        and jnp.issubdtype(value.dtype, jnp.integer)
-    ):
-        return
-    check_count(name, value, least, LARGEST_INT)
+    is_array = isinstance(value, Array | np.ndarray)
+    if not (is_array and value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)):
+        check_count(name, value, least, LARGEST_INT)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -137,7 +135,7 @@ def run(
     state: DecodeState,
     *,
     record: bool = False,
-    max_steps: Any = None,
+    max_steps: int | Array | None = None,
 ) -> tuple[DecodeState, DecodeStats]:
     """Step until every row is done, in one `lax.while_loop` on the device. `state` is donated.
 
@@ -154,7 +152,7 @@ def run(
       The final state and the per-row counters of these steps.
     """
 
-    def loop(inputs: tuple[Params, Any], state: DecodeState) -> tuple[DecodeState, DecodeStats]:
+    def loop(inputs: tuple[Params, Array | None], state: DecodeState) -> tuple[DecodeState, DecodeStats]:
         params, max_steps = inputs
 
         def body(carry: _Decoding) -> _Decoding:
@@ -171,10 +169,14 @@ def run(
 
         batch, buffer = rows_of(state), state.tokens.shape[1]
         stats = zero_stats(batch, decoder.max_depth, record=buffer if record else None)
+        # The whole state is the carry, so XLA updates the caches in place from step to step.
         end = lax.while_loop(keep_going, body, _Decoding(state, stats, max_steps))
         return end.state, end.stats
 
-    return by_rows(loop)((params, None if max_steps is None else jnp.asarray(max_steps, jnp.int32)), state)
+    if max_steps is not None:
+        max_steps = jnp.asarray(max_steps, jnp.int32)
+    # On a mesh each device loops over its own rows, and ends when they are done.
+    return by_rows(loop)((params, max_steps), state)
 
 
 @donating(2, check=check_given)
@@ -222,6 +224,7 @@ def stream(
     check_count("ahead", ahead, 0)
     # `flags[0]` belongs to the state `ahead` steps ago: its copy to the host has had that long to arrive.
     flags = collections.deque([_all_done(state)])
+    # For the first `ahead` steps no flag is read, so that the queue of dispatched steps fills up.
     while len(flags) <= ahead or not bool(flags.popleft()):
         state, info = jitted_step(decoder, params, state)
         flags.append(_all_done(state))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +31,9 @@ from mars_jax.core.given import (
 )
 from mars_jax.core.pick import leading
 from mars_jax.core.prefill import chunk_of, observing, prefill
-from mars_jax.core.rule import Evidence, Rule, for_rows, structure
+from mars_jax.core.rule import Rule, Structure, for_rows, structure
 from mars_jax.core.step import commit, emit, judge, propose, score_tree, step_keys
-from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, StepInfo, Verdict
+from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, StepInfo
 from mars_jax.mesh.axes import by_rows
 from mars_jax.utils.errors import MarsError, check_count
 
@@ -61,7 +59,7 @@ class Decoder:
 
     target: LanguageModel  # the model to sample from
     drafter: Drafter  # proposes the draft trees
-    rule_structure: Any  # static part of the rule, see `rule.structure`; its parameters are in the state
+    rule_structure: Structure  # static part of the rule; its parameters are in the state
     prefill_chunk: int | None = None  # prompt tokens per forward of the target; see `prefill.chunk_of`
 
     @property
@@ -185,16 +183,21 @@ class Decoder:
     def _step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
         draft_keys, verify_keys = step_keys(state)
         conditions = Conditions.of(params, state)
+        # Draft a tree of cheap guesses whose root, node 0, is the last committed token.
         tree, draft = propose(self.drafter, params, state, conditions, draft_keys)
         nodes = conditions.at(tree)
+        # One forward of the target gives p(. | the tokens up to node i) for every node i at once.
         scores = score_tree(self.drafter, self.target, params, state, tree, nodes)
+        # Walk down from the root to the last accepted node. A correction or bonus token follows it.
         verdict, rule, trusted = judge(params, state, tree, scores, nodes, verify_keys)
+        # A drafter that reads the target gets its output over the tree, and keeps the part on the accepted path.
         with jax.named_scope("update"):
             draft = self.drafter.update(params, draft, tree, verdict, scores.output, state.length)
         with jax.named_scope("emit"):
             emitted, info = emit(
                 state, tree, verdict, scores.raw, scores.logits, trusted, nodes.ended(verdict)
             )
+        # The forward has cached the whole tree; move the accepted path to where a chain would have been written.
         next_state = commit(
             self.target,
             state,
@@ -214,6 +217,7 @@ class Decoder:
             self.target,
             params.target,
             prompts.tokens,
+            # Cache [0, length - 1): the prompt's last token is the root of the first step, whose forward caches it.
             jnp.zeros_like(prompts.length),
             prompts.length - 1,
             # The N nodes of a draft are written from slot `length - 1` on, even when the buffer is full.
@@ -280,6 +284,7 @@ class Decoder:
         self._check_cache(state)
         for name in ("tokens", "draft", "rule"):
             check_same(name, getattr(state, name), getattr(new, name), rows=False)
+        # Only the target knows the layout of its cache. All other leaves are [B, ...].
         cache = self.target.put(state.cache, rows, new.cache)
         uncached = dataclasses.replace(state, cache=())
         uncached = kv_cache.put_rows(uncached, rows, dataclasses.replace(new, cache=()))
@@ -313,11 +318,7 @@ def _common_prefix(state: DecodeState, tokens: Array, lengths: Array) -> Array:
 
 
 def speculative_decoder(
-    target: LanguageModel,
-    drafter: Drafter,
-    verify: Rule | Callable[[Evidence], tuple[Verdict, Any]],
-    *,
-    prefill_chunk: int | None = None,
+    target: LanguageModel, drafter: Drafter, verify: Rule, *, prefill_chunk: int | None = None
 ) -> Decoder:
     """Build a speculative decoder (Leviathan et al. 2211.17192) from any drafter and any rule.
 

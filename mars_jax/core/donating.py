@@ -38,6 +38,7 @@ class Donating(Generic[P, R]):
         try:
             return self._jitted(*args, **kwargs)
         except (RuntimeError, ValueError):
+            # jaxlib does not name the argument whose buffer is gone, so find it among the leaves.
             arguments = inspect.signature(self.__wrapped__).bind(*args, **kwargs).arguments
             for name, value in arguments.items():
                 for x in jax.tree.leaves(value):
@@ -65,7 +66,7 @@ def donating(
     return lambda function: Donating(function, check, static_argnums=0, donate_argnums=donated, **options)
 
 
-def check_held(x: Any, name: str, by: str) -> None:
+def check_held(x: object, name: str, by: str) -> None:
     """Raise MarsError if the array `x`, part of argument `name`, was already donated."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
         raise MarsError(

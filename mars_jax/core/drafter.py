@@ -114,13 +114,7 @@ class Drafter:
         return state
 
     def observe(
-        self,
-        params: Params,
-        state: PyTree,
-        tokens: Array,
-        first: Array,
-        length: Array,
-        output: ForwardOutput,
+        self, params: Params, state: PyTree, tokens: Array, first: Array, length: Array, output: ForwardOutput
     ) -> PyTree:
         """Return the state of a drafter that `reads` its target, after the target's output on a chunk of the prompt.
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax.core.controls import one_per_row
+from mars_jax.core.controls import PerRow, one_per_row
 from mars_jax.core.tree import ancestors
 from mars_jax.core.types import NO_TOKEN, DraftTree, Edits
 from mars_jax.utils.errors import MarsError, check_count, check_type, short_repr
@@ -32,10 +32,10 @@ def make_edits(
     batch: int,
     *,
     logit_bias: Sequence[Mapping[int, float] | Sequence[tuple[int, float]]] | Mapping[int, float] = (),
-    repetition_penalty: Any = 1.0,
-    presence_penalty: Any = 0.0,
-    frequency_penalty: Any = 0.0,
-    min_new_tokens: Any = 0,
+    repetition_penalty: PerRow = 1.0,
+    presence_penalty: PerRow = 0.0,
+    frequency_penalty: PerRow = 0.0,
+    min_new_tokens: PerRow = 0,
     width: int = 1,
 ) -> Edits:
     """Build `Edits` for `Controls.edits`; each penalty is one value for all rows or one per row.
@@ -62,7 +62,10 @@ def make_edits(
     check_count("width", width)
     expected = "a mapping of token ids to numbers, or one for each row"
     check_type("logit_bias", logit_bias, (Mapping, list, tuple), expected)
-    rows = [logit_bias] * batch if isinstance(logit_bias, Mapping) else list(logit_bias) or [{}] * batch
+    if isinstance(logit_bias, Mapping):
+        rows = [logit_bias] * batch
+    else:
+        rows = list(logit_bias) or [{}] * batch
     if len(rows) != batch:
         raise MarsError(f"logit_bias has {len(rows)} rows: expected one mapping, or one for each of {batch}.")
     for row in rows:
@@ -90,14 +93,14 @@ def make_edits(
 
 
 def bias_of(
-    token: Any, value: Any, vocab_size: int = LARGEST_INT, wanted: str = "a token id"
+    token: Any, value: Any, vocab_size: int = LARGEST_INT, expected: str = "a token id"
 ) -> tuple[int, float]:
     """Validate an entry of a logit bias and convert it to Python numbers.
 
     Args:
       token: from 0 to `vocab_size` - 1.
       value: finite, or -inf.
-      wanted: description of `token` for the message.
+      expected: description of `token` for the message.
 
     Raises:
       MarsError: a value has the wrong type or is out of range.
@@ -105,17 +108,19 @@ def bias_of(
     >>> bias_of(np.int32(5), 1)
     (5, 1.0)
     """
-    token, value = (
-        x.item() if isinstance(x, np.generic | np.ndarray | Array) and not np.ndim(x) else x
-        for x in (token, value)
-    )
+    if isinstance(token, np.generic | np.ndarray | Array) and token.ndim == 0:
+        token = token.item()
+    if isinstance(value, np.generic | np.ndarray | Array) and value.ndim == 0:
+        value = value.item()
     is_token = type(token) is int and 0 <= token < vocab_size
-    if not is_token or type(value) not in (int, float) or not value <= LARGEST_FLOAT:
+    # NaN fails the comparison too.
+    is_bias = isinstance(value, int | float) and not isinstance(value, bool) and value <= LARGEST_FLOAT
+    if not is_token or not is_bias:
         raise MarsError(
-            f"logit_bias has {short_repr(token)}: {short_repr(value)}: expected {wanted} and a number, or -inf to ban "
-            "it."
+            f"logit_bias has {short_repr(token)}: {short_repr(value)}: expected {expected} and a number, or -inf to "
+            "ban it."
         )
-    return token, float(value)
+    return int(token), float(value)
 
 
 def edited(
@@ -161,6 +166,7 @@ def edited(
     def per_row(values: Array) -> Array:
         return values[:, None, None]
 
+    # The order is that of transformers' processors: bias, penalties, minimum length.
     z = logits.astype(jnp.float32) + scatter_add(edits.bias_tokens, edits.bias)[:, None]
     # The CTRL penalty as transformers applies it: a value above 1 lowers logits of either sign.
     is_repeated = (count > 0) | (prompt > 0)[:, None]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.cache import write_slots
-from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Visible
+from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
 
 
 def _mix(x: Array) -> Array:
@@ -41,7 +41,8 @@ def hash_model(*, vocab_size: int, seed: int = 0, scale: float = 2.0, agree: flo
         shape = (batch, slots, 1, 1)
         return KVCache(k=(jnp.zeros(shape, jnp.int32),), v=(jnp.zeros(shape, jnp.int32),))
 
-    def forward(params, tokens: Array, visible: Visible, cache: KVCache) -> ForwardOutput:
+    def forward(params: PyTree, tokens: Array, visible: Visible, cache: KVCache) -> ForwardOutput:
+        # A slot's "key" is its token and its "value" is its position.
         positions = visible.positions
         k = write_slots(cache.k[0], tokens[:, :, None, None], visible.slot)
         v = write_slots(cache.v[0], positions[:, :, None, None], visible.slot)
@@ -49,15 +50,17 @@ def hash_model(*, vocab_size: int, seed: int = 0, scale: float = 2.0, agree: flo
         cached_token = k[:, None, :, 0, 0].astype(jnp.uint32)
         cached_position = v[:, None, :, 0, 0].astype(jnp.uint32)
         slot_hash = _mix(cached_token * jnp.uint32(2654435761) ^ _mix(cached_position + jnp.uint32(1)))
+        # Sums of u32 wrap around, so the hash of a set of slots does not depend on their order.
         total = jnp.sum(jnp.where(mask, slot_hash, jnp.uint32(0)), axis=2, dtype=jnp.uint32)
         hidden = _mix(total ^ _mix(positions.astype(jnp.uint32)))[:, :, None]
         return ForwardOutput(hidden=hidden, features=(), cache=KVCache(k=(k,), v=(v,)))
 
-    def unembed(params, hidden) -> Array:
+    def unembed(params: PyTree, hidden: Array) -> Array:
         ids = jnp.arange(vocab_size, dtype=jnp.uint32)[None, None]
 
         def noise(salt: int) -> Array:
             bits = _mix(hidden ^ _mix(ids * jnp.uint32(0x9E3779B9) + jnp.uint32(salt)))
+            # The upper 24 bits are exact in float32, and uniform in [0, 2**24).
             return (bits >> 8).astype(jnp.float32) * jnp.float32(2 * scale / 2**24)
 
         return agree * noise(0) + (1 - agree) * noise(seed + 1)

@@ -26,20 +26,12 @@ NO_ROW = -1
 """An entry of `rows` that pads the sub-batch: its prompt is dropped."""
 
 
-def check_pair(target: Any, drafter: Any) -> None:
+def check_pair(target: object, drafter: Drafter) -> None:
     """Raise MarsError unless these are a `LanguageModel` and a `Drafter`, both without weights."""
-    check_type(
-        "the target",
-        target,
-        LanguageModel,
-        "a LanguageModel, which is the field model of what mars_jax.load gives",
-    )
-    check_type(
-        "the drafter",
-        drafter,
-        Drafter,
-        "a Drafter, which is the field drafter of what mars_jax.drafters.load gives",
-    )
+    expected = "a LanguageModel, which is the field model of what mars_jax.load gives"
+    check_type("the target", target, LanguageModel, expected)
+    expected = "a Drafter, which is the field drafter of what mars_jax.drafters.load gives"
+    check_type("the drafter", drafter, Drafter, expected)
     try:
         hash(drafter)
     except TypeError as error:
@@ -49,17 +41,17 @@ def check_pair(target: Any, drafter: Any) -> None:
         ) from None
 
 
-def check_params(params: Any) -> None:
+def check_params(params: object) -> None:
     """Raise MarsError unless `params` is a `Params`."""
     check_type("params", params, Params, "Params(target=..., draft=...), the weights of both")
 
 
-def check_is_prompts(prompts: Any) -> None:
+def check_is_prompts(prompts: object) -> None:
     """Raise MarsError unless `prompts` is a `Prompts`."""
     check_type("prompts", prompts, Prompts, "Prompts(tokens, length, controls, rule, keys)")
 
 
-def check_prompts(prompts: Any, lengths: Any, vocab_size: int) -> None:
+def check_prompts(prompts: Array, lengths: Array, vocab_size: int) -> None:
     """Raise MarsError unless prompts are token ids i32[b, t] of the vocabulary, and lengths are i32[b] from 1 to t."""
     _check_whole("prompts", prompts, 2, "token ids i32[b, t], each prompt left-aligned in a row of its own")
     count, width = prompts.shape
@@ -86,7 +78,7 @@ def check_prompts(prompts: Any, lengths: Any, vocab_size: int) -> None:
         )
 
 
-def check_settings(controls: Any, keys: Any, count: int) -> None:
+def check_settings(controls: Controls, keys: Array, count: int) -> None:
     """Raise MarsError unless controls and keys have `count` rows, and the keys' generator is `KEY_IMPL`."""
     if not isinstance(controls, Controls):
         raise MarsError(
@@ -112,7 +104,7 @@ def check_settings(controls: Any, keys: Any, count: int) -> None:
         )
 
 
-def check_places(rows: Any, count: int, batch: int) -> None:
+def check_places(rows: Array, count: int, batch: int) -> None:
     """Raise MarsError unless `rows` i32[b] are unique rows of the state, each on the device that holds its prompt."""
     _check_whole("rows", rows, 1, f"i32[{count}], the row of the state for each prompt, or {NO_ROW} for none")
     if rows.shape[0] != count:
@@ -126,8 +118,8 @@ def check_places(rows: Any, count: int, batch: int) -> None:
     if not _is_seen(rows):
         return
     ids = np.asarray(rows)
-    named = ids[ids != NO_ROW]
-    if np.any((named < 0) | (named >= batch)) or len(set(named.tolist())) < len(named):
+    row_ids = ids[ids != NO_ROW]
+    if np.any((row_ids < 0) | (row_ids >= batch)) or len(set(row_ids.tolist())) < len(row_ids):
         raise MarsError(
             f"rows are {ids.tolist()}: expected each of 0 to {batch - 1} at most once, or {NO_ROW} for none."
         )
@@ -145,6 +137,7 @@ def begun(prompts: Prompts, cache: PyTree, draft: PyTree) -> DecodeState:
     length = prompts.length
     return DecodeState(
         tokens=prompts.tokens,
+        # This counts the prompt's last token, which is the root of the first draft: committed, but not cached.
         length=length,
         # Copy, because a donated state must not contain the same buffer twice.
         prompt_length=jnp.copy(length),
@@ -166,22 +159,24 @@ def rows_of(state: Any) -> int:
     return state.tokens.shape[0]
 
 
-def check_same(what: str, held: PyTree, own: PyTree, *, rows: bool = True) -> None:
+def check_same(name: str, field: PyTree, expected: PyTree, *, rows: bool = True) -> None:
     """Raise MarsError if a state field's structure, shape or dtype differs from those that this decoder creates.
 
     Args:
-      what: name of the field.
-      held: value of the field.
-      own: arrays or shapes that this decoder creates.
+      name: name of the field.
+      field: value of the field.
+      expected: arrays or shapes that this decoder creates.
       rows: False to ignore the first dimension of each array, the number of rows.
     """
 
+    first = 0 if rows else 1
+
     def shapes(tree: PyTree) -> tuple[Any, list[Any]]:
         leaves, structure = jax.tree.flatten(tree)
-        return structure, [(leaf.shape[0 if rows else 1 :], leaf.dtype) for leaf in leaves]
+        return structure, [(leaf.shape[first:], leaf.dtype) for leaf in leaves]
 
-    if shapes(held) != shapes(own):
-        raise other_decoder(what)
+    if shapes(field) != shapes(expected):
+        raise other_decoder(name)
 
 
 def other_decoder(field: str) -> MarsError:
@@ -192,13 +187,13 @@ def other_decoder(field: str) -> MarsError:
     )
 
 
-def _check_whole(name: str, value: Any, ndim: int, expected: str) -> None:
+def _check_whole(name: str, value: object, ndim: int, expected: str) -> None:
     is_array = isinstance(value, Array | np.ndarray)
     if not is_array or value.ndim != ndim or not jnp.issubdtype(value.dtype, jnp.integer):
         description = f"{value.dtype}{list(value.shape)}" if is_array else f"of type {type(value).__name__}"
         raise MarsError(f"{name} are {description}: expected an array of whole numbers, {expected}.")
 
 
-def _is_seen(value: Any) -> bool:
+def _is_seen(value: Array) -> bool:
     """Return whether this process can read the values of an array."""
     return not isinstance(value, Tracer) and not (isinstance(value, Array) and not value.is_fully_addressable)

@@ -34,7 +34,6 @@ from mars_jax.core.types import (
     Narrow,
     Params,
     Tables,
-    Tracked,
     Verdict,
 )
 from mars_jax.mesh.axes import map_devices, vocabulary_axes
@@ -56,6 +55,7 @@ class Guide:
 
     @property
     def vocab(self) -> int:
+        """V of the target."""
         return self.tables.classes.shape[1]
 
     def moved(self, states: Array, tokens: Array) -> Array:
@@ -96,6 +96,8 @@ class Guide:
         width = words.shape[-1]
         place = jnp.arange(width, dtype=jnp.int32)[None, None]
         for stop, is_allowed in self._stops(states):
+            # The bit of token t is bit t // W of word t % W. The tables are shared by rows with other stop tokens, so
+            # the bit is set or cleared here.
             is_word = (place == stop % width) & (stop >= 0)
             bit = jnp.uint32(1) << (jnp.maximum(stop, 0) // width).astype(jnp.uint32)
             words = jnp.where(is_word, jnp.where(is_allowed, words | bit, words & ~bit), words)
@@ -117,6 +119,7 @@ class Guide:
           ids: function that returns the target's token ids i32[U] of the draft vocabulary. Without `Tables.narrow`,
             every draft level gathers U single bits.
         """
+        # A draft vocabulary with its own rows of bits.
         if ids is not None and (narrow := self.tables.narrow) is not None:
             may_follow = _unpacked(narrow.bits[self.tables.rows[states]])[..., : logits.shape[-1]]
             for stop, is_allowed in self._stops(states):
@@ -161,6 +164,8 @@ class Guide:
             return dataclasses.replace(
                 tree, tokens=jnp.where(self.along(tree) == DEAD, NO_TOKEN, tree.tokens)
             )
+        # Loop carries along the chain, i32[B, 1] and bool[B, 1]: the state after the token of the previous column, and
+        # whether all previous columns hold tokens.
         state, is_valid = self.state[:, None], jnp.ones_like(self.state[:, None], bool)
         follows_draft = is_valid
         columns = [tree.tokens[:, :1]]
@@ -173,6 +178,7 @@ class Guide:
                 token = jnp.where(forced >= 0, forced, jnp.where(follows_draft, token, NO_TOKEN))
             next_state = self.moved(state, token)
             is_valid &= (token >= 0) & (next_state != DEAD)
+            # Below padding every node is padding, whose state is FREE.
             state = jnp.where(is_valid, next_state, FREE)
             columns.append(jnp.where(is_valid, token, NO_TOKEN))
         tokens = jnp.concatenate(columns, axis=1)
@@ -240,43 +246,44 @@ def narrowed(tables: Tables, ids: Array) -> Tables:
 
     A draft level then reads one row of bits instead of gathering U single bits, which is slow on a TPU.
     """
-    width = -(-ids.shape[0] // BITS)
+    width = (ids.shape[0] + BITS - 1) // BITS
     place = jnp.arange(BITS, dtype=jnp.uint32)[:, None]
 
     def of_row(words: Array) -> Array:
+        # Bit k of word j is draft token k W + j, as in `BITS`: row k of the reshaped bits holds bit k of every word.
         bits = jnp.pad(_unpacked(words)[ids], (0, BITS * width - ids.shape[0])).reshape(BITS, width)
         return jnp.sum(bits.astype(jnp.uint32) << place, axis=0, dtype=jnp.uint32)
 
     return dataclasses.replace(tables, narrow=Narrow(ids=ids, bits=lax.map(of_row, tables.bits)))
 
 
-def guide_of(what: str, params: Params, state: DecodeState) -> Guide | None:
+def guide_of(kind: str, params: Params, state: DecodeState) -> Guide | None:
     """Return the guide "constraint" or "span" of a step; None if no row uses it.
 
     Raises:
       MarsError: rows use it, but `params` has no tables for it.
     """
-    rows = getattr(state.controls.guides, what, None)
+    rows = getattr(state.controls.guides, kind, None)
     if rows is None:
         return None
-    tables = getattr(params.guides, what, None)
+    tables = getattr(params.guides, kind, None)
     if tables is None:
         raise MarsError(
-            f"the rows have a {what} and Params.guides has no tables of it: give those that constraints.compiled made."
+            f"the rows have a {kind} and Params.guides has no tables of it: give those that constraints.compiled made."
         )
-    stops = state.controls.stop_tokens
+    stop_tokens = state.controls.stop_tokens
     # A span does not restrict where the output may end.
-    stops = stops if what == "constraint" else jnp.full_like(stops[:, :1], NO_TOKEN)
-    return Guide(tables=tables, group=rows.group, state=getattr(state.guides, what), stop_tokens=stops)
+    if kind == "span":
+        stop_tokens = jnp.full_like(stop_tokens[:, :1], NO_TOKEN)
+    return Guide(tables=tables, group=rows.group, state=getattr(state.guides, kind), stop_tokens=stop_tokens)
 
 
 def first_states(controls: Controls) -> GuideStates | None:
     """Return the initial automaton states of new rows, copied so that no buffer is shared."""
-
-    def begun(rows: Tracked | None) -> Array | None:
-        return None if rows is None else jnp.copy(rows.start)
-
     guides = controls.guides
-    return (
-        None if guides is None else GuideStates(constraint=begun(guides.constraint), span=begun(guides.span))
+    if guides is None:
+        return None
+    return GuideStates(
+        constraint=guides.constraint and jnp.copy(guides.constraint.start),
+        span=guides.span and jnp.copy(guides.span.start),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -53,23 +53,16 @@ class TokenRecord:
 @functools.partial(jax.jit, static_argnames=("batch", "max_depth", "record"))
 def zero_stats(batch: int, max_depth: int, record: int | None = None) -> DecodeStats:
     """Return zero counters for `batch` rows and trees of depth `max_depth`; `record` is the T of `TokenRecord`."""
+    tokens = None
+    if record is not None:
+        zeros = {f.name: jnp.zeros((batch, record), jnp.float32) for f in dataclasses.fields(TokenRecord)}
+        tokens = TokenRecord(**zeros | {"kind": jnp.full((batch, record), NO_KIND, jnp.int32)})
     return DecodeStats(
         **{name: jnp.zeros((batch,), jnp.int32) for name in COUNTERS},
         depth_histogram=jnp.zeros((batch, max_depth + 1), jnp.int32),
         regret=jnp.zeros((batch,), jnp.float32),
-        tokens=None if record is None else _empty_record(batch, record),
+        tokens=tokens,
     )
-
-
-def _empty_record(batch: int, buffer: int) -> TokenRecord:
-    numbers = {f.name: jnp.zeros((batch, buffer), jnp.float32) for f in dataclasses.fields(TokenRecord)}
-    return TokenRecord(**numbers | {"kind": jnp.full((batch, buffer), NO_KIND, jnp.int32)})
-
-
-def _append(record: TokenRecord, info: StepInfo, length: Array) -> TokenRecord:
-    """Append one step to the record; `length` i32[B] is the length after the step."""
-    step = TokenRecord(**{field.name: getattr(info, field.name) for field in dataclasses.fields(TokenRecord)})
-    return append(record, length - info.num_emitted, step, info.num_emitted)
 
 
 def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats:
@@ -85,11 +78,17 @@ def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats
     # A stop token or the limit may cut the path before its end.
     accepted = jnp.minimum(info.verdict.num_accepted, info.num_emitted)
     depth = info.verdict.relaxed.shape[1]
+    # Edge d leads to emitted token d, so the first `accepted` edges are those whose tokens were emitted.
     edge = jnp.arange(depth, dtype=jnp.int32)[None]
     relaxed = jnp.sum(info.verdict.relaxed & (edge < accepted[:, None]), axis=1, dtype=jnp.int32)
     trusted = jnp.sum(info.kind == TRUSTED, axis=1, dtype=jnp.int32)
     # One-hot over 0 .. D accepted tokens; steps of finished rows are not counted.
     histogram = (jnp.arange(depth + 1, dtype=jnp.int32)[None] == accepted[:, None]) & live[:, None]
+    tokens = stats.tokens
+    if tokens is not None:
+        # The tokens of this step are at [length - num_emitted, length) of the buffer.
+        step = TokenRecord(**{f.name: getattr(info, f.name) for f in dataclasses.fields(TokenRecord)})
+        tokens = append(tokens, length - info.num_emitted, step, info.num_emitted)
     return DecodeStats(
         steps=stats.steps + live.astype(jnp.int32),
         emitted=stats.emitted + info.num_emitted,
@@ -99,7 +98,7 @@ def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats
         accepted_trusted=stats.accepted_trusted + trusted,
         depth_histogram=stats.depth_histogram + histogram.astype(jnp.int32),
         regret=stats.regret + jnp.sum(info.regret, axis=1),
-        tokens=None if stats.tokens is None else _append(stats.tokens, info, length),
+        tokens=tokens,
     )
 
 
@@ -152,7 +151,7 @@ class Metrics:
         return self.regret / max(self.emitted, 1)
 
 
-def summarize(stats: DecodeStats, rows: Any = slice(None)) -> Metrics:
+def summarize(stats: DecodeStats, rows: int | slice | Sequence[int] = slice(None)) -> Metrics:
     """Sum `stats` over `rows` (an index, a slice or a list of indices into the batch) on the host."""
     check_type("stats", stats, DecodeStats, "the counters that mars_jax.run gives")
     try:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+from mars_jax.mesh.axes import PyTree
 
 SMALL = 1 << 16
 """Maximum comparisons per row for which a TPU gathers by a one-hot comparison. A TPU gather works element by element
@@ -47,33 +48,34 @@ def leading(flags: Array) -> Array:
     return jnp.sum(jnp.cumprod(flags.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
-def in_rows(rows: Array, there: Any, elsewhere: Any) -> Any:
-    """Select rows from two pytrees of arrays [B, ...]: from `there` if rows bool[B] is True, else from `elsewhere`.
+def in_rows(rows: Array, if_true: PyTree, if_false: PyTree) -> PyTree:
+    """Select rows from two pytrees of arrays [B, ...]: from `if_true` if rows bool[B] is True, else from `if_false`.
 
     >>> in_rows(jnp.asarray([True, False]), jnp.asarray([[1, 1], [1, 1]]), jnp.asarray([[2, 2], [2, 2]])).tolist()
     [[1, 1], [2, 2]]
     """
 
-    def choose(there: Array, elsewhere: Array) -> Array:
-        if there is elsewhere:  # unchanged by the step
-            return there
-        return jnp.where(rows.reshape((-1,) + (1,) * (there.ndim - 1)), there, elsewhere)
+    def choose(if_true: Array, if_false: Array) -> Array:
+        # A leaf that the step did not change is the same object in both trees and needs no select.
+        if if_true is if_false:
+            return if_true
+        return jnp.where(rows.reshape((-1,) + (1,) * (if_true.ndim - 1)), if_true, if_false)
 
-    return jax.tree.map(choose, there, elsewhere)
+    return jax.tree.map(choose, if_true, if_false)
 
 
-def append(texts: Any, length: Array, new: Any, count: Array) -> Any:
+def append(buffers: PyTree, length: Array, new: PyTree, count: Array) -> PyTree:
     """Write the first `count` i32[B] entries of `new` [B, P] into arrays [B, T] from position `length` i32[B] on.
 
     >>> append(jnp.asarray([[7, 8, 0, 0]]), jnp.asarray([2]), jnp.asarray([[9, 5]]), jnp.asarray([1])).tolist()
     [[7, 8, 9, 0]]
     """
-    buffer, width = (jax.tree.leaves(x)[0].shape[1] for x in (texts, new))
+    size, width = (jax.tree.leaves(x)[0].shape[1] for x in (buffers, new))
     place = jnp.arange(width, dtype=jnp.int32)[None]
     # Entries past `count` map past the end, where scatter drops them.
-    targets = jnp.where(place < count[:, None], length[:, None] + place, buffer)
+    targets = jnp.where(place < count[:, None], length[:, None] + place, size)
     put = jax.vmap(lambda row, targets, new: row.at[targets].set(new, mode="drop"))
-    return jax.tree.map(lambda text, new: put(text, targets, new), texts, new)
+    return jax.tree.map(lambda buffer, new: put(buffer, targets, new), buffers, new)
 
 
 def _gather(values: Array, places: Array) -> Array:
@@ -81,6 +83,7 @@ def _gather(values: Array, places: Array) -> Array:
 
 
 def _compare(values: Array, places: Array) -> Array:
+    # bool[B, P, M], then with a dimension of 1 for each trailing one of the values.
     one_hot = places[:, :, None] == jnp.arange(values.shape[1], dtype=places.dtype)[None, None]
     one_hot = one_hot.reshape(one_hot.shape + (1,) * (values.ndim - 2))
     if values.dtype == bool:
@@ -96,7 +99,8 @@ def scatter_integers(size: int, places: Array, values: Array) -> Array:
     [[5, 0, 7, 0]]
     """
 
-    scatter, compare = (functools.partial(form, size=size) for form in (_scatter, _compare_put))
+    scatter = functools.partial(_scatter, size=size)
+    compare = functools.partial(_compare_put, size=size)
     if size * places.shape[1] > SMALL:
         return scatter(places, values)
     return lax.platform_dependent(places, values, cpu=scatter, default=compare)
@@ -104,11 +108,11 @@ def scatter_integers(size: int, places: Array, values: Array) -> Array:
 
 def _scatter(places: Array, values: Array, size: int) -> Array:
     empty = jnp.zeros((places.shape[0], size), values.dtype)
-    return jax.vmap(lambda row, index, row_values: row.at[index].set(row_values, unique_indices=True))(
-        empty, places, values
-    )
+    put = jax.vmap(lambda row, index, values: row.at[index].set(values, unique_indices=True))
+    return put(empty, places, values)
 
 
 def _compare_put(places: Array, values: Array, size: int) -> Array:
+    # bool[B, size, P]; places are distinct, so each sum has at most one nonzero term.
     one_hot = places[:, None, :] == jnp.arange(size, dtype=places.dtype)[None, :, None]
     return jnp.sum(jnp.where(one_hot, values[:, None], 0), axis=2, dtype=values.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +35,13 @@ class _Advancing(NamedTuple):
     num_done: Array  # i32[]; rows that were done after the last step, on all devices
 
 
-def _check(decoder: Any, params: Any, state: Any, stats: Any, ended: Any = 1, most: Any = 1) -> None:
+def _check(
+    decoder: object, params: object, state: object, stats: object, ended: object = 1, most: object = 1
+) -> None:
     check_given(decoder, params, state)
     check_type("stats", stats, DecodeStats, "what zero_stats or an earlier call gives")
-    for name, value in {"ended": ended, "most": most}.items():
-        check_number(name, value)
+    check_number("ended", ended)
+    check_number("most", most)
 
 
 @donating(2, 3, check=_check)
@@ -48,8 +50,8 @@ def advance(
     params: Params,
     state: DecodeState,
     stats: DecodeStats,
-    ended: Any = 1,
-    most: Any = 2**30,
+    ended: int | Array = 1,
+    most: int | Array = 2**30,
 ) -> tuple[DecodeState, DecodeStats, Array]:
     """Step until `ended` more rows are done, or all are, or for `most` steps. `state` and `stats` are donated.
 
@@ -65,7 +67,9 @@ def advance(
       The state, the counters, and the number of steps (target forwards) as i32[B], the same in every row.
     """
 
-    def loop(inputs: Any, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats, Array]:
+    def loop(
+        inputs: tuple[Params, Array, Array], state: DecodeState, stats: DecodeStats
+    ) -> tuple[DecodeState, DecodeStats, Array]:
         params, ended, max_steps = inputs
         batch = state.done.shape[0]
         rows = over_rows(jnp.int32(batch))
@@ -73,11 +77,13 @@ def advance(
         def count_done(state: DecodeState) -> Array:
             return over_rows(jnp.sum(state.done, dtype=jnp.int32))
 
-        # Rows that are already done, such as padding rows, do not count towards `ended`.
+        # Counts are over all devices, so that every device leaves the loop after the same step: the psum in its body
+        # must have all of them. Rows that are already done, such as padding rows, do not count towards `ended`.
         goal = jnp.minimum(count_done(state) + ended, rows)
 
         def keep_going(carry: _Advancing) -> Array:
-            return (carry.num_done < goal) & (carry.steps < max_steps) & (start.num_done < rows)
+            # If every row is done at the start, `goal` is already reached.
+            return (carry.num_done < goal) & (carry.steps < max_steps)
 
         def body(carry: _Advancing) -> _Advancing:
             state, info = decoder.step(params, carry.state)
@@ -118,14 +124,15 @@ def refill(
 
 @donating(2, 3)
 def _refill(
-    decoder: Decoder, params: Params, state: DecodeState, stats: DecodeStats, rows: Array, *new: Any
+    decoder: Decoder,
+    params: Params,
+    state: DecodeState,
+    stats: DecodeStats,
+    rows: Array,
+    prompts: Prompts,
+    read: DecodeState | None,
 ) -> tuple[DecodeState, DecodeStats]:
-    state = decoder.insert(params, state, rows, *new)
-    return state, _renewed(decoder, state, stats, rows)
-
-
-def _renewed(decoder: Decoder, state: DecodeState, stats: DecodeStats, rows: Array) -> DecodeStats:
-    """Reset the counters of these rows to zero."""
+    state = decoder.insert(params, state, rows, prompts, read)
     batch, buffer = state.tokens.shape
     empty = zero_stats(batch, decoder.max_depth, record=None if stats.tokens is None else buffer)
     if jax.tree.map(jnp.shape, empty) != jax.tree.map(jnp.shape, stats):
@@ -134,8 +141,8 @@ def _renewed(decoder: Decoder, state: DecodeState, stats: DecodeStats, rows: Arr
             f"{decoder.max_depth}), the rows of the state and the decoder's max_depth."
         )
     # bool[B]; an entry of -1 matches no row.
-    renewed = jnp.any(jnp.arange(batch, dtype=jnp.int32)[:, None] == rows[None], axis=1)
-    return in_rows(renewed, empty, stats)
+    is_new = jnp.any(jnp.arange(batch, dtype=jnp.int32)[:, None] == rows[None], axis=1)
+    return state, in_rows(is_new, empty, stats)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -6,13 +6,14 @@ B batch, N nodes, V vocabulary, E hidden size. Oracle: tests/verify/test_rules.p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from kernels_pallas import MarginStats, margin_stats, sharded_margin_stats
 from mars_jax.core import struct
@@ -23,14 +24,7 @@ from mars_jax.core.struct import settings_of
 from mars_jax.core.types import Controls, DraftTree, PyTree, Verdict, keys_from_seeds
 from mars_jax.mesh.axes import vocabulary_axes
 from mars_jax.utils.errors import MarsError, short_repr
-from mars_jax.utils.user_code import (
-    MODULES,
-    described,
-    failure,
-    frames_in,
-    is_user_module,
-    location_of,
-)
+from mars_jax.utils.user_code import MODULES, described, failure, frames_in, is_user_module, location_of
 
 
 @struct.dataclass(kw_only=True)
@@ -96,13 +90,13 @@ def impossible(evidence: Evidence) -> Array:
     return (at_drafted(tree, evidence.logits) == -jnp.inf) & (tree.tokens >= 0) & (tree.depths > 0)
 
 
-def evidence(tree: DraftTree, logits: Array, *, seeds: Any = None, **given: Any) -> Evidence:
+def evidence(tree: DraftTree, logits: Array, *, seeds: ArrayLike | None = None, **fields: Any) -> Evidence:
     """Build `Evidence` by hand, to call a rule outside of a step.
 
     Args:
       tree, logits: fields of the evidence.
       seeds: u32[B]; default: 0, 1, 2, ...
-      **given: other fields of `Evidence`, or arguments of `make_controls`; default: greedy rows that start at 0.
+      **fields: other fields of `Evidence`, or arguments of `make_controls`; default: greedy rows that start at 0.
 
     >>> from mars_jax.core.tree import chain
     >>> inputs = evidence(chain(jnp.asarray([[0, 1]], jnp.int32)), jnp.zeros((1, 2, 4)), temperature=0.7)
@@ -110,20 +104,23 @@ def evidence(tree: DraftTree, logits: Array, *, seeds: Any = None, **given: Any)
     ([[0, 1]], [0.699999988079071])
     """
     batch, n = tree.tokens.shape
-    fields = {name: given.pop(name) for name in Evidence.__dataclass_fields__ if name in given}
-    if "controls" not in fields:
-        fields["controls"] = make_controls(batch, **{"limit": 1 << 20, **given})
+    if seeds is None:
+        seeds = jnp.arange(batch)
     zeros = jnp.zeros((batch,), jnp.int32)
     defaults: dict[str, Any] = {
-        "keys": keys_from_seeds(jnp.arange(batch) if seeds is None else jnp.asarray(seeds)),
+        "keys": keys_from_seeds(jnp.asarray(seeds)),
         "start": zeros,
         "prompt_length": zeros + 1,
         "hidden": jnp.zeros((batch, n, 1)),
     }
+    settings = {name: fields.pop(name) for name in fields.keys() - Evidence.__dataclass_fields__.keys()}
+    if "controls" not in fields:
+        fields["controls"] = make_controls(batch, **{"limit": 1 << 20, **settings})
     return Evidence(tree=tree, logits=logits, **defaults | fields)
 
 
 ALL_EDGES = np.iinfo(np.int32).max
+"""A depth below which no edge lies: `strict_edges` of a row whose edges are all strict."""
 _VALUES = (bool, int, float, str, list, tuple, np.ndarray, np.generic, Array)
 
 
@@ -167,13 +164,13 @@ class Rule:
         for name, setting in sorted(settings.items(), key=lambda item: not item[1].choices):
             value = getattr(self, name)
             # A base is checked by its owner. Other libraries may rebuild a pytree with placeholders as leaves.
-            if isinstance(value, Rule) or not (
-                setting.choices or value is None or isinstance(value, _VALUES)
-            ):
+            is_value = setting.choices or value is None or isinstance(value, _VALUES)
+            if isinstance(value, Rule) or not is_value:
                 continue
             setting.check(value, **chosen)
             if setting.per_row:
                 dtype = np.int32 if setting.kind is int else np.float32
+                # A JAX array may be traced or on a device, so NumPy must not read it.
                 typed = value.astype(dtype) if isinstance(value, Array) else np.asarray(value, dtype)
                 object.__setattr__(self, name, typed)
 
@@ -214,6 +211,7 @@ class Structure(NamedTuple):
     @classmethod
     def of(cls, tree: PyTree) -> Structure:
         def kinds(treedef: Any) -> tuple[Any, ...]:
+            # None for a leaf, else (class of the node, its static fields).
             data = treedef.node_data()
             return (data and data[0], *map(kinds, treedef.children()))
 
@@ -221,7 +219,7 @@ class Structure(NamedTuple):
         return cls(treedef, kinds(treedef))
 
 
-def structure(rule: Any) -> Structure:
+def structure(rule: object) -> Structure:
     """Return the static part of a rule, which determines the compiled program: its pytree structure, hashable.
 
     Raises:
@@ -233,10 +231,8 @@ def structure(rule: Any) -> Structure:
     """
     if isinstance(rule, LoadedRule):
         raise MarsError("verify is a LoadedRule here: give its .rule, and its .params as Params.verify.")
-    leaves = jax.tree.leaves(rule)
-    if not isinstance(rule, Rule) or not all(
-        hasattr(x, "dtype") or isinstance(x, bool | int | float) for x in leaves
-    ):
+    are_numbers = all(hasattr(x, "dtype") or isinstance(x, int | float) for x in jax.tree.leaves(rule))
+    if not isinstance(rule, Rule) or not are_numbers:
         raise MarsError(
             f"verify is {short_repr(rule)}: expected a rule, such as mars_jax.verify.mars(); a rule of your own is a "
             "struct.dataclass that derives from verify.Rule and whose fields are numbers."
@@ -261,7 +257,7 @@ EXPECTED = {
 
 
 @contextlib.contextmanager
-def user_errors(rule: Any) -> Iterator[None]:
+def user_errors(rule: Rule) -> Iterator[None]:
     """Chain a MarsError to any exception that a user's rule raises in the block.
 
     Exceptions of this package's rules pass unchanged.
@@ -283,14 +279,15 @@ def user_errors(rule: Any) -> Iterator[None]:
         ) from error
 
 
-def decide(rule: Any, evidence: Evidence) -> tuple[Verdict, Any]:
+def decide(rule: Rule, evidence: Evidence) -> tuple[Verdict, Rule]:
     """Return `rule(evidence)`, checked.
 
     Raises:
       MarsError: the rule did not return a verdict and the next rule, or raised an exception; see `user_errors`.
     """
     with user_errors(rule):
-        result = rule(evidence)
+        # A user's rule may return anything.
+        result: object = rule(evidence)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Verdict)):
         raise wrong_result(rule, "__call__", described(result))
     verdict, next_rule = result
@@ -303,13 +300,15 @@ def decide(rule: Any, evidence: Evidence) -> tuple[Verdict, Any]:
         "relaxed": ("bool", (batch, depth)),
     }
     for name, (dtype, shape) in shapes.items():
-        check_array(rule, "__call__", getattr(verdict, name), dtype, shape, of=f"a verdict whose {name} is ")
+        check_array(
+            rule, "__call__", getattr(verdict, name), dtype, shape, place=f"a verdict whose {name} is "
+        )
     check_same_rule(rule, "__call__", next_rule)
     return verdict, next_rule
 
 
 def check_array(
-    rule: Any, method: str, value: Any, dtype: str, shape: tuple[int, ...], *, of: str = ""
+    rule: Rule, method: str, value: Any, dtype: str, shape: tuple[int, ...], *, place: str = ""
 ) -> None:
     """Raise MarsError unless a method of a rule returned an array of this shape and dtype.
 
@@ -318,35 +317,36 @@ def check_array(
       value: the result, or a part of it.
       dtype: "floating" for any floating dtype.
       shape: expected shape.
-      of: description of the array's place in the result, for the message.
+      place: description of the array's place in the result, for the message.
     """
-    value_dtype = getattr(value, "dtype", None)
-    fits = value_dtype is not None and (
-        jnp.issubdtype(value_dtype, jnp.floating) if dtype == "floating" else value_dtype == np.dtype(dtype)
-    )
-    if not fits or value.shape != shape:
-        dtype = "float32" if dtype == "floating" else dtype
-        raise wrong_result(rule, method, f"{of}{described(value)}", f"{of}{dtype}{list(shape)}")
+    is_array = isinstance(value, Array | np.ndarray | np.generic) and value.shape == shape
+    if dtype == "floating":
+        fits, dtype = is_array and jnp.issubdtype(value.dtype, jnp.floating), "float32"
+    else:
+        fits = is_array and value.dtype == np.dtype(dtype)
+    if not fits:
+        raise wrong_result(rule, method, f"{place}{described(value)}", f"{place}{dtype}{list(shape)}")
 
 
-def check_same_rule(rule: Any, method: str, after: Any) -> None:
+def check_same_rule(rule: Rule, method: str, next_rule: object) -> None:
     """Raise MarsError unless a method returned the rule with parameters of the same shapes and dtypes."""
-    if Structure.of(after) != Structure.of(rule):
-        raise wrong_result(
-            rule, method, described(after), f"an object of type {type(rule).__name__} with the same structure"
-        )
-    for (path, leaf), new_leaf in zip(
-        jax.tree_util.tree_leaves_with_path(rule), jax.tree.leaves(after), strict=True
-    ):
+    if Structure.of(next_rule) != Structure.of(rule):
+        expected = f"an object of type {type(rule).__name__} with the same structure"
+        raise wrong_result(rule, method, described(next_rule), expected)
+    leaves = jax.tree_util.tree_leaves_with_path(rule)
+    for (path, leaf), new_leaf in zip(leaves, jax.tree.leaves(next_rule), strict=True):
         if jnp.shape(new_leaf) != jnp.shape(leaf) or jnp.result_type(new_leaf) != jnp.result_type(leaf):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            rule_with = f"a rule whose {name} is "
+            rule_with = f"a rule whose {_path_name(path)} is "
             raise wrong_result(
                 rule, method, f"{rule_with}{described(new_leaf)}", f"{rule_with}{described(leaf)}"
             )
 
 
-def wrong_result(rule: Any, method: str, returned: str, expected: str | None = None) -> MarsError:
+def _path_name(path: jax.tree_util.KeyPath) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def wrong_result(rule: Rule, method: str, returned: str, expected: str | None = None) -> MarsError:
     """Return the error for a rule method that returned a value of the wrong kind."""
     function = getattr(type(rule), method)
     return MarsError(
@@ -370,15 +370,19 @@ def for_rows(rule: PyTree, batch: int) -> PyTree:
     [0.5, 0.5, 0.5]
     """
 
-    def broadcast(path: Any, leaf: Any) -> Array:
-        value = _typed(leaf)
+    def broadcast(path: jax.tree_util.KeyPath, leaf: ArrayLike) -> Array:
+        value = leaf if isinstance(leaf, Array) else np.asarray(leaf)
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            value = value.astype(jnp.float32)
+        elif jnp.issubdtype(value.dtype, jnp.integer):
+            value = value.astype(jnp.int32)
         if value.ndim == 0:
             broadcast_to = jnp.broadcast_to if isinstance(value, Array) else np.broadcast_to
             value = broadcast_to(value, (batch,))
         if value.shape[0] != batch:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise MarsError(
-                f"{name} of the rule has shape {value.shape}: expected one number, or one for each of the {batch} rows."
+                f"{_path_name(path)} of the rule has shape {value.shape}: expected one number, or one for each of "
+                f"the {batch} rows."
             )
         # Host values are broadcast in NumPy, which compiles nothing.
         return value if isinstance(value, Array) else jax.device_put(value, may_alias=False)
@@ -386,14 +390,7 @@ def for_rows(rule: PyTree, batch: int) -> PyTree:
     return jax.tree_util.tree_map_with_path(broadcast, rule)
 
 
-def _typed(leaf: Any) -> Array | np.ndarray:
-    value = leaf if isinstance(leaf, Array) else np.asarray(leaf)
-    if jnp.issubdtype(value.dtype, jnp.floating):
-        return value.astype(jnp.float32)
-    return value.astype(jnp.int32) if jnp.issubdtype(value.dtype, jnp.integer) else value
-
-
-def take_rows(rule: PyTree, rows: Any, count: int) -> PyTree:
+def take_rows(rule: PyTree, rows: Sequence[int] | Array | np.ndarray, count: int) -> PyTree:
     """Select `rows` of a rule for `count` prompts: index the parameters that have one value per prompt.
 
     Raises:
@@ -404,14 +401,14 @@ def take_rows(rule: PyTree, rows: Any, count: int) -> PyTree:
     [0.8999999761581421]
     """
 
-    def pick(path: Any, leaf: Any) -> Any:
+    def pick(path: jax.tree_util.KeyPath, leaf: ArrayLike) -> ArrayLike:
         value = np.asarray(leaf)
         if value.ndim == 0:
             return leaf
         if value.shape[0] != count:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise MarsError(
-                f"{name} of the rule has {value.shape[0]} values for {count} prompts: give one, or one per prompt."
+                f"{_path_name(path)} of the rule has {value.shape[0]} values for {count} prompts: give one, or one "
+                "per prompt."
             )
         return value[np.asarray(rows)]
 

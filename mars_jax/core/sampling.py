@@ -82,8 +82,11 @@ def process(logits: Array, controls: Controls) -> Array:
     def mixed() -> Array:
         # Warp greedy rows at temperature 1, then replace them by their one-hot.
         warped = _warp(z, controls, ~greedy)
-        replaced = lambda: jnp.where(greedy[:, None, None], one_hot(), warped)  # noqa: E731
-        return jax.lax.cond(jnp.any(greedy), replaced, lambda: warped)
+        return jax.lax.cond(
+            jnp.any(greedy),
+            lambda: jnp.where(greedy[:, None, None], one_hot(), warped),
+            lambda: warped,
+        )
 
     return if_greedy(controls, one_hot, mixed)
 
@@ -136,6 +139,7 @@ def _top_p_kept(z: Array, top: Array, weights: Array, top_p: Array, use: Array) 
 
     Rounding keeps a masked sum monotone in its mask, so bisection on it is exact.
     """
+    # The weights are unnormalised, so compare with top_p times their sum.
     target_mass = top_p[:, None] * jnp.sum(weights, axis=-1)
 
     def mass_reached(threshold: Array) -> Array:
@@ -146,7 +150,14 @@ def _top_p_kept(z: Array, top: Array, weights: Array, top_p: Array, use: Array) 
     return (z >= _from_order(high)[..., None]) | ~use[:, None, None]
 
 
-def _bisect(holds, high: Array, use: Array) -> tuple[Array, Array]:
+class _Bounds(NamedTuple):
+    """Loop carry of `_bisect`: orders of floats, i32[B, N] each."""
+
+    low: Array  # the predicate holds here
+    high: Array  # and fails here
+
+
+def _bisect(holds: Callable[[Array], Array], high: Array, use: Array) -> _Bounds:
     """Find neighbouring floats, as orders i32[B, N], between which the decreasing predicate `holds` turns false.
 
     The predicate holds at -inf and fails at `high`. At most 32 passes over the vocabulary halve the 2**32 orders:
@@ -155,21 +166,22 @@ def _bisect(holds, high: Array, use: Array) -> tuple[Array, Array]:
     # Rows without the filter start with an empty interval and need no pass.
     low = jnp.where(use[:, None], jnp.full_like(high, _NEG_INF_ORDER), high)
 
-    def middle(low, high):
-        return (low & high) + ((low ^ high) >> 1)  # floor of the mean, without overflow
+    def middle(bounds: _Bounds) -> Array:
+        # The floor of the mean: the common bits plus half of the others, which cannot overflow as a sum would.
+        return (bounds.low & bounds.high) + ((bounds.low ^ bounds.high) >> 1)
 
-    def unfinished(bounds):
-        low, high = bounds
-        return jnp.any(middle(low, high) != low)
+    def unfinished(bounds: _Bounds) -> Array:
+        return jnp.any(middle(bounds) != bounds.low)
 
-    def halve(bounds):
-        low, high = bounds
-        mid = middle(low, high)
+    def halve(bounds: _Bounds) -> _Bounds:
+        mid = middle(bounds)
         up = holds(_from_order(mid))
         # In a finished row `mid` equals `low`, so neither bound moves.
-        return jnp.where(up, mid, low), jnp.where(up, high, jnp.maximum(mid, low))
+        return _Bounds(
+            jnp.where(up, mid, bounds.low), jnp.where(up, bounds.high, jnp.maximum(mid, bounds.low))
+        )
 
-    return jax.lax.while_loop(unfinished, halve, (low, high))
+    return jax.lax.while_loop(unfinished, halve, _Bounds(low, high))
 
 
 def _to_order(x: Array) -> Array:

@@ -19,7 +19,7 @@ from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.pick import append, in_rows, leading, pick
 from mars_jax.core.rule import Evidence, decide, impossible
 from mars_jax.core.sampling import at_tokens, log_probs, sample
-from mars_jax.core.tree import chain, gather_path, said, visible
+from mars_jax.core.tree import chain, step_tokens, visible
 from mars_jax.core.trusted import judge_after_trusted
 from mars_jax.core.types import (
     CORRECTED,
@@ -182,7 +182,7 @@ def cut(verdict: Verdict, evidence: Evidence) -> Verdict:
     last = pick(verdict.path, num_accepted[:, None])  # i32[B, 1]
     # Draws are keyed by position, so this is the token that autoregression would draw there.
     target_token = sample(
-        evidence.keys, pick(evidence.positions, last), gather_path(evidence.logits, last), evidence.controls
+        evidence.keys, pick(evidence.positions, last), pick(evidence.logits, last), evidence.controls
     )[:, 0]
     # A rule may choose a next token that the request forbids: its logit at the last node is -inf.
     is_forbidden = at_tokens(evidence.logits, last, verdict.next_token[:, None])[:, 0] == -jnp.inf
@@ -221,16 +221,19 @@ def emit(
     buffer = state.tokens.shape[1]
     # Entry d of `emitted` is the token after d accepted ones: D drafted tokens and `next_token` make D + 1.
     place = jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None]  # i32[1, D + 1]
-    emitted = said(tree, verdict)
+    emitted = step_tokens(tree, verdict)
 
     # Broken weights produce a non-finite top logit. Stop the row instead of emitting token 0. Non-finite logits off the
     # accepted path are harmless: no decision depends on them.
-    top = gather_path(jnp.max(logits, axis=-1), verdict.path)  # f32[B, D + 1]
+    top = pick(jnp.max(logits, axis=-1), verdict.path)  # f32[B, D + 1]
     broken = jnp.any(~jnp.isfinite(top), axis=1) & ~state.done
     if state.controls.edits is not None:  # edits may ban every token
-        top_decided = gather_path(jnp.max(decided, axis=-1), verdict.path)
+        top_decided = pick(jnp.max(decided, axis=-1), verdict.path)
         all_banned = jnp.any(~jnp.isfinite(top_decided), axis=1)
-        broken |= (all_banned if ended is None else all_banned & ~ended) & ~state.done
+        # At the end of a constraint no token is allowed either, which is no failure.
+        if ended is not None:
+            all_banned &= ~ended
+        broken |= all_banned & ~state.done
 
     # Never write past the end of the buffer, even if the limit is larger.
     room = jnp.minimum(state.controls.limit, buffer) - state.length
@@ -245,10 +248,10 @@ def emit(
     lossless = state.rule.lossless and trusted is None
     # Node d of the path predicts entry d: its row of logits is p(. | the tokens before that entry).
     emitted_logit = at_tokens(logits, verdict.path, jnp.maximum(emitted, 0))
-    logprobs = log_probs(gather_path(logits, verdict.path), emitted, state.controls, lossless)
+    logprobs = log_probs(pick(logits, verdict.path), emitted, state.controls, lossless)
     if decided is not logits:
         # Edits and constraints change the sampling distribution; the other log-probabilities stay those of the model.
-        sampled_from = log_probs(gather_path(decided, verdict.path), emitted, state.controls, lossless)
+        sampled_from = log_probs(pick(decided, verdict.path), emitted, state.controls, lossless)
         logprobs = logprobs._replace(processed_log_prob=sampled_from.processed_log_prob)
     info = StepInfo(
         verdict=verdict,

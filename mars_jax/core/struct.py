@@ -8,7 +8,7 @@ ours. This avoids importing Flax, which takes a quarter as long as importing the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, dataclass_transform, overload
 
 import jax
@@ -68,7 +68,8 @@ def dataclass(cls: type[T] | None = None, **options: Any) -> type[T] | Callable[
         leaves, aux = flatten(value)
         return list(zip(map(jax.tree_util.GetAttrKey, data), leaves, strict=True)), aux
 
-    def unflatten(aux: tuple[Any, ...], leaves: Any) -> Any:
+    # `register_dataclass` would call the constructor, and with it `__post_init__`.
+    def unflatten(aux: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
         value = object.__new__(frozen)
         for name, part in zip((*static, *data), (*aux, *leaves), strict=True):
             object.__setattr__(value, name, part)

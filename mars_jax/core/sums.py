@@ -28,7 +28,7 @@ def _sum(x: Array) -> Array:
 def _by_halves(x: Array) -> Array:
     """Add the second half to the first until one value remains; explicit additions are never reordered."""
     while (width := x.shape[-1]) > 1:
-        half = -(-width // 2)
+        half = (width + 1) // 2
         second = x[..., half:]
         if width % 2:
             second = jnp.pad(second, [(0, 0)] * (x.ndim - 1) + [(0, 1)])

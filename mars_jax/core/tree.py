@@ -14,7 +14,7 @@ from jax import Array
 
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.pick import pick
-from mars_jax.core.types import NO_NODE, ROOT, DraftTree, Verdict, Visible
+from mars_jax.core.types import NO_NODE, NO_TOKEN, ROOT, DraftTree, Verdict, Visible
 
 
 def static_topology(branching: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -26,6 +26,7 @@ def static_topology(branching: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     [-1, 0, 0, 1, 2]
     """
     parents, depths, level = [NO_NODE], [0], [ROOT]
+    # A level's nodes get consecutive ids, in the order of their parents, so parents precede their children.
     for depth, width in enumerate(branching, start=1):
         children = []
         for node in level:
@@ -59,6 +60,8 @@ def visible(tree: DraftTree, start: Array) -> Visible:
 
     Node j is written to slot `start + j` and has position `start + depth`.
     """
+    # The slots of a chain are in the order of its positions, so it is causal and needs no mask. In a tree, siblings
+    # share a position but not a slot, so positions come from depths.
     mask = None if tree.is_chain else ancestors(tree.parents, tree.max_depth)
     return Visible(first=start, positions=start[:, None] + tree.depths, slot=start, seen=mask)
 
@@ -86,6 +89,8 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
     """
     batch, n = exact.shape
     ids = jnp.arange(n, dtype=jnp.int32)[None]
+    # Entry [b, i] is about the edge into node i, whose token is judged by the logits of its parent. Padding is never
+    # accepted.
     real = tree.tokens >= 0
     exact = exact & real
     relaxed = jnp.zeros_like(exact) if allowed is None else allowed.edges & real & ~exact
@@ -107,6 +112,7 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
         best = best_exact = first(child & exact)
         is_relaxed = jnp.zeros((batch,), bool)
         if allowed is not None:
+            # bool[B, N]: the relaxed edges out of `node` that stay within every limit.
             can_relax = child & relaxed & (run < allowed.max_run)[:, None]
             if allowed.max_relaxed is not None:
                 can_relax &= (count < allowed.max_relaxed)[:, None]
@@ -121,6 +127,7 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
                 spent += jnp.where(is_relaxed, jnp.sum(jnp.where(is_best, allowed.cost, 0.0), axis=1), 0.0)
         stopped = best == n
         node = jnp.where(stopped, node, best)
+        # An exact edge ends a run of relaxed ones.
         run = jnp.where(is_relaxed, run + 1, 0)
         count += is_relaxed.astype(jnp.int32)
         path.append(node)
@@ -139,9 +146,9 @@ def at_parent(tree: DraftTree, values: Array) -> Array:
     return pick(values, jnp.maximum(tree.parents, 0))  # the root's parent -1 becomes itself
 
 
-def last_token(given: DraftInput) -> Array:
+def last_token(inputs: DraftInput) -> Array:
     """Return i32[B, 1]: the last committed token of each row, which is the root of every draft."""
-    return pick(given.tokens, given.length[:, None] - 1)
+    return pick(inputs.tokens, inputs.length[:, None] - 1)
 
 
 def chain(tokens: Array, draft_logits: Array | None = None, *, expected: Array | None = None) -> DraftTree:
@@ -150,6 +157,7 @@ def chain(tokens: Array, draft_logits: Array | None = None, *, expected: Array |
     ids = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n))
     return DraftTree(
         tokens=tokens,
+        # NO_NODE for the root, then 0, 1, 2, ...
         parents=ids - 1,
         depths=ids,
         draft_logits=draft_logits,
@@ -159,21 +167,22 @@ def chain(tokens: Array, draft_logits: Array | None = None, *, expected: Array |
     )
 
 
-def said(tree: DraftTree, verdict: Verdict) -> Array:
+def following(tree: DraftTree) -> Array:
+    """Return i32[B, N]: the token drafted after each node of a chain; NO_TOKEN if there is none."""
+    return jnp.pad(tree.tokens[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TOKEN)
+
+
+def step_tokens(tree: DraftTree, verdict: Verdict) -> Array:
     """Return i32[B, D + 1], the tokens that a step adds: the path after the root, then copies of `next_token`.
 
     >>> verdict = Verdict(path=jnp.asarray([[0, 1, 1]]), num_accepted=jnp.asarray([1]), next_token=jnp.asarray([9]),
     ...                   relaxed=jnp.zeros((1, 2), bool))
-    >>> said(chain(jnp.asarray([[3, 1, 4]])), verdict).tolist()
+    >>> step_tokens(chain(jnp.asarray([[3, 1, 4]])), verdict).tolist()
     [[1, 9, 9]]
     """
-    drafted = gather_path(tree.tokens, verdict.path)
-    # Entry d is the token at depth d + 1; the last column is arbitrary, as it is never accepted.
+    drafted = pick(tree.tokens, verdict.path)
+    # Drop the root, which an earlier step has emitted, so that entry d is the token at depth d + 1. The last column is
+    # arbitrary, as it is never accepted.
     drafted = jnp.concatenate([drafted[:, 1:], drafted[:, -1:]], axis=1)
     place = jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
     return jnp.where(place < verdict.num_accepted[:, None], drafted, verdict.next_token[:, None])
-
-
-def gather_path(values: Array, path: Array) -> Array:
-    """Gather values [B, N, ...] at the nodes of path i32[B, P] -> [B, P, ...]."""
-    return pick(values, path)

@@ -10,21 +10,21 @@ start there.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.controls import is_stop
 from mars_jax.core.pick import leading, pick
-from mars_jax.core.rule import Evidence, check_array, decide, user_errors
+from mars_jax.core.rule import Evidence, Rule, check_array, decide, user_errors
 from mars_jax.core.sampling import at_drafted
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
 from mars_jax.utils.errors import MarsError
 
 
-def count_trusted(evidence: Evidence, rule: Any) -> Array:
+def count_trusted(evidence: Evidence, rule: Rule) -> Array:
     """Count the trusted tokens to accept, i32[B].
 
     The count is 0 in strict rows and during the rule's `exact_prefix`. It covers a prefix of the draft that ends before
@@ -43,7 +43,7 @@ def count_trusted(evidence: Evidence, rule: Any) -> Array:
     return jnp.where(evidence.controls.strict | (strict > 0), 0, leading(trusted[:, 1:]))
 
 
-def judge_after_trusted(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:
+def judge_after_trusted(rule: Rule, evidence: Evidence) -> tuple[Verdict, Rule, Array]:
     """Apply a rule after the trusted tokens, and return (verdict on the whole draft, rule, trusted count i32[B]).
 
     Raises:
@@ -82,7 +82,8 @@ def _after_trusted(evidence: Evidence, count: Array) -> Evidence:
     shifted_tree: DraftTree = dataclasses.replace(
         tree,
         tokens=jnp.where(place <= last, shift(tree.tokens), NO_TOKEN),
-        draft_logits=None if tree.draft_logits is None else shift(tree.draft_logits),
+        # `jax.tree.map` leaves a field that is None as it is.
+        draft_logits=jax.tree.map(shift, tree.draft_logits),
         trusted=None,
     )
     return dataclasses.replace(
@@ -91,5 +92,5 @@ def _after_trusted(evidence: Evidence, count: Array) -> Evidence:
         start=evidence.start + count,
         logits=shift(evidence.logits),
         hidden=shift(evidence.hidden),
-        strict_nodes=None if evidence.strict_nodes is None else shift(evidence.strict_nodes),
+        strict_nodes=jax.tree.map(shift, evidence.strict_nodes),
     )

@@ -7,7 +7,7 @@ M stop tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 from jax import Array
@@ -16,9 +16,8 @@ from mars_jax.core import cache as kv_cache
 from mars_jax.core import struct
 from mars_jax.core.cache import KVCache as KVCache
 from mars_jax.core.visible import Visible as Visible
+from mars_jax.mesh.axes import PyTree as PyTree
 from mars_jax.utils.errors import MarsError
-
-PyTree = Any
 
 ROOT = 0
 """Index of the root node of every tree: the last committed token."""

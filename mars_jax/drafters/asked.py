@@ -9,6 +9,7 @@ from jax import Array
 
 from mars_jax.core.decoder import Decoder, speculative_decoder
 from mars_jax.core.drafter import Drafter
+from mars_jax.core.rule import Rule
 from mars_jax.core.types import DecodeState, LanguageModel, Params, PyTree, StepInfo
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.hub.pretrained import Pretrained
@@ -30,7 +31,7 @@ class LoadedDrafter(NamedTuple):
     steps: Steps | None = None
     max_positions: int | None = None  # the longest context that its weights were trained for
 
-    def decoder(self, target: LanguageModel, verify: Any) -> Decoder:
+    def decoder(self, target: LanguageModel, verify: Rule) -> Decoder:
         """Return the decoder for a target with this drafter.
 
         Raises:
@@ -46,7 +47,7 @@ class DraftSizes(Protocol):
 
     drafters: tuple[Drafter, ...]
 
-    def decoder(self, target: LanguageModel, longest: Drafter, verify: Any) -> Decoder: ...
+    def decoder(self, target: LanguageModel, longest: Drafter, verify: Rule) -> Decoder: ...
 
 
 class Asked(NamedTuple):

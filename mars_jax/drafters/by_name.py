@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,8 +74,8 @@ def load(
     if tree is not None:
         tree = checked_tree(tree)
     check_type("the drafter", spec, str, "its spec, such as 'ngram'")
-    for name, value in {"sample": sample, "any_rule": any_rule}.items():
-        check_switch(name, value)
+    check_switch("sample", sample)
+    check_switch("any_rule", any_rule)
     check_dtype(dtype)
     parsed = parse_draft(spec)
     (kind, path), row = parsed, parsed.definition
@@ -91,12 +90,12 @@ def load(
             "any_rule does not apply to drafts of a fixed size, which no text depends on: leave it out."
         )
     if draft_size == "auto" and (tree is not None or not row.resizes):
-        subject = "trees" if tree is not None else f"the drafter '{kind}'"
+        subject = f"the drafter '{kind}'" if tree is None else "trees"
         raise MarsError(
             f"draft_size='auto' does not apply to {subject}: draft a chain with {drafters_that('resizes')}."
         )
     length, usual_tree = row.usual(mixture=mixture, sample=sample or draft_size == "auto")
-    # (whether the caller set it, the field of the definition that allows it)
+    # Name: (whether the caller set it, the field of the definition that allows it).
     optional = {
         "tree": (tree is not None, "trees"),
         "sample": (sample, "samples"),
@@ -119,6 +118,7 @@ def load(
         raise MarsError(
             "num_draft_tokens does not apply to a tree, whose depth is its own: leave one of them out."
         )
+    # A length overrides the usual tree, so EAGLE then drafts a chain.
     if num_draft_tokens is not None:
         length = num_draft_tokens
     elif tree is None:
@@ -137,12 +137,14 @@ def loaded(drafter: AnyDrafter, target: Pretrained) -> LoadedDrafter:
     """
     if isinstance(drafter, str):
         return load(drafter, target)
-    if not isinstance(drafter, Drafter | LoadedDrafter):
-        raise MarsError(
-            f"the drafter is of type {type(drafter).__name__}: give a spec such as 'ngram', or the result of "
-            "mars_jax.drafters.load."
-        )
-    return LoadedDrafter(drafter, ()) if isinstance(drafter, Drafter) else drafter
+    if isinstance(drafter, Drafter):
+        return LoadedDrafter(drafter, ())
+    if isinstance(drafter, LoadedDrafter):
+        return drafter
+    raise MarsError(
+        f"the drafter is of type {type(drafter).__name__}: give a spec such as 'ngram', or the result of "
+        "mars_jax.drafters.load."
+    )
 
 
 @jax.jit
@@ -151,11 +153,14 @@ def _are_finite(weights: list[Array]) -> list[Array]:
     return [jnp.all(jnp.isfinite(weight)) for weight in weights]
 
 
-def _on_cpu(weight: Any) -> bool:
-    return not isinstance(weight, Array) or all(d.platform == "cpu" for d in weight.devices())
+def _on_host(weight: Array | np.ndarray) -> bool:
+    """Return whether this process can read a weight without a copy from a device."""
+    if not isinstance(weight, Array):
+        return True
+    return weight.is_fully_addressable and all(device.platform == "cpu" for device in weight.devices())
 
 
-def _is_finite(weight: Any) -> bool:
+def _is_finite(weight: Array | np.ndarray) -> bool:
     """Check one weight in host memory, without compiling a program."""
     host = np.asarray(weight)
     if host.dtype == jnp.bfloat16:
@@ -175,8 +180,11 @@ def check_finite_weights(name: str, params: PyTree) -> None:
         if jnp.issubdtype(weight.dtype, jnp.floating)
     ]
     arrays = [weight for _, weight in weights]
-    on_host = all(getattr(x, "is_fully_addressable", True) and _on_cpu(x) for x in arrays)
-    results = map(_is_finite, arrays) if on_host else jax.device_get(_are_finite(arrays))
+    # A draft on a CPU is checked without compiling.
+    if all(map(_on_host, arrays)):
+        results = map(_is_finite, arrays)
+    else:
+        results = jax.device_get(_are_finite(arrays))
     for (path, _), finite in zip(weights, results, strict=True):
         if not finite:
             place = jax.tree_util.keystr(path, simple=True, separator=".")

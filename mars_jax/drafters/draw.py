@@ -38,9 +38,11 @@ def draw_siblings(logits: Array, k: int, keys: Array, controls: Controls) -> Dra
       keys: key[B]; keys for this level.
       controls: controls of the requests.
     """
+    # log q up to a constant per node, with -inf for filtered tokens.
     greedy = is_greedy(controls)[:, None, None]
     filtered = jnp.where(greedy, logits, process(logits, controls))
     best = top_k_logits(filtered, k)
+    # log q is the logit minus the logsumexp. Rounding can make it positive, so clip it.
     likeliest = jnp.minimum(best.values - best.logsumexp[..., None], 0.0)
 
     def noisy() -> tuple[Array, Array]:
@@ -49,8 +51,9 @@ def draw_siblings(logits: Array, k: int, keys: Array, controls: Controls) -> Dra
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], mode="high"))(keys)
         winners = top_k_logits(jnp.where(greedy, filtered, filtered + noise), k)
         ids = jnp.where(winners.values > -jnp.inf, winners.ids, NO_TOKEN)
-        chosen_logits = jnp.take_along_axis(filtered, winners.ids, axis=2, mode="promise_in_bounds")
-        return ids, jnp.minimum(chosen_logits - best.logsumexp[..., None], 0.0)
+        # The winners' log q, without the noise.
+        drawn_logits = jnp.take_along_axis(filtered, winners.ids, axis=2, mode="promise_in_bounds")
+        return ids, jnp.minimum(drawn_logits - best.logsumexp[..., None], 0.0)
 
     ids, log_q = if_greedy(controls, lambda: (best.ids, likeliest), noisy)
     return Drawn(ids, log_q, likeliest, filtered)

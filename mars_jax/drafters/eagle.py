@@ -20,7 +20,7 @@ from mars_jax import hub
 from mars_jax.core import struct
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.pick import pick
-from mars_jax.core.tree import gather_path, last_token, said
+from mars_jax.core.tree import last_token, step_tokens
 from mars_jax.core.types import DraftTree, ForwardOutput, KVCache, LanguageModel, Params, Verdict, Visible
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
@@ -89,6 +89,7 @@ class Eagle(ShapedDrafter):
     def init(self, params: Params, tokens: Array, length: Array) -> EagleState:
         batch, buffer = tokens.shape
         slots = buffer + max(self.shape.rows, self.shape.depth + 1)
+        # `observe` replaces it before the first draft.
         feature = jnp.zeros((batch, 1, self.config.layer.hidden_size), params.draft["fc"].dtype)
         return EagleState(cache=self.config.init_cache(batch, slots, self.cache_dtype), feature=feature)
 
@@ -107,6 +108,7 @@ class Eagle(ShapedDrafter):
         i32[B, n]. The entry at position `last` i32[B] becomes the feature to draft from, if it is in this window.
         """
         n = following.shape[1]
+        # [B, n, E]: the input feature of each position, which EAGLE-3 fuses from several layers of the target.
         feature = head.fuse(self.config, params.draft, output)
         hidden, cache = self._forward(params, feature, following, Visible.causal(first, n), state.cache)
         # i32[B, 1]; clamped for windows without `last`, whose gathered value is discarded below.
@@ -174,32 +176,38 @@ class Eagle(ShapedDrafter):
         output: ForwardOutput,
         length: Array,
     ) -> EagleState:
-        on_path = jax.tree.map(lambda x: gather_path(x, verdict.path), (output.hidden, output.features))
+        on_path = jax.tree.map(lambda x: pick(x, verdict.path), (output.hidden, output.features))
         output = ForwardOutput(hidden=on_path[0], features=on_path[1], cache=output.cache)
         # The target's features at the root and the accepted path replace D + 1 entries that the head wrote from its
         # own features, from the root's position. The last committed entry is at `length - 1 + num_accepted`.
         first = length - 1
-        return self._absorb(params, state, output, said(tree, verdict), first, first + verdict.num_accepted)
+        return self._absorb(
+            params, state, output, step_tokens(tree, verdict), first, first + verdict.num_accepted
+        )
 
 
 eagle = Eagle
 
 
-def load_eagle_drafter(asked: Asked) -> LoadedDrafter:
+def load_eagle_drafter(arguments: Asked) -> LoadedDrafter:
     """Load `eagle` from a head's checkpoint.
 
     Raises:
       MarsError: as for `hub.load_eagle`.
     """
-    target = asked.target
+    target = arguments.target
     config, params = hub.load_eagle(
-        asked.path, target.config, target.params, dtype=asked.heads_dtype, head_embed=asked.head_embed
+        arguments.path,
+        target.config,
+        target.params,
+        dtype=arguments.heads_dtype,
+        head_embed=arguments.head_embed,
     )
     # As in `hub.load`: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
 
-    drafter = eagle(config, target.model, asked.chain, **asked.shape, cache_dtype=cache_dtype)
-    params = asked.placed(params, config)
+    drafter = eagle(config, target.model, arguments.chain, **arguments.shape, cache_dtype=cache_dtype)
+    params = arguments.placed(params, config)
     longest = config.layer.max_positions
     return LoadedDrafter(drafter, params, draft_ids=params.get("ids"), max_positions=longest)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from mars_jax.core.guide import Guide
 from mars_jax.core.pick import pick, scatter_integers
 from mars_jax.core.sampling import argmax, process, sample_processed, top_k_logits
 from mars_jax.core.tree import chain, static_topology
-from mars_jax.core.types import NO_TOKEN, Controls, DraftTree, Visible
+from mars_jax.core.types import NO_TOKEN, Controls, DraftTree, PyTree, Visible
 from mars_jax.drafters.draw import draw_siblings, with_leaves
 from mars_jax.drafters.steering import Steering
 from mars_jax.drafters.tree_shapes import Dynamic, Shape, Static
@@ -43,16 +43,23 @@ class Growth(NamedTuple):
     """Functions that grow a drafter's tree. The carry holds its cache and anything else passed between levels."""
 
     logits: Array  # f32[B, 1, U]; logits of the first level
-    carry: Any
-    extend: Callable[[Any, Level], tuple[Array, Any]]  # (carry, level) -> logits f32[B, W, U], carry
+    carry: PyTree
+    extend: Callable[[PyTree, Level], tuple[Array, PyTree]]  # (carry, level) -> logits f32[B, W, U], carry
     first: Array  # i32[B]; slot and position of the first row of the first level
     to_target: Callable[[Array], Array] = lambda ids: ids  # draft token ids -> target token ids
     widen: Callable[[Array], Array] = lambda logits: logits  # f32[B, W, U] -> f32[B, W, V]
     # (logits f32[B, W, U], carry, controls) -> bool[B, W]: draft no children of these nodes; None: `stops_at`
-    stops: Callable[[Array, Any, Controls], Array] | None = None
+    stops: Callable[[Array, PyTree, Controls], Array] | None = None
 
-    def ends(self, logits: Array, carry: Any, controls: Controls) -> Array:
-        return stops_at(logits, controls) if self.stops is None else self.stops(logits, carry, controls)
+    def ends(self, logits: Array, carry: PyTree, controls: Controls) -> Array:
+        """Return bool[B, W]: draft no children of these nodes."""
+        if self.stops is None:
+            return stops_at(logits, controls)
+        return self.stops(logits, carry, controls)
+
+
+Grown = tuple[DraftTree, Array, PyTree]
+"""The result of `grow`: the tree, the rows of its nodes, and the carry."""
 
 
 def grow(
@@ -63,7 +70,7 @@ def grow(
     keys: Array,
     controls: Controls,
     guide: Guide | None = None,
-) -> tuple[DraftTree, Array, Any]:
+) -> Grown:
     """Draft a tree under the last committed token.
 
     Args:
@@ -82,10 +89,10 @@ def grow(
     """
     steering = Steering(growth, sample, guide)
     if isinstance(shape, Dynamic):
-        return _dynamic(shape, sample, growth, root, keys, controls, steering)
+        return _dynamic(shape, steering, root, keys, controls)
     if shape.is_chain:
-        return _chain(shape, sample, growth, root, keys, controls, steering)
-    return _static(shape, sample, growth, root, keys, controls, steering)
+        return _chain(shape, steering, root, keys, controls)
+    return _static(shape, steering, root, keys, controls)
 
 
 def stops_at(logits: Array, controls: Controls) -> Array:
@@ -109,29 +116,24 @@ class _ChainLevel(NamedTuple):
 
     tokens: Array  # i32[B, 1]
     states: Array | None  # i32[B, 1]; state of the constraint after each token
-    carry: Any  # as in `Growth`
+    carry: PyTree  # as in `Growth`
 
 
-def _chain(
-    shape: Static,
-    sample: bool,
-    growth: Growth,
-    root: Array,
-    keys: Array,
-    controls: Controls,
-    steering: Steering,
-):
-    batch = root.shape[0]
+def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls: Controls) -> Grown:
+    growth, batch = steering.growth, root.shape[0]
 
-    def draft_next(depth, raw_logits: Array, carry: Any, states: Array | None) -> tuple[Array, Array | None]:
+    def draft_next(
+        depth: Array | int, raw_logits: Array, carry: PyTree, states: Array | None
+    ) -> tuple[Array, Array | None]:
         """Return the next token of each row, i32[B, 1], and the logits f32[B, 1, V] that it was drawn from."""
         logits = steering.logits(raw_logits, states)
         stops = growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
-        if sample:
+        if steering.sample:
             processed = process(logits, controls)
             # The keys differ in every step. Fold in the depth, so that the draws of the levels are independent.
             level_keys = _level_keys(keys, depth)
-            node = jnp.zeros((batch, 1), jnp.int32)  # one node per level, so no second index to fold in
+            # There is one node per level, so there is no second index to fold in.
+            node = jnp.zeros((batch, 1), jnp.int32)
             return jnp.where(stops, NO_TOKEN, sample_processed(level_keys, node, processed)), processed
         return jnp.where(stops, NO_TOKEN, steering.best(logits, states)), None
 
@@ -167,7 +169,9 @@ def _chain(
 
 
 @jax.named_scope("mask")
-def _visible(growth: Growth, seen: Array, depth: Any, row: Any, depths: np.ndarray) -> Visible:
+def _visible(
+    growth: Growth, seen: Array, depth: Array | int, row: Array | int, depths: np.ndarray
+) -> Visible:
     """Return the visibility of W nodes of one depth, which are written from row `row` on.
 
     Args:
@@ -187,33 +191,25 @@ def _visible(growth: Growth, seen: Array, depth: Any, row: Any, depths: np.ndarr
 
 
 @jax.named_scope("mask")
-def _seen(parent_sees: Array, parents: Array, first: Any) -> Array:
+def _seen(parent_rows: Array, parents: Array, first: Array | int) -> Array:
     """Return bool[B, W, R]: each of W new rows, from row `first` on, sees itself and the rows its parent sees."""
-    rows = jnp.arange(parent_sees.shape[2], dtype=jnp.int32)
+    rows = jnp.arange(parent_rows.shape[2], dtype=jnp.int32)
     # bool[W, R]; new node i is row `first + i`.
     is_self = rows[None] == first + jnp.arange(parents.shape[1], dtype=jnp.int32)[:, None]
-    return pick(parent_sees, parents) | is_self[None]
+    return pick(parent_rows, parents) | is_self[None]
 
 
-def _static(
-    shape: Static,
-    sample: bool,
-    growth: Growth,
-    root: Array,
-    keys: Array,
-    controls: Controls,
-    steering: Steering,
-):
+def _static(shape: Static, steering: Steering, root: Array, keys: Array, controls: Controls) -> Grown:
     parents, depths = static_topology(shape.branching)
-    batch, n = root.shape[0], shape.num_nodes
+    growth, batch, n = steering.growth, root.shape[0], shape.num_nodes
     drawn_from = []  # f32[B, W, V] of each level
 
-    def children(raw_logits: Array, depth: int, alive: Array, carry: Any, states: Array | None) -> Array:
+    def children(raw_logits: Array, depth: int, alive: Array, carry: PyTree, states: Array | None) -> Array:
         """Return i32[B, W * width], the children of the level at `depth`; NO_TOKEN under nodes that are not alive."""
         width = shape.branching[depth]
         logits = steering.logits(raw_logits, states)
         alive = alive & ~growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
-        if sample:
+        if steering.sample:
             drawn = draw_siblings(logits, width, _level_keys(keys, depth), controls)
             drawn_from.append(drawn.logits)
             ids = drawn.ids
@@ -225,12 +221,12 @@ def _static(
     states = steering.first
     # The root has been fed, so level 1 is drafted from `growth.logits`, and node r + 1 goes to row r: R = N - 1.
     levels = [root, children(growth.logits, 0, jnp.ones((batch, 1), bool), growth.carry, states)]
-    seen_rows, carry, row = jnp.zeros((batch, 1, n - 1), bool), growth.carry, 0
+    visible_rows, carry, row = jnp.zeros((batch, 1, n - 1), bool), growth.carry, 0
     next_parents, width = np.zeros(shape.branching[0], np.int32), shape.branching[0]
     for depth in range(1, shape.depth):
         level_parents = jnp.broadcast_to(jnp.asarray(next_parents), (batch, width))
-        seen_rows = _seen(seen_rows, level_parents, row)
-        level = Level(levels[-1], level_parents, _visible(growth, seen_rows, depth, row, depths[1:]))
+        visible_rows = _seen(visible_rows, level_parents, row)
+        level = Level(levels[-1], level_parents, _visible(growth, visible_rows, depth, row, depths[1:]))
         with jax.named_scope("level"):
             logits, carry = growth.extend(carry, level)
         states = steering.moved(states, levels[-1])
@@ -242,14 +238,14 @@ def _static(
         tokens=jnp.concatenate(levels, axis=1),
         parents=jnp.broadcast_to(jnp.asarray(parents), (batch, n)),
         depths=jnp.broadcast_to(jnp.asarray(depths), (batch, n)),
-        draft_logits=with_leaves(drawn_from, n) if sample else None,
+        draft_logits=with_leaves(drawn_from, n) if steering.sample else None,
         max_depth=shape.depth,
         is_chain=False,
     )
     return tree, jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n)), carry
 
 
-def _level_keys(keys: Array, depth: Any) -> Array:
+def _level_keys(keys: Array, depth: Array | int) -> Array:
     """Return key[B] for the draws of one level."""
     return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, depth)
 
@@ -267,7 +263,7 @@ class _Children(NamedTuple):
 class _TreeLevel(NamedTuple):
     """Scan carry of `_dynamic`: the k nodes of one level."""
 
-    carry: Any  # as in `Growth`
+    carry: PyTree  # as in `Growth`
     nodes: _Children  # [B, k]
     states: Array | None  # i32[B, k]; state of the constraint after each node
     ids: Array  # i32[B, k]; candidate numbers of the nodes
@@ -285,25 +281,17 @@ class _Extended(NamedTuple):
     logits: Array | None  # f32[B, k, V]; logits of the nodes if the draft is sampled
 
 
-def _dynamic(
-    shape: Dynamic,
-    sample: bool,
-    growth: Growth,
-    root: Array,
-    keys: Array,
-    controls: Controls,
-    steering: Steering,
-):
+def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, controls: Controls) -> Grown:
     """Grow a tree whose shape follows the drafter's confidence.
 
     In a sampled tree, whether a token is kept must not depend on the token, or the kept tokens would not be draws from
     q. A candidate's rank therefore does not depend on its own token. The candidates that do depend on that token,
     namely its descendants and later siblings, never rank above it.
     """
-    k, batch = shape.top_k, root.shape[0]
+    growth, k, batch = steering.growth, shape.top_k, root.shape[0]
 
     def children(
-        raw_logits: Array, rank: Array, path: Array, depth: Any, carry: Any, states: Array | None
+        raw_logits: Array, rank: Array, path: Array, depth: Array | int, carry: PyTree, states: Array | None
     ) -> tuple[_Children, Array | None]:
         """Return the k children of W nodes with ranks and paths f32[B, W], and the logits they were drawn from."""
         logits = steering.logits(raw_logits, states)
@@ -313,7 +301,7 @@ def _dynamic(
         def flat(values: Array) -> Array:
             return values.reshape(batch, -1)
 
-        if sample:
+        if steering.sample:
             drawn = draw_siblings(logits, k, _level_keys(keys, depth), controls)
             # Rank the j-th child by the j-th largest probability of q, independent of the draw, and at most as high as
             # its parent.
@@ -334,7 +322,7 @@ def _dynamic(
     # level.
     no_parents = jnp.zeros((batch, k), jnp.int32)
     ids = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
-    seen_rows = jnp.zeros((batch, k, max(shape.rows, 1)), bool)
+    visible_rows = jnp.zeros((batch, k, max(shape.rows, 1)), bool)
     # Each extended level writes k rows, so row r has depth 1 + r // k. A tree of depth 1 extends no level; its arrays
     # have one unused row.
     row_depths = 1 + np.arange(max(shape.rows, 1)) // k
@@ -365,7 +353,7 @@ def _dynamic(
         return next_level, _Extended(new_children.tokens, new_children.rank, parents, level.ids, new_q)
 
     first_level = _TreeLevel(
-        growth.carry, top, steering.moved(steering.first, top.tokens), ids, no_parents, seen_rows
+        growth.carry, top, steering.moved(steering.first, top.tokens), ids, no_parents, visible_rows
     )
     depths = jnp.arange(1, shape.depth, dtype=jnp.int32)
     last_level, levels = lax.scan(body, first_level, depths)

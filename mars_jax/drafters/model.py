@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +99,7 @@ class DraftModel(ShapedDrafter):
 
     def _unembed(self, params: Params, hidden: Array) -> Array:
         logits = self._model.unembed(params.draft, hidden)
+        # A model with other tokens already gives -inf to those that it lacks.
         missing = self._vocab - self.model.vocab_size
         if self.own_tokens or missing == 0:
             return logits
@@ -108,17 +108,19 @@ class DraftModel(ShapedDrafter):
         return jnp.pad(logits, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
 
     def propose(self, params: Params, state: ModelState, inputs: DraftInput) -> tuple[DraftTree, ModelState]:
-        def extend(carry: tuple[PyTree, Array | None], level: Level) -> tuple[Array, Any]:
+        def extend(carry: tuple[PyTree, Array | None], level: Level) -> tuple[Array, PyTree]:
             cache, hidden_rows = carry
             output = self._model.forward(params.draft, level.tokens, level.visible, cache)
             if hidden_rows is not None:
                 # Entry 0 is the root's. Slot `length + r` is entry 1 + r, as `grow` numbers rows.
                 entries = 1 + level.visible.slot - inputs.length
-                hidden_rows = jax.vmap(_write_rows)(hidden_rows, output.hidden, entries)
+                write = functools.partial(lax.dynamic_update_slice_in_dim, axis=0)
+                hidden_rows = jax.vmap(write)(hidden_rows, output.hidden, entries)
             return self._unembed(params, output.hidden), (output.cache, hidden_rows)
 
         hidden, cache = feed_last(self._model, params.draft, state.cache, inputs.tokens, inputs.length)
         logits = self._unembed(params, hidden)
+        # [B, 1 + N, E]: the hidden state of the root, then room for those of the extended nodes, by row.
         hidden_rows = jnp.pad(hidden, ((0, 0), (0, self.num_nodes), (0, 0))) if inputs.hidden else None
         growth = Growth(logits=logits, carry=(cache, hidden_rows), extend=extend, first=inputs.length)
         if self.own_tokens:
@@ -131,6 +133,7 @@ class DraftModel(ShapedDrafter):
             self.shape, self.sample, growth, last_token(inputs), inputs.keys, inputs.controls, inputs.guide
         )
         if hidden_rows is not None:
+            # From the order of rows to the order of nodes.
             tree = dataclasses.replace(tree, hidden=pick(hidden_rows, rows))
         return tree, ModelState(cache=cache, rows=state.rows if self.is_chain else rows)
 
@@ -172,12 +175,7 @@ def feed_last(
     return pick(output.hidden, (length - 1 - first)[:, None]), output.cache
 
 
-def _write_rows(rows: Array, new: Array, first: Array) -> Array:
-    """Write [W, E] into [R, E] from row `first` on."""
-    return lax.dynamic_update_slice_in_dim(rows, new, first, 0)
-
-
-def load_model(asked: Asked) -> LoadedDrafter:
+def load_model(arguments: Asked) -> LoadedDrafter:
     """Load `language_model` from a checkpoint.
 
     If its tokenizer differs from the target's, it drafts only the tokens that both share.
@@ -185,23 +183,24 @@ def load_model(asked: Asked) -> LoadedDrafter:
     Raises:
       MarsError: as for `hub.load` and `shared_tokens`.
     """
-    target = asked.target
+    target = arguments.target
     draft = hub.load(
-        asked.path, dtype=asked.dtype, mesh=target.mesh, prefill_chunk=target.model.prefill_chunk
+        arguments.path, dtype=arguments.dtype, mesh=target.mesh, prefill_chunk=target.model.prefill_chunk
     )
     shared = shared_tokens(target, draft)
-    if shared is not None and target.mesh is not None:
-        everywhere = NamedSharding(target.mesh, PartitionSpec())
-        shared = hosts.put(shared, jax.tree.map(lambda _: everywhere, shared))
-    params = draft.params if shared is None else shared._replace(weights=draft.params)
+    params, ids = draft.params, None
+    if shared is not None:
+        if target.mesh is not None:
+            everywhere = NamedSharding(target.mesh, PartitionSpec())
+            shared = hosts.put(shared, jax.tree.map(lambda _: everywhere, shared))
+        params, ids = shared._replace(weights=draft.params), shared.ids
     drafter = language_model(
         draft.model,
-        asked.chain,
-        **asked.shape,
+        arguments.chain,
+        **arguments.shape,
         vocab_size=target.config.vocab_size,
         own_tokens=shared is not None,
     )
-    ids = None if shared is None else shared.ids
     return LoadedDrafter(drafter, params, draft_ids=ids, max_positions=draft.config.max_positions)
 
 

@@ -106,6 +106,7 @@ def lookup(
     has_match, start, matched = longest_match(
         tokens, length, tokens, length, max_ngram=max_ngram, min_ngram=min_ngram
     )
+    # The text from the match to the end is one period of a repetition: after its end continue with its begin.
     period = jnp.maximum(length - start, 1)
     step = jnp.arange(count, dtype=jnp.int32)[None] % period[:, None]
     drafted = jnp.take_along_axis(tokens, jnp.minimum(start[:, None] + step, tokens.shape[1] - 1), axis=1)
@@ -113,39 +114,40 @@ def lookup(
 
 
 def longest_match(
-    tokens: Array, length: Array, past: Array, until: Array, *, max_ngram: int, min_ngram: int
+    tokens: Array, length: Array, past: Array, past_length: Array, *, max_ngram: int, min_ngram: int
 ) -> tuple[Array, Array, Array]:
     """Find the longest suffix of each row that occurs in `past` before another token, and its latest occurrence.
 
     Args:
       tokens: i32[B, T]; valid below `length` i32[B], at least 1.
-      past: i32[B, C], searched below `until` i32[B]; NO_TOKEN separates documents.
+      past: i32[B, C], searched below `past_length` i32[B]; NO_TOKEN separates documents.
 
     Returns:
-      bool[B], true in rows with a match; the index i32[B] after the match, which is below `until`; and the number of
-      tokens that matched, i32[B].
+      bool[B], true in rows with a match; the index i32[B] after the match, which is below `past_length`; and the number
+      of tokens that matched, i32[B].
     """
     size = past.shape[1]
-    # A candidate match ends just before this index.
+    # i32[1, C]: candidate e is a match that ends just before index e, where the draft would begin. `matched` counts the
+    # tokens of the row's suffix that precede e.
     end = jnp.arange(size, dtype=jnp.int32)[None]
     matched = jnp.zeros(past.shape, jnp.int32)
-    alive = (end >= 1) & (end < until[:, None])
+    alive = (end >= 1) & (end < past_length[:, None])
     for steps_back in range(1, max_ngram + 1):
         # Compare past[end - steps_back] with tokens[length - steps_back]; a candidate lives while the suffixes agree.
         shifted = jnp.pad(past, ((0, 0), (steps_back, 0)), constant_values=NO_TOKEN)[:, :size]
         suffix_token = jnp.take_along_axis(tokens, jnp.maximum(length - steps_back, 0)[:, None], axis=1)
         alive &= (shifted == suffix_token) & (end >= steps_back) & (length >= steps_back)[:, None]
         matched += alive.astype(jnp.int32)
-    # The longest match wins, then the latest.
+    # The longest match wins, then the latest: its length is the high digit of the score, its end the low one.
     score = jnp.where(matched >= min_ngram, matched * size + end, -1)
     best = jnp.argmax(score, axis=1).astype(jnp.int32)
     top = jnp.max(score, axis=1)
     return top >= 0, best, jnp.maximum(top, 0) // size
 
 
-def load_ngram(asked: Asked) -> LoadedDrafter:
+def load_ngram(arguments: Asked) -> LoadedDrafter:
     """Load `ngram` with the requested length, for any target."""
-    return LoadedDrafter(ngram(asked.chain), ())
+    return LoadedDrafter(ngram(arguments.chain), ())
 
 
 register("ngram", NGram, load_ngram, copies=True, paper="2304.04487")

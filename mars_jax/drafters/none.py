@@ -34,7 +34,7 @@ class NoDraft(Drafter):
 none = NoDraft
 
 
-def load_none(asked: Asked) -> LoadedDrafter:
+def load_none(arguments: Asked) -> LoadedDrafter:
     """Load `none`, for any target."""
     return LoadedDrafter(none(), ())
 

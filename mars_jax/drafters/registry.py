@@ -18,6 +18,7 @@ from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.utils.errors import MarsError, did_you_mean
 from mars_jax.utils.paths import check_path
 from mars_jax.utils.plugins import load_plugins
+from mars_jax.utils.types import JsonObject
 from mars_jax.utils.user_code import summary
 
 MIXTURE_LENGTH = 3
@@ -94,7 +95,7 @@ class DraftDefinition:
         return self.cls.resizes is True
 
     @property
-    def _defaults(self) -> dict[str, Any]:
+    def _defaults(self) -> dict[str, object]:
         return {f.name: f.default for f in dataclasses.fields(self.cls) if f.init}  # pyright: ignore[reportArgumentType]
 
     def usual(self, *, mixture: bool, sample: bool = False) -> tuple[int | None, Dynamic | None]:
@@ -107,14 +108,17 @@ class DraftDefinition:
         >>> definition("model").usual(mixture=False), definition("eagle").usual(mixture=True)
         ((5, None), (3, None))
         """
+        length = self.length
         # A draft that needs no verification never makes the target read experts in vain.
-        short = mixture and not self.trusts
-        length = self.length and min(self.length, MIXTURE_LENGTH if short else self.length)
-        if self.block and mixture:
+        if mixture and length is not None and not self.trusts:
+            length = min(length, MIXTURE_LENGTH)
+        if mixture and self.block:
             length = MIXTURE_LENGTH
-        return length, Dynamic() if self.grows and not (mixture or sample) else None
+        if self.grows and not (mixture or sample):
+            return length, Dynamic()
+        return length, None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Return the definition for `--list-drafters --json`."""
         facts = ("name", "spec", "help", "head", "trees", "dynamic", "samples", "stops", "length", "resizes")
         facts += ("grows", "trusts", "block", "copies", "embeds", "learns", "paper")
@@ -194,14 +198,14 @@ def draft_words(names: Iterable[str] | None = None) -> str:
     return f"{', '.join(earlier)} or {last}" if earlier else last
 
 
-def drafters_that(what: str) -> str:
-    """Return `draft_words` of the drafters with a property, such as "trees"."""
-    return draft_words(names_that(what))
+def drafters_that(capability: str) -> str:
+    """Return `draft_words` of the drafters with a capability, such as "trees"."""
+    return draft_words(names_that(capability))
 
 
-def names_that(what: str) -> list[str]:
-    """Return the names of the drafters with a property, such as "learns"."""
-    return [name for name, row in definitions().items() if getattr(row, what)]
+def names_that(capability: str) -> list[str]:
+    """Return the names of the drafters with a capability, such as "learns"."""
+    return [name for name, row in definitions().items() if getattr(row, capability)]
 
 
 def published_heads() -> dict[str, type]:
@@ -227,11 +231,13 @@ def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] |
         raise MarsError(f"{shown} is of type {type(spec).__name__}: expected {draft_words(among)}.")
     kind, colon, path = spec.partition(":")
     if among is None:
-        known = kind in _DRAFTERS or kind in definitions()
+        # Load the plugins only if the library has no drafter of this name.
+        is_known = kind in _DRAFTERS or kind in definitions()
     else:
         among = list(among)
-        known = kind in among
-    if not known or bool(definition(kind).path) != bool(path) or (colon and not path):
+        is_known = kind in among
+    # A spec has a path exactly if the drafter reads one.
+    if not is_known or bool(definition(kind).path) != bool(path) or (colon and not path):
         suggestion = did_you_mean(kind, definitions() if among is None else among)
         raise MarsError(f"{shown} is {spec}{suggestion}: expected {draft_words(among)}.")
     check_path(path, shown)

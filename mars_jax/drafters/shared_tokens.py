@@ -90,6 +90,7 @@ def tables(target: Vocabulary, draft: Vocabulary, stand_in: int = 0) -> Shared:
     >>> shared.ids.tolist(), shared.fed.tolist()
     ([2, -1, 1], [0, 2, 0, 0])
     """
+    # Tokens are equal if their keys are, the bytes of an ordinary token or the name of a special one.
     target_ids, draft_ids = _ids_of_bytes(target), _ids_of_bytes(draft)
     ids = np.full(len(draft.tokens), NO_TOKEN, np.int32)
     for key in target_ids.keys() & draft_ids.keys():
@@ -100,6 +101,7 @@ def tables(target: Vocabulary, draft: Vocabulary, stand_in: int = 0) -> Shared:
         # latest bytes.
         suffixes = ((False, token[start:]) for start in range(len(token))) if token else ()
         fed[number] = next((draft_ids[suffix] for suffix in suffixes if suffix in draft_ids), stand_in)
+    # A special token is fed only as the special token of the same name.
     for number, mark in target.marks:
         fed[number] = draft_ids.get((True, mark), stand_in)
     return Shared(None, jnp.asarray(ids), jnp.asarray(fed))

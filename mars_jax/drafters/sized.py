@@ -10,8 +10,7 @@ Oracle: the drafter of a fixed size, token for token, and a simulation in Python
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +22,7 @@ from mars_jax.core import struct
 from mars_jax.core.conditions import Conditions
 from mars_jax.core.decoder import Decoder, speculative_decoder
 from mars_jax.core.drafter import Drafter, DraftInput
+from mars_jax.core.rule import Rule
 from mars_jax.core.step import propose, step_keys
 from mars_jax.core.types import (
     NO_KIND,
@@ -51,16 +51,15 @@ model has to catch up on, and because a batch ends with its slowest row."""
 OPTIMISM = 0.1
 """Steps without a draft measure no acceptance. If a draft would pay with this much more acceptance, try one
 occasionally."""
-PAUSE, LONGEST_PAUSE = 64, 4096
-"""Steps without a draft before such a trial. The pause doubles after each trial that did not pay."""
+PAUSE = 100
+"""Steps without a draft before such a trial."""
 
 
 class SizedParams(NamedTuple):
     """`Params.draft` of a drafter with several sizes."""
 
     weights: PyTree  # params of the wrapped drafter
-    costs: Any  # f32[n]; cost of a step at each size, in any unit; 0: not measured yet
-    forced: Any  # i32[]; index of the size that every step uses; -1: each step chooses the best
+    costs: Array | np.ndarray  # f32[n]; cost of a step at each size, in any unit; 0: not measured yet
 
 
 @struct.dataclass(kw_only=True)
@@ -72,7 +71,6 @@ class SizedState:
     accepted: Array  # f32[B]; decayed count of accepted tokens
     expected: Array  # f32[B]; decayed count of tokens that were expected to be accepted
     idle: Array  # i32[B]; steps since the last draft
-    pause: Array  # i32[B]; idle steps before a trial
 
 
 def usual_sizes(length: int) -> tuple[int, ...]:
@@ -121,9 +119,11 @@ def sized(
             f"the drafter '{longest.name}' has no chains of several lengths to choose from: draft with n-grams, a "
             "chain of a model or of an EAGLE head, or replay."
         )
-    lengths = usual_sizes(longest.max_depth) if sizes is None else tuple(int(size) for size in sizes)
-    increasing = all(a < b for a, b in itertools.pairwise(lengths))
-    if not 2 <= len(lengths) <= 4 or lengths[0] != 0 or not increasing or lengths[-1] > longest.max_depth:
+    if sizes is None:
+        sizes = usual_sizes(longest.max_depth)
+    lengths = tuple(int(size) for size in sizes)
+    rises = list(lengths) == sorted(set(lengths))
+    if not 2 <= len(lengths) <= 4 or lengths[0] != 0 or not rises or lengths[-1] > longest.max_depth:
         raise MarsError(
             f"sizes are {list(lengths)}: expected two to four lengths that rise from 0 to at most {longest.max_depth}, "
             "the drafter's own."
@@ -136,31 +136,26 @@ def sized(
         )
     drafts = [none(), *(longest if n == longest.max_depth else longest.resized(n) for n in lengths[1:])]
     drafters = tuple(SizedDrafter(draft, drafts[-1], lengths) for draft in drafts)
-    # Use host arrays, which exist in every process of a mesh.
-    cost_array = np.zeros(len(lengths), np.float32) if costs is None else np.asarray(costs, np.float32)
-    return loaded._replace(
-        drafter=dataclasses.replace(drafters[-1], adaptive=True),
-        params=SizedParams(loaded.params, cost_array, np.int32(-1)),
+    sized_drafter = loaded._replace(
+        drafter=dataclasses.replace(drafters[-1], sparse=longest.sparse),
+        params=SizedParams(loaded.params, np.empty(0)),
         sizes=Sizes(drafters, lengths, any_rule),
     )
+    return with_step_costs(sized_drafter, [0.0] * len(lengths) if costs is None else costs)
 
 
 def with_step_costs(loaded: LoadedDrafter, costs: Sequence[float]) -> LoadedDrafter:
-    """Return the drafter with these costs f32[n], free to choose among its sizes."""
-    params = loaded.params._replace(costs=np.asarray(costs, np.float32), forced=np.int32(-1))
-    return loaded._replace(params=params)
+    """Return the drafter with these costs f32[n]."""
+    # A host array exists in every process of a mesh.
+    return loaded._replace(params=loaded.params._replace(costs=np.asarray(costs, np.float32)))
 
 
 def with_size(loaded: LoadedDrafter, index: int) -> LoadedDrafter:
     """Return the drafter with every step fixed to the size at this index, such as 0 for no draft."""
-    return loaded._replace(params=loaded.params._replace(forced=np.int32(index)))
-
-
-def needs_costs(loaded: LoadedDrafter) -> bool:
-    """Return whether the drafter chooses among sizes whose costs are not known yet."""
-    if loaded.sizes is None or loaded.params.forced >= 0:
-        return False
-    return not np.all(np.asarray(loaded.params.costs) > 0)
+    # No gain is worth an infinite cost.
+    costs = np.full(len(loaded.params.costs), np.inf)
+    costs[index] = 1.0
+    return with_step_costs(loaded, costs.tolist())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +166,7 @@ class Sizes:
     lengths: tuple[int, ...]  # lengths of their chains, increasing from 0
     any_rule: bool  # also allow lossy rules
 
-    def decoder(self, target: LanguageModel, longest: Drafter, verify: Any) -> SizedDecoder:
+    def decoder(self, target: LanguageModel, longest: Drafter, verify: Rule) -> SizedDecoder:
         """Return the decoder for a target. Its state is that of the longest draft.
 
         Raises:
@@ -203,20 +198,15 @@ class SizedDecoder(Decoder):
         with jax.named_scope("draft"):
             acceptance = self._expected_acceptance(params, state)
             index = best_size(params.draft, self.sizes.lengths, state.draft, ~state.done, acceptance)
-        steps = [
-            Decoder(self.target, drafter, self.rule_structure, self.prefill_chunk)._step
+        decoders = [
+            Decoder(self.target, drafter, self.rule_structure, self.prefill_chunk)
             for drafter in self.sizes.drafters
         ]
-        info_shapes = jax.eval_shape(steps[-1], params, state)[1]
-        info = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), info_shapes)
-        for number, step in enumerate(steps):
-
-            def padded_step(state: DecodeState, step: Callable[..., Any] = step) -> Any:
-                next_state, step_info = step(params, state)
-                return next_state, _pad_info(step_info, info_shapes)
-
-            state, info = _run_if(index == number, padded_step, state, info)
-        return state, info
+        info_shapes = jax.eval_shape(decoders[-1]._step, params, state)[1]
+        turn = _Turn(index, state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), info_shapes))
+        for number, decoder in enumerate(decoders):
+            turn = _run_if_chosen(number, decoder, params, turn)
+        return turn.state, turn.info
 
     def _expected_acceptance(self, params: Params, state: DecodeState) -> Array:
         """Return f32[B]: the drafter's expected acceptance of its next draft; 0 if a sparse drafter finds no draft."""
@@ -230,44 +220,39 @@ class SizedDecoder(Decoder):
 
 
 class _Turn(NamedTuple):
-    """Loop carry of `_run_if`."""
+    """A step that runs at one of several sizes."""
 
-    due: Array  # bool[]
+    size: Array  # i32[]; index of the size to run; -1 after the step
     state: DecodeState
     info: StepInfo
 
 
-def _run_if(
-    condition: Array,
-    step: Callable[[DecodeState], tuple[DecodeState, StepInfo]],
-    state: DecodeState,
-    info: StepInfo,
-) -> tuple[DecodeState, StepInfo]:
-    """Return `step(state)` if the condition bool[] holds, else `state, info`.
+def _run_if_chosen(number: int, decoder: Decoder, params: Params, turn: _Turn) -> _Turn:
+    """Run the step of the decoder of one size if that size was chosen.
 
     This is a loop of at most one iteration, because a loop works in the buffers of its carry. XLA copies a cache that
     goes through a `lax.cond`.
     """
-    turn = lax.while_loop(
-        lambda turn: turn.due,
-        lambda turn: _Turn(jnp.bool_(False), *step(turn.state)),
-        _Turn(condition, state, info),
-    )
-    return turn.state, turn.info
+
+    def run(turn: _Turn) -> _Turn:
+        state, info = decoder._step(params, turn.state)
+        return _Turn(jnp.int32(-1), state, _pad_info(info, turn.info))
+
+    return lax.while_loop(lambda turn: turn.size == number, run, turn)
 
 
-def _pad_info(info: StepInfo, shapes: StepInfo) -> StepInfo:
+def _pad_info(info: StepInfo, longest: StepInfo) -> StepInfo:
     """Pad the info of a short draft to the shapes of the longest, as if the missing depths had not been drafted."""
     fills = {"emitted": NO_TOKEN, "kind": NO_KIND}
 
-    def pad(path: tuple[Any, ...], x: Array, shape: jax.ShapeDtypeStruct) -> Array:
-        widths = [(0, longest - length) for length, longest in zip(x.shape, shape.shape, strict=True)]
+    def pad(path: jax.tree_util.KeyPath, x: Array, like: Array) -> Array:
+        widths = [(0, size - length) for length, size in zip(x.shape, like.shape, strict=True)]
         name = path[-1].name
         if name == "path":  # repeats the last node
             return jnp.pad(x, widths, mode="edge")
         return jnp.pad(x, widths, constant_values=fills.get(name, 0))
 
-    return jax.tree_util.tree_map_with_path(pad, info, shapes)
+    return jax.tree_util.tree_map_with_path(pad, info, longest)
 
 
 def best_size(
@@ -286,48 +271,41 @@ def best_size(
 
     >>> import jax
     >>> one, full = jnp.ones((1,), jnp.int32), lambda x: jnp.full((1,), x)
-    >>> state = SizedState(draft=(), cached=one, accepted=full(90.0), expected=full(80.0), idle=one, pause=one * 9)
-    >>> costs = [SizedParams((), jnp.asarray(c), jnp.int32(-1)) for c in ([1.0, 1.5, 2.0], [1.0, 2.0, 5.0])]
+    >>> state = SizedState(draft=(), cached=one, accepted=full(90.0), expected=full(80.0), idle=one)
+    >>> costs = [SizedParams((), jnp.asarray(c)) for c in ([1.0, 1.5, 2.0], [1.0, 2.0, 5.0])]
     >>> [int(best_size(c, (0, 2, 5), state, one > 0, full(0.8))) for c in costs]
     [2, 1]
     """
     counts = live | ~jnp.any(live)
     accepted_tokens = jnp.sum(state.accepted, where=counts) + USUAL_ACCEPTANCE * PRIOR_TOKENS
     expected_tokens = jnp.sum(state.expected, where=counts) + USUAL_ACCEPTANCE * PRIOR_TOKENS
-    has_draft = counts & (expected > 0)
-    acceptance = jnp.where(has_draft, expected * (accepted_tokens / expected_tokens), 0.0)
-    size = _fastest(params, lengths, acceptance, counts)
     # Without a draft nothing is learned, so after a pause choose as if a little more were accepted.
-    trial_size = _fastest(params, lengths, jnp.where(has_draft, acceptance + OPTIMISM, 0.0), counts)
-    is_trial = jnp.any(counts & (state.idle >= state.pause))
-    return jnp.where((size == 0) & is_trial, trial_size, size)
+    is_trial = jnp.any(counts & (state.idle >= PAUSE))
+    acceptance = expected * (accepted_tokens / expected_tokens) + jnp.where(is_trial, OPTIMISM, 0.0)
+    return _fastest(params, lengths, jnp.where(expected > 0, acceptance, 0.0), counts)
 
 
 def _fastest(params: SizedParams, lengths: Sequence[int], acceptance: Array, counts: Array) -> Array:
-    """Return i32[], the forced size, or the fastest at an acceptance f32[B], averaged over the rows `counts` bool[B].
+    """Return i32[], the index of the fastest size at an acceptance f32[B], averaged over the rows `counts` bool[B].
 
     Choose size 0 unless a draft is `MARGIN` times as fast, and the shortest of equally fast sizes.
     """
-    powers = jnp.cumprod(
-        jnp.broadcast_to(jnp.minimum(acceptance, 1.0), (max(lengths), *acceptance.shape)), axis=0
-    )
-    # Leviathan et al., equation 1: a chain of K gives 1 + a + ... + a^K tokens. powers[i] is the mean of a^(i + 1).
-    powers = jnp.mean(powers, axis=1, where=counts)
+    # Leviathan et al., equation 1: a chain of K gives 1 + a + ... + a^K tokens. powers[k] is the mean of a^(k + 1).
+    depths = jnp.arange(1.0, max(lengths) + 1.0, dtype=jnp.float32)
+    powers = jnp.mean(jnp.minimum(acceptance, 1.0)[None] ** depths[:, None], axis=1, where=counts)
     tokens = jnp.stack([1.0 + jnp.sum(powers[:length]) for length in lengths])
     # Without measurements all sizes are assumed to cost the same.
-    costs = jnp.where(params.costs > 0, params.costs, 1.0)
-    speeds = (tokens / costs).at[0].multiply(MARGIN)
-    best = jnp.argmax(speeds).astype(jnp.int32)
-    return jnp.where(params.forced >= 0, params.forced, best)
+    speeds = tokens / jnp.where(params.costs > 0, params.costs, 1.0)
+    return jnp.argmax(speeds.at[0].multiply(MARGIN)).astype(jnp.int32)
 
 
 def _acceptance_of(tree: DraftTree) -> Array:
     """Return f32[B]: a drafter's expected acceptance of its draft; 0 without a draft."""
-    has_draft = jnp.any(tree.tokens[:, 1:] != NO_TOKEN, axis=1)
-    if tree.expected is None:
-        return jnp.where(has_draft, USUAL_ACCEPTANCE, 0.0)
-    # A draft with no expectation consists of tokens that a constraint forces.
-    return jnp.where(has_draft, jnp.where(tree.expected > 0, tree.expected, USUAL_ACCEPTANCE), 0.0)
+    expected = jnp.full(tree.tokens.shape[:1], USUAL_ACCEPTANCE)
+    if tree.expected is not None:
+        # A draft with no expectation consists of tokens that a constraint forces.
+        expected = jnp.where(tree.expected > 0, tree.expected, USUAL_ACCEPTANCE)
+    return jnp.where(jnp.any(tree.tokens[:, 1:] != NO_TOKEN, axis=1), expected, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,7 +315,9 @@ class SizedDrafter(Drafter):
     size: Drafter  # drafts this length
     longest: Drafter  # the longest drafter of this kind; all sizes share its state
     lengths: tuple[int, ...]  # chain lengths of all sizes
-    adaptive: bool = False  # represents all sizes; each step chooses one
+    # Set only for the drafter that represents all sizes. A step with a sparse drafter's empty draft chooses the size 0,
+    # so no size needs to forward only the root.
+    sparse: bool = False
 
     @property
     def max_depth(self) -> int:
@@ -345,7 +325,7 @@ class SizedDrafter(Drafter):
 
     @property
     def name(self) -> str:
-        return f"{self.size.name}, adaptive length" if self.adaptive else self.size.name
+        return f"{self.longest.name}, adaptive length"
 
     @property
     def vocab_size(self) -> int | None:
@@ -357,12 +337,7 @@ class SizedDrafter(Drafter):
 
     @property
     def stops(self) -> bool:
-        return self.size.stops
-
-    @property
-    def sparse(self) -> bool:
-        # A step with a sparse drafter's empty draft chooses the size 0, so no size needs to forward only the root.
-        return self.adaptive and self.size.sparse
+        return self.longest.stops
 
     def init(self, params: Params, tokens: Array, length: Array) -> SizedState:
         cached_length = length
@@ -372,17 +347,16 @@ class SizedDrafter(Drafter):
             pays = _fastest(params.draft, self.lengths, hopeful, jnp.asarray([True])) > 0
             cached_length = jnp.where(pays, length, jnp.minimum(length, 2))
         return SizedState(
-            draft=self.longest.init(_own(params), tokens, cached_length),
+            draft=self.longest.init(_inner(params), tokens, cached_length),
             # A draft model's cache ends two tokens before the length.
             cached=jnp.maximum(cached_length - 2, 0),
             accepted=jnp.zeros(length.shape, jnp.float32),
             expected=jnp.zeros(length.shape, jnp.float32),
             idle=jnp.zeros(length.shape, jnp.int32),
-            pause=jnp.full(length.shape, PAUSE, jnp.int32),
         )
 
     def observe(self, params: Params, state: SizedState, *chunk: Any) -> SizedState:
-        return dataclasses.replace(state, draft=self.longest.observe(_own(params), state.draft, *chunk))
+        return dataclasses.replace(state, draft=self.longest.observe(_inner(params), state.draft, *chunk))
 
     def catch_up(
         self, params: Params, state: SizedState, tokens: Array, cached: Array, length: Array
@@ -393,8 +367,8 @@ class SizedDrafter(Drafter):
     def propose(self, params: Params, state: SizedState, inputs: DraftInput) -> tuple[DraftTree, SizedState]:
         draft = state.draft
         if self.size.lags:
-            draft = self.size.catch_up(_own(params), draft, inputs.tokens, state.cached, inputs.length)
-        tree, draft = self.size.propose(_own(params), draft, inputs)
+            draft = self.size.catch_up(_inner(params), draft, inputs.tokens, state.cached, inputs.length)
+        tree, draft = self.size.propose(_inner(params), draft, inputs)
         return tree, dataclasses.replace(state, draft=draft)
 
     def update(
@@ -410,25 +384,23 @@ class SizedDrafter(Drafter):
             draft = state.draft
             if not self.longest.lags:
                 # The target's features are only available in this step.
-                draft = self.longest.update(_own(params), draft, tree, verdict, output, length)
+                draft = self.longest.update(_inner(params), draft, tree, verdict, output, length)
             return dataclasses.replace(state, draft=draft, idle=state.idle + 1)
         # Tokens after the first rejection are not tested. Padding at the end of a chain counts as rejected.
         tested = jnp.minimum(verdict.num_accepted + 1, self.max_depth)
         expected = _acceptance_of(tree) * tested.astype(jnp.float32)
-        # After a pause, older counts have half the weight. A sparse drafter that found no draft did not pause.
-        paused = state.idle >= (state.pause if self.size.sparse else 1)
-        decay = jnp.where(paused, DECAY / 2, DECAY)
+        # After a pause, older counts have half the weight.
+        decay = jnp.where(state.idle >= PAUSE, DECAY / 2, DECAY)
         return SizedState(
-            draft=self.size.update(_own(params), state.draft, tree, verdict, output, length),
+            draft=self.size.update(_inner(params), state.draft, tree, verdict, output, length),
             # The new length is length + num_accepted + 1, and a draft model's cache ends two tokens before it.
             cached=length + verdict.num_accepted - 1,
             accepted=decay * state.accepted + verdict.num_accepted.astype(jnp.float32),
             expected=decay * state.expected + expected,
             idle=jnp.zeros_like(state.idle),
-            pause=jnp.where(paused, jnp.minimum(2 * state.pause, LONGEST_PAUSE), PAUSE),
         )
 
 
-def _own(params: Params) -> Params:
+def _inner(params: Params) -> Params:
     """Return the params of the wrapped drafter."""
     return params._replace(draft=params.draft.weights)

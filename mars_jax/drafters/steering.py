@@ -48,13 +48,17 @@ class Steering(NamedTuple):
         if self.guide is None or states is None:
             return wide
         count = wide.shape[-1]
-        ids = lambda: self.growth.to_target(jnp.arange(count, dtype=jnp.int32))  # noqa: E731
+
+        def token_ids() -> Array:
+            return self.growth.to_target(jnp.arange(count, dtype=jnp.int32))
+
         # A draft vocabulary of a different size needs its token ids. So does one of the same size from a different
         # tokenizer; its tables are `narrowed`.
         narrowed = not self.sample and (count != self.guide.vocab or self.guide.tables.narrow is not None)
-        masked = self.guide.masked(wide, states, ids=ids if narrowed else None)
+        masked = self.guide.masked(wide, states, ids=token_ids if narrowed else None)
         if not self.sample:
             return masked
+        # bool[B, W, 1]: q has no mass on allowed tokens. Masked zeros are the logits of a uniform q over them.
         nothing = jnp.max(masked, axis=-1, keepdims=True) == -jnp.inf
         return jnp.where(nothing, self.guide.masked(jnp.zeros_like(wide), states), masked)
 
@@ -90,6 +94,7 @@ class Steering(NamedTuple):
         """
         if self.guide is None or states is None:
             return log_q
+        # `logits` has masked the forbidden tokens with -inf.
         allowed = jnp.where(best.values > -jnp.inf, log_q, -jnp.inf)
         certain = (best.values[..., 0] == -jnp.inf) & (self.guide.forced(states) >= 0)
         return allowed.at[..., 0].set(jnp.where(certain, 0.0, allowed[..., 0]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jax import Array
@@ -39,6 +38,7 @@ class Dynamic:
 
     @property
     def candidates(self) -> int:
+        """Drafted nodes: k at level 1, and k children of each of the k expanded nodes at every later level."""
         return self.top_k + (self.depth - 1) * self.top_k**2
 
     @property
@@ -84,35 +84,19 @@ class Static:
 
     @property
     def num_nodes(self) -> int:
+        # Level l has branching[0] * ... * branching[l] nodes; the root adds one.
         return 1 + int(np.sum(np.cumprod(self.branching)))
 
     @property
     def rows(self) -> int:
+        # The root is fed before the tree grows.
         return self.num_nodes - 1
 
 
 Shape = Static | Dynamic
 
 
-def shape_of(num_draft_tokens: int, tree: Sequence[int] | Dynamic | None, vocab_size: int) -> Shape:
-    """Return the draft shape for a drafter's arguments: `tree`, or a chain if it is None.
-
-    Raises:
-      MarsError: a level without nodes, too many tokens or nodes, or a node with more children than there are tokens.
-    """
-    if tree is None:
-        check_count("num_draft_tokens", num_draft_tokens, most=DRAFT_TOKENS)
-        return Static((1,) * num_draft_tokens)
-    tree = checked_tree(tree)
-    shape = tree if isinstance(tree, Dynamic) else Static(tree)
-    if shape.top_k > vocab_size:
-        raise MarsError(
-            f"a node cannot have {shape.top_k} children in a vocabulary of {vocab_size} tokens: give fewer."
-        )
-    return shape
-
-
-def checked_tree(tree: Any) -> tuple[int, ...] | Dynamic:
+def checked_tree(tree: object) -> tuple[int, ...] | Dynamic:
     """Return `Dynamic`, or the number of children per node at each depth as a tuple.
 
     Raises:
@@ -121,15 +105,16 @@ def checked_tree(tree: Any) -> tuple[int, ...] | Dynamic:
     if isinstance(tree, Dynamic):
         return tree
     sizes = tree.tolist() if isinstance(tree, np.ndarray | Array) else tree
-    numbers = isinstance(sizes, list | tuple) and all(
-        isinstance(n, int | np.integer) and n > 0 for n in sizes
+    if (
+        isinstance(sizes, list | tuple)
+        and sizes
+        and all(isinstance(size, int | np.integer) and size > 0 for size in sizes)
+    ):
+        return tuple(map(int, sizes))
+    raise MarsError(
+        f"tree is {short_repr(tree)}: expected the children per node at each depth, such as (4, 2, 2), or "
+        "Dynamic(...)."
     )
-    if not numbers or not sizes:
-        raise MarsError(
-            f"tree is {short_repr(tree)}: expected the children per node at each depth, such as (4, 2, 2), or "
-            "Dynamic(...)."
-        )
-    return tuple(map(int, sizes))
 
 
 def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic:
@@ -194,12 +179,22 @@ class ShapedDrafter(Drafter):
         """Check and store the shape; subclasses call this in `__post_init__`.
 
         Raises:
-          MarsError: as for `shape_of`, or `sample` is not a bool.
+          MarsError: a level without nodes, too many tokens or nodes, a node with more children than there are tokens,
+            or `sample` is not a bool.
         """
         check_switch("sample", self.sample)
-        object.__setattr__(self, "shape", shape_of(num_draft_tokens, self.tree, vocab_size))
-        if self.tree is not None:
-            object.__setattr__(self, "tree", checked_tree(self.tree))
+        if self.tree is None:
+            check_count("num_draft_tokens", num_draft_tokens, most=DRAFT_TOKENS)
+            object.__setattr__(self, "shape", Static((1,) * num_draft_tokens))
+            return
+        tree = checked_tree(self.tree)
+        shape = tree if isinstance(tree, Dynamic) else Static(tree)
+        if shape.top_k > vocab_size:
+            raise MarsError(
+                f"a node cannot have {shape.top_k} children in a vocabulary of {vocab_size} tokens: give fewer."
+            )
+        object.__setattr__(self, "tree", tree)
+        object.__setattr__(self, "shape", shape)
 
     def resized(self, length: int) -> ShapedDrafter:
         return dataclasses.replace(self, num_draft_tokens=length, tree=None)  # pyright: ignore[reportCallIssue]
@@ -220,8 +215,10 @@ class ShapedDrafter(Drafter):
     def name(self) -> str:
         if isinstance(self.shape, Dynamic):
             text = f"dynamic {self.shape.top_k}-{self.shape.depth}-{self.shape.num_nodes}"
+        elif self.shape.is_chain:
+            text = str(self.shape.depth)
         else:
-            text = str(self.shape.depth) if self.is_chain else "-".join(map(str, self.shape.branching))
+            text = "-".join(map(str, self.shape.branching))
         return f"{self.kind}({text}{', sampled' if self.sample else ''})"
 
     @property

@@ -19,6 +19,7 @@ from typing import Any
 
 from jinja2 import Template, nodes, pass_context
 from jinja2.exceptions import TemplateError
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -46,7 +47,7 @@ _WIDTH = re.compile(r"\d{7,}|%[-+ #0]*[\d.]*\*|\{[^{}]*:[^{}]*\{")
 """A field width in a format string that is at least a million, or is itself an argument."""
 
 
-def _size(value: Any) -> int:
+def _size(value: object) -> int:
     """Return the size of a nested value in characters; an item that occurs twice counts twice."""
     size, pending = 0, [value]
     while pending and size <= TEMPLATE_SIZE:
@@ -70,27 +71,31 @@ def _size(value: Any) -> int:
     return size
 
 
-def _factor(operand: Any) -> int:
+def _factor(operand: object) -> int:
     """Return an upper bound on how many times an operand may repeat the other operand."""
     if not isinstance(operand, int):
         return _size(operand)
-    return abs(operand) if abs(operand) <= _COUNT else 2 * TEMPLATE_SIZE + 1
+    if abs(operand) > _COUNT:
+        return 2 * TEMPLATE_SIZE + 1  # more than `_check` allows
+    return abs(operand)
 
 
 class _Hooks(NodeTransformer):
     """A transformer that inserts filters at nodes without a hook in the environment: literals, `~`, loops, macros."""
 
-    def visit_List(self, node: Any) -> Any:
+    def visit_List(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
-        return node if getattr(node, "ctx", "load") == "store" else _filtered(node, " new")
+        if getattr(node, "ctx", "load") == "store":
+            return node
+        return _filtered(node, " new")
 
     visit_Dict = visit_Tuple = visit_List
 
-    def visit_Concat(self, node: nodes.Concat) -> Any:
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return _filtered(nodes.List(node.nodes, lineno=node.lineno), "join")
 
-    def visit_For(self, node: Any) -> Any:
+    def visit_For(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
         self.generic_visit(node)
         empty = nodes.Const("", lineno=node.lineno)
         node.body.insert(0, nodes.Output([_filtered(empty, " new")], lineno=node.lineno))
@@ -98,11 +103,11 @@ class _Hooks(NodeTransformer):
 
     visit_Macro = visit_CallBlock = visit_For
 
-    def visit_TemplateData(self, node: nodes.TemplateData) -> Any:
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
         return nodes.Const(node.data, lineno=node.lineno)  # constants are counted, template data is not
 
 
-def _filtered(node: Any, name: str) -> nodes.Node:
+def _filtered(node: nodes.Expr, name: str) -> nodes.Node:
     return nodes.Filter(node, name, [], [], None, None).set_lineno(node.lineno)
 
 
@@ -121,7 +126,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     template_class = _Template
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
-    def compile(self, source: Any, *args: Any, **options: Any) -> Any:
+    def compile(self, source: str, *args: Any, **options: Any) -> Any:  # pyright: ignore
         """Compile a template after inserting the hooks."""
         if len(source) > TEMPLATE_BYTES:
             raise TemplateError(f"it has {len(source):,} characters: expected at most {TEMPLATE_BYTES:,}")
@@ -133,18 +138,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().compile(_Hooks().visit(self.parse(source)), *args, **options)
 
     def _start(self) -> None:
-        self._left, self._deadline = TEMPLATE_SIZE, time.thread_time() + TEMPLATE_SECONDS
+        self._remaining, self._deadline = TEMPLATE_SIZE, time.thread_time() + TEMPLATE_SECONDS
 
     def _new(self, value: Any) -> Any:
         """Count a value that the template has created, check the time, and return the value."""
-        self._left -= _size(value)
-        if self._left < 0:
+        self._remaining -= _size(value)
+        if self._remaining < 0:
             raise TemplateError(f"its values have more than {TEMPLATE_SIZE:,} characters")
         if time.thread_time() > self._deadline:
             raise TemplateError(f"it takes more than {TEMPLATE_SECONDS} seconds")
         return value
 
-    def _check(self, name: str, value: Any, arguments: Sequence[Any]) -> None:
+    def _check(self, name: str, value: object, arguments: Sequence[object]) -> None:
         """Raise TemplateError if an operation's result or run time may grow as the product of large operands."""
         if name in _REFUSED:
             raise TemplateError(f"{name} is not supported")
@@ -161,24 +166,23 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 value = len(value)
             product = max(1, _factor(value)) * sum(map(_factor, arguments))
             if product > 2 * TEMPLATE_SIZE:
-                raise TemplateError(
-                    f"the operands of {name} have a product of more than {2 * TEMPLATE_SIZE:,}"
-                )
+                raise TemplateError(f"the operands of {name} multiply to more than {2 * TEMPLATE_SIZE:,}")
 
     def _limited(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wrap a filter to check its operands and count its result."""
-        first = 0 if getattr(function, "jinja_pass_arg", None) is None else 1
+        first = int(hasattr(function, "jinja_pass_arg"))  # the index of the value: 1 after the context
 
         @functools.wraps(function)
         def limited(*args: Any, **options: Any) -> Any:
             value, *arguments = args[first:]
-            value = list(value) if isinstance(value, Iterator) else value
+            if isinstance(value, Iterator):
+                value = list(value)
             self._check(name, value, [*arguments, *options.values()])
             return self._new(function(*args[:first], value, *arguments, **options))
 
         return limited
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Run an operator after checking its operands."""
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
         if numbers and operator == "**" and isinstance(left, int):
@@ -188,7 +192,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._check(operator, left, [right])
         return self._new(super().call_binop(context, operator, left, right))
 
-    def call(self, context: Any, function: Any, /, *args: Any, **options: Any) -> Any:  # pyright: ignore
+    def call(self, context: Context, function: Any, /, *args: Any, **options: Any) -> Any:  # pyright: ignore
         """Call a function, a macro, or a method after checking its operands."""
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps `str.format`
         name, owner = getattr(method, "__name__", ""), getattr(method, "__self__", None)

@@ -64,8 +64,6 @@ def _text_of_part(part: Any) -> str:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise MarsError(f'a content part is {short_repr(part)}: expected {{"type": "text", "text": "..."}}.')
     if part["type"] != "text":
-        raise MarsError(
-            f"a content part is of type {short_repr(part['type'])}: models here read text, so give text parts."
-        )
+        raise MarsError(f"a content part is of type {short_repr(part['type'])}: only text is supported.")
     check_text("the text of a content part", part.get("text"))
     return part["text"]

@@ -71,7 +71,7 @@ def convert(
         (new_directory / WEIGHTS).mkdir(parents=True)
         checksums: dict[str, int] = {}
         for array, rows in leaves(config).items():
-            fields = read_leaf(directory, tensors, array, rows, floating, bits=bits)
+            fields = read_leaf(directory, tensors, array, rows, floating, bits)
             data = _to_bytes(fields)
             (new_directory / WEIGHTS / file_name(array)).write_bytes(data)
             checksums[file_name(array)] = zlib.crc32(data)
@@ -96,10 +96,12 @@ def _to_bytes(fields: Sequence[HostArray]) -> bytes:
     """Serialise one array of params as a safetensors file."""
     from safetensors.numpy import save
 
-    values = [next(iter(field.parts.values())) for field in fields]  # without a sharding there is one part
-    # safetensors has no dtype for int4.
-    values = [value.astype(np.int8) if value.dtype == jnp.int4 else value for value in values]
-    return save(dict(zip(FIELDS, values, strict=False)))
+    tensors = {}
+    for name, field in zip(FIELDS, fields, strict=False):
+        [array] = field.parts.values()  # without a sharding there is one part
+        # safetensors has no dtype for int4.
+        tensors[name] = array.astype(np.int8) if array.dtype == jnp.int4 else array
+    return save(tensors)
 
 
 def _check_free(target: Path, overwrite: bool) -> None:
@@ -119,7 +121,6 @@ def _copy_files(source: Path, place: Path, dtype: str) -> None:
         is_copied = file.suffix in (".json", ".model", ".jinja", ".txt") and file.name != "config.json"
         if is_copied and file.is_file() and not file.name.endswith(".index.json"):
             shutil.copyfile(file, place / file.name)
-    data = read_json(source / "config.json")
-    write_json(
-        place / "config.json", {k: v for k, v in data.items() if k != "dtype"} | {"torch_dtype": dtype}
-    )
+    data = read_json(source / "config.json") | {"torch_dtype": dtype}
+    data.pop("dtype", None)
+    write_json(place / "config.json", data)

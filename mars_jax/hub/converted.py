@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.stream import BITS
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.quantize import FORMS, Leaf
+from mars_jax.models.quantize import FORMS, Leaf, Quantized
 from mars_jax.models.weights import Weight, build_rows, get, leaves
 from mars_jax.utils import settings
 from mars_jax.utils.errors import MarsError, first_line
@@ -66,33 +67,32 @@ def restore_params(
       MarsError: the conversion cannot be cast to `dtype`, is damaged, or does not fit its config.
     """
     conversion = _read_manifest(directory)
+    # The dtype that `convert` was called with: "int8" or "int4" for quantised matrices, else the floating-point one.
     stored = next((name for name, bits in settings.BITS.items() if bits == conversion.bits), conversion.dtype)
     if dtype not in (None, stored) and (dtype in settings.BITS or stored in settings.BITS):
         raise MarsError(
             f"'{directory}' was converted to {stored} and the dtype is {dtype}: leave it out, or convert with --dtype "
             f"{dtype}."
         )
-    floating = conversion.dtype if dtype is None or dtype in settings.BITS else dtype
+    floating = conversion.dtype
+    if dtype is not None and dtype not in settings.BITS:
+        floating = dtype
     table = list(leaves(config))
     if {file_name(array) for array in table} != conversion.checksums.keys():
-        raise MarsError(
-            f"'{directory}' holds other weights than its config.json: convert the checkpoint again."
-        )
-    own_share = table[jax.process_index() :: jax.process_count()] if check else []
+        raise MarsError(f"the weights in '{directory}' do not fit its config.json: convert it again.")
+    own_share = table[jax.process_index() :: jax.process_count()]
 
-    def read(array: Weight) -> Any:
+    def read(array: Weight) -> jax.Array | Quantized:
         path = directory / WEIGHTS / file_name(array)
         try:
-            if array in own_share and _checksum(path) != conversion.checksums[path.name]:
-                raise MarsError(f"'{path}' is damaged, its checksum differs: convert the checkpoint again.")
+            if check and array in own_share and _checksum(path) != conversion.checksums[path.name]:
+                raise MarsError(f"'{path}' is damaged, its checksum differs: convert it again.")
             sharding = None if shardings is None else get(shardings, array.path)
             return jax.block_until_ready(_read_array(path, array, floating, sharding))
         except MarsError:
             raise
         except Exception as error:  # safetensors raises its own errors, ValueError and OSError
-            raise MarsError(
-                f"'{path}' cannot be read ({first_line(error)}): convert the checkpoint again."
-            ) from None
+            raise MarsError(f"'{path}' cannot be read ({first_line(error)}): convert it again.") from None
 
     return build_rows(table, read), floating
 
@@ -102,7 +102,7 @@ def _read_manifest(directory: Path) -> Conversion:
     conversion = Conversion(data.get("dtype", ""), data.get("bits"), data.get("checksums", {}))
     valid_dtype = conversion.dtype in ("float32", "bfloat16") and conversion.bits in (None, 8, 4)
     if not valid_dtype or not isinstance(conversion.checksums, dict):
-        raise MarsError(f"'{directory / MANIFEST}' is damaged: convert the checkpoint again.")
+        raise MarsError(f"'{directory / MANIFEST}' is damaged: convert it again.")
     return conversion
 
 
@@ -114,7 +114,7 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
-def _read_array(path: Path, array: Weight, floating: str, sharding: Any) -> Any:
+def _read_array(path: Path, array: Weight, floating: str, sharding: Sharding | None) -> jax.Array | Quantized:
     from safetensors import safe_open
 
     with safe_open(path, framework="np") as file:

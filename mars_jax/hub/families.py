@@ -6,40 +6,43 @@ Oracle: the config classes of transformers 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mars_jax.hub.rope_config import read_rope
 from mars_jax.hub.values import count
-from mars_jax.models.config import ModelConfig, Rope
+from mars_jax.models.config import ModelConfig
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import JsonObject
 
-_KINDS = {True: "sliding_attention", False: "full_attention"}
+Fields = dict[str, Any]
+"""Fields of ModelConfig by name."""
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+"""Layer types with and without a window."""
 
 
 class Family(NamedTuple):
     """Readers and writers of the fields that are specific to one architecture."""
 
     architecture: str
-    read: Callable[[dict[str, Any]], dict[str, Any]]  # config.json -> fields of ModelConfig
-    write: Callable[[ModelConfig], dict[str, Any]]  # the inverse
-    defaults: dict[str, Any]  # values of keys that config.json omits
+    read: Callable[[JsonObject], Fields]  # reads config.json
+    write: Callable[[ModelConfig], JsonObject]  # the inverse
+    defaults: JsonObject  # values of keys that config.json omits
     activation: str = "hidden_act"  # key of the activation
 
 
 def _windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    unknown = sorted(set(kinds) - set(_KINDS.values()))
-    if unknown:
-        raise MarsError(
-            f"layer type '{unknown[0]}' is not supported: only full_attention and sliding_attention are."
-        )
-    if window is None and _KINDS[True] in kinds:
-        raise MarsError(f"layer_types name {_KINDS[True]} and sliding_window is null: set its size.")
-    return tuple(window if kind == _KINDS[True] else None for kind in kinds)
+    if unknown := sorted(set(kinds) - {_SLIDING, _FULL}):
+        raise MarsError(f"layer type '{unknown[0]}' is not supported: expected one of {_FULL}, {_SLIDING}.")
+    if window is None and _SLIDING in kinds:
+        raise MarsError(f"layer_types name {_SLIDING} and sliding_window is null: set its size.")
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
-def _types(config: ModelConfig) -> list[str]:
-    return [_KINDS[window is not None] for window in config.windows]
+def _types(has_window: Iterable[bool]) -> list[str]:
+    """Return the type of each layer."""
+    return [_SLIDING if flag else _FULL for flag in has_window]
 
 
 def _window(config: ModelConfig) -> int | None:
@@ -50,16 +53,16 @@ def _window(config: ModelConfig) -> int | None:
     return max((window for window in config.windows if window is not None), default=None)
 
 
-def _biases(data: dict[str, Any]) -> dict[str, Any]:
-    bias = bool(data.get("attention_bias", False))
+def _biases(data: JsonObject) -> Fields:
+    bias = bool(data.get("attention_bias"))
     return {"qkv_bias": bias, "o_bias": bias}
 
 
-def _read_llama(data: dict[str, Any]) -> dict[str, Any]:
-    return _biases(data) | {"mlp_bias": bool(data.get("mlp_bias", False))}
+def _read_llama(data: JsonObject) -> Fields:
+    return _biases(data) | {"mlp_bias": bool(data.get("mlp_bias"))}
 
 
-def _read_mistral(data: dict[str, Any]) -> dict[str, Any]:
+def _read_mistral(data: JsonObject) -> Fields:
     window = data.get("sliding_window", 4096)  # the first Mistral has no such key; null means no window
     return {
         "windows": (window,) * data["num_hidden_layers"],
@@ -67,34 +70,35 @@ def _read_mistral(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_mistral(config: ModelConfig) -> dict[str, Any]:
+def _write_mistral(config: ModelConfig) -> JsonObject:
     return {"sliding_window": _window(config)}
 
 
-def _qwen_windows(data: dict[str, Any]) -> tuple[int | None, ...]:
+def _qwen_windows(data: JsonObject) -> tuple[int | None, ...]:
     """Return Qwen's windows: by layer type or from layer `max_window_layers`; none unless `use_sliding_window`."""
     layers, window = data["num_hidden_layers"], data.get("sliding_window")
     if not data.get("use_sliding_window") or window is None:
         return (None,) * layers
     first = data.get("max_window_layers", 28)
-    return _windows(data.get("layer_types") or [_KINDS[i >= first] for i in range(layers)], window)
+    return _windows(data.get("layer_types") or _types(i >= first for i in range(layers)), window)
 
 
-def _read_qwen2(data: dict[str, Any]) -> dict[str, Any]:
+def _read_qwen2(data: JsonObject) -> Fields:
     return {"qkv_bias": True, "windows": _qwen_windows(data)}
 
 
-def _read_qwen3(data: dict[str, Any]) -> dict[str, Any]:
+def _read_qwen3(data: JsonObject) -> Fields:
     fields = {"qk_norm": True, "windows": _qwen_windows(data), "head_dim": count(data, "head_dim", 128)}
     return _biases(data) | fields
 
 
-def _write_qwen(config: ModelConfig) -> dict[str, Any]:
+def _write_qwen(config: ModelConfig) -> JsonObject:
     window = _window(config)
-    return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": _types(config)}
+    types = _types(window is not None for window in config.windows)
+    return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": types}
 
 
-def _read_mixtral(data: dict[str, Any]) -> dict[str, Any]:
+def _read_mixtral(data: JsonObject) -> Fields:
     return {
         "windows": (data.get("sliding_window"),) * data["num_hidden_layers"],
         "num_experts": data["num_local_experts"],
@@ -102,27 +106,30 @@ def _read_mixtral(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
+def _write_mixtral(config: ModelConfig) -> JsonObject:
     experts = {"num_local_experts": config.num_experts, "num_experts_per_tok": config.experts_per_token}
     return _write_mistral(config) | experts
 
 
-def _read_qwen3_moe(data: dict[str, Any]) -> dict[str, Any]:
+def _read_qwen3_moe(data: JsonObject) -> Fields:
     """Read Qwen3-MoE's fields. Both `decoder_sparse_step` and `mlp_only_layers` select layers without experts."""
-    layers, window = data["num_hidden_layers"], data.get("sliding_window")
+    layers, window = data["num_hidden_layers"], None
+    if data.get("use_sliding_window"):
+        window = data.get("sliding_window")
     step, mlp_only = count(data, "decoder_sparse_step", 1), data.get("mlp_only_layers") or ()
     return _biases(data) | {
         "qk_norm": True,
-        "windows": (window if data.get("use_sliding_window") else None,) * layers,
+        "windows": (window,) * layers,
         "num_experts": data.get("num_local_experts", data["num_experts"]),  # transformers 5, else 4
         "experts_per_token": data["num_experts_per_tok"],
         "expert_size": data["moe_intermediate_size"],
-        "normalize_experts": bool(data.get("norm_topk_prob", False)),
+        "normalize_experts": bool(data.get("norm_topk_prob")),
+        # Layers count from 1 in `decoder_sparse_step` and from 0 in `mlp_only_layers`.
         "dense_layers": tuple(i for i in range(layers) if (i + 1) % step or i in mlp_only),
     }
 
 
-def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+def _write_qwen3_moe(config: ModelConfig) -> JsonObject:
     window = _window(config)
     return {
         "use_sliding_window": window is not None,
@@ -136,14 +143,12 @@ def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_gemma(data: dict[str, Any], every: int) -> dict[str, Any]:
+def _read_gemma(data: JsonObject, every: int) -> Fields:
     """Read the fields that Gemma 2 and 3 share. All layers except every `every`-th one have a window."""
     if data.get("use_bidirectional_attention"):
         raise MarsError("use_bidirectional_attention is not supported: only models that read forwards are.")
-    kinds = data.get("layer_types") or [
-        _KINDS[(i + 1) % every != 0] for i in range(data["num_hidden_layers"])
-    ]
-    cap, scalar = data.get("final_logit_softcapping"), float(data["query_pre_attn_scalar"])
+    layers, scalar = range(data["num_hidden_layers"]), float(data["query_pre_attn_scalar"])
+    kinds = data.get("layer_types") or _types((i + 1) % every != 0 for i in layers)
     if not 0 < scalar < math.inf:  # in a ModelConfig, 0 means the width of a head
         raise MarsError(f"query_pre_attn_scalar is {scalar}: it must be positive.")
     return _biases(data) | {
@@ -152,42 +157,42 @@ def _read_gemma(data: dict[str, Any], every: int) -> dict[str, Any]:
         "norm_plus_one": True,
         "post_norms": True,
         "query_scalar": scalar,
-        "logit_cap": None if cap is None else float(cap),
+        "logit_cap": _cap(data, "final_logit_softcapping"),
     }
 
 
-def _read_gemma2(data: dict[str, Any]) -> dict[str, Any]:
-    cap = data.get("attn_logit_softcapping")
-    return _read_gemma(data, 2) | {"attention_cap": None if cap is None else float(cap)}
+def _cap(data: JsonObject, key: str) -> float | None:
+    cap = data.get(key)
+    return None if cap is None else float(cap)
 
 
-def _read_gemma3(data: dict[str, Any]) -> dict[str, Any]:
+def _read_gemma2(data: JsonObject) -> Fields:
+    return _read_gemma(data, 2) | {"attention_cap": _cap(data, "attn_logit_softcapping")}
+
+
+def _read_gemma3(data: JsonObject) -> Fields:
     """Read Gemma 3's fields. Rope is set per layer type (transformers 5) or by `rope_local_base_freq` (4)."""
     if data.get("attn_logit_softcapping") is not None:
         raise MarsError("attn_logit_softcapping means nothing in Gemma 3: set it to null.")
     nested = data.get("rope_parameters") or {}
-    unexpected = [key for key, value in nested.items() if value is not None and key not in _KINDS.values()]
+    unexpected = [key for key, value in nested.items() if value is not None and key not in (_SLIDING, _FULL)]
     if unexpected:
-        raise MarsError(
-            f"rope_parameters has {unexpected[0]}: in Gemma 3 it has settings for each layer type only."
-        )
+        raise MarsError(f"rope_parameters has {unexpected[0]}: in Gemma 3 it has one entry per layer type.")
 
-    def rope(kind: str, base: str, theta: float, scaling: dict[str, Any] | None) -> Rope:
-        settings = {"rope_scaling": scaling, "rope_parameters": nested.get(kind)}
-        return read_rope(data | settings, base=base, theta=theta)
-
+    full = {"rope_parameters": nested.get(_FULL)}
+    sliding = {"rope_parameters": nested.get(_SLIDING), "rope_scaling": None}
     pattern = count(data, "sliding_window_pattern", count(data, "_sliding_window_pattern", 6))
     return _read_gemma(data, pattern) | {
         "qk_norm": True,
-        "rope": rope(_KINDS[False], "rope_theta", 1e6, data.get("rope_scaling")),
-        "local_rope": rope(_KINDS[True], "rope_local_base_freq", 1e4, None),
+        "rope": read_rope(data | full, theta=1e6),
+        "local_rope": read_rope(data | sliding, base="rope_local_base_freq", theta=1e4),
     }
 
 
-def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
+def _write_gemma2(config: ModelConfig) -> JsonObject:
     scalar = config.query_scalar
     return {
-        "layer_types": _types(config),
+        "layer_types": _types(window is not None for window in config.windows),
         "sliding_window": _window(config),
         # The config class of transformers accepts only whole numbers.
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
@@ -196,7 +201,7 @@ def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
+def _write_gemma3(config: ModelConfig) -> JsonObject:
     local = config.local_rope or config.rope
     return _write_gemma2(config) | {"rope_local_base_freq": local.theta}
 
@@ -246,7 +251,7 @@ FAMILIES: dict[str, Family] = {
 """Supported families by their `model_type`."""
 
 
-def text_part(data: dict[str, Any]) -> dict[str, Any]:
+def text_part(data: JsonObject) -> Fields:
     """Return the config of a checkpoint's text model: `text_config` of Gemma 3 with images, otherwise all of `data`.
 
     >>> text_part({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": {"eos_token_id": 1}})

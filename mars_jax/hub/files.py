@@ -9,9 +9,10 @@ import functools
 import json
 import math
 import os
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -25,6 +26,10 @@ from mars_jax.hub.versions import check_version, version_of
 from mars_jax.utils.errors import MarsError, did_you_mean, first_line
 from mars_jax.utils.limits import INDEX_BYTES, JSON_BYTES, SHARDS
 from mars_jax.utils.paths import expanded
+from mars_jax.utils.types import JsonObject
+
+if TYPE_CHECKING:
+    import torch
 
 _DTYPES = {
     "F64": np.float64,
@@ -72,9 +77,11 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pa
     local, row = _local(name_or_path), find_model_row(os.fspath(name_or_path))
     if local is not None:
         return local
-    if row is not None and row.file:
+    if row is None:
+        return fetch_directory(os.fspath(name_or_path), weights=weights)
+    if row.file:
         return fetch_file(row)
-    return fetch_directory(row.repository if row else os.fspath(name_or_path), weights=weights)
+    return fetch_directory(row.repository, weights=weights)
 
 
 def is_here(name_or_path: str | os.PathLike[str]) -> bool:
@@ -83,11 +90,13 @@ def is_here(name_or_path: str | os.PathLike[str]) -> bool:
     >>> is_here("tiny/target"), is_here("./nowhere")
     (True, False)
     """
-    row = find_model_row(os.fspath(name_or_path))
+    repository, file = os.fspath(name_or_path), None
+    if (row := find_model_row(repository)) is not None:
+        repository, file = row.repository, row.file
     try:
         if _local(name_or_path) is not None:
             return True
-        cached_path = cached(row.repository if row else os.fspath(name_or_path), row and row.file)
+        cached_path = cached(repository, file)
         return cached_path is not None and (cached_path.is_file() or _is_whole(cached_path))
     except (MarsError, ValueError):  # huggingface_hub raises ValueError for an invalid name
         return False
@@ -128,13 +137,8 @@ def _local(name_or_path: str | os.PathLike[str]) -> Path | None:
     if path.exists():
         raise MarsError(f"'{name}' is a file: give a .gguf file, or the directory that holds config.json.")
     # A hub name is owner/name; anything else that does not exist is a mistyped path.
-    hub = (
-        not path.is_absolute()
-        and not name.startswith((".", "~"))
-        and name.count("/") == 1
-        and name[-1] != "/"
-    )
-    if row is None and not hub:
+    is_path = path.is_absolute() or name.startswith((".", "~")) or name.endswith("/")
+    if row is None and (is_path or name.count("/") != 1):
         suggestion = did_you_mean(name, (*assets.NAMES, *MODELS))
         raise MarsError(
             f"there is no directory '{name}'{suggestion}: give a checkpoint's directory, a hub name (owner/name), or a "
@@ -200,11 +204,11 @@ def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
     for name, read in (("model.safetensors", _safetensors), ("pytorch_model.bin", _bin)):
         index = f"{name}.index.json"
         if (directory / name).is_file():
-            yield from read(directory / name)
+            yield read(directory / name)
             return
         if (directory / index).is_file():
             weight_map = _weight_map(directory, index)
-            shards = {shard: next(read(directory / shard)) for shard in _shards(directory, index, weight_map)}
+            shards = {shard: read(directory / shard) for shard in _shards(directory, index, weight_map)}
             for shard, shard_tensors in shards.items():
                 yield {
                     key: tensor
@@ -212,17 +216,15 @@ def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
                     if (listed := weight_map.get(key, shard)) == shard or key not in shards[listed]
                 }
             return
-    raise MarsError(
-        f"'{directory}' holds no weights: put model.safetensors, pytorch_model.bin or sharded ones there."
-    )
+    raise MarsError(f"'{directory}' holds no weights: put model.safetensors or pytorch_model.bin there.")
 
 
-def _quantised(name: str, path: Path, dtype: object) -> str:
-    return f"tensor {name} of '{path}' holds {dtype}: quantised checkpoints are not supported."
+def _quantised(name: str, path: Path, dtype: object) -> MarsError:
+    return MarsError(f"tensor {name} of '{path}' holds {dtype}: quantised checkpoints are not supported.")
 
 
-def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
-    """Read tensors with `readinto`: safetensors maps the file, so its pages would count as memory of this process."""
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    """Read with `np.fromfile`: safetensors maps the file, so its pages would count as memory of this process."""
     from safetensors import SafetensorError, safe_open
 
     version = version_of(path)
@@ -237,36 +239,38 @@ def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
     except (SafetensorError, OSError, ValueError) as error:
         raise MarsError(f"'{path}' is truncated or corrupt ({error}): download it again.") from None
 
-    def tensor(name: str, entry: dict[str, Any]) -> Tensor:
+    def tensor(name: str, entry: JsonObject) -> Tensor:
+        # The data begins after the 8 bytes of the header's size and the header.
         shape, begin = tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
-        dtype, width = _DTYPES.get(entry["dtype"]), math.prod(shape[1:])
+        width = math.prod(shape[1:])
 
-        def rows(first: int, last: int, dtype: Any = dtype) -> np.ndarray:
-            if dtype is None:
-                raise MarsError(_quantised(name, path, entry["dtype"]))
-            array = np.empty((last - first, *shape[1:]), dtype)
+        def read_rows(first: int, last: int, dtype: np.dtype) -> np.ndarray:
+            count = (last - first) * width
             try:
                 with open(path, "rb", buffering=0) as file:
-                    file.seek(begin + first * width * array.itemsize)
-                    data: Any = array.reshape(-1).view(np.uint8)
-                    view = memoryview(data)
-                    while len(view) and (count := file.readinto(view)):  # Linux reads at most 2 GB per call
-                        view = view[count:]
+                    file.seek(begin + first * width * dtype.itemsize)
+                    numbers = np.fromfile(file, dtype, count)
             except OSError as error:
                 raise MarsError(f"tensor {name} of '{path}' cannot be read ({error}).") from None
-            if len(view):
+            if len(numbers) < count:
                 raise MarsError(f"'{path}' ends within tensor {name}: download it again.")
             check_version(path, version)
-            return array
+            return numbers.reshape(last - first, *shape[1:])
 
-        float8 = entry["dtype"] == "F8_E4M3"
-        numbers = functools.partial(rows, dtype=ml_dtypes.float8_e4m3fn) if float8 else None
-        return Tensor(shape, rows, numbers=numbers)
+        def rows(first: int, last: int) -> np.ndarray:
+            if (dtype := _DTYPES.get(entry["dtype"])) is None:
+                raise _quantised(name, path, entry["dtype"])
+            return read_rows(first, last, np.dtype(dtype))
 
-    yield {name: tensor(name, entry) for name, entry in header.items() if name != "__metadata__"}
+        if entry["dtype"] != "F8_E4M3":
+            return Tensor(shape, rows)
+        float8 = np.dtype(ml_dtypes.float8_e4m3fn)
+        return Tensor(shape, rows, numbers=functools.partial(read_rows, dtype=float8))
+
+    return {name: tensor(name, entry) for name, entry in header.items() if name != "__metadata__"}
 
 
-def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
+def _bin(path: Path) -> dict[str, Tensor]:
     try:
         import torch
     except ImportError:
@@ -275,17 +279,14 @@ def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
             "or use a checkpoint with safetensors."
         ) from None
     version = version_of(path)
+    # Files in the format before PyTorch 1.6, which is not a zip archive, cannot be mapped.
+    mmap = zipfile.is_zipfile(path)
     try:
         # A .bin file is a pickle, which could run code without weights_only.
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # files in the format before PyTorch 1.6 cannot be mapped
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises anything from EOFError to UnpicklingError
-            reason = first_line(error).partition(". ")[0]
-            raise MarsError(
-                f"'{path}' is truncated, corrupt or unsafe ({reason}): download it again."
-            ) from None
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # torch raises anything from EOFError to UnpicklingError
+        reason = first_line(error).partition(". ")[0]
+        raise MarsError(f"'{path}' is truncated, corrupt or unsafe ({reason}): download it again.") from None
     if not isinstance(state, dict) or not all(
         isinstance(name, str)
         and isinstance(value, torch.Tensor)
@@ -296,17 +297,17 @@ def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
     ):
         raise MarsError(f"'{path}' is not a table of dense tensors: use a checkpoint with safetensors.")
 
-    def reader(name: str, tensor) -> Callable[[int, int], np.ndarray]:
+    def reader(name: str, tensor: torch.Tensor) -> Callable[[int, int], np.ndarray]:
         def rows(first: int, last: int) -> np.ndarray:
             check_version(path, version)
             try:
-                part = (tensor.detach()[first:last] if tensor.ndim else tensor.detach()[None]).contiguous()
+                part = torch.atleast_1d(tensor.detach())[first:last].contiguous()
                 if part.dtype == torch.bfloat16:  # not a numpy dtype
                     return part.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
                 return part.resolve_conj().resolve_neg().numpy()
             except (TypeError, RuntimeError):  # numpy lacks the dtype, or torch cannot slice such a tensor
-                raise MarsError(_quantised(name, path, tensor.dtype)) from None
+                raise _quantised(name, path, tensor.dtype) from None
 
         return rows
 
-    yield {name: Tensor(tuple(tensor.shape), reader(name, tensor)) for name, tensor in state.items()}
+    return {name: Tensor(tuple(tensor.shape), reader(name, tensor)) for name, tensor in state.items()}

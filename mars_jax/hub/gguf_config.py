@@ -19,6 +19,7 @@ from mars_jax.hub.values import of_its_kind
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.rope import frequencies
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import JsonObject
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",  # also Mistral: its metadata is the same
@@ -57,9 +58,7 @@ def read_gguf_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
     """
     if file.architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        raise MarsError(
-            f"'{file.path}' is of architecture '{file.architecture}': the supported ones in GGUF are {supported}."
-        )
+        raise MarsError(f"'{file.path}' has architecture '{file.architecture}': expected one of {supported}.")
     try:
         with of_its_kind("it holds metadata", "download it again"):
             config = from_json(gguf_to_json(file))
@@ -68,10 +67,12 @@ def read_gguf_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
         raise MarsError(f"'{file.path}': {error}") from None
     kinds = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
     matrices = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    return config, kinds.get(matrices.pop()) if len(matrices) == 1 else None
+    if len(matrices) != 1:
+        return config, None
+    return config, kinds.get(matrices.pop())
 
 
-def gguf_to_json(file: GGUFFile) -> dict[str, Any]:
+def gguf_to_json(file: GGUFFile) -> JsonObject:
     """Return the contents of config.json that can be derived from a file."""
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
@@ -82,6 +83,9 @@ def gguf_to_json(file: GGUFFile) -> dict[str, Any]:
             "and not in GGUF: load the checkpoint in the Hugging Face layout."
         )
     hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
+    head_dim = _number(file, "attention.key_length")
+    if head_dim is None and hidden and heads:
+        head_dim = hidden // heads
     stops = [file.get(f"tokenizer.ggml.{name}_token_id") for name in _STOPS]
     data = {
         "architectures": [ARCHITECTURES[file.architecture]],
@@ -91,7 +95,7 @@ def gguf_to_json(file: GGUFFile) -> dict[str, Any]:
         "num_hidden_layers": _number(file, "block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
-        "head_dim": _number(file, "attention.key_length", hidden // heads if hidden and heads else None),
+        "head_dim": head_dim,
         "max_position_embeddings": file.of_model("context_length"),
         "rms_norm_eps": _decimal(file.of_model("attention.layer_norm_rms_epsilon")),
         "rope_theta": _decimal(file.of_model("rope.freq_base")),
@@ -127,7 +131,7 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         # A window at least as long as the context has no effect.
         "attention.sliding_window": (
             window,
-            max(config.max_positions, _number(file, "attention.sliding_window", 0)),
+            max(config.max_positions, _number(file, "attention.sliding_window") or 0),
         ),
         "attention.value_length": width,
         "attention.value_length_swa": width,
@@ -150,15 +154,18 @@ def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
     if value in neutral:
         return True
     numbers = [number for number in neutral if not isinstance(number, list)]
-    values = value if isinstance(value, list) else [value]
+    values = value
+    if not isinstance(value, list):
+        values = [value]
     return all(any(math.isclose(x, number, rel_tol=1e-6) for number in numbers) for x in values)
 
 
-def _gemma(file: GGUFFile, data: dict[str, Any]) -> dict[str, Any]:
-    largest = data["num_hidden_layers"] == _27B[file.architecture]
-    width = data["hidden_size"] / data["num_attention_heads"] if largest else data["head_dim"]
+def _gemma(file: GGUFFile, data: JsonObject) -> JsonObject:
+    query_scalar = data["head_dim"]
+    if data["num_hidden_layers"] == _27B[file.architecture]:
+        query_scalar = data["hidden_size"] / data["num_attention_heads"]
     return {
-        "query_pre_attn_scalar": width,
+        "query_pre_attn_scalar": query_scalar,
         "sliding_window": file.of_model("attention.sliding_window"),
         "attn_logit_softcapping": _decimal(file.of_model("attn_logit_softcapping") or None),
         "final_logit_softcapping": _decimal(file.of_model("final_logit_softcapping") or None),
@@ -166,10 +173,10 @@ def _gemma(file: GGUFFile, data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _number(file: GGUFFile, key: str, default: Any = None) -> Any:
+def _number(file: GGUFFile, key: str, default: int | None = None) -> int | None:
     """Return a size. If the file lists one per layer, all must be equal."""
     value = file.of_model(key, default)
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, list):
         if len(set(value)) != 1:
             raise MarsError(f"{file.architecture}.{key} differs from layer to layer, which is not supported.")
         return value[0]
@@ -185,33 +192,31 @@ def _decimal(value: float | None) -> float | None:
     return None if value is None else float(str(np.float32(value)))
 
 
-def _scaling(file: GGUFFile) -> dict[str, Any] | None:
+def _scaling(file: GGUFFile) -> JsonObject | None:
     kind = file.of_model("rope.scaling.type", "linear")  # llama.cpp's default
     factor = _decimal(file.of_model("rope.scaling.factor", file.of_model("rope.scale_linear")))
-    is_plain = kind == "none" or (kind == "linear" and factor in (None, 0, 1))
+    is_unscaled = kind == "none" or (kind == "linear" and factor in (None, 0, 1))
     if "rope_freqs.weight" in file.tensors:
-        if not is_plain:
-            raise MarsError(
-                f"it has rope_freqs.weight and rope.scaling.type {kind!r}: only one of them is supported."
-            )
+        if not is_unscaled:
+            raise MarsError(f"it has rope_freqs.weight and rope.scaling.type {kind!r}: expected only one.")
         return _llama3(file)
-    if is_plain:
+    if is_unscaled:
         return None
     scaling = {
         "rope_type": kind,
         "factor": factor,
         "original_max_position_embeddings": file.of_model("rope.scaling.original_context_length"),
     }
-    times = _decimal(file.of_model("rope.scaling.attn_factor"))
-    if kind == "yarn" and times is not None and factor is not None:
+    attn_factor = _decimal(file.of_model("rope.scaling.attn_factor"))
+    if kind == "yarn" and attn_factor is not None and factor is not None:
         # llama.cpp multiplies YaRN's 0.1 ln(factor) + 1 by attn_factor (`yarn_attn_factor *= hparams.rope_attn_factor`
         # in src/llama-context.cpp, `mscale` of `rope_yarn` in ggml/src/ggml-cpu/ops.cpp). In config.json
         # attention_factor replaces the product (`_compute_yarn_parameters` of transformers).
-        scaling["attention_factor"] = times * yarn_attention_factor({}, factor)
+        scaling["attention_factor"] = attn_factor * yarn_attention_factor({}, factor)
     return {key: value for key, value in scaling.items() if value is not None}
 
 
-def _llama3(file: GGUFFile) -> dict[str, Any]:
+def _llama3(file: GGUFFile) -> JsonObject:
     """Infer the parameters of Llama 3's rope scaling from `rope_freqs.weight`, the divisor of each frequency.
 
     The factor is the largest divisor. All published models share the other parameters of Llama 3.1.
@@ -229,9 +234,9 @@ def _llama3(file: GGUFFile) -> dict[str, Any]:
         "original_max_position_embeddings": 8192,
     }
     theta = float(file.of_model("rope.freq_base", 10000.0))
-    scaled = np.asarray(
-        frequencies(read_rope({"rope_theta": theta, "rope_scaling": scaling}), 2 * len(divisors))
-    )
+    rope = read_rope({"rope_theta": theta, "rope_scaling": scaling})
+    scaled = np.asarray(frequencies(rope, 2 * len(divisors)))
+    # theta^(-2 i / head_dim), the frequencies before scaling; there is one divisor for each pair of dimensions.
     unscaled = theta ** -(np.arange(len(divisors)) / len(divisors))
     if not np.allclose(unscaled / scaled, divisors, rtol=1e-3):
         raise MarsError("rope_freqs.weight is not Llama 3's scaling, and no other is supported.")

@@ -12,13 +12,16 @@ import os
 import re
 import struct
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from mars_jax.hub.versions import Version, cached_by_version, check_version, version_of
 from mars_jax.utils.errors import MarsError, first_line
 from mars_jax.utils.limits import GGUF_HEADER_BYTES
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """`struct` codes of the number types in the metadata."""
@@ -31,7 +34,7 @@ class GGUFTensor(NamedTuple):
     """A tensor in a file."""
 
     shape: tuple[int, ...]  # rows first, as in numpy
-    kind: Any  # gguf.GGMLQuantizationType
+    kind: GGMLQuantizationType
     begin: int  # byte offset of the data in the file
     path: Path  # file that stores the tensor, one of several if the model is split
     version: Version  # version of that file when its header was read
@@ -51,10 +54,8 @@ class GGUFFile:
         """
         try:
             return _decoded(self._values.get(key, default))
-        except UnicodeDecodeError as error:
-            raise MarsError(
-                f"'{self.path}' holds a {key} that cannot be read ({error}): download it again."
-            ) from None
+        except UnicodeDecodeError:
+            raise MarsError(f"{key} of '{self.path}' is not valid UTF-8: download it again.") from None
 
     @property
     def architecture(self) -> str:
@@ -74,8 +75,10 @@ class GGUFFile:
         import gguf
 
         shape, kind, *_ = self.tensors[name]
-        flat = len(shape) < 2  # a quantisation block spans several rows of a vector, so read the whole vector
-        data = self.stored(name, 0, 1) if flat else self.stored(name, first, last)
+        is_vector = len(shape) < 2
+        # A quantisation block spans several elements of a vector, so read the whole vector, which is one stored row.
+        stored_rows = (0, 1) if is_vector else (first, last)
+        data = self.stored(name, *stored_rows)
         try:
             values = gguf.dequantize(data, kind)
         except NotImplementedError:
@@ -83,7 +86,9 @@ class GGUFFile:
                 f"tensor {name} of '{self.path}' is of type {kind.name}, which the package gguf does not read: take "
                 "a file of another quantisation."
             ) from None
-        return values.reshape(-1)[first:last] if flat else values.reshape(len(data), *shape[1:])
+        if is_vector:
+            return values.reshape(-1)[first:last]
+        return values.reshape(len(data), *shape[1:])
 
     def stored(self, name: str, first: int, last: int) -> np.ndarray:
         """Return the stored bytes of rows of a tensor, u8[last - first, bytes]; a vector is one row.
@@ -92,7 +97,7 @@ class GGUFFile:
           MarsError: the rows cannot be read, or the file changed after its header was read.
         """
         shape, kind, begin, path, version = self.tensors[name]
-        width = _size(math.prod(shape if len(shape) < 2 else shape[1:]), kind)
+        width = _size(math.prod(shape[1:] or shape), kind)
         try:
             with open(path, "rb", buffering=0) as file:
                 file.seek(begin + first * width)
@@ -109,7 +114,7 @@ def _decoded(value: Any) -> Any:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _size(count: int, kind: Any) -> int:
+def _size(count: int, kind: GGMLQuantizationType) -> int:
     """Return the size in bytes of `count` numbers."""
     import gguf
 
@@ -156,7 +161,9 @@ def read_gguf(path: Path) -> GGUFFile:
     values = headers[0][0]
     tensors = {name: tensor for _, part_tensors in headers for name, tensor in part_tensors.items()}
     total = sum(len(part_tensors) for _, part_tensors in headers)
-    expected = values.get("split.tensors.count", total) if len(parts) > 1 else total
+    expected = total
+    if len(parts) > 1:
+        expected = values.get("split.tensors.count", total)
     if numbers != [(i, len(parts)) for i in range(len(parts))] or not len(tensors) == total == expected:
         raise MarsError(
             f"'{path}' is split, and its parts do not fit each other or their names (split.no and split.count are "
@@ -178,7 +185,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
             return _Header(file, path, version).read()
     except ImportError:
         raise MarsError(
-            f"'{path}' is a GGUF file, and the package gguf is not installed: pip install gguf."
+            f"'{path}' needs the package gguf, which is not installed: pip install gguf."
         ) from None
     except OSError as error:
         raise MarsError(f"'{path}' cannot be read ({error}).") from None
@@ -199,6 +206,7 @@ class _Header:
         """Return the metadata, with strings as bytes, and the tensors."""
         import gguf
 
+        # Magic number, version, counts, then key-value pairs, tensor entries and, after padding, the data.
         if self._take(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         if (version := self._number("I")) not in (2, 3):
@@ -209,20 +217,21 @@ class _Header:
         alignment = values.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"its general.alignment is {alignment!r} in place of a positive integer")
+        # The data begins at the next multiple of the alignment.
         data = -(-self._at // alignment) * alignment
         tensors = {}
         for name, shape, kind, offset in entries:
             kind = gguf.GGMLQuantizationType(kind)
             tensor = tensors[name] = GGUFTensor(shape, kind, data + offset, self._path, self._version)
-            _size(shape[-1] if shape else 1, tensor.kind)
+            _size(math.prod(shape[-1:]), tensor.kind)
             self._check(tensor.begin + _size(math.prod(shape), tensor.kind))
         if len(values) != num_values or len(tensors) != num_tensors:
-            raise ValueError("it says something twice")
+            raise ValueError("it has two values of one key, or two tensors of one name")
         return values, tensors
 
     def _check(self, end: int) -> None:
         if end > self._size:
-            raise ValueError("it ends before what its header announces")
+            raise ValueError("it ends before the data that its header lists")
 
     def _take(self, size: int) -> bytes:
         self._check(self._at + size)
@@ -255,5 +264,6 @@ class _Header:
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         """Return name, shape, type and offset of a tensor."""
         name = self._text().decode()
+        # GGUF lists the contiguous dimension first.
         shape = tuple(self._number() for _ in range(self._number("I")))
         return name, shape[::-1], self._number("I"), self._number()

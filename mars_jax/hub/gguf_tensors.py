@@ -14,8 +14,8 @@ Oracles: transformers reading the same files, and `dequantize` of the package gg
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -36,7 +36,7 @@ _INTERLEAVED = {"llama"}
 rotates halves."""
 
 
-def gguf_tensors(path: Any, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
+def gguf_tensors(path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of a GGUF file in the same form as `files.tensors`.
 
     A tensor that is not part of the model keeps its GGUF name.
@@ -79,13 +79,15 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
     return Tensor(shape, read, wider=mixed and 8 * size / block > _MOST_BITS)
 
 
-def _halves(read: Any, size: int, first: int, last: int) -> np.ndarray:
+def _halves(read: Callable[[int, int], np.ndarray], size: int, first: int, last: int) -> np.ndarray:
     """Return rows `first .. last - 1` in the hub's order.
 
     A head's row i is stored at 2i, and row `size // 2 + i` at 2i + 1.
     """
+    # Read whole heads.
     begin, end = first // size * size, -(-last // size) * size
     stored = read(begin, end)
+    # [heads, pair, half] -> [heads, half, pair]
     heads = stored.reshape(-1, size // 2, 2, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)
     return heads[first - begin : last - begin]
 
@@ -102,11 +104,14 @@ def _read_blocks(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, n
     """
     if kind == "Q4_K":
         return _read_of_eight(data)
+    # Bytes before a block's weights: the scale d, and in Q4_1 also the minimum m.
     head = 2 if kind == "Q4_0" else 4
     blocks = data.reshape(len(data), -1, head + _BLOCK_SIZE // 2)
     scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
+    # Stored numbers are 0 to 15, and Int4 holds -8 to 7.
     low, high = blocks[..., head:] & 15, blocks[..., head:] >> 4
     values = np.concatenate([low, high], axis=-1).astype(np.int8) - np.int8(8)
+    # A weight is d (q - 8) in Q4_0 and d q + m = d (q - 8) + (m + 8 d) in Q4_1.
     if kind == "Q4_0":
         offset = np.zeros(scale.shape, np.float32)
     else:
@@ -118,12 +123,14 @@ def _read_blocks(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, n
 def _read_of_eight(data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Implement `_read_blocks` for Q4_K rows: 2 + 2 bytes of factors, 12 of scales, 128 of weights."""
     shared = data.reshape(len(data), -1, 144)
+    # One super-block of 144 bytes: factors d and dmin, scales and minimums in 12 bytes, then 8 blocks of 32 weights.
     factors = np.ascontiguousarray(shared[..., :4]).view(np.float16).astype(np.float32)[..., None]
     low, mid, high = (shared[..., 4 + i : 8 + i] for i in (0, 4, 8))
     # Scales and minimums of blocks 0 to 3, then 4 to 7. The latter store their two upper bits in the unused upper bits
     # of the former.
     steps = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
     minimums = np.concatenate([mid & 63, high >> 4 | mid >> 6 << 4], axis=-1)
+    # A weight is d * step * q - dmin * minimum, and values are q - 8.
     scale = (factors[..., 0, :] * steps).astype(np.float16)
     offset = 8 * scale.astype(np.float32) - factors[..., 1, :] * minimums
     pairs = shared[..., 16:].reshape(*shared.shape[:2], 4, 32)

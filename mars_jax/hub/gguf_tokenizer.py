@@ -8,11 +8,20 @@ tokenizers that the metadata was written from, sentencepiece, and transformers' 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mars_jax.hub.gguf_file import GGUFFile
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.limits import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+Value = TypeVar("Value")
+Build = Callable[[GGUFFile, dict[str, tuple[int, int]]], "tuple[Tokenizer, bool]"]
+"""Function that builds a tokenizer from the (id, type) of each token; see `_byte_level`."""
 
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)
@@ -26,7 +35,7 @@ class _Split(NamedTuple):
 
     patterns: tuple[str, ...]  # applied in order; each splits the pieces left by the previous ones
     nfc: bool = False  # normalise to NFC
-    whole: bool = False  # keep a word that is a token, without applying merges
+    ignore_merges: bool = False  # keep a word that is a token, without applying merges
     bos: bool = False  # default of `tokenizer.ggml.add_bos_token`
 
 
@@ -39,7 +48,7 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
 )
-_LLAMA3 = _Split((_WORDS + r"\p{N}{1,3}" + _MARKS,), whole=True, bos=True)
+_LLAMA3 = _Split((_WORDS + r"\p{N}{1,3}" + _MARKS,), ignore_merges=True, bos=True)
 _QWEN = (_WORDS + r"\p{N}" + _MARKS,)
 _SPLITS = {
     "default": _Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
@@ -51,11 +60,11 @@ _SPLITS = {
     "qwen2": _Split(_QWEN, nfc=True),
     "deepseek-r1-qwen": _Split(_QWEN),
     "deepseek-coder": _Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
-    "tekken": _Split((_TEKKEN,), whole=True, bos=True),
+    "tekken": _Split((_TEKKEN,), ignore_merges=True, bos=True),
 }
 
 
-def gguf_tokenizer(file: GGUFFile) -> Any:
+def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     """Return the transformers tokenizer that a file describes, including its chat template. PyTorch is not needed.
 
     Raises:
@@ -73,8 +82,8 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
     types = file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     # Unused tokens only pad the embeddings.
     kinds = {token: (i, types[i]) for i, token in enumerate(tokens) if types[i] != _UNUSED}
-    build = _known(file, "tokenizer.ggml.model", {"gpt2": _byte_level, "llama": _sentencepiece})
-    tokenizer, bos = build(file, kinds)
+    builders: dict[str, Build] = {"gpt2": _byte_level, "llama": _sentencepiece}
+    tokenizer, bos = _look_up(file, "tokenizer.ggml.model", builders)(file, kinds)
     tokenizer.add_tokens(
         [
             AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
@@ -95,7 +104,7 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
     )
 
 
-def _known(file: GGUFFile, key: str, table: dict[str, Any]) -> Any:
+def _look_up(file: GGUFFile, key: str, table: Mapping[str, Value]) -> Value:
     """Return the entry of a table for a value of the metadata.
 
     Raises:
@@ -110,14 +119,14 @@ def _known(file: GGUFFile, key: str, table: dict[str, Any]) -> Any:
     return table[name]
 
 
-def _byte_level(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Any, bool]:
+def _byte_level(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Tokenizer, bool]:
     """Build a byte-level BPE tokenizer. Return it, and whether it adds a BOS token by default."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    split: _Split = _known(file, "tokenizer.ggml.pre", _SPLITS)
+    split = _look_up(file, "tokenizer.ggml.pre", _SPLITS)
     merges = [tuple(pair.split(" ")) for pair in file.get("tokenizer.ggml.merges")]
     vocab = {token: i for token, (i, _) in kinds.items()}
-    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=split.whole))
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=split.ignore_merges))
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
     words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
@@ -127,12 +136,13 @@ def _byte_level(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Any,
     return tokenizer, split.bos
 
 
-def _sentencepiece(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Any, bool]:
+def _sentencepiece(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Tokenizer, bool]:
     """Build a sentencepiece BPE tokenizer, which merges the highest-scoring pair. Return the same as `_byte_level`."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = file.get("tokenizer.ggml.scores")
     pieces = {token: i for token, (i, kind) in kinds.items() if kind == _NORMAL}
+    # Every split of a piece into two pieces is a merge. Its priority is the score of the result, then the lower id.
     merges = sorted(
         (-scores[i], i, piece[:cut], piece[cut:])
         for piece, i in pieces.items()
@@ -143,15 +153,17 @@ def _sentencepiece(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[A
     tokenizer = Tokenizer(
         models.BPE(
             {token: i for token, (i, _) in kinds.items()},
-            [(left, right) for *_, left, right in merges],
+            [(first, second) for *_, first, second in merges],
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,
         )
     )
-    prefix = file.get("tokenizer.ggml.add_space_prefix", True)
-    prepends, strips = ([normalizers.Prepend(_SPACE)], [decoders.Strip(" ", 1, 0)]) if prefix else ([], [])
-    tokenizer.normalizer = normalizers.Sequence([*prepends, normalizers.Replace(" ", _SPACE)])
-    texts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*texts, *strips])
+    normalizer: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    decoder: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.get("tokenizer.ggml.add_space_prefix", True):
+        normalizer.insert(0, normalizers.Prepend(_SPACE))
+        decoder.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(normalizer)
+    tokenizer.decoder = decoders.Sequence(decoder)
     return tokenizer, True

@@ -6,11 +6,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from mars_jax import assets
@@ -28,11 +25,11 @@ from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.mesh import hosts
 from mars_jax.mesh.axes import parse_mesh
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.quantize import Quantized, bits_of, quantize, quantize_4
+from mars_jax.models.quantize import Quantized, bits_of
 from mars_jax.models.shardings import params_shardings
 from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
-from mars_jax.utils.errors import MarsError, check_switch, check_type, short_repr
+from mars_jax.utils.errors import MarsError, check_switch, check_type
 from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 
 # Old exports contain these buffers, whose values follow from the config.
@@ -60,7 +57,9 @@ def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
 
 def read_path(path: Path) -> tuple[ModelConfig, str | None]:
     """Read the config of a directory or a GGUF file, and its dtype; None if it has no single dtype."""
-    return gguf_config.read_gguf_config(read_gguf(path)) if is_gguf(path) else read_directory(path)
+    if is_gguf(path):
+        return gguf_config.read_gguf_config(read_gguf(path))
+    return read_directory(path)
 
 
 def outline(name_or_path: str | os.PathLike[str]) -> Pretrained:
@@ -71,13 +70,7 @@ def outline(name_or_path: str | os.PathLike[str]) -> Pretrained:
     """
     directory = resolve(name_or_path, weights=False)
     config = read_path(directory)[0]
-    return Pretrained(
-        name=os.fspath(name_or_path),
-        model=language_model(config),
-        params=None,
-        config=config,
-        path=directory,
-    )
+    return Pretrained(os.fspath(name_or_path), language_model(config), None, config, directory)
 
 
 def load(
@@ -125,12 +118,13 @@ def load(
     >>> target = load("path/to/Llama-3.1-8B-Instruct", dtype="bfloat16")  # doctest: +SKIP
     >>> target = load("path/to/Llama-3.3-70B-Instruct", mesh="data=2,model=4")  # doctest: +SKIP
     """
-    if not isinstance(name_or_path, str | os.PathLike):
-        raise MarsError(
-            f"the checkpoint is of type {type(name_or_path).__name__}: give its name, or its path."
-        )
+    check_type("the checkpoint", name_or_path, (str, os.PathLike), "its name or its path")
     hosts.check_devices()
-    mesh = _mesh(mesh)
+    if isinstance(mesh, str):
+        mesh = parse_mesh(mesh)
+    check_type(
+        "the mesh", mesh, (Mesh, type(None)), 'a jax.sharding.Mesh, or a text such as "data=2,model=4"'
+    )
     if mesh is not None and shardings is None:
         shardings = params_shardings(read_config(name_or_path), mesh)
     check_dtype(dtype)
@@ -138,63 +132,46 @@ def load(
     if prefill_chunk is not None:
         BATCH["prefill_chunk"].check(prefill_chunk)
     check_switch("check", check)
-    check_type(
-        "shardings", shardings, (Mapping, type(None)), "a tree of jax.sharding.Sharding like the params"
-    )
+    check_type("shardings", shardings, (Mapping, type(None)), "a tree of shardings like the params")
     directory = resolve(name_or_path)
     config, stored_dtype = read_path(directory)
     language_model(config, attention=attention)  # reject an unknown value before reading weights
     if is_converted(directory):
         params, dtype = restore_params(directory, config, dtype, shardings=shardings, check=check)
     else:
-        packed = not is_gguf(directory) and packing(directory) is not None
-        floating, bits = resolve_dtype(dtype, stored_dtype)
-        keep_packed = dtype is None and packed
-        params = read_params(
-            directory, config, floating, bits=bits, keep_packed=keep_packed, shardings=shardings
-        )
-        dtype = floating
-    cache_dtype = cache_dtype or ("float32" if jax.default_backend() == "cpu" else dtype)
-    return Pretrained(
-        name=os.fspath(name_or_path),
-        model=language_model(
-            config, dtype=dtype, cache_dtype=cache_dtype, prefill_chunk=prefill_chunk, attention=attention
-        ),
-        params=params,
-        config=config,
-        path=directory,
-        mesh=mesh,
+        keep_packed = dtype is None and not is_gguf(directory) and packing(directory) is not None
+        dtype, bits = resolve_dtype(dtype, stored_dtype)
+        params = read_params(directory, config, dtype, bits, keep_packed=keep_packed, shardings=shardings)
+    if cache_dtype is None:
+        cache_dtype = "float32" if jax.default_backend() == "cpu" else dtype
+    model = language_model(
+        config, dtype=dtype, cache_dtype=cache_dtype, prefill_chunk=prefill_chunk, attention=attention
     )
+    return Pretrained(os.fspath(name_or_path), model, params, config, directory, mesh)
 
 
-def _mesh(given: Any) -> Mesh | None:
-    if given is None or isinstance(given, Mesh):
-        return given
-    if isinstance(given, str):
-        return parse_mesh(given)
-    raise MarsError(
-        f'the mesh is {short_repr(given)}: expected a jax.sharding.Mesh, or a text such as "data=2,model=4".'
-    )
-
-
-def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, int | None]:
+def resolve_dtype(requested: str | None, stored: str | None) -> tuple[str, int | None]:
     """Return the floating-point dtype of params, and the bits of quantised matrices or None.
 
     Args:
-      asked: `dtype` as for `load`.
-      own: dtype of the checkpoint.
+      requested: `dtype` as for `load`.
+      stored: dtype of the checkpoint.
 
     >>> resolve_dtype(None, "float16"), resolve_dtype("int8", "float32")
     (('bfloat16', None), ('float32', 8))
     """
-    floating = "float32" if own in (None, "float32", "float64") else "bfloat16"
-    return asked if asked in ("float32", "bfloat16") else floating, BITS.get(asked or "")
+    if requested in ("float32", "bfloat16"):
+        return requested, None
+    floating = "float32" if stored in (None, "float32", "float64") else "bfloat16"
+    return floating, BITS.get(requested or "")
 
 
 def listed(names: list[str]) -> str:
     """Format a list of names: the first three, and the number of remaining ones."""
-    first_three = ", ".join(names[:3])
-    return first_three if len(names) <= 3 else f"{first_three} and {len(names) - 3} more"
+    text = ", ".join(names[:3])
+    if len(names) > 3:
+        text += f" and {len(names) - 3} more"
+    return text
 
 
 def _alias(name: str) -> str:
@@ -216,35 +193,34 @@ def collect(
 
 def check_tensors(
     directory: Path,
-    held: Mapping[str, Sequence[tuple[str, Tensor]]],
+    grouped: Mapping[str, Sequence[tuple[str, Tensor]]],
     table: Mapping[str, Weight],
-    harmless: Callable[[str], Any],
+    harmless: Callable[[str], object],
 ) -> None:
     """Compare the tensors of a checkpoint with a table of weights by canonical name.
 
     Args:
       directory: for error messages.
-      held: the tensors, from `collect`.
+      grouped: the tensors, from `collect`.
       table: the expected weights.
-      harmless: function that returns whether to ignore a name that is not in the table.
+      harmless: function whose result is true for a name to ignore if it is not in the table.
 
     Raises:
       MarsError: tensors are missing, unexpected, mis-shaped or duplicated. The message lists them.
     """
     misshaped, extra, twice = [], [], []
-    for key, candidates in held.items():
+    for key, candidates in grouped.items():
         (name, tensor), *duplicates = candidates
         if key not in table:
-            extra += [] if harmless(key) else [name]
+            if not harmless(key):
+                extra.append(name)
             continue
-        twice += [
-            f"{name} in two files" if name == duplicate else f"{name} and {duplicate}"
-            for duplicate, _ in duplicates
-        ]
+        for duplicate, _ in duplicates:
+            twice.append(f"{name} in two files" if name == duplicate else f"{name} and {duplicate}")
         if tensor.shape != table[key].shape:
             misshaped.append(f"{name} is {list(tensor.shape)} and not {list(table[key].shape)}")
     problems = {
-        "tensors are missing": [row.name for key, row in table.items() if key not in held],
+        "tensors are missing": [row.name for key, row in table.items() if key not in grouped],
         "have the wrong shape": misshaped,
         "are not part of the architecture": extra,
         "are there twice, and which one is meant is not said": twice,
@@ -257,20 +233,6 @@ def check_tensors(
         )
 
 
-def convert_tensor(array: np.ndarray, dtype: str, *, bits: int | None = None) -> jax.Array | Quantized:
-    """Convert a whole tensor to an array of params. `bits` comes from `quantize.bits_of`.
-
-    Raises:
-      MarsError: the tensor does not hold floating-point numbers.
-    """
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise MarsError(f"it holds {array.dtype}: quantised checkpoints are not supported.")
-    if bits is not None:
-        return jax.device_put((quantize if bits == 8 else quantize_4)(array, dtype))
-    # Make a copy, since an array from a .bin file is mapped from that file.
-    return jnp.asarray(array.astype(jnp.dtype(dtype), copy=False))
-
-
 def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:
     """Return the (name in the files, tensor) pair of each weight, by the weight's name in the table.
 
@@ -279,13 +241,10 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     """
     if is_gguf(directory):
         files = gguf_tensors(directory, config)
+    elif (packing_config := packing(directory)) is not None:
+        files = unpacked_tensors(directory, tensors(directory), packing_config)
     else:
-        packing_config = packing(directory)
-        files = tensors(directory)
-        if packing_config is None:
-            files = dequantized_tensors(directory, files)
-        else:
-            files = unpacked_tensors(directory, files, packing_config)
+        files = dequantized_tensors(directory, tensors(directory))
     grouped = collect(files, _alias)
     table = {row.name: row for row in weights(config)}
 
@@ -300,12 +259,12 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
 
 def read_leaf(
     directory: Path,
-    found: dict[str, tuple[str, Tensor]],
+    named_tensors: dict[str, tuple[str, Tensor]],
     leaf: Weight,
     rows: Sequence[Weight],
     dtype: str,
+    bits: int | None,
     *,
-    bits: int | None = None,
     keep_packed: bool = False,
     sharding: Sharding | None = None,
 ) -> list[HostArray]:
@@ -315,13 +274,14 @@ def read_leaf(
 
     Args:
       directory: for error messages.
-      found: result of `find_tensors`.
+      named_tensors: result of `find_tensors`.
       leaf, rows: an entry of `weights.leaves`.
       dtype, bits, keep_packed, sharding: as for `read_params`.
     """
-    parts = [found[row.name] for row in rows]
+    parts = [named_tensors[row.name] for row in rows]
     if keep_packed:
-        bits = 4 if all(tensor.blocks is not None for _, tensor in parts) and bits_of(leaf, 4) == 4 else None
+        is_packed = all(tensor.blocks is not None for _, tensor in parts)
+        bits = 4 if is_packed and bits_of(leaf, 4) == 4 else None
     else:
         bits = bits_of(leaf, bits)
         if bits == 4 and any(tensor.wider for _, tensor in parts):
@@ -336,10 +296,10 @@ def read_params(
     directory: Path,
     config: ModelConfig,
     dtype: str,
+    bits: int | None,
     *,
-    bits: int | None = None,
-    keep_packed: bool = False,
-    shardings: PyTree = None,
+    keep_packed: bool,
+    shardings: PyTree,
 ) -> PyTree:
     """Read the params of a checkpoint onto their devices.
 
@@ -359,7 +319,7 @@ def read_params(
     for leaf, rows in leaves(config).items():
         sharding = None if shardings is None else get(shardings, leaf.path)
         arrays = read_leaf(
-            directory, named_tensors, leaf, rows, dtype, bits=bits, keep_packed=keep_packed, sharding=sharding
+            directory, named_tensors, leaf, rows, dtype, bits, keep_packed=keep_packed, sharding=sharding
         )
         # Wait, so that host memory never holds two arrays.
         params[leaf] = jax.block_until_ready(to_params(arrays, dtype))

@@ -20,9 +20,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor
 from mars_jax.hub.values import of_its_kind
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import JsonObject
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _NIBBLES = np.arange(0, 32, 4, dtype=np.uint32)
@@ -49,83 +50,89 @@ class _Matrix(NamedTuple):
     group: np.ndarray  # i32[in]; the group of each input
 
 
-def packing(directory: Path) -> Mapping[str, Any] | None:
+def quantization_config(directory: Path) -> JsonObject | None:
+    """Return the `quantization_config` of a checkpoint; None if it has none."""
+    data = read_json(directory / "config.json")
+    quantization = data.get("quantization_config") or data.get("compression_config")
+    return quantization if isinstance(quantization, dict) else None
+
+
+def packing(directory: Path) -> JsonObject | None:
     """Return the `quantization_config` of a checkpoint with packed 4-bit matrices; None for any other checkpoint.
 
     Raises:
       MarsError: this form of the method is not supported, the forward pass rotates activations, or weights are sparse.
     """
-    data = read_json(directory / "config.json")
-    quantization = data.get("quantization_config") or data.get("compression_config")
-    if not isinstance(quantization, dict):
+    quantization = quantization_config(directory)
+    if quantization is None:
         return None
     _check_forward(directory, quantization)
     if quantization.get("quant_method") not in _READERS:
         return None
-    method = quantization["quant_method"]
     if quantization.get("format") in ("float-quantized", "int-quantized", "naive-quantized"):
         return None  # `scaled_files` reads these formats
-    if method == "compressed-tensors":
-        weights = group_weights(quantization)
-        fits = quantization.get("format") == "pack-quantized" and all(
-            w.get("num_bits") == 4 and w.get("type", "int") == "int" for w in weights
-        )
-    else:
-        fits = quantization.get("bits", quantization.get("w_bit")) == 4 and (
-            _gptq_format(quantization) in ("gptq", "gptq_v2")
-            if method == "gptq"
-            else str(quantization.get("version", "gemm")).lower() == "gemm"
-        )
-    if not fits:
+    if not _is_readable(quantization):
         raise MarsError(
-            f"'{directory}' is quantised by {method} in a form that is not read: use one in 4 bits (AWQ's version "
-            "gemm, compressed-tensors' format pack-quantized), or the checkpoint that it was made of."
+            f"'{directory}' is quantised by {quantization['quant_method']} in a form that is not read: use one in 4 "
+            "bits (AWQ's version gemm, compressed-tensors' format pack-quantized), or the checkpoint that it was made "
+            "of."
         )
     return quantization
 
 
-def _check_forward(directory: Path, config: Mapping[str, Any]) -> None:
+def _is_readable(config: JsonObject) -> bool:
+    """Return whether the reader of the config's method supports its form."""
+    if config["quant_method"] == "compressed-tensors":
+        weights = group_weights(config)
+        is_int4 = all(w.get("num_bits") == 4 and w.get("type", "int") == "int" for w in weights)
+        return is_int4 and config.get("format") == "pack-quantized"
+    if config.get("bits", config.get("w_bit")) != 4:
+        return False
+    if config["quant_method"] == "gptq":
+        return _gptq_format(config) in ("gptq", "gptq_v2")
+    return str(config.get("version", "gemm")).lower() == "gemm"
+
+
+def _check_forward(directory: Path, config: JsonObject) -> None:
     """Raise MarsError for `quantization_config` settings that change the forward pass and are not implemented.
 
     Sources: vllm-project/compressed-tensors `transform/transform_args.py`, ModelCloud/GPTQModel
     `quantization/rotation/rotation.py`.
     """
     with of_its_kind(f"'{directory}' has a quantization_config with values", "download it again"):
-        uses = [
-            use["location"]
-            for scheme in (config.get("transform_config") or {"config_groups": {}})["config_groups"].values()
-            for use in scheme["apply"]
-        ]
-        stored = (config.get("sparsity_config") or {}).get("format")
-    if config.get("rotation") or not set(uses) <= set(_FUSED):
+        transforms = config.get("transform_config") or {"config_groups": {}}
+        uses = [use for scheme in transforms["config_groups"].values() for use in scheme["apply"]]
+        locations = {use["location"] for use in uses}
+        sparse_format = (config.get("sparsity_config") or {}).get("format")
+    if config.get("rotation") or not locations <= set(_FUSED):
         raise MarsError(
             f"'{directory}' rotates activations while it runs (rotation or transform_config in its "
             "quantization_config), which is not supported: use a checkpoint without online rotations, or the one that "
             "it was made of."
         )
-    if stored not in (None, "dense"):
+    if sparse_format not in (None, "dense"):
         raise MarsError(
-            f"'{directory}' stores sparse weights (sparsity_config has the format {stored!r}), which are not read: "
-            "use the checkpoint that it was made of."
+            f"'{directory}' stores sparse weights (sparsity_config has the format {sparse_format!r}), which are not "
+            "read: use the checkpoint that it was made of."
         )
 
 
-def _gptq_format(config: Mapping[str, Any]) -> str:
+def _gptq_format(config: JsonObject) -> str:
     """Return the format: "gptq" (stored zeros are one less), "gptq_v2" (they are exact), or an unsupported one."""
     return str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
 
 
-def group_weights(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def group_weights(config: JsonObject) -> list[JsonObject]:
     """Return the `weights` settings of each group of a compressed-tensors config."""
     groups = config.get("config_groups")
-    settings = (
-        [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    )
+    if not isinstance(groups, dict):
+        return []
+    settings = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
     return [weights for weights in settings if isinstance(weights, dict)]
 
 
 def unpacked_tensors(
-    directory: Path, files: Iterable[Mapping[str, Tensor]], config: Mapping[str, Any]
+    directory: Path, files: Iterable[Mapping[str, Tensor]], config: JsonObject
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of a checkpoint's files, with each packed matrix as one tensor `NAME.weight`.
 
@@ -146,7 +153,7 @@ def unpacked_tensors(
             elif not name.endswith(OF_ACTIVATIONS):
                 other_tensors[name] = tensor
         yield other_tensors
-    read = _READERS[config["quant_method"]]
+    method = config["quant_method"]
 
     def refusing(name: str) -> contextlib.AbstractContextManager[None]:
         return of_its_kind(f"'{directory}' has pieces of {name}", "download the checkpoint again")
@@ -154,16 +161,16 @@ def unpacked_tensors(
     @functools.lru_cache(maxsize=1)  # each block of rows needs all pieces of its matrix
     def matrix(name: str) -> _Matrix:
         with refusing(name):
-            unpacked_matrix = read({piece: tensor.read() for piece, tensor in pieces[name].items()}, config)
+            arrays = {piece: tensor.read() for piece, tensor in pieces[name].items()}
+            unpacked_matrix = _READERS[method](arrays, config)
             _check_shapes(unpacked_matrix)
         return unpacked_matrix
 
     matrices = {}
-    for name, own_pieces in pieces.items():
+    for name, matrix_pieces in pieces.items():
         with refusing(name):
-            matrices[f"{name}.weight"] = _tensor(
-                functools.partial(matrix, name), own_pieces, _SHAPES[config["quant_method"]]
-            )
+            sizes = _SHAPES[method](matrix_pieces)
+            matrices[f"{name}.weight"] = _tensor(functools.partial(matrix, name), matrix_pieces, sizes)
     yield matrices
 
 
@@ -177,26 +184,38 @@ def _check_shapes(matrix: _Matrix) -> None:
         raise ValueError("an input belongs to no group")
 
 
-def _tensor(matrix: Any, pieces: Mapping[str, Tensor], shape: Any) -> Tensor:
+def _tensor(
+    matrix: Callable[[], _Matrix], pieces: Mapping[str, Tensor], sizes: tuple[int, int, int]
+) -> Tensor:
+    """Return the tensor of a packed matrix.
+
+    Args:
+      matrix: reads the matrix.
+      pieces: the stored tensors, to decide whether the matrix can stay in 4 bits.
+      sizes: (outputs, inputs, groups).
+    """
+
     def rows(first: int, last: int) -> np.ndarray:
         m = matrix()
+        # (q - z) s for each input and each of these outputs; files store inputs first, the model outputs first.
         steps = m.q[:, first:last].astype(np.float32) - m.zero[m.group, first:last]
         return (steps * m.scale[m.group, first:last].astype(np.float32)).T
 
     def blocks(first: int, last: int) -> tuple[np.ndarray, ...]:
         m = matrix()
         scale = m.scale[:, first:last].astype(np.float16)
+        # Int4 stores q - 8 in [-8, 7], so (q - z) s = values * scale + offset with the offset (8 - z) s.
         values = (m.q[:, first:last].astype(np.int8) - np.int8(8)).reshape(len(m.scale), size, -1)
         # Compute the offset from the rounded scale, so that weights near the zero point stay precise.
         return values, scale, (8 - m.zero[:, first:last].astype(np.float32)) * scale.astype(np.float32)
 
-    outputs, inputs, groups = shape(pieces)
+    outputs, inputs, groups = sizes
     size = inputs // groups
-    order = next((pieces[name].read() for name in ("g_idx", "weight_g_idx") if name in pieces), None)
-    neighbours = order is None or np.any(order < 0) or np.array_equal(order, np.arange(inputs) // size)
-    if neighbours and _fit_float16(
-        next(pieces[name] for name in ("scales", "weight_scale") if name in pieces)
-    ):
+    neighbours = True
+    if stored_group := pieces.get("g_idx") or pieces.get("weight_g_idx"):
+        group = stored_group.read()
+        neighbours = np.any(group < 0) or np.array_equal(group, np.arange(inputs) // size)
+    if neighbours and _fit_float16(pieces.get("scales") or pieces["weight_scale"]):
         return Tensor((outputs, inputs), rows, blocks, size)
     return Tensor((outputs, inputs), rows)
 
@@ -207,53 +226,54 @@ def _fit_float16(scales: Tensor) -> bool:
         return True
     wide = scales.read().astype(np.float32)
     with np.errstate(over="ignore"):
-        return bool(
-            np.all(np.abs(wide.astype(np.float16).astype(np.float32) - wide) <= np.abs(wide) * 2.0**-9)
-        )
+        error = np.abs(wide.astype(np.float16).astype(np.float32) - wide)
+    return bool(np.all(error <= np.abs(wide) * 2.0**-9))
 
 
 def _spread(packed: np.ndarray) -> np.ndarray:
     """Unpack i32[..., n] to u8[..., 8 n], lowest bits first."""
+    # Eight copies of each word, shifted right by 0, 4, ..., 28 bits.
     wide = packed.view(np.uint32)[..., None] >> _NIBBLES & 15
     return wide.astype(np.uint8).reshape(*packed.shape[:-1], -1)
 
 
-def _awq(pieces: Mapping[str, np.ndarray], how: Mapping[str, Any]) -> _Matrix:
+def _awq(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix:
     # The number at bit 4 i belongs to output order[i].
     inverse_order = np.argsort(_AWQ_ORDER)
     q, zero = (
         spread.reshape(len(spread), -1, 8)[..., inverse_order].reshape(spread.shape)
         for spread in map(_spread, (pieces["qweight"], pieces["qzeros"]))
     )
-    return _in_order(q, zero, pieces["scales"])
+    return _matrix(q, zero, pieces["scales"], None)
 
 
-def _gptq(pieces: Mapping[str, np.ndarray], how: Mapping[str, Any]) -> _Matrix:
+def _gptq(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix:
     q, zero = _spread(pieces["qweight"].T.copy()).T, _spread(pieces["qzeros"])
-    if _gptq_format(how) != "gptq_v2":
+    # The first version of the format stores z - 1.
+    if _gptq_format(config) != "gptq_v2":
         zero = zero + np.uint8(1)
-    matrix = _in_order(q, zero, pieces["scales"])
-    return matrix._replace(group=pieces["g_idx"].astype(np.int32)) if "g_idx" in pieces else matrix
+    return _matrix(q, zero, pieces["scales"], pieces.get("g_idx"))
 
 
-def _compressed(pieces: Mapping[str, np.ndarray], how: Mapping[str, Any]) -> _Matrix:
+def _compressed(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix:
+    # Stored outputs first; `_Matrix` holds inputs first.
     scale = pieces["weight_scale"].T
     q = _spread(pieces["weight_packed"]).T
     if "weight_zero_point" in pieces:
         zero = _spread(pieces["weight_zero_point"].T.copy())
     else:
         zero = np.full(scale.shape, 8, np.uint8)
-    matrix = _in_order(q, zero, scale)
-    group_index = pieces.get("weight_g_idx")
-    return (
-        matrix
-        if group_index is None or np.any(group_index < 0)
-        else matrix._replace(group=group_index.astype(np.int32))
-    )
+    group = pieces.get("weight_g_idx")
+    if group is not None and np.any(group < 0):  # -1 if inputs are in order
+        group = None
+    return _matrix(q, zero, scale, group)
 
 
-def _in_order(q: np.ndarray, zero: np.ndarray, scale: np.ndarray) -> _Matrix:
-    return _Matrix(q, zero, scale, np.arange(len(q), dtype=np.int32) // (len(q) // len(scale)))
+def _matrix(q: np.ndarray, zero: np.ndarray, scale: np.ndarray, group: np.ndarray | None) -> _Matrix:
+    """Return a matrix whose groups are `group`; None if the inputs of a group are neighbours."""
+    if group is None:
+        group = np.arange(len(q)) // (len(q) // len(scale))
+    return _Matrix(q, zero, scale, group.astype(np.int32))
 
 
 _READERS = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}

@@ -20,24 +20,10 @@ from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.conversation import Turn as Turn
 from mars_jax.hub.conversation import as_conversation, as_turns
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
-from mars_jax.hub.tokenizer import (
-    TOKENIZER_FILES,
-    on_all_cores,
-    read_plain,
-    read_tokenizer,
-    told_of_panics,
-)
+from mars_jax.hub.tokenizer import TOKENIZER_FILES, catch_panics, on_all_cores, read_plain, read_tokenizer
 from mars_jax.models.config import ModelConfig
-from mars_jax.utils.errors import (
-    MarsError,
-    check_count,
-    check_switch,
-    check_text,
-    check_type,
-    first_line,
-    short_repr,
-    warn,
-)
+from mars_jax.utils import errors
+from mars_jax.utils.errors import MarsError, check_count, check_switch, check_text, check_type
 from mars_jax.utils.limits import PREFIXES, PROMPT_BYTES
 
 
@@ -54,7 +40,7 @@ Prompt = str | Sequence[Turn]
 """A string, or a conversation."""
 
 
-def check_pretrained(target: Any) -> None:
+def check_pretrained(target: object) -> None:
     """Raise MarsError if `target` is not a `Pretrained`."""
     check_type("the target", target, Pretrained, "what mars_jax.load or Pretrained.from_parts makes")
 
@@ -104,28 +90,16 @@ class Pretrained:
         (11, False)
         """
         if (config is None) == (max_positions is None):
-            raise MarsError(
-                "from_parts takes a config, or max_positions where there is none: give one of the two."
-            )
+            raise MarsError("from_parts takes either a config or max_positions: give one of the two.")
         if config is not None and stop_tokens:
-            raise MarsError(
-                "stop_tokens do not apply with a config, whose eos_token_ids they are: leave them out."
-            )
+            raise MarsError("stop_tokens do not apply if there is a config: set its eos_token_ids.")
         check_type("the model", model, LanguageModel, "a LanguageModel")
         model_config: Any = config
         if model_config is None:
             check_count("max_positions", max_positions)
             stops = token_ids("stop_tokens", stop_tokens, model.vocab_size)
             model_config = OwnConfig(model.vocab_size, int(max_positions or 0), stops)
-        return Pretrained(
-            name=name,
-            model=model,
-            params=params,
-            config=model_config,
-            path=Path(os.devnull),
-            mesh=mesh,
-            own_tokenizer=tokenizer,
-        )
+        return Pretrained(name, model, params, model_config, Path(os.devnull), mesh, tokenizer)
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
         """Return a context for tracing and running programs over these params: `jax.set_mesh` if there is a mesh."""
@@ -143,9 +117,7 @@ class Pretrained:
         if self.own_tokenizer is not None:
             return self.own_tokenizer
         if self.path == Path(os.devnull):
-            raise MarsError(
-                f"'{self.name}' was made without a tokenizer: give prompts as token ids, or from_parts a tokenizer=."
-            )
+            raise MarsError(f"'{self.name}' has no tokenizer: give from_parts one, or prompts as token ids.")
         tokenizer = copy.copy(read_tokenizer(self.path))  # do not change the template of the cached tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             tokenizer.chat_template = template_of(self.name)
@@ -166,12 +138,12 @@ class Pretrained:
             return None
         if self._plain is not None:
             return self._plain.token_to_id(name)
-        try:
+        # The tokenizer may be from another library, or its vocabulary may have no unknown token.
+        with contextlib.suppress(AttributeError, TypeError):
             token = self.tokenizer.convert_tokens_to_ids(name)
-            return token if self.tokenizer.convert_ids_to_tokens(token) == name else None
-        except (AttributeError, TypeError):
-            # The tokenizer is from another library, or its vocabulary has no unknown token.
-            return None
+            if self.tokenizer.convert_ids_to_tokens(token) == name:
+                return token
+        return None
 
     @functools.cached_property
     def has_tokenizer(self) -> bool:
@@ -185,9 +157,9 @@ class Pretrained:
     @property
     def stop_tokens(self) -> tuple[int, ...]:
         """Ids that end a completion: those in the config, otherwise the tokenizer's."""
-        if self.config.eos_token_ids:
+        if self.config.eos_token_ids or not self.has_tokenizer:
             return self.config.eos_token_ids
-        eos = self.tokenizer.eos_token_id if self.has_tokenizer else None
+        eos = self.tokenizer.eos_token_id
         return () if eos is None else (int(eos),)
 
     @functools.cached_property
@@ -199,24 +171,18 @@ class Pretrained:
         """
         if not self.has_tokenizer:
             return self.stop_tokens
-        special = {
-            token.content: i
-            for i, token in getattr(self.tokenizer, "added_tokens_decoder", {}).items()
-            if token.special
-        }
-        content = "An answer"
-        try:
-            with _bounded_templates():
-                text = self.tokenizer.apply_chat_template(
-                    [*as_turns("A question"), {"role": "assistant", "content": content}], tokenize=False
-                )
-        except Exception:  # there is no template, or it rejects these turns
-            text = ""
-        chat_ending = text.partition(content)[2]
+        turns = [*as_turns("A question"), {"role": "assistant", "content": "An answer"}]
+        text = ""
+        # A tokenizer may have no template, or its template may reject these turns.
+        with contextlib.suppress(Exception), _bounded_templates():
+            text = self.tokenizer.apply_chat_template(turns, tokenize=False)
+        chat_ending = text.partition("An answer")[2]
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        special = {token.content: i for i, token in added.items() if token.special}
         ends = [token for token in special if token and chat_ending.startswith(token)]
         ids = [special[token] for token in sorted(ends, key=len)[-1:]]
-        eos = self.tokenizer.eos_token_id
-        ids += [] if eos is None else [int(eos)]
+        if self.tokenizer.eos_token_id is not None:
+            ids.append(int(self.tokenizer.eos_token_id))
         return tuple(dict.fromkeys([*self.stop_tokens, *(i for i in ids if i < self.config.vocab_size)]))
 
     def encode(
@@ -240,14 +206,13 @@ class Pretrained:
         check_text("the prompt", prompt)
         if chat:
             return self.encode_chat(as_turns(prompt), system=system, template_args=template_args)
-        with told_of_panics(self.name):
+        with catch_panics(self.name):
             self._check_length(prompt)
-            ids = self._ids(prompt)
-        self.check_tokens(ids)
-        self._warn_of_second_bos([prompt], [ids])
-        return [int(i) for i in ids]
+            tokens = list(self.check_tokens(self._ids(prompt)))
+        self._warn_of_second_bos([prompt], [tokens])
+        return tokens
 
-    def _warn_of_second_bos(self, prompts: Sequence[Any], encoded: Sequence[Sequence[int]]) -> None:
+    def _warn_of_second_bos(self, prompts: Sequence[Prompt], encoded: Sequence[Sequence[int]]) -> None:
         """Warn if a prompt begins with the BOS token and the tokenizer adds another one."""
         bos = self.config.bos_token_id
         if bos is None:
@@ -255,9 +220,12 @@ class Pretrained:
         twice = [prompt for prompt, ids in zip(prompts, encoded, strict=True) if list(ids[:2]) == [bos, bos]]
         if not twice:
             return
-        token = self._plain.id_to_token(bos) if self._plain else self.tokenizer.convert_ids_to_tokens(bos)
-        if not all(prompt.startswith(2 * token) for prompt in twice):
-            warn(
+        if self._plain is None:
+            token = self.tokenizer.convert_ids_to_tokens(bos)
+        else:
+            token = self._plain.id_to_token(bos)
+        if not all(str(prompt).startswith(2 * token) for prompt in twice):
+            errors.warn(
                 f"a prompt begins with {token}, which the tokenizer of '{self.name}' adds as well, so that the model "
                 "reads it twice: leave it out of the prompt."
             )
@@ -281,18 +249,13 @@ class Pretrained:
         """
         tokenizer = self.tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
-            raise MarsError(
-                f"'{self.name}' has no chat template: leave --chat out, or use an instruction-tuned model."
-            )
+            raise MarsError(f"'{self.name}' has no chat template: leave --chat out, or use another model.")
         turns = as_conversation(turns, system)
-        check_type(
-            "template_args", template_args, (Mapping, type(None)), "variables of the chat template by name"
-        )
+        check_type("template_args", template_args, (Mapping, type(None)), "variables of the template by name")
         continues = turns[-1]["role"] == "assistant"
 
-        def apply(
-            **form: bool,
-        ) -> Any:  # not `functools.partial`: template_args could then override these arguments
+        # Not `functools.partial`: template_args could then override these arguments.
+        def apply(**form: bool) -> Any:
             return tokenizer.apply_chat_template(
                 turns,
                 add_generation_prompt=not continues,
@@ -302,7 +265,7 @@ class Pretrained:
             )
 
         try:
-            with told_of_panics(self.name), _bounded_templates():
+            with catch_panics(self.name), _bounded_templates():
                 if sum(len(str(turn["content"])) for turn in turns) > PREFIXES[0]:
                     self._check_length(apply(tokenize=False))
                 encoded = apply(tokenize=True, return_dict=True)
@@ -310,12 +273,10 @@ class Pretrained:
             raise
         except Exception as error:  # a template is a program and may raise anything
             raise MarsError(
-                f"the chat template of '{self.name}' cannot be applied ({first_line(error)}): correct it, or leave "
-                "--chat out."
+                f"the chat template of '{self.name}' cannot be applied ({errors.first_line(error)}): correct it, or "
+                "leave --chat out."
             ) from error
-        ids = encoded["input_ids"]
-        self.check_tokens(ids)
-        return [int(i) for i in ids]
+        return list(self.check_tokens(encoded["input_ids"]))
 
     def encode_many(
         self,
@@ -334,11 +295,12 @@ class Pretrained:
         check_switch("chat", chat)
         encoded: list[list[int]] = []
         if not chat and all(isinstance(prompt, str) and len(prompt) <= PREFIXES[0] for prompt in prompts):
-            try:
-                with on_all_cores(), told_of_panics(self.name):
-                    encoded = self._encoded(list(prompts))
-            except Exception:  # encode one by one below, so that the error identifies the prompt
-                encoded = []
+            # After an error, encode one by one below, so that the error identifies the prompt.
+            with contextlib.suppress(Exception), on_all_cores(), catch_panics(self.name):
+                if self._plain is None:
+                    encoded = self.tokenizer(list(prompts))["input_ids"]
+                else:
+                    encoded = [encoding.ids for encoding in self._plain.encode_batch(prompts)]
         if len(encoded) != len(prompts) or not all(encoded) or not all(prompts):
             return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]
         self._warn_of_second_bos(prompts, encoded)
@@ -358,12 +320,9 @@ class Pretrained:
                 )
 
     def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text)["input_ids"] if self._plain is None else self._plain.encode(text).ids
-
-    def _encoded(self, texts: list[Any]) -> list[list[int]]:
         if self._plain is None:
-            return self.tokenizer(texts)["input_ids"]
-        return [encoding.ids for encoding in self._plain.encode_batch(texts)]
+            return self.tokenizer(text)["input_ids"]
+        return self._plain.encode(text).ids
 
     def check_tokens(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Return the token ids of a prompt as ints.
@@ -391,7 +350,7 @@ class Pretrained:
         tokens = list(token_ids("ids", ids, self.config.vocab_size))
         if not self.has_tokenizer:
             return ""
-        with told_of_panics(self.name):
+        with catch_panics(self.name):
             if self._plain is not None:
                 return self._plain.decode(tokens, skip_special_tokens=True)
             return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -422,9 +381,7 @@ def token_ids(name: str, values: Any, vocab_size: int | None = None) -> tuple[in
         if outside or any(isinstance(i, bool) for i in raw):
             raise ValueError
     except (TypeError, ValueError):
-        raise MarsError(
-            f"{name} is {short_repr(values)}: expected {expected}, a sequence of whole numbers."
-        ) from None
+        raise MarsError(f"{name} is {errors.short_repr(values)}: expected a list of {expected}.") from None
     return ids
 
 
@@ -437,25 +394,20 @@ def differing_tokens(target: Pretrained, draft: Pretrained) -> list[str]:
       MarsError: a model has no tokenizer, and the vocabulary sizes differ.
     """
     if not (target.has_tokenizer and draft.has_tokenizer):
-        target_vocab, draft_vocab = target.config.vocab_size, draft.config.vocab_size
-        if target_vocab != draft_vocab:  # without tokenizers, only the sizes can be compared
+        target_size, draft_size = target.config.vocab_size, draft.config.vocab_size
+        if target_size != draft_size:  # without tokenizers, only the sizes can be compared
             raise MarsError(
-                f"the draft '{draft.name}' has a vocabulary of {draft_vocab} tokens and the target '{target.name}' one "
-                f"of {target_vocab}: pair models that share a tokenizer."
+                f"the draft '{draft.name}' has a vocabulary of {draft_size} tokens and the target '{target.name}' one "
+                f"of {target_size}: pair models that share a tokenizer."
             )
         return []
-    target_vocab, draft_vocab = ((model._plain or model.tokenizer).get_vocab() for model in (target, draft))
-    if target_vocab == draft_vocab:
-        return []
-    return sorted(
-        t for t in target_vocab.keys() | draft_vocab.keys() if target_vocab.get(t) != draft_vocab.get(t)
-    )
+    target_ids, draft_ids = ((model._plain or model.tokenizer).get_vocab() for model in (target, draft))
+    return sorted(t for t in target_ids | draft_ids if target_ids.get(t) != draft_ids.get(t))
 
 
 def check_same_vocabulary(target: Pretrained, draft: Pretrained) -> None:
     """Raise MarsError if two models have different tokens or ids; see `differing_tokens`."""
-    differing = differing_tokens(target, draft)
-    if differing:
+    if differing := differing_tokens(target, draft):
         raise MarsError(
             f"the draft '{draft.name}' and the target '{target.name}' have different vocabularies ({len(differing)} "
             f"tokens differ, such as {differing[0]!r}): pair models that share a tokenizer."

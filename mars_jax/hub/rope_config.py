@@ -5,19 +5,21 @@ Oracle: `ROPE_INIT_FUNCTIONS` of transformers 5.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
 
 from mars_jax.hub.values import count
 from mars_jax.models.config import Rope
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import JsonObject
 
 
-def yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
+def yarn_attention_factor(scaling: JsonObject, factor: float) -> float:
     """Return YaRN's factor on cos and sin (arXiv 2309.00071, equation 15), following transformers' rules."""
 
     def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+        # Without a stretch (factor <= 1) the logarithm is 0.
+        return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
 
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
@@ -26,11 +28,11 @@ def yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
     return mscale(1.0)
 
 
-_OUTSIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_OUTSIDE = ("partial_rotary_factor", "original_max_position_embeddings")
 """Settings that older configs keep at the top level of config.json."""
 
 
-def read_rope(data: dict[str, Any], *, base: str = "rope_theta", theta: float = 10000.0) -> Rope:
+def read_rope(data: JsonObject, *, base: str = "rope_theta", theta: float = 10000.0) -> Rope:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
 
     Args:
@@ -52,30 +54,26 @@ def read_rope(data: dict[str, Any], *, base: str = "rope_theta", theta: float = 
     if kind == "default":
         return Rope(theta=theta)
     if kind not in ("linear", "llama3", "yarn"):
-        raise MarsError(
-            f"rope type '{kind}' is not supported: the supported ones are default, linear, llama3, yarn."
-        )
+        raise MarsError(f"rope type '{kind}' is not supported: expected default, linear, llama3 or yarn.")
     longest = count(data, "max_position_embeddings", 2048)
     trained = count(scaling, "original_max_position_embeddings", longest)
     factor = scaling.get("factor")
+    # As in transformers, YaRN's factor defaults to the ratio of the context to the trained length.
     if factor is None and kind == "yarn":
         factor = longest / trained
     if factor is None:
-        raise MarsError(
-            f"rope type '{kind}' needs a factor, and config.json gives none: add it to rope_scaling."
-        )
-    fields: dict[str, Any] = {"theta": theta, "kind": kind, "factor": float(factor)}
+        raise MarsError(f"rope type '{kind}' needs a factor: add it to rope_scaling.")
+    scaled = functools.partial(Rope, theta=theta, kind=kind, factor=float(factor))
     if kind == "linear":
-        return Rope(**fields)
-    fields["original_max_positions"] = trained
+        return scaled()
     if kind == "llama3":
         missing = [key for key in ("low_freq_factor", "high_freq_factor") if scaling.get(key) is None]
         if missing:
-            raise MarsError(f"rope type 'llama3' needs {missing[0]}, and config.json gives none: add it.")
+            raise MarsError(f"rope type 'llama3' needs {missing[0]}: add it to rope_scaling.")
         low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-        return Rope(**fields, low_freq_factor=low, high_freq_factor=high)
-    return Rope(
-        **fields,
+        return scaled(original_max_positions=trained, low_freq_factor=low, high_freq_factor=high)
+    return scaled(
+        original_max_positions=trained,
         beta_fast=float(scaling.get("beta_fast") or 32),
         beta_slow=float(scaling.get("beta_slow") or 1),
         attention_factor=yarn_attention_factor(scaling, float(factor)),
@@ -83,27 +81,23 @@ def read_rope(data: dict[str, Any], *, base: str = "rope_theta", theta: float = 
     )
 
 
-def _settings(data: dict[str, Any], base: str) -> dict[str, Any]:
+def _settings(data: JsonObject, base: str) -> JsonObject:
     """Merge the rope settings of config.json, which may list a setting in several places.
 
     Raises:
       MarsError: two places list different values.
     """
-    top_level = {key: data.get(base if key == "rope_theta" else key) for key in _OUTSIDE}
-    settings: dict[str, Any] = {}
+    top_level = {"rope_theta": data.get(base)} | {key: data.get(key) for key in _OUTSIDE}
+    settings: JsonObject = {}
     for place, values in (
         ("config.json", top_level),
         ("rope_scaling", data.get("rope_scaling") or {}),
         ("rope_parameters", data.get("rope_parameters") or {}),
     ):
         if not isinstance(values, dict):
-            raise MarsError(
-                f'{place} is {values!r}: expected an object, such as {{"rope_type": "linear", "factor": 2.0}}.'
-            )
+            raise MarsError(f'{place} is {values!r}: expected an object, such as {{"rope_type": "default"}}.')
         if nested := [key for key in values if key.endswith("_attention")]:
-            raise MarsError(
-                f"{place} has settings for each layer type ({nested[0]}), and this model has one rope."
-            )
+            raise MarsError(f"{place} has settings for each layer type ({nested[0]}): expected one rope.")
         for key, value in values.items():
             if value is None:
                 continue
@@ -116,11 +110,11 @@ def _settings(data: dict[str, Any], base: str) -> dict[str, Any]:
     return settings
 
 
-def write_scaling(rope: Rope) -> dict[str, Any] | None:
+def write_scaling(rope: Rope) -> JsonObject | None:
     """Return the `rope_scaling` of config.json for transformers 4 and 5; None if the rope is not scaled."""
     if rope.kind == "none":
         return None
-    data: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    data: JsonObject = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind == "linear":
         return data
     data["original_max_position_embeddings"] = rope.original_max_positions

@@ -28,21 +28,18 @@ def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray
     """
     arrays: dict[str, np.ndarray] = {}
     for row in rows:
+        name = ".".join(map(str, row.path))
         try:
             value = get(params, row.path)
             if isinstance(value, Quantized):
-                raise MarsError(
-                    "quantised weights are not saved in this layout: save those they were made of."
-                )
+                raise MarsError("quantised weights cannot be saved in this layout: save the original ones.")
             value = np.asarray(jax.device_get(value))
         except (KeyError, IndexError, TypeError):
-            raise MarsError(
-                f"params lack {'.'.join(map(str, row.path))}: they belong to another config."
-            ) from None
+            raise MarsError(f"params lack {name}: they belong to another config.") from None
         if value.shape != row.shape:
             raise MarsError(
-                f"params {'.'.join(map(str, row.path))} is {list(value.shape)} and the config says "
-                f"{list(row.shape)}: they belong to another config."
+                f"params {name} is {list(value.shape)} and the config says {list(row.shape)}: they belong to another "
+                "config."
             )
         arrays[row.name] = np.ascontiguousarray(value)
     return arrays
@@ -91,9 +88,7 @@ def save(
     arrays = named_arrays(weights(config), params)
     data = to_json(config, dtype=arrays["model.embed_tokens.weight"].dtype.name)
     if from_json(data) != config:
-        raise MarsError(
-            f"config.json of the family '{config.family}' cannot express this config: choose another family."
-        )
+        raise MarsError(f"the family '{config.family}' cannot express this config: choose another family.")
     return write_directory(target, arrays, data)
 
 

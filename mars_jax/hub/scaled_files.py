@@ -22,9 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor
-from mars_jax.hub.packed_files import OF_ACTIVATIONS, group_weights
+from mars_jax.hub.packed_files import OF_ACTIVATIONS, group_weights, quantization_config
 from mars_jax.utils.errors import MarsError
 
 _SCALES = (".weight_scale_inv", ".weight_scale")
@@ -40,47 +39,44 @@ def dequantized_tensors(
     """
     all_files = list(files)  # headers only; a matrix and its scales may be in different files
     scales: dict[str, Tensor] = {}
-    for name, tensor in ((name, tensor) for file in all_files for name, tensor in file.items()):
+    for name, tensor in (item for file in all_files for item in file.items()):
         if end := next(filter(name.endswith, _SCALES), None):
             if (base := name.removesuffix(end)) in scales:
-                raise MarsError(
-                    f"'{directory}' has two scales of {base}.weight: download the checkpoint again."
-                )
+                raise MarsError(f"'{directory}' has two scales of {base}.weight: download it again.")
             scales[base] = tensor
     if not scales:
         yield from map(dict, all_files)
         return
     size = _block_size(directory)
     for file in all_files:
-        yield {
-            name: _matrix(directory, name, tensor, scales[base], size)
-            if name.endswith(".weight") and (base := name.removesuffix(".weight")) in scales
-            else tensor
-            for name, tensor in file.items()
-            if not name.endswith((*_SCALES, *OF_ACTIVATIONS))
-        }
+        dequantized = {}
+        for name, tensor in file.items():
+            base = name.removesuffix(".weight")
+            if base != name and base in scales:
+                dequantized[name] = _matrix(directory, name, tensor, scales[base], size)
+            elif not name.endswith((*_SCALES, *OF_ACTIVATIONS)):
+                dequantized[name] = tensor
+        yield dequantized
 
 
-def _block_size(directory: Path) -> Any:
+def _block_size(directory: Path) -> object:
     """Return [outputs, inputs] of a block from the config; None if the config has no block size."""
-    data = read_json(directory / "config.json")
-    quantization = data.get("quantization_config") or data.get("compression_config")
-    if not isinstance(quantization, dict):
-        return None
-    return quantization.get("weight_block_size") or next(
-        filter(None, map(_structure, group_weights(quantization))), None
-    )
-
-
-def _structure(weights: Mapping[str, Any]) -> Any:
-    size = weights.get("group_size")
-    return weights.get("block_structure") or (None if size in (None, -1) else [1, size])
+    quantization = quantization_config(directory) or {}
+    if size := quantization.get("weight_block_size"):
+        return size
+    for weights in group_weights(quantization):
+        if structure := weights.get("block_structure"):
+            return structure
+        if (size := weights.get("group_size")) not in (None, -1):
+            return [1, size]
+    return None
 
 
 def _matrix(directory: Path, name: str, tensor: Tensor, scale: Tensor, size: Any) -> Tensor:
     outputs, inputs = tensor.shape if len(tensor.shape) == 2 else (0, 0)
     shape = scale.shape
     blocked = isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)
+    # Each scale belongs to a block of `tall` outputs and `wide` inputs.
     if shape in ((), (1,), (1, 1)):
         tall, wide = outputs, inputs
     elif shape in ((outputs,), (outputs, 1)):
@@ -99,6 +95,7 @@ def _matrix(directory: Path, name: str, tensor: Tensor, scale: Tensor, size: Any
         numbers = (tensor.numbers or tensor.rows)(first, last)
         if numbers.dtype.itemsize > 1:
             raise MarsError(f"it holds {numbers.dtype} beside scales: weights in 8 bits have them.")
+        # f32[blocks of outputs, blocks of inputs]; each output takes its block's row, each input its block's column.
         row_scales = scale.read().astype(np.float32).reshape(-1, -(-inputs // wide))
         row_scales = row_scales[np.arange(first, last) // tall]
         return numbers.astype(np.float32) * np.repeat(row_scales, wide, axis=1)[:, :inputs]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,44 +68,46 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
     default = SingleDeviceSharding(jnp.zeros(()).devices().pop())
     paths, structure = jax.tree.flatten_with_path(like)
     leaves = {_name(path): leaf for path, leaf in paths}
-    shapes = jax.eval_shape(_named, like)  # JAX sorts the names
-    expected = {}
+    shapes = jax.eval_shape(_named, like)  # sorted by name, unlike `leaves`
+    expected: dict[str, jax.ShapeDtypeStruct] = {}
     for name, leaf in leaves.items():
         sharding = getattr(leaf, "sharding", None) or default
         expected[name] = jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype, sharding=sharding)
     place = Path(path).absolute()
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            stored = dict(checkpointer.metadata(place).item_metadata)
-            _check_shapes(path, stored, expected)
+            _check_shapes(path, _shapes(checkpointer.metadata(place).item_metadata), _shapes(expected))
             restored = checkpointer.restore(place, expected)
     except MarsError:
         raise
     except Exception as error:  # Orbax and TensorStore raise ValueError, KeyError and OSError, among others
         raise MarsError(
-            f"'{path}' cannot be read ({first_line(error)}): give a folder that save_state wrote."
+            f"'{path}' cannot be read ({first_line(error)}): expected a folder of save_state."
         ) from error
-    arrays = [
-        jax.random.wrap_key_data(restored[name], impl=KEY_IMPL) if _is_key(leaf) else restored[name]
-        for name, leaf in leaves.items()
-    ]
+    arrays = [restored[name] for name in leaves]
+    for i, leaf in enumerate(leaves.values()):
+        if _is_key(leaf):
+            arrays[i] = jax.random.wrap_key_data(arrays[i], impl=KEY_IMPL)
     return jax.tree.unflatten(structure, arrays)
 
 
-def _check_shapes(path: str | os.PathLike[str], stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in arrays.items()}
+
+
+def _check_shapes(
+    path: str | os.PathLike[str], stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]
+) -> None:
     """Raise MarsError if the names or shapes of a checkpoint differ from those of a state."""
-    for name in [*wanted, *stored]:
-        expected_shape, stored_shape = (
-            tuple(arrays[name].shape) if name in arrays else None for arrays in (wanted, stored)
-        )
-        if expected_shape != stored_shape:
+    for name in expected | stored:
+        if stored.get(name) != expected.get(name):
             raise MarsError(
-                f"'{path}' holds the state of another decoder or of other shapes ({name} is {stored_shape} there "
-                f"and {expected_shape} here): restore it with the rule, drafter, rows and buffer it was saved with."
+                f"'{path}' holds the state of another decoder or of other shapes ({name} is {stored.get(name)} there "
+                f"and {expected.get(name)} here): restore it with the rule, drafter, rows and buffer it was saved with."
             )
 
 
-def _named(state: PyTree) -> dict[str, Any]:
+def _named(state: PyTree) -> dict[str, jax.Array]:
     """Return the leaves by path, with random keys replaced by their raw words."""
     return {
         _name(path): jax.random.key_data(x) if _is_key(x) else x
@@ -112,9 +115,9 @@ def _named(state: PyTree) -> dict[str, Any]:
     }
 
 
-def _name(path: Any) -> str:
+def _name(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="-")
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

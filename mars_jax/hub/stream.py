@@ -7,21 +7,17 @@ Oracle: reading each tensor at once (tests/hub/test_stream.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
 from mars_jax.hub.files import Tensor
-from mars_jax.models.quantize import (
-    FORMS,
-    Quantized,
-    quantize,
-    quantize_4,
-)
+from mars_jax.models.quantize import FORMS, Quantized, quantize, quantize_4
 from mars_jax.utils.errors import MarsError
 
 BLOCK = 8 << 20
@@ -37,40 +33,41 @@ Box = tuple[tuple[int, int], ...]
 class HostArray:
     """Host buffers for the parts of one array that belong to this host's devices."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Sharding | None):
+    def __init__(self, shape: tuple[int, ...], dtype: DTypeLike, sharding: Sharding | None):
         self.shape, self.dtype, self.sharding = shape, jnp.dtype(dtype), sharding
-        whole_index = tuple(slice(0, n) for n in shape)
-        indices = (
-            [whole_index] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
-        )
+        indices: Iterable[Any] = [tuple(slice(n) for n in shape)]
+        if sharding is not None:
+            indices = sharding.addressable_devices_indices_map(shape).values()
         self.parts = {box: _empty([b - a for a, b in box], self.dtype) for box in map(self._box, indices)}
 
     def _box(self, index: Any) -> Box:
         return tuple(s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True))
 
-    def rows(self, at: int | None, axis: int = 0) -> tuple[int, int]:
-        """Return the range (first, end) of rows that this host needs, of tensor number `at` if tensors are stacked."""
-        boxes = [box for box in self.parts if at is None or box[0][0] <= at < box[0][1]]
-        axis = axis if at is None else 1
+    def rows(self, number: int | None, axis: int) -> tuple[int, int]:
+        """Return the range (first, end) of rows, on `axis`, that this host needs.
+
+        If tensors are stacked, return the range for tensor `number`, whose rows are on axis 1.
+        """
+        # Parts may cover different ranges, so return the smallest range that contains them all.
+        boxes = list(self.parts)
+        if number is not None:
+            boxes, axis = [box for box in boxes if box[0][0] <= number < box[0][1]], 1
         return min((b[axis][0] for b in boxes), default=0), max((b[axis][1] for b in boxes), default=0)
 
-    def write(self, at: int | None, first: int, block: np.ndarray) -> None:
-        """Copy a block of a tensor's rows, beginning at `first`. `at` is the tensor's number if tensors are stacked."""
-        box = ((first, first + len(block)), *((0, n) for n in block.shape[1:]))
-        if at is None:
-            self.place(box, block)
+    def write(self, number: int | None, axis: int, first: int, block: np.ndarray | jax.Array) -> None:
+        """Copy a block of a tensor's rows, which are on `axis` and begin at `first`; `number` as for `rows`."""
+        ranges = [(0, n) for n in block.shape]
+        ranges[axis] = first, first + block.shape[axis]
+        if number is None:
+            self._copy(tuple(ranges), block)
         else:
-            self.place(((at, at + 1), *box), block[None])
+            self._copy(((number, number + 1), *ranges), block[None])
 
-    def place(self, box: Box, block: np.ndarray) -> None:
+    def _copy(self, box: Box, block: np.ndarray | jax.Array) -> None:
         """Copy a block of the array into the parts that overlap it, cast to their dtype."""
         for part_box, part in self.parts.items():
             if (common := _common(box, part_box)) is not None:
-                target = tuple(
-                    slice(a - low, b - low) for (a, b), (low, _) in zip(common, part_box, strict=True)
-                )
-                source = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, box, strict=True))
-                part[target] = block[source].astype(self.dtype, copy=False)
+                part[_shifted(common, part_box)] = block[_shifted(common, box)].astype(self.dtype, copy=False)
 
     def to_devices(self) -> jax.Array:
         """Move the array to its devices, or to JAX's default device if there is no sharding."""
@@ -81,16 +78,22 @@ class HostArray:
         )
 
 
-def _common(one: Box, other: Box) -> Box | None:
+def _common(a: Box, b: Box) -> Box | None:
     """Return the intersection of two blocks; None if it is empty."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    common = tuple((max(i, k), min(j, l)) for (i, j), (k, l) in zip(a, b, strict=True))
     return common if all(first < end for first, end in common) else None
+
+
+def _shifted(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Return the index of a block inside a larger block that contains it."""
+    return tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(box, outer, strict=True))
 
 
 def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Allocate an array aligned to a cache line, so that JAX on CPU uses its memory without a copy."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
+    # The distance from the start of `memory` to the next multiple of 64.
     begin = -memory.ctypes.data % 64
     return memory[begin : begin + size].view(dtype).reshape(shape)
 
@@ -98,7 +101,7 @@ def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 def read_array(
     tensors: Sequence[tuple[str, Tensor]],
     shape: tuple[int, ...],
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     sharding: Sharding | None = None,
     bits: int | None = None,
@@ -121,41 +124,41 @@ def read_array(
     else:
         host_arrays = [HostArray(shape, dtype, sharding)]
     stacked = len(shape) > len(tensors[0][1].shape)
-    for number, (name, tensor) in enumerate(tensors):
-        stack_index = number if stacked else None
-        first, last = host_arrays[0].rows(stack_index, axis=-1 if bits == 4 else 0)
+    # The fields of a 4-bit matrix have its rows, the outputs, on their last axis.
+    axis = -1 if bits == 4 else 0
+    for i, (name, tensor) in enumerate(tensors):
+        number = i if stacked else None
+        first, last = host_arrays[0].rows(number, axis)
+        # Rows per block, counted in float32.
         step = max(1, BLOCK // (4 * math.prod(tensor.shape[1:])))
         for begin in range(first, last, step):
             end = min(begin + step, last)
             try:
                 if bits == 4 and tensor.blocks is not None:
-                    _write_4(host_arrays, begin, tensor.blocks(begin, end))
-                    continue
-                block = tensor.rows(begin, end)
-                if not jnp.issubdtype(block.dtype, jnp.floating):
-                    raise MarsError(f"it holds {block.dtype}: quantised checkpoints are not supported.")
+                    fields = tensor.blocks(begin, end)
+                else:
+                    fields = _fields(tensor.rows(begin, end), bits)
             except MarsError as error:
                 raise MarsError(f"tensor {name}: {error}") from None
-            if bits == 4:
-                small = quantize_4(block)
-                _write_4(host_arrays, begin, (small.values, small.scale, small.offset))  # pyright: ignore[reportArgumentType]
-            elif bits == 8:
-                small = quantize(block)
-                host_arrays[0].write(stack_index, begin, small.values)  # pyright: ignore[reportArgumentType]
-                host_arrays[1].write(stack_index, begin, small.scale)  # pyright: ignore[reportArgumentType]
-            else:
-                host_arrays[0].write(stack_index, begin, block)
+            for array, field in zip(host_arrays, fields, strict=True):
+                array.write(number, axis, begin, field)
     return host_arrays
 
 
-def _write_4(made: Sequence[HostArray], first: int, parts: Sequence[np.ndarray]) -> None:
-    """Copy some rows of a 4-bit matrix, whose fields have the rows on their last axis."""
-    for array, part in zip(made, parts, strict=True):
-        ends = (first, first + part.shape[-1])
-        array.place((*((0, n) for n in part.shape[:-1]), ends), part)
+def _fields(block: np.ndarray, bits: int | None) -> tuple[np.ndarray | jax.Array, ...]:
+    """Return rows of a tensor, or the fields of their quantised form."""
+    if not jnp.issubdtype(block.dtype, jnp.floating):
+        raise MarsError(f"it holds {block.dtype}: quantised checkpoints are not supported.")
+    if bits is None:
+        return (block,)
+    if bits == 8:
+        matrix = quantize(block)
+        return matrix.values, matrix.scale
+    matrix = quantize_4(block)
+    return matrix.values, matrix.scale, matrix.offset
 
 
-def to_params(arrays: Sequence[HostArray], dtype: Any) -> jax.Array | Quantized:
+def to_params(arrays: Sequence[HostArray], dtype: DTypeLike) -> jax.Array | Quantized:
     """Move the result of `read_array` to the devices."""
     placed = [array.to_devices() for array in arrays]
     bits = BITS[len(arrays)]

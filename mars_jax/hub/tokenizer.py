@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.gguf_file import gguf_parts, is_gguf, read_gguf
@@ -15,6 +15,10 @@ from mars_jax.hub.versions import cached_by_version
 from mars_jax.utils.errors import MarsError, first_line
 from mars_jax.utils.limits import TOKENIZER_BYTES
 from mars_jax.utils.paths import open_file
+from mars_jax.utils.types import JsonObject
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 """Every directory with a tokenizer contains at least one of these files."""
@@ -28,7 +32,13 @@ _READ = (
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # Keys of tokenizer_config.json that do not affect encoding or decoding. `_NAMED` keys affect it only if they name a
 # token that tokenizer.json does not mark as special.
-_HEEDED = {"backend", "clean_up_tokenization_spaces", "model_max_length", "tokenizer_class", "chat_template"}
+_HARMLESS = {
+    "backend",
+    "clean_up_tokenization_spaces",
+    "model_max_length",
+    "tokenizer_class",
+    "chat_template",
+}
 _NAMED = {"bos_token", "eos_token", "pad_token", "unk_token"}
 _PARALLEL = "TOKENIZERS_PARALLELISM"
 _USER_CHOSE = _PARALLEL in os.environ
@@ -57,7 +67,7 @@ def read_tokenizer(path: Path) -> Any:
 
     logging.set_verbosity_error()  # hide the tokenizer's advice
     try:
-        with told_of_panics(path):
+        with catch_panics(path):
             if is_gguf(path):
                 return gguf_tokenizer(read_gguf(path))
             # Without the flag, transformers prompts on stdin whether to run the checkpoint's code.
@@ -77,7 +87,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 @cached_by_version(_tokenizer_files)
-def read_plain(path: Path) -> Any:
+def read_plain(path: Path) -> Tokenizer | None:
     """Read the `tokenizers.Tokenizer` of a directory; None if its files have settings that only transformers applies.
 
     It encodes and decodes exactly like `read_tokenizer`'s result, without the slow import of transformers.
@@ -85,13 +95,13 @@ def read_plain(path: Path) -> Any:
     _check_files(path)
     data = _tokenizer_config(path)
     has_other_files = any((path / name).exists() for name in ("special_tokens_map.json", "added_tokens.json"))
-    if data.get("tokenizer_class") not in _PLAIN or has_other_files or data.keys() - _HEEDED - _NAMED:
+    if data.get("tokenizer_class") not in _PLAIN or has_other_files or data.keys() - _HARMLESS - _NAMED:
         return None
     os.environ.setdefault(_PARALLEL, "false")
     import tokenizers
 
     try:
-        with told_of_panics(path):
+        with catch_panics(path):
             tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     except Exception:  # tokenizers raises nothing narrower; transformers will report the error
         return None
@@ -104,7 +114,7 @@ def read_plain(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def told_of_panics(name: str | Path) -> Iterator[None]:
+def catch_panics(name: str | Path) -> Iterator[None]:
     """Convert a panic of the tokenizers library, which is written in Rust, into a MarsError.
 
     In Python, such a panic is a `BaseException` but not an `Exception`.
@@ -121,8 +131,8 @@ def told_of_panics(name: str | Path) -> Iterator[None]:
         if type(error).__name__ != "PanicException":  # no module exports this class
             raise
         raise MarsError(
-            f"the tokenizer of '{name}' breaks ({first_line(error)}): it contradicts itself, so "
-            "download it again, or give prompts as token ids."
+            f"the tokenizer of '{name}' breaks ({first_line(error)}): it contradicts itself, so download it again, or "
+            "give prompts as token ids."
         ) from None
 
 
@@ -153,9 +163,7 @@ def _check_files(directory: Path) -> None:
         try:
             open_file(file, TOKENIZER_BYTES).close()
         except OSError as error:
-            raise MarsError(
-                f"'{file}' cannot be read ({error.strerror}): put the checkpoint's tokenizer files there."
-            ) from None
+            raise MarsError(f"'{file}' cannot be read ({error.strerror}): download it again.") from None
 
 
 def _tokenizer_class(path: Path) -> Any:
@@ -166,13 +174,16 @@ def _tokenizer_class(path: Path) -> Any:
     import transformers
 
     data = _tokenizer_config(path)
-    described = (path / "tokenizer.json").exists()
-    if described and data.get("tokenizer_class") in _PLAIN and "auto_map" not in data:
+    if (
+        (path / "tokenizer.json").exists()
+        and data.get("tokenizer_class") in _PLAIN
+        and "auto_map" not in data
+    ):
         return transformers.PreTrainedTokenizerFast
     return transformers.AutoTokenizer
 
 
-def _tokenizer_config(path: Path) -> dict[str, Any]:
+def _tokenizer_config(path: Path) -> JsonObject:
     """Return the object in tokenizer_config.json; {} if the file is absent or is not a JSON object."""
     try:
         return read_json(path / "tokenizer_config.json")

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import JsonObject
 
 
-def value_or_default(data: dict[str, Any], key: str, default: Any) -> Any:
+def value_or_default(data: JsonObject, key: str, default: Any) -> Any:
     """Return the value of a key; `default` if the key is absent or null.
 
     >>> [value_or_default({"rope_theta": value}, "rope_theta", 10000.0) for value in (0, None)]
@@ -19,19 +20,21 @@ def value_or_default(data: dict[str, Any], key: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def count(data: dict[str, Any], key: str, default: int) -> int:
-    """Return a whole number of at least 1; `default` if the key is absent or null.
+def count(data: JsonObject, key: str, default: int) -> int:
+    """Return a whole number of at least 1; `default`, which may be 0, if the key is absent or null.
 
     Raises:
       MarsError: the value is anything else.
     """
-    value = value_or_default(data, key, default)
+    value = data.get(key)
+    if value is None:
+        return default
     if type(value) is not int or value < 1:  # not isinstance, which would accept JSON's true
         raise MarsError(f"{key} is {value!r}: expected a whole number of at least 1.")
     return value
 
 
-def config_token_ids(data: dict[str, Any], key: str, file: str) -> tuple[int, ...]:
+def config_token_ids(data: JsonObject, key: str, file: str) -> tuple[int, ...]:
     """Return one token id or a list of them as a tuple; () if the key is absent or null.
 
     Raises:
@@ -40,17 +43,18 @@ def config_token_ids(data: dict[str, Any], key: str, file: str) -> tuple[int, ..
     >>> config_token_ids({"eos_token_id": [1, 106]}, "eos_token_id", "config.json")
     (1, 106)
     """
-    value = value_or_default(data, key, [])
-    ids = value if isinstance(value, list) else [value]
+    ids = value = value_or_default(data, key, [])
+    if not isinstance(value, list):
+        ids = [value]
     if any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
         raise MarsError(f"{key} of {file} is {value!r}: expected a token id, or a list of token ids.")
     return tuple(ids)
 
 
 @contextlib.contextmanager
-def of_its_kind(what: str, cure: str) -> Iterator[None]:
+def of_its_kind(subject: str, cure: str) -> Iterator[None]:
     """Convert Python's errors about values of an unexpected type, such as a string for a number, into a MarsError."""
     try:
         yield
     except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
-        raise MarsError(f"{what} of the wrong kind ({error}): {cure}.") from None
+        raise MarsError(f"{subject} of the wrong kind ({error}): {cure}.") from None

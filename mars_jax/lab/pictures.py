@@ -54,7 +54,7 @@ class Look(NamedTuple):
     marker: str = "o"
 
     @property
-    def line(self) -> dict[str, str]:
+    def line(self) -> dict[str, Any]:
         """Arguments of `Axes.plot` and `Axes.errorbar`."""
         return {"color": self.colour, "marker": self.marker}
 

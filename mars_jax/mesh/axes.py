@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from mars_jax.utils.errors import MarsError, check_type
 
 AnyMesh = Mesh | AbstractMesh
+REPLICATED = P()
 PyTree = Any
 
 RULES: Mapping[str, tuple[str, ...]] = {
@@ -97,7 +98,9 @@ def size_of(role: str, mesh: AnyMesh | None) -> int:
     >>> size_of("data", AbstractMesh((2, 4), ("data", "model")))
     2
     """
-    return 1 if mesh is None else math.prod(mesh.shape[name] for name in names_of(role, mesh))
+    if mesh is None:
+        return 1
+    return math.prod(mesh.shape[name] for name in names_of(role, mesh))
 
 
 def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
@@ -125,7 +128,7 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
                 "such as data=2,model=4."
             )
         sizes[name] = int(size)
-    devices = list(jax.devices() if devices is None else devices)
+    devices = jax.devices() if devices is None else list(devices)
     count = math.prod(sizes.values())
     if count > len(devices):
         raise MarsError(
@@ -148,6 +151,7 @@ def axes_of(logical: str, size: int, mesh: AnyMesh, *, without: tuple[str, ...] 
     (('model',), ())
     """
     axes = [name for role in RULES[logical] for name in names_of(role, mesh) if name not in without]
+    # Drop the innermost axes until the size divides. It is then replicated over them.
     while axes and size % math.prod(mesh.shape[name] for name in axes):
         axes.pop()
     return tuple(axes)
@@ -167,8 +171,8 @@ def device_kind() -> str:
 
     A plan traces for an abstract mesh, whose devices are not on this machine.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.devices()[0].device_kind if device is None else device.device_kind
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return device.device_kind
 
 
 def on_cpu() -> bool:
@@ -199,6 +203,7 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     @functools.wraps(function)
     def call(params: PyTree, *rows: PyTree) -> PyTree:
+        # Arrays with explicit shardings bring their own mesh, whether or not one is set.
         explicit = _explicit_mesh((params, rows))
         if explicit is not None:
             return _as_auto(explicit, call, params, *rows)
@@ -207,9 +212,10 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
             return function(params, *rows)
 
         def placed(params: PyTree, *rows: PyTree) -> PyTree:
-            return _map_nodes(lambda x, axes: _hold(x, axes) if axes else x, function(params, *rows))
+            return _map_nodes(_hold, function(params, *rows))
 
         data = names_of("data", mesh)
+        # No mesh axis shards rows, or an outer `by_rows` has already mapped them.
         if not set(data) - set(mesh.manual_axes):
             return placed(params, *rows)
         check_rows(jax.tree.leaves(rows)[0].shape[0], mesh)
@@ -230,8 +236,9 @@ def over_rows(count: Array) -> Array:
     """Sum a per-device count over the shards of the rows, when traced inside `by_rows`."""
     mesh = current()
     data = names_of("data", mesh)
-    divided = mesh is not None and data and not set(data) - set(mesh.manual_axes)
-    return jax.lax.psum(count, data) if divided else count
+    if mesh is None or not data or set(data) - set(mesh.manual_axes):
+        return count
+    return jax.lax.psum(count, data)
 
 
 def check_rows(batch: int, mesh: AnyMesh) -> None:
@@ -246,7 +253,7 @@ def check_rows(batch: int, mesh: AnyMesh) -> None:
 Axes = tuple[str | None, ...]
 
 
-def logical_axes(x: Any) -> Axes | None:
+def logical_axes(x: object) -> Axes | None:
     """Return the logical axis (a key of `RULES`) of each dimension of a container's arrays; None if it declares none.
 
     A cache that shards its arrays by more than their rows declares an attribute of this name.
@@ -275,31 +282,33 @@ def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), row_specs(state, mesh))
 
 
-def _map_nodes(function: Callable[[Any, Axes | None], Any], tree: PyTree) -> PyTree:
+def _map_nodes(function: Callable[[Array, Axes | None], PyTree], tree: PyTree) -> PyTree:
     """Map `function(array, logical axes of its container)` over every array."""
 
-    def node(x: Any) -> Any:
+    def node(x: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: function(leaf, logical_axes(x)), x)
 
     return jax.tree.map(node, tree, is_leaf=lambda x: logical_axes(x) is not None)
 
 
-def _spec(x: Any, axes: Axes, mesh: AnyMesh, *, rows: bool = True) -> P:
+def _spec(x: Array, axes: Axes, mesh: AnyMesh, *, rows: bool = True) -> P:
     """Return the partition spec of an array; `rows` is False if `by_rows` has already sharded them."""
 
-    def of(name: str | None, size: int) -> Any:
-        if name == "rows":
-            data = names_of("data", mesh) if rows else ()
-            return data[0] if len(data) == 1 else data or None
-        return None if name is None else axes_of(name, size, mesh) or None
+    def of(name: str | None, size: int) -> tuple[str, ...] | None:
+        if name is None or (name == "rows" and not rows):
+            return None
+        # `check_rows` raises for rows that do not divide, whereas other axes are then replicated.
+        mesh_axes = names_of("data", mesh) if name == "rows" else axes_of(name, size, mesh)
+        return mesh_axes or None
 
+    # Trailing dimensions without a logical axis are replicated.
     return P(*[of(name, size) for name, size in zip(axes, x.shape, strict=False)])
 
 
-def _hold(x: Array, axes: Axes) -> Array:
+def _hold(x: Array, axes: Axes | None) -> Array:
     """Constrain an array to the sharding of its logical axes; dimensions that do not divide are replicated."""
     mesh = _ready()
-    if mesh is None or not mesh.auto_axes:
+    if axes is None or mesh is None or not mesh.auto_axes:
         return x
     return jax.lax.with_sharding_constraint(x, _spec(x, axes, mesh, rows=False))
 
@@ -343,9 +352,10 @@ def _ready() -> AbstractMesh | None:
     """Return the mesh inside `by_rows`, where the other axes may be mapped by hand; None elsewhere."""
     mesh = current()
     data = set(names_of("data", mesh))
-    if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) - data:
+    # Exactly the axes of the rows must be mapped: fewer outside of `by_rows`, more inside of `map_devices`.
+    if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) != data:
         return None
-    return None if data - set(mesh.manual_axes) else mesh
+    return mesh
 
 
 def vocabulary_axes(vocab: int) -> tuple[str, ...]:
@@ -356,7 +366,9 @@ def vocabulary_axes(vocab: int) -> tuple[str, ...]:
 def devices_of(logical: str, size: int) -> int:
     """Return the number of shards of a logical axis of this size in the current trace; 1 without a mesh."""
     mesh = _ready()
-    return 1 if mesh is None else math.prod(mesh.shape[name] for name in axes_of(logical, size, mesh))
+    if mesh is None:
+        return 1
+    return math.prod(mesh.shape[name] for name in axes_of(logical, size, mesh))
 
 
 def axes_here(logical: str, size: int) -> tuple[str, ...] | None:
@@ -365,7 +377,9 @@ def axes_here(logical: str, size: int) -> tuple[str, ...] | None:
     Return None if nothing is mapped by hand: on one device, or if XLA partitions the rows.
     """
     mesh = _ready()
-    return None if mesh is None else axes_of(logical, size, mesh)
+    if mesh is None:
+        return None
+    return axes_of(logical, size, mesh)
 
 
 def alone(logical: str, size: int) -> tuple[str, ...]:
@@ -375,7 +389,9 @@ def alone(logical: str, size: int) -> tuple[str, ...]:
     one device waits for all devices.
     """
     mesh = _ready()
-    return () if mesh is None or names_of("data", mesh) else axes_of(logical, size, mesh)
+    if mesh is None or names_of("data", mesh):
+        return ()
+    return axes_of(logical, size, mesh)
 
 
 def in_order(axes: Sequence[str]) -> bool:
@@ -390,39 +406,34 @@ def expert_axes(experts: int, size: int) -> tuple[tuple[str, ...], tuple[str, ..
     if mesh is None:
         return (), ()
     axes = axes_of("experts", experts, mesh)
+    # Whatever axes the experts leave free shard the matrices within an expert.
     return axes, axes_of("expert_hidden", size, mesh, without=axes)
 
 
 def map_devices(
-    function: Callable[..., PyTree], in_specs: Any, out_specs: Any = None
+    function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree = REPLICATED
 ) -> Callable[..., PyTree]:
     """Apply `jax.shard_map` over all mesh axes except that of the rows; by default results are replicated."""
     mesh = jax.sharding.get_abstract_mesh()
     free = set(mesh.axis_names) - set(mesh.manual_axes)
     # check_vma cannot infer that values computed on every device from the same gathered arrays are equal.
-    return jax.shard_map(
-        function,
-        in_specs=in_specs,
-        out_specs=P() if out_specs is None else out_specs,
-        axis_names=free,
-        check_vma=False,
-    )
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False)
 
 
 def over_vocabulary(
-    local: Callable[..., PyTree], whole: Callable[..., PyTree], logits: Array, *others: PyTree
+    local: Callable[..., PyTree], unsharded: Callable[..., PyTree], logits: Array, *others: PyTree
 ) -> PyTree:
-    """Call `whole(logits, *others)`, or `local(axes, shard, *others)` per device if the vocabulary is sharded.
+    """Call `unsharded(logits, *others)`, or `local(axes, shard, *others)` per device if the vocabulary is sharded.
 
     Args:
       local: gets the mesh axes of the vocabulary and its device's shard of logits [..., V]; must return equal results
         on all devices.
-      whole: computes the same for an unsharded vocabulary.
+      unsharded: computes the same for an unsharded vocabulary.
       logits: [..., V].
       others: arrays that are replicated over the devices.
     """
     axes = vocabulary_axes(logits.shape[-1])
     if not axes:
-        return whole(logits, *others)
+        return unsharded(logits, *others)
     specs = (P(*[None] * (logits.ndim - 1), axes), *[P()] * len(others))
     return map_devices(functools.partial(local, axes), specs)(logits, *others)

@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 import zlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,14 +117,16 @@ def check_devices() -> None:
     """Raise MarsError if JAX cannot start the devices in JAX_PLATFORMS. Call it after `connect`."""
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # an AssertionError without a message means no plugin
+    # JAX raises an AssertionError without a message if there is no plugin for a platform.
+    except (RuntimeError, AssertionError) as error:
+        # Drop the advice that JAX appends to its message.
         reason = (
             first_line(error).partition(". (set JAX_PLATFORMS")[0] if str(error) else "no plugin for them"
         )
-        named = getattr(jax.config, "jax_platforms", None) or ""
+        platforms = getattr(jax.config, "jax_platforms", None) or ""
         raise MarsError(
-            f"JAX finds none of the devices that JAX_PLATFORMS names, '{named}' ({reason}): install JAX for them, such "
-            "as with jax[cuda13], or unset JAX_PLATFORMS, without which JAX chooses by itself."
+            f"JAX finds none of the devices that JAX_PLATFORMS names, '{platforms}' ({reason}): install JAX for them, "
+            "such as with jax[cuda13], or unset JAX_PLATFORMS, without which JAX chooses by itself."
         ) from None
 
 
@@ -145,13 +146,14 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def check_equal(value: Any, what: str) -> None:
+def check_equal(value: object, name: str) -> None:
     """Raise MarsError if a value differs between processes, which would make them wait for each other forever."""
     if jax.process_count() == 1:
         return
+    # Compare checksums, because a gather needs arrays of the same shape in all processes.
     sums = multihost_utils.process_allgather(np.asarray(zlib.crc32(repr(value).encode()), np.uint32))
     if len(set(sums.tolist())) > 1:
-        raise MarsError(f"the processes were given different {what}: start all of them with the same.")
+        raise MarsError(f"the processes were given different {name}: start all of them with the same.")
 
 
 def check_mesh(mesh: jax.sharding.Mesh | None) -> None:
@@ -175,6 +177,7 @@ def broadcast_bytes(data: bytes) -> bytes:
     """Return the first process's bytes in every process. The arguments of the others are ignored."""
     if jax.process_count() == 1:
         return data
+    # A broadcast needs the same shape in all processes, so send the length first.
     buffer = np.zeros(broadcast(len(data)), np.uint8)
     if is_first():
         buffer[:] = np.frombuffer(data, np.uint8)
@@ -184,9 +187,10 @@ def broadcast_bytes(data: bytes) -> bytes:
 def put(tree: PyTree, shardings: PyTree) -> PyTree:
     """Apply `jax.device_put` to arrays that every process holds, including onto devices of several processes."""
 
-    def one(x: Any, sharding: Any) -> jax.Array:
+    def one(x: jax.Array | np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
         if sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
+        # NumPy has no dtype for keys, so place their data.
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             key_data = one(jax.random.key_data(x), sharding)
             return jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(x))
@@ -199,7 +203,7 @@ def put(tree: PyTree, shardings: PyTree) -> PyTree:
 def fetch(tree: PyTree) -> PyTree:
     """Apply `jax.device_get`, including to arrays sharded over processes; all processes must then call it."""
 
-    def one(x: Any) -> Any:
+    def one(x: PyTree) -> PyTree:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
             return x
         return multihost_utils.process_allgather(x, tiled=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
+from jax.typing import DTypeLike
 
 from kernels_pallas import BlockError, NewRows, tree_attention, write_and_attend
 from kernels_pallas.common import TWO_CORES
@@ -62,16 +63,19 @@ KERNEL_SLOTS = 128
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
+NewKV = tuple[Array, Array] | None
+"""Keys and values [B, N, K, D] of the nodes that are not in the cache yet; None if they are."""
+
 
 class Attend(Protocol):
     """Attention of a layer's nodes to their visible keys and values, after writing the nodes' rows to the cache.
 
-    Takes q [B, N, K, G, D], the cache's k and v [B, S, K, D], and the nodes' `new` keys and values [B, N, K, D], or
-    None if they are already in the cache. Returns [B, N, K, G, D] and the cache's k and v with the new rows.
+    Takes q [B, N, K, G, D], the cache's k and v [B, S, K, D], and the nodes' `new` keys and values. Returns
+    [B, N, K, G, D] and the cache's k and v with the new rows.
     """
 
     def __call__(
-        self, q: Array, k: Rows, v: Rows, new: tuple[Array, Array] | None, *, scale: float, cap: float | None
+        self, q: Array, k: Rows, v: Rows, new: NewKV, *, scale: float, cap: float | None
     ) -> tuple[Array, Rows, Rows]: ...
 
 
@@ -87,23 +91,29 @@ def attending(form: str, visible: Visible, slots: int, window: int | None) -> At
     live = jnp.max(visible.slot) + nodes
     fits = slots % KERNEL_SLOTS == 0 and (nodes <= KERNEL_NODES or visible.seen is None)
     if form == "xla" or (form == "auto" and not (on_tpu() and fits)):
-        by_mask = _attend_by_flash if form == "auto" else _attend_by_mask
+        by_mask = _bind(_attend_by_mask, form == "auto")
         return Partial(by_mask, visible.dense(slots, window), live, visible.slot)
-    return Partial(_by_kernel(form, window), visible)
+    return Partial(_bind(_attend_by_kernel, form, window), visible)
+
+
+@functools.lru_cache
+def _bind(attend: Callable[..., tuple[Array, Rows, Rows]], *options: str | int | None):
+    """Return the same `functools.partial` object for equal arguments, so that jit does not recompile it."""
+    return functools.partial(attend, *options)
 
 
 def _attend_by_mask(
+    flash: bool,
     mask: Array,
     live: Array,
     slot: Array,
     q: Array,
     k: Rows,
     v: Rows,
-    new: tuple[Array, Array] | None,
+    new: NewKV,
     *,
     scale: float,
     cap: float | None,
-    flash: bool = False,
 ) -> tuple[Array, Rows, Rows]:
     if new is not None:
         k, v = (
@@ -113,16 +123,6 @@ def _attend_by_mask(
     return attend(q, k, v, mask, live, scale=scale, cap=cap, flash=flash), k, v
 
 
-def _attend_by_flash(*given: Any, **options: Any) -> tuple[Array, Rows, Rows]:
-    return _attend_by_mask(*given, **options, flash=True)
-
-
-@functools.lru_cache
-def _by_kernel(form: str, window: int | None) -> Callable[..., tuple[Array, Rows, Rows]]:
-    """Return the same function object for equal arguments, so that jit does not recompile it."""
-    return functools.partial(_attend_by_kernel, form, window)
-
-
 def _attend_by_kernel(
     form: str,
     window: int | None,
@@ -130,14 +130,14 @@ def _attend_by_kernel(
     q: Array,
     k: Rows,
     v: Rows,
-    new: tuple[Array, Array] | None,
+    new: NewKV,
     *,
     scale: float,
     cap: float | None,
 ) -> tuple[Array, Rows, Rows]:
     kernel = functools.partial(_kernel, window=window, cap=cap, scale=scale, interpret=form == "interpret")
 
-    def by_mask(q: Array, k: Rows, v: Rows, new: tuple[Array, Array] | None, visible: Visible):
+    def by_mask(q: Array, k: Rows, v: Rows, new: NewKV, visible: Visible):
         return attending("xla", visible, k.shape[1], window)(q, k, v, new, scale=scale, cap=cap)
 
     # The kernel divides rows over a chip's cores. A single row leaves one core idle, which slows down a single query.
@@ -146,7 +146,7 @@ def _attend_by_kernel(
     if form == "auto" and few_rows:
         return by_mask(q, k, v, new, visible)
 
-    def on_device(q: Array, k: Rows, v: Rows, new: tuple[Array, Array] | None, visible: Visible):
+    def on_device(q: Array, k: Rows, v: Rows, new: NewKV, visible: Visible):
         if form == "auto" and _unreadable(q, k):
             return by_mask(q, k, v, new, visible)
         if form == "interpret":
@@ -169,7 +169,7 @@ def _kernel(
     q: Array,
     k: Rows,
     v: Rows,
-    new: tuple[Array, Array] | None,
+    new: NewKV,
     visible: Visible,
     *,
     window: int | None,
@@ -189,11 +189,7 @@ def _kernel(
         "implementation": "pallas_tpu",
         "interpret": interpret,
     }
-    if (
-        not (isinstance(k, Int8Rows) or isinstance(v, Int8Rows))
-        and new is not None
-        and q.shape[1] <= KERNEL_NODES
-    ):
+    if not (isinstance(k, Int8Rows) or isinstance(v, Int8Rows) or new is None or q.shape[1] > KERNEL_NODES):
         return write_and_attend(q, k, v, NewRows(*new, visible.slot), visible.first, **options)
     # Int8 rows need scales, which are computed here and stored separately. XLA also writes the rows of a prompt's
     # chunk, so that it can drop the last layer's attention, whose result is unused.
@@ -254,29 +250,19 @@ def attend(
     if in_turns(q, k):
         elsewhere = functools.partial(_attend_blocks, scale=scale, cap=cap, block=wide_block(q, k))
     if k.shape[1] > (block := _block(q, GPU_SCORE_BYTES)):
-        turns = functools.partial(_attend_blocks, scale=scale, cap=cap, block=block)
-
         # A loop of dynamic length makes a GPU wait for the host in every iteration, so use the full length.
         def gpu(q, k, v, mask, live):
             del live
-            return turns(q, k, v, mask, None)
+            return _attend_blocks(q, k, v, mask, None, scale, cap, block)
 
-    cuda = (
-        _flash_or(gpu, scale) if flash and on_gpu() and current() is None and _suits_flash(q, k, cap) else gpu
-    )
+    cuda = gpu
+    queries = q.size // q.shape[-1]
+    has_many = queries > FLASH_QUERIES or (q.shape[1] == 1 and queries >= FLASH_SINGLE)
+    supported = cap is None and q.dtype == k.dtype and k.dtype in (jnp.bfloat16, jnp.float16)
+    if flash and on_gpu() and current() is None and has_many and supported:
+        # cuDNN's attention, if it compiles. The gradient is that of the other form in both cases.
+        cuda = with_gradient_of(gpu, kernel_or(functools.partial(_flash, scale=scale), gpu, platform="gpu"))
     return lax.platform_dependent(q, k, v, mask, live, cpu=on_cpu, cuda=cuda, rocm=gpu, default=elsewhere)
-
-
-def _suits_flash(q: Array, k: Rows, cap: float | None) -> bool:
-    queries, narrow = q.size // q.shape[-1], k.dtype in (jnp.bfloat16, jnp.float16)
-    many = queries >= FLASH_SINGLE if q.shape[1] == 1 else queries > FLASH_QUERIES
-    return many and narrow and q.dtype == k.dtype and cap is None
-
-
-def _flash_or(plain: Callable[..., Array], scale: float | None) -> Callable[..., Array]:
-    """Return cuDNN's attention if it compiles, otherwise `plain`, which provides the gradient in both cases."""
-    flash = functools.partial(_flash, scale=scale)
-    return with_gradient_of(plain, kernel_or(flash, plain, platform="gpu"))
 
 
 def _flash(
@@ -287,7 +273,7 @@ def _flash(
     live: Array,
     *,
     scale: float | None,
-    implementation: Any = "cudnn",
+    implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> Array:
     """Compute `attend` with `jax.nn.dot_product_attention`.
 
@@ -295,22 +281,25 @@ def _flash(
     """
     del live  # each row's length is computed from the mask
     batch, nodes, heads, group, dim = q.shape
-    together = 1 < nodes <= KERNEL_NODES
-    queries = jnp.swapaxes(q, 2, 3).reshape(batch, nodes * group, heads, dim) if together else q
-    allowed = jnp.repeat(mask, group, axis=1) if together else mask
+    queries, query_mask = q, mask
+    share_tile = 1 < nodes <= KERNEL_NODES
+    if share_tile:
+        # Query n * G + g of a key-value head is query head g of node n.
+        queries = jnp.swapaxes(q, 2, 3).reshape(batch, nodes * group, heads, dim)
+        query_mask = jnp.repeat(mask, group, axis=1)
     last = jnp.max(jnp.where(mask, jnp.arange(1, k.shape[1] + 1, dtype=jnp.int32), 1), axis=(1, 2))
     out = jax.nn.dot_product_attention(
         queries.reshape(*queries.shape[:2], -1, dim),
         k,
         v,
-        mask=allowed[:, None],
+        mask=query_mask[:, None],
         scale=scale,
         key_value_seq_lengths=last,
         implementation=implementation,
     )
-    out = (
-        jnp.swapaxes(out.reshape(batch, nodes, group, heads, dim), 2, 3) if together else out.reshape(q.shape)
-    )
+    if share_tile:
+        out = jnp.swapaxes(out.reshape(batch, nodes, group, heads, dim), 2, 3)
+    out = out.reshape(q.shape)
     return jnp.where(jnp.any(mask, axis=2)[:, :, None, None, None], out, 0)
 
 
@@ -327,11 +316,11 @@ def wide_block(q: Array, k: Rows) -> int:
     return min(_block(q, SCORE_BYTES), 1 << max(TURN_BYTES // slot, TURN_SLOTS).bit_length() - 1)
 
 
-def _block(q: Array, most: int) -> int:
-    """Return the number of slots whose scores take at most `most` bytes: a power of two, at least 256."""
+def _block(q: Array, limit: int) -> int:
+    """Return the number of slots whose scores take at most `limit` bytes: a power of two, at least 256."""
     batch, nodes, heads, group, _ = q.shape
     scores = batch * (heads // devices_of("kv_heads", heads)) * group * nodes * 4
-    return max(256, 1 << max(most // scores, 1).bit_length() - 1)
+    return max(256, 1 << max(limit // scores, 1).bit_length() - 1)
 
 
 def in_turns(q: Array, k: Rows) -> bool:
@@ -343,24 +332,27 @@ def in_turns(q: Array, k: Rows) -> bool:
 def _scores(q: Array, k: Rows, mask: Array, scale: float | None, cap: float | None) -> Array:
     """Return scores f32[B, K, N, G, S], in the product's dimension order; -inf where the mask is False."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    keys, of_slot = _parts(k)
-    if of_slot is None:
+    keys, key_scale = _parts(k)
+    if key_scale is None:
         q = q.astype(keys.dtype)
     scores = jnp.einsum("bnkgd,bskd->bkngs", q, keys.astype(q.dtype), preferred_element_type=jnp.float32)
-    scores = scores * (factor if of_slot is None else factor * _by_slot(of_slot))
+    if key_scale is not None:
+        # A slot's scale is the same for all D numbers of its key, so it multiplies the sum over D.
+        factor = factor * _by_slot(key_scale)
+    scores = scores * factor
     if cap is not None:
         scores = soft_cap(scores, cap)
     return jnp.where(mask[:, None, :, None], scores, -jnp.inf)
 
 
-def _mix(weights: Array, v: Rows, dtype: Any) -> Array:
+def _mix(weights: Array, v: Rows, dtype: DTypeLike) -> Array:
     """Mix values by weights f32[B, K, N, G, S]: f32[B, K, N, G, D].
 
     `dtype` is the queries' dtype; int8 values are converted to it.
     """
-    values, of_slot = _parts(v)
-    if of_slot is not None:
-        weights, values = weights * _by_slot(of_slot), values.astype(dtype)
+    values, value_scale = _parts(v)
+    if value_scale is not None:
+        weights, values = weights * _by_slot(value_scale), values.astype(dtype)
     return jnp.einsum(
         "bkngs,bskd->bkngd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
     )
@@ -379,9 +371,10 @@ def _slice(rows: Rows, first: Array, size: int) -> Rows:
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis=1), rows)
 
 
-def _finish(mixed: Array, whole: Array, dtype) -> Array:
+def _finish(mixed: Array, denominator: Array, dtype: DTypeLike) -> Array:
     """Normalise after the product: N * D divisions instead of N * S."""
-    mixed = mixed / jnp.where(whole == 0, 1.0, whole)[..., None]
+    # The denominator is 0 if a query sees no slots.
+    mixed = mixed / jnp.where(denominator == 0, 1.0, denominator)[..., None]
     return jnp.transpose(mixed, (0, 2, 1, 3, 4)).astype(dtype)
 
 
@@ -398,6 +391,8 @@ def attend_all(
     """Compute `attend` over all slots at once; `live` is not used."""
     del live
     scores = _scores(q, k, mask, scale, cap)
+    # The maximum cancels in the quotient, so it needs no gradient. `_LOWEST` replaces the -inf of a query that sees no
+    # slots, for which scores - top would be NaN.
     top = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _LOWEST))
     weights = jnp.exp(scores - top)
     return _finish(_mix(weights, v, q.dtype), jnp.sum(weights, axis=-1), q.dtype)
@@ -430,6 +425,7 @@ def _attend_blocks(
         block_mask = lax.dynamic_slice_in_dim(mask, first, size, axis=2) & fresh[None, None]
         scores = _scores(q, _slice(k, first, size), block_mask, scale, cap)
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
+        # Both sums so far are relative to the old maximum; `shrink` makes them relative to the new one.
         weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
         mixed = mixed * shrink[..., None] + _mix(weights, _slice(v, first, size), q.dtype)
         return higher, denominator * shrink + total(weights), mixed
@@ -437,7 +433,8 @@ def _attend_blocks(
     rows = (batch, heads, n, group)
     zeros = jnp.zeros(rows, jnp.float32)
     carry = (jnp.full(rows, _LOWEST, jnp.float32), zeros, jnp.zeros((*rows, dim), jnp.float32))
-    count = -(-slots // size) if live is None else (live.astype(jnp.int32) + size - 1) // size
+    end = slots if live is None else live.astype(jnp.int32)
+    count = (end + size - 1) // size
     _, denominator, mixed = lax.fori_loop(0, count, body, carry)
     return _finish(mixed, denominator, q.dtype)
 

@@ -52,8 +52,9 @@ class Rope:
         if not (LEAST < self.theta < math.inf and LEAST < self.factor < math.inf):
             raise MarsError(f"rope theta ({self.theta}) and factor ({self.factor}) must be positive.")
         finite_fields = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-        if wrong := [name for name in finite_fields if not math.isfinite(getattr(self, name))]:
-            raise MarsError(f"rope {wrong[0]} is {getattr(self, wrong[0])}: expected a number.")
+        for name in finite_fields:
+            if not math.isfinite(getattr(self, name)):
+                raise MarsError(f"rope {name} is {getattr(self, name)}: expected a number.")
         if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
             raise MarsError(
                 f"rope low_freq_factor is {self.low_freq_factor:g} and high_freq_factor {self.high_freq_factor:g}: "
@@ -128,12 +129,7 @@ class ModelConfig:
                 raise MarsError(f"{name} is {getattr(self, name)!r}: expected a whole number.")
         check_parts(self.num_layers, self.num_experts)
         for name in (*sizes, *_COUNTS):
-            limit = POSITIONS if name == "max_positions" else DIMENSION
-            if getattr(self, name) > limit:
-                raise MarsError(
-                    f"{name} is {getattr(self, name):,}: expected at most {limit:,}; use the config the checkpoint "
-                    "came with."
-                )
+            _check_limit(name, getattr(self, name), POSITIONS if name == "max_positions" else DIMENSION)
         if not 0 <= self.norm_eps < math.inf:  # NaN would make every logit NaN
             raise MarsError(f"norm_eps is {self.norm_eps}: expected a number of at least 0, such as 1e-6.")
         if self.head_dim == 0 and self.hidden_size % self.num_heads:
@@ -153,19 +149,19 @@ class ModelConfig:
             raise MarsError(f"head_dim {self.head_dim} is odd: rotary embeddings rotate pairs of dimensions.")
         if len(self.windows) != self.num_layers:
             raise MarsError(f"{len(self.windows)} windows for {self.num_layers} layers: give one per layer.")
-        windows = [window for window in self.windows if window is not None]
-        if wrong := [w for w in windows if not isinstance(w, numbers.Integral) or not 1 <= w < 2**31]:
-            raise MarsError(
-                f"a window is {wrong[0]}: expected a whole number of at least 1, or None for full attention."
-            )
+        for window in self.windows:
+            if window is not None and not (isinstance(window, numbers.Integral) and 1 <= window < 2**31):
+                raise MarsError(
+                    f"a window is {window}: expected a whole number of at least 1, or None for full attention."
+                )
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise MarsError(
                 f"experts_per_token is {self.experts_per_token}: a token takes at least 1 of the {self.num_experts} "
                 "experts and at most all."
             )
-        caps = [cap for cap in (self.attention_cap, self.logit_cap) if cap is not None]
-        if wrong := [cap for cap in caps if not 0 < cap < math.inf]:
-            raise MarsError(f"a soft cap is {wrong[0]}: it must be positive, or None for none.")
+        for cap in (self.attention_cap, self.logit_cap):
+            if cap is not None and not 0 < cap < math.inf:
+                raise MarsError(f"a soft cap is {cap}: it must be positive, or None for none.")
         if self.activation not in ACTIVATIONS:
             raise MarsError(
                 f"activation '{self.activation}' is not supported: choose one of {', '.join(ACTIVATIONS)}."
@@ -179,11 +175,12 @@ def check_parts(layers: int, experts: int = 0) -> None:
       layers: number of layers.
       experts: experts per layer; 0 for a dense model.
     """
-    for name, value, limit in (
-        ("num_layers", layers, LAYERS),
-        ("num_layers times num_experts", layers * experts, EXPERTS),
-    ):
-        if value > limit:
-            raise MarsError(
-                f"{name} is {value:,}: expected at most {limit:,}; use the config the checkpoint came with."
-            )
+    _check_limit("num_layers", layers, LAYERS)
+    _check_limit("num_layers times num_experts", layers * experts, EXPERTS)
+
+
+def _check_limit(name: str, value: int, limit: int) -> None:
+    if value > limit:
+        raise MarsError(
+            f"{name} is {value:,}: expected at most {limit:,}; use the config the checkpoint came with."
+        )

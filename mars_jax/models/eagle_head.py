@@ -58,13 +58,12 @@ class EagleConfig(LayeredHead):
             raise MarsError(
                 "an EAGLE-3 head needs the layers of the target that it reads: give feature_layers."
             )
-        shares = self.version == 1 or not (self.own_embed and self.own_unembed)
-        if shares and self.layer.hidden_size != self.target_hidden_size:
+        super().__post_init__()
+        if self.version == 1 and self.layer.hidden_size != self.target_hidden_size:
             raise MarsError(
                 f"the EAGLE head is {self.layer.hidden_size} wide and the target {self.target_hidden_size}: only an "
-                "EAGLE-3 head with an embedding and an lm_head of its own may differ from its target."
+                "EAGLE-3 head may differ from its target."
             )
-        super().__post_init__()
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
@@ -95,29 +94,31 @@ class EagleConfig(LayeredHead):
 
     def weights(self) -> tuple[Weight, ...]:
         c, layer, e = self, self.layer, self.layer.hidden_size
-        first = "midlayer" if c.version == 3 and layer.num_layers == 1 else "layers.0"
-        features = (
-            c.target_hidden_size + e if c.version == 1 else len(c.feature_layers) * c.target_hidden_size
-        )
+        first, width, features = "layers.0", e, c.target_hidden_size + e
+        if c.version == 3:
+            width, features = 2 * e, len(c.feature_layers) * c.target_hidden_size
+            if layer.num_layers == 1:
+                first = "midlayer"
         rows = [Weight(("fc",), "fc.weight", (e, features), "normal")]
         if c.own_embed:
             rows.insert(0, Weight(("embed",), "embed_tokens.weight", (layer.vocab_size, e), "normal"))
         if c.fc_bias:
             rows.append(Weight(("fc_bias",), "fc.bias", (e,), "zeros"))
-        for i in range(len(c.feature_layers) if c.fc_norm else 0):
-            rows.append(Weight(("fc_norm", i), f"fc_norm.{i}.weight", (c.target_hidden_size,), "ones"))
+        if c.fc_norm:
+            for i in range(len(c.feature_layers)):
+                rows.append(Weight(("fc_norm", i), f"fc_norm.{i}.weight", (c.target_hidden_size,), "ones"))
         if c.input_norm:
             rows.append(Weight(("input_norm",), "input_norm.weight", (features,), "ones"))
         plain_layer = dataclasses.replace(layer, num_experts=0, post_norms=False, norm_plus_one=False)
         # The first layer reads an embedding and a feature. Version 3 normalises each; version 1 joins them with `fc`.
-        norm, *layer_weights = layer_rows(plain_layer, width=2 * e if c.version == 3 else e)
+        norm, *layer_weights = layer_rows(plain_layer, width=width)
+        norms = []
         if c.version == 3:
-            norms = {"embed_norm": norm.name, "hidden_norm": "hidden_norm.weight"}
-            layer_weights = [
-                *(norm._replace(path=(key,), name=name) for key, name in norms.items()),
-                *layer_weights,
+            norms = [
+                norm._replace(path=("embed_norm",)),
+                norm._replace(path=("hidden_norm",), name="hidden_norm.weight"),
             ]
-        rows += [row.below(("layer",), first) for row in layer_weights]
+        rows += [row.below(("layer",), first) for row in (*norms, *layer_weights)]
         for i in range(1, layer.num_layers):
             rows += [row.below(("more", i - 1), f"layers.{i}") for row in layer_rows(plain_layer)]
         if c.version == 3:
@@ -170,6 +171,7 @@ def forward(
     layer = head["layer"]
     with jax.named_scope("embed"):
         word = config.embed(target, params, tokens).astype(feature.dtype)
+    # x is the input of the first layer's attention, and h the residual stream.
     if config.version == 3:
         normed = rms_norm(feature, layer["hidden_norm"], c.norm_eps)
         h = normed if config.norm_before_residual else feature

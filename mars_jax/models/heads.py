@@ -13,6 +13,7 @@ from typing import ClassVar, Self
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.types import KVCache, LanguageModel, Params, PyTree
@@ -74,6 +75,13 @@ class LayeredHead(HeadConfig):
     own_unembed: bool = False  # False: share the target's unembedding
 
     def __post_init__(self):
+        # A shared embedding or unembedding is as wide as the target.
+        width, target_width = self.layer.hidden_size, self.target_hidden_size
+        if width != target_width and not (self.own_embed and self.own_unembed):
+            raise MarsError(
+                f"the {self.title} is {width} wide and the target {target_width}: only a head with its own embedding "
+                "and lm_head may differ from its target."
+            )
         if not self.own_unembed and self.draft_vocab_size != self.layer.vocab_size:
             raise MarsError(
                 f"the {self.title} drafts from {self.draft_vocab_size} of {self.layer.vocab_size} tokens: then it "
@@ -89,7 +97,7 @@ class LayeredHead(HeadConfig):
         """True if the draft vocabulary is smaller than the target's; then params have `ids` i32[W]."""
         return self.draft_vocab_size < self.vocab_size
 
-    def init_cache(self, batch: int, slots: int, dtype) -> KVCache:
+    def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> KVCache:
         """Make an empty cache of the head."""
         c = self.layer
         return kv_cache.init_cache(
@@ -132,9 +140,7 @@ class LayeredHead(HeadConfig):
 
     def widen(self, params: Params, logits: Array) -> Array:
         """Widen logits f32[B, N, W] of the draft vocabulary to f32[B, N, V], with -inf for all other tokens."""
-        if not self.is_narrow:
-            return logits
-        return widen(logits, params.draft["ids"], self.vocab_size)
+        return widen(logits, params.draft["ids"], self.vocab_size) if self.is_narrow else logits
 
 
 def widen(logits: Array, ids: Array, vocab: int) -> Array:
@@ -143,8 +149,11 @@ def widen(logits: Array, ids: Array, vocab: int) -> Array:
 
     # Every device receives all W logits and keeps those of its shard of V.
     def local(logits: Array, ids: Array) -> Array:
-        size = vocab // (lax.axis_size(axes) if axes else 1)
-        place = ids - (lax.axis_index(axes) * size if axes else 0)
+        size, first = vocab, 0
+        if axes:
+            size = vocab // lax.axis_size(axes)
+            first = lax.axis_index(axes) * size
+        place = ids - first
         place = jnp.where(place < 0, size, place)  # a negative index would count from the end
         empty = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
         return empty.at[..., place].set(logits, mode="drop")
@@ -156,23 +165,27 @@ def widen(logits: Array, ids: Array, vocab: int) -> Array:
 
 def layers_like(target: ModelConfig, intermediate_size: int | None = None, **changes) -> ModelConfig:
     """Return the config of a head's layers: Llama layers with the target's attention heads and positions."""
-    same = (
-        "vocab_size",
-        "hidden_size",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "max_positions",
-        "norm_eps",
-        "rope",
-    )
-    same += ("activation", "bos_token_id", "eos_token_ids")
-    inherited = {name: getattr(target, name) for name in same}
-    inherited["intermediate_size"] = intermediate_size or target.intermediate_size
-    return ModelConfig(**{"num_layers": 1, **inherited, **changes})
+    fields = {
+        "num_layers": 1,
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": intermediate_size or target.intermediate_size,
+        "num_heads": target.num_heads,
+        "num_kv_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "max_positions": target.max_positions,
+        "norm_eps": target.norm_eps,
+        "rope": target.rope,
+        "activation": target.activation,
+        "bos_token_id": target.bos_token_id,
+        "eos_token_ids": target.eos_token_ids,
+    }
+    return ModelConfig(**(fields | changes))
 
 
-def init_params(config: HeadConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
+def init_params(
+    config: HeadConfig, key: Array, dtype: DTypeLike = "float32", *, scale: float = 0.02
+) -> PyTree:
     """Make random params, like `transformer.init_params`. A draft vocabulary smaller than V holds the first tokens."""
     table = config.weights()
     params = build_rows(table, random_rows(table, key, dtype, scale))

@@ -6,12 +6,12 @@ B batch, N tokens, S cache slots, E hidden size, K key-value heads, G query head
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from kernels_pallas.dispatch import with_gradient_of
 from kernels_pallas.int4 import xla as int4_xla
@@ -35,11 +35,11 @@ _BLOCK = 1 << 19
 _FEW = 8
 """Minimum rows for which devices exchange partial sums in bfloat16."""
 
-Things = tuple[str, int] | None
+AxisSize = tuple[str, int] | None
 """A logical axis of `mesh.RULES` and its size."""
 
 
-def _dense(x: Array, w: Array, dtype: Any = jnp.float32) -> Array:
+def _dense(x: Array, w: Array, dtype: DTypeLike = jnp.float32) -> Array:
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
@@ -63,10 +63,6 @@ def _dense_int8(x: Array, values: Array) -> Array:
     return _dense(eights, values.astype(x.dtype))[: x.shape[0]]
 
 
-def _dense_int8_mesh(x: Array, values: Array, dtype: Any) -> Array:
-    return _dense(x, values.astype(x.dtype), dtype)
-
-
 def _dense_int8_cpu(x: Array, values: Array) -> Array:
     """Convert the weights in blocks of rows that fit in a core's cache.
 
@@ -84,33 +80,34 @@ def _dense_int8_cpu(x: Array, values: Array) -> Array:
     return lax.fori_loop(0, -(-out // size), body, jnp.zeros((x.shape[0], out), jnp.float32))
 
 
-def _dense_int8_mesh_cpu(x: Array, values: Array, dtype: Any) -> Array:
-    """Convert the whole sharded matrix: XLA would gather slices of it from all devices."""
-    return dense_cpu(x, values.astype(x.dtype)).astype(dtype)
+def _as_float(w: Array, dtype: DTypeLike) -> Array:
+    """Convert an int8 matrix as a whole: on a mesh, XLA would gather slices of it from all devices."""
+    return w.astype(dtype) if w.dtype == jnp.int8 else w
 
 
 def _dense_int4(x: Array, w: Int4) -> Array:
     return int4_xla.dense_int4(x, w.values, w.scale, w.offset)
 
 
-def _dense_int4_tpu(x: Array, w: Int4, *, outputs: Things, inputs: Things, dtype: Any) -> Array:
+def _dense_int4_tpu(x: Array, w: Int4, *, outputs: AxisSize, inputs: AxisSize, dtype: DTypeLike) -> Array:
     """Run the kernel on each device's shard if it supports the shapes; devices add up partial sums in `dtype`."""
-    things = outputs or inputs
-    axes = mesh.axes_here(*things) if things else None
-    parts = mesh.devices_of(*things) if things else 1
+    axes, parts = None, 1
+    if sharded := outputs or inputs:
+        axes, parts = mesh.axes_here(*sharded), mesh.devices_of(*sharded)
     if inputs and len(w.values) % parts:
         axes, parts = (), 1  # the matrix is replicated, see `Int4.leaves`
-    out, inner = (
-        size // parts if dimension_things else size
-        for size, dimension_things in zip(w.shape, (outputs, inputs), strict=True)
-    )
+    # The size of this device's shard, and the mesh axes of each dimension.
+    (out, inner), by_out, by_in = w.shape, None, None
+    if outputs:
+        out, by_out = out // parts, axes or None
+    if inputs:
+        inner, by_in = inner // parts, axes or None
     supported = supports_product(x.shape[0], inner, out, w.values.shape[1])
     if not supported or x.dtype != jnp.bfloat16 or w.values.dtype != jnp.int4:
         return _dense_int4(x, w)
     on_device = functools.partial(dense_int4, chip=mesh.device_kind(), platform="tpu")
     if axes is None:
         return on_device(x, w.values, w.scale, w.offset)
-    by_out, by_in = (axes or None if dimension_things else None for dimension_things in (outputs, inputs))
 
     def part(*operands: Array) -> Array:
         y = on_device(*operands)
@@ -139,9 +136,9 @@ def dense(
     w: Array | Quantized,
     bias: Array | None = None,
     *,
-    dtype=None,
-    outputs: Things = None,
-    inputs: Things = None,
+    dtype: DTypeLike | None = None,
+    outputs: AxisSize = None,
+    inputs: AxisSize = None,
 ) -> Array:
     """Multiply x [..., in] by w [out, in], plus bias [out]: [..., out], summed in float32, cast to `dtype` or x's.
 
@@ -156,23 +153,26 @@ def dense(
     unsharded = mesh.size_of("model", mesh.current()) == 1
     # With a sharded matrix, bfloat16 halves the bytes of the partial sums that devices exchange. Each device still
     # accumulates in float32. Few rows stay in float32: their sums are small, and XLA splits such products on a TPU.
-    narrow = x.dtype if bias is None and (dtype or x.dtype) == x.dtype else jnp.float32
-    narrow = jnp.float32 if unsharded or rows.shape[0] < _FEW else narrow
+    narrow = jnp.float32
+    if not unsharded and rows.shape[0] >= _FEW and bias is None and dtype in (None, x.dtype):
+        narrow = x.dtype
     if isinstance(w, Int4):
-        cpu = _dense_int4_cpu if unsharded else _dense_int4
-        tpu = functools.partial(_dense_int4_tpu, outputs=outputs, inputs=inputs, dtype=narrow)
-        y = lax.platform_dependent(rows, w, cpu=cpu, tpu=tpu, default=_dense_int4)
-    elif isinstance(w, Int8):
-        forms = (_dense_int8_cpu, _dense_int8)
-        if not unsharded:
-            forms = [
-                functools.partial(form, dtype=narrow) for form in (_dense_int8_mesh_cpu, _dense_int8_mesh)
-            ]
-        y = lax.platform_dependent(rows, w.values, cpu=forms[0], default=forms[1])
-        y = y.astype(jnp.float32) * w.scale[None]
+        int4_cpu = _dense_int4_cpu if unsharded else _dense_int4
+        int4_tpu = functools.partial(_dense_int4_tpu, outputs=outputs, inputs=inputs, dtype=narrow)
+        y = lax.platform_dependent(rows, w, cpu=int4_cpu, tpu=int4_tpu, default=_dense_int4)
+    elif isinstance(w, Int8) and unsharded:
+        y = lax.platform_dependent(rows, w.values, cpu=_dense_int8_cpu, default=_dense_int8)
     else:
-        default = functools.partial(_dense, dtype=narrow)
-        y = lax.platform_dependent(rows, w, cpu=lambda x, w: dense_cpu(x, w).astype(narrow), default=default)
+
+        def cpu(x: Array, w: Array) -> Array:
+            return dense_cpu(x, _as_float(w, x.dtype)).astype(narrow)
+
+        def default(x: Array, w: Array) -> Array:
+            return _dense(x, _as_float(w, x.dtype), narrow)
+
+        y = lax.platform_dependent(rows, w.values if isinstance(w, Int8) else w, cpu=cpu, default=default)
+    if isinstance(w, Int8):
+        y = y.astype(jnp.float32) * w.scale[None]
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
     return y.astype(dtype or x.dtype).reshape(*x.shape[:-1], w.shape[0])
@@ -184,8 +184,11 @@ def rms_norm(x: Array, scale: Array, eps: float, *, plus_one: bool = False) -> A
     With `plus_one`, multiply by 1 + scale, as in Gemma's checkpoints.
     """
     y = x.astype(jnp.float32)
+    # y / sqrt(mean(y ** 2) + eps)
     y = y * lax.rsqrt(total(jnp.square(y))[..., None] / y.shape[-1] + eps)
-    scale = scale.astype(jnp.float32) + 1.0 if plus_one else scale.astype(jnp.float32)
+    scale = scale.astype(jnp.float32)
+    if plus_one:
+        scale = scale + 1.0
     return (y * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))).astype(x.dtype)
 
 

@@ -46,11 +46,13 @@ def _blocks(x: Array, w: Array, sizes: Array) -> Array:
     """Loop over blocks of rows, where each block belongs to one expert. An expert without rows costs nothing."""
     rows, experts = x.shape[0], w.shape[0]
     size = min(_LARGEST, 1 << (max(rows // experts, 1).bit_length() - 1))
+    # Blocks of each expert, i32[X]; `ends` is one past its last block, and `first` its first row.
     blocks = (sizes + size - 1) // size
     ends, first = jnp.cumsum(blocks), jnp.cumsum(sizes) - sizes
     x = jnp.pad(x, ((0, size), (0, 0)))
 
     def body(i, y):
+        # Block i belongs to the first expert that ends after it.
         expert = jnp.sum(ends <= i)
         begin = first[expert] + (i - ends[expert] + blocks[expert]) * size
         # XLA widens bfloat16 to slice it. The barrier ties w to i, so that XLA widens one matrix, inside the loop.
@@ -116,13 +118,16 @@ def experts_mlp(layer: dict[str, Array], x: Array, activation: str, *, count: in
     by_expert, by_unit = expert_axes(experts, size)
     tokens = x.reshape(-1, x.shape[-1])
     probabilities = jax.nn.softmax(dense(tokens, layer["router"], dtype=jnp.float32), axis=-1)
+    # f32[T, C] and i32[T, C]: the experts of each token, with their probabilities.
     share, expert_ids = lax.top_k(probabilities, count)
     if normalize:
         share = share / jnp.sum(share, axis=-1, keepdims=True)
     matrices = {name: layer[name] for name in ("expert_gate", "expert_up", "expert_down")}
 
     def local(matrices: dict[str, Array], tokens: Array, share: Array, expert_ids: Array) -> Array:
-        first = lax.axis_index(by_expert) * matrices["expert_gate"].shape[0] if by_expert else None
+        first = None
+        if by_expert:
+            first = lax.axis_index(by_expert) * matrices["expert_gate"].shape[0]
         return lax.psum(_mix(matrices, tokens, share, expert_ids, activation, first), (*by_expert, *by_unit))
 
     if by_expert or by_unit:
@@ -140,7 +145,7 @@ def _mix(
     matrices: dict[str, Array],
     tokens: Array,
     share: Array,
-    chosen: Array,
+    expert_ids: Array,
     activation: str,
     first: Array | None,
 ) -> Array:
@@ -148,19 +153,24 @@ def _mix(
 
     Args:
       matrices: matrices of all experts if `first` is None, otherwise of this device's experts, which start at `first`.
-      chosen: i32[T, C]; expert numbers. Experts on other devices contribute nothing.
+      expert_ids: i32[T, C]. Experts on other devices contribute nothing.
     """
-    experts, count = matrices["expert_gate"].shape[0], chosen.shape[1]
+    experts, count = matrices["expert_gate"].shape[0], expert_ids.shape[1]
     is_local = None
     if first is not None:
-        is_local = (chosen >= first) & (chosen < first + experts)
-        chosen = jnp.where(is_local, chosen - first, experts)  # sorted after the last row that is multiplied
-    order = jnp.argsort(chosen.reshape(-1))
-    sizes = jnp.bincount(chosen.reshape(-1), length=experts).astype(jnp.int32)
+        is_local = (expert_ids >= first) & (expert_ids < first + experts)
+        # Sort rows of other devices' experts after the last row that is multiplied.
+        expert_ids = jnp.where(is_local, expert_ids - first, experts)
+    # Row r of R = T * C is choice r % C of token r // C. `order` sorts the rows by expert.
+    order = jnp.argsort(expert_ids.reshape(-1))
+    sizes = jnp.bincount(expert_ids.reshape(-1), length=experts).astype(jnp.int32)
     rows = tokens[order // count]
     gate = dense_by_expert(rows, matrices["expert_gate"], sizes)
     up = dense_by_expert(rows, matrices["expert_up"], sizes)
     inner = (ACTIVATIONS[activation](gate) * up).astype(tokens.dtype)
     down = dense_by_expert(inner, matrices["expert_down"], sizes)
+    # Undo the sort, and sum over the C choices.
     weighted = down[jnp.argsort(order)].reshape(-1, count, tokens.shape[-1]) * share[..., None]
-    return jnp.sum(weighted if is_local is None else jnp.where(is_local[..., None], weighted, 0.0), axis=1)
+    if is_local is not None:
+        weighted = jnp.where(is_local[..., None], weighted, 0.0)
+    return jnp.sum(weighted, axis=1)

@@ -9,13 +9,14 @@ exactly, and are scaled afterwards; sums stay float32. Oracle: the product with 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 
 from kernels_pallas.int4.xla import dequantised
 from mars_jax.core import struct
@@ -25,6 +26,9 @@ from mars_jax.utils.errors import MarsError
 GROUPS = (128, 64, 32)
 """Sizes of 4-bit groups: a matrix uses the first one that divides its number of inputs. Larger groups take fewer bytes,
 and with groups of 128 a TPU multiplies 60 rows as fast as 8."""
+
+MeshAxes = str | tuple[str, ...] | None
+"""Mesh axes that shard one dimension."""
 
 
 class Leaf(NamedTuple):
@@ -42,7 +46,7 @@ class Int8:
     values: Array  # i8[..., out, in]; in [-127, 127]
     scale: Array  # f32[..., out]; the matrix is values * scale[..., None]
     # Dtype of the represented matrix, and of rows looked up in it.
-    dtype: Any = struct.field(pytree_node=False)
+    dtype: np.dtype = struct.field(pytree_node=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,7 +56,7 @@ class Int8:
     def group(self) -> int | None:
         return None
 
-    def astype(self, dtype: Any) -> Array:
+    def astype(self, dtype: DTypeLike) -> Array:
         """Return the dequantised matrix."""
         return (self.values.astype(jnp.float32) * self.scale[..., None]).astype(dtype)
 
@@ -61,8 +65,10 @@ class Int8:
         """Return the fields of a matrix of this shape, in order."""
         del group  # a scale applies to a whole channel
         spec = _axes(sharding, len(shape))
-        places = (_at(sharding, spec), _at(sharding, spec[:-1]))
-        return [Leaf(shape, "int8", places[0]), Leaf(shape[:-1], "float32", places[1])]
+        return [
+            Leaf(shape, "int8", _at(sharding, spec)),
+            Leaf(shape[:-1], "float32", _at(sharding, spec[:-1])),
+        ]
 
 
 @struct.dataclass
@@ -76,8 +82,7 @@ class Int4:
     values: Array  # i4[in / G, G, out], in [-8, 7]; i8 on a CPU, which does not pack i4 and is slower with it
     scale: Array  # f16[in / G, out]; in each group the matrix is values * scale + offset
     offset: Array  # f32[in / G, out]
-    # Dtype of the represented matrix.
-    dtype: Any = struct.field(pytree_node=False)
+    dtype: np.dtype = struct.field(pytree_node=False)  # of the represented matrix
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,7 +92,7 @@ class Int4:
     def group(self) -> int | None:
         return self.values.shape[1]
 
-    def astype(self, dtype: Any) -> Array:
+    def astype(self, dtype: DTypeLike) -> Array:
         """Return the dequantised matrix."""
         return dequantised(self.values, self.scale, self.offset).astype(dtype)
 
@@ -98,8 +103,8 @@ class Int4:
         assert size is not None  # guaranteed by `bits_of`
         outputs, groups = shape[0], shape[1] // size
         out, inner = _axes(sharding, 2)
-        if isinstance(sharding, NamedSharding):
-            names = () if inner is None else (inner,) if isinstance(inner, str) else inner
+        if isinstance(sharding, NamedSharding) and inner is not None:
+            names = (inner,) if isinstance(inner, str) else inner
             if groups % math.prod(sharding.mesh.shape[name] for name in names):
                 inner = None
         values, scale_sharding = _at(sharding, (inner, None, out)), _at(sharding, (inner, out))
@@ -115,7 +120,7 @@ FORMS: dict[int, type[Int8] | type[Int4]] = {8: Int8, 4: Int4}
 """Quantised matrix types by bits. `leaves` lists their arrays."""
 
 
-def _axes(sharding: Sharding | None, ndim: int) -> tuple[Any, ...]:
+def _axes(sharding: Sharding | None, ndim: int) -> tuple[MeshAxes, ...]:
     """Return the mesh axes that shard each dimension of a matrix.
 
     Raises:
@@ -130,13 +135,13 @@ def _axes(sharding: Sharding | None, ndim: int) -> tuple[Any, ...]:
     )
 
 
-def _at(sharding: Sharding | None, spec: tuple[Any, ...]) -> Sharding | None:
+def _at(sharding: Sharding | None, spec: tuple[MeshAxes, ...]) -> Sharding | None:
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*spec))
     return sharding
 
 
-def quantize(w: Any, dtype: Any = None) -> Int8:
+def quantize(w: np.ndarray | Array, dtype: DTypeLike | None = None) -> Int8:
     """Quantise a numpy or JAX matrix [..., out, in] to 8 bits; `dtype` is the represented dtype, by default w's.
 
     No weight changes by more than half of its channel's scale, which is the channel's largest weight over 127.
@@ -148,12 +153,13 @@ def quantize(w: Any, dtype: Any = None) -> Int8:
     xp = w.__array_namespace__()
     with np.errstate(invalid="ignore"):  # callers check the scale for NaN and infinities
         wide = w.astype("float32")
+        # The largest weight of a channel becomes 127. A channel of zeros has scale 0.
         scale = xp.max(xp.abs(wide), axis=-1) / 127
         values = xp.round(wide / xp.where(scale == 0, xp.ones_like(scale), scale)[..., None])
         return Int8(values=values.astype("int8"), scale=scale, dtype=jnp.dtype(dtype or w.dtype))
 
 
-def quantize_4(w: np.ndarray, dtype: Any = None) -> Int4:
+def quantize_4(w: np.ndarray, dtype: DTypeLike | None = None) -> Int4:
     """Quantise a numpy matrix [out, in] to 4 bits; `in` must be a multiple of 32. The values are i8, see `Int4`.
 
     The minimum and maximum weight of a group become the ends of its 16 levels, so no weight changes by more than about
@@ -164,10 +170,12 @@ def quantize_4(w: np.ndarray, dtype: Any = None) -> Int4:
     ([-8, -8, -7], (1, 2), True)
     """
     with np.errstate(invalid="ignore", over="ignore"):
+        # [out, in / G, G] until the last line.
         groups = w.astype(np.float32).reshape(len(w), -1, group_size(w.shape[1]) or GROUPS[-1])
         least = groups.min(axis=-1)
         scale = ((groups.max(axis=-1) - least) / 15).astype(np.float16)
         wide = scale.astype(np.float32)
+        # Level -8 is the smallest weight. Compute levels from the rounded scale, which is the one that is stored.
         offset = least + 8 * wide
         steps = np.round((groups - offset[..., None]) / np.where(wide == 0, 1, wide)[..., None])
         values = np.clip(steps, -8, 7).astype(np.int8).transpose(1, 2, 0)
@@ -204,6 +212,6 @@ def is_packed(sharding: Sharding | None) -> bool:
     return next(iter(sharding.device_set)).platform != "cpu"
 
 
-def num_bytes(x: Any) -> int:
+def num_bytes(x: np.ndarray | Array | jax.ShapeDtypeStruct) -> int:
     """Return the bytes that a concrete or abstract array takes on a device, where a byte holds two i4 numbers."""
     return x.size // 2 if x.dtype == jnp.int4 else x.size * x.dtype.itemsize

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+from mars_jax.core.types import PyTree
 from mars_jax.models.quantize import Int4, Int8
 
 Axes = tuple[str, ...]
@@ -71,25 +71,24 @@ def _passed(axes: Axes, x: Array) -> Array:
     return jnp.concatenate(ends, axis=1)
 
 
-def specs(axes: Axes, layer: Mapping[str, Any]) -> dict[str, Any]:
+def specs(axes: Axes, layer: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Return the `shard_map` specs of a layer's arrays."""
-    return {name: _spec(axes, name, w) for name, w in layer.items()}
+
+    def spec(name: str, w: PyTree) -> PyTree:
+        out = axes if name.removesuffix("_bias") in _OUTPUTS else None
+        inner = axes if name in _INPUTS else None
+        if isinstance(w, Int4):
+            by_group = P(inner, out)
+            return dataclasses.replace(w, values=P(inner, None, out), scale=by_group, offset=by_group)
+        if isinstance(w, Int8):
+            return dataclasses.replace(w, values=P(out, inner), scale=P(out))
+        # A vector, a matrix, or a scalar of a user's model.
+        return P(*(out, inner)[: jnp.ndim(w)])
+
+    return {name: spec(name, w) for name, w in layer.items()}
 
 
-def divides(size: int, layer: Mapping[str, Any]) -> bool:
+def divides(size: int, layer: Mapping[str, PyTree]) -> bool:
     """Return whether `size` devices can share every matrix; a 4-bit matrix may have too few groups of inputs."""
-    inner = [layer[name] for name in _INPUTS if name in layer]
-    return all(len(w.values) % size == 0 for w in inner if isinstance(w, Int4))
-
-
-def _spec(axes: Axes, name: str, w: Any) -> Any:
-    out = axes if name.removesuffix("_bias") in _OUTPUTS else None
-    inner = axes if name in _INPUTS else None
-    if isinstance(w, Int4):
-        by_group = P(inner, out)
-        return dataclasses.replace(w, values=P(inner, None, out), scale=by_group, offset=by_group)
-    if isinstance(w, Int8):
-        return dataclasses.replace(w, values=P(out, inner), scale=P(out))
-    if getattr(w, "ndim", 0) == 0:  # scalars of user-defined models
-        return P()
-    return P(out, inner) if w.ndim == 2 else P(out)
+    matrices = [layer.get(name) for name in _INPUTS]
+    return all(len(w.values) % size == 0 for w in matrices if isinstance(w, Int4))

@@ -26,6 +26,7 @@ def _llama3(frequency: np.ndarray, rope: Rope) -> np.ndarray:
 def _yarn(frequency: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
     """Apply YaRN (arXiv 2309.00071, section 3.2): a ramp over dimensions from extrapolation to interpolation."""
 
+    # The dimension that makes this many rotations over the trained length.
     def dimension(rotations: float) -> float:
         turns = rope.original_max_positions / (rotations * 2 * math.pi)
         return head_dim * math.log(turns) / (2 * math.log(rope.theta))
@@ -33,6 +34,7 @@ def _yarn(frequency: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
+    # Dimensions up to `low` keep their frequency, and those from `high` on are interpolated.
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # avoids a division by zero, as in transformers

@@ -8,8 +8,8 @@ Oracle: the unsharded run (tests/mesh/test_shardings.py).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,15 +85,14 @@ def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
     if logical is None:
         return P()
     layer = config.layer if isinstance(config, LayeredHead) else config
-    used_axes: tuple[str, ...] = ()
-    spec = []
+    spec: list[tuple[str, ...]] = []
     for axis, size in zip(logical, row.shape, strict=True):
         if axis in ("heads", "kv_heads"):
             assert isinstance(layer, ModelConfig)
+            # Devices share whole heads, not single rows of the matrix.
             size = layer.num_heads if axis == "heads" else layer.num_kv_heads
-        axes = () if axis is None else axes_of(axis, size, mesh, without=used_axes)
-        used_axes += axes
-        spec.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+        used_axes = tuple(itertools.chain(*spec))
+        spec.append(() if axis is None else axes_of(axis, size, mesh, without=used_axes))
     return P(*spec)
 
 
@@ -145,17 +144,19 @@ def abstract_params(
     >>> abstract_params(config, "bfloat16", bits=8)["embed"].scale.shape
     (32,)
     """
-    default = None if shardings is not None else SingleDeviceSharding(jnp.zeros(()).devices().pop())
+    default = None
+    if shardings is None:
+        default = SingleDeviceSharding(jnp.zeros(()).devices().pop())
 
-    def shape(row: Weight) -> Any:
+    def shape(row: Weight) -> PyTree:
         place: Sharding = default or get(shardings, row.path)
         row_bits = bits_of(row, bits)
         if row_bits is None:
             return jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype), sharding=place)
         form = FORMS[row_bits]
-        leaves = form.leaves(row.shape, place)
-        arrays: list[Any] = [
-            jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=leaf.sharding) for leaf in leaves
+        arrays: list[PyTree] = [
+            jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=leaf.sharding)
+            for leaf in form.leaves(row.shape, place)
         ]
         return form(*arrays, dtype=jnp.dtype(dtype))
 
@@ -185,11 +186,11 @@ def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:
         ]
         if not layer.num_experts or layer.dense_layers:
             counts.append(("hidden", layer.intermediate_size, "hidden units"))
-    model = size_of("model", mesh)
+    model, model_axes = size_of("model", mesh), names_of("model", mesh)
     return [
         f"{size} {name} do not divide over model={model}: every device holds all of them."
         for logical, size, name in counts
-        if model > 1 and not set(names_of("model", mesh)) & set(axes_of(logical, size, mesh))
+        if model > 1 and not set(model_axes).intersection(axes_of(logical, size, mesh))
     ]
 
 
@@ -214,9 +215,8 @@ def place(params: PyTree, config: AnyConfig, mesh: Mesh) -> PyTree:
     try:
         return jax.tree.map(put, places, params)
     except ValueError as error:
-        if jax.tree.structure(places) == jax.tree.structure(
-            params, is_leaf=lambda x: isinstance(x, Quantized)
-        ):
+        structure = jax.tree.structure(params, is_leaf=lambda x: isinstance(x, Quantized))
+        if jax.tree.structure(places) == structure:
             raise
         raise MarsError(
             f"params are not of the structure of this config ({first_line(error)}): give the weights that "

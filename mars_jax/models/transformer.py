@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
@@ -34,7 +34,9 @@ Sublayers = tuple[tuple[bool, bool], ...]
 """(has attention, has MLP) for every layer."""
 
 
-def init_params(config: ModelConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
+def init_params(
+    config: ModelConfig, key: Array, dtype: DTypeLike = "float32", *, scale: float = 0.02
+) -> PyTree:
     """Make random params: normal matrices of standard deviation `scale`, zero biases, norms of scale 1.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
@@ -48,11 +50,20 @@ def _norm(config: ModelConfig) -> Callable[[Array, Array], Array]:
     return functools.partial(rms_norm, eps=config.norm_eps, plus_one=config.norm_plus_one)
 
 
+def _add(config: ModelConfig, layer: dict, x: Array, update: Array, post_norm: str) -> Array:
+    """Add a sublayer's output to the residual stream x; with `post_norms`, normalise the output first."""
+    if config.post_norms:
+        update = _norm(config)(update, layer[post_norm])
+    return x + update
+
+
 def _embed(config: ModelConfig, params: PyTree, tokens: Array) -> Array:
     """Return the input of the first layer: [B, N, E]. Padding (NO_TOKEN) is clipped to a valid token."""
     x = embed(params["embed"], tokens)
-    # The factor is rounded to the dtype first, as in the oracle.
-    return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if config.scale_embeddings else x
+    if config.scale_embeddings:
+        # The factor is rounded to the dtype first, as in the oracle.
+        x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
+    return x
 
 
 def _mlp(config: ModelConfig, layer: dict, x: Array) -> Array:
@@ -69,41 +80,35 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Atte
     The projections determine the widths of input and output; `config` determines the heads.
     """
     q, k, v = _project(config, layer, x, rotation)
-    mixed, k_cache, v_cache = attend(q, k_cache, v_cache, (k, v), **_scores(config))
+    scale, cap = _score_scale(config), config.attention_cap
+    mixed, k_cache, v_cache = attend(q, k_cache, v_cache, (k, v), scale=scale, cap=cap)
     return _out(config, layer, mixed), k_cache, v_cache
 
 
 def _project(config: ModelConfig, layer: dict, x: Array, rotation) -> tuple[Array, Array, Array]:
     """Return queries [B, N, K, G, D], keys and values [B, N, K, D], with the number of heads that the matrices have."""
-    axis_sizes = {
-        "q": _heads(config),
-        "k": ("kv_heads", config.num_kv_heads),
-        "v": ("kv_heads", config.num_kv_heads),
-    }
-    q, k, v = (
-        dense(x, layer[name], layer.get(f"{name}_bias"), outputs=axis_size).reshape(
-            *x.shape[:2], -1, config.head_dim
-        )
-        for name, axis_size in axis_sizes.items()
-    )
+    heads, kv_heads = ("heads", config.num_heads), ("kv_heads", config.num_kv_heads)
+
+    def project(name: str, axis_size: tuple[str, int]) -> Array:
+        y = dense(x, layer[name], layer.get(f"{name}_bias"), outputs=axis_size)
+        return y.reshape(*x.shape[:2], -1, config.head_dim)
+
+    q, k, v = project("q", heads), project("k", kv_heads), project("v", kv_heads)
     if config.qk_norm:
         norm = _norm(config)
         q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
     q, k = rotate(q, *rotation), rotate(k, *rotation)
+    # Query head k * G + g reads key-value head k.
     return q.reshape(*k.shape[:3], -1, config.head_dim), k, v
 
 
-def _scores(config: ModelConfig) -> dict[str, Any]:
-    return {"scale": (config.query_scalar or config.head_dim) ** -0.5, "cap": config.attention_cap}
-
-
-def _heads(config: ModelConfig) -> tuple[str, int]:
-    return "heads", config.num_heads
+def _score_scale(config: ModelConfig) -> float:
+    return (config.query_scalar or config.head_dim) ** -0.5
 
 
 def _out(config: ModelConfig, layer: dict, mixed: Array) -> Array:
     mixed = mixed.reshape(*mixed.shape[:2], -1)
-    return dense(mixed, layer["o"], layer.get("o_bias"), inputs=_heads(config))
+    return dense(mixed, layer["o"], layer.get("o_bias"), inputs=("heads", config.num_heads))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -119,11 +124,11 @@ def _layer(config: ModelConfig, sublayers: tuple[bool, bool], layer: dict, x: Ar
         with jax.named_scope("attention"):
             x_normed, (k, v) = norm(x, layer["attention_norm"]), rows
             mixed, *rows = attention(config, layer, x_normed, rotation, attend, k, v)
-            x = x + (norm(mixed, layer["attention_post_norm"]) if config.post_norms else mixed)
+            x = _add(config, layer, x, mixed, "attention_post_norm")
     if has_mlp:
         with jax.named_scope("mlp"):
             update = _mlp(config, layer, norm(x, layer["mlp_norm"]))
-            x = hold_whole(x + (norm(update, layer["mlp_post_norm"]) if config.post_norms else update))
+            x = hold_whole(_add(config, layer, x, update, "mlp_post_norm"))
     return x, rows
 
 
@@ -150,6 +155,7 @@ def _ring_layer(
                 _project(config, layer, piece, rotation)
                 for piece, rotation in zip(pieces, rotations, strict=True)
             ]
+            # Write each half of a piece on its own: they come from different devices, so they are not adjacent.
             for (_, *new_rows), piece_halves in zip(projections, halves, strict=True):
                 for half, visible in enumerate(piece_halves):
                     rows = [
@@ -161,23 +167,23 @@ def _ring_layer(
 
             def mixed(q: Array, piece_halves: list[Visible]) -> Array:
                 """Attend with the queries of a piece; all keys that they see are already in the cache."""
-                outputs = [
-                    attending(form, visible, k.shape[1], window)(part, k, v, None, **_scores(config))[0]
-                    for part, visible in zip(jnp.split(q, 2, axis=1), piece_halves, strict=True)
-                ]
+                scale, cap = _score_scale(config), config.attention_cap
+                outputs = []
+                for part, visible in zip(jnp.split(q, 2, axis=1), piece_halves, strict=True):
+                    attend = attending(form, visible, k.shape[1], window)
+                    outputs.append(attend(part, k, v, None, scale=scale, cap=cap)[0])
                 return _out(config, layer, jnp.concatenate(outputs, axis=1))
 
             parts = [
                 functools.partial(mixed, q, piece_halves)
                 for (q, *_), piece_halves in zip(projections, halves, strict=True)
             ]
-            update = ring.summed(axes, parts)
-            x = x + (norm(update, layer["attention_post_norm"]) if config.post_norms else update)
+            x = _add(config, layer, x, ring.summed(axes, parts), "attention_post_norm")
     if has_mlp:
         with jax.named_scope("mlp"):
             pieces = ring.around(axes, norm(x, layer["mlp_norm"]))
-            update = ring.summed(axes, [functools.partial(_mlp, config, layer, piece) for piece in pieces])
-            x = x + (norm(update, layer["mlp_post_norm"]) if config.post_norms else update)
+            parts = [functools.partial(_mlp, config, layer, piece) for piece in pieces]
+            x = _add(config, layer, x, ring.summed(axes, parts), "mlp_post_norm")
     return x, rows
 
 
@@ -185,10 +191,7 @@ def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) ->
     """Return the mesh axes of a ring if this is a prompt's chunk on a TPU and its layers divide evenly, else ()."""
     causal = visible.seen is None and visible.seen_positions is None
     axes = alone("kv_heads", config.num_kv_heads) if on_tpu() and causal else ()
-    same = all(
-        alone(*axis_size) == axes
-        for axis_size in (("heads", config.num_heads), ("hidden", config.intermediate_size))
-    )
+    same = alone("heads", config.num_heads) == alone("hidden", config.intermediate_size) == axes
     size, (batch, n) = devices_of("kv_heads", config.num_kv_heads), visible.positions.shape
     # An output bias would be added once per device, and experts are sharded differently.
     if not (axes and same and in_order(axes)) or config.o_bias or config.mlp_bias or config.num_experts:
@@ -211,6 +214,7 @@ def _ring_layers(
     """Run the layers of `_forward` on a prompt's chunk x [B, N, E], whose rows travel around a ring of devices."""
 
     def on_device(layers: Sequence[dict], x: Array, first: Array, cache: KVCache):
+        # For each piece, in the order of `ring.starts`: visibility and positions of its two halves.
         n = x.shape[1]
         halves = [
             [Visible.causal(first + start, n // 2) for start in piece_halves]
@@ -302,8 +306,8 @@ def _forward(
 def language_model(
     config: ModelConfig,
     *,
-    dtype="float32",
-    cache_dtype=None,
+    dtype: DTypeLike = "float32",
+    cache_dtype: DTypeLike | None = None,
     feature_layers: Sequence[int] = (),
     prefill_chunk: int | None = None,
     attention: str = "auto",
@@ -348,7 +352,7 @@ def language_model(
 @functools.lru_cache
 def _language_model(
     config: ModelConfig,
-    cache_dtype,
+    cache_dtype: DTypeLike,
     feature_layers: tuple[int, ...],
     prefill_chunk: int | None,
     form: str,
@@ -367,11 +371,16 @@ def _language_model(
         if form == "auto":
             # Few rows with short buffers never use the kernel.
             kernel = on_tpu() and (batch >= KERNEL_ROWS or slots > TURN_SLOTS)
-        multiple = KERNEL_SLOTS if kernel else 1 if on_tpu() else BLOCK
+        if kernel:
+            multiple = KERNEL_SLOTS
+        elif on_tpu():
+            multiple = 1
+        else:
+            multiple = BLOCK
         return kv_cache.init_cache(
             layers=sum(attends for attends, _ in sublayer_mask),
             batch=batch,
-            slots=-(-slots // multiple) * multiple,
+            slots=(slots + multiple - 1) // multiple * multiple,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=cache_dtype,
@@ -379,8 +388,11 @@ def _language_model(
 
     @jax.named_scope("unembed")
     def unembed(params: PyTree, hidden: Array) -> Array:
-        logits = dense(hidden, params["embed" if config.tie_embeddings else "unembed"], dtype=jnp.float32)
-        return logits if config.logit_cap is None else soft_cap(logits, config.logit_cap)
+        matrix = params["embed"] if config.tie_embeddings else params["unembed"]
+        logits = dense(hidden, matrix, dtype=jnp.float32)
+        if config.logit_cap is not None:
+            logits = soft_cap(logits, config.logit_cap)
+        return logits
 
     def with_features(layers: tuple[int, ...]) -> LanguageModel:
         return _language_model(config, cache_dtype, tuple(layers), prefill_chunk, form, sublayer_mask)

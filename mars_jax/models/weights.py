@@ -7,11 +7,12 @@ Initialisation, loading, saving and the report of missing or mis-shaped tensors 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from mars_jax.core.types import PyTree
 from mars_jax.models.config import ModelConfig
@@ -36,7 +37,9 @@ _EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 
 def _matrix(key: str, name: str, out: int, inner: int, bias: bool) -> list[Weight]:
     rows = [Weight((key,), f"{name}.weight", (out, inner), "normal")]
-    return [*rows, Weight((f"{key}_bias",), f"{name}.bias", (out,), "zeros")] if bias else rows
+    if bias:
+        rows.append(Weight((f"{key}_bias",), f"{name}.bias", (out,), "zeros"))
+    return rows
 
 
 def _experts(config: ModelConfig) -> list[Weight]:
@@ -115,7 +118,10 @@ def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
     """
     stacks: dict[tuple[str | int, ...], list[Weight]] = {}
     for row in weights(config):
-        stacks.setdefault(row.path[:-1] if isinstance(row.path[-1], int) else row.path, []).append(row)
+        path = row.path
+        if isinstance(path[-1], int):
+            path = path[:-1]
+        stacks.setdefault(path, []).append(row)
     rows_by_leaf: dict[Weight, tuple[Weight, ...]] = {}
     for path, rows in stacks.items():
         stacked = rows[0].path != path
@@ -124,7 +130,7 @@ def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
     return rows_by_leaf
 
 
-def build(config: ModelConfig, make: Callable[[Weight], Any]) -> PyTree:
+def build(config: ModelConfig, make: Callable[[Weight], Array]) -> PyTree:
     """Build params with `make(row)` at each row's path: `{"embed", "layers": ({"q", ...}, ...), "norm", ...}`.
 
     >>> config = ModelConfig(vocab_size=9, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=1,
@@ -134,29 +140,33 @@ def build(config: ModelConfig, make: Callable[[Weight], Any]) -> PyTree:
     """
     table = leaves(config)
 
-    def leaf(row: Weight) -> Any:
+    def leaf(row: Weight) -> Array:
         rows = table[row]
-        return make(row) if rows == (row,) else jnp.stack([make(part) for part in rows])
+        return make(row) if rows == (row,) else jnp.stack([make(expert) for expert in rows])
 
     return build_rows(table, leaf)
 
 
-def random_rows(rows: Iterable[Weight], key: Array, dtype: Any, scale: float) -> Callable[[Weight], Array]:
+def random_rows(
+    rows: Iterable[Weight], key: Array, dtype: DTypeLike, scale: float
+) -> Callable[[Weight], Array]:
     """Return a `make` for random weights: matrices are normal with standard deviation `scale`."""
     rows = tuple(rows)
     keys = dict(zip(rows, jax.random.split(key, len(rows)), strict=True))
 
     def make(row: Weight) -> Array:
         if row.init != "normal":
-            return (jnp.zeros if row.init == "zeros" else jnp.ones)(row.shape, dtype)
+            return jnp.full(row.shape, 1 if row.init == "ones" else 0, dtype)
+        # Drawn in float32, so that narrower dtypes get the same numbers, rounded.
         return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
 
     return make
 
 
-def build_rows(rows: Iterable[Weight], make: Callable[[Weight], Any]) -> PyTree:
+def build_rows(rows: Iterable[Weight], make: Callable[[Weight], PyTree]) -> PyTree:
     """Build params for any table: dicts for keys that are names, tuples for keys that are numbers."""
-    params: dict[Any, Any] = {}
+    # Nested dicts first, even if the keys are numbers, because rows come in any order.
+    params: dict[str | int, PyTree] = {}
     for row in rows:
         *parents, last = row.path
         place = params
@@ -164,16 +174,16 @@ def build_rows(rows: Iterable[Weight], make: Callable[[Weight], Any]) -> PyTree:
             place = place.setdefault(key, {})
         place[last] = make(row)
 
-    def tuples(tree: Any) -> Any:
+    def tuples(tree: PyTree) -> PyTree:
         if not isinstance(tree, dict):
             return tree
         children = {key: tuples(value) for key, value in tree.items()}
-        return tuple(children[i] for i in range(len(children))) if children and 0 in children else children
+        return tuple(children[i] for i in range(len(children))) if 0 in children else children
 
     return tuples(params)
 
 
-def get(params: PyTree, path: tuple[str | int, ...]) -> Any:
+def get(params: PyTree, path: tuple[str | int, ...]) -> PyTree:
     """Return the leaf of params at a row's path; raise KeyError or IndexError if there is none."""
     for key in path:
         params = params[key]

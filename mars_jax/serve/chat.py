@@ -12,7 +12,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 import jax
 import numpy as np
@@ -59,12 +59,9 @@ class Running:
     @activity.doing("compiling")
     def compile(self, request: Request) -> None:
         """Compile the programs that `stream` uses for such requests, by decoding one token; cheap once compiled."""
-        max_length = len(request.prompt_tokens) + request.max_new_tokens - 1
-        one_token_request = dataclasses.replace(
-            request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1
-        )
-        self._widen(max_length)
-        for _ in self.stream(one_token_request):
+        self._widen(len(request.prompt_tokens) + request.max_new_tokens - 1)
+        one_token = dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1)
+        for _ in self.stream(one_token):
             pass
         self._queue = None  # discard the token
 
@@ -84,30 +81,30 @@ class Running:
         self._widen(len(request.prompt_tokens) + request.max_new_tokens)
         rows = of_mesh(self.session.target, 1)
         prepared = with_costs(dataclasses.replace(prepared, width=self._width), rows, log_probs=True)
-        state = self._begun(prepared, rows)
+        state = self._read_prompt(prepared, rows)
         self._queue = Queue(prepared, rows, telling=True, state=state, began=began)
         return self._queue.events()
 
-    def _widen(self, most: int) -> None:
-        """Grow the buffer to hold `most` tokens, or the model's whole context if that is shorter."""
+    def _widen(self, length: int) -> None:
+        """Grow the buffer to hold `length` tokens, or the model's whole context if that is shorter."""
         context = self.session.target.config.max_positions
-        if self._width < min(most, context):
-            self._width = bucket(min(max(most, WIDTH, 2 * self._width), context))
+        if self._width < min(length, context):
+            self._width = bucket(min(max(length, WIDTH, 2 * self._width), context))
             self._queue = None
 
-    def _begun(self, made: Prepared, rows: int) -> DecodeState:
+    def _read_prompt(self, prepared: Prepared, rows: int) -> DecodeState:
         """Return the state after reading a request's prompt."""
-        prompts = made.prompts([0, *[None] * (rows - 1)])
-        state = None if self._queue is None else self._queue.state
+        prompts = prepared.prompts([0, *[None] * (rows - 1)])
+        state = self._queue and self._queue.state
         self._queue = None  # the state's buffers are donated, even if an error follows
-        with made.target.on_mesh():
+        with prepared.target.on_mesh():
             # After a single-token prompt, heads must draft without features of earlier tokens.
-            single = len(made.requests[0].prompt_tokens) == 1
-            if state is None or made.decoder != self._decoder or single:
-                state = _unread(made.decoder, made.params, prompts)
-            state, num_read = decode.extend(made.decoder, made.params, state, prompts)
+            single = len(prepared.requests[0].prompt_tokens) == 1
+            if state is None or prepared.decoder != self._decoder or single:
+                state = _unread(prepared.decoder, prepared.params, prompts)
+            state, num_read = decode.extend(prepared.decoder, prepared.params, state, prompts)
         self.read = int(fetch(num_read)[0])
-        self._decoder = made.decoder
+        self._decoder = prepared.decoder
         return state
 
 
@@ -151,7 +148,7 @@ class Chat:
         *,
         verify: AnyRule | None = None,
         system: str | None = None,
-        template_args: Mapping[str, Any] | None = None,
+        template_args: Mapping[str, object] | None = None,
         ignore_eos: bool = False,
         **options: Unpack[Options],
     ):
@@ -163,10 +160,11 @@ class Chat:
           MarsError: see `generate`.
         """
         session = Session.of(target, drafter, verify)
-        prompt_options = {"system": system, "template_args": template_args, "ignore_eos": ignore_eos}
 
         def ask(turns: Sequence[Turn]) -> Request:
-            [request] = make_requests(target, [turns], **prompt_options, **options)
+            [request] = make_requests(
+                target, [turns], system=system, template_args=template_args, ignore_eos=ignore_eos, **options
+            )
             check_relaxes(session.loaded_rule, [request])
             turn = sum(turn["role"] == "user" for turn in turns) - 1
             return dataclasses.replace(request, seed=(request.seed + turn) % 2**32)
@@ -223,8 +221,7 @@ class Chat:
 
     def _close(self) -> None:
         """Close the stream of the last turn if it has not been consumed to its end."""
-        events = None if self._last is None else self._last()
-        if events is not None:
+        if self._last is not None and (events := self._last()) is not None:
             events.close()
 
     def _answered(

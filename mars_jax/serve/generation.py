@@ -6,14 +6,15 @@ Oracle: `transformers` generate with the same checkpoint (tests/serve/test_gener
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Unpack
+from typing import Unpack
 
 from mars_jax import drafters
+from mars_jax.core.rule import LoadedRule, take_rows
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.serve.prepare import AnyRule, check_relaxes
+from mars_jax.serve.prepare import AnyRule, check_relaxes, loaded_rule
 from mars_jax.serve.queue import Finished, Said, longest_first
 from mars_jax.serve.requests import AnyPrompts, CallOptions, Options, Request, Result, make_requests
-from mars_jax.serve.session import Session, rule_of
+from mars_jax.serve.session import Session
 
 
 def generate(
@@ -25,7 +26,7 @@ def generate(
     batch_size: int | None = None,
     chat: bool = False,
     system: str | None = None,
-    template_args: Mapping[str, Any] | None = None,
+    template_args: Mapping[str, object] | None = None,
     ignore_eos: bool = False,
     log_probs: bool = False,
     samples: int = 1,
@@ -80,7 +81,7 @@ def generate(
     >>> target = mj.load("path/to/checkpoint")  # doctest: +SKIP
     >>> mj.generate(target, "ngram", ["Once upon a time"], verify=mj.verify.mars(theta=0.9)).text  # doctest: +SKIP
     """
-    requests, verify = _asked(
+    requests, verify = _requests_and_rule(
         target,
         prompts,
         verify,
@@ -120,7 +121,7 @@ def generate_iter(
     >>> for index, completion in mj.generate_iter(mj.load(), "ngram", texts, batch_size=16):  # doctest: +SKIP
     ...     print(index, completion.text)
     """
-    requests, verify = _asked(target, prompts, verify, **options)
+    requests, verify = _requests_and_rule(target, prompts, verify, **options)
     session = Session.of(target, drafter, verify, batch_size=batch_size, log_probs=log_probs)
     return iter(session.queue(requests, order=longest_first(requests)))
 
@@ -154,18 +155,22 @@ def generate_stream(
     >>> for event in mj.generate_stream(mj.load(), "ngram", texts):  # doctest: +SKIP
     ...     print(event.index, getattr(event, "text", "is done"))
     """
-    requests, verify = _asked(target, prompts, verify, **options)
+    requests, verify = _requests_and_rule(target, prompts, verify, **options)
     session = Session.of(target, drafter, verify, batch_size=batch_size, log_probs=log_probs)
     return session.queue(requests, order=longest_first(requests), telling=True).events()
 
 
-def _asked(
-    target: Pretrained, prompts: AnyPrompts, verify: Any, **options: Unpack[CallOptions]
-) -> tuple[list[Request], Any]:
+def _requests_and_rule(
+    target: Pretrained, prompts: AnyPrompts, verify: AnyRule | None, **options: Unpack[CallOptions]
+) -> tuple[list[Request], LoadedRule]:
     """Return the requests of a call, and the rule with its per-prompt values repeated for each sample."""
-    requests, samples = make_requests(target, prompts, **options), options.get("samples", 1)
-    if samples != 1:
-        of_prompt = [i // samples for i in range(len(requests))]
-        verify = rule_of(verify, of_prompt, len(requests) // samples)
-    check_relaxes(verify, requests)
-    return requests, verify
+    requests, samples, rule = (
+        make_requests(target, prompts, **options),
+        options.get("samples", 1),
+        loaded_rule(verify),
+    )
+    check_relaxes(rule, requests)
+    if samples == 1:
+        return requests, rule
+    prompt_indices = [i // samples for i in range(len(requests))]
+    return requests, rule._replace(rule=take_rows(rule.rule, prompt_indices, len(requests) // samples))

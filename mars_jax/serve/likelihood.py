@@ -18,9 +18,9 @@ import numpy as np
 from mars_jax.core.rule import node_stats
 from mars_jax.core.types import LanguageModel, Visible
 from mars_jax.hub.pretrained import Pretrained, check_pretrained
-from mars_jax.mesh.axes import by_rows, size_of
+from mars_jax.mesh.axes import by_rows
 from mars_jax.mesh.hosts import fetch
-from mars_jax.serve.prepare import bucket
+from mars_jax.serve.prepare import bucket, of_mesh
 from mars_jax.utils.errors import MarsError, check_count, short_repr
 
 ROWS = 4
@@ -69,11 +69,11 @@ def score(
     if isinstance(texts, str):
         raise MarsError("texts is one text: give a list of them.")
     try:
-        if isinstance(texts, bytes | Mapping):
-            raise TypeError
         raw_texts = list(texts)  # an iterator is read once
-    except TypeError:
-        raise MarsError(f"texts is {short_repr(texts)}: expected a list of texts, or of token ids.") from None
+    except TypeError:  # not iterable, or an array without axes
+        raw_texts = None
+    if raw_texts is None or isinstance(texts, bytes | Mapping):
+        raise MarsError(f"texts is {short_repr(texts)}: expected a list of texts, or of token ids.")
     check_count("rows", rows)
     texts = [
         target.check_tokens(target.encode(text) if isinstance(text, str) else text) for text in raw_texts
@@ -84,31 +84,28 @@ def score(
             raise MarsError(
                 f"text {number} has {len(text)} tokens and '{target.name}' a context of {context}: cut it."
             )
-    results: list[Scored | None] = [None] * len(texts)
-    if target.mesh is not None:
-        rows += -rows % size_of("data", target.mesh)
-    for group, tokens in batches_by_length(texts, rows, target.config.max_positions):
+    results: dict[int, Scored] = {}
+    for indices, tokens in _batches_by_length(texts, of_mesh(target, rows), context):
         with target.on_mesh():
             log_p, stats = fetch(_score(target.model, target.params, jnp.asarray(tokens)))
-        for row, i in enumerate(group):
+        for row, i in enumerate(indices):
             n = len(texts[i]) - 1
             columns = (log_p, stats.id1, stats.id2, stats.top1, stats.top2)
             results[i] = Scored(*(column[row, :n] for column in columns), tokens=tuple(texts[i]))
-    return [scored for scored in results if scored is not None]
+    return [results[i] for i in range(len(texts))]
 
 
-def batches_by_length(
+def _batches_by_length(
     texts: Sequence[Sequence[int]], rows: int, longest: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """Yield batches of similar lengths: (indices, tokens i32[rows, L]), padded with zeros.
 
     L depends only on a text's own length, so that its scores are bit-identical in any batch.
     """
-    widths = [max(len(text), min(bucket(len(text)), longest)) for text in texts]
-    for width, alike in itertools.groupby(
-        sorted(range(len(texts)), key=widths.__getitem__), widths.__getitem__
-    ):
-        group = list(alike)
+    widths = [min(bucket(len(text)), longest) for text in texts]
+    order = sorted(range(len(texts)), key=widths.__getitem__)
+    for width, group in itertools.groupby(order, widths.__getitem__):
+        group = list(group)
         for first in range(0, len(group), rows):
             indices = group[first : first + rows]
             tokens = np.zeros((rows, width), np.int32)

@@ -18,7 +18,6 @@ from mars_jax import drafters
 from mars_jax.constraints import vocabulary
 from mars_jax.constraints.automaton import FIRST
 from mars_jax.constraints.batch_tables import Compiled, compiled, join_tables
-from mars_jax.constraints.spans import state_after
 from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
@@ -61,19 +60,17 @@ class RequestGuides(NamedTuple):
             constraint=self.constraint and self.constraint.tables, span=self.span and self.span.tables
         )
 
-    def rows(self, own: Sequence[Request]) -> GuideRows | None:
+    def rows(self, requests: Sequence[Request]) -> GuideRows | None:
         """Return `Controls.guides` for the requests of a batch."""
         if self.constraint is None and self.span is None:
             return None
-        spans = [request.spans for request in own]
-        start_states = [
-            FIRST
-            if span is None or self.words is None
-            else state_after(span, self.words, request.prompt_tokens)
-            for request, span in zip(own, spans, strict=True)
-        ]
+        spans = [request.spans for request in requests]
+        start_states = [FIRST] * len(requests)
+        for row, (request, span) in enumerate(zip(requests, spans, strict=True)):
+            if span is not None and self.words is not None:
+                start_states[row] = span.table(self.words).run(request.prompt_tokens)
         return GuideRows(
-            constraint=self.constraint and self.constraint.rows([r.constraint for r in own]),
+            constraint=self.constraint and self.constraint.rows([r.constraint for r in requests]),
             span=self.span and self.span.rows(spans, start_states),
         )
 
@@ -88,31 +85,19 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
     spans = dict.fromkeys(r.spans for r in requests if r.spans is not None)
     if not constraints and not spans:
         return RequestGuides()
-    words = _vocabulary(target, any(c.kind != "tokens" for c in constraints) or bool(spans))
+    size = target.config.vocab_size
+    words = Vocabulary(tokens=(None,) * size)
+    if spans or any(constraint.kind != "tokens" for constraint in constraints):
+        if not target.has_tokenizer:
+            raise MarsError(
+                f"'{target.name}' has no tokenizer, so the text of its tokens is unknown: constrain it by tokens only."
+            )
+        words = vocabulary(target.tokenizer, size)
     return RequestGuides(
         constraint=compiled(constraints, words) if constraints else None,
-        span=join_tables({span: span.table(words) for span in spans}, len(words.tokens)) if spans else None,
+        span=join_tables({span: span.table(words) for span in spans}, size) if spans else None,
         words=words,
     )
-
-
-def placed(tables: GuideTables | None, target: Pretrained) -> GuideTables | None:
-    """Put tables on every device of the target's mesh."""
-    if tables is None or target.mesh is None:
-        return tables
-    replicated = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
-    return put(tables, jax.tree.map(lambda _: replicated, tables))
-
-
-def _vocabulary(target: Pretrained, text: bool) -> Vocabulary:
-    size = target.config.vocab_size
-    if not text:
-        return Vocabulary(tokens=(None,) * size)
-    if not target.has_tokenizer:
-        raise MarsError(
-            f"'{target.name}' has no tokenizer, so the text of its tokens is unknown: constrain it by tokens alone."
-        )
-    return vocabulary(target.tokenizer, size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +133,8 @@ class Prepared:
         for row, request in enumerate(requests):
             tokens[row, : lengths[row]] = request.prompt_tokens
         # Round up to a multiple of four, so that one more stop token rarely changes a shape.
-        num_stop_tokens = max(4, -(-max(len(r.stop_tokens) for r in self.requests) // 4) * 4)
+        max_stop_tokens = max(4, *(len(r.stop_tokens) for r in self.requests))
+        num_stop_tokens = max_stop_tokens + -max_stop_tokens % 4
         controls = make_controls(
             len(requests),
             limit=limits,
@@ -166,6 +152,7 @@ class Prepared:
             controls = dataclasses.replace(controls, edits=self._edits(requests))
         controls = dataclasses.replace(controls, guides=self.guides.rows(requests))
         keys = keys_from_seeds(jnp.array(np.asarray([r.seed for r in requests], np.uint32)))
+        # Rows that only fill the batch take the rule of request 0.
         numbers = take_rows(self.loaded_rule.rule, [i or 0 for i in entries], len(self.requests))
         row_prompts = Prompts(
             jnp.array(tokens), jnp.array(lengths), controls, for_rows(numbers, len(requests)), keys
@@ -173,18 +160,18 @@ class Prepared:
         mesh = self.target.mesh
         return row_prompts if mesh is None else put(row_prompts, state_shardings(row_prompts, mesh))
 
-    def _edits(self, own: Sequence[Request]) -> Edits:
+    def _edits(self, requests: Sequence[Request]) -> Edits:
         # The width covers all requests, so it is the same for any subset. It is rounded up, so that one more token
         # rarely changes it.
-        max_biases = max(len(r.logit_bias) for r in self.requests)
+        max_biases = max(8, *(len(r.logit_bias) for r in self.requests))
         return make_edits(
-            len(own),
-            logit_bias=[r.logit_bias for r in own],
-            repetition_penalty=[r.repetition_penalty for r in own],
-            presence_penalty=[r.presence_penalty for r in own],
-            frequency_penalty=[r.frequency_penalty for r in own],
-            min_new_tokens=[r.min_new_tokens for r in own],
-            width=max(8, -(-max_biases // 8) * 8),
+            len(requests),
+            logit_bias=[r.logit_bias for r in requests],
+            repetition_penalty=[r.repetition_penalty for r in requests],
+            presence_penalty=[r.presence_penalty for r in requests],
+            frequency_penalty=[r.frequency_penalty for r in requests],
+            min_new_tokens=[r.min_new_tokens for r in requests],
+            width=max_biases + -max_biases % 8,
         )
 
     def start(self, entries: Sequence[int | None]) -> DecodeState:
@@ -202,12 +189,16 @@ AnyRule = Rule | LoadedRule
 
 
 def loaded_rule(verify: AnyRule | None) -> LoadedRule:
-    """Return a rule with its weights; None means `exact`."""
-    if isinstance(verify, LoadedRule):
-        return verify
-    rule = exact() if verify is None else verify
-    structure(rule)
-    return LoadedRule(rule)
+    """Return a rule with its weights; None means `exact`.
+
+    Raises:
+      MarsError: not a rule.
+    """
+    if verify is None:
+        verify = exact()
+    loaded = verify if isinstance(verify, LoadedRule) else LoadedRule(verify)
+    structure(loaded.rule)
+    return loaded
 
 
 def prepared(
@@ -236,8 +227,13 @@ def prepared(
                 f"draft_stop does not apply to the drafter '{drafter.drafter.name}', which has no entropy to stop by: "
                 f"leave it out, or draft with {drafters_that('stops')}."
             )
+    longest = max(len(request.prompt_tokens) + request.max_new_tokens for request in requests)
     guides = guides_of(target, requests)
-    tables = placed(guides.tables, target)
+    tables = guides.tables
+    if tables is not None and target.mesh is not None:
+        replicated = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
+        tables = put(tables, jax.tree.map(lambda _: replicated, tables))
+    # A drafter with a reduced vocabulary reads bit masks over its own token ids.
     if drafter.draft_ids is not None and tables is not None and tables.constraint is not None:
         tables = dataclasses.replace(tables, constraint=narrowed(tables.constraint, drafter.draft_ids))
     params = Params(target=target.params, draft=drafter.params, verify=rule.params, guides=tables)
@@ -248,7 +244,7 @@ def prepared(
         params=params,
         drafter=drafter,
         loaded_rule=rule,
-        width=buffer_width(target, requests),
+        width=bucket(min(longest, target.config.max_positions)),
         guides=guides,
     )
 
@@ -258,27 +254,24 @@ def of_mesh(target: Pretrained, rows: int) -> int:
     return rows + -rows % size_of("data", target.mesh)
 
 
-def _check_rule(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request]) -> None:
+def _check_rule(loaded: LoadedRule, drafter: Drafter, requests: Sequence[Request]) -> None:
     """Raise MarsError if the rule cannot run, or if a request has an option that does not apply to it."""
-    structure(rule.rule)
-    with user_errors(rule.rule):
-        _check_needs(rule, drafter, requests)
-
-
-def _check_needs(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request]) -> None:
-    checked = rule.rule
-    if "weights" in checked.needs and not jax.tree.leaves(rule.params):
-        raise MarsError(
-            f"the rule {checked.name} needs weights: pass mars_jax.verify.LoadedRule(rule, weights), or the "
-            "result of verify.load."
-        )
-    if checked.lossless and not drafter.trusts and any(request.strict for request in requests):
-        raise MarsError(f"strict does not apply to the rule {checked.name}, which is lossless: leave it out.")
-    if "long" in checked.needs and any(r.draft_stop < math.inf for r in requests):
-        raise MarsError(
-            f"draft_stop does not apply to the rule {checked.name}, whose drafts must be long enough: leave it out."
-        )
-    checked.check_drafter(drafter)
+    rule = loaded.rule
+    with user_errors(rule):
+        if "weights" in rule.needs and not jax.tree.leaves(loaded.params):
+            raise MarsError(
+                f"the rule {rule.name} needs weights: pass mars_jax.verify.LoadedRule(rule, weights), or the "
+                "result of verify.load."
+            )
+        if rule.lossless and not drafter.trusts and any(request.strict for request in requests):
+            raise MarsError(
+                f"strict does not apply to the rule {rule.name}, which is lossless: leave it out."
+            )
+        if "long" in rule.needs and any(request.draft_stop < math.inf for request in requests):
+            raise MarsError(
+                f"draft_stop does not apply to the rule {rule.name}, whose drafts must be long enough: leave it out."
+            )
+        rule.check_drafter(drafter)
 
 
 def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
@@ -286,24 +279,19 @@ def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
 
     Call this only for users' requests: a measurement may decode the same requests by a lossless and by a lossy rule.
     """
-    checked = loaded_rule(verify).rule
-    if not checked.lossless:
+    rule = loaded_rule(verify).rule
+    if not rule.lossless:
         return
     for request in requests:
-        relaxes = request.constraint is not None and request.constraint.relax
-        if request.spans is not None or relaxes:
-            option = (
-                "relax_in" if request.relax_in else "strict_in" if request.strict_in else "relax_constrained"
-            )
+        options = {
+            "relax_in": request.relax_in,
+            "strict_in": request.strict_in,
+            "relax_constrained": request.constraint and request.constraint.relax,
+        }
+        for option in filter(options.get, options):
             raise MarsError(
-                f"{option} does not apply to the rule {checked.name}, which relaxes nothing: leave it out."
+                f"{option} does not apply to the rule {rule.name}, which relaxes nothing: leave it out."
             )
-
-
-def buffer_width(target: Pretrained, requests: Sequence[Request]) -> int:
-    """Return T for a batch: the bucket of its longest prompt plus completion."""
-    longest = max(len(r.prompt_tokens) + r.max_new_tokens for r in requests)
-    return bucket(min(longest, target.config.max_positions))
 
 
 def bucket(length: int) -> int:

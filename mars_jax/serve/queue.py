@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import enum
 import itertools
+import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple
@@ -28,16 +29,12 @@ from mars_jax.mesh.hosts import fetch, put
 from mars_jax.serve.prepare import Prepared, of_mesh
 from mars_jax.serve.requests import Completion, Request, TokenLogProbs
 from mars_jax.serve.sizes import with_costs
-from mars_jax.serve.text import RowText, complete, token_log_probs
+from mars_jax.serve.text import Rows, RowText, complete, token_log_probs
 
 WAIT = 32
 """A batch of B rows refills after B // WAIT rows have finished, so that large batches do not stop at every step."""
-
-
 SAVED = 2048
 """Minimum number of saved prompt tokens that justifies compiling the program that continues from a shared prefix."""
-
-
 BETWEEN = 4
 """Steps between two reads of new text on an accelerator, for streaming and stop strings. A CPU reads after every step,
 which costs less than a superfluous step."""
@@ -103,7 +100,6 @@ class Queue:
         batch = of_mesh(prepared.target, rows)
         self._prepared = with_costs(prepared, batch, log_probs=log_probs or telling)
         self._shares = shares_of(prepared, order) if shared is None else shared
-        self._chunk = chunk_of_decoder(prepared)
         self._read: Reading | None = None
         # The iterator of a drafter that runs its own steps.
         self._steps: Iterator[tuple[DecodeState, StepInfo]] | None = None
@@ -121,53 +117,49 @@ class Queue:
     def events(self, *, early: bool = True) -> Generator[Said | Finished, None, None]:
         """Yield new tokens, if the queue is `telling`, and each completion as it ends; `early` as for `finished`."""
         state, stats = self._first()
-        ended: list[tuple[int, int, float, tuple, DecodeStats]] = []
-        while self._going():
+        completions: Iterator[Finished] = iter(())
+        while any(index is not None for index in self._holds):
             # The device decodes while the host detokenizes the rows that ended before. With stop strings, it runs only
             # a few steps at a time.
             state, stats, steps = self._advanced(state, stats, early)
-            yield from self._completed(ended)
-            snapshot = fetch((state.done, (state.tokens, state.length, state.failed), stats, steps))
-            finished, final, counters, steps = snapshot
-            finished = finished.copy()
-            stopped, new_texts = self._read_texts(final, counters, finished)
+            yield from completions
+            parts, steps = fetch(((state.tokens, state.length, state.failed, state.done, stats), steps))
+            rows = Rows(*parts)
+            finished = rows.done.copy()
+            stopped, new_texts = self._read_texts(rows)
             if stopped.any() and self._steps is None:
                 with self._prepared.target.on_mesh():
                     state = refill.end(state, stopped & ~finished)
             finished |= stopped
             # The caches of failed rows may hold NaN.
-            self.state = None if final[2].any() else state
+            if not rows.failed.any():
+                self.state = state
             yield from new_texts
             self.forwards += int(np.max(steps))
-            current_time = time.perf_counter()
             ended = []
             for row, index in enumerate(self._holds):
                 if index is not None and finished[row]:
-                    ended.append((row, index, current_time - self._began[row], final, counters))
+                    ended.append((row, index, time.perf_counter() - self._began[row]))
                     self._holds[row] = self._texts[row] = None
+            completions = self._completed(rows, ended)
             if self._waiting:
                 self.state = None
                 state, stats = self._refilled(state, stats)
-        yield from self._completed(ended)
+        yield from completions
 
     def warm_up(self) -> None:
         """Compile the programs of this queue by decoding one token of its first requests, cut to a few tokens.
 
         This is cheap if they are already compiled. The queue can still be used once afterwards.
         """
-        # With shared beginnings, give adjacent requests prompts of different lengths: one then continues from another.
-        continues = self._shares is Shares.BEGINNINGS
         # Shapes depend on all requests.
-        requests = [
-            dataclasses.replace(
-                request,
-                prompt_tokens=request.prompt_tokens[:1] * (2 + i % 2)
-                if continues
-                else request.prompt_tokens[:2],
-                max_new_tokens=1,
-            )
-            for i, request in enumerate(self._prepared.requests)
-        ]
+        requests = []
+        for i, request in enumerate(self._prepared.requests):
+            prompt = request.prompt_tokens[:2]
+            if self._shares is Shares.BEGINNINGS:
+                # Give adjacent requests prompts of different lengths: one then continues from another.
+                prompt = request.prompt_tokens[:1] * (2 + i % 2)
+            requests.append(dataclasses.replace(request, prompt_tokens=prompt, max_new_tokens=1))
         rows = len(self._holds)
         queue = Queue(
             dataclasses.replace(self._prepared, requests=requests),
@@ -192,9 +184,14 @@ class Queue:
                 self._steps = self._steps or prepared.drafter.steps(prepared.decoder, prepared.params, state)
                 state, info = next(self._steps)
                 return state, _counted(stats, info, state.length), jnp.ones(1, jnp.int32)
-            together = not (early or self._waiting)
-            ended = len(self._holds) if together else max(1, len(self._holds) // WAIT)
-            return refill.advance(prepared.decoder, prepared.params, state, stats, ended, self._most(state))
+            # Return when enough rows have ended to refill or yield them; otherwise decode until all have ended.
+            min_ended = max(1, len(self._holds) // WAIT)
+            if not (early or self._waiting):
+                min_ended = len(self._holds)
+            max_steps = 2**30
+            if any(text is not None for text in self._texts):
+                max_steps = 1 if decode.look_ahead(state) == 0 else BETWEEN
+            return refill.advance(prepared.decoder, prepared.params, state, stats, min_ended, max_steps)
 
     def draft_with(self, params: PyTree) -> None:
         """Continue with new drafter weights of the same shapes and dtypes, without recompiling.
@@ -202,14 +199,10 @@ class Queue:
         Running rows keep the draft caches of the old weights, which lowers acceptance but keeps exactness.
         """
         all_params = self._prepared.params
-        draft = (
-            all_params.draft._replace(weights=params) if self._prepared.drafter.sizes is not None else params
-        )
-        self._prepared = dataclasses.replace(self._prepared, params=all_params._replace(draft=draft))
+        if self._prepared.drafter.sizes is not None:
+            params = all_params.draft._replace(weights=params)
+        self._prepared = dataclasses.replace(self._prepared, params=all_params._replace(draft=params))
         self._read = None  # its prompt was read with the old weights
-
-    def _going(self) -> bool:
-        return any(index is not None for index in self._holds)
 
     def _next(self, row: int) -> int:
         """Assign the next request to this row, and return its index."""
@@ -220,44 +213,35 @@ class Queue:
         self._texts[row] = RowText(self._prepared.target, request) if reads_text else None
         return index
 
-    def _most(self, state: DecodeState) -> int:
-        """Return the number of steps between two reads of new text."""
-        if all(text is None for text in self._texts):
-            return 2**30
-        return 1 if decode.look_ahead(state) == 0 else BETWEEN
-
-    def _read_texts(
-        self, final: tuple[np.ndarray, ...], counters: DecodeStats, done: np.ndarray
-    ) -> tuple[np.ndarray, list[Said]]:
+    def _read_texts(self, rows: Rows) -> tuple[np.ndarray, list[Said]]:
         """Return bool[B], the rows whose text contains a stop string; and the new tokens, if the queue is `telling`."""
-        tokens, length, _ = final
         stopped, new_texts = np.zeros(len(self._holds), bool), []
-        for row, text in enumerate(self._texts):
-            if text is None or (index := self._holds[row]) is None:
+        for row, (index, text) in enumerate(zip(self._holds, self._texts, strict=True)):
+            if index is None or text is None:
                 continue
             start = len(self._prepared.requests[index].prompt_tokens) + text.count
-            fresh = tokens[row, start : length[row]].tolist()
-            strings = text.feed_all(fresh, last=bool(done[row]))
+            tokens = rows.tokens[row, start : rows.length[row]].tolist()
+            strings = text.feed_all(tokens, last=bool(rows.done[row]))
             stopped[row] = text.stopped
             # A row may end without a token, for example if its constraint allows no further token.
-            remaining = text.end() if done[row] else ""
+            remaining = text.end() if rows.done[row] else ""
             if not self._telling:
                 continue
-            assert counters.tokens is not None  # recorded for a queue that is `telling`
-            log_probs = token_log_probs(counters.tokens, row, start, len(strings))
-            pieces = (
-                *zip(log_probs.kind, strings, strict=True),
-                *([("exact", remaining)] if remaining else []),
-            )
+            assert rows.stats.tokens is not None  # recorded for a queue that is `telling`
+            log_probs = token_log_probs(rows.stats.tokens, row, start, len(strings))
+            pieces = [*zip(log_probs.kind, strings, strict=True)]
+            if remaining:
+                pieces.append(("exact", remaining))
             if pieces:
                 joined = "".join(string for _, string in pieces)
-                new_texts.append(Said(index, joined, pieces, tuple(fresh[: len(strings)]), log_probs))
+                new_texts.append(Said(index, joined, tuple(pieces), tuple(tokens[: len(strings)]), log_probs))
         return stopped, new_texts
 
     def _first(self) -> tuple[DecodeState, DecodeStats]:
         entries: list[int | None] = [None] * len(self._holds)
         if not self._shares:
-            entries = [self._next(row) if self._waiting else None for row in range(len(self._holds))]
+            for row in range(min(len(self._holds), len(self._waiting))):
+                entries[row] = self._next(row)
         record = self._prepared.width if self._log_probs or self._telling else None
         stats = zero_stats(len(entries), self._prepared.decoder.max_depth, record=record)
         mesh = self._prepared.target.mesh
@@ -276,7 +260,7 @@ class Queue:
         chunks have hundreds of tokens (`prefill.chunk_of`).
         """
         if self._prepared.drafter.steps is not None:  # rows of such a drafter do not refill
-            if self._going() or not self._waiting:
+            if not self._waiting or any(index is not None for index in self._holds):
                 return state, stats
             self._steps = self.state = None
             return self._first()
@@ -308,16 +292,12 @@ class Queue:
         while self._waiting and None in self._holds:
             row = self._holds.index(None)
             index = self._next(row)
+            prepared = self._prepared
             self._read = self._reading(index)
-            prepared, row_indices, read_state = (
-                self._prepared,
-                jnp.array(np.asarray([row], np.int32)),
-                self._read.state,
-            )
-            prompts = prepared.prompts([index])
+            row_indices, prompts = jnp.array(np.asarray([row], np.int32)), prepared.prompts([index])
             with prepared.target.on_mesh():
                 state, stats = refill.refill(
-                    prepared.decoder, prepared.params, state, stats, row_indices, prompts, read_state
+                    prepared.decoder, prepared.params, state, stats, row_indices, prompts, self._read.state
                 )
         return state, stats
 
@@ -327,11 +307,7 @@ class Queue:
         if previous is not None and previous.prompt == prompt:
             return previous
         self._read = None  # free its memory before allocating another row
-        goes_on = self._shares is Shares.BEGINNINGS and len(prompt) > 1
-        if previous is not None and not self._compiling:
-            goes_on &= forwards_saved(previous.prompt, prompt, self._chunk) > 0
-        # Broken weights may leave NaN in slots past the end of the row, which would corrupt the next prompt.
-        if previous is not None and previous.sound is not None and goes_on and bool(fetch(previous.sound)):
+        if previous is not None and self._continues(previous, prompt):
             with prepared.target.on_mesh():
                 state, _ = decode.extend(
                     prepared.decoder, prepared.params, previous.state, prepared.prompts([index])
@@ -344,11 +320,22 @@ class Queue:
         with prepared.target.on_mesh():
             return Reading(prompt, state, _sound((state.cache, state.draft)))
 
-    def _completed(self, ended: Sequence[tuple[int, int, float, tuple, DecodeStats]]) -> Iterator[Finished]:
-        for row, index, seconds, final, counters in ended:
-            request = self._prepared.requests[index]
-            counters = counters if self._log_probs else dataclasses.replace(counters, tokens=None)
-            completion = complete(self._prepared.target, request, row, final, counters, seconds)
+    def _continues(self, previous: Reading, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt is read from the end of a prefix that it shares with the last prompt."""
+        if previous.sound is None or len(prompt) == 1:
+            return False
+        chunk = chunk_of_decoder(self._prepared)
+        if not self._compiling and not forwards_saved(previous.prompt, prompt, chunk):
+            return False
+        # Broken weights may leave NaN in slots past the end of the row, which would corrupt the next prompt.
+        return bool(fetch(previous.sound))
+
+    def _completed(self, rows: Rows, ended: Sequence[tuple[int, int, float]]) -> Iterator[Finished]:
+        """Yield the completions of the rows that have ended, given as (row, index of its request, seconds)."""
+        if not self._log_probs:
+            rows = rows._replace(stats=dataclasses.replace(rows.stats, tokens=None))
+        for row, index, seconds in ended:
+            completion = complete(self._prepared.target, self._prepared.requests[index], row, rows, seconds)
             yield Finished(index, completion)
 
 
@@ -363,7 +350,7 @@ class Reading(NamedTuple):
 @jax.jit
 def _sound(caches: PyTree) -> Array:
     floats = [x for x in jax.tree.leaves(caches) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats])) if floats else jnp.bool_(True)
+    return jnp.all(jnp.asarray([jnp.all(jnp.isfinite(x)) for x in floats], bool))
 
 
 _counted = jax.jit(accumulate, donate_argnums=0)
@@ -377,38 +364,39 @@ class Shares(enum.IntEnum):
     BEGINNINGS = 2  # prefixes, such as a system prompt or examples before a question
 
 
-def shares_of(made: Prepared, order: Sequence[int]) -> Shares:
+def shares_of(prepared: Prepared, order: Sequence[int]) -> Shares:
     """Return which shared tokens are read once for requests in this order: NOTHING on a mesh that shards rows, and for
     a drafter with its own steps.
 
     Beginnings are shared only if this saves half of the prefill forward passes and `SAVED` tokens, because sharing has
     costs: rows read their prompts one after the other, and there is one more program to compile.
     """
-    if of_mesh(made.target, 1) > 1 or made.drafter.steps is not None:
+    if of_mesh(prepared.target, 1) > 1 or prepared.drafter.steps is not None:
         return Shares.NOTHING
-    prompts = [made.requests[i].prompt_tokens for i in order]
-    chunk = chunk_of_decoder(made)
+    prompts = [prepared.requests[i].prompt_tokens for i in order]
+    chunk = chunk_of_decoder(prepared)
     saved = sum(forwards_saved(a, b, chunk) for a, b in itertools.pairwise(prompts) if a != b)
-    if saved * chunk >= SAVED and 2 * saved >= sum(-(-len(p) // chunk) for p in prompts):
+    if saved * chunk >= SAVED and 2 * saved >= sum(math.ceil(len(p) / chunk) for p in prompts):
         return Shares.BEGINNINGS
     return Shares.PROMPTS if any(a == b for a, b in itertools.pairwise(prompts)) else Shares.NOTHING
 
 
-def chunk_of_decoder(made: Prepared) -> int:
+def chunk_of_decoder(prepared: Prepared) -> int:
     """Return the number of prompt tokens per forward pass of prefill."""
-    with made.target.on_mesh():
+    with prepared.target.on_mesh():
         # The tokens after a shared beginning are read in chunks of at most this length (`Decoder.extend`).
-        usual = min(chunk_of(made.width), WIDE_CHUNK)
-        return made.decoder.prefill_chunk or made.target.model.prefill_chunk or usual
+        default = min(chunk_of(prepared.width), WIDE_CHUNK)
+        return prepared.decoder.prefill_chunk or prepared.target.model.prefill_chunk or default
 
 
-def forwards_saved(before: Sequence[int], prompt: Sequence[int], chunk: int) -> int:
-    """Return the number of forward passes saved for a prompt whose common prefix with `before` is already read.
+def forwards_saved(previous: Sequence[int], prompt: Sequence[int], chunk: int) -> int:
+    """Return the number of forward passes saved for a prompt whose common prefix with `previous` is already read.
 
     >>> forwards_saved([1] * 130 + [2], [1] * 200, 64)
     2
     """
-    return -(-len(prompt) // chunk) - -(-(len(prompt) - common_length(before, prompt)) // chunk)
+    remaining = len(prompt) - common_length(previous, prompt)
+    return math.ceil(len(prompt) / chunk) - math.ceil(remaining / chunk)
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
@@ -422,7 +410,10 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
     return low
 
 
@@ -435,6 +426,7 @@ def longest_first(requests: Sequence[Request]) -> list[int]:
     [1, 0, 2]
     """
     order = sorted(range(len(requests)), key=lambda i: -requests[i].max_new_tokens)
+    # Neighbours in the order of prompts share the longest prefixes.
     alike = sorted(order, key=lambda i: (-requests[i].max_new_tokens, requests[i].prompt_tokens))
     pairs = itertools.pairwise(requests[i].prompt_tokens for i in alike)
     return alike if sum(common_length(a, b) for a, b in pairs if a != b) >= SAVED else order

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, TypedDict, TypeGuard, TypeVar, Unpack
 
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ Each = T | Sequence[T] | AnyArray
 """One value for all prompts, or one per prompt."""
 TokenIds = int | Sequence[int] | Sequence[Sequence[int]] | AnyArray
 """One id or several for all prompts, or a sequence of them per prompt."""
-Schema = Mapping[str, Any] | str | os.PathLike[str]
+Schema = Mapping[str, object] | str | os.PathLike[str]
 
 
 class Options(TypedDict, total=False):
@@ -81,15 +81,24 @@ class CallOptions(Options, total=False):
 
     chat: bool
     system: str | None
-    template_args: Mapping[str, Any] | None
+    template_args: Mapping[str, object] | None
     ignore_eos: bool
     samples: int
 
 
 AnyPrompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Turn] | Sequence[Sequence[Turn]]
 """A string, strings, token ids, a conversation or conversations."""
+OptionValues = dict[str, Any]
+"""Values of options by name."""
+
+
+def _check_constraint(constraint: Constraint) -> Constraint:
+    check_type("constraint", constraint, Constraint, "one of mars_jax.constraints, such as regex(...)")
+    return constraint
+
+
 _CONSTRAINTS = {
-    "constraint": lambda constraint: constraint,
+    "constraint": _check_constraint,
     "regex": constraints.regex,
     "json_schema": constraints.json_schema,
     "choice": constraints.choice,
@@ -110,13 +119,11 @@ class Request(RequestSettings):
     id: Any = None  # the user's id, unchanged
     stop_tokens: tuple[int, ...] = ()  # token ids that end the completion
     stop_strings: tuple[str, ...] = ()  # strings that end the completion and are not part of it
-    logit_bias: tuple[
-        tuple[int, float], ...
-    ] = ()  # (token id, number to add to its logit); -inf bans a token
+    # (token id, number to add to its logit); -inf bans a token
+    logit_bias: tuple[tuple[int, float], ...] = ()
     constraint: Constraint | None = None  # constraint on the completion
-    relax_in: tuple[
-        str, ...
-    ] = ()  # spans to which a lossy rule's relaxation is limited; see `constraints.spans`
+    # spans to which a lossy rule's relaxation is limited; see `constraints.spans`
+    relax_in: tuple[str, ...] = ()
     strict_in: tuple[str, ...] = ()  # spans in which a lossy rule relaxes no token
 
     @property
@@ -194,7 +201,7 @@ def make_requests(
     *,
     chat: bool = False,
     system: str | None = None,
-    template_args: Mapping[str, Any] | None = None,
+    template_args: Mapping[str, object] | None = None,
     ignore_eos: bool = False,
     samples: int = 1,
     **options: Unpack[Options],
@@ -204,8 +211,8 @@ def make_requests(
     All values from users are validated here.
     """
     check_pretrained(target)
-    for name, value in {"chat": chat, "ignore_eos": ignore_eos}.items():
-        check_switch(name, value)
+    check_switch("chat", chat)
+    check_switch("ignore_eos", ignore_eos)
     check_count("samples", samples, most=SAMPLES)
     check_type(
         "template_args", template_args, (Mapping, type(None)), "variables of the chat template by name"
@@ -224,32 +231,35 @@ def make_requests(
     requests = []
     for index, prompt in enumerate(prompt_list):
         prompt_options = {name: _checked(target, name, values[index]) for name, values in by_prompt.items()}
-        if "stop_tokens" not in prompt_options and not ignore_eos:
+        if not ignore_eos:
             in_chat = chat or _is_conversation(prompt)
-            prompt_options["stop_tokens"] = target.chat_stop_tokens if in_chat else target.stop_tokens
+            stop_tokens = target.chat_stop_tokens if in_chat else target.stop_tokens
+            prompt_options.setdefault("stop_tokens", stop_tokens)
         if prompt_options.get("stop_strings"):
             prompt_options = _with_special(target, prompt_options)
         if isinstance(prompt, str):
+            prompt_options["prompt"] = prompt
             ids = target.encode(prompt, chat=chat, system=system, template_args=template_args)
-            requests.append(Request(prompt=prompt, prompt_tokens=tuple(ids), **prompt_options))
         elif _is_conversation(prompt):
+            prompt_options["messages"] = tuple(prompt)
             ids = target.encode_chat(prompt, system=system, template_args=template_args)
-            requests.append(Request(messages=tuple(prompt), prompt_tokens=tuple(ids), **prompt_options))
         else:
             ids = target.check_tokens(token_ids(f"prompt {index}", prompt))
-            requests.append(Request(prompt_tokens=ids, **prompt_options))
+        requests.append(Request(prompt_tokens=tuple(ids), **prompt_options))
     return _sampled(requests, samples, one_seed=not np.ndim(settings["seed"]))
 
 
 def _as_list(prompts: AnyPrompts) -> list[Any]:
-    """Return the prompts as a list: strings, token ids or conversations."""
+    """Return the prompts as a list of strings, token ids or conversations."""
     if isinstance(prompts, np.ndarray | jax.Array):
         prompts = prompts.tolist()
     if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         raise MarsError(
             f"the prompts are of type {type(prompts).__name__}: give a text, texts, token ids, or conversations."
         )
-    prompt_list: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    prompt_list = list(prompts)
     if not prompt_list:
         raise MarsError("there are no prompts: give at least one.")
     is_one_conversation = all(isinstance(turn, Mapping) for turn in prompt_list)
@@ -279,6 +289,7 @@ def _sampled(requests: list[Request], samples: int, *, one_seed: bool) -> list[R
         raise MarsError(
             "samples do not apply at temperature 0, where all are the same: give a temperature above 0."
         )
+    # Sample j of prompt i draws with seed + i * samples + j, or with seed[i] + j.
     stride = samples if one_seed else 0
     return [
         dataclasses.replace(request, seed=(request.seed + index * stride + sample) % 2**32)
@@ -287,88 +298,75 @@ def _sampled(requests: list[Request], samples: int, *, one_seed: bool) -> list[R
     ]
 
 
-def _is_conversation(prompt: Any) -> bool:
+def _is_conversation(prompt: object) -> TypeGuard[Sequence[Turn]]:
     return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def _with_special(target: Pretrained, chosen: dict[str, Any]) -> dict[str, Any]:
+def _with_special(target: Pretrained, options: OptionValues) -> OptionValues:
     """Return options in which stop strings that are special tokens become stop tokens: text omits special tokens."""
     if not target.has_tokenizer:
         raise MarsError(
             f"stop_strings do not apply to '{target.name}', which has no tokenizer: give stop_tokens."
         )
     special = {str(token): i for i, token in target.tokenizer.added_tokens_decoder.items() if token.special}
-    strings = chosen["stop_strings"]
-    tokens = dict.fromkeys([*chosen.get("stop_tokens", ()), *(special[s] for s in strings if s in special)])
-    return chosen | {
-        "stop_tokens": tuple(tokens),
+    strings = options["stop_strings"]
+    tokens = [*options.get("stop_tokens", ()), *(special[s] for s in strings if s in special)]
+    return options | {
+        "stop_tokens": tuple(dict.fromkeys(tokens)),
         "stop_strings": tuple(s for s in strings if s not in special),
     }
 
 
-def _with_bans(target: Pretrained, options: dict[str, Any], count: int) -> dict[str, Any]:
+def _with_bans(target: Pretrained, options: OptionValues, count: int) -> OptionValues:
     """Return options of `count` prompts in which each banned token is a bias of -inf."""
-    other_options = {name: value for name, value in options.items() if name != "banned_tokens"}
-    if options.get("banned_tokens") is None:
-        return other_options
+    options = dict(options)
+    banned_tokens = options.pop("banned_tokens", None)
+    if banned_tokens is None:
+        return options
     biases = _spread("logit_bias", options.get("logit_bias"), count)
-    bans = _spread("banned_tokens", options["banned_tokens"], count)
-    merged = [
+    bans = _spread("banned_tokens", banned_tokens, count)
+    options["logit_bias"] = [
         _pairs(bias) | dict.fromkeys(_ids(target, "banned_tokens", ids), -math.inf)
         for bias, ids in zip(biases, bans, strict=True)
     ]
-    return other_options | {"logit_bias": merged}
+    return options
 
 
-def _with_constraints(options: dict[str, Any], count: int) -> dict[str, Any]:
+def _with_constraints(options: OptionValues, count: int) -> OptionValues:
     """Return options of `count` prompts in which `constraint` replaces all options that constrain a completion.
 
     Raises:
       MarsError: a prompt has two constraints, or see the functions of `constraints`.
     """
-    other_options = {
-        name: value
-        for name, value in options.items()
-        if name not in _CONSTRAINTS and name != "relax_constrained"
-    }
+    options = dict(options)
+    relaxes = _spread("relax_constrained", options.pop("relax_constrained", False), count)
+    for relax in relaxes:
+        check_switch("relax_constrained", relax)
     by_prompt: list[Constraint | None] = [None] * count
     for name, make_constraint in _CONSTRAINTS.items():
+        # A value for all prompts is compiled once.
         by_identity: dict[int, Constraint] = {}
-        for index, value in enumerate(_spread(name, options.get(name), count)):
+        for index, value in enumerate(_spread(name, options.pop(name, None), count)):
             if value is None:
                 continue
             if by_prompt[index] is not None:
                 raise MarsError(f"{name} does not apply with another constraint: leave one of them out.")
-            if id(value) not in by_identity:
-                by_identity[id(value)] = make_constraint(value)
-            check_type(
-                "constraint",
-                by_identity[id(value)],
-                Constraint,
-                "one of mars_jax.constraints, such as regex(...)",
-            )
-            by_prompt[index] = by_identity[id(value)]
-    relaxes = _spread("relax_constrained", options.get("relax_constrained", False), count)
-    for value in relaxes:
-        check_switch("relax_constrained", value)
-    if not any(by_prompt):
-        if any(relaxes):
-            raise MarsError("relax_constrained does not apply where no text is constrained: leave it out.")
-        return other_options
-    pairs = zip(by_prompt, relaxes, strict=True)
-    return other_options | {
-        "constraint": [
-            constraint.relaxed() if constraint and relax else constraint for constraint, relax in pairs
-        ]
-    }
+            constraint = by_identity.get(id(value)) or make_constraint(value)
+            by_identity[id(value)] = constraint
+            by_prompt[index] = constraint.relaxed() if relaxes[index] else constraint
+    if any(by_prompt):
+        options["constraint"] = by_prompt
+    elif any(relaxes):
+        raise MarsError("relax_constrained does not apply where no text is constrained: leave it out.")
+    return options
 
 
-def _ids(target: Pretrained, name: str, value: Any) -> tuple[int, ...]:
+def _ids(target: Pretrained, name: str, value: int | Sequence[int]) -> tuple[int, ...]:
     """Return the token ids of an option with one id or several."""
     return token_ids(name, (value,) if isinstance(value, int) else value, target.config.vocab_size)
 
 
-def _pairs(bias: Any) -> dict[Any, Any]:
+def _pairs(bias: Mapping[int, float] | None) -> dict[int, float]:
     """Return a logit bias as a dict."""
     check_type(
         "logit_bias", bias, (Mapping, type(None)), "a mapping of token ids to numbers, or one per prompt"
@@ -413,9 +411,9 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
     return value  # a constraint
 
 
-def _strings(value: Any) -> tuple[str, ...]:
+def _strings(value: str | Sequence[str]) -> tuple[str, ...]:
     """Return the stop strings of an option that holds one string or several. Empty strings are an error."""
-    strings = (value,) if isinstance(value, str) else value
+    strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
         raise MarsError(f"stop_strings is {short_repr(value)}: expected texts of at least one character.")
     for text in strings:  # a lone surrogate never occurs in decoded text, so such a string would never match

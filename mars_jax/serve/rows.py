@@ -9,6 +9,7 @@ therefore leaves whole lines and at most one torn line at the end.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
@@ -23,17 +24,20 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mars_jax import __version__
+from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
 from mars_jax.hub.durable import write_whole
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.mesh import hosts
 from mars_jax.mesh.hosts import fetch
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import JsonObject
 
-Row = dict[str, Any]
+Row = JsonObject
 
 
 class RowFile:
@@ -54,7 +58,7 @@ class RowFile:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
         *,
         flag: str = "--output",
         settings_path: Path | None = None,
@@ -76,7 +80,7 @@ class RowFile:
         self.rows: list[Row] = []
         self._flag, self._settings = flag, {"version": __version__, **plain(settings)}
         self._settings_path = settings_path or Path(f"{path}.settings.json")
-        self._by_key: dict[tuple[Any, ...], Row] = {}
+        self._by_key: dict[tuple[object, ...], Row] = {}
         self._writing = threading.Lock()
         self._lock: Lock | None = None
         self._data = b""
@@ -108,33 +112,29 @@ class RowFile:
         Raises:
           MarsError: the file belongs to a run with different weights, or is not a file of rows. It is then closed.
         """
-        try:
-            self._read(fingerprints)
-        except MarsError:
-            self.close()
-            raise
-
-    def _read(self, fingerprints: Mapping[str, str] | None) -> None:
-        self._settings["fingerprints"] = dict(fingerprints or {})
-        self.fingerprint = digest(json.dumps(self._settings, sort_keys=True).encode())
-        recorded = False
-        if self._data:
-            recorded = compare_settings(self._settings_path, self._settings, self.path, self._flag)
-        *lines, torn = hosts.broadcast_bytes(self._data).split(b"\n")
-        if lines and b"\0" in lines[-1]:
-            # After a power cut, a file may have its new length and NUL bytes in place of its last line.
-            lines.pop()
-        if torn and self._lock is not None and not (lines or recorded):
-            raise MarsError(f"{self._flag} '{self.path}' is not a file of rows: choose another path.")
-        for number, line in enumerate(lines, start=1):
-            row = parse_line(line)
-            if row is None or row.get("fingerprint") != self.fingerprint:
-                raise MarsError(
-                    f"line {number} of '{self.path}' is not a row of this run: choose another {self._flag}, or the "
-                    "settings, weights and prompts of the run that wrote it."
-                )
-            self.rows.append(row)
-        self._intact = sum(len(line) + 1 for line in lines)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            self._settings["fingerprints"] = dict(fingerprints or {})
+            self.fingerprint = digest(json.dumps(self._settings, sort_keys=True).encode())
+            recorded = self._data and compare_settings(
+                self._settings_path, self._settings, self.path, self._flag
+            )
+            *lines, torn = hosts.broadcast_bytes(self._data).split(b"\n")
+            if lines and b"\0" in lines[-1]:
+                # After a power cut, a file may have its new length and NUL bytes in place of its last line.
+                lines.pop()
+            if torn and self._lock is not None and not (lines or recorded):
+                raise MarsError(f"{self._flag} '{self.path}' is not a file of rows: choose another path.")
+            for number, line in enumerate(lines, start=1):
+                row = parse_line(line)
+                if row is None or row.get("fingerprint") != self.fingerprint:
+                    raise MarsError(
+                        f"line {number} of '{self.path}' is not a row of this run: choose another {self._flag}, or the "
+                        "settings, weights and prompts of the run that wrote it."
+                    )
+                self.rows.append(row)
+            self._intact = sum(len(line) + 1 for line in lines)
+            on_error.pop_all()
 
     def begin(self) -> None:
         """Record the settings, and cut off a torn line. The first `append` does this as well."""
@@ -148,7 +148,7 @@ class RowFile:
             self.close()
             raise self._unwritable(error) from None
 
-    def append(self, row: Mapping[str, Any]) -> None:
+    def append(self, row: Mapping[str, object]) -> None:
         """Write one row, and return when it is on disk. NaN and infinities become null.
 
         Raises:
@@ -170,7 +170,7 @@ class RowFile:
             f"'{self.path}' cannot be written ({error.strerror}): fix that, then resume the run."
         )
 
-    def batch(self, keys: Sequence[Mapping[str, Any]], make: Callable[[], Sequence[Row]]) -> list[Row]:
+    def batch(self, keys: Sequence[Mapping[str, object]], make: Callable[[], Sequence[Row]]) -> list[Row]:
         """Return the rows for some keys. If any is not on file, make all of them, and append the missing ones.
 
         Args:
@@ -181,6 +181,7 @@ class RowFile:
         if not self._by_key:
             self._by_key = {tuple(row.get(name) for name in fields): row for row in self.rows}
         key_values = [tuple(key.values()) for key in keys]
+        # The rows of a batch are decoded together, so a missing one is made with the others.
         if not self._by_key.keys() >= set(key_values):
             for key, row in zip(key_values, make(), strict=True):
                 if key not in self._by_key:
@@ -250,7 +251,7 @@ class Lock:
 
 
 def compare_settings(
-    path: Path, settings: Mapping[str, Any], owner: Path, flag: str, *, but: str | None = None
+    path: Path, settings: Mapping[str, object], owner: Path, flag: str, *, but: str | None = None
 ) -> bool:
     """Compare settings with the recorded ones. Return whether a record exists.
 
@@ -283,7 +284,7 @@ def compare_settings(
     return True
 
 
-def difference(name: str, recorded: Any, current: Any) -> str | None:
+def difference(name: str, recorded: object, current: object) -> str | None:
     """Describe the difference if a setting differs, otherwise return None.
 
     >>> difference("seed", 0, 1), difference("theta", None, 0.9), difference("seed", 1, 1)
@@ -295,9 +296,9 @@ def difference(name: str, recorded: Any, current: Any) -> str | None:
     """
     if recorded == current:
         return None
-    if name == "fingerprints":
-        # The settings file may be damaged.
-        recorded = recorded if isinstance(recorded, dict) else {}
+    if name == "fingerprints" and isinstance(current, dict):
+        if not isinstance(recorded, dict):
+            recorded = {}  # a damaged settings file
         changed = [part for part in sorted(current | recorded) if recorded.get(part) != current.get(part)]
         return f"other weights of the {changed[0]}" if changed else None
     name = name.replace("_", " ")
@@ -306,7 +307,7 @@ def difference(name: str, recorded: Any, current: Any) -> str | None:
     return f"{name} {_brief(recorded)}, not {_brief(current)}"
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     if value is None:
         return "at its default"
     text = json.dumps(value, ensure_ascii=False)
@@ -322,7 +323,7 @@ def parse_line(line: bytes) -> Row | None:
     return row if isinstance(row, dict) else None
 
 
-def to_line(row: Mapping[str, Any]) -> str:
+def to_line(row: Mapping[str, object]) -> str:
     """Return one line of JSON. NaN and infinities become null.
 
     >>> to_line({"tau": float("nan"), "tokens": [1]})
@@ -331,12 +332,14 @@ def to_line(row: Mapping[str, Any]) -> str:
     return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, float):
-        return value if abs(value) < float("inf") else None
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {name: _finite(part) for name, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return value
 
 
 def plain(value: Any) -> Any:
@@ -348,21 +351,23 @@ def plain(value: Any) -> Any:
     if isinstance(value, bool | int | str | None):
         return value
     if isinstance(value, float):
-        return value if abs(value) < float("inf") else str(value)
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
         return {str(name): plain(part) for name, part in value.items()}
     if hasattr(value, "_asdict"):
         return plain(value._asdict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return plain(dataclasses.asdict(value))
-    return [plain(part) for part in value] if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return str(value)
 
 
 ROWS = 16
 """Rows of each weight that a fingerprint hashes. Training changes nearly all rows, so a few are enough."""
 
 
-def fingerprint(params: Any, *checkpoints: str | os.PathLike[str]) -> str:
+def fingerprint(params: PyTree, *checkpoints: str | os.PathLike[str]) -> str:
     """Hash the name, shape, dtype and `ROWS` rows of each weight, including the first and last row.
 
     The hash does not depend on the mesh. In a run of several processes, all of them must call this function.
@@ -374,7 +379,13 @@ def fingerprint(params: Any, *checkpoints: str | os.PathLike[str]) -> str:
     >>> fingerprint({"w": np.zeros((2, 3))}) == fingerprint({"w": np.ones((2, 3))})
     False
     """
-    parts = [_config(Path(checkpoint)) for checkpoint in checkpoints]
+    parts = []
+    for checkpoint in map(Path, checkpoints):
+        if is_gguf(checkpoint):
+            config = gguf_config.gguf_to_json(read_gguf(checkpoint))
+            parts.append(json.dumps(config, sort_keys=True).encode())
+        else:
+            parts.append((checkpoint / "config.json").read_bytes())
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         weight = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
         parts.append(f"{jax.tree_util.keystr(path)} {weight.shape} {weight.dtype}".encode())
@@ -382,19 +393,13 @@ def fingerprint(params: Any, *checkpoints: str | os.PathLike[str]) -> str:
     return digest(b"".join(parts))
 
 
-def _config(checkpoint: Path) -> bytes:
-    if is_gguf(checkpoint):
-        return json.dumps(gguf_config.gguf_to_json(read_gguf(checkpoint)), sort_keys=True).encode()
-    return (checkpoint / "config.json").read_bytes()
-
-
-def _some_rows(weight: Any) -> Any:
+def _some_rows(weight: Array | np.ndarray) -> Array | np.ndarray:
     """Return rows that are evenly spaced over all axes but the last, including a leading axis of experts."""
     if weight.ndim < 2 or not weight.size:
         return weight
     outer = weight.shape[:-1]
-    places = np.unique(np.linspace(0, math.prod(outer) - 1, ROWS).round().astype(np.int64))
-    index = tuple(axis.astype(np.int32) for axis in np.unravel_index(places, outer))
+    rows = np.unique(np.linspace(0, math.prod(outer) - 1, ROWS).round().astype(np.int64))
+    index = tuple(axis.astype(np.int32) for axis in np.unravel_index(rows, outer))
     if isinstance(weight, jax.Array) and (mesh := jax.typeof(weight).sharding.mesh).explicit_axes:
         # Explicit axes need the sharding of the result.
         return weight.at[index].get(out_sharding=NamedSharding(mesh, PartitionSpec()))

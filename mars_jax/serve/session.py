@@ -16,11 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Sharding
 
 from mars_jax import drafters
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.prefill import WIDE_CHUNK
-from mars_jax.core.rule import LoadedRule, structure, take_rows
+from mars_jax.core.rule import LoadedRule
 from mars_jax.core.types import DecodeState, Params
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.mesh.axes import state_shardings
@@ -50,13 +52,12 @@ def default_rows(prepared: Prepared) -> int:
     leaves = jax.tree.leaves((prepared.params.target, prepared.params.draft))
     weights = [x for x in leaves if isinstance(x, jax.Array)]
     device = next(iter(weights[0].sharding.addressable_devices)) if weights else jax.local_devices()[0]
-    parts = of_mesh(target, 1)
     max_rows = MOST_ON_CPU if device.platform == "cpu" else MOST
     room = _bytes_of(device)
     if room is not None:
-        weight_bytes = sum(_part(x, x.sharding) for x in weights)
+        weight_bytes = sum(_device_bytes(x, x.sharding) for x in weights)
         max_rows = min(max_rows, int((room - weight_bytes) // row_bytes(prepared)))
-    return min(max(max_rows, 1) * parts, len(prepared.requests))
+    return min(max(max_rows, 1) * of_mesh(target, 1), len(prepared.requests))
 
 
 def row_bytes(prepared: Prepared) -> int:
@@ -65,24 +66,25 @@ def row_bytes(prepared: Prepared) -> int:
     This is the row's state, plus the larger of four copies of a step's logits and a layer's activations for a prompt
     chunk.
     """
-    parts = of_mesh(prepared.target, 1)
-    prompts = prepared.prompts([None] * parts)
-    with prepared.target.on_mesh():
+    target = prepared.target
+    prompts = prepared.prompts([None] * of_mesh(target, 1))
+    with target.on_mesh():
         state = jax.eval_shape(prepared.decoder.init, prepared.params, prompts)
-    mesh = prepared.target.mesh
     leaves = jax.tree.leaves(state)
-    places = [None] * len(leaves) if mesh is None else jax.tree.leaves(state_shardings(state, mesh))
-    nodes, vocab = prepared.drafter.drafter.num_nodes, prepared.target.model.vocab_size
-    config, model = prepared.target.config, prepared.target.model
+    shardings = [None] * len(leaves)
+    if target.mesh is not None:
+        shardings = jax.tree.leaves(state_shardings(state, target.mesh))
+    nodes, vocab = prepared.drafter.drafter.num_nodes, target.model.vocab_size
+    config, model = target.config, target.model
     # A user's model may have a config without these fields.
     wide = 2 * getattr(config, "intermediate_size", 0) + 4 * getattr(config, "hidden_size", 0)
     reading = min(model.prefill_chunk or WIDE_CHUNK, state.tokens.shape[1]) * wide * 4
-    return max(4 * nodes * vocab * 4, reading) + sum(map(_part, leaves, places))
+    return max(4 * nodes * vocab * 4, reading) + sum(map(_device_bytes, leaves, shardings))
 
 
-def _part(x: Any, place: Any) -> int:
+def _device_bytes(x: Array | jax.ShapeDtypeStruct, sharding: Sharding | None) -> int:
     """Return the bytes of an array, or of the part that a device holds."""
-    shape = x.shape if place is None else place.shard_shape(x.shape)
+    shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     # A random key is two 32-bit words.
     size = 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
     return math.prod(shape) * size
@@ -132,12 +134,10 @@ class Session:
         if batch_size is not None:
             check_count("batch_size", batch_size, most=BATCH_ROWS)
         check_switch("log_probs", log_probs)
-        rule = loaded_rule(verify)
-        structure(rule.rule)  # raises an error for anything but a rule
         return cls(
             target=target,
             drafter=drafters.loaded(drafter, target),
-            loaded_rule=rule,
+            loaded_rule=loaded_rule(verify),
             batch_size=batch_size or 0,
             log_probs=log_probs,
         )
@@ -217,13 +217,6 @@ class Session:
     def stream(self, requests: Sequence[Request]) -> Iterator[Said | Finished]:
         """Decode the requests as `queue` does, and yield each row's tokens as they are decoded."""
         return self.queue(requests, telling=True).events()
-
-
-def rule_of(verify: Any, rows: Sequence[int], count: int) -> Any:
-    """Return the rule with its per-request values restricted to the requests `rows` out of `count`."""
-    if isinstance(verify, LoadedRule):
-        return verify._replace(rule=take_rows(verify.rule, rows, count))
-    return None if verify is None else take_rows(verify, rows, count)
 
 
 def check_finite(target: Pretrained, completions: Sequence[Completion]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from collections.abc import Hashable
 
 import jax
 import numpy as np
@@ -15,16 +15,18 @@ import numpy as np
 from mars_jax.core import refill
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import NO_TOKEN
-from mars_jax.drafters.sized import needs_costs, with_size, with_step_costs
+from mars_jax.drafters import LoadedDrafter
+from mars_jax.drafters.sized import with_size, with_step_costs
 from mars_jax.mesh import hosts
 from mars_jax.mesh.axes import state_shardings
 from mars_jax.serve.prepare import Prepared
 from mars_jax.utils import activity
 
-STEPS, ROUNDS = 4, 3
-"""Steps of each size per round, and rounds. The fastest round counts: other load on the machine only adds time."""
+STEPS, ROUNDS = 4, 4
+"""Steps of each size per round, and rounds. The first round compiles. The fastest round counts: other load on the
+machine only adds time."""
 
-_MEASURED: dict[Any, tuple[float, ...]] = {}
+_MEASURED: dict[Hashable, list[float]] = {}
 """Costs measured by this process, keyed by everything that they depend on."""
 
 
@@ -36,7 +38,7 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
       rows: B, a multiple of the mesh's `data`.
       log_probs: whether the loop that will decode them records log-probabilities.
     """
-    if not needs_costs(prepared.drafter):
+    if prepared.drafter.sizes is None or np.all(np.asarray(prepared.drafter.params.costs) > 0):
         return prepared
     # These properties are compiled into the step but are not part of its shapes.
     has_edits = any(request.edits for request in prepared.requests)
@@ -45,14 +47,13 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
     key = (prepared.decoder, rows, prepared.width, kinds, weights, log_probs)
     if key not in _MEASURED:
         with activity.doing("measuring what drafts cost"):
-            costs = _measure(prepared, rows, log_probs=log_probs)
+            costs = np.asarray(_measure(prepared, rows, log_probs=log_probs))
         # All processes of a mesh must choose the same sizes, so they share the costs of the first.
-        shared = np.frombuffer(hosts.broadcast_bytes(np.asarray(costs, np.float64).tobytes()), np.float64)
-        _MEASURED[key] = tuple(shared.tolist())
+        _MEASURED[key] = np.frombuffer(hosts.broadcast_bytes(costs.tobytes())).tolist()
     return _with_drafter(prepared, with_step_costs(prepared.drafter, _MEASURED[key]))
 
 
-def _with_drafter(prepared: Prepared, drafter: Any) -> Prepared:
+def _with_drafter(prepared: Prepared, drafter: LoadedDrafter) -> Prepared:
     params = prepared.params._replace(draft=drafter.params)
     return dataclasses.replace(prepared, drafter=drafter, params=params)
 
@@ -68,17 +69,13 @@ def _measure(prepared: Prepared, batch: int, *, log_probs: bool) -> list[float]:
         )
         for request in prepared.requests
     ]
+    prepared = dataclasses.replace(prepared, requests=requests)
     entries = [i % len(requests) for i in range(batch)]
-    assert prepared.drafter.sizes is not None
-    sizes = prepared.drafter.sizes.drafters
-    rounds: list[list[float]] = [[] for _ in sizes]
-    for _ in range(ROUNDS + 1):
-        for index in range(len(sizes)):
-            fixed = _with_drafter(prepared, with_size(prepared.drafter, index))
-            fixed = dataclasses.replace(fixed, requests=requests)
-            rounds[index].append(_step_seconds(fixed, entries, log_probs=log_probs))
-    # The first round compiles.
-    return [min(seconds[1:]) for seconds in rounds]
+    # All sizes run the same compiled program, which reads the size from the costs.
+    num_sizes = len(prepared.drafter.params.costs)
+    fixed = [_with_drafter(prepared, with_size(prepared.drafter, index)) for index in range(num_sizes)]
+    rounds = [[_step_seconds(size, entries, log_probs=log_probs) for size in fixed] for _ in range(ROUNDS)]
+    return np.min(rounds, axis=0).tolist()
 
 
 def _step_seconds(prepared: Prepared, entries: list[int], *, log_probs: bool) -> float:
@@ -87,8 +84,7 @@ def _step_seconds(prepared: Prepared, entries: list[int], *, log_probs: bool) ->
     state = prepared.start(entries)
     record = prepared.width if log_probs else None
     stats = zero_stats(len(entries), decoder.max_depth, record=record)
-    mesh = prepared.target.mesh
-    if mesh is not None:
+    if (mesh := prepared.target.mesh) is not None:
         stats = hosts.put(stats, state_shardings(stats, mesh))
     with prepared.target.on_mesh():
         state, stats = jax.block_until_ready((state, stats))

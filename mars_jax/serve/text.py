@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from mars_jax.core.metrics import DecodeStats, TokenRecord, summarize
 from mars_jax.hub.detokenizer import REPLACEMENT, Detokenizer
@@ -45,20 +48,23 @@ class RowText:
         # A stop string may be complete in characters that the detokenizer holds back.
         pending = self._detokenizer.pending() if self._stops else ""
         searched = text if pending.endswith(REPLACEMENT) else text + pending
+        # The text ends before the first stop string.
         cuts = [index for stop in self._stops if (index := searched.find(stop)) >= 0]
         if cuts:
             self.stopped, self._held = True, ""
             return searched[: min(cuts)]
-        keep = 0 if last else max((_begun(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        end = len(text)
+        if not last:
+            end -= max((_begun(text, stop) for stop in self._stops), default=0)
+        self._held = text[end:]
+        return text[:end]
 
     def feed_all(self, tokens: Sequence[int], *, last: bool = False) -> list[str]:
         """Return the text of each token, up to one that completes a stop string; `last` applies to the last token."""
         pieces: list[str] = []
-        for place, token in enumerate(tokens, start=1):
+        for number, token in enumerate(tokens, start=1):
             if not self.stopped:
-                pieces.append(self.feed(token, last=last and place == len(tokens)))
+                pieces.append(self.feed(token, last=last and number == len(tokens)))
         return pieces
 
 
@@ -79,21 +85,27 @@ def token_log_probs(record: TokenRecord, row: int, first: int, count: int) -> To
     return TokenLogProbs(**values, kind=tuple(KINDS[k] for k in record.kind[row, columns]))
 
 
-def complete(
-    target: Pretrained, request: Request, row: int, final: tuple, stats: DecodeStats, seconds: float
-) -> Completion:
+class Rows(NamedTuple):
+    """The parts of a batch's state that completions are made from."""
+
+    tokens: np.ndarray  # i32[B, T]
+    length: np.ndarray  # i32[B]
+    failed: np.ndarray  # bool[B]
+    done: np.ndarray  # bool[B]
+    stats: DecodeStats
+
+
+def complete(target: Pretrained, request: Request, row: int, rows: Rows, seconds: float) -> Completion:
     """Return the completion of one row: its new tokens, cut from the batch's final state, and its finish reason.
 
     Args:
       target, request: target and request of the row.
       row: index of the row in the batch.
-      final: (tokens i32[B, T], length i32[B], failed bool[B]), on the host.
-      stats: counters of the batch, on the host.
+      rows: the batch, on the host.
       seconds: value of `Completion.seconds`.
     """
-    tokens, length, failed = final
     first = len(request.prompt_tokens)
-    decoded = tokens[row, first : length[row]].tolist()
+    decoded = rows.tokens[row, first : rows.length[row]].tolist()
     # Detokenize as the stream does, so that a character split over tokens gives the same text in both.
     text = RowText(target, request)
     pieces = text.feed_all(decoded, last=True)
@@ -101,20 +113,21 @@ def complete(
     stopped = text.stopped or (new_tokens and new_tokens[-1] in request.stop_tokens)
     if request.constraint is not None and not stopped:
         # Without stop tokens a constrained row ends when the constraint allows no further token.
-        max_tokens = min(request.max_new_tokens, target.config.max_positions - len(request.prompt_tokens))
+        max_tokens = min(request.max_new_tokens, target.config.max_positions - first)
         stopped = len(new_tokens) < max_tokens
+    finish_reason = "stop" if stopped else "length"
     # Tokens after a stop string do not belong to the completion.
-    failed = failed[row] and not text.stopped
+    if rows.failed[row] and not text.stopped:
+        finish_reason = "failed"
+    record = rows.stats.tokens
     return Completion(
         request=request,
         text="".join(pieces),
         tokens=new_tokens,
-        finish_reason="failed" if failed else "stop" if stopped else "length",
-        metrics=summarize(stats, row),
+        finish_reason=finish_reason,
+        metrics=summarize(rows.stats, row),
         seconds=seconds,
-        log_probs=None
-        if stats.tokens is None
-        else token_log_probs(stats.tokens, row, first, len(new_tokens)),
+        log_probs=record and token_log_probs(record, row, first, len(new_tokens)),
     )
 
 
@@ -131,7 +144,9 @@ def ends_in_loop(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool
     >>> ends_in_loop([5, 6, 7, 8] * 3), ends_in_loop([1, 2, 3, 1, 2, 3, 1, 2]), ends_in_loop([9] * 11)
     (True, False, False)
     """
-    text = list(tokens[:-1] if len(tokens) and tokens[-1] in stop_tokens else tokens)
+    text = list(tokens)
+    if text and text[-1] in stop_tokens:
+        text.pop()
     for period in range(1, min(LONGEST_PERIOD, len(text) // 3) + 1):
         span = max(3 * period, LOOP_TOKENS)
         tail = text[-span:]

@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import math
 import numbers
 import os
 import sys
@@ -64,37 +65,37 @@ def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None)
             reason = next((os.strerror(code) for code in _UNWRITABLE if os.strerror(code) in text), None)
         if reason is not None:
             name = path or getattr(cause, "filename", None)
-            place = "the disk" if name is None else f"'{os.fsdecode(name)}'"
-            return MarsError(f"cannot write to {place}: {reason}; make room, or choose another path.")
+            file = "the disk" if name is None else f"'{os.fsdecode(name)}'"
+            return MarsError(f"cannot write to {file}: {reason}; make room, or choose another path.")
         cause = cause.__cause__
     return None
 
 
-def check_type(name: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> None:
-    """Raise MarsError unless `value` is an instance of `kinds`; `wanted` describes the expected value.
+def check_type(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Raise MarsError unless `value` is an instance of `kinds`; `expected` describes them.
 
     >>> check_type("the text", 3, str, "a text")
     Traceback (most recent call last):
     mars_jax.utils.errors.MarsError: the text is of type int: expected a text.
     """
     if not isinstance(value, kinds):
-        raise MarsError(f"{name} is of type {type(value).__name__}: expected {wanted}.")
+        raise MarsError(f"{name} is of type {type(value).__name__}: expected {expected}.")
 
 
-def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
+def check_count(name: str, value: object, least: int = 1, most: int | None = None) -> None:
     """Raise MarsError unless `value` is a whole number from `least` to `most`, if given; bools are rejected too.
 
     >>> check_count("batch_size", 0.5)
     Traceback (most recent call last):
     mars_jax.utils.errors.MarsError: batch_size is 0.5: expected a whole number of at least 1.
     """
-    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_whole or int(value) < least or (most is not None and int(value) > most):
+    upper = math.inf if most is None else most
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not least <= int(value) <= upper:
         between = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise MarsError(f"{name} is {short_repr(value)}: expected a whole number {between}.")
 
 
-def check_text(name: str, value: Any) -> None:
+def check_text(name: str, value: object) -> None:
     """Raise MarsError unless `value` is a string that UTF-8 can encode, that is, without lone surrogates.
 
     >>> check_text("the prompt", 5)
@@ -118,7 +119,7 @@ def check_switch(name: str, value: Any) -> None:
         raise MarsError(f"{name} is {short_repr(value)}: expected True or False.")
 
 
-def short_repr(value: Any) -> str:
+def short_repr(value: object) -> str:
     """Format a value for a message in at most 100 characters: its repr, or the type of an arbitrary object.
 
     >>> short_repr("ab"), short_repr(object()), len(short_repr("a" * 1000))
@@ -137,16 +138,16 @@ def short_repr(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Format a suggestion of the known name closest to a mistyped one; "" if none is close.
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Format a suggestion of the valid name closest to a mistyped one; "" if none is close.
 
     >>> did_you_mean("--temprature", ["--temperature", "--theta"])
     ' (did you mean --temperature?)'
     >>> did_you_mean("frequency", ["theta"])
     ''
     """
-    matches = difflib.get_close_matches(given, list(known), n=1)
-    return f" (did you mean {matches[0]}?)" if matches and matches[0] != given else ""
+    matches = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {matches[0]}?)" if matches and matches[0] != name else ""
 
 
 def printable(text: str) -> str:

@@ -11,7 +11,7 @@ import lzma
 import os
 import stat
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.limits import FILE_BYTES, NAME_BYTES, PATH_BYTES
@@ -29,7 +29,8 @@ def check_path(path: str | os.PathLike[str], shown: str = "the path") -> None:
     mars_jax.utils.errors.MarsError: --output 'runs/a\\x00b' holds a NUL character, which no path can: remove it.
     """
     text = os.fspath(path)
-    quoted = f"{shown} '{text if len(text) <= 80 else text[:32] + '...'}'"
+    brief = text if len(text) <= 80 else f"{text[:32]}..."
+    quoted = f"{shown} '{brief}'"
     try:
         encoded = os.fsencode(text)
     except UnicodeEncodeError:
@@ -81,12 +82,12 @@ def kept(variable: str, *usual: str) -> Path | None:
         return None
 
 
-def open_file(path: str | os.PathLike[str], most: int = FILE_BYTES) -> IO[bytes]:
+def open_file(path: str | os.PathLike[str], max_bytes: int = FILE_BYTES) -> IO[bytes]:
     """Open a regular file, or a link to one.
 
     Args:
       path: path of the file.
-      most: maximum size in bytes.
+      max_bytes: maximum size.
 
     Raises:
       MarsError: the path is invalid.
@@ -101,27 +102,27 @@ def open_file(path: str | os.PathLike[str], most: int = FILE_BYTES) -> IO[bytes]
         error = errno.EISDIR, "it is a directory"
     elif not stat.S_ISREG(status.st_mode):
         error = errno.EINVAL, "it is a pipe or a device, not a regular file"
-    elif status.st_size > most:
-        error = errno.EFBIG, f"it has {status.st_size:,} bytes, and at most {most:,} are read"
+    elif status.st_size > max_bytes:
+        error = errno.EFBIG, f"it has {status.st_size:,} bytes, and at most {max_bytes:,} are read"
     if error is not None:
         os.close(descriptor)
         raise OSError(*error)
     return os.fdopen(descriptor, "rb")
 
 
-def read_bytes(path: str | os.PathLike[str], most: int = FILE_BYTES) -> bytes:
+def read_bytes(path: str | os.PathLike[str], max_bytes: int = FILE_BYTES) -> bytes:
     """Read a regular file; arguments and errors are those of `open_file`."""
-    with open_file(path, most) as file:
+    with open_file(path, max_bytes) as file:
         return file.read()
 
 
-def read_text(path: str | os.PathLike[str], most: int = FILE_BYTES) -> str:
+def read_text(path: str | os.PathLike[str], max_bytes: int = FILE_BYTES) -> str:
     """Read a regular file as text; arguments and errors are those of `open_file`.
 
     Raises:
       UnicodeDecodeError: the file is not UTF-8.
     """
-    return read_bytes(path, most).decode("utf-8")
+    return read_bytes(path, max_bytes).decode("utf-8")
 
 
 def unpacked(path: str | os.PathLike[str]) -> bytes:
@@ -131,10 +132,11 @@ def unpacked(path: str | os.PathLike[str]) -> bytes:
       OSError: see `open_file`; or the decompressed data exceeds `FILE_BYTES`.
       EOFError, lzma.LZMAError, zlib.error: a compressed file is damaged or truncated.
     """
-    opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(Path(path).suffix)
-    if opener is None:
+    suffix = Path(path).suffix
+    if suffix not in (".xz", ".gz"):
         return read_bytes(path)
-    with open_file(path) as packed, opener(packed, "rb") as file:
+    decompress = lzma.open if suffix == ".xz" else gzip.open
+    with open_file(path) as packed, decompress(packed, "rb") as file:
         data = file.read(FILE_BYTES + 1)
     if len(data) > FILE_BYTES:
         raise OSError(errno.EFBIG, f"it holds more than {FILE_BYTES:,} bytes")

@@ -15,6 +15,7 @@ from typing import Any
 
 from mars_jax.utils.errors import MarsError, did_you_mean, short_repr
 from mars_jax.utils.limits import BATCH_ROWS, DRAFT_TOKENS, SAMPLES
+from mars_jax.utils.types import JsonObject
 
 LARGEST_INT = 2**31 - 1
 """Maximum of integer settings. The device stores integers as int32 and other numbers as float32."""
@@ -37,9 +38,9 @@ class Range:
     inf: bool = False  # includes math.inf, even if it exceeds `high`
     grid: tuple[float, ...] = ()  # values worth trying, from strict to loose
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: float) -> bool:
         # A comparison with NaN is False, so every range excludes NaN.
-        reached = self.low < value if self.above else self.low <= value
+        reached = value > self.low or (value == self.low and not self.above)
         return reached and (value <= self.high or (self.inf and value == math.inf))
 
 
@@ -62,29 +63,34 @@ class Setting:
     choices: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> description
     per_row: bool = False  # rows of a prompts file may set it
     flag: bool = False  # has a command-line flag; other settings are passed with --rule-option
-    metavar: str = "X"
     word: str | None = None  # describes the default, if the number is not self-explanatory
 
-    def range(self, **chosen: Any) -> Range:
-        """Return the range for the given structural choices."""
-        return self.ranges if isinstance(self.ranges, Range) else self.ranges[chosen[self.by or ""]]
+    @property
+    def metavar(self) -> str:
+        """Name of the value in the help text."""
+        return "N" if self.kind is int else "X"
 
-    def expected(self, **chosen: Any) -> str:
+    def range(self, **structural: object) -> Range:
+        """Return the range for the given structural choices."""
+        return self.ranges if isinstance(self.ranges, Range) else self.ranges[str(structural[self.by or ""])]
+
+    def expected(self, **structural: object) -> str:
         """Describe the allowed values."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.kind is bool:
             return "true or false"
-        return "a text" if self.kind is str else self.range(**chosen).words
+        return "a text" if self.kind is str else self.range(**structural).words
 
     @property
     def default_words(self) -> str:
         """Description of the default."""
         if self.default is None:
             return "none" if self.optional else "must be given"
-        return self.word or (f"{self.default:g}" if self.kind is float else str(self.default).lower())
+        default = f"{self.default:g}" if self.kind is float else str(self.default).lower()
+        return self.word or default
 
-    def check(self, value: Any, *, shown: str | None = None, **chosen: Any) -> None:
+    def check(self, value: Any, *, shown: str | None = None, **structural: object) -> None:
         """Raise MarsError unless `value` is in range: a number, a choice, or an array or a list of them, one per row.
 
         Traced values are not checked.
@@ -92,22 +98,23 @@ class Setting:
         Args:
           value: the value to check.
           shown: name of the setting in the message; default: `name`.
-          chosen: the structural choices that ranges depend on.
+          structural: the structural choices that ranges depend on.
 
         >>> Setting(name="top_k", kind=int, help="", ranges=Range("at least 0", 0), per_row=True).check([0, 5])
         """
-        # A structural setting has one value for all rows.
-        is_structural = bool(self.choices) or not self.per_row
+        items = _each(value)
         is_sequence = isinstance(value, list | tuple) or getattr(value, "ndim", 0)
-        for item in [value] if is_structural and is_sequence else _each(value):
-            if not self._is_valid(item, chosen):
+        if is_sequence and (self.choices or not self.per_row):
+            items = [value]  # a structural setting has one value for all rows
+        for item in items:
+            if not self._is_valid(item, structural):
                 text = f"{item:g}" if type(item) is float else short_repr(item)
                 suggestion = did_you_mean(item if isinstance(item, str) else short_repr(item), self.choices)
                 raise MarsError(
-                    f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**chosen)}."
+                    f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**structural)}."
                 )
 
-    def _is_valid(self, value: Any, chosen: Mapping[str, Any]) -> bool:
+    def _is_valid(self, value: object, structural: Mapping[str, object]) -> bool:
         if self.choices:
             return isinstance(value, str) and value in self.choices
         if self.kind in (bool, str):
@@ -118,9 +125,9 @@ class Setting:
             return False
         if self.kind is float and isinstance(value, int) and abs(value) > LARGEST_FLOAT:
             return False
-        return value in self.range(**chosen)
+        return value in self.range(**structural)
 
-    def from_text(self, text: str, *, shown: str | None = None, **chosen: Any) -> Any:
+    def from_text(self, text: str, *, shown: str | None = None, **structural: object) -> Any:
         """Parse the value of a command-line flag.
 
         Raises:
@@ -137,14 +144,14 @@ class Setting:
                 value = self.kind(text)
             except ValueError:
                 value = None
-        if value is None or not self._is_valid(value, chosen):
+        if value is None or not self._is_valid(value, structural):
             suggestion = did_you_mean(text, self.choices)
             raise MarsError(
-                f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**chosen)}."
+                f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**structural)}."
             )
         return value
 
-    def from_json(self, value: Any, **chosen: Any) -> Any:
+    def from_json(self, value: object, **structural: object) -> Any:
         """Convert a JSON value from a prompts file, or an option of `generate`, to the setting's type.
 
         Raises:
@@ -156,23 +163,19 @@ class Setting:
         # JSON may write 1.0 as 1. Compare types exactly, since a Python bool is an int.
         if self.kind is float and type(value) is int and abs(value) <= LARGEST_FLOAT:
             value = float(value)
-        if type(value) is not self.kind or not self._is_valid(value, chosen):
-            raise MarsError(f"{self.name} is {short_repr(value)}: expected {self.expected(**chosen)}.")
+        if type(value) is not self.kind or not self._is_valid(value, structural):
+            raise MarsError(f"{self.name} is {short_repr(value)}: expected {self.expected(**structural)}.")
         return value
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Describe the setting for `--list-rules --json`, with non-finite numbers as strings."""
 
-        def range_as_json(limits: Range) -> dict[str, Any]:
-            ends = {"low": limits.low, "high": limits.high}
-            return {
-                "expected": limits.words,
-                **{k: v if math.isfinite(v) else str(v) for k, v in ends.items()},
-                "low_included": not limits.above,
-                "inf_included": math.inf in limits,
-            }
+        def range_as_json(limits: Range) -> JsonObject:
+            low, high = (x if math.isfinite(x) else str(x) for x in (limits.low, limits.high))
+            ends = {"low": low, "high": high, "low_included": not limits.above}
+            return {"expected": limits.words, **ends, "inf_included": math.inf in limits}
 
-        entry: dict[str, Any] = {"name": self.name, "type": self.kind.__name__, "default": self.default}
+        entry: JsonObject = {"name": self.name, "type": self.kind.__name__, "default": self.default}
         if self.choices:
             entry["choices"] = dict(self.choices)
         elif self.kind in (float, int):
@@ -189,7 +192,8 @@ def _each(value: Any) -> list[Any]:
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(value, jax.core.Tracer):
         return []
-    value = value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if not isinstance(value, list | tuple):
         return [value]
     lengths = {len(part) if isinstance(part, list | tuple) else None for part in value}
@@ -275,7 +279,6 @@ class RequestSettings:
         kind=int,
         default=0,
         ranges=Range("a whole number of at least 0 (0 is off)", 0, LARGEST_INT),
-        metavar="N",
         help="sample among the N best tokens (default: off)",
     )
     # sample among the best tokens up to this total probability; 1 is off
@@ -313,7 +316,6 @@ class RequestSettings:
         kind=int,
         default=0,
         ranges=Range("a whole number from 0 to 4294967295", 0, 2**32 - 1),
-        metavar="N",
         help="prompt i draws with seed N + i (default: 0)",
     )
     # maximum length of the completion
@@ -321,7 +323,6 @@ class RequestSettings:
         kind=int,
         default=256,
         ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
-        metavar="N",
         help="most tokens per prompt (default: 256)",
     )
     # stop tokens are banned before this length; stop strings are not
@@ -329,7 +330,6 @@ class RequestSettings:
         kind=int,
         default=0,
         ranges=Range("a whole number of at least 0 (0 is off)", 0, LARGEST_INT),
-        metavar="N",
         help="no stop token before N new tokens (default: off)",
     )
     # a lossy rule relaxes no token
@@ -352,43 +352,32 @@ REQUEST = settings_of(RequestSettings)
 """The settings of a request, by name. A row of a prompts file may set each of them."""
 FILTERS = ("top_k", "top_p", "min_p")
 """Settings that affect only sampling; off by default."""
+
+
+def _count(name: str, most: int, help: str) -> Setting:
+    words = f"a whole number from 1 to {most}"
+    return Setting(name=name, kind=int, ranges=Range(words, 1, most), help=help)
+
+
 BATCH = by_name(
-    Setting(
-        name="batch_size",
-        kind=int,
-        ranges=Range(f"a whole number from 1 to {BATCH_ROWS}", 1, BATCH_ROWS),
-        metavar="N",
-        help="prompts decoded at once (default: 1 to stream, else 8)",
+    _count("batch_size", BATCH_ROWS, "prompts decoded at once (default: 1 to stream, else 8)"),
+    _count(
+        "num_draft_tokens",
+        DRAFT_TOKENS,
+        "tokens drafted in a row (default: 5, by ngram 8); heads draft a tree, or for rejection a chain as long as "
+        "they can; 3 for a mixture of experts",
     ),
-    Setting(
-        name="num_draft_tokens",
-        kind=int,
-        ranges=Range(f"a whole number from 1 to {DRAFT_TOKENS}", 1, DRAFT_TOKENS),
-        metavar="N",
-        help="tokens drafted in a row (default: 5, by ngram 8); heads draft a tree, or for rejection a chain as "
-        "long as they can; 3 for a mixture of experts",
+    _count("refine_every", 2**16, "with --refine: completions between two updates (default: 32)"),
+    _count(
+        "samples",
+        SAMPLES,
+        "completions of each prompt, which follow each other; they need a temperature (default: 1)",
     ),
-    Setting(
-        name="refine_every",
-        kind=int,
-        ranges=Range("a whole number from 1 to 65536", 1, 2**16),
-        metavar="N",
-        help="with --refine: completions between two updates (default: 32)",
-    ),
-    Setting(
-        name="samples",
-        kind=int,
-        ranges=Range(f"a whole number from 1 to {SAMPLES}", 1, SAMPLES),
-        metavar="N",
-        help="completions of each prompt, which follow each other; they need a temperature (default: 1)",
-    ),
-    Setting(
-        name="prefill_chunk",
-        kind=int,
-        ranges=Range("a whole number from 1 to 65536", 1, 2**16),
-        metavar="N",
-        help="prompt tokens read at a time, by target and draft model (default: on a CPU 64, or 256 in long "
-        "buffers; elsewhere 512)",
+    _count(
+        "prefill_chunk",
+        2**16,
+        "prompt tokens read at a time, by target and draft model (default: on a CPU 64, or 256 in long buffers; "
+        "elsewhere 512)",
     ),
 )
 """Settings of a batch."""

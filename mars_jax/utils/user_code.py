@@ -49,7 +49,7 @@ def frames_in(modules: Collection[str], error: BaseException) -> list[tuple[type
 def failure(
     error: BaseException,
     frames: Sequence[tuple[types.CodeType, int]],
-    code: Callable[..., Any] | None = None,
+    code: Callable[..., object] | None = None,
 ) -> str | None:
     """Return "FILE, line N: FUNCTION raised ERROR (MESSAGE)" for the deepest of the frames from `frames_in`.
 
@@ -71,7 +71,7 @@ def reason(error: BaseException) -> str:
     return name if message == name else f"{name} ({message})"
 
 
-def location_of(code: Callable[..., Any]) -> str:
+def location_of(code: Callable[..., object]) -> str:
     """Return "FILE, line N" of the definition of a function or class, or its name if it has no source file."""
     try:
         return f"{inspect.getsourcefile(code)}, line {inspect.getsourcelines(code)[1]}"
@@ -149,8 +149,7 @@ def _import_failure(error: BaseException, module: str, name: str) -> str:
     """Describe the error of a failed import, with its file and line."""
     if isinstance(error, SyntaxError):  # raised before any line ran
         return f"{error.filename}, line {error.lineno}: SyntaxError ({error.msg})"
-    frames = frames_in({module}, error)
-    return failure(error, frames) or f"{name}: {reason(error)}"
+    return failure(error, frames_in({module}, error)) or f"{name}: {reason(error)}"
 
 
 def _from_module(name: str, spec: str, kind: str) -> types.ModuleType:
@@ -169,6 +168,6 @@ def _from_module(name: str, spec: str, kind: str) -> types.ModuleType:
         ) from error
 
 
-def summary(documented: Any) -> str:
+def summary(documented: object) -> str:
     """Return the first line of a docstring, without its period; "" if there is none."""
     return (inspect.getdoc(documented) or "").partition("\n")[0].strip().rstrip(".")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from mars_jax.utils.errors import MarsError, did_you_mean
 from mars_jax.utils.settings import Setting
+from mars_jax.utils.types import JsonObject
 from mars_jax.verify.definition import Definition, rules
 from mars_jax.verify.own import find, is_own
 
@@ -43,11 +44,9 @@ class RuleChoice:
         'mars over rejection'
         """
         base = self._structure().get("base", "exact")
-        return (
-            self.definition.name
-            if base == "exact" or is_own(self.spec)
-            else f"{self.definition.name} over {base}"
-        )
+        if base == "exact" or is_own(self.spec):
+            return self.definition.name
+        return f"{self.definition.name} over {base}"
 
     @property
     def needs(self) -> frozenset[str]:
@@ -56,10 +55,15 @@ class RuleChoice:
         >>> sorted(choose("mars", {"base": Given("rejection", "--base"), "block": Given("true", "--block")}).needs)
         ['chain', 'draft', 'q']
         """
-        base = self._structure().get("base")
-        of_base = rules()[base].needs if base in ("exact", "rejection") and not is_own(self.spec) else ()
-        of_block = ("chain",) if not is_own(self.spec) and self.settings.get("block") else ()
-        return frozenset((*self.definition.needs, *of_base, *of_block))
+        needs = {*self.definition.needs}
+        # The settings of a user's rule mean whatever its author chose.
+        if not is_own(self.spec):
+            base = self._structure().get("base")
+            if base in ("exact", "rejection"):
+                needs |= {*rules()[base].needs}
+            if self.settings.get("block"):
+                needs.add("chain")
+        return frozenset(needs)
 
     @property
     def options(self) -> dict[str, Setting]:
@@ -70,17 +74,17 @@ class RuleChoice:
         """Return all settings, with defaults for those that were not given."""
         return self.definition.settle(self.settings)
 
-    def as_json(self, *, but: Collection[str] = ()) -> dict[str, Any]:
+    def as_json(self, *, but: Collection[str] = ()) -> JsonObject:
         """Return the record of a run: the spec and all settings except `but`, with infinities as strings.
 
         >>> RuleChoice("rejection", {}).as_json()
         {'verify': 'rejection', 'settings': {'block': False}}
         """
         settings = {name: value for name, value in self.settled().items() if name not in but}
-        json_settings = {
-            k: str(v) if isinstance(v, float) and math.isinf(v) else v for k, v in settings.items()
-        }
-        return {"verify": self.spec, "settings": json_settings}
+        for name, value in settings.items():
+            if isinstance(value, float) and math.isinf(value):
+                settings[name] = str(value)
+        return {"verify": self.spec, "settings": settings}
 
     def but(self, **settings: Any) -> RuleChoice:
         """Return the same rule with these settings changed.
@@ -102,8 +106,7 @@ class RuleChoice:
         return self.definition.setting(name, **structure), structure
 
     def _structure(self) -> dict[str, Any]:
-        defaults = {name: s.default for name, s in self.definition.settings.items() if s.choices}
-        return defaults | {name: self.settings[name] for name in defaults.keys() & self.settings.keys()}
+        return self.definition.structure(self.settings)
 
 
 def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
@@ -141,14 +144,13 @@ def not_in(choice: RuleChoice, name: str) -> str:
     >>> not_in(RuleChoice("exact", {}), "tau")
     'the rule exact, which has no settings: leave it out, or verify with simulated'
     """
-    option_names = ", ".join(choice.options)
+    option_names = ", ".join(choice.options) or "no settings"
+    fix = "leave it out"
     rules_with_it = [row.name for row in rules().values() if name in row.settings]
-    based = [
-        b
-        for b in rules_with_it
-        if "base" in choice.definition.settings and b in choice.definition.settings["base"].choices
-    ]
-    cure = f", or verify with {' or '.join(based or rules_with_it[:3])}" if rules_with_it else ""
-    if based:
-        cure += f", or set base to {based[0]}"
-    return f"the rule {choice.name}, which has {option_names or 'no settings'}: leave it out{cure}"
+    bases = choice.definition.settings["base"].choices if "base" in choice.definition.settings else {}
+    bases_with_it = [rule for rule in rules_with_it if rule in bases]
+    if rules_with_it:
+        fix += f", or verify with {' or '.join(bases_with_it or rules_with_it[:3])}"
+    if bases_with_it:
+        fix += f", or set base to {bases_with_it[0]}"
+    return f"the rule {choice.name}, which has {option_names}: {fix}"

@@ -16,6 +16,7 @@ from mars_jax.core.struct import settings_of
 from mars_jax.utils.errors import MarsError, did_you_mean
 from mars_jax.utils.plugins import load_plugins
 from mars_jax.utils.settings import Setting
+from mars_jax.utils.types import JsonObject
 from mars_jax.utils.user_code import summary
 
 T = TypeVar("T")
@@ -48,9 +49,14 @@ class Definition:
         >>> list(rule("mars").options(base="rejection"))
         ['theta', 'margin', 'base', 'max_relaxed_run', 'exact_prefix', 'block']
         """
-        base = chosen.get("base", self.settings["base"].default) if "base" in self.settings else None
-        of_base = _RULES[base].settings if base in _RULES else {}
-        return {**self.settings, **{name: s for name, s in of_base.items() if name not in self.settings}}
+        options = dict(self.settings)
+        if "base" in self.settings:
+            base = chosen.get("base", self.settings["base"].default)
+            # A user's rule may have a setting of this name that is no rule.
+            if base in _RULES:
+                for name, setting in _RULES[base].settings.items():
+                    options.setdefault(name, setting)
+        return options
 
     def setting(self, name: str, **chosen: Any) -> Setting:
         """Return one of `options`.
@@ -60,22 +66,22 @@ class Definition:
         """
         options = self.options(**chosen)
         if name not in options:
-            available = f"it has {', '.join(options)}" if options else "it has none"
-            raise MarsError(f"the rule {self.name} has no setting '{name}': {available}.")
+            available = ", ".join(options) or "none"
+            raise MarsError(f"the rule {self.name} has no setting '{name}': it has {available}.")
         return options[name]
 
-    def structure(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rule's structural choices, checked, with defaults for those not in `chosen`.
+    def structure(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the rule's structural choices, checked, with defaults for those not in `settings`.
 
         Raises:
           MarsError: there is no such choice.
         """
         choices = {name: s for name, s in self.settings.items() if s.choices}
-        for name in choices.keys() & chosen.keys():
-            choices[name].check(chosen[name])
-        return {name: chosen.get(name, s.default) for name, s in choices.items()}
+        for name in choices.keys() & settings.keys():
+            choices[name].check(settings[name])
+        return {name: settings.get(name, s.default) for name, s in choices.items()}
 
-    def settle(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def settle(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return all settings: the given ones, checked, and the defaults of the others.
 
         Raises:
@@ -85,10 +91,10 @@ class Definition:
         'ratio'
         """
         # Choices determine the other settings and their ranges.
-        structure = self.structure(given)
-        for name, value in given.items():
+        structure = self.structure(settings)
+        for name, value in settings.items():
             self.setting(name, **structure).check(value, **structure)
-        settled = {name: s.default for name, s in self.options(**structure).items()} | dict(given)
+        settled = {name: s.default for name, s in self.options(**structure).items()} | dict(settings)
         for name, value in settled.items():
             setting = self.setting(name, **structure)
             if value is None and not setting.optional:
@@ -96,7 +102,7 @@ class Definition:
                 raise MarsError(f"the rule {self.name} needs a {name}: give {expected}.")
         return settled
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Return the definition for `--list-rules --json`."""
         return {
             "name": self.name,

@@ -24,11 +24,13 @@ def shortfall(evidence: Evidence) -> Array:
     >>> shortfall(inputs)[:, 1].tolist()
     [0.5]
     """
+    # z_1 - z_x: the normaliser of the softmax cancels.
     return at_parent(evidence.tree, evidence.stats.top1) - at_drafted(evidence.tree, evidence.logits)
 
 
 def log_prob(evidence: Evidence) -> Array:
     """Return f32[B, N]: log p(x) in nats."""
+    # log p(x) = z_x - logsumexp(z), both at the parent of the node that holds x.
     total = node_stats(evidence.logits, logsumexp=True).logsumexp
     assert total is not None
     return at_drafted(evidence.tree, evidence.logits) - at_parent(evidence.tree, total)

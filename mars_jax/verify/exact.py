@@ -50,8 +50,11 @@ class Exact(Rule):
         y = target_tokens(evidence)
         target_token = at_parent(tree, y)  # i32[B, N]: y at the parent, the token that a node must hold
         if allowed is not None:
+            # Without the relaxed edge the row would emit y, so a y that ends the output is never replaced.
             allowed = allowed._replace(edges=allowed.edges & ~is_stop(target_token, controls.stop_tokens))
         path, num_accepted, relaxed = walk(tree, tree.tokens == target_token, allowed)
+        # The path repeats its last node, so its last entry is where the walk stopped: y there is the correction, or the
+        # bonus token if every drafted token was accepted.
         next_token = pick_one(y, path[:, -1])
         return Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
 
@@ -61,4 +64,5 @@ exact = Exact
 
 def target_tokens(evidence: Evidence) -> Array:
     """Return i32[B, N]: the token y that the target chooses at each node."""
+    # Nodes at the same depth share their uniform, which is the one that autoregression would use at that position.
     return sample(evidence.keys, evidence.positions, evidence.logits, evidence.controls)

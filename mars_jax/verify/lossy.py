@@ -32,7 +32,6 @@ class Lossy(Rule):
         ranges=WHOLE,
         help="tokens at the start of each answer that are verified strictly",
         flag=True,
-        metavar="N",
     )
 
     def strict_edges(self, evidence: Evidence) -> Array:
@@ -44,4 +43,6 @@ class Lossy(Rule):
 
 def below_strict(evidence: Evidence) -> Array | bool:
     """Return bool[B, N]: a span makes the edge into this node strict at its parent; False without spans."""
-    return False if evidence.strict_nodes is None else at_parent(evidence.tree, evidence.strict_nodes)
+    if evidence.strict_nodes is None:
+        return False
+    return at_parent(evidence.tree, evidence.strict_nodes)

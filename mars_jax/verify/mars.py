@@ -78,11 +78,13 @@ class Mars(Relaxed):
         return over("mars" if self.margin == "ratio" else f"mars({self.margin})", self.base)
 
     def low(self, evidence: Evidence) -> Array:
+        # The paper's low margin at each node: z_2 / z_1 > theta. The gap is z_1 - z_2 < theta.
         stats = evidence.stats
         return MARGINS[self.margin](stats.top1, stats.top2, self.theta[:, None])
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
-        # The kernel supports strict rows and the exact prefix, but not spans.
+        # The kernel does margins, guards and walk in one operation, with the verdict of the general path. It supports
+        # strict rows and the exact prefix, but not spans.
         if not isinstance(self.base, Exact) or evidence.strict_nodes is not None:
             return super().__call__(evidence)
         tree, logits, controls = evidence.tree, evidence.logits, evidence.controls

@@ -37,15 +37,18 @@ def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
     definition = find(spec)
     if is_own(spec):
         return _load_user_rule(spec, definition, settings)
-    has_base = "base" in definition.settings and callable(settings.get("base"))  # a rule rather than its name
-    base = settings.pop("base") if has_base else None
+    base = None
+    # A base may be a rule instead of its name. The rule's class checks it.
+    if "base" in definition.settings and callable(settings.get("base")):
+        base = settings.pop("base")
     settled = definition.settle(settings)
     keywords = {name: settled[name] for name in definition.settings}
     if base is not None:
         keywords["base"] = base
     elif "base" in keywords:
-        of_base = {name: value for name, value in settled.items() if name not in definition.settings}
-        keywords["base"] = load(keywords["base"], **of_base).rule
+        # Settings that the rule itself does not have, such as `block`, are those of the base.
+        base_settings = {name: value for name, value in settled.items() if name not in definition.settings}
+        keywords["base"] = load(keywords["base"], **base_settings).rule
     rule = definition.make(**keywords)
     if "weights" not in definition.needs:
         return LoadedRule(rule)
@@ -60,19 +63,11 @@ def _load_user_rule(spec: str, definition: Definition, settings: dict[str, Any])
     factory = definition.make
     parameters = inspect.signature(factory).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name, value in settings.items():
-        # Parameters without a textual form, such as a base, are not listed in the row; pass them through unchecked.
-        if name in definition.settings or not (open_ended or name in parameters):
-            definition.setting(name).check(value)
-    missing = [
-        n
-        for n, s in definition.settings.items()
-        if s.default is None and not s.optional and n not in settings
-    ]
-    if missing:
-        raise MarsError(
-            f"the rule {definition.name} needs a {missing[0]}: give {definition.settings[missing[0]].expected()}."
-        )
+    # Parameters without a textual form, such as a base, are not settings of the definition and pass unchecked.
+    unlisted = {name for name in parameters if name not in definition.settings}
+    if open_ended:
+        unlisted |= settings.keys() - definition.settings.keys()
+    definition.settle({name: value for name, value in settings.items() if name not in unlisted})
     name = spec.rpartition(":")[2]
     try:
         result = factory(**settings)

@@ -41,6 +41,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
     """
     tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
     batch, n = tree.tokens.shape
+    # The first stretch begins at the root. Without relaxed edges it is the whole walk.
     origin = jnp.zeros((batch,), jnp.int32)
     no_edges = jnp.zeros((batch, tree.max_depth), bool)
     stop, token = stretch(origin)
@@ -53,13 +54,15 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
         """Return whether to relax an edge bool[B], the child i32[B], the run before it, and the cost including it."""
         # A child with the token that the rule emits anyway is not a relaxation.
         children = can_relax & (tree.parents == walk.stop[:, None]) & (tree.tokens != walk.token[:, None])
-        run = jnp.where(walk.stop > walk.start, 0, walk.run)  # accepted edges in between end the run
+        # Accepted edges between the last relaxed one and the stop end the run.
+        run = jnp.where(walk.stop > walk.start, 0, walk.run)
         may_relax = ~is_stop(walk.token, stop_tokens) & (run < allowed.max_run)
         if allowed.max_relaxed is not None:
             may_relax &= jnp.sum(walk.relaxed, axis=1, dtype=jnp.int32) < allowed.max_relaxed
         children &= may_relax[:, None]
         if allowed.cost is not None and allowed.budget is not None:
             children &= walk.spent[:, None] + allowed.cost <= allowed.budget[:, None]
+        # The lowest id; n if no child qualifies. `child` is then clamped to a valid id and not used.
         child = jnp.min(jnp.where(children, ids, n), axis=1)
         take, child = child < n, jnp.minimum(child, n - 1)
         spent = walk.spent if allowed.cost is None else walk.spent + pick_one(allowed.cost, child)
@@ -89,7 +92,9 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
 
 def _depth(tree: DraftTree, node: Array) -> Array:
     """Return i32[B]: the depth of node i32[B]."""
-    return node if tree.is_chain else pick_one(tree.depths, node)
+    if tree.is_chain:
+        return node
+    return pick_one(tree.depths, node)
 
 
 def _verdict(tree: DraftTree, stop: Array, token: Array, relaxed: Array) -> Verdict:

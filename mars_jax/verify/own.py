@@ -66,28 +66,33 @@ def find(spec: str) -> Definition:
     if not is_own(spec):
         name, path = split(spec)
         check_path(path, "the rule's path")
-        found = rule(name)
-        if ":" in spec and not (path and "weights" in found.needs):
+        definition = rule(name)
+        if ":" in spec and not (path and "weights" in definition.needs):
             raise MarsError(f"the rule is {spec}: {name} has no weights, so name it alone.")
-        return found
+        return definition
     # The signature is the definition: there is no class to read fields from.
-    make = load_function(spec)
-    settings = {s.name: s for s in _settings(spec, make)}
-    name = spec.rpartition(":")[2]
-    return Definition(name=name, make=make, help=summary(make) or "a rule of your own", settings=settings)
+    factory = load_function(spec)
+    return Definition(
+        name=spec.rpartition(":")[2],
+        make=factory,
+        help=summary(factory) or "a rule of your own",
+        settings={s.name: s for s in _settings(spec, factory)},
+    )
 
 
 def source_digest(spec: str) -> str | None:
     """Return a digest of the file that defines a user's rule or judge, or None for a registered rule."""
-    return user_code.spec_file_digest(spec) if is_own(spec) else None
+    if not is_own(spec):
+        return None
+    return user_code.spec_file_digest(spec)
 
 
-def _settings(spec: str, made: Callable[..., Any]) -> list[Setting]:
+def _settings(spec: str, factory: Callable[..., Any]) -> list[Setting]:
     try:
-        signature = inspect.signature(made)
+        signature = inspect.signature(factory)
         # Evaluation fails if an annotation exists only for type checkers.
         with contextlib.suppress(Exception):
-            signature = inspect.signature(made, eval_str=True)
+            signature = inspect.signature(factory, eval_str=True)
     except (TypeError, ValueError):
         raise MarsError(
             f"the rule is {spec}: it has no signature; name a function that makes a rule."
@@ -109,16 +114,20 @@ def _settings(spec: str, made: Callable[..., Any]) -> list[Setting]:
 
 def _setting(parameter: inspect.Parameter) -> Setting | None:
     """Return a keyword argument as a setting; None if no text can represent its value."""
-    default = None if parameter.default is parameter.empty else parameter.default
+    default = parameter.default
+    if default is parameter.empty:
+        default = None
     kind, choices = _kind(parameter.annotation)
     if kind is None and type(default) in (float, int, bool, str):
         kind = type(default)
     if kind is None:
         return None
+    if kind is float and type(default) is int:
+        default = float(default)
     return Setting(
         name=parameter.name,
         kind=kind,
-        default=float(default) if kind is float and type(default) is int else default,
+        default=default,
         optional=parameter.default is None,
         ranges=_RANGES.get(kind, Range("a number")),
         choices=choices,
@@ -132,8 +141,12 @@ def _kind(annotation: Any) -> tuple[type | None, dict[str, str]]:
     """Return the type of an annotation and its choices; `float | None` is a float."""
     if typing.get_origin(annotation) is typing.Literal:
         names = typing.get_args(annotation)
-        return (str, dict.fromkeys(names, "")) if all(isinstance(n, str) for n in names) else (None, {})
+        if all(isinstance(name, str) for name in names):
+            return str, dict.fromkeys(names, "")
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         kinds = [_kind(part) for part in typing.get_args(annotation) if part is not type(None)]
-        return kinds[0] if len(kinds) == 1 else (None, {})
-    return (annotation if annotation in (float, int, bool, str) else None), {}
+        if len(kinds) == 1:
+            return kinds[0]
+    if annotation in (float, int, bool, str):
+        return annotation, {}
+    return None, {}

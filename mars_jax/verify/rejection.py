@@ -8,7 +8,7 @@ tiny vocabularies in tests/verify/test_rejection.py, of trees in tests/verify/te
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from mars_jax.core import struct
 from mars_jax.core.pick import leading, pick_one
 from mars_jax.core.rule import Evidence, Rule
 from mars_jax.core.sampling import at_tokens, if_greedy, inverse_cdf, node_uniforms, process
-from mars_jax.core.tree import Allowance
-from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
+from mars_jax.core.tree import Allowance, following
+from mars_jax.core.types import DraftTree, Verdict
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify import siblings
 from mars_jax.verify.definition import register
@@ -27,7 +27,7 @@ from mars_jax.verify.exact import Exact
 from mars_jax.verify.override import overridden
 
 
-def block_setting() -> Any:
+def block_setting() -> bool:
     """Declare the field that chooses verification of whole blocks."""
     return struct.setting(
         default=False, kind=bool, help="by whole blocks, not by tokens; chains only", flag=True
@@ -110,6 +110,7 @@ def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
         return overridden(evidence, tree_stretch, allowed)
     ratios = _Ratios.of(evidence.tree, log_v)
 
+    # On a chain node ids are depths, so node `start` is at position `evidence.start + start`.
     def stretch(start: Array) -> tuple[Array, Array]:
         if block:
             # A block's decision depends on all of its uniforms, so the next block must not reuse any of them.
@@ -173,9 +174,9 @@ class _Ratios:
     def residual(self, stop: Array, scale: Array) -> Array:
         """Return weights f32[B, V] of the emitted token: (scale p - q)+ at node `stop`, or p after the last token."""
         p = jnp.exp(pick_one(self.log_p, stop) - pick_one(self.norm_p, stop)[:, None])
+        # q at the same node, which the token after it was drawn from: the one-hot of that token if it was not drawn.
         if self.log_q is None or self.norm_q is None:
-            following = jnp.pad(self.tree.tokens[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TOKEN)
-            rejected = pick_one(following, stop)
+            rejected = pick_one(following(self.tree), stop)
             q = (rejected[:, None] == jnp.arange(p.shape[-1], dtype=jnp.int32)[None]).astype(jnp.float32)
         else:
             q = jnp.exp(pick_one(self.log_q, stop) - pick_one(self.norm_q, stop)[:, None])
@@ -209,6 +210,8 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     """
     n = ratios.ratio.shape[1] + 1
     node = jnp.arange(n, dtype=jnp.int32)[None]
+    # r_i of the paper: the probability of keeping at least the first i drafted tokens, given these tokens. Node i holds
+    # the i-th, and r_0 = 1. A stretch that begins at `start` counts from there.
     r = [jnp.ones(start.shape, jnp.float32)]
     for i in range(n - 1):
         r.append(jnp.where(i < start, 1.0, jnp.minimum(r[-1] * ratios.ratio[:, i], 1.0)))

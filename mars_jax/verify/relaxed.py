@@ -12,9 +12,10 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
-from mars_jax.core.rule import Evidence, check_array, check_same_rule, impossible, wrong_result
+from mars_jax.core.pick import pick
+from mars_jax.core.rule import Evidence, Rule, check_array, check_same_rule, impossible, wrong_result
 from mars_jax.core.struct import settings_of
-from mars_jax.core.tree import Allowance, at_parent, gather_path
+from mars_jax.core.tree import Allowance, at_parent
 from mars_jax.core.types import Verdict
 from mars_jax.utils.errors import MarsError, short_repr
 from mars_jax.utils.user_code import described
@@ -61,7 +62,6 @@ class Relaxed(Lossy):
         help="relaxed tokens in a row that are allowed",
         word="any",
         flag=True,
-        metavar="N",
     )
     max_relaxed: Any = None  # i32[] or [B]; maximum relaxed tokens per step; None is unlimited
     needs: ClassVar[tuple[str, ...]] = ("draft",)
@@ -117,6 +117,7 @@ class Relaxed(Lossy):
         strict_edges = self.strict_edges(evidence)
         check_array(self, "strict_edges", strict_edges, "int32", tree.tokens.shape[:1])
         free = (tree.depths > strict_edges[:, None]) & (tree.tokens >= 0)
+        # id1 is the target's top token, the one that a strict greedy walk would take instead of x.
         # Relaxing a stop token would end an output that the target continues, or continue one that it ends.
         free &= ~is_stop(tree.tokens, stop_tokens) & ~at_parent(
             tree, is_stop(evidence.stats.id1, stop_tokens)
@@ -132,11 +133,12 @@ class Relaxed(Lossy):
         guarded = self.guarded(evidence)
         check_array(self, "guarded", guarded, "bool", evidence.tree.tokens.shape)
         allowed = Allowance(guarded, self.max_relaxed_run, cost, budget, self.max_relaxed)
+        # The base walks strictly. Where it would stop, it takes an allowed edge, unless its own token is a stop token.
         verdict = self.base.relax(evidence, allowed)
         if cost is None or budget is None:
             return verdict, self
         # f32[B, D]: edge d leads into path[d + 1].
-        paid = jnp.where(verdict.relaxed, gather_path(cost, verdict.path[:, 1:]), 0.0)
+        paid = jnp.where(verdict.relaxed, pick(cost, verdict.path[:, 1:]), 0.0)
         next_rule = self.spend(budget - jnp.sum(paid, axis=1))
         check_same_rule(self, "spend", next_rule)
         return verdict, next_rule
@@ -149,12 +151,12 @@ class Relaxed(Lossy):
             raise wrong_result(self, "cost", described(result))
         cost, budget = result
         shape = evidence.tree.tokens.shape
-        check_array(self, "cost", cost, "floating", shape, of="a cost ")
-        check_array(self, "cost", budget, "floating", shape[:1], of="a budget ")
+        check_array(self, "cost", cost, "floating", shape, place="a cost ")
+        check_array(self, "cost", budget, "floating", shape[:1], place="a budget ")
         return cost, budget
 
 
-def _spread(value: Any, shape: tuple[int, ...]) -> Any:
+def _spread(value: Array, shape: tuple[int, ...]) -> Array:
     """Broadcast an array whose dimensions have the sizes of `shape` or 1; return any other value unchanged."""
     sizes = getattr(value, "shape", ())
     if len(sizes) == len(shape) and all(size in (1, full) for size, full in zip(sizes, shape, strict=True)):
@@ -162,7 +164,7 @@ def _spread(value: Any, shape: tuple[int, ...]) -> Any:
     return value
 
 
-def over(name: str, base: Any) -> str:
+def over(name: str, base: Rule) -> str:
     """Name a rule with its base; omit the default base `exact`."""
     return name if isinstance(base, Exact) else f"{name} over {base.name}"
 
@@ -170,5 +172,6 @@ def over(name: str, base: Any) -> str:
 def runner_up_edges(evidence: Evidence, low: Array) -> Array:
     """Return bool[B, N]: edges into one of the target's two best tokens, if `low` bool[B, N] at the parent."""
     tree, stats = evidence.tree, evidence.stats
+    # id1 and id2 are the target's top token and its runner-up at each node.
     best = (tree.tokens == at_parent(tree, stats.id1)) | (tree.tokens == at_parent(tree, stats.id2))
     return at_parent(tree, low) & best

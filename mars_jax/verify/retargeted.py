@@ -14,7 +14,8 @@ from jax import Array
 from mars_jax.core import struct
 from mars_jax.core.rule import Evidence, check_array
 from mars_jax.core.sampling import if_greedy, is_greedy, process
-from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
+from mars_jax.core.tree import following
+from mars_jax.core.types import DraftTree, Verdict
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.lossy import Lossy
@@ -61,6 +62,7 @@ class Retargeted(Lossy):
         greedy = is_greedy(evidence.controls)
 
         def retargeted() -> Verdict:
+            # p, after temperature and filters. v replaces it where the rule may deviate from the target.
             log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls))
             ends = ~_has_children(evidence.tree)
             # Node i judges the edges below it, whose depth is one larger.
@@ -73,16 +75,12 @@ class Retargeted(Lossy):
             if evidence.controls.guides is not None or evidence.controls.edits is not None:
                 # The draft may give probability to forbidden tokens, which v must not inherit from q.
                 log_v = jnp.where(evidence.logits > -jnp.inf, log_v, -jnp.inf)
+                # If nothing is left of v, fall back to p.
                 is_empty = jnp.max(log_v, axis=-1, keepdims=True) == -jnp.inf
                 log_v = jnp.where(is_empty, log_p, log_v)
             return verify_draft(evidence, jnp.where(follows_p[..., None], log_p, log_v), None, self.block)
 
         return if_greedy(evidence.controls, lambda: Exact().relax(evidence, None), retargeted), self
-
-
-def following(evidence: Evidence) -> Array:
-    """Return i32[B, N]: the token drafted after each node of a chain; NO_TOKEN if there is none."""
-    return jnp.pad(evidence.tree.tokens[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TOKEN)
 
 
 def _has_children(tree: DraftTree) -> Array:
@@ -95,10 +93,11 @@ def _has_children(tree: DraftTree) -> Array:
 
 
 def _log_q(evidence: Evidence, ends: Array, log_p: Array) -> Array:
+    """Return f32[B, N, V]: normalised log q at each node."""
     if evidence.tree.draft_logits is None:
         # The one-hot of the token drafted after each node; NO_TOKEN matches no token.
         ids = jnp.arange(log_p.shape[-1], dtype=jnp.int32)[None, None]
-        log_q = jnp.where(ids == following(evidence)[..., None], 0.0, -jnp.inf)
+        log_q = jnp.where(ids == following(evidence.tree)[..., None], 0.0, -jnp.inf)
     else:
         log_q = jax.nn.log_softmax(evidence.tree.draft_logits, axis=-1)
     # Nodes without children have no q; log p is a placeholder, since v is not used there.

@@ -20,7 +20,7 @@ from mars_jax.core.types import DraftTree
 from mars_jax.verify.override import Stretch
 
 
-class Left(NamedTuple):
+class Residual(NamedTuple):
     """Loop carry of the descent: the current node of each row and the residuals of p and q, [B, ...] each."""
 
     node: Array  # i32[B]; the current node
@@ -82,27 +82,30 @@ def descend(
     n = tree.tokens.shape[1]
     ids = jnp.arange(n, dtype=jnp.int32)[None]
 
-    def fresh(node: Array) -> Left:
+    def fresh(node: Array) -> Residual:
+        """Return the loop carry of rows that have just reached a node i32[B]: no child tried, p and q unchanged."""
         p = jax.nn.softmax(pick_one(log_v, node))
-        q = (
-            jnp.zeros_like(p)
-            if tree.draft_logits is None
-            else jax.nn.softmax(pick_one(tree.draft_logits, node))
-        )
-        return Left(node=node, tried=node, rank=jnp.zeros_like(node), p=p, q=q)
+        if tree.draft_logits is None:
+            q = jnp.zeros_like(p)
+        else:
+            q = jax.nn.softmax(pick_one(tree.draft_logits, node))
+        return Residual(node=node, tried=node, rank=jnp.zeros_like(node), p=p, q=q)
 
-    def next_child(carry: Left) -> Array:
+    def next_child(carry: Residual) -> Array:
         """Return i32[B]: the next untried child; n if there is none."""
         untried = (tree.parents == carry.node[:, None]) & (tree.tokens >= 0) & (ids > carry.tried[:, None])
         return jnp.min(jnp.where(untried, ids, n), axis=1)
 
-    def try_child(carry: Left) -> Left:
+    def try_child(carry: Residual) -> Residual:
         child = next_child(carry)
         # i32[B], clamped to a valid id; results of rows without a child are discarded below.
         is_child, child = child < n, jnp.minimum(child, n - 1)
         token = jnp.maximum(pick_one(tree.tokens, child), 0)
         is_x = jnp.arange(carry.p.shape[-1], dtype=jnp.int32)[None] == token[:, None]
-        q = jnp.where(is_x, 1.0, 0.0) if tree.draft_logits is None else carry.q
+        # A deterministic draft has drawn each child with probability 1, so its q is the one-hot of x.
+        q = carry.q
+        if tree.draft_logits is None:
+            q = jnp.where(is_x, 1.0, 0.0)
         p_x, q_x = _at_token(carry.p, token), _at_token(q, token)
         # u < p / q without the division, as q may be 0. A token of probability 0 under both is rejected.
         is_accepted = is_child & (uniform(carry.rank, pick_one(tree.depths, child)) * q_x < p_x)
@@ -114,7 +117,7 @@ def descend(
         # Without replacement: the next sibling was drawn from q without x.
         q_without_x = jnp.where(is_x, 0.0, carry.q)
         q_total = jnp.sum(q_without_x, axis=-1, keepdims=True)
-        rejected = Left(
+        rejected = Residual(
             node=carry.node,
             tried=child,
             rank=carry.rank + 1,

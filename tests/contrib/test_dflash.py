@@ -63,7 +63,7 @@ def test_it_is_lossless_and_its_context_is_that_of_a_head_run_afresh(name, shape
     for row, tokens in enumerate(committed(state)):
         n = len(tokens)
         _, logits, cache = fresh_head(name, padded[row : row + 1], n)
-        for layers, fresh_layers in ((state.draft.cache.k, cache.k), (state.draft.cache.v, cache.v)):
+        for layers, fresh_layers in ((state.draft.k, cache.k), (state.draft.v, cache.v)):
             for actual, expected in zip(layers, fresh_layers, strict=True):
                 np.testing.assert_allclose(actual[row, : n - 1], expected[0, : n - 1], atol=2e-5)
         # The next draft must be that of the fresh head.
@@ -73,7 +73,7 @@ def test_it_is_lossless_and_its_context_is_that_of_a_head_run_afresh(name, shape
             wide[:, np.asarray(weights(name).draft["ids"])] = z
             z = wide
         if HEADS[name].markov_rank:
-            correction = head.markov(HEADS[name], weights(name).draft, jnp.asarray([[tokens[-1]]]))
+            correction = head.markov(weights(name).draft, jnp.asarray([[tokens[-1]]]))
             z = z[:1] + np.asarray(correction)[0]
         elif shape == "chain":
             np.testing.assert_array_equal(tree.tokens[row, 1:], np.argmax(z, axis=1))

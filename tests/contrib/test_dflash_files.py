@@ -173,10 +173,10 @@ def changed(fields, **changes):
         (changed(ZLAB, vocab_size=62), "vocabulary of 62 tokens and the target has 61"),
         (changed(ZLAB, block_size=...), "no number for block_size"),
         (changed(ZLAB, block_size=10**9), "blocks of 1000000000: expected 2 to 129 tokens"),
-        (changed(ZLAB, target_hidden_size=48), "target 48 wide and this one is 32"),
+        (changed(ZLAB, target_hidden_size=48), "target of width 48, not 32"),
         (
             changed(ZLAB, dflash_config={"mask_token_id": 60, "target_layer_ids": [1, 5, 12]}),
-            "reads layer 12 and the target has layers 0 to 11",
+            "reads layer 12, and the target has 0 to 11",
         ),
         (changed(ZLAB, architectures=["DFlash2DraftModel"]), "DFlash-2"),
         (changed(DEEPSEEK, markov_head_type="gated"), "markov_head_type is 'gated'"),

@@ -174,7 +174,7 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
         logits = dflash_head.unembed(config, model, params, hidden)
         if not config.confidence:
             return hidden, logits
-        corrected = logits + dflash_head.markov(config, params.draft, previous)
+        corrected = logits + dflash_head.markov(params.draft, previous)
         return hidden, logits, corrected, dflash_head.confidence(config, params.draft, hidden, previous)
 
     inputs = jnp.asarray(features), jnp.asarray(last, jnp.int32), jnp.asarray(previous, jnp.int32)

@@ -228,8 +228,8 @@ def test_tensors_that_are_not_those_of_heads_are_named(params, tmp_path):
     save_file(tensors, saved / "medusa_lm_head.safetensors")
     text = message(load_medusa, saved, OF_TARGET)
     assert "1 tensors are missing (1.0.linear.bias)" in text
-    assert "1 tensors are misshaped (2.1.linear.bias is [3] and not [16])" in text
-    assert "1 tensors are no part of Medusa heads (norm.weight)" in text
+    assert "1 have the wrong shape (2.1.linear.bias is [3] and not [16])" in text
+    assert "1 are not part of the architecture (norm.weight)" in text
 
 
 def test_a_folder_without_heads_is_refused(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from mars_jax import verify
 from mars_jax.constraints.batch_tables import join_tables
-from mars_jax.constraints.spans import Spans, state_after
+from mars_jax.constraints.spans import Spans
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.types import RELAXED, GuideRows, GuideTables, Params
@@ -22,7 +22,7 @@ def decoded(drafter, rule, spans, **settings):
     params = Params(target=(), draft=())
     if spans is not None:
         found = join_tables({spans: spans.table(VOCABULARY)}, VOCAB)
-        after = [state_after(spans, VOCABULARY, prompts[b, :n].tolist()) for b, n in enumerate(LENGTHS)]
+        after = [spans.table(VOCABULARY).run(prompts[b, :n].tolist()) for b, n in enumerate(LENGTHS)]
         controls = controls.replace(guides=GuideRows(span=found.rows([spans] * 4, after)))
         params = params._replace(guides=GuideTables(span=found.tables))
     decoder, state = begin(TARGET, drafter, rule, prompts, lengths, controls=controls, params=params)

@@ -68,5 +68,5 @@ def test_a_state_goes_through_disk_and_onto_a_mesh(whole, tmp_path):
         hub.save_state(tmp_path / "state", state)
     with pytest.raises(MarsError, match="of another decoder or of other shapes"):
         hub.restore_state(tmp_path / "state", begun(2))
-    with pytest.raises(MarsError, match="give a folder that save_state wrote"):
+    with pytest.raises(MarsError, match="expected a folder of save_state"):
         hub.restore_state(tmp_path / "nothing", state)

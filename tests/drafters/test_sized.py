@@ -53,7 +53,6 @@ def state_of(accepted, expected):
         accepted=accepted,
         expected=expected,
         idle=zeros,
-        pause=jnp.full_like(zeros, PAUSE),
     )
 
 
@@ -119,7 +118,7 @@ def test_a_copy_counts_as_its_match_is_long():
             ]
             speeds.append(np.mean(tokens) / cost * (1 if length else MARGIN))
         state = state_of(accepted, expected)
-        params = SizedParams((), jnp.asarray(costs, jnp.float32), jnp.int32(-1))
+        params = SizedParams((), jnp.asarray(costs, jnp.float32))
         found = int(choose(params, state, jnp.asarray(live), jnp.asarray(estimates, jnp.float32)))
         assert found == int(np.argmax(speeds))
         seen.add(found)
@@ -128,7 +127,7 @@ def test_a_copy_counts_as_its_match_is_long():
 
 def test_a_trial_needs_a_draft():
     """After the pause, a row whose drafter found nothing is not tried; a row with a draft is."""
-    params = SizedParams((), jnp.asarray([1.0, 1.001]), jnp.int32(-1))
+    params = SizedParams((), jnp.asarray([1.0, 1.001]))
     state = dataclasses.replace(state_of([0.0], [90.0]), idle=jnp.asarray([PAUSE]))
     for expected, size in ((0.0, 0), (0.3, 1)):
         assert int(best_size(params, (0, 4), state, jnp.asarray([True]), jnp.asarray([expected]))) == size
@@ -159,7 +158,7 @@ def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
 
 
 def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
-    """If no draft is accepted, a step drafts as a trial after 64 steps without a draft, and again after 128."""
+    """If no draft is accepted, a step drafts as a trial after 100 steps without a draft."""
 
     def steps(costs):
         params = params_of(with_step_costs(MADE, costs))
@@ -174,13 +173,11 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
                 continue
             seen.append(step)
             # Same as `update` for a draft that is rejected at once.
-            is_trial = int(state.idle[0]) > 0
-            keep = DECAY / 2 if is_trial else DECAY
+            keep = DECAY / 2 if int(state.idle[0]) >= PAUSE else DECAY
             state = dataclasses.replace(
                 state,
                 expected=keep * state.expected + USUAL_ACCEPTANCE,
                 accepted=keep * state.accepted,
-                pause=2 * state.pause if is_trial else jnp.full_like(state.pause, PAUSE),
                 idle=jnp.zeros_like(state.idle),
             )
         return seen

@@ -149,13 +149,13 @@ def test_a_file_that_cannot_be_read_gets_one_sentence(converted, check, damage):
         file.write_bytes(file.read_bytes()[:-4])
     else:
         shutil.copy(converted / "weights" / "embed.safetensors", file)
-    with pytest.raises(MarsError, match=r"^[^\n]*norm\.safetensors' [^\n]*: convert the checkpoint again\.$"):
+    with pytest.raises(MarsError, match=r"^[^\n]*norm\.safetensors' [^\n]*: convert it again\.$"):
         hub.load(converted, check=check)
 
 
 @pytest.mark.parametrize(
     "change, expected",
-    [({"checksums": {}}, "holds other weights than its config.json"), ({"bits": "no"}, "json' is damaged")],
+    [({"checksums": {}}, "do not fit its config.json"), ({"bits": "no"}, "json' is damaged")],
 )
 def test_a_manifest_that_does_not_fit_is_refused(converted, change, expected):
     manifest = json.loads((converted / "conversion.json").read_text())

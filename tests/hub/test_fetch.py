@@ -127,7 +127,7 @@ def test_without_a_hub_the_sentence_has_the_command(server, small, capfd, name, 
     ("name", "sentence"),
     [
         ("owner/absent", "'owner/absent' .*RepositoryNotFoundError.*check the name"),
-        ("small", f"'{REPOSITORY}' on the Hugging Face hub has no {FILE} any more"),
+        ("small", f"'{REPOSITORY}' no longer has {FILE}"),
         ("owner/files", "'owner/files' .* has no config.json: .* run hf download owner/files FILE"),
         ("owner/gated", "accept its terms on https://huggingface.co/owner/gated, and run hf auth"),
     ],

@@ -258,7 +258,7 @@ def shifted(where: int, by: int) -> np.ndarray:
 
 MALFORMED = {
     "vocabulary": ({"vocab_size": 60}, {}, "a vocabulary of 60 tokens and the target has 61"),
-    "target": ({"target_hidden_size": 64}, {}, "for a target 64 wide and this one is 32"),
+    "target": ({"target_hidden_size": 64}, {}, "for a target of width 64, not 32"),
     "fc": ({}, {"fc.weight": random(E, 64)}, r"fc.weight is \[32, 64\] and not \[32, 96\]"),
     "width": ({"hidden_size": 16}, {}, "the EAGLE head is 16 wide and the target 32"),
     "no d2t": ({}, {"d2t": None}, "drafts from 20 of 61 tokens and has no d2t"),
@@ -272,7 +272,7 @@ MALFORMED = {
         {},
         "sliding window of 9, which is not supported",
     ),
-    "no such layer": ({LAYERS: [1, 4, 9]}, {}, "reads layer 9 and the target has layers 0 to 8"),
+    "no such layer": ({LAYERS: [1, 4, 9]}, {}, "reads layer 9, and the target has 0 to 8"),
     "family": ({"architectures": ["BloomForCausalLMEagle3"]}, {}, "architecture BloomForCausalLM is not supported"),
     "one layer": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "last hidden state alone"),
     "a permutation": (
@@ -283,7 +283,7 @@ MALFORMED = {
     "tied to itself": (
         {"draft_vocab_size": V, "tie_word_embeddings": True},
         {"lm_head.weight": None, "d2t": None, "embed_tokens.weight": random(V, E)},
-        "ties its lm_head to an embedding of its own",
+        "lm_head tied to the head's own embedding",
     ),
 }  # fmt: skip
 
@@ -348,7 +348,7 @@ def test_what_is_wrong_with_a_head_of_speculators_is_said(tmp_path):
     assert "has no transformer_layer_config" in text(transformer_layer_config="absent")
     assert "does not say norm_before_residual" in text(norm_before_residual="absent")
     assert "reads hidden state 0, the target's embedding" in text(**{LAYERS: [0, 4, 6]})
-    assert "reads layer 9 and the target has layers 0 to 8" in text(**{LAYERS: [2, 4, 10]})
+    assert "reads layer 9, and the target has 0 to 8" in text(**{LAYERS: [2, 4, 10]})
     assert "1 tensors are missing (input_norm.weight)" in text(norm_before_fc=True)
 
 

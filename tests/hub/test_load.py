@@ -212,7 +212,7 @@ def test_no_config_and_invalid_json_are_named(saved):
     [
         ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM is not supported: choose a checkpoint"),
         ({"architectures": None, "model_type": "t5"}, "architecture t5 is not supported"),
-        ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported: the supported ones are silu"),
+        ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported: expected one of silu"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs a factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs low_freq_factor"),

@@ -99,7 +99,7 @@ READ_AS = {
 }
 REFUSED = {
     "an image": ({"role": "user", "content": [text_part("a"), {"type": "image_url", "image_url": {"url": "x"}}]},
-                 "a content part is of type 'image_url': models here read text"),
+                 "a content part is of type 'image_url': only text is supported"),
     "a part without a type": ({"role": "user", "content": [{"text": "a"}]}, "a content part is {'text': 'a'}"),
     "a part that is a string": ({"role": "user", "content": ["a"]}, "a content part is 'a': expected"),
     "a part whose text is a number": ({"role": "user", "content": [text_part(5)]}, "the text of a content part is 5"),

@@ -42,13 +42,15 @@ from mars_jax.core.types import (
 )
 from mars_jax.utils.errors import MarsError
 
+DraftDevice = Any
+"""A `jax.Device`, which pyright does not accept as a type, or a `Mesh`."""
+
 
 class Ahead(NamedTuple):
     """A target and a drafter that run in parallel; see `ahead`."""
 
-    decoder: Decoder  # decoder of the target; the caller supplies its drafts
+    decoder: Decoder  # decoder of the target, whose drafts of K tokens the caller supplies
     drafter: Drafter  # drafts K + 1 tokens
-    handed: Drafter  # drafts K tokens; the target's view of `drafter`
 
 
 @dataclasses.dataclass
@@ -76,8 +78,7 @@ def ahead(target: LanguageModel, drafter: Drafter, verify: Rule) -> Ahead:
     >>> ahead(model, drafters.language_model(model, 4), verify.exact()).decoder.max_depth
     3
     """
-    handed_drafter = handed_by(drafter, target)
-    return Ahead(decode.speculative_decoder(target, handed_drafter, verify), drafter, handed_drafter)
+    return Ahead(decode.speculative_decoder(target, handed_by(drafter, target), verify), drafter)
 
 
 def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
@@ -136,6 +137,7 @@ def _draft(
     if tree.draft_logits is not None:
         raise MarsError(f"the drafter '{drafter.name}' draws its drafts: make it with sample=False.")
     drafted = tree.tokens[:, 1:]
+    # Append the draft to the committed tokens. What exceeds the buffer is dropped.
     buffer = text.tokens.shape[1]
     row = jnp.arange(drafted.shape[0], dtype=jnp.int32)[:, None]
     positions = text.length[:, None] + jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
@@ -154,20 +156,20 @@ def _verify(
 
 
 @jax.jit
-def _flags(info: StepInfo, done: Array, guessed: tuple[Array, ...]) -> tuple[Array, Array]:
+def _flags(info: StepInfo, done_rows: Array, guessed: tuple[Array, ...]) -> tuple[Array, Array]:
     """Return whether all live rows emitted the guess (arrays i32[B, ...], concatenated) and whether all are done."""
     tokens = jnp.concatenate(guessed, axis=1)
     length = tokens.shape[1]
     is_right = (info.num_emitted == length) & jnp.all(info.emitted[:, :length] == tokens, axis=1)
-    return jnp.all(is_right | done), jnp.all(done)
+    return jnp.all(is_right | done_rows), jnp.all(done_rows)
 
 
 def stream_ahead(
-    made: Ahead,
+    pair: Ahead,
     params: Params,
     state: DecodeState,
     *,
-    draft_device: Any,
+    draft_device: DraftDevice,
     pre_verify: bool = False,
     guesses: Guesses | None = None,
 ) -> Iterator[tuple[DecodeState, StepInfo]]:
@@ -176,9 +178,9 @@ def stream_ahead(
     Drafter and target synchronise once per step: the host reads one flag of the verdict while the next draft runs.
 
     Args:
-      made: from `ahead`.
+      pair: from `ahead`.
       params: params of both models. The target's are on the devices of `state`; the drafter's may be anywhere.
-      state: state of `made.decoder`, from `decode.start`.
+      state: state of `pair.decoder`, from `decode.start`.
       draft_device: the drafter's device, separate from the target's, or a mesh over which the drafter's weights are
         already sharded.
       pre_verify: after a wrong guess, let the target decode one token without a draft while the drafter drafts again.
@@ -190,7 +192,7 @@ def stream_ahead(
       MarsError: the drafter samples its drafts.
     """
     guesses = Guesses() if guesses is None else guesses
-    remote = _Drafter(made.drafter, params.draft, state, draft_device)
+    remote = _Drafter(pair.drafter, params.draft, state, draft_device)
     target_params, sharding = params._replace(draft=()), state.draft.sharding
     no_draft = jax.device_put(jnp.full_like(state.draft, NO_TOKEN), sharding)
     drafted, guessed = remote.draft(Committed(jnp.copy(state.tokens), jnp.copy(state.length)))
@@ -198,9 +200,10 @@ def stream_ahead(
     # the first token, the target gets the remaining tokens, and the guess is the first token of the next draft.
     first_known, finished = False, bool(jnp.all(state.done))
     while not finished:
+        # K of the K + 1 tokens: without the first, which is committed, or without the last, which is the guess.
         columns = slice(1, None) if first_known else slice(-1)
         handed = jax.device_put(remote.part(drafted, columns), sharding)
-        state, info, text, done_rows = _verify(made.decoder, target_params, state, handed)
+        state, info, text, done_rows = _verify(pair.decoder, target_params, state, handed)
         # Start the next draft before the verdict is known.
         following, next_guessed = remote.draft(guessed)
         if first_known:
@@ -212,13 +215,14 @@ def stream_ahead(
         yield state, info
         finished = bool(all_done)
         if bool(is_right):
-            (drafted, guessed), guesses.held = (following, next_guessed), guesses.held + 1
+            drafted, guessed = following, next_guessed
+            guesses.held += 1
             continue
         first_known = False
         if not finished:
             drafted, guessed = remote.draft(text)
         if pre_verify and not finished:
-            state, info, text, done_rows = _verify(made.decoder, target_params, state, no_draft)
+            state, info, text, done_rows = _verify(pair.decoder, target_params, state, no_draft)
             first_token = jax.device_put(remote.part(drafted, slice(1)), sharding)
             is_right, all_done = _flags(info, done_rows, (first_token,))
             guesses.steps += 1
@@ -231,11 +235,14 @@ def stream_ahead(
 class _Drafter:
     """The drafter on its devices, with its state."""
 
-    def __init__(self, drafter: Drafter, params: PyTree, state: DecodeState, place: Any):
-        self._mesh = place if isinstance(place, Mesh) else None
-        self._place = place if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+    def __init__(self, drafter: Drafter, params: PyTree, state: DecodeState, draft_device: DraftDevice):
         self._drafter = drafter
-        self._params = params if self._mesh is not None else jax.device_put(params, self._place)
+        if isinstance(draft_device, Mesh):
+            self._mesh, self._place = draft_device, NamedSharding(draft_device, PartitionSpec())
+            self._params = params
+        else:
+            self._mesh, self._place = None, draft_device
+            self._params = jax.device_put(params, draft_device)
         # Copy, because the next step donates the state's buffers.
         inputs = (state.controls, state.keys, Committed(state.tokens, state.length))
         copies = jax.tree.map(jnp.copy, inputs)
@@ -265,28 +272,25 @@ _count = jax.jit(accumulate, donate_argnums=0)
 
 
 def run_ahead(
-    made: Ahead,
-    params: Params,
-    prompts: Prompts,
-    *,
-    draft_device: Any,
-    pre_verify: bool = False,
+    pair: Ahead, params: Params, prompts: Prompts, *, draft_device: DraftDevice, pre_verify: bool = False
 ) -> tuple[DecodeState, DecodeStats, Guesses]:
     """Decode prompts to completion.
 
     Args:
-      made: from `ahead`.
+      pair: from `ahead`.
       params, draft_device, pre_verify: as for `stream_ahead`.
       prompts: on the target's device.
 
     Returns:
       The final state, the counters per row, and the counts of steps and right guesses.
     """
-    state = decode.start(made.decoder, params._replace(draft=()), prompts)
+    state = decode.start(pair.decoder, params._replace(draft=()), prompts)
     guesses = Guesses()
     device = next(iter(state.tokens.devices()))
-    stats = jax.device_put(zero_stats(prompts.tokens.shape[0], made.decoder.max_depth), device)
-    options = {"draft_device": draft_device, "pre_verify": pre_verify, "guesses": guesses}
-    for next_state, info in stream_ahead(made, params, state, **options):
+    stats = jax.device_put(zero_stats(prompts.tokens.shape[0], pair.decoder.max_depth), device)
+    steps = stream_ahead(
+        pair, params, state, draft_device=draft_device, pre_verify=pre_verify, guesses=guesses
+    )
+    for next_state, info in steps:
         state, stats = next_state, _count(stats, info, next_state.length)
     return state, stats, guesses

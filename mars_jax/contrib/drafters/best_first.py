@@ -67,18 +67,14 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
     # and parents precede their children.
     ranks, kept_ids = lax.top_k(jnp.concatenate(values, axis=1), m)
     # Look up each i32[B, M] in the static table of all candidates.
-    token, parent_ids, depth = jnp.unstack(
-        jnp.asarray(plan.table).at[kept_ids].get(mode="promise_in_bounds"), axis=2
-    )
+    columns = jnp.asarray(plan.table).at[kept_ids].get(mode="promise_in_bounds")
+    token, parent_ids, depth = jnp.unstack(columns, axis=2)
     if sorted_prefixes:
         prefix_ids = pick(jnp.concatenate(sorted_prefixes, axis=1), jnp.maximum(-1 - parent_ids, 0))
         parent_ids = jnp.where(parent_ids < 0, prefix_ids, parent_ids)
     # A parent's node is 1 + its index among the kept nodes. The root matches none, so the sum is 0.
-    parents = jnp.sum(
-        jnp.where(parent_ids[:, :, None] == kept_ids[:, None], jnp.arange(1, m + 1, dtype=jnp.int32), 0),
-        axis=2,
-        dtype=jnp.int32,
-    )
+    is_parent = parent_ids[:, :, None] == kept_ids[:, None]
+    parents = jnp.sum(jnp.where(is_parent, jnp.arange(1, m + 1, dtype=jnp.int32), 0), axis=2, dtype=jnp.int32)
     tokens = pick(top.ids.reshape(batch, -1), token)
     drafted = ranks > -jnp.inf
     zeros = jnp.zeros((batch, 1), jnp.int32)
@@ -133,7 +129,11 @@ class _CandidatePlan(NamedTuple):
 def _plan(m: int, depth: int, k: int) -> _CandidatePlan:
     """Return the candidate nodes for trees with m nodes, `depth` levels and k children per node."""
     # Larger parts need fewer sorts, each of more nodes.
-    size = 3 if m <= 128 else 2 if m <= 512 else 1
+    size = 1
+    if m <= 128:
+        size = 3
+    elif m <= 512:
+        size = 2
     cuts = [*range(0, depth, size), depth]
     part_nodes, num_prefixes = [], 1
     for begin, end in itertools.pairwise(cuts):

@@ -12,7 +12,7 @@ the proxy.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ class CascadeParams(NamedTuple):
     proxy: PyTree  # weights of the proxy
     # Thresholds of the gate, see `gates`: for "margin" the minimum difference of probabilities, f32[]; for "ratio"
     # (accept, escalate). They are arrays, so that changing them does not trigger recompilation.
-    gate: Any = np.float32(0.5)
+    gate: PyTree = np.float32(0.5)
 
 
 class CascadeState(NamedTuple):
@@ -97,7 +97,7 @@ class Cascade(Drafter):
     trusts = True
 
     def __post_init__(self):
-        inner, proxy, most = self.inner, self.proxy, self.num_draft_tokens
+        inner, proxy, limit = self.inner, self.proxy, self.num_draft_tokens
         if inner.reads is not None:
             raise MarsError(
                 f"the drafter '{inner.name}' reads the target's layers, which a cascade does not run while it drafts: "
@@ -112,10 +112,10 @@ class Cascade(Drafter):
                 f"the drafter '{inner.name}' has a vocabulary of {inner.vocab_size} tokens and the proxy one of "
                 f"{proxy.vocab_size}: use models that share a tokenizer."
             )
-        check_count("num_draft_tokens", most, most=DRAFT_TOKENS)
-        if most < inner.max_depth + 1:
+        check_count("num_draft_tokens", limit, most=DRAFT_TOKENS)
+        if limit < inner.max_depth + 1:
             raise MarsError(
-                f"num_draft_tokens is {most}: a round of '{inner.name}' can give {inner.max_depth + 1} tokens; ask "
+                f"num_draft_tokens is {limit}: a round of '{inner.name}' can give {inner.max_depth + 1} tokens; ask "
                 "for at least as many."
             )
         if self.gate not in GATES:
@@ -162,8 +162,8 @@ class Cascade(Drafter):
     def propose(
         self, params: Params, state: CascadeState, inputs: DraftInput
     ) -> tuple[DraftTree, CascadeState]:
-        inner, proxy, judge = self.inner, self.proxy, GATES[self.gate].judge
-        k, most, inner_params = inner.max_depth, self.num_draft_tokens, _inner_params(params)
+        inner, proxy, judge = self.inner, self.proxy, GATES[self.gate]
+        k, limit, inner_params = inner.max_depth, self.num_draft_tokens, _inner_params(params)
         controls, batch = inputs.controls, inputs.tokens.shape[0]
         may_trust = is_greedy(controls) & ~controls.strict
         place = jnp.arange(k + 1, dtype=jnp.int32)[None]
@@ -180,8 +180,10 @@ class Cascade(Drafter):
                 params.draft.proxy, tree.tokens, Visible.causal(length - 1, k + 1), carry.state.cache
             )
             logits = proxy.unembed(params.draft.proxy, output.hidden)
+            # x[:, i] is the drafted token that `logits[:, i]` judges; nothing is drafted after the last one.
             x = jnp.concatenate([tree.tokens[:, 1:], jnp.full((batch, 1), NO_TOKEN, jnp.int32)], axis=1)
             verdict = judge(logits, x, params.draft.gate)
+            # t_a, the first position at which the proxy's token replaces x, and t_m, the first at which it is unsure.
             differs, unsure = _first(verdict.differs), _first(verdict.unsure)
             decided = (differs < unsure) & may_trust
             # The proxy's output is x up to its first correction, followed by its own tokens.
@@ -191,8 +193,9 @@ class Cascade(Drafter):
             stopped = decided & (stop < count)
             # If there is no room for another round, drop the proxy's own last token, which is in no cache. The target
             # supplies the next token.
-            full = decided & ~stopped & (carry.begin + count + k + 1 > most)
+            full = decided & ~stopped & (carry.begin + count + k + 1 > limit)
             count = jnp.where(full, count - 1, jnp.minimum(count, stop))
+            # After a stop token, the target verifies the proxy's tokens; otherwise it verifies x.
             untrusted = jnp.where(
                 stopped[:, None], jnp.where(place <= differs[:, None], proxy_tokens, NO_TOKEN), x
             )
@@ -216,7 +219,7 @@ class Cascade(Drafter):
             tokens=self._widen(inputs.tokens),
             begin=zeros,
             trusted=zeros,
-            drafted=jnp.full((batch, most), NO_TOKEN, jnp.int32),
+            drafted=jnp.full((batch, limit), NO_TOKEN, jnp.int32),
             waits=jnp.zeros((batch,), bool),
             state=state,
         )

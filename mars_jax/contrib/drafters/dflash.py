@@ -11,7 +11,7 @@ A block is written after it, from the slot of the last committed token on. `upda
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ from mars_jax.contrib.drafters import dflash_files
 from mars_jax.contrib.drafters.best_first import best_first
 from mars_jax.contrib.models import dflash_head as head
 from mars_jax.contrib.models.dflash_head import DFlashConfig
-from mars_jax.core import struct
 from mars_jax.core.drafter import DraftInput
+from mars_jax.core.pick import pick
 from mars_jax.core.sampling import argmax, process, sample_processed
-from mars_jax.core.tree import chain, gather_path, last_token
+from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import (
     NO_TOKEN,
     Controls,
@@ -41,13 +41,6 @@ from mars_jax.drafters.grow import Growth, Level, grow, stops_at
 from mars_jax.drafters.registry import register
 from mars_jax.drafters.tree_shapes import Dynamic, ShapedDrafter
 from mars_jax.utils.errors import MarsError
-
-
-@struct.dataclass(kw_only=True)
-class DFlashState:
-    """Draft state of a block drafter."""
-
-    cache: KVCache
 
 
 class _Block(NamedTuple):
@@ -116,32 +109,31 @@ class DFlash(ShapedDrafter):
     def vocab_size(self) -> int:
         return self.config.layer.vocab_size
 
-    def init(self, params: Params, tokens: Array, length: Array) -> DFlashState:
+    def init(self, params: Params, tokens: Array, length: Array) -> KVCache:
         batch, buffer = tokens.shape
         slots = buffer + max(self.config.block_size, self.shape.depth + 1)
-        return DFlashState(cache=self.config.init_cache(batch, slots, self.cache_dtype))
+        return self.config.init_cache(batch, slots, self.cache_dtype)
 
     def observe(
         self,
         params: Params,
-        state: DFlashState,
+        state: KVCache,
         tokens: Array,
         first: Array,
         length: Array,
         output: ForwardOutput,
-    ) -> DFlashState:
+    ) -> KVCache:
         return self._absorb(params, state, output, first)
 
-    def propose(
-        self, params: Params, state: DFlashState, inputs: DraftInput
-    ) -> tuple[DraftTree, DFlashState]:
+    def propose(self, params: Params, state: KVCache, inputs: DraftInput) -> tuple[DraftTree, KVCache]:
         config, size = self.config, self.config.block_size
         root, first = last_token(inputs), inputs.length - 1
         positions = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         visible = Visible(first=first, positions=positions, slot=first, seen=jnp.ones((1, size, size), bool))
         blocks = head.block(config, root)
         with jax.named_scope("block"):
-            hidden, cache = head.forward(config, self.target, params, blocks, visible, state.cache)
+            hidden, cache = head.forward(config, self.target, params, blocks, visible, state)
+        # If a block predicts its positions themselves, the first is the committed token, which is not drafted.
         skipped = size - config.drafts
         hidden = hidden[:, skipped : skipped + self.shape.depth]
         marginals = head.unembed(config, self.target, params, hidden)
@@ -155,25 +147,25 @@ class DFlash(ShapedDrafter):
             tree = dataclasses.replace(tree, tokens=jnp.concatenate([root, ids], axis=1))
         else:
             tree = self._grow(block)
-        return tree, DFlashState(cache=cache)
+        return tree, cache
 
     def update(
         self,
         params: Params,
-        state: DFlashState,
+        state: KVCache,
         tree: DraftTree,
         verdict: Verdict,
         output: ForwardOutput,
         length: Array,
-    ) -> DFlashState:
-        features = tuple(gather_path(x, verdict.path) for x in output.features)
+    ) -> KVCache:
+        features = tuple(pick(x, verdict.path) for x in output.features)
         return self._absorb(params, state, output._replace(features=features), length - 1)
 
-    def _absorb(self, params: Params, state: DFlashState, output: ForwardOutput, first: Array) -> DFlashState:
+    def _absorb(self, params: Params, state: KVCache, output: ForwardOutput, first: Array) -> KVCache:
         """Write the context of consecutive tokens from position `first` i32[B] on."""
         fused = head.fuse(self.config, params.draft, output)
         positions = first[:, None] + jnp.arange(fused.shape[1], dtype=jnp.int32)[None]
-        return DFlashState(cache=head.absorb(self.config, params.draft, fused, positions, first, state.cache))
+        return head.absorb(self.config, params.draft, fused, positions, first, state)
 
     def _alive(self, block: _Block) -> Array:
         """Return bool[B, D]: the depths to draft, for a head whose positions are independent of each other."""
@@ -207,17 +199,15 @@ class DFlash(ShapedDrafter):
         config, params, inputs = self.config, block.params, block.inputs
         first = inputs.length - 1
 
-        def broadcast_level(depth: Any, values: Array, parent_tokens: Array) -> Array:
+        def broadcast_level(depth: Array | int, values: Array, parent_tokens: Array) -> Array:
             """Return values [B, D, ...] at one depth, repeated for each parent in `parent_tokens` i32[B, W]."""
             level_values = lax.dynamic_slice_in_dim(values, depth, 1, axis=1)
-            return jnp.broadcast_to(
-                level_values, (parent_tokens.shape[0], parent_tokens.shape[1], *values.shape[2:])
-            )
+            return jnp.broadcast_to(level_values, (*parent_tokens.shape, *values.shape[2:]))
 
-        def logits_and_doubt(depth: Any, parent_tokens: Array) -> tuple[Array, Array]:
+        def logits_and_doubt(depth: Array | int, parent_tokens: Array) -> tuple[Array, Array]:
             logits = broadcast_level(depth, block.marginals, parent_tokens)
             if config.markov_rank:
-                logits = logits + head.markov(config, params.draft, parent_tokens)
+                logits = logits + head.markov(params.draft, parent_tokens)
             if not config.confidence:
                 return logits, jnp.zeros(parent_tokens.shape, jnp.float32)
             hidden = broadcast_level(depth, block.hidden, parent_tokens)
@@ -264,8 +254,9 @@ def load_dflash_drafter(asked: Asked) -> LoadedDrafter:
     tree = asked.tree
     if tree is None and asked.length is None and not asked.sample:
         tree = Dynamic(depth=config.drafts)
-    options: Any = {"tree": tree, "sample": asked.sample, "cache_dtype": cache_dtype}
-    drafter = dflash(config, target.model, asked.length, **options)
+    drafter = dflash(
+        config, target.model, asked.length, tree=tree, sample=asked.sample, cache_dtype=cache_dtype
+    )
     params = asked.placed(params, config)
     longest = config.layer.max_positions
     return LoadedDrafter(drafter, params, draft_ids=params.get("ids"), max_positions=longest)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
 
 from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.core.types import PyTree
@@ -28,12 +27,12 @@ from mars_jax.hub.heads.layered_files import (
 from mars_jax.hub.values import value_or_default
 from mars_jax.models.config import ModelConfig
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import JsonObject
 
 LAYOUTS = ("dflash", "speculators")
 """Layouts of config.json: "dflash" is z-lab's, or DeepSeek's if each position predicts the next token; "speculators"
 is the layout of the library of that name."""
 _STATES = "aux_hidden_state_layer_ids"
-_SLIDING = "sliding_attention"
 _UNSUPPORTED = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
 """Unsupported settings of some heads, and the values that disable them."""
 
@@ -63,8 +62,8 @@ def load_dflash(
     >>> target = load("Qwen/Qwen3-8B")  # doctest: +SKIP
     >>> config, head = load_dflash("z-lab/Qwen3-8B-DFlash-b16", target.config, target.params)  # doctest: +SKIP
     """
-    head = name_or_path, target_config, target_params, dtype
-    return load_head(*head, from_dflash_json, lambda config: True, head_embed=head_embed)
+    checkpoint = name_or_path, target_config, target_params, dtype
+    return load_head(*checkpoint, from_dflash_json, lambda config: True, head_embed=head_embed)
 
 
 def save_dflash(
@@ -94,12 +93,13 @@ def save_dflash(
     ...     sorted(os.listdir(path))
     ['config.json', 'model.safetensors']
     """
-    arguments = path, config, params, to_dflash_json, LAYOUTS, layout
-    return save_head(*arguments, overwrite=overwrite, verifier=verifier)
+    return save_head(
+        path, config, params, to_dflash_json, LAYOUTS, layout, overwrite=overwrite, verifier=verifier
+    )
 
 
 @checked
-def from_dflash_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> DFlashConfig:
+def from_dflash_json(data: JsonObject, shapes: Shapes, target: ModelConfig) -> DFlashConfig:
     """Make a DFlashConfig from the contents of config.json and the shapes of the tensors by canonical name.
 
     Raises:
@@ -109,21 +109,24 @@ def from_dflash_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) 
     dspark = "markov_head.markov_w1.weight" in shapes or "confidence_head.proj.weight" in shapes
     names = str(data.get("architectures") or "").lower() + str(data.get("speculators_model_type") or "")
     nested = nested_layer(data)
-    settings = data | (data.get("dflash_config") or {}) if nested is None else data
-    # z-lab's class reads the block size from the top level of config.json and the other settings from dflash_config.
-    settings = settings | {"block_size": value_or_default(data, "block_size", settings.get("block_size"))}
-    layer = data if nested is None else nested
+    layer, settings, vocab_settings = nested or data, data, data
+    if nested is None:
+        settings = data | (data.get("dflash_config") or {})
+        # z-lab's class reads the block size from the top level of config.json and other settings from dflash_config.
+        settings["block_size"] = value_or_default(data, "block_size", settings.get("block_size"))
+        # Only the rows of lm_head determine the draft vocabulary.
+        vocab_settings = settings | {"draft_vocab_size": None}
     config = _layer(layer, shapes, target)
     layers = _feature_layers(settings, shapes, target, nested is not None)
     for key in ("block_size", "mask_token_id"):
         if type(settings.get(key)) is not int:
             raise MarsError(f"config.json gives no number for {key}: use the config the weights came with.")
     kinds = layer.get("layer_types") or ["full_attention"] * config.num_layers
-    sliding = not settings.get("sliding_window_non_causal", False)
-    is_causal = settings.get("is_causal")
-    confidence_shape = shapes.get("confidence_head.proj.weight", (1, 0))
-    # Outside the layout of speculators, only the rows of lm_head determine the draft vocabulary.
-    vocab_settings = settings | ({"draft_vocab_size": None} if nested is None else {})
+    if settings.get("is_causal") is not None:
+        causal = (bool(settings["is_causal"]),) * len(kinds)
+    else:
+        windows_are_causal = not settings.get("sliding_window_non_causal", False)
+        causal = tuple(kind == "sliding_attention" and windows_are_causal for kind in kinds)
     return DFlashConfig(
         **shared_fields(DFlashConfig.title, vocab_settings, shapes, target, config),
         feature_layers=layers,
@@ -132,17 +135,15 @@ def from_dflash_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) 
         # DeepSeek's DFlash heads have the class name of its DSpark heads, and their positions also predict the next
         # token.
         from_anchor=bool(value_or_default(data, "sample_from_anchor", dspark or "dspark" in names)),
-        causal=tuple(
-            bool(is_causal) if is_causal is not None else kind == _SLIDING and sliding for kind in kinds
-        ),
+        causal=causal,
         markov_rank=shapes.get("markov_head.markov_w1.weight", (0, 0))[1],
         confidence="confidence_head.proj.weight" in shapes,
         confidence_bias="confidence_head.proj.bias" in shapes,
-        confidence_markov=confidence_shape[1] > config.hidden_size,
+        confidence_markov=shapes.get("confidence_head.proj.weight", (1, 0))[1] > config.hidden_size,
     )
 
 
-def _check_kind(data: dict[str, Any], shapes: Shapes) -> None:
+def _check_kind(data: JsonObject, shapes: Shapes) -> None:
     """Raise MarsError for related heads that draft in a different way."""
     kind = data.get("speculators_model_type", "dflash")
     if kind not in ("dflash", "dspark"):
@@ -154,9 +155,8 @@ def _check_kind(data: dict[str, Any], shapes: Shapes) -> None:
         raise MarsError(
             f"projector_type is {settings['projector_type']!r}: only dflash and dspark are supported."
         )
-    if any(name.startswith("candidate_selector.") for name in shapes) or "DFlash2" in str(
-        data.get("architectures")
-    ):
+    has_selector = any(name.startswith("candidate_selector.") for name in shapes)
+    if has_selector or "DFlash2" in str(data.get("architectures")):
         raise MarsError(
             "the head is a DFlash-2, whose convolutions and candidate selector are not supported: use a DFlash head."
         )
@@ -170,7 +170,7 @@ def _check_kind(data: dict[str, Any], shapes: Shapes) -> None:
             raise MarsError(f"{key} is {settings[key]}, which is not supported: use a head without it.")
 
 
-def _layer(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> ModelConfig:
+def _layer(data: JsonObject, shapes: Shapes, target: ModelConfig) -> ModelConfig:
     """Return the config of the layers: Qwen3's, with the norms and biases that have tensors."""
     norm = shapes.get("layers.0.self_attn.q_norm.weight")
     fields = {"vocab_size": target.vocab_size} | {k: v for k, v in data.items() if v is not None}
@@ -191,9 +191,7 @@ def _layer(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> ModelCo
     )
 
 
-def _feature_layers(
-    data: dict[str, Any], shapes: Shapes, target: ModelConfig, nested: bool
-) -> tuple[int, ...]:
+def _feature_layers(data: JsonObject, shapes: Shapes, target: ModelConfig, nested: bool) -> tuple[int, ...]:
     """Return the layers whose outputs the head reads."""
     key = _STATES if nested else "target_layer_ids"
     layers, count = data.get(key), target.num_layers
@@ -203,15 +201,14 @@ def _feature_layers(
         )
     if layers is None:
         # The published default spreads the layers evenly from layer 1 on (z-lab/dflash, `build_target_layer_ids`).
-        num_features = next(reversed(shapes.get("fc.weight", (0,)))) // target.hidden_size
-        spread = [round(1 + i * (count - 4) / max(num_features - 1, 1)) for i in range(num_features)]
-        layers = [count // 2] if num_features == 1 else spread
+        num_features = shapes.get("fc.weight", (0,))[-1] // target.hidden_size
+        layers = [count // 2]
+        if num_features != 1:
+            layers = [round(1 + i * (count - 4) / max(num_features - 1, 1)) for i in range(num_features)]
     return read_layers(DFlashConfig.title, key, layers, count, states=nested)
 
 
-def to_dflash_json(
-    config: DFlashConfig, *, dtype: str, layout: str = "dflash", verifier: str | None = None
-) -> dict[str, Any]:
+def to_dflash_json(config: DFlashConfig, *, dtype: str, layout: str, verifier: str | None) -> JsonObject:
     """Return the contents of config.json.
 
     Args:
@@ -223,25 +220,24 @@ def to_dflash_json(
       MarsError: the layout is unknown or cannot express the head.
     """
     layer_config = config.layer
-    if (
-        layer_config.local_rope is not None
-        or len({w for w in layer_config.windows if w is not None}) > 1
-        or layer_config.num_experts
-    ):
+    has_two_windows = len(set(layer_config.windows) - {None}) > 1
+    if layer_config.local_rope is not None or has_two_windows or layer_config.num_experts:
         raise MarsError(
             "config.json of a DFlash head has one rope, one window and no experts: change the layers."
         )
     layer = to_json(dataclasses.replace(layer_config, family="qwen3"), dtype=dtype) | {"architectures": None}
-    windowed = {
-        causal
-        for window, causal in zip(layer_config.windows, config.causal, strict=True)
-        if window is not None
+    # The values of `causal` among the layers with a window, and among those with full attention.
+    windowed: set[bool] = set()
+    full: set[bool] = set()
+    for window, causal in zip(layer_config.windows, config.causal, strict=True):
+        (full if window is None else windowed).add(causal)
+    settings: JsonObject = {
+        "block_size": config.block_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "sample_from_anchor": config.from_anchor,
+        "mask_token_id": config.mask_token,
     }
-    full = {
-        causal for window, causal in zip(layer_config.windows, config.causal, strict=True) if window is None
-    }
-    settings: dict[str, Any] = {"block_size": config.block_size, "draft_vocab_size": config.draft_vocab_size}
-    settings |= {"target_hidden_size": config.target_hidden_size, "sample_from_anchor": config.from_anchor}
     if config.markov_rank or config.confidence:
         settings |= {
             "markov_rank": config.markov_rank,
@@ -257,25 +253,18 @@ def to_dflash_json(
         settings["sliding_window_non_causal"] = windowed == {False}
     elif windowed == {False}:
         settings["is_causal"] = False
-    feature_layers, mask = list(config.feature_layers), config.mask_token
     if layout == "dflash":
+        nested = {"target_layer_ids": list(config.feature_layers), "mask_token_id": config.mask_token}
         architecture = "Qwen3DSparkModel" if config.from_anchor else "DFlashDraftModel"
-        nested_settings = {"target_layer_ids": feature_layers, "mask_token_id": mask}
-        return (
-            layer
-            | settings
-            | nested_settings
-            | {"dflash_config": nested_settings, "architectures": [architecture]}
-        )
-    kind = "dspark" if config.markov_rank or config.confidence else "dflash"
-    return (
-        settings
-        | speculators(kind, config.drafts, verifier, None)
-        | {
-            "architectures": ["DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"],
-            _STATES: [i + 1 for i in feature_layers],
-            "mask_token_id": mask,
-            "transformer_layer_config": layer | {"architectures": [FAMILIES["qwen3"].architecture]},
-            "dtype": dtype,
-        }
-    )
+        return layer | settings | nested | {"dflash_config": nested, "architectures": [architecture]}
+    kind, architecture = "dflash", "DFlashSpeculator"
+    if config.markov_rank or config.confidence:
+        kind, architecture = "dspark", "DSparkSpeculator"
+    settings |= speculators(kind, config.drafts, verifier, None)
+    settings |= {
+        "architectures": [architecture],
+        _STATES: [i + 1 for i in config.feature_layers],
+        "transformer_layer_config": layer | {"architectures": [FAMILIES["qwen3"].architecture]},
+        "dtype": dtype,
+    }
+    return settings

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from mars_jax import drafters
-from mars_jax.contrib.drafters.ahead import Ahead, handed_by, stream_ahead
+from mars_jax.contrib.drafters.ahead import Ahead, DraftDevice, handed_by, stream_ahead
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.types import DecodeState, Params, StepInfo
 from mars_jax.drafters.registry import definition, parse_draft
@@ -24,7 +24,7 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.verify import needs_q
 
 
-def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> Any:
+def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> DraftDevice:
     """Return the device for a drafter, or a mesh of several devices whose axis `model` shards the drafter.
 
     Args:
@@ -64,7 +64,7 @@ def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> Any:
 
 
 def draft_elsewhere(
-    drafter: drafters.AnyDrafter, target: Pretrained, draft_device: Any, **options: Any
+    drafter: drafters.AnyDrafter, target: Pretrained, draft_device: DraftDevice, **options: Any
 ) -> drafters.LoadedDrafter:
     """Return a small model that drafts on its own device or mesh while the target verifies.
 
@@ -88,7 +88,7 @@ def draft_elsewhere(
     loaded = _load(drafter, target, draft_device, options) if isinstance(drafter, str) else drafter
     if not isinstance(loaded, drafters.LoadedDrafter):
         loaded = drafters.LoadedDrafter(loaded, ())
-    longer, handed = loaded.drafter, handed_by(loaded.drafter, target.model)
+    handed = handed_by(loaded.drafter, target.model)
 
     def steps(decoder: Decoder, params: Params, state: DecodeState) -> Iterator[tuple[DecodeState, StepInfo]]:
         if needs_q(state.rule):
@@ -96,10 +96,9 @@ def draft_elsewhere(
                 f"the rule {state.rule.name} needs the draft's true probabilities, which a draft from another "
                 "device does not carry: verify with exact, or with mars over it."
             )
-        return stream_ahead(Ahead(decoder, longer, handed), params, state, draft_device=draft_device)
+        return stream_ahead(Ahead(decoder, loaded.drafter), params, state, draft_device=draft_device)
 
-    longest = loaded.max_positions
-    return drafters.LoadedDrafter(handed, loaded.params, max_positions=longest, steps=steps)
+    return drafters.LoadedDrafter(handed, loaded.params, max_positions=loaded.max_positions, steps=steps)
 
 
 def open_elsewhere(
@@ -114,7 +113,7 @@ def open_elsewhere(
 
 
 def _load(
-    spec: str, target: Pretrained, draft_device: Any, options: dict[str, Any]
+    spec: str, target: Pretrained, draft_device: DraftDevice, options: dict[str, Any]
 ) -> drafters.LoadedDrafter:
     kind, _ = parse_draft(spec)
     if kind != "model":

@@ -6,14 +6,14 @@ B batch, P positions per draft, V vocabulary. Oracle: the same decisions in Pyth
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from mars_jax.core.sampling import argmax, at_tokens, top_k_logits
-from mars_jax.core.types import NO_TOKEN
+from mars_jax.core.types import NO_TOKEN, PyTree
 
 
 class ProxyVerdict(NamedTuple):
@@ -24,15 +24,11 @@ class ProxyVerdict(NamedTuple):
     unsure: Array  # bool; the target decides
 
 
-class Gate(NamedTuple):
-    """A criterion of the proxy. `judge` takes (logits f32[B, P, V], drafted i32[B, P], numbers)."""
-
-    judge: Callable[[Array, Array, Any], ProxyVerdict]
-    numbers: Any  # the default thresholds; arrays, so that changing them does not trigger recompilation
-    names: tuple[str, ...]  # names of the thresholds
+Gate = Callable[[Array, Array, PyTree], ProxyVerdict]
+"""A criterion of the proxy: (logits f32[B, P, V], drafted i32[B, P], thresholds) -> verdict."""
 
 
-def margin_gate(logits: Array, drafted: Array, least: Any) -> ProxyVerdict:
+def margin_gate(logits: Array, drafted: Array, least: ArrayLike) -> ProxyVerdict:
     """Apply TriSpec's gate (arXiv 2601.23180): the proxy is sure if its top two probabilities differ by `least`.
 
     `least` is f32[]; above 1 the proxy is never sure.
@@ -40,16 +36,17 @@ def margin_gate(logits: Array, drafted: Array, least: Any) -> ProxyVerdict:
     best = top_k_logits(logits, 2)
     p = jnp.exp(best.values - best.logsumexp[..., None])
     best_token = argmax(logits)
+    # Negated, so that the proxy is unsure if a probability is NaN.
     return ProxyVerdict(best_token, drafted != best_token, ~(p[..., 0] - p[..., 1] >= least))
 
 
-def ratio_gate(logits: Array, drafted: Array, bounds: Any) -> ProxyVerdict:
+def ratio_gate(logits: Array, drafted: Array, bounds: tuple[ArrayLike, ArrayLike]) -> ProxyVerdict:
     """Apply VIA-SD's gate (arXiv 2606.12243) to r = q'(x) / max q', for the drafted x under the slim verifier.
 
     If r >= accept, x is accepted. Else if r >= escalate, the verifier's best token replaces it. Otherwise the target
     decides. `bounds` are (accept, escalate), f32[] each. At padding the verifier's best token has r = 1, so with
     `escalate` above 1 the target always decides. The published (.5, .3) leave the middle range nearly unused;
-    re-implementations use (.6, .3), the default here.
+    re-implementations use (.6, .3), the default of `system_files`.
     """
     accept, escalate = bounds
     best_token = argmax(logits)
@@ -60,8 +57,5 @@ def ratio_gate(logits: Array, drafted: Array, bounds: Any) -> ProxyVerdict:
     return ProxyVerdict(best_token, (drafted == NO_TOKEN) | ~(r >= accept), ~(r >= escalate))
 
 
-GATES: Mapping[str, Gate] = {
-    "margin": Gate(margin_gate, np.float32(0.5), ("margin",)),
-    "ratio": Gate(ratio_gate, (np.float32(0.6), np.float32(0.3)), ("accept", "escalate")),
-}
+GATES: Mapping[str, Gate] = {"margin": margin_gate, "ratio": ratio_gate}
 """Gates, keyed by the names that `cascade` accepts."""

@@ -22,7 +22,7 @@ from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.pick import pick
 from mars_jax.core.sampling import argmax, process, sample_processed, top_k_logits
-from mars_jax.core.tree import chain, gather_path, last_token, static_topology
+from mars_jax.core.tree import chain, last_token, static_topology
 from mars_jax.core.types import NO_TOKEN, DraftTree, ForwardOutput, LanguageModel, Params, Verdict
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.draw import draw_siblings, with_leaves
@@ -85,15 +85,10 @@ class Medusa(ShapedDrafter):
         return jnp.zeros((tokens.shape[0], 1, self.config.hidden_size), dtype)
 
     def observe(
-        self,
-        params: Params,
-        state: Array,
-        tokens: Array,
-        first: Array,
-        length: Array,
-        output: ForwardOutput,
+        self, params: Params, state: Array, tokens: Array, first: Array, length: Array, output: ForwardOutput
     ) -> Array:
         n = output.hidden.shape[1]
+        # Position length - 2 as an index into this chunk.
         index = length - 2 - first
         picked = pick(output.hidden, jnp.clip(index, 0, n - 1)[:, None])
         inside = (index >= 0) & (index < n)
@@ -102,9 +97,8 @@ class Medusa(ShapedDrafter):
     def propose(self, params: Params, state: Array, inputs: DraftInput) -> tuple[DraftTree, Array]:
         root = last_token(inputs)
         logits = heads.logits(params.draft, state, self.shape.depth)
-        steering = Steering(
-            Growth(logits, None, lambda *_: (logits, None), inputs.length), self.sample, inputs.guide
-        )
+        growth = Growth(logits, None, lambda *_: (logits, None), inputs.length)
+        steering = Steering(growth, self.sample, inputs.guide)
         # The draft ends at the first head whose entropy is too high.
         alive = jnp.cumprod((~stops_at(logits, inputs.controls)).astype(jnp.int32), axis=1) > 0
         if not self.is_chain:
@@ -166,9 +160,8 @@ class Medusa(ShapedDrafter):
                 shared = jnp.repeat(logits[:, depth : depth + 1], parents_level.shape[1], axis=1)
                 shared = steering.logits(shared, states)
                 ids = steering.tokens(top_k_logits(shared, width).ids, states)
-                ids = jnp.where((parents_level != NO_TOKEN)[..., None], ids, NO_TOKEN).reshape(
-                    root.shape[0], -1
-                )
+                ids = jnp.where((parents_level != NO_TOKEN)[..., None], ids, NO_TOKEN)
+                ids = ids.reshape(root.shape[0], -1)
             else:
                 ids = jnp.tile(top_k_logits(logits[:, depth], width).ids, (1, parents_level.shape[1]))
             levels.append(jnp.where(alive[:, depth, None], ids, NO_TOKEN))
@@ -193,7 +186,7 @@ class Medusa(ShapedDrafter):
         output: ForwardOutput,
         length: Array,
     ) -> Array:
-        return gather_path(output.hidden, verdict.path[:, -1:]).astype(state.dtype)
+        return pick(output.hidden, verdict.path[:, -1:]).astype(state.dtype)
 
 
 medusa = Medusa

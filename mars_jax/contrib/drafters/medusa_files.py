@@ -17,8 +17,9 @@ from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
-from mars_jax.hub.load import convert_tensor, listed, resolve_dtype
+from mars_jax.hub.load import check_tensors, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
+from mars_jax.hub.stream import read_array, to_params
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of_head
 from mars_jax.models.weights import Weight, build_rows
@@ -51,9 +52,7 @@ def load_medusa(
     check_dtype(dtype)
     directory = _directory(name_or_path)
     file = directory / next(name for name in _FILES if (directory / name).is_file())
-    # The generator keeps the file open until the tensors are read.
-    reader = (_bin if file.suffix == ".pt" else _safetensors)(file)
-    tensors = next(reader)
+    tensors = _bin(file) if file.suffix == ".pt" else _safetensors(file)
     prefixed = {name.removeprefix(_PREFIX): t for name, t in tensors.items() if name.startswith(_PREFIX)}
     if twice := sorted(prefixed.keys() & tensors.keys()):
         raise MarsError(f"'{file}' holds both {twice[0]} and {_PREFIX}{twice[0]}: delete one of them.")
@@ -98,6 +97,7 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
         return data[key]
 
     names = [match for name in tensors if (match := re.fullmatch(r"(\d+)\.(\d+)\.(linear\.)?weight", name))]
+    # Head i, block j: `i.j.linear.weight` is a residual block, and the last `i.j.weight` is the unembedding.
     heads = len({match[1] for match in names})
     layers = len({match[2] for match in names if match[3]})
     for part, stated, count in (
@@ -110,9 +110,8 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
                 "heads came with."
             )
     shape = tensors[f"0.{layers}.weight"].shape if f"0.{layers}.weight" in tensors else ()
-    for part, head_size, target_size in zip(
-        ("vocabulary", "hidden size"), shape, (target.vocab_size, target.hidden_size), strict=False
-    ):
+    sizes = (("vocabulary", target.vocab_size), ("hidden size", target.hidden_size))
+    for head_size, (part, target_size) in zip(shape, sizes, strict=False):
         if head_size != target_size:
             raise MarsError(
                 f"the Medusa heads in '{directory}' are for a {part} of {head_size} and the target has {target_size}: "
@@ -125,31 +124,17 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
 
 def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: str | None) -> PyTree:
     table = config.weights()
-    missing = [row.name for row in table if row.name not in tensors]
-    extra = sorted(tensors.keys() - {row.name for row in table})
-    misshaped = [
-        f"{row.name} is {list(tensors[row.name].shape)} and not {list(row.shape)}"
-        for row in table
-        if row.name in tensors and tensors[row.name].shape != row.shape
-    ]
-    problems = {"missing": missing, "misshaped": misshaped, "no part of Medusa heads": extra}
-    descriptions = [
-        f"{len(names)} tensors are {problem} ({listed(names)})"
-        for problem, names in problems.items()
-        if names
-    ]
-    if descriptions:
-        raise MarsError(
-            f"'{file}' does not match its config.json: {'; '.join(descriptions)}: use intact heads."
-        )
+    by_name = {name: [(name, tensor)] for name, tensor in tensors.items()}
+    check_tensors(file.parent, by_name, {row.name: row for row in table}, lambda name: False)
 
     def take(row: Weight) -> jax.Array | Quantized:
-        array = tensors[row.name].read()
-        floating, bits = resolve_dtype(dtype, array.dtype.name)
+        tensor = tensors[row.name]
+        floating, bits = resolve_dtype(dtype, tensor.rows(0, 0).dtype.name)
         try:
-            return convert_tensor(array, floating, bits=bits_of_head(row, bits))
+            arrays = read_array([(row.name, tensor)], row.shape, floating, bits=bits_of_head(row, bits))
         except MarsError as error:
-            raise MarsError(f"'{file}': tensor {row.name}: {error}") from None
+            raise MarsError(f"'{file}': {error}") from None
+        return to_params(arrays, floating)
 
     return build_rows(table, take)
 

@@ -83,6 +83,7 @@ class Replay(Drafter):
         )
         places = corpus_start[:, None] + steps
         corpus_tokens = jnp.take_along_axis(past, jnp.minimum(places, size - 1), axis=1)
+        # A draft ends where the answer does, at a NO_TOKEN or at the end of the corpus.
         ended = jnp.cumsum(((corpus_tokens < 0) | (places >= size)).astype(jnp.int32), axis=1) > 0
         corpus_tokens = jnp.where(ended, NO_TOKEN, corpus_tokens)
         own_tokens = jnp.where(has_own[:, None], own_tokens, NO_TOKEN)
@@ -150,10 +151,10 @@ def _tokens(asked: Asked, path: Path, number: int, line: str) -> list[int]:
         return asked.target.encode(line)
     try:
         row = json.loads(line)
-        columns = row.get("prompt_tokens", []), row["tokens"]
-        if not all(isinstance(part, list) and all(type(i) is int for i in part) for part in columns):
+        ids = row.get("prompt_tokens", []) + row["tokens"]
+        if not (isinstance(ids, list) and all(type(i) is int for i in ids)):
             raise ValueError  # excludes 1.9 and true, which int() would accept
-        return [*columns[0], *columns[1]]
+        return ids
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise MarsError(
             f"line {number} of '{path}' is no row with tokens: give what mars_jax.generate --output wrote."

@@ -95,19 +95,14 @@ class SelfDraft(ShapedDrafter):
     ) -> PyTree:
         """Copy the visible rows at `length` i32[B] from the target's cache, where position p is in slot `slot(p)`."""
         num_kept = self._num_kept
+        # Sinks keep their positions; the window's slots lie `skipped` positions further on.
         slots = jnp.arange(num_kept, dtype=jnp.int32)[None]
         position = jnp.where(slots < SINKS, slots, slots + self._skipped(length)[:, None])
         rows = jax.vmap(lambda x, index: x.at[index].get(mode="clip"))
         return jax.tree.map(lambda x, y: x.at[:, :num_kept].set(rows(y, slot(position))), cache, target_cache)
 
     def observe(
-        self,
-        params: Params,
-        state: PyTree,
-        tokens: Array,
-        first: Array,
-        length: Array,
-        output: ForwardOutput,
+        self, params: Params, state: PyTree, tokens: Array, first: Array, length: Array, output: ForwardOutput
     ) -> PyTree:
         return self._copied(state, output.cache, length, lambda position: position)
 

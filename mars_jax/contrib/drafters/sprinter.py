@@ -9,12 +9,13 @@ Invariant, as in `model`: the cache is valid in `[0, length - 2)`, because every
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from mars_jax.core.controls import is_stop
 from mars_jax.core.drafter import Drafter, DraftInput
@@ -35,7 +36,7 @@ class SprinterParams(NamedTuple):
     bias: Array  # f32[]; bias of the classifier
     # f32[]; the target verifies tokens whose probability of acceptance is lower; above 1 it verifies all. It is an
     # array, so that changing it does not trigger recompilation.
-    threshold: Any = np.float32(0.5)
+    threshold: ArrayLike = np.float32(0.5)
 
 
 def chance(params: SprinterParams, hidden: Array) -> Array:
@@ -108,7 +109,7 @@ class Sprinter(Drafter):
         return prefill(self.model, params.draft.model, tokens, cached, length - 2, state, chunk=chunk)[0]
 
     def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
-        weights, controls, most = params.draft.model, inputs.controls, self.num_draft_tokens
+        weights, controls, limit = params.draft.model, inputs.controls, self.num_draft_tokens
         batch = inputs.tokens.shape[0]
         # Strict rows also draft until the classifier rejects a token; the rule verifies all of their tokens.
         may_trust = jnp.ones((batch,), bool) if self.sample else is_greedy(controls)
@@ -122,7 +123,7 @@ class Sprinter(Drafter):
             return sample_processed(keys, jnp.zeros((batch, 1), jnp.int32), processed), processed
 
         def should_continue(run: _DraftCarry) -> Array:
-            return (run.depth < most) & jnp.any(run.last != NO_TOKEN)
+            return (run.depth < limit) & jnp.any(run.last != NO_TOKEN)
 
         def extend(run: _DraftCarry) -> _DraftCarry:
             visible = Visible.causal(inputs.length + run.depth - 1, 1)
@@ -146,11 +147,12 @@ class Sprinter(Drafter):
         hidden, cache = feed_last(self.model, weights, state, inputs.tokens, inputs.length)
         logits = self.model.unembed(weights, hidden)
         token, drawn_from = pick(logits, jnp.int32(1))
-        rows = most + 1 if self.sample else 0
+        # A greedy draft records no logits.
+        rows = limit + 1 if self.sample else 0
         start = _DraftCarry(
             depth=jnp.int32(1),
             last=token,
-            tokens=_put(jnp.full((batch, most), NO_TOKEN, jnp.int32), token, jnp.int32(0)),
+            tokens=_put(jnp.full((batch, limit), NO_TOKEN, jnp.int32), token, jnp.int32(0)),
             trusted=jnp.zeros((batch,), jnp.int32),
             cache=cache,
             drawn_from=_put(
@@ -158,10 +160,8 @@ class Sprinter(Drafter):
             ),
         )
         final = lax.while_loop(should_continue, extend, start)
-        tree = chain(
-            jnp.concatenate([last_token(inputs), final.tokens], axis=1),
-            final.drawn_from if self.sample else None,
-        )
+        tokens = jnp.concatenate([last_token(inputs), final.tokens], axis=1)
+        tree = chain(tokens, final.drawn_from if self.sample else None)
         trusted = (tree.depths > 0) & (tree.depths <= final.trusted[:, None])
         return dataclasses.replace(tree, trusted=trusted), final.cache
 

@@ -16,7 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax.contrib.teaching import Batch, Training, document_mask, in_documents, predict
+from mars_jax.contrib.teaching import (
+    Batch,
+    Training,
+    binary_loss,
+    document_mask,
+    in_documents,
+    predict,
+    shuffled,
+)
 from mars_jax.core.types import LanguageModel, PyTree, Visible
 
 EPOCHS, ROWS = 20, 256
@@ -52,12 +60,14 @@ def examples(
     def of_x(values: Array) -> Array:
         return jnp.take_along_axis(values, x[..., None], axis=-1)[..., 0]
 
+    # Drawn tokens: min(1, p / q). Best tokens: whether the target has the same one.
     accepted = jnp.where(
         drawn,
         jnp.exp(jnp.minimum(of_x(p) - of_x(q), 0.0)),
         (x == jnp.argmax(p, axis=-1)).astype(jnp.float32),
     )
     place = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (rows, n))
+    # Slots [0, n) hold the text and slots [n, 2 n) the drafted tokens, each at the position after its text token.
     itself = jnp.broadcast_to(jnp.eye(n, dtype=bool), (rows, n, n))
     branches = Visible(
         first=jnp.zeros((rows,), jnp.int32),
@@ -77,13 +87,11 @@ def flattened(parts: Sequence[SprinterExamples]) -> SprinterExamples:
     >>> flattened([SprinterExamples(np.zeros((2, 3, 4)), np.zeros((2, 3)), np.ones((2, 3), bool))]).hidden.shape
     (6, 4)
     """
-    parts = [SprinterExamples(*map(np.asarray, part)) for part in parts]
-    return SprinterExamples(
-        *(
-            np.concatenate([column[part.valid] for column, part in zip(columns, parts, strict=True)])
-            for columns in zip(*parts, strict=True)
-        )
-    )
+    valid_parts = []
+    for part in parts:
+        valid = np.asarray(part.valid)
+        valid_parts.append([np.asarray(column)[valid] for column in part])
+    return SprinterExamples(*map(np.concatenate, zip(*valid_parts, strict=True)))
 
 
 def classifier_training(
@@ -96,21 +104,16 @@ def classifier_training(
       learning_rate: learning rate of Adam.
       seed: seed of the order of examples.
     """
-    import grain
     import optax
 
     def loss(params: PyTree, batch: SprinterExamples, _: PyTree) -> tuple[Array, dict[str, Array]]:
-        score = batch.hidden @ params["weight"] + params["bias"]
-        right = jnp.mean(((score > 0) == (batch.accepted > 0.5)).astype(jnp.float32))
-        return jnp.mean(optax.sigmoid_binary_cross_entropy(score, batch.accepted)), {"right": right}
+        return binary_loss(batch.hidden @ params["weight"] + params["bias"], batch.accepted)
 
     count, size = examples.hidden.shape
-    numbers = grain.MapDataset.source(range(count)).seed(seed).shuffle().repeat()
-    numbers = numbers.batch(ROWS, drop_remainder=True)
     return Training(
         init=lambda: {"weight": jnp.zeros((size,)), "bias": jnp.zeros((1,))},
         loss=loss,
-        batches=numbers.map(lambda indices: SprinterExamples(*(column[indices] for column in examples))),
+        batches=shuffled(examples, ROWS, seed),
         optimizer=optax.adam(learning_rate),
         steps=EPOCHS * max(1, count // ROWS),
         step_tokens=ROWS,

@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor, _is_within, resolve, tensors
 from mars_jax.hub.save import free_directory, write_directory
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import JsonObject
 
 NUMBERS: Mapping[str, Mapping[str, float]] = {
     "sprinter": {"threshold": 0.5},
@@ -41,7 +41,7 @@ class System:
     proxy: str = ""  # TriSpec: name of the proxy
     # VIA-SD: for each layer, whether the verifier keeps (attention, mlp).
     layers: tuple[tuple[bool, bool], ...] = ()
-    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)  # in the order of `NUMBERS`
     directory: Path = Path()
 
 
@@ -63,7 +63,8 @@ def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
 
     if data.get("model_type") != kind:
         raise refuse("model_type", f"{kind}, or draft with what it names")
-    for key in ("draft", "proxy") if kind == "trispec" else ("draft",):
+    named_models = ("draft", "proxy") if kind == "trispec" else ("draft",)
+    for key in named_models:
         if not isinstance(data.get(key), str) or not data[key]:
             raise refuse(key, "the name of a checkpoint")
     tokens = data.get("draft_tokens", 5)
@@ -78,26 +79,19 @@ def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
         if type(value) not in (int, float) or not math.isfinite(value):
             raise refuse(key, "a number")
         numbers[key] = float(value)
-    return System(
-        name=kind,
-        draft=data["draft"],
-        draft_tokens=tokens,
-        proxy=data.get("proxy", "") if kind == "trispec" else "",
-        layers=tuple((a, m) for a, m in layers) if kind == "via_sd" else (),
-        numbers=numbers,
-        directory=directory,
-    )
+    system = System(name=kind, draft=data["draft"], draft_tokens=tokens, numbers=numbers, directory=directory)
+    if kind == "trispec":
+        return dataclasses.replace(system, proxy=data["proxy"])
+    if kind == "via_sd":
+        return dataclasses.replace(system, layers=tuple((a, m) for a, m in layers))
+    return system
 
 
-def _is_mask(layers: Any) -> bool:
-    return (
-        isinstance(layers, list)
-        and bool(layers)
-        and all(
-            isinstance(pair, list) and len(pair) == 2 and all(type(keep) is bool for keep in pair)
-            for pair in layers
-        )
-    )
+def _is_mask(layers: object) -> bool:
+    def is_pair(pair: object) -> bool:
+        return isinstance(pair, list) and len(pair) == 2 and all(type(keep) is bool for keep in pair)
+
+    return isinstance(layers, list) and bool(layers) and all(map(is_pair, layers))
 
 
 def resolve_system_model(system: System, name: str) -> str:
@@ -146,7 +140,7 @@ def save_system(
     >>> save_system("mine", System(name="trispec", draft="tiny/draft", proxy="tiny/proxy"))  # doctest: +SKIP
     PosixPath('mine')
     """
-    data: dict[str, Any] = {"model_type": system.name, "draft": system.draft}
+    data: JsonObject = {"model_type": system.name, "draft": system.draft}
     if system.name != "sprinter":
         data["draft_tokens"] = system.draft_tokens
     if system.name == "trispec":

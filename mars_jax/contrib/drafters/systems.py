@@ -5,14 +5,11 @@ Oracle: the same drafters built by hand, in tests/contrib/test_systems.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import hub
 from mars_jax.contrib.drafters.cascade import Cascade, CascadeParams, cascade
-from mars_jax.contrib.drafters.gates import GATES
 from mars_jax.contrib.drafters.sprinter import Sprinter, SprinterParams, sprinter
 from mars_jax.contrib.drafters.system_files import (
     NGRAM,
@@ -108,9 +105,9 @@ def _cascade(
             f"the proxy of '{system.directory}' has a vocabulary of {proxy.vocab_size} tokens and "
             f"'{asked.target.name}' one of {asked.target.config.vocab_size}: use a proxy of the same size."
         )
-    numbers: Any = tuple(np.float32(system.numbers[name]) for name in GATES[gate].names)
+    thresholds = tuple(map(np.float32, system.numbers.values()))
     drafter = cascade(inner, proxy, asked.chain, gate=gate)
-    cascade_params = CascadeParams(params, weights, numbers if len(numbers) > 1 else numbers[0])
+    cascade_params = CascadeParams(params, weights, thresholds if gate == "ratio" else thresholds[0])
     return LoadedDrafter(drafter, cascade_params, max_positions=longest)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,8 @@ from mars_jax.utils.errors import MarsError
 
 Mask = tuple[tuple[bool, bool], ...]
 """For each layer, whether its (attention, MLP) are kept."""
+Sublayers = frozenset[tuple[int, int]]
+"""Sublayers as (layer, 0 for attention or 1 for MLP)."""
 _OUT = {"o": 0, "o_bias": 0, "down": 1, "down_bias": 1, "expert_down": 1}
 """Weights through which a sublayer adds to the residual stream, each with the sublayer's index in a mask's pair."""
 
@@ -78,6 +80,7 @@ def search(
       MarsError: the weights are in 8 bits, or `left_out` exceeds the sublayers between the first and the last layer.
     """
     layers = len(params["layers"])
+    # (layer, 0 for attention or 1 for MLP). The first and the last layer stay whole.
     places = [(i, j) for i in range(1, layers - 1) for j in range(2)]
     count = round(left_out * 2 * layers)
     if not 0 < count <= len(places):
@@ -85,9 +88,8 @@ def search(
             f"{count} of {2 * layers} sublayers are to be left out, and {len(places)} lie between the first and the "
             "last layer: choose another share."
         )
-    if any(
-        not isinstance(layer[name], Array) for layer in params["layers"] for name in _OUT if name in layer
-    ):
+    summands = [layer[name] for layer in params["layers"] for name in _OUT if name in layer]
+    if not all(isinstance(matrix, Array) for matrix in summands):
         raise MarsError("the target's weights are in 8 bits: search on the checkpoint in bfloat16.")
 
     @jax.jit
@@ -99,12 +101,12 @@ def search(
         divergence = optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(q), jax.nn.log_softmax(p))
         return jnp.mean(divergence), jnp.mean(same.astype(jnp.float32))
 
-    def as_mask(out: frozenset[tuple[int, int]]) -> Mask:
+    def as_mask(out: Sublayers) -> Mask:
         return tuple(((i, 0) not in out, (i, 1) not in out) for i in range(layers))
 
     evaluated = _logged(log)
 
-    def tried(out: frozenset[tuple[int, int]]) -> Found:
+    def evaluate(out: Sublayers) -> Found:
         mask = as_mask(out)
         if mask not in evaluated:
             mask_array = jnp.asarray(mask, jnp.float32)
@@ -116,24 +118,31 @@ def search(
                 file.write(json.dumps(evaluated[mask]._asdict()) + "\n")
         return evaluated[mask]
 
-    return min(_tried(places, count, evaluations, seed, tried), key=lambda result: result.kl)
+    return min(_evaluate(places, count, evaluations, seed, evaluate), key=lambda result: result.kl)
 
 
-def _tried(places, count: int, evaluations: int, seed: int, tried) -> Iterator[Found]:
+def _evaluate(
+    places: list[tuple[int, int]],
+    count: int,
+    evaluations: int,
+    seed: int,
+    evaluate: Callable[[Sublayers], Found],
+) -> Iterator[Found]:
+    """Yield the result of each mask that the search tries, leaving out `count` of the sublayers `places`."""
     if math.comb(len(places), count) <= evaluations:
-        yield from (tried(frozenset(out)) for out in itertools.combinations(places, count))
+        yield from (evaluate(frozenset(out)) for out in itertools.combinations(places, count))
         return
-    rng, best = np.random.default_rng(seed), None
+    rng, best, best_out = np.random.default_rng(seed), None, frozenset()
     for turn in range(evaluations):
         if best is None or turn < evaluations // 2:
             candidate = frozenset(places[i] for i in rng.choice(len(places), count, replace=False))
         else:
-            out, kept_places = sorted(best[1]), sorted(set(places) - best[1])
-            candidate = best[1] - {out[rng.integers(len(out))]}
-            candidate |= {kept_places[rng.integers(len(kept_places))]} if kept_places else best[1]
-        result = tried(candidate)
-        if best is None or result.kl < best[0].kl:
-            best = (result, candidate)
+            # Exchange a sublayer that the best mask leaves out and one that it keeps.
+            out, inside = sorted(best_out), sorted(set(places) - best_out)
+            candidate = best_out - {out[rng.integers(len(out))]} | {inside[rng.integers(len(inside))]}
+        result = evaluate(candidate)
+        if best is None or result.kl < best.kl:
+            best, best_out = result, candidate
         yield result
 
 

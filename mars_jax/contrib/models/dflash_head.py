@@ -78,11 +78,6 @@ class DFlashConfig(LayeredHead):
         object.__setattr__(self, "causal", self.causal or (False,) * c.num_layers)
         if len(self.causal) != c.num_layers:
             raise MarsError(f"{len(self.causal)} values of causal for {c.num_layers} layers: give one each.")
-        if not (self.own_embed and self.own_unembed) and c.hidden_size != self.target_hidden_size:
-            raise MarsError(
-                f"the DFlash head is {c.hidden_size} wide and the target {self.target_hidden_size}: only a head with "
-                "its own embedding and lm_head may differ from its target."
-            )
         super().__post_init__()
         if self.confidence_markov and not (self.confidence and self.markov_rank):
             raise MarsError("confidence_markov requires a confidence head and a Markov head: unset it.")
@@ -127,12 +122,13 @@ class DFlashConfig(LayeredHead):
         rows.append(Weight(("norm",), "norm.weight", (e,), "ones"))
         if self.own_unembed:
             rows.append(Weight(("unembed",), "lm_head.weight", (self.draft_vocab_size, e), "normal"))
-        if r := self.markov_rank:
-            rows.append(Weight(("markov_in",), "markov_head.markov_w1.weight", (c.vocab_size, r), "normal"))
-            w2 = "markov_head.markov_w2.weight"
-            rows.append(Weight(("markov_out",), w2, (self.draft_vocab_size, r), "normal"))
+        r = self.markov_rank
+        if r:
+            in_name, out_name = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+            rows.append(Weight(("markov_in",), in_name, (c.vocab_size, r), "normal"))
+            rows.append(Weight(("markov_out",), out_name, (self.draft_vocab_size, r), "normal"))
         if self.confidence:
-            width = e + (self.markov_rank if self.confidence_markov else 0)
+            width = e + r if self.confidence_markov else e
             rows.append(Weight(("confidence",), "confidence_head.proj.weight", (1, width), "normal"))
             if self.confidence_bias:
                 rows.append(Weight(("confidence_bias",), "confidence_head.proj.bias", (1,), "zeros"))
@@ -162,6 +158,7 @@ def absorb(
     layer_config = config.layer
     batch, n, _ = fused.shape
     shape = (batch, n, layer_config.num_kv_heads, layer_config.head_dim)
+    # The context has keys and values only: no query comes from it.
     cos, sin = angles(positions, layer_config.rope, layer_config.head_dim)
     ks, vs = [], []
     for i, layer in enumerate(head["layers"]):
@@ -169,8 +166,8 @@ def absorb(
         v = dense(fused, layer["v"], layer.get("v_bias")).reshape(shape)
         if layer_config.qk_norm:
             k = rms_norm(k, layer["k_norm"], layer_config.norm_eps)
-        for written, cached, computed in ((ks, cache.k[i], rotate(k, cos, sin)), (vs, cache.v[i], v)):
-            written.append(hold_heads(kv_cache.write_slots(cached, computed, slot)))
+        ks.append(hold_heads(kv_cache.write_slots(cache.k[i], rotate(k, cos, sin), slot)))
+        vs.append(hold_heads(kv_cache.write_slots(cache.v[i], v, slot)))
     return KVCache(k=tuple(ks), v=tuple(vs))
 
 
@@ -212,12 +209,11 @@ def forward(
     for i, layer in enumerate(head["layers"]):
         with jax.named_scope("attention"):
             normed = rms_norm(x, layer["attention_norm"], c.norm_eps)
-            attend, cached = attends[kinds[i]], (cache.k[i], cache.v[i])
-            mixed, k, v = attention(c, layer, normed, rotation, attend, *cached)
+            mixed, k, v = attention(c, layer, normed, rotation, attends[kinds[i]], cache.k[i], cache.v[i])
             x = x + mixed
         with jax.named_scope("mlp"):
-            x = x + gated_mlp(layer, rms_norm(x, layer["mlp_norm"], c.norm_eps), c.activation)
-            x = hold_whole(x)
+            normed = rms_norm(x, layer["mlp_norm"], c.norm_eps)
+            x = hold_whole(x + gated_mlp(layer, normed, c.activation))
         ks.append(k)
         vs.append(v)
     return rms_norm(x, head["norm"], c.norm_eps), KVCache(k=tuple(ks), v=tuple(vs))
@@ -225,14 +221,14 @@ def forward(
 
 def _attending(visible: Visible, slots: int, window: int | None, causal: bool) -> Attend:
     """Return the attention of a layer. A window hides tokens in both directions (z-lab/dflash, `_attention_mask`)."""
-    positions = visible.positions[:, :, None]
-    seen_positions = visible.positions if visible.seen_positions is None else visible.seen_positions
+    query_positions = visible.positions[:, :, None]
+    key_positions = visible.positions[:, None]
     seen_mask = visible.seen
     assert seen_mask is not None  # `propose` always passes a mask for a block
     if causal:
-        seen_mask = seen_mask & (seen_positions[:, None, :] <= positions)
+        seen_mask = seen_mask & (key_positions <= query_positions)
     elif window is not None:
-        seen_mask = seen_mask & (seen_positions[:, None, :] < positions + window)
+        seen_mask = seen_mask & (key_positions < query_positions + window)
     return attending("xla", dataclasses.replace(visible, seen=seen_mask), slots, window)
 
 
@@ -243,17 +239,16 @@ def unembed(config: DFlashConfig, target: LanguageModel, params: Params, hidden:
 
 
 @jax.named_scope("markov")
-def markov(config: DFlashConfig, head: PyTree, before: Array) -> Array:
-    """Return the Markov head's correction f32[B, N, W] of the logits after the tokens `before` i32[B, N]."""
-    embedded = embed(head["markov_in"], before).astype(head["fc"].dtype)
+def markov(head: PyTree, parents: Array) -> Array:
+    """Return the Markov head's correction f32[B, N, W] of the logits after the tokens `parents` i32[B, N]."""
+    embedded = embed(head["markov_in"], parents).astype(head["fc"].dtype)
     return dense(embedded, head["markov_out"], dtype=jnp.float32)
 
 
 @jax.named_scope("confidence")
-def confidence(config: DFlashConfig, head: PyTree, hidden: Array, before: Array) -> Array:
-    """Return the acceptance logits f32[B, N] from hidden states [B, N, E] and the tokens `before` i32[B, N]."""
+def confidence(config: DFlashConfig, head: PyTree, hidden: Array, parents: Array) -> Array:
+    """Return the acceptance logits f32[B, N] from hidden states [B, N, E] after the tokens `parents` i32[B, N]."""
     inputs = hidden.astype(jnp.float32)
     if config.confidence_markov:
-        inputs = jnp.concatenate([inputs, embed(head["markov_in"], before).astype(jnp.float32)], axis=-1)
-    bias = head.get("confidence_bias")
-    return dense(inputs, head["confidence"].astype(jnp.float32), bias)[..., 0]
+        inputs = jnp.concatenate([inputs, embed(head["markov_in"], parents).astype(jnp.float32)], axis=-1)
+    return dense(inputs, head["confidence"].astype(jnp.float32), head.get("confidence_bias"))[..., 0]

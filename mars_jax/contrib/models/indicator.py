@@ -47,6 +47,7 @@ def harm_log_odds(params: PyTree, hidden: Array, z1: Array, z2: Array) -> Array:
     x = hidden.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
     inner = jax.nn.gelu(jnp.einsum("...e,we->...w", x, params["inner"]))
+    # The two margins of `mars`: the gap z1 - z2, and the ratio z2 / z1, which is 0 unless z1 is positive.
     gap = jnp.minimum(z1 - z2, WORST_GAP)
     share = jnp.where(z1 > 0, jnp.clip(z2 / jnp.where(z1 > 0, z1, 1.0), 0.0, 1.0), 0.0)
     direct = params["margin"][0] * gap + params["margin"][1] * (1 - share)

@@ -65,6 +65,7 @@ def weight_log_odds(
         inner += _read(drafted, params["drafted"])
     inner = jax.nn.gelu(inner)
     p, q = jnp.exp(log_p), jnp.exp(log_q)
+    # Both entropies, and the total variation distance.
     signals = jnp.stack(
         [_entropy(p, log_p), _entropy(q, log_q), 0.5 * jnp.sum(jnp.abs(p - q), axis=-1)], axis=-1
     )

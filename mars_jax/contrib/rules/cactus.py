@@ -12,9 +12,10 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.rule import Evidence
+from mars_jax.core.tree import following
 from mars_jax.verify.definition import register
 from mars_jax.verify.ranges import HARMS, nats
-from mars_jax.verify.retargeted import Retargeted, following
+from mars_jax.verify.retargeted import Retargeted
 
 
 @register("cactus", paper="2604.04987")
@@ -51,7 +52,7 @@ class Cactus(Retargeted):
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
         divergence = self.divergence[:, None, None]
         ids = jnp.arange(log_p.shape[-1], dtype=jnp.int32)[None, None]
-        is_x = ids == following(evidence)[..., None]
+        is_x = ids == following(evidence.tree)[..., None]
         p_x = jnp.sum(jnp.where(is_x, jnp.exp(log_p), 0.0), axis=-1, keepdims=True)
         h_x = jnp.minimum(p_x + jnp.sqrt(2 * divergence * p_x * jnp.maximum(1 - p_x, 0.0)), 1.0)
         # Scale of the other tokens; 0 if p(x) = 1, when they have no mass.

@@ -6,7 +6,7 @@ B batch, N nodes, V vocabulary, C bins. Oracle: tests/contrib/test_context.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
@@ -25,16 +25,6 @@ from mars_jax.verify.relaxed import over
 KINDS = ("entropy", "position", "class")
 CLASSES = ("word", "number", "punctuation")
 """Classes of tokens, in the order of their ids in `Context.classes`. Anything but numbers and punctuation is a word."""
-
-# Factors multiply the looseness of a threshold: 0 is strict, and larger values relax more.
-_TO_LOOSENESS: dict[str, Callable[[Array], Array]] = {
-    "ratio": lambda theta: 1 / theta - 1,  # the gap in units of z2
-    "gap": lambda theta: theta,
-}
-_TO_THETA: dict[str, Callable[[Array], Array]] = {
-    "ratio": lambda looseness: 1 / (1 + looseness),
-    "gap": lambda looseness: looseness,
-}
 
 
 @struct.dataclass(kw_only=True)
@@ -56,8 +46,8 @@ class ByContext(Mars):
 
     @property
     def name(self) -> str:
-        inside = [self.margin] if self.margin != "ratio" else []
-        return over(f"mars({', '.join([*inside, f'by {self.by}'])})", self.base)
+        margin = "" if self.margin == "ratio" else f"{self.margin}, "
+        return over(f"mars({margin}by {self.by})", self.base)
 
     def low(self, evidence: Evidence) -> Array:
         stats = evidence.stats
@@ -107,7 +97,12 @@ def thresholds(by: str, table: Context, evidence: Evidence, theta: Array, margin
             f"the rule has a context by {by} and Params.verify holds {stated}: pass "
             f'LoadedRule(by_context("{by}"), contrib.context("{by}", ...)).'
         )
-    scaled = _TO_THETA[margin](_TO_LOOSENESS[margin](theta) * _factor(table, evidence))
+    # Factors multiply the looseness of a threshold: 0 is strict, and larger values relax more.
+    if margin == "gap":
+        scaled = theta * _factor(table, evidence)
+    else:
+        looseness = 1 / theta - 1  # the gap in units of z2
+        scaled = 1 / (1 + looseness * _factor(table, evidence))
     return jnp.where(jnp.isinf(theta), theta, scaled)
 
 
@@ -116,8 +111,10 @@ def _factor(table: Context, evidence: Evidence) -> Array:
         token_factors = table.factors[table.classes.astype(jnp.int32)]
         stats = evidence.stats
         return jnp.minimum(token_factors[stats.id1], token_factors[stats.id2])
-    by_entropy = table.by == "entropy"
-    value = entropy(evidence.logits) if by_entropy else evidence.tree.depths.astype(jnp.float32)
+    if table.by == "entropy":
+        value = entropy(evidence.logits)
+    else:
+        value = evidence.tree.depths.astype(jnp.float32)
     return table.factors[jnp.searchsorted(table.edges, value, side="right")]
 
 
@@ -185,7 +182,9 @@ def token_classes(texts: Sequence[str]) -> bytes:
 
     def class_of(text: str) -> int:
         if any(c.isdigit() for c in text):
-            return 1
-        return 2 if text.strip() and not any(c.isalpha() for c in text) else 0
+            return CLASSES.index("number")
+        if text.strip() and not any(c.isalpha() for c in text):
+            return CLASSES.index("punctuation")
+        return CLASSES.index("word")
 
     return bytes(class_of(text) for text in texts)

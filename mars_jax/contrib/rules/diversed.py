@@ -16,6 +16,7 @@ from mars_jax.contrib.rules.head_files import read_weights
 from mars_jax.core import struct
 from mars_jax.core.rule import Evidence
 from mars_jax.core.types import PyTree
+from mars_jax.hub.pretrained import Pretrained
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import LARGEST_FLOAT, Range
 from mars_jax.verify.definition import register
@@ -59,25 +60,26 @@ class Diversed(Retargeted):
         drafted = evidence.tree.hidden
         if "drafted" in evidence.params:
             size = evidence.params["drafted"].shape[1]
-            if drafted is None or drafted.shape[-1] != size:
-                problem = (
-                    "the drafter gives none" if drafted is None else f"the draft's have {drafted.shape[-1]}"
-                )
+            problem = None
+            if drafted is None:
+                problem = "the drafter gives none"
+            elif drafted.shape[-1] != size:
+                problem = f"the draft's have {drafted.shape[-1]}"
+            if problem:
                 raise MarsError(
                     f"the head of the rule diversed reads hidden states of size {size} from the draft, and {problem}: "
                     "draft with the model that the head was trained with, as in model:PATH."
                 )
-        odds = (
-            mixer.weight_log_odds(evidence.params, evidence.hidden, log_p, log_q, drafted)
-            + self.shift[:, None]
-        )
+        odds = mixer.weight_log_odds(evidence.params, evidence.hidden, log_p, log_q, drafted)
+        odds = odds + self.shift[:, None]
         log_w, log_draft_weight = jax.nn.log_sigmoid(odds), jax.nn.log_sigmoid(-odds)
+        # v = w p + (1 - w) q
         return jnp.logaddexp(log_w[..., None] + log_p, log_draft_weight[..., None] + log_q)
 
 
 diversed = Diversed
 
 
-def read(path: str, target: Any) -> PyTree:
+def read(path: str, target: Pretrained | None) -> PyTree:
     """Read the weights of `diversed:PATH`; see `head_files.read_weights`."""
     return read_weights(path, target, "diversed")

@@ -63,7 +63,9 @@ def surrogate(
     written = rollouts.written[:, 1:].astype(jnp.float32)
     count = jnp.maximum(jnp.sum(written), 1.0)
     log_prob = jnp.take_along_axis(log_v, rollouts.tokens[:, 1:, None], axis=-1)[..., 0]
+    # REINFORCE, with the mean reward as the baseline.
     advantage = rollouts.reward - jnp.mean(rollouts.reward)
+    # The sum of min(v, q) is the probability of acceptance at a position.
     accepted = jnp.sum(jnp.sum(jnp.exp(jnp.minimum(log_v, log_q)), axis=-1) * written) / count
     worth = jnp.mean(advantage * jnp.sum(log_prob * written, axis=1))
     weight = jnp.sum(jax.nn.sigmoid(odds[..., 0]) * written) / count

@@ -5,21 +5,23 @@ B batch, N nodes, V vocabulary. Oracle: the same decisions node by node in Pytho
 
 from __future__ import annotations
 
+import collections
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from mars_jax.constraints.vocabulary import vocabulary
+from mars_jax.contrib.rules.head_files import on_mesh
 from mars_jax.contrib.rules.phrase import regrets
 from mars_jax.core import struct
 from mars_jax.core.rule import Evidence
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import PyTree
+from mars_jax.hub.pretrained import Pretrained
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.limits import JSON_BYTES
 from mars_jax.utils.paths import read_text
@@ -30,21 +32,7 @@ from mars_jax.verify.relaxed import Relaxed
 
 ALIKE = ("case", "space", "numbers")
 """Differences that can be ignored: capital letters, a leading space, numbers as words or digits."""
-_WORDS = (
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-)
+_WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
 
 
 @register("equivalent", paper="after 2601.15498")
@@ -85,13 +73,16 @@ class Equivalent(Relaxed):
             )
         drafted_group = groups.at[jnp.maximum(tree.tokens, 0)].get(mode="clip")
         target_group = at_parent(tree, groups.at[target_tokens(evidence)].get(mode="clip"))
+        # Group 0 is no class: its tokens are equivalent to no other.
         return (drafted_group == target_group) & (drafted_group > 0) & (regrets(evidence) < self.gap[:, None])
 
 
 equivalent = Equivalent
 
 
-def token_groups(target: Any, alike: Iterable[str] = (), groups: Sequence[Sequence[str]] = ()) -> Array:
+def token_groups(
+    target: Pretrained, alike: Iterable[str] = (), groups: Sequence[Sequence[str]] = ()
+) -> Array:
     """Return i32[V], the class of each token of a target; 0: the token is in no class.
 
     Args:
@@ -108,9 +99,10 @@ def token_groups(target: Any, alike: Iterable[str] = (), groups: Sequence[Sequen
         if name not in ALIKE:
             raise MarsError(f"alike has {name!r}: expected names of {', '.join(ALIKE)}.")
     tokens = vocabulary(target.tokenizer, target.config.vocab_size).tokens
-    texts = [token.decode("utf-8", errors="surrogateescape") if token else None for token in tokens]
-    ids = {text: i for i, text in enumerate(texts) if text is not None}
-    keys = [None if text is None else _key(text, differences) for text in texts]
+    # {token id: text}, without special tokens and the like.
+    texts = {i: token.decode("utf-8", errors="surrogateescape") for i, token in enumerate(tokens) if token}
+    known_texts = set(texts.values())
+    # Groups join keys: `joined` maps a key to an equivalent one, up to a root.
     joined: dict[str, str] = {}
 
     def root(key: str) -> str:
@@ -120,25 +112,22 @@ def token_groups(target: Any, alike: Iterable[str] = (), groups: Sequence[Sequen
 
     for group in groups:
         for text in group:
-            if text not in ids:
+            if text not in known_texts:
                 raise MarsError(
                     f"the group {list(group)} has {text!r}, which is no single token: leave it out."
                 )
         first_root = root(_key(group[0], differences))
         for text in group[1:]:
-            other_root = root(_key(text, differences))
-            if other_root != first_root:
-                joined[other_root] = first_root
-    roots = [None if key is None else root(key) for key in keys]
-    counts: dict[str, int] = {}
-    for key in roots:
-        if key is not None:
-            counts[key] = counts.get(key, 0) + 1
-    numbers_of = {key: i for i, key in enumerate((k for k, n in counts.items() if n > 1), start=1)}
-    table = np.asarray([0 if key is None else numbers_of.get(key, 0) for key in roots], np.int32)
-    mesh = getattr(target, "mesh", None)
-    sharding = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.device_put(jnp.asarray(table), sharding)
+            text_root = root(_key(text, differences))
+            if text_root != first_root:
+                joined[text_root] = first_root
+    roots = {i: root(_key(text, differences)) for i, text in texts.items()}
+    shared = (key for key, count in collections.Counter(roots.values()).items() if count > 1)
+    classes = {key: number for number, key in enumerate(shared, start=1)}
+    table = np.zeros(len(tokens), np.int32)
+    for i, key in roots.items():
+        table[i] = classes.get(key, 0)
+    return on_mesh(jnp.asarray(table), target)
 
 
 def _key(text: str, alike: tuple[str, ...]) -> str:
@@ -154,12 +143,12 @@ def _key(text: str, alike: tuple[str, ...]) -> str:
     if "numbers" in alike:
         space = " " * text.startswith(" ")
         bare = text.removeprefix(" ")
-        word = bare.lower() if "case" in alike else bare
-        text = space + (str(_WORDS.index(word)) if word in _WORDS else bare)
+        words = _WORDS.split()
+        text = space + (str(words.index(bare)) if bare in words else bare)
     return text
 
 
-def read(given: str, target: Any) -> PyTree:
+def read(path: str, target: Pretrained | None) -> PyTree:
     """Read the table of `equivalent:case,space` or `equivalent:FILE.json`.
 
     A file holds an object: `alike`, a list of names, and `groups`, lists of strings.
@@ -169,20 +158,20 @@ def read(given: str, target: Any) -> PyTree:
     """
     if target is None:
         raise MarsError("the rule equivalent needs a target, whose tokens it compares: give one.")
-    if all(name in ALIKE for name in given.split(",")):
-        return token_groups(target, given.split(","))
+    if all(name in ALIKE for name in path.split(",")):
+        return token_groups(target, path.split(","))
     try:
-        data = json.loads(read_text(given, JSON_BYTES))
+        data = json.loads(read_text(path, JSON_BYTES))
         alike, groups = data.get("alike", []), data.get("groups", [])
         if not all(isinstance(text, str) for group in groups for text in group):
             raise ValueError("a group is no list of texts")
     except OSError as error:
         raise MarsError(
-            f"the table of equivalents '{given}' cannot be read ({error.strerror}): name a JSON file, or some of "
+            f"the table of equivalents '{path}' cannot be read ({error.strerror}): name a JSON file, or some of "
             f"{', '.join(ALIKE)}."
         ) from None
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise MarsError(
-            f"'{given}' holds no table of equivalents ({error}): write an object with alike and groups."
+            f"'{path}' holds no table of equivalents ({error}): write an object with alike and groups."
         ) from None
     return token_groups(target, alike, groups)

@@ -10,16 +10,15 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
+from mars_jax.contrib.rules.phrase import check_window
 from mars_jax.core import struct
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.rule import Evidence, node_stats
 from mars_jax.core.sampling import top_k_logits
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import DraftTree
-from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import Range
 from mars_jax.verify.definition import register
 from mars_jax.verify.exact import Exact, target_tokens
@@ -70,19 +69,15 @@ class Fly(Relaxed):
 
     def check_drafter(self, drafter: Drafter) -> None:
         """Raise MarsError if no window fits into a draft."""
-        least = int(np.min(np.asarray(self.window)))
-        if drafter.max_depth <= least:
-            raise MarsError(
-                f"window is {least}, and this draft is {drafter.max_depth} tokens deep, so that the rule fly could "
-                "relax nothing: draft deeper, or give a smaller window."
-            )
+        check_window("fly", self.window, drafter)
 
     def relaxable(self, evidence: Evidence) -> Array:
         tree = evidence.tree
         total = node_stats(evidence.logits, logsumexp=True).logsumexp
         assert total is not None
-        log_probs = jnp.exp(top_k_logits(evidence.logits, 3).values - total[..., None])
-        unsure = jnp.sum(jax.scipy.special.entr(log_probs), axis=-1) >= self.entropy[:, None]
+        top_probs = jnp.exp(top_k_logits(evidence.logits, 3).values - total[..., None])
+        unsure = jnp.sum(jax.scipy.special.entr(top_probs), axis=-1) >= self.entropy[:, None]
+        # Edges along which the drafted token is the target's.
         native = (tree.tokens == at_parent(tree, target_tokens(evidence))) & (tree.depths > 0)
         return at_parent(tree, unsure) & (followed(tree, native) >= self.window[:, None])
 
@@ -98,6 +93,7 @@ def followed(tree: DraftTree, native: Array) -> Array:
     [[0, 2, 1, 0]]
     """
     to_parents = jax.vmap(lambda lengths, parents: jnp.zeros_like(lengths).at[parents].max(lengths))
+    # After d iterations, `length` counts paths of up to d edges.
     length = jnp.zeros(native.shape, jnp.int32)
     for _ in range(tree.max_depth):
         through = jnp.where(native, length + 1, 0)

@@ -62,11 +62,11 @@ class Fuzzy(Retargeted):
         if self.distance == "tv":
             terms = jnp.abs(p - q)
         else:
+            # JS = (KL(p || m) + KL(q || m)) / 2 for the mean m of p and q.
             log_mean = jnp.logaddexp(log_p, log_q) - math.log(2)
-            terms = jnp.where(p > 0, p * (log_p - log_mean), 0.0) + jnp.where(
-                q > 0, q * (log_q - log_mean), 0.0
-            )
-        # Clip a sum that rounds below 0, which would pass a bound of 0.
+            terms_p = jnp.where(p > 0, p * (log_p - log_mean), 0.0)
+            terms = terms_p + jnp.where(q > 0, q * (log_q - log_mean), 0.0)
+        # Both distances are half of a sum. Clip a sum that rounds below 0, which would pass a bound of 0.
         distance = jnp.maximum(jnp.sum(terms, axis=-1) / 2, 0.0)
         return jnp.where((distance < self.bound[:, None])[..., None], log_q, log_p)
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mars_jax import assets
 from mars_jax.contrib.models import indicator, mixer
 from mars_jax.core.types import PyTree
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.hub.save import write_directory
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.limits import JSON_BYTES
 from mars_jax.utils.paths import check_path, open_file, read_text
@@ -45,8 +47,6 @@ def save(directory: str | os.PathLike[str], params: PyTree, rule: str = "learned
     >>> read_weights(save(tempfile.mkdtemp(), params))["inner"].shape
     (64, 8)
     """
-    from safetensors.numpy import save_file
-
     check_path(directory)
     directory = Path(directory)
     width, hidden_size = params["inner"].shape
@@ -56,18 +56,12 @@ def save(directory: str | os.PathLike[str], params: PyTree, rule: str = "learned
     if (directory / WEIGHTS).exists():
         raise MarsError(f"'{directory}' holds weights already: name a new directory.")
     config = {"model_type": HEADS[rule][0], **sizes}
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        save_file({name: np.asarray(leaf) for name, leaf in params.items()}, directory / WEIGHTS)
-        (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise MarsError(
-            f"'{directory}' cannot be written ({error.strerror}): name another directory."
-        ) from None
-    return directory
+    return write_directory(directory, {name: np.asarray(leaf) for name, leaf in params.items()}, config)
 
 
-def read_weights(directory: str | os.PathLike[str], target: Any = None, rule: str = "learned") -> PyTree:
+def read_weights(
+    directory: str | os.PathLike[str], target: Pretrained | None = None, rule: str = "learned"
+) -> PyTree:
     """Read the weights that `save` wrote for a rule; "tiny/diversed" is the embedded head.
 
     Raises:
@@ -107,6 +101,10 @@ def read_weights(directory: str | os.PathLike[str], target: Any = None, rule: st
             f"the weights of the rule '{directory}' are for a hidden size of {config['hidden_size']}, and "
             f"'{target.name}' has {target.config.hidden_size}: train them for this target."
         )
-    mesh = getattr(target, "mesh", None)
-    sharding = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return {name: jax.device_put(jnp.asarray(leaf, jnp.float32), sharding) for name, leaf in arrays.items()}
+    return on_mesh({name: jnp.asarray(leaf, jnp.float32) for name, leaf in arrays.items()}, target)
+
+
+def on_mesh(params: PyTree, target: Pretrained | None) -> PyTree:
+    """Replicate a rule's weights over the mesh of its target, if it has one."""
+    mesh = None if target is None else target.mesh
+    return params if mesh is None else jax.device_put(params, NamedSharding(mesh, PartitionSpec()))

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.contrib.models import indicator
-from mars_jax.contrib.teaching import Training
+from mars_jax.contrib.teaching import Training, binary_loss, shuffled
 from mars_jax.core.types import PyTree
 
 
@@ -37,21 +36,15 @@ def indicator_head_training(
       steps, rows: number of steps, each on `rows` examples.
       seed: seed of the initial params and of the order of examples.
     """
-    import grain
-    import optax
 
     def loss(params: PyTree, batch: IndicatorExamples, _: PyTree) -> tuple[Array, dict[str, Array]]:
         log_odds = indicator.harm_log_odds(params, batch.hidden, batch.z1, batch.z2)
-        right = jnp.mean(((log_odds > 0) == (batch.changed > 0.5)).astype(jnp.float32))
-        return jnp.mean(optax.sigmoid_binary_cross_entropy(log_odds, batch.changed)), {"right": right}
+        return binary_loss(log_odds, batch.changed)
 
-    count, size = examples.hidden.shape
-    numbers = grain.MapDataset.source(range(count)).seed(seed).shuffle().repeat()
-    numbers = numbers.batch(rows, drop_remainder=True)
     return Training(
-        init=lambda: indicator.init_params(size, jax.random.key(seed)),
+        init=lambda: indicator.init_params(examples.hidden.shape[1], jax.random.key(seed)),
         loss=loss,
-        batches=numbers.map(lambda indices: IndicatorExamples(*(column[indices] for column in examples))),
+        batches=shuffled(examples, rows, seed),
         optimizer=optimizer,
         steps=steps,
         step_tokens=rows,

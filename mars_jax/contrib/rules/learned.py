@@ -16,6 +16,7 @@ from mars_jax.contrib.rules.head_files import read_weights
 from mars_jax.core import struct
 from mars_jax.core.rule import Evidence
 from mars_jax.core.types import PyTree
+from mars_jax.hub.pretrained import Pretrained
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify.definition import register
 from mars_jax.verify.ranges import HARMS, share
@@ -65,6 +66,6 @@ class Learned(Relaxed):
 learned = Learned
 
 
-def read(path: str, target: Any) -> PyTree:
+def read(path: str, target: Pretrained | None) -> PyTree:
     """Read the weights of `learned:PATH`; see `head_files.read_weights`."""
     return read_weights(path, target, "learned")

@@ -49,6 +49,7 @@ class Lenience(Retargeted):
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
         p, q, factor = jnp.exp(log_p), jnp.exp(log_q), self.factor[:, None, None]
+        # min(q, p / l) is accepted. The rejected mass follows norm((p - q)+).
         accepted, missed = jnp.minimum(q, p / factor), jnp.maximum(p - q, 0.0)
         rejected = jnp.maximum(1.0 - jnp.sum(accepted, axis=-1, keepdims=True), 0.0)
         total = jnp.sum(missed, axis=-1, keepdims=True)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from mars_jax.core import struct
 from mars_jax.core.drafter import Drafter
@@ -64,18 +65,23 @@ class Phrase(Relaxed):
 
     def check_drafter(self, drafter: Drafter) -> None:
         """Raise MarsError if no phrase fits into a draft."""
-        least = int(np.min(np.asarray(self.window)))
-        if drafter.max_depth <= least:
-            raise MarsError(
-                f"window is {least}, and this draft is {drafter.max_depth} tokens deep, so that the rule phrase could "
-                "relax nothing: draft deeper, or give a smaller window."
-            )
+        check_window("phrase", self.window, drafter)
 
     def relaxable(self, evidence: Evidence) -> Array:
         return stretch(evidence.tree, regrets(evidence), self.window) < self.bound[:, None]
 
 
 phrase = Phrase
+
+
+def check_window(rule: str, window: ArrayLike, drafter: Drafter) -> None:
+    """Raise MarsError if no draft is longer than the window of a rule that looks ahead."""
+    least = int(np.min(np.asarray(window)))
+    if drafter.max_depth <= least:
+        raise MarsError(
+            f"window is {least}, and this draft is {drafter.max_depth} tokens deep, so that the rule {rule} could "
+            "relax nothing: draft deeper, or give a smaller window."
+        )
 
 
 def regrets(evidence: Evidence) -> Array:
@@ -98,6 +104,7 @@ def stretch(tree: DraftTree, costs: Array, window: Array) -> Array:
     """
     to_parents = jax.vmap(lambda sums, parents: jnp.full_like(sums, jnp.inf).at[parents].min(sums))
     parents = jnp.maximum(tree.parents, 0)
+    # After iteration `length`, sums[:, n] is the cheapest sum over node n and a path of `length` nodes below it.
     sums = selected = costs
     for length in range(1, tree.max_depth):
         sums = costs + to_parents(jnp.where(tree.depths > 0, sums, jnp.inf), parents)

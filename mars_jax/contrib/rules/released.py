@@ -12,10 +12,11 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.rule import Evidence
+from mars_jax.core.tree import following
 from mars_jax.utils.settings import Range
 from mars_jax.verify.definition import register
 from mars_jax.verify.ranges import RATIOS
-from mars_jax.verify.retargeted import Retargeted, following
+from mars_jax.verify.retargeted import Retargeted
 
 
 @register("released", paper="the code of 2601.15498")
@@ -53,7 +54,7 @@ class Released(Retargeted):
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
         p, q, stats = jnp.exp(log_p), jnp.exp(log_q), evidence.stats
-        ids, x = jnp.arange(p.shape[-1], dtype=jnp.int32)[None, None], following(evidence)
+        ids, x = jnp.arange(p.shape[-1], dtype=jnp.int32)[None, None], following(evidence.tree)
 
         def value_of(values: Array, token: Array) -> Array:
             return jnp.sum(jnp.where(ids == token[..., None], values, 0.0), axis=-1)

@@ -68,6 +68,7 @@ class SpecCascade(Retargeted):
             distance = jnp.sum(jnp.abs(p - q), axis=-1, keepdims=True) / 2
             return jnp.where(jnp.max(q, axis=-1, keepdims=True) < top - alpha * distance, log_p, log_q)
         trusted = p >= (1 - alpha) * top
+        # Trusted tokens keep their mass from q. The rest of q is distributed over all tokens in proportion to p.
         untrusted_mass = jnp.sum(jnp.where(trusted, 0.0, q), axis=-1, keepdims=True)
         return jnp.log(jnp.where(trusted, q, 0.0) + p * untrusted_mass)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.core.types import PyTree
-from mars_jax.hub.config_json import from_json, to_json
+from mars_jax.hub.config_json import first_architecture, from_json, to_json
 from mars_jax.hub.heads.layered_files import (
     Shapes,
     canonical,
@@ -32,6 +32,7 @@ from mars_jax.hub.values import value_or_default
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import JsonObject
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 LAYOUTS = ("eagle", "speculators")
@@ -103,33 +104,35 @@ def save_eagle(
 
 
 @checked
-def from_head_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> EagleConfig:
+def from_head_json(data: JsonObject, shapes: Shapes, target: ModelConfig) -> EagleConfig:
     """Make an EagleConfig from the contents of config.json and the shapes of the tensors by canonical name.
 
     Raises:
       MarsError: the config, the tensors and the target contradict each other, or the head is not supported.
     """
     nested = nested_layer(data)
-    data = data if nested is None else flatten(data, nested)
+    if nested is not None:
+        data = flatten(data, nested)
     version = 3 if "layers.0.hidden_norm.weight" in shapes else 1
     layer = layer_config(data, shapes)
-    head_data = data if version == 3 else data | {"draft_vocab_size": target.vocab_size}
-    fields = shared_fields(EagleConfig.title, head_data, shapes, target, layer)
+    if version == 1:  # these heads draft from the target's whole vocabulary
+        data = data | {"draft_vocab_size": target.vocab_size}
+    fields = shared_fields(EagleConfig.title, data, shapes, target, layer)
     fields["fc_bias"] = "fc.bias" in shapes
     if version == 1:
         return EagleConfig(version=1, **fields)
     return EagleConfig(
         version=3,
         feature_layers=_feature_layers(data, target.num_layers, states=nested is not None),
-        fc_norm="fc_norm.0.weight" in shapes or bool(_said(data, "fc_norm")),
-        input_norm="input_norm.weight" in shapes or bool(_said(data, "norm_before_fc")),
-        norm_before_residual=bool(_said(data, "norm_before_residual")),
-        norm_output=bool(_said(data, "norm_output")),
+        fc_norm="fc_norm.0.weight" in shapes or bool(_eagle_setting(data, "fc_norm")),
+        input_norm="input_norm.weight" in shapes or bool(_eagle_setting(data, "norm_before_fc")),
+        norm_before_residual=bool(_eagle_setting(data, "norm_before_residual")),
+        norm_output=bool(_eagle_setting(data, "norm_output")),
         **fields,
     )
 
 
-def flatten(data: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
+def flatten(data: JsonObject, layer: JsonObject) -> JsonObject:
     """Convert config.json from the layout of the speculators library to EAGLE's layout.
 
     Layer numbers are copied unchanged. speculators numbers the target's hidden states, where state i is the input of
@@ -147,57 +150,54 @@ def flatten(data: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
             "config.json does not say norm_before_residual, of which readers of this layout have different defaults: "
             "add it, true or false, as the head was trained."
         )
-    head_fields = {
-        key: value for key, value in data.items() if key not in ("transformer_layer_config", "model_type")
-    }
-    non_null_fields = {key: value for key, value in head_fields.items() if value is not None}
-    return layer | non_null_fields | {"architectures": ["Eagle3Speculator"]}
+    nested = ("transformer_layer_config", "model_type")
+    fields = {key: value for key, value in data.items() if value is not None and key not in nested}
+    return layer | fields | {"architectures": ["Eagle3Speculator"]}
 
 
-def _said(data: dict[str, Any], key: str) -> Any:
+def _eagle_setting(data: JsonObject, key: str) -> Any:
     """Return the value of an EAGLE key at the top level of config.json or in its `eagle_config`."""
     return value_or_default(data, key, (data.get("eagle_config") or {}).get(key))
 
 
-def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:
+def layer_config(data: JsonObject, shapes: Iterable[str]) -> ModelConfig:
     """Return the config of a head's layer from config.json and the canonical names of the tensors.
 
     Raises:
       MarsError: the layer has a sliding window, or `hub.config.from_json` does not support it.
     """
-    named = data.get("architectures") or [""]
-    named = named if isinstance(named, str) else named[0]
     # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM are Llama. If only EAGLE remains, model_type decides.
-    architecture = re.sub(r"eagle-?\d?", "", named, flags=re.IGNORECASE)
-    data = data | {"architectures": [architecture] if architecture.endswith("ForCausalLM") else None}
-    layer = from_json(data)
+    architecture = re.sub(r"eagle-?\d?", "", first_architecture(data) or "", flags=re.IGNORECASE)
+    if not architecture.endswith("ForCausalLM"):
+        architecture = None
+    layer = from_json(data | {"architectures": architecture})
     if window := max((w for w in layer.windows if w is not None), default=None):
         raise MarsError(
             f"the EAGLE head has a sliding window of {window}, which is not supported: if it was trained without one, "
             "set sliding_window to null."
         )
 
-    def held(name: str) -> bool:
+    def has(name: str) -> bool:
         return f"layers.0.{name}" in shapes
 
     # Trust the tensors, not the flags: heads copy the target's flags but are trained without biases.
     return dataclasses.replace(
         layer,
-        qkv_bias=held("self_attn.q_proj.bias"),
-        o_bias=held("self_attn.o_proj.bias"),
-        mlp_bias=held("mlp.gate_proj.bias"),
-        qk_norm=held("self_attn.q_norm.weight"),
+        qkv_bias=has("self_attn.q_proj.bias"),
+        o_bias=has("self_attn.o_proj.bias"),
+        mlp_bias=has("mlp.gate_proj.bias"),
+        qk_norm=has("self_attn.q_norm.weight"),
     )
 
 
-def _feature_layers(data: dict[str, Any], count: int, *, states: bool) -> tuple[int, ...]:
+def _feature_layers(data: JsonObject, count: int, *, states: bool) -> tuple[int, ...]:
     """Return the layers whose outputs the head reads, in a target with `count` layers."""
-    if _said(data, "use_aux_hidden_state") is False:
+    if _eagle_setting(data, "use_aux_hidden_state") is False:
         raise MarsError(
             "the EAGLE-3 head reads its target's last hidden state alone (use_aux_hidden_state is false), which is not "
             "supported: use a head that reads several layers."
         )
-    layers = _said(data, _LAYERS)
+    layers = _eagle_setting(data, _LAYERS)
     if not layers:
         if count < 5:
             raise MarsError(
@@ -210,7 +210,7 @@ def _feature_layers(data: dict[str, Any], count: int, *, states: bool) -> tuple[
 
 def to_head_json(
     config: EagleConfig, *, dtype: str, layout: str = "eagle", verifier: str | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the contents of config.json: layout "eagle" for SGLang, "speculators" for vLLM.
 
     Args:
@@ -222,14 +222,10 @@ def to_head_json(
       MarsError: the layout does not support EAGLE-1, or the layer's family cannot express the layer.
     """
     if layout == "speculators" and config.version != 3:
-        raise MarsError(
-            "the layout of speculators is written for EAGLE-3 heads alone: choose the layout 'eagle'."
-        )
+        raise MarsError("the layout of speculators is for EAGLE-3 heads only: choose the layout 'eagle'.")
     layer = to_json(config.layer, dtype=dtype)
     if layer_config(layer, {canonical(row.name) for row in config.weights()}) != config.layer:
-        raise MarsError(
-            f"config.json of the family '{config.layer.family}' cannot express the head's layer: choose another family."
-        )
+        raise MarsError(f"the family '{config.layer.family}' cannot express the head's layer: use another.")
     if config.version == 1:
         return layer | {"bias": config.fc_bias}
     [named] = layer["architectures"]
@@ -247,8 +243,5 @@ def to_head_json(
         return fields | {_LAYERS: [i + 1 for i in config.feature_layers]}
     fields |= {"architectures": [f"{named}Eagle3"], "bias": config.fc_bias}
     # SGLang reads this nested key. vLLM reads the same key at the top level, and counts from 1.
-    return (
-        layer
-        | fields
-        | {"eagle_config": {_LAYERS: list(config.feature_layers), "use_aux_hidden_state": True}}
-    )
+    nested = {_LAYERS: list(config.feature_layers), "use_aux_hidden_state": True}
+    return layer | fields | {"eagle_config": nested}

@@ -6,7 +6,6 @@ V vocabulary, W draft vocabulary. Oracle: heads written by PyTorch (tests/hub/te
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 from collections.abc import Callable
@@ -20,9 +19,11 @@ from jax.experimental import multihost_utils
 
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import dtype_of, read_json
+from mars_jax.hub.families import Fields
 from mars_jax.hub.files import Tensor, resolve, tensors
-from mars_jax.hub.load import DERIVED, check_tensors, collect, convert_tensor, resolve_dtype
+from mars_jax.hub.load import DERIVED, check_tensors, collect, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
+from mars_jax.hub.stream import read_array, to_params
 from mars_jax.hub.values import of_its_kind, value_or_default
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import LayeredHead
@@ -30,20 +31,25 @@ from mars_jax.models.quantize import Int8, Quantized, bits_of_head, quantize
 from mars_jax.models.weights import Weight, build_rows
 from mars_jax.utils.errors import MarsError, warn
 from mars_jax.utils.settings import check_dtype
+from mars_jax.utils.types import JsonObject
 
 Head = TypeVar("Head", bound=LayeredHead)
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of the tensors of a head, by canonical name."""
-FromJson = Callable[[dict[str, Any], Shapes, ModelConfig], Head]
+FromJson = Callable[[JsonObject, Shapes, ModelConfig], Head]
 """Function that makes a head's config from the contents of config.json, the tensor shapes, and the target's config."""
 
+checked = of_its_kind("config.json holds a value", "correct it")
+"""Decorator that makes a function raise MarsError for values of the wrong type."""
 _OTHER = "use the head that was trained for this target"
 _AGAIN = "download the head again"
 _EMBED, _UNEMBED = "embed_tokens.weight", "lm_head.weight"
-_MAPS = ("d2t", "t2d")
-"""Tensors that map a draft vocabulary to the target's: `d2t` holds id offsets, `t2d` a mask over target tokens."""
-_VERIFIERS = ("verifier_norm.weight", "verifier_lm_head.weight")
-"""Copies of the target's weights that the speculators library uses in training. Some exports contain them."""
+_OTHER_TENSORS = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+"""Tensors that are not weights of a head.
+
+`d2t` and `t2d` map a draft vocabulary to the target's: `d2t` holds id offsets, `t2d` a mask over target tokens. The
+others are copies of the target's weights, which the speculators library uses in training and some exports contain.
+"""
 
 
 def canonical(name: str) -> str:
@@ -55,21 +61,10 @@ def canonical(name: str) -> str:
     return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
 
 
-def checked(read: FromJson[Head]) -> FromJson[Head]:
-    """Wrap `read` to raise MarsError for values of the wrong type."""
-
-    @functools.wraps(read)
-    def read_checked(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> Head:
-        with of_its_kind("config.json holds a value", "correct it"):
-            return read(data, shapes, target)
-
-    return read_checked
-
-
 def shared_fields(
-    title: str, data: dict[str, Any], shapes: Shapes, target: ModelConfig, layer: ModelConfig
-) -> dict[str, Any]:
-    """Return the config fields that all heads share.
+    title: str, data: JsonObject, shapes: Shapes, target: ModelConfig, layer: ModelConfig
+) -> Fields:
+    """Return the fields of the head's config that all heads share.
 
     Raises:
       MarsError: the head is for a different target, or it has a smaller draft vocabulary and no d2t.
@@ -81,15 +76,12 @@ def shared_fields(
         )
     width = value_or_default(data, "target_hidden_size", target.hidden_size)
     if width != target.hidden_size:
-        raise MarsError(
-            f"the {title} is for a target {width} wide and this one is {target.hidden_size}: {_OTHER}."
-        )
+        raise MarsError(f"the {title} is for a target of width {width}, not {target.hidden_size}: {_OTHER}.")
     rows = next(iter(shapes.get(_UNEMBED, ())), None)
     drafted = value_or_default(data, "draft_vocab_size", rows or target.vocab_size)
     if drafted != target.vocab_size and "d2t" not in shapes:
         raise MarsError(
-            f"the {title} drafts from {drafted} of {target.vocab_size} tokens and has no d2t that says which: download "
-            "it again."
+            f"the {title} drafts from {drafted} of {target.vocab_size} tokens and has no d2t: {_AGAIN}."
         )
     return {
         "layer": layer,
@@ -100,7 +92,7 @@ def shared_fields(
     }
 
 
-def nested_layer(data: dict[str, Any]) -> dict[str, Any] | None:
+def nested_layer(data: JsonObject) -> JsonObject | None:
     """Return the config of the layers in the layout of the speculators library; None for other layouts."""
     if "speculators_model_type" not in data and "transformer_layer_config" not in data:
         return None
@@ -129,13 +121,11 @@ def read_layers(title: str, key: str, layers: Any, count: int, *, states: bool) 
         )
     layers = tuple(i - states for i in layers)
     if wrong := [i for i in layers if not 0 <= i < count]:
-        raise MarsError(
-            f"the {title} reads layer {wrong[0]} and the target has layers 0 to {count - 1}: {_OTHER}."
-        )
+        raise MarsError(f"the {title} reads layer {wrong[0]}, and the target has 0 to {count - 1}: {_OTHER}.")
     return layers
 
 
-def speculators(kind: str, tokens: int, verifier: str | None, architecture: str | None) -> dict[str, Any]:
+def speculators(kind: str, tokens: int, verifier: str | None, architecture: str | None) -> JsonObject:
     """Return the config.json fields that all heads share in the speculators layout.
 
     Args:
@@ -144,21 +134,14 @@ def speculators(kind: str, tokens: int, verifier: str | None, architecture: str 
       verifier: name of the target.
       architecture: architecture of the target.
     """
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
+    proposal = {"proposal_type": "greedy", "speculative_tokens": tokens}
+    config = {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+        "verifier": {"name_or_path": verifier, "architectures": [architecture]},
     }
-    return {
-        "speculators_model_type": kind,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": verifier, "architectures": [architecture]},
-        },
-    }
+    return {"speculators_model_type": kind, "speculators_config": config}
 
 
 def load_head(
@@ -186,62 +169,63 @@ def load_head(
         grouped = collect(tensors(directory), canonical)
         if twice := [name for name, candidates in grouped.items() if len(candidates) > 1]:
             raise MarsError(f"there are two tensors {twice[0]}: delete the one that is not meant.")
-        config = from_json(
-            data, {name: candidates[0][1].shape for name, candidates in grouped.items()}, target_config
-        )
+        stored = {name: candidates[0] for name, candidates in grouped.items()}
+        config = from_json(data, {name: t.shape for name, (_, t) in stored.items()}, target_config)
+        # The target's tables that the head may use: the head neither scales embeddings nor caps logits.
         shareable = {}
-        if not target_config.scale_embeddings:  # the head does not scale embeddings
+        if not target_config.scale_embeddings:
             shareable[_EMBED] = target_params["embed"]
         if shares(config) and target_config.logit_cap is None:
             shareable[_UNEMBED] = target_params.get("unembed", target_params["embed"])
+
+        def harmless(name: str) -> bool:
+            return bool(DERIVED.search(name)) or name in _OTHER_TENSORS
+
         table = {canonical(row.name): row for row in config.weights()}
-        check_tensors(
-            directory, grouped, table, lambda name: DERIVED.search(name) or name in (*_MAPS, *_VERIFIERS)
-        )
-        stored = {name: candidates[0] for name, candidates in grouped.items()}
+        check_tensors(directory, grouped, table, harmless)
         if head_embed == "target" and config.own_embed:
             if _EMBED not in shareable:
                 raise MarsError(
                     "head_embed='target' does not apply: the target scales its embeddings, which the head does not."
                 )
             config = dataclasses.replace(config, own_embed=False)
-        head = _read(config, stored, shareable, dtype, bits)
-        if head[0].own_embed and _differs(stored[_EMBED][1], target_params["embed"]):
+        config, params = _read(config, stored, shareable, dtype, bits)
+        if config.own_embed and _differs(stored[_EMBED][1], target_params["embed"]):
             warn(
                 f"the embedding of the {config.title} in '{directory}' is not the target's, which lowers acceptance "
                 "unless the head was trained with it: head_embed='target' (--head-embed target) reads the target's."
             )
-        return head
+        return config, params
     except MarsError as error:
-        text = str(error)
-        raise MarsError(text if f"'{directory}" in text else f"'{directory}': {text}") from None
+        if f"'{directory}" in str(error):
+            raise
+        raise MarsError(f"'{directory}': {error}") from None
 
 
 def _read(
-    config: Head, held: dict[str, tuple[str, Tensor]], shareable: dict[str, Any], dtype: str, bits: int | None
+    config: Head,
+    stored: dict[str, tuple[str, Tensor]],
+    shareable: dict[str, jax.Array | Int8],
+    dtype: str,
+    bits: int | None,
 ) -> tuple[Head, PyTree]:
     """Read the params of a head. In the returned config, `own_embed` and `own_unembed` are False for shared tables."""
-    shared = {key for key in shareable if key in held and _repeats(held[key][1].read(), shareable[key])}
+    shared = {key for key in shareable if key in stored and _repeats(stored[key][1].read(), shareable[key])}
     config = dataclasses.replace(
         config,
         own_embed=config.own_embed and _EMBED not in shared,
         own_unembed=config.own_unembed and _UNEMBED not in shared,
     )
     if config.feature_layers and config.layer.tie_embeddings and config.own_embed and not config.own_unembed:
-        raise MarsError(
-            "the head ties its lm_head to an embedding of its own, which is not supported: save both."
-        )
+        raise MarsError("lm_head tied to the head's own embedding is not supported: save both.")
 
     def read(row: Weight) -> jax.Array | Quantized:
-        name, tensor = held[canonical(row.name)]
-        try:
-            return convert_tensor(tensor.read(), dtype, bits=bits_of_head(row, bits))
-        except MarsError as error:
-            raise MarsError(f"tensor {name}: {error}") from None
+        named_tensor = stored[canonical(row.name)]
+        return to_params(read_array([named_tensor], row.shape, dtype, bits=bits_of_head(row, bits)), dtype)
 
     params = build_rows(config.weights(), read)
-    if "d2t" in held:
-        offsets = held["d2t"][1].read()
+    if "d2t" in stored:
+        offsets = stored["d2t"][1].read()
         ids = _draft_ids(config, offsets)
         if config.is_narrow:
             params["ids"] = jnp.asarray(ids)
@@ -253,25 +237,26 @@ def _read(
     return config, params
 
 
-def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bool:
+def _repeats(head_table: np.ndarray, target_table: jax.Array | Int8) -> bool:
     """Return whether one table is a copy of the other, possibly in a narrower dtype. Compare in blocks to save memory.
 
     A table is a copy of an 8-bit table if it rounds to the same values. Each process compares its own shards.
     """
 
     def copied(a: np.ndarray, b: np.ndarray) -> bool:
-        blocks = (slice(i, i + rows) for i in range(0, len(a), rows))
+        blocks = (slice(i, i + 4096) for i in range(0, len(a), 4096))
         with np.errstate(all="ignore"):  # a value that overflows the narrower dtype compares unequal
             return all(np.array_equal(a[block].astype(b.dtype), b[block]) for block in blocks)
 
-    if ours.shape != theirs.shape or not jnp.issubdtype(ours.dtype, jnp.floating):
+    if head_table.shape != target_table.shape or not jnp.issubdtype(head_table.dtype, jnp.floating):
         return False
-    if isinstance(theirs, Int8):
-        small = quantize(ours)
-        pairs = [(small.values, theirs.values), (small.scale, theirs.scale)]
+    if isinstance(target_table, Int8):
+        rounded = quantize(head_table)
+        pairs = [(rounded.values, target_table.values), (rounded.scale, target_table.scale)]
     else:
-        pairs = [(ours, theirs)]
+        pairs = [(head_table, target_table)]
     is_copy = True
+    # Accept either rounding direction: a head may be stored in a narrower dtype than the target, or in a wider one.
     for a, b in pairs:
         for shard in b.addressable_shards:
             part, shard_values = np.asarray(a)[shard.index], np.asarray(shard.data)
@@ -281,7 +266,7 @@ def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bo
     return is_copy
 
 
-def _differs(head_embed: Tensor, target_embed: jax.Array | Int8, rows: int = 64) -> bool:
+def _differs(head_embed: Tensor, target_embed: jax.Array | Int8) -> bool:
     """Return whether two tables of the same shape differ by more than rounding.
 
     Compare only the directions of some rows, since EAGLE-3 and DFlash heads normalise embeddings. Each process samples
@@ -290,12 +275,13 @@ def _differs(head_embed: Tensor, target_embed: jax.Array | Int8, rows: int = 64)
     if head_embed.shape != target_embed.shape:
         return False
     cosines = []
-    for shard in (target_embed.values if isinstance(target_embed, Int8) else target_embed).addressable_shards:
+    if isinstance(target_embed, Int8):
+        target_embed = target_embed.values  # the scale of a row does not change its direction
+    for shard in target_embed.addressable_shards:
         first, last, _ = shard.index[0].indices(head_embed.shape[0])
-        ids = np.unique(np.linspace(first, last - 1, rows).round().astype(int))
-        for row, target_row in zip(
-            ids.tolist(), np.asarray(shard.data[ids - first]).astype(np.float32), strict=True
-        ):
+        ids = np.unique(np.linspace(first, last - 1, 64).round().astype(int))
+        target_rows = np.asarray(shard.data[ids - first]).astype(np.float32)
+        for row, target_row in zip(ids.tolist(), target_rows, strict=True):
             head_row = head_embed.rows(row, row + 1)[0, shard.index[1]].astype(np.float32)
             if norms := float(np.linalg.norm(head_row) * np.linalg.norm(target_row)):
                 cosines.append(float(head_row @ target_row) / norms)
@@ -303,7 +289,7 @@ def _differs(head_embed: Tensor, target_embed: jax.Array | Int8, rows: int = 64)
 
 
 def _draft_ids(config: LayeredHead, d2t: np.ndarray) -> np.ndarray:
-    """Return target tokens i32[W] from offsets d2t [W]."""
+    """Return target tokens i32[W] from offsets d2t [W]: draft token i is target token i + d2t[i]."""
     count, vocab = config.draft_vocab_size, config.vocab_size
     if d2t.shape != (count,):
         raise MarsError(f"d2t has shape {list(d2t.shape)} and lm_head.weight {count} rows: {_AGAIN}.")
@@ -313,8 +299,7 @@ def _draft_ids(config: LayeredHead, d2t: np.ndarray) -> np.ndarray:
     wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
     if len(wrong):
         raise MarsError(
-            f"d2t maps draft token {wrong[0]} to {ids[wrong[0]]} and the target has {vocab} tokens: use the head "
-            "that was trained for this target."
+            f"d2t maps draft token {wrong[0]} to {ids[wrong[0]]} and the target has {vocab} tokens: {_OTHER}."
         )
     if (different := len(np.unique(ids))) < count:
         raise MarsError(f"d2t maps {count} draft tokens to {different} of the target's: {_AGAIN}.")
@@ -325,7 +310,7 @@ def save_head(
     path: str | os.PathLike[str],
     config: LayeredHead,
     params: PyTree,
-    to_json: Callable[..., dict[str, Any]],
+    to_json: Callable[..., JsonObject],
     layouts: tuple[str, ...],
     layout: str,
     *,
@@ -344,6 +329,7 @@ def save_head(
         if "ids" not in params:
             raise MarsError("params lack ids: they belong to another config.")
         ids = np.asarray(params["ids"], np.int64)
+        # The inverse of `_draft_ids`; `t2d` bool[V] marks the target's tokens that have a draft token.
         arrays["d2t"] = ids - np.arange(len(ids))
         arrays["t2d"] = np.isin(np.arange(config.vocab_size), _draft_ids(config, arrays["d2t"]))
     return write_directory(target, arrays, data)

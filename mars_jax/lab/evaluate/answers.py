@@ -56,7 +56,9 @@ class Decoding:
         spell of the machine affects all arms alike.
         """
         size = self.session.batch_size
-        return size if size == 1 else GROUP * size
+        if size == 1:
+            return 1
+        return GROUP * size
 
     def answer(
         self, arm: Arm, problems: Sequence[Problem], seeds: Sequence[int], *, temperature: float
@@ -66,39 +68,37 @@ class Decoding:
         A follow-up turn contains the arm's own earlier answers.
         """
         target = self.session.target
-        completions_by_row: list[list[Completion]] = [[] for _ in problems]
+        conversations: list[list[Completion]] = [[] for _ in problems]
         seconds = [0.0] * len(problems)
         full = [False] * len(problems)
-        turns = max(len(turns_asked(p, self.chat)) for p in problems)
-        for turn in range(turns):
+        for turn in range(max(len(turns_asked(p, self.chat)) for p in problems)):
+            # Prompts of this turn, keyed by the number of the problem.
             prompts: dict[int, list[int]] = {}
-            for row, problem in enumerate(problems):
-                if turn >= len(turns_asked(problem, self.chat)) or full[row]:
+            for number, problem in enumerate(problems):
+                if turn >= len(turns_asked(problem, self.chat)) or full[number]:
                     continue
-                ids = prompt_tokens(
-                    target, problem, [c.text for c in completions_by_row[row]], chat=self.chat
-                )
-                full[row] = turn > 0 and len(ids) >= target.config.max_positions
-                if not full[row]:
-                    prompts[row] = ids
+                answers = [completion.text for completion in conversations[number]]
+                ids = prompt_tokens(target, problem, answers, chat=self.chat)
+                full[number] = turn > 0 and len(ids) >= target.config.max_positions
+                if not full[number]:
+                    prompts[number] = ids
             if not prompts:
                 break
-            requests = self.requests(
-                list(prompts.values()), [seeds[row] for row in prompts], temperature, top_k=arm.top_k
-            )
-            completions, batch_seconds = self._run(arm, requests)
-            for row, completion in zip(prompts, completions, strict=True):
-                completions_by_row[row].append(completion)
-                seconds[row] += batch_seconds / len(requests)
+            turn_seeds = [seeds[number] for number in prompts]
+            requests = self.requests(list(prompts.values()), turn_seeds, temperature, top_k=arm.top_k)
+            completions, turn_seconds = self._run(arm, requests)
+            for number, completion in zip(prompts, completions, strict=True):
+                conversations[number].append(completion)
+                seconds[number] += turn_seconds / len(requests)
         return [
             Answer(
                 texts=tuple(c.text for c in completions),
                 tokens=tuple(tuple(c.tokens) for c in completions),
-                finish_reason="context" if full[row] else completions[-1].finish_reason,
+                finish_reason="context" if full[number] else completions[-1].finish_reason,
                 metrics=request.total_metrics(completions),
-                seconds=seconds[row],
+                seconds=seconds[number],
             )
-            for row, completions in enumerate(completions_by_row)
+            for number, completions in enumerate(conversations)
         ]
 
     def requests(
@@ -117,13 +117,11 @@ class Decoding:
 
     def _run(self, arm: Arm, requests: list[request.Request]) -> tuple[list[Completion], float]:
         """Return the completions and the total seconds they took."""
-        pair = (self.session if arm.drafts else self.session.autoregressive).using(arm.loaded_rule)
-        if arm.refines:
-            return self._run_refined(pair, requests)
-        return _decoded(pair, requests)
-
-    def _run_refined(self, pair: Session, requests: list[request.Request]) -> tuple[list[Completion], float]:
-        """Decode with the current weights of the refined draft, then train it on these completions."""
+        session = self.session if arm.drafts else self.session.autoregressive
+        pair = session.using(arm.loaded_rule)
+        if not arm.refines:
+            return _decoded(pair, requests)
+        # Decode with the current weights of the refined draft, then train it on these completions.
         refiner, params = self.refiner, pair.target.params
         assert refiner is not None
         drafter = pair.drafter._replace(params=refiner.params)

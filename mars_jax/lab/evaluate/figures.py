@@ -6,34 +6,15 @@ tests/lab/evaluate/test_figures.py.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from mars_jax.core.metrics import Metrics
 from mars_jax.lab.evaluate.scoring.scores import total_score
+from mars_jax.serve.rows import Row
+from mars_jax.utils.types import JsonObject
 
 RESAMPLES = 2000
-
-
-def acceptance_by_depth(histogram: Sequence[int]) -> list[float | None]:
-    """Return the conditional acceptance rate at each depth.
-
-    Entry d = 0, 1, ... is the share of the steps with at least d accepted draft tokens that accepted one more, or None
-    if no step reached d. A step whose draft ended at depth d, or that a stop token cut off there, counts as a
-    rejection.
-
-    >>> acceptance_by_depth([2, 1, 1])
-    [0.5, 0.5]
-    """
-    reached = np.cumsum(np.asarray(histogram)[::-1])[::-1].tolist()
-    return [
-        num_accepted / num_reached if num_reached else None
-        for num_reached, num_accepted in itertools.pairwise(reached)
-    ]
 
 
 def resampled(count: int, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
@@ -43,71 +24,59 @@ def resampled(count: int, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
 
 
 def arm_figures(
-    rows: Sequence[dict[str, Any]],
-    alone: Sequence[dict[str, Any]],
-    strict: Sequence[dict[str, Any]] | None,
+    rows: Sequence[Row],
+    autoregressive: Sequence[Row],
+    strict: Sequence[Row] | None,
     *,
     metric: str,
     seed: int = 0,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the figures of one arm on one task at one temperature.
 
     Args:
       rows: rows of the arm, see `arm_rows.make_row`.
-      alone: rows of the target without a draft, on the same problems in the same order.
+      autoregressive: rows of the target without a draft, on the same problems in the same order.
       strict: rows of the strict rule, in the same order; None if it was not decoded.
       metric: metric of the task.
       seed: seed of the bootstrap.
     """
-    metrics = _metrics(rows)
-    seconds, tokens = sum(row["seconds"] for row in rows), metrics.emitted
-    rate = tokens / max(seconds, 1e-9)
-    seconds_alone = sum(row["seconds"] for row in alone)
-    rate_alone = sum(row["emitted"] for row in alone) / max(seconds_alone, 1e-9)
-    score, score_alone = None, 0.0
-    if _is_scored(rows, alone):
-        score, score_alone = (
-            float(_scores(part, np.ones((1, len(part))), metric)[0]) for part in (rows, alone)
-        )
+    counts = {name: sum(row[name] for row in rows) for name in ("emitted", "seconds")}
+    relaxed, exact = (sum(row[f"accepted_{kind}"] for row in rows) for kind in ("relaxed", "exact"))
+    # The figures themselves are those of a single "resample" that counts every problem once.
+    figures = _figures(rows, autoregressive, np.ones((1, len(rows))), metric)
+    values = {name: _each_depth(_value, figure) for name, figure in figures.items()}
     return {
         "problems": len(rows),
         "theta": rows[0]["theta"],
-        "tau": metrics.tau,
-        "depth_histogram": list(metrics.depth_histogram),
-        "acceptance_by_depth": acceptance_by_depth(metrics.depth_histogram),
-        "relaxed_share": metrics.relaxed_share,
-        "regret_per_token": metrics.regret_per_token,
-        "tokens_per_second": rate,
-        "speedup": rate / rate_alone,
-        "seconds_per_task": seconds / len(rows),
-        "task_speedup": seconds_alone / max(seconds, 1e-9),
-        "tokens_per_task": tokens / len(rows),
-        "loop_rate": _share(row["loops"] for row in rows),
-        "length_rate": _share(row["finish_reason"] != "stop" for row in rows),
-        "same_as_autoregressive": _same(rows, alone),
+        **values,
+        "depth_histogram": np.sum([row["depth_histogram"] for row in rows], axis=0).tolist(),
+        "relaxed_share": relaxed / max(relaxed + exact, 1),
+        "seconds_per_task": counts["seconds"] / len(rows),
+        "task_speedup": sum(row["seconds"] for row in autoregressive) / counts["seconds"],
+        "tokens_per_task": counts["emitted"] / len(rows),
+        "loop_rate": _mean(row["loops"] for row in rows),
+        "length_rate": _mean(row["finish_reason"] != "stop" for row in rows),
+        "same_as_autoregressive": _same(rows, autoregressive),
         "same_as_strict": None if strict is None else _same(rows, strict),
-        "score": score,
-        "score_change": None if score is None else score - score_alone,
-        "recovered": score / score_alone if score is not None and score_alone else None,
-        "intervals": intervals(rows, alone, metric=metric, seed=seed),
+        "intervals": intervals(rows, autoregressive, metric=metric, seed=seed),
     }
 
 
 def intervals(
-    rows: Sequence[dict[str, Any]],
-    alone: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
+    autoregressive: Sequence[Row],
     *,
     metric: str,
     seed: int = 0,
     resamples: int = RESAMPLES,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Compute 95% intervals of an arm's figures by the paired bootstrap over problems, with shared resamples.
 
     The intervals cover the choice of problems, not the choice of seeds. For speed, they cover only the variation
     between problems.
 
     Args:
-      rows, alone, metric, seed: as for `arm_figures`.
+      rows, autoregressive, metric, seed: as for `arm_figures`.
       resamples: R.
 
     Returns:
@@ -116,63 +85,83 @@ def intervals(
 
     Source: Efron and Tibshirani 1993, chapter 13; paired as in Koehn 2004. Raises: nothing.
     """
-    weights = resampled(len(rows), seed, resamples if len(rows) > 1 else 0)
+    if len(rows) == 1:
+        # One problem has no variation between problems, so no interval.
+        resamples = 0
+    weights = resampled(len(rows), seed, resamples)
+    figures = _figures(rows, autoregressive, weights, metric)
+    return {name: _each_depth(_bounds, figure) for name, figure in figures.items()}
 
-    def sums(summed_rows: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+
+def _figures(
+    rows: Sequence[Row], autoregressive: Sequence[Row], weights: np.ndarray, metric: str
+) -> dict[str, np.ndarray]:
+    """Return every figure that has an interval in each resample, f64[R], or f64[D, R] for each draft depth.
+
+    NaN or infinity stands for a figure that a resample does not define. `weights` f64[R, n] counts how often each
+    problem occurs in each resample. All figures share it, so that ratios and differences are paired.
+    """
+
+    def sums(summed_rows: Sequence[Row], name: str) -> np.ndarray:
         return weights @ np.asarray([row[name] for row in summed_rows], np.float64)
 
     tokens, seconds = sums(rows, "emitted"), sums(rows, "seconds")
-    reached = np.cumsum(sums(rows, "depth_histogram")[:, ::-1], axis=1)[:, ::-1]
+    # reached[d, r] counts the steps that accepted at least d draft tokens. A step whose draft ended at depth d, or that
+    # a stop token cut off there, counts as a rejection at depth d + 1.
+    reached = np.cumsum(sums(rows, "depth_histogram").T[::-1], axis=0)[::-1]
+    score = base_score = np.full(len(weights), np.nan)
+    if all(row["score"] is not None for row in (*rows, *autoregressive)):
+        score, base_score = (_scores(arm_rows, weights, metric) for arm_rows in (rows, autoregressive))
     with np.errstate(divide="ignore", invalid="ignore"):
         rate = tokens / seconds
-        bounds: dict[str, Any] = {
-            "tau": _bounds(tokens / sums(rows, "steps")),
-            "tokens_per_second": _bounds(rate),
-            "speedup": _bounds(rate / (sums(alone, "emitted") / sums(alone, "seconds"))),
-            "regret_per_token": _bounds(sums(rows, "regret") / tokens),
-            "acceptance_by_depth": [
-                _bounds(num_accepted / num_reached)
-                for num_reached, num_accepted in itertools.pairwise(reached.T)
-            ],
-            "score": None,
-            "score_change": None,
-            "recovered": None,
+        recovered = score / base_score
+        if not base_score.all():
+            # Do not report an interval of only those resamples in which the target scores at all.
+            recovered = np.full_like(recovered, np.nan)
+        return {
+            "tau": tokens / sums(rows, "steps"),
+            "acceptance_by_depth": reached[1:] / reached[:-1],
+            "regret_per_token": sums(rows, "regret") / tokens,
+            "tokens_per_second": rate,
+            "speedup": rate / (sums(autoregressive, "emitted") / sums(autoregressive, "seconds")),
+            "score": score,
+            "score_change": score - base_score,
+            "recovered": recovered,
         }
-        if _is_scored(rows, alone):
-            score, score_alone = (_scores(part, weights, metric) for part in (rows, alone))
-            bounds |= {"score": _bounds(score), "score_change": _bounds(score - score_alone)}
-            if score_alone.all():
-                bounds["recovered"] = _bounds(score / score_alone)
-    return bounds
 
 
-def _bounds(resampled: np.ndarray) -> list[float] | None:
-    """Return the middle 95% of the finite resamples, or None if there are none."""
-    finite = resampled[np.isfinite(resampled)]
+def _each_depth(summarize: Callable[[np.ndarray], object], figure: np.ndarray) -> object:
+    """Summarize a figure f64[R], or each row of f64[D, R]."""
+    if figure.ndim == 2:
+        return [summarize(depth) for depth in figure]
+    return summarize(figure)
+
+
+def _value(figure: np.ndarray) -> float | None:
+    """Return the value of a figure in its only resample f64[1], or None if it is not defined."""
+    return figure.item() if np.isfinite(figure).all() else None
+
+
+def _bounds(figure: np.ndarray) -> list[float] | None:
+    """Return the middle 95% of the finite values f64[R], or None if there are none."""
+    finite = figure[np.isfinite(figure)]
     return np.quantile(finite, [0.025, 0.975]).tolist() if len(finite) else None
 
 
-def _metrics(rows: Sequence[dict[str, Any]]) -> Metrics:
-    counters = ("steps", "emitted", "proposed", "accepted_exact", "accepted_relaxed")
-    return Metrics(
-        **{name: sum(row[name] for row in rows) for name in counters},
-        depth_histogram=tuple(map(sum, zip(*(row["depth_histogram"] for row in rows), strict=True))),
-        regret=math.fsum(row["regret"] for row in rows),
-    )
+def _mean(values: Iterable[bool]) -> float:
+    return float(np.mean(list(values)))
 
 
-def _share(values: Any) -> float:
-    return float(np.mean([bool(v) for v in values]))
+def _same(rows: Sequence[Row], reference: Sequence[Row]) -> float:
+    """Return the share of answers with exactly the tokens of the reference arm."""
+    return _mean(a["tokens"] == b["tokens"] for a, b in zip(rows, reference, strict=True))
 
 
-def _same(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> float:
-    return _share(a["tokens"] == b["tokens"] for a, b in zip(rows, others, strict=True))
+def tau_of(rows: Sequence[Row]) -> float:
+    """Return the tokens per target forward over all rows."""
+    return sum(row["emitted"] for row in rows) / sum(row["steps"] for row in rows)
 
 
-def _is_scored(rows: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]) -> bool:
-    return all(row["score"] is not None for row in (*rows, *alone))
-
-
-def _scores(rows: Sequence[dict[str, Any]], weights: np.ndarray, metric: str) -> np.ndarray:
+def _scores(rows: Sequence[Row], weights: np.ndarray, metric: str) -> np.ndarray:
     """Return the score of each resample, f64[R]. Row i counts `weights[:, i]` times."""
-    return np.asarray(total_score(metric, weights @ np.asarray([[*row["score"], 1.0] for row in rows])))
+    return total_score(metric, weights @ np.asarray([[*row["score"], 1.0] for row in rows]))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,11 +17,13 @@ from mars_jax.cli.progress import Show
 from mars_jax.core.rule import LoadedRule
 from mars_jax.lab.evaluate.answers import Answer, Decoding
 from mars_jax.lab.evaluate.benchmark.arms import Arm, base_of
+from mars_jax.lab.evaluate.figures import tau_of
 from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Problem
 from mars_jax.lab.studies.certify import FACTORS, choose_threshold, fewest
 from mars_jax.serve.rows import Row, RowFile
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import JsonObject
 from mars_jax.verify import RuleChoice
 
 RISKS = {
@@ -52,7 +53,7 @@ def calibrate(
     temperature: float,
     seed: int,
     progress: Show,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Decode held-out problems with successively looser settings, as long as the risk is certified.
 
     Args:
@@ -88,6 +89,7 @@ def calibrate(
         return None if numbers is None else numbers[0]
 
     def decode(loaded_rule: LoadedRule, name: str) -> list[Row]:
+        # Every rule decodes the same problems with the same seeds, so losses are paired.
         arm = Arm(name=name, loaded_rule=loaded_rule, drafts=True, meaning="")
 
         def make(group: Sequence[Problem], seeds: Sequence[int]) -> list[Row]:
@@ -111,34 +113,28 @@ def calibrate(
             group = problems[first : first + decoding.group]
             seeds = [(seed + first + i) % 2**32 for i in range(len(group))]
             decoded += rows.batch([key(p) for p in group], functools.partial(make, group, seeds))
-            progress(len(decoded), len(problems), f"{name}, tau {_tau(decoded):.2f}")
+            progress(len(decoded), len(problems), f"{name}, tau {tau_of(decoded):.2f}")
         return decoded
 
     strict_rows = decode(strict, strict.rule.name)
 
     def losses_at(value: float) -> tuple[np.ndarray, float]:
         decoded = decode(rules[value], f"{setting}={value:g}")
-        pairs = [(a["worth"], b["worth"]) for a, b in zip(strict_rows, decoded, strict=True)]
-        lost = np.asarray(
-            [
-                strict_worth - loose_worth
-                for strict_worth, loose_worth in pairs
-                if None not in (strict_worth, loose_worth)
-            ]
-        )
-        return np.clip(lost / CLIP, -1, 1), _tau(decoded)
+        # The loss of a problem is how much worth its answer loses to the relaxed rule.
+        losses = [
+            strict_row["worth"] - row["worth"]
+            for strict_row, row in zip(strict_rows, decoded, strict=True)
+            if strict_row["worth"] is not None and row["worth"] is not None
+        ]
+        return np.clip(np.asarray(losses) / CLIP, -1, 1), tau_of(decoded)
 
     loosest, trials = choose_threshold(values, losses_at, bound=bound / CLIP, confidence=confidence)
     return {
         "value": loosest,
-        "tau": next((t.tau for t in trials if t.value == loosest), _tau(strict_rows)),
-        "strict_tau": _tau(strict_rows),
+        "tau": next((t.tau for t in trials if t.value == loosest), tau_of(strict_rows)),
+        "strict_tau": tau_of(strict_rows),
         "trials": [dataclasses.asdict(t) for t in trials],
     }
-
-
-def _tau(rows: Sequence[Row]) -> float:
-    return sum(row["emitted"] for row in rows) / sum(row["steps"] for row in rows)
 
 
 def judged(judge: Judge, problem: Problem, answer: str) -> float:

@@ -15,6 +15,7 @@ resamplings of a known population in tests/lab/evaluate/test_calibration.py.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -53,15 +54,17 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
     >>> p_value(np.zeros(400), 0.02, 0.95) < 0.05, p_value(np.full(400, 0.02), 0.02, 0.95)
     (True, 1.0)
     """
+    # Map losses and bound from [-1, 1] to the [0, 1] of the paper.
     x, r = (np.asarray(losses, np.float64) + 1) / 2, (bound + 1) / 2
     count = np.arange(1, len(x) + 1)
+    # The running mean and variance of the paper, with its prior of one loss: mean 1/2, variance 1/4.
     mean = (0.5 + np.cumsum(x)) / (1 + count)
     variance = (0.25 + np.cumsum((x - mean) ** 2)) / (1 + count)
-    # Each bet depends only on earlier losses.
+    # Each bet depends only on earlier losses, so the capital is a supermartingale.
     earlier_variance = np.concatenate([[0.25], variance[:-1]])
-    bets = np.minimum(
-        np.sqrt(2 * math.log(1 / (1 - confidence)) / (len(x) * earlier_variance)), BET / (1 - r)
-    )
+    bets = np.sqrt(2 * math.log(1 / (1 - confidence)) / (len(x) * earlier_variance))
+    bets = np.minimum(bets, BET / (1 - r))
+    # Logarithm of the capital after each loss.
     capital = np.cumsum(np.log1p(-bets * (x - r)))
     return float(min(1.0, np.exp(-capital.max(initial=0.0))))
 
@@ -78,16 +81,14 @@ def fewest(bound: float, confidence: float) -> int:
     >>> fewest(0.02, 0.95)
     204
     """
-    low, high = 0, 1
-    while p_value(np.zeros(high), bound, confidence) > 1 - confidence:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if p_value(np.zeros(middle), bound, confidence) > 1 - confidence:
-            low = middle
-        else:
-            high = middle
-    return high
+
+    def passes(count: int) -> bool:
+        return p_value(np.zeros(count), bound, confidence) <= 1 - confidence
+
+    limit = 1
+    while not passes(limit):
+        limit *= 2
+    return 1 + bisect.bisect_left(range(1, limit), True, lo=limit // 2, key=passes)
 
 
 def choose_threshold(

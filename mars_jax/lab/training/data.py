@@ -6,7 +6,7 @@ import lzma
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from mars_jax.contrib.teaching import Batch
 from mars_jax.utils import activity
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.paths import unpacked
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SEPARATOR = "<|endoftext|>"
 """Separator of the documents in a text file, which is also the token that starts and ends a document."""
@@ -51,7 +54,7 @@ class Stream(NamedTuple):
     weight: float  # share of the training tokens, relative to other streams
 
 
-def make_stream(texts: Iterable[str], tokenizer: Any, *, weight: float = 1.0) -> Stream:
+def make_stream(texts: Iterable[str], tokenizer: Tokenizer, *, weight: float = 1.0) -> Stream:
     """Tokenize documents into one stream.
 
     Args:
@@ -66,9 +69,9 @@ def make_stream(texts: Iterable[str], tokenizer: Any, *, weight: float = 1.0) ->
         encoded = [e.ids for e in tokenizer.encode_batch(list(texts))]
     if not encoded:
         raise MarsError("there is no text to train on: name files with at least one document.")
-    small = tokenizer.get_vocab_size() <= 1 << 16
+    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
     return Stream(
-        tokens=np.fromiter((i for ids in encoded for i in ids), np.uint16 if small else np.uint32),
+        tokens=np.fromiter((i for ids in encoded for i in ids), dtype),
         segments=np.repeat(np.arange(len(encoded), dtype=np.int32), [len(ids) for ids in encoded]),
         weight=weight,
     )
@@ -83,7 +86,7 @@ class _StreamRows:
     def __len__(self) -> int:
         return (len(self._stream.tokens) - 1) // self._length
 
-    def __getitem__(self, index: Any) -> Batch:
+    def __getitem__(self, index: int) -> Batch:
         first = index * self._length
         part = slice(first, first + self._length + 1)
         return Batch(self._stream.tokens[part].astype(np.int32), self._stream.segments[part])
@@ -140,9 +143,11 @@ def draft_vocabulary(
     """
     if not 1 <= size <= vocab_size:
         raise MarsError(f"a draft vocabulary of {size}: expected 1 to {vocab_size}, the target's vocabulary.")
+    # Relative frequency of each token, weighted over the streams.
     share = np.zeros(vocab_size)
     for source in streams:
         counts = np.bincount(source.tokens, minlength=vocab_size)[:vocab_size]
         share += source.weight * counts / len(source.tokens)
+    # Rank required tokens first. The stable sort breaks ties by token id.
     share[list(always)] = np.inf
     return np.sort(np.argsort(-share, kind="stable")[:size]).astype(np.int32)

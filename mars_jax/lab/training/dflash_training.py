@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from mars_jax.contrib.models import dflash_head as head
 from mars_jax.contrib.models.dflash_head import DFlashConfig
@@ -39,7 +39,9 @@ def decay_of(block_size: int) -> float:
     >>> decay_of(16), decay_of(8)
     (7.0, 4.0)
     """
-    return 7.0 if block_size >= 16 else 5.0 if block_size >= 10 else 4.0
+    if block_size >= 16:
+        return 7.0
+    return 5.0 if block_size >= 10 else 4.0
 
 
 def anchors(tokens: Array, count: int) -> Array:
@@ -49,9 +51,9 @@ def anchors(tokens: Array, count: int) -> Array:
     """
     rows, length = tokens.shape
     key = jax.random.fold_in(jax.random.key(0), jnp.sum(tokens))
-    part = jnp.arange(count, dtype=jnp.int32)[None] * length // count
-    size = (jnp.arange(1, count + 1, dtype=jnp.int32)[None] * length // count) - part
-    return part + jax.random.randint(key, (rows, count), 0, size)
+    # Part i is the positions bounds[i] to bounds[i + 1] - 1.
+    bounds = jnp.arange(count + 1, dtype=jnp.int32)[None] * length // count
+    return jax.random.randint(key, (rows, count), bounds[:, :-1], bounds[:, 1:])
 
 
 def dflash(
@@ -61,7 +63,7 @@ def dflash(
     ids: Array | None = None,
     blocks: int | None = None,
     divergence: Divergence = forward_kl,
-    dtype: Any = "bfloat16",
+    dtype: DTypeLike = "bfloat16",
 ) -> Loss:
     """Return the loss of a head: each block position learns the target's distribution given the true tokens before it.
 
@@ -78,42 +80,49 @@ def dflash(
     def loss(params: PyTree, batch: Batch, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
         lesson = teach(target, teacher, batch)
         tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
-        places = anchors(tokens, blocks or max(1, tokens.shape[1] // SPACING))
+        length = tokens.shape[1]
+        places = anchors(tokens, blocks or max(1, length // SPACING))
         both = Params(target=teacher, draft=cast(params, dtype, ids))
         hidden = block_hidden(config, target, both, lesson.output, tokens, segments, places)
 
         # Drafted position i learns the target's distribution after the token at `previous_positions[..., i]`.
-        length = tokens.shape[1]
         previous_positions = places[..., None] + jnp.arange(config.drafts, dtype=jnp.int32)[None, None]
+        # Positions past the end of the row read its last token, and are not valid.
         inside = jnp.minimum(previous_positions, length - 1)
-        one_document = jnp.take_along_axis(segments[:, None], inside, axis=2)
-        valid = (previous_positions < length) & (
-            one_document == jnp.take_along_axis(segments, places, axis=1)[..., None]
-        )
-        previous_tokens = jnp.take_along_axis(tokens[:, None], inside, axis=2)
+        anchor_segments = jnp.take_along_axis(segments, places, axis=1)[..., None]
+        same_document = jnp.take_along_axis(segments[:, None], inside, axis=2) == anchor_segments
+        valid = (previous_positions < length) & same_document
+
+        def mean(values: Array) -> Array:
+            """Return the mean of values [B, A, D] over all valid blocks, f32[D]."""
+            return objectives.masked_mean(values, valid, axis=(0, 1))
+
         target_logits = jax.vmap(lambda z, index: z[index])(lesson.logits, inside)  # [B, A, D, V]
-        choice = jnp.argmax(target_logits, axis=-1)
         labels = target_logits if ids is None else jnp.take(target_logits, ids, axis=-1)
 
-        rows, count, drafts = previous_tokens.shape
-        flat = hidden.reshape(rows, count * drafts, -1)
+        # The functions of the head take one axis of tokens, [B, A * D], instead of blocks [B, A, D].
+        rows = tokens.shape[0]
+        flat = hidden.reshape(rows, -1, hidden.shape[-1])
+        previous_tokens = jnp.take_along_axis(tokens[:, None], inside, axis=2).reshape(rows, -1)
         drafted = head.unembed(config, target, both, flat)
         if config.markov_rank:
-            drafted = drafted + head.markov(config, both.draft, previous_tokens.reshape(rows, -1))
-        drafted = drafted.reshape(rows, count, drafts, -1)
+            drafted = drafted + head.markov(both.draft, previous_tokens)
+        drafted = drafted.reshape(*valid.shape, -1)
 
-        named = config.to_target(both, jnp.argmax(drafted, axis=-1))
-        losses = objectives.masked_mean(divergence(labels, drafted), valid, axis=(0, 1))
-        right = objectives.masked_mean((named == choice).astype(jnp.float32), valid, axis=(0, 1))
-        total, figures = objectives.chain_mean(losses, fade), objectives.chain_figures(losses, right)
+        drafted_tokens = config.to_target(both, jnp.argmax(drafted, axis=-1))
+        is_accepted = (drafted_tokens == jnp.argmax(target_logits, axis=-1)).astype(jnp.float32)
+        losses = mean(divergence(labels, drafted))
+        total, figures = (
+            objectives.chain_mean(losses, fade),
+            objectives.chain_figures(losses, mean(is_accepted)),
+        )
         if config.confidence:
-            sure = head.confidence(config, both.draft, flat, previous_tokens.reshape(rows, -1))
-            sure = sure.reshape(rows, count, drafts)
+            logit = head.confidence(config, both.draft, flat, previous_tokens).reshape(valid.shape)
+            # The probability that rejection accepts the draft is the overlap of the two distributions.
             overlap = jax.lax.stop_gradient(1 - objectives.total_variation(labels, drafted))
-            entropy = jax.nn.softplus(sure) - overlap * sure  # cross entropy of a probability and its logit
-            figures["confidence"] = objectives.chain_mean(
-                objectives.masked_mean(entropy, valid, axis=(0, 1)), fade
-            )
+            # The cross entropy of a probability and its logit.
+            entropy = jax.nn.softplus(logit) - overlap * logit
+            figures["confidence"] = objectives.chain_mean(mean(entropy), fade)
             total = total + figures["confidence"]
         return total, figures
 
@@ -149,12 +158,11 @@ def block_hidden(
     first = jnp.take_along_axis(tokens, places, axis=1).reshape(-1, 1)
     blocks = head.block(config, first).reshape(rows, count * size)
     block_positions = (places[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]).reshape(rows, -1)
+    # Slots 0 to L - 1 of the cache hold the context of the row's tokens, and the next A * K slots the blocks. A block
+    # attends to the context before its first token, within its document.
     begins = jnp.repeat(places, size, axis=1)[..., None]
-    same = (
-        segments[:, None]
-        == jnp.repeat(jnp.take_along_axis(segments, places, axis=1), size, axis=1)[..., None]
-    )
-    context = same & (positions[:, None] < begins)
+    block_segments = jnp.repeat(jnp.take_along_axis(segments, places, axis=1), size, axis=1)[..., None]
+    context = (segments[:, None] == block_segments) & (positions[:, None] < begins)
     number = jnp.arange(count * size, dtype=jnp.int32) // size
     same_block = jnp.broadcast_to(number[:, None] == number[None], (rows, count * size, count * size))
     visible = Visible(
@@ -177,7 +185,7 @@ def block_layers(target: ModelConfig) -> tuple[int, ...]:
     """
     if target.num_layers < 12:
         return feature_layers(target)
-    return tuple(round(1 + i * (target.num_layers - 4) / 4) for i in range(5))
+    return DFlashConfig.outline(target).feature_layers
 
 
 def new_dflash(
@@ -226,11 +234,11 @@ def new_dflash(
     vocabulary = None if ids is None else jnp.asarray(ids, jnp.int32)
 
     def init() -> PyTree:
-        first = from_target(config, target, params, vocabulary, seed)
+        initial = from_target(config, target, params, vocabulary, seed)
         if markov_rank:
             # The Markov correction starts at zero.
-            first["markov_out"] = jnp.zeros_like(first["markov_out"])
-        return first
+            initial["markov_out"] = jnp.zeros_like(initial["markov_out"])
+        return initial
 
     model = language_model(target, dtype="bfloat16", feature_layers=layers)
     loss = dflash(config, model, ids=vocabulary, divergence=divergence)

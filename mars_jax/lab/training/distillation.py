@@ -5,9 +5,8 @@ Oracle: the acceptance of a decode with the exported drafter (tests/lab/commands
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,28 +96,36 @@ def train(
       MarsError: the rows cannot be divided among the devices, or the text is shorter than a row.
     """
     rows = max(1, step_tokens // length)
-    init: Callable[[], PyTree] = apprentice.init
-    prepare: Callable[[PyTree, Any], Any] = lambda params, batch: batch  # noqa: E731
-    if mesh is not None:
-        if rows % (parts := size_of("data", mesh)):
-            raise MarsError(
-                f"{rows} rows of {length} tokens cannot be divided among {parts} devices: choose a number of tokens "
-                "per step that makes a multiple of them."
-            )
-        by_row = NamedSharding(mesh, PartitionSpec(names_of("data", mesh) or None))
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        init = lambda: _placed(apprentice.init(), everywhere)  # noqa: E731
-        prepare = lambda params, batch: _placed(batch, by_row)  # noqa: E731
+    parts = 1 if mesh is None else size_of("data", mesh)
+    if rows % parts:
+        raise MarsError(
+            f"{rows} rows of {length} tokens cannot be divided among {parts} devices: choose a number of tokens "
+            "per step that makes a multiple of them."
+        )
     batches = data.batches(streams, rows=rows, length=length, seed=seed)
-    training = _training(apprentice, batches, tokens, rows * length, learning_rate)._replace(init=init)
+    training = _training(apprentice, batches, tokens, rows * length, learning_rate)
     low = cast(teacher, jnp.bfloat16)
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+    if mesh is None:
+        return _with_ids(fit(training, work, teacher=low, description="distilling"), apprentice)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    by_row = NamedSharding(mesh, PartitionSpec(names_of("data", mesh) or None))
+
+    def prepare(params: PyTree, batch: Batch) -> Batch:
+        return _placed(batch, by_row)
+
+    training = training._replace(init=lambda: _placed(apprentice.init(), replicated))
+    with jax.set_mesh(mesh):
         params = fit(training, work, teacher=low, prepare=prepare, description="distilling")
+    return _with_ids(params, apprentice)
+
+
+def _with_ids(params: PyTree, apprentice: Apprentice) -> PyTree:
+    """Add the draft vocabulary, which is not trained, to trained params."""
     return params if apprentice.ids is None else {**params, "ids": apprentice.ids}
 
 
 def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
-    def place(x: Any) -> Array:
+    def place(x: Array | np.ndarray) -> Array:
         if isinstance(x, Array) and not x.is_fully_addressable:
             # This array is one of the target's weights, sharded over several processes.
             return jax.jit(lambda array: array, out_shardings=sharding)(x)
@@ -168,7 +175,7 @@ def train_on_features(
 
     training = _training(apprentice, batches, tokens, size, learning_rate)
     params = fit(training, work, teacher=low, save_every=25, held_out=measure, description="distilling")
-    return params if apprentice.ids is None else {**params, "ids": apprentice.ids}
+    return _with_ids(params, apprentice)
 
 
 def tau(figures: Mapping[str, float]) -> float:

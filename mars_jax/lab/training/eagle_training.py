@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from mars_jax.contrib.teaching import Batch, Loss, document_mask, in_documents, teach
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
@@ -38,21 +39,18 @@ class Labels(NamedTuple):
     output: ForwardOutput  # [B, n, ...]; the target's output, with the features that the head reads
     logits: Array  # f32[B, n, W]; logits of token t + 2 in the draft vocabulary
     choice: Array  # i32[B, n]; the target's most likely token t + 2
-    known: Array  # bool[B, n]; whether `choice` is in the draft vocabulary
+    in_vocabulary: Array  # bool[B, n]; whether `choice` is in the draft vocabulary
 
 
 def _labels(target: LanguageModel, teacher: PyTree, batch: Batch, ids: Array | None) -> Labels:
     """Compute labels with a forward pass of the target."""
     lesson = teach(target, teacher, batch)
+    # Entry t embeds token t + 1, so its label is the target's distribution after token t + 1.
     target_logits = lesson.logits[:, 1:]
     logits = target_logits if ids is None else jnp.take(target_logits, ids, axis=-1)
     in_vocabulary = jnp.max(logits, axis=-1) == jnp.max(target_logits, axis=-1)
-    return Labels(
-        entries(lesson.output, target_logits.shape[1]),
-        logits,
-        jnp.argmax(target_logits, axis=-1),
-        in_vocabulary,
-    )
+    output = entries(lesson.output, target_logits.shape[1])
+    return Labels(output, logits, jnp.argmax(target_logits, axis=-1), in_vocabulary)
 
 
 def _recorded_labels(record: Recorded, vocab_size: int, layers: int, ids: Array | None) -> Labels:
@@ -61,18 +59,19 @@ def _recorded_labels(record: Recorded, vocab_size: int, layers: int, ids: Array 
     features = tuple(jnp.split(record.features[:, : length - 1], layers, axis=-1))
     top, log_probs = record.top[:, 1:], record.log_probs[:, 1:].astype(jnp.float32)
     remaining_prob = jnp.maximum(1 - jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True), 1e-6)
-    size = vocab_size if ids is None else len(ids)
-    place = top
+    # Columns of the logits: the index of each token of `top` in the draft vocabulary.
+    size, columns = vocab_size, top
     if ids is not None:
         # Tokens outside the draft vocabulary map past its end, where the scatter drops them.
-        place = jnp.full((vocab_size,), size, jnp.int32).at[ids].set(jnp.arange(size, dtype=jnp.int32))[top]
-    logits = jnp.broadcast_to(
-        jnp.log(remaining_prob / (vocab_size - top.shape[-1])), (rows, length - 1, size)
-    )
+        size = len(ids)
+        column_of = jnp.full((vocab_size,), size, jnp.int32).at[ids].set(jnp.arange(size, dtype=jnp.int32))
+        columns = column_of[top]
+    logits = jnp.log(remaining_prob / (vocab_size - top.shape[-1]))
+    logits = jnp.broadcast_to(logits, (rows, length - 1, size))
     row, entry = jnp.indices((rows, length - 1), dtype=jnp.int32, sparse=True)
-    logits = logits.at[row[..., None], entry[..., None], place].set(log_probs, mode="drop")
+    logits = logits.at[row[..., None], entry[..., None], columns].set(log_probs, mode="drop")
     no_hidden = jnp.zeros((rows, length - 1, 0), features[0].dtype)
-    return Labels(ForwardOutput(no_hidden, features, ()), logits, top[..., 0], place[..., 0] < size)
+    return Labels(ForwardOutput(no_hidden, features, ()), logits, top[..., 0], columns[..., 0] < size)
 
 
 def entries(output: ForwardOutput, count: int) -> ForwardOutput:
@@ -95,7 +94,7 @@ def eagle3(
     ids: Array | None = None,
     steps: int = 5,
     divergence: Divergence = forward_kl,
-    dtype: Any = "bfloat16",
+    dtype: DTypeLike = "bfloat16",
 ) -> Loss:
     """Return the loss of training-time test: the head drafts `steps` tokens from every position at once.
 
@@ -117,16 +116,18 @@ def eagle3(
       dtype: dtype of the computation.
     """
 
-    def loss(params: PyTree, batch: Any, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
+    def loss(params: PyTree, batch: Batch | Recorded, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
         if isinstance(batch, Recorded):
             labels = _recorded_labels(batch, target.vocab_size, len(config.feature_layers), ids)
-            included = labels.known
+            included = labels.in_vocabulary
         else:
             labels = _labels(target, teacher, batch, ids)
-            included = labels.known if batch.wanted is None else labels.known & batch.wanted[:, 2:]
+            included = labels.in_vocabulary
+            if batch.wanted is not None:
+                included &= batch.wanted[:, 2:]
         both = Params(target=teacher, draft=cast(params, dtype, ids))
         losses, accepted = [], []
-        chain = drafted_ahead(config, target, both, labels.output, batch.tokens, batch.segments, steps, dtype)
+        chain = drafted_ahead(config, target, both, labels.output, batch.tokens, batch.segments, steps)
         for drafted, valid in chain:
             losses.append(objectives.masked_mean(divergence(labels.logits, drafted), valid & included))
             accepted.append(_agreement(config, both, drafted, labels.choice, valid))
@@ -143,7 +144,6 @@ def drafted_ahead(
     tokens: Array,
     segments: Array,
     steps: int,
-    dtype: Any,
 ) -> Iterator[tuple[Array, Array]]:
     """Yield the drafts of an EAGLE-3 head from every position at once, one to `steps` tokens ahead; see `eagle3`.
 
@@ -151,7 +151,7 @@ def drafted_ahead(
       config, target, both: the head, its target, and the weights of both.
       output: the target's output at the n entries, [B, n, ...].
       tokens, segments: i32[B, L + 1] with L = n + 1; the last column is not read.
-      steps, dtype: as for `eagle3`.
+      steps: as for `eagle3`.
 
     Yields:
       For step j: logits f32[B, n, W], whose entry t predicts token t + 2 in a chain that begins at entry t - j; and
@@ -163,30 +163,27 @@ def drafted_ahead(
     entry = jnp.arange(n, dtype=jnp.int32)
     position = jnp.broadcast_to(entry, (rows, n))
     together = document_mask(segments[:, :n])
-    cache = config.init_cache(rows, steps * n, dtype)
+    # The cache is `steps` blocks of n slots. Block i holds the entries of step i.
+    cache = config.init_cache(rows, steps * n, both.draft["fc"].dtype)
+    distance = (entry[:, None] - entry[None, :])[None]  # from the attended entry
     for j in range(steps):
-        distance = (entry[:, None] - entry[None, :])[None]  # from the attended entry
+        # Entry t attends to the target's features up to t - j, which are block 0, and to the entry t - (j - i) of each
+        # block i, which are its own chain. Later blocks are still empty.
         blocks = [together & (distance >= j)]
         blocks += [jnp.broadcast_to(distance == j - i, together.shape) for i in range(1, j + 1)]
         blocks += [jnp.zeros(together.shape, bool)] * (steps - j - 1)
-        hidden, cache = head.forward(
-            config,
-            target,
-            both,
-            feature,
-            following,
-            Visible(
-                first=jnp.zeros((rows,), jnp.int32),
-                positions=position,
-                slot=jnp.full((rows,), j * n, jnp.int32),
-                seen=jnp.concatenate(blocks, axis=2),
-                seen_positions=jnp.tile(position, (1, steps)),
-            ),
-            cache,
+        visible = Visible(
+            first=jnp.zeros((rows,), jnp.int32),
+            positions=position,
+            slot=jnp.full((rows,), j * n, jnp.int32),
+            seen=jnp.concatenate(blocks, axis=2),
+            seen_positions=jnp.tile(position, (1, steps)),
         )
+        hidden, cache = head.forward(config, target, both, feature, following, visible, cache)
         # Valid if the last target feature and the embedded token belong to one document.
         valid = (jnp.roll(segments[:, :n], j, axis=1) == segments[:, 1:]) & (entry >= j)[None]
         yield head.unembed(config, target, both, hidden), valid & (segments[:, 1:] != PADDING)
+        # The feature of entry t at the next step is the head's output at entry t - 1.
         feature = jnp.roll(hidden, 1, axis=1).astype(feature.dtype)
 
 
@@ -195,7 +192,7 @@ def eagle1(
     target: LanguageModel,
     *,
     divergence: Divergence = forward_kl,
-    dtype: Any = "bfloat16",
+    dtype: DTypeLike = "bfloat16",
 ) -> Loss:
     """Return the loss of an EAGLE-1 head: regression of the next feature (smooth L1) and divergence of its token.
 
@@ -215,26 +212,18 @@ def eagle1(
         # The noise is a function of the batch, so that a killed run continues bit for bit.
         key = jax.random.fold_in(jax.random.key(0), jnp.sum(batch.tokens))
         feature = feature + jax.random.uniform(key, feature.shape, feature.dtype, -NOISE, NOISE)
-        hidden, _ = head.forward(
-            config,
-            target,
-            both,
-            feature,
-            batch.tokens[:, 1:length],
-            in_documents(segments[:, :n]),
-            config.init_cache(rows, n, dtype),
-        )
+        following, visible = batch.tokens[:, 1:length], in_documents(segments[:, :n])
+        cache = config.init_cache(rows, n, dtype)
+        hidden, _ = head.forward(config, target, both, feature, following, visible, cache)
         drafted, target_logits = head.unembed(config, target, both, hidden), lesson.logits[:, 1:]
         valid = segments[:, :n] == segments[:, 1:]
+        # The regression target of entry t is the target's feature at t + 1. Smooth L1 is quadratic below an error of 1.
         error = jnp.abs(hidden.astype(jnp.float32) - lesson.output.hidden[:, 1:].astype(jnp.float32))
         smooth = jnp.mean(jnp.where(error < 1, 0.5 * error**2, error - 0.5), axis=-1)
         regression = objectives.masked_mean(smooth, valid)
         token = objectives.masked_mean(divergence(target_logits, drafted), valid)
-        figures = {
-            "regression": regression,
-            "token": token,
-            "accept_1": _agreement(config, both, drafted, jnp.argmax(target_logits, axis=-1), valid),
-        }
+        accepted = _agreement(config, both, drafted, jnp.argmax(target_logits, axis=-1), valid)
+        figures = {"regression": regression, "token": token, "accept_1": accepted}
         return regression + TOKEN_WEIGHT * token, figures
 
     return loss
@@ -248,7 +237,7 @@ def feature_layers(target: ModelConfig) -> tuple[int, ...]:
     """
     count = target.num_layers
     if count >= 12:
-        return (1, count // 2 - 1, count - 4)
+        return EagleConfig.outline(target).feature_layers
     return tuple(sorted({max(count * i // 3 - 1, 0) for i in (1, 2, 3)}))
 
 
@@ -265,16 +254,17 @@ def from_target(
     The last norm and the unembedding are copied from the target if the head has its own. The target's last feature
     passes through, and all other weights are random. `ids` i32[W] is the draft vocabulary; None: all tokens.
     """
-    first = init_params(config, jax.random.key(seed))
-    first.pop("ids", None)
-    if "norm" in first:
-        first["norm"] = jnp.array(params["norm"], jnp.float32)
+    initial = init_params(config, jax.random.key(seed))
+    initial.pop("ids", None)
+    if "norm" in initial:
+        initial["norm"] = jnp.array(params["norm"], jnp.float32)
     if config.own_unembed:
         unembed = unembedding(target, params)
-        first["unembed"] = jnp.array(unembed if ids is None else unembed[ids])
+        # Copy it, because the optimizer overwrites the params.
+        initial["unembed"] = jnp.array(unembed if ids is None else unembed[ids])
     size = target.hidden_size
-    first["fc"] = first["fc"].at[:, -size:].add(jnp.eye(size))
-    return first
+    initial["fc"] = initial["fc"].at[:, -size:].add(jnp.eye(size))
+    return initial
 
 
 def new_eagle3(

@@ -49,6 +49,7 @@ def pack_documents(documents: Iterable[Sequence[int]], length: int) -> tuple[np.
     ([[7, 8, 9, 9], [1, 2, 3, 0], [5, 6, 0, 0]], [[0, 0, 0, 0], [0, 0, 0, -1], [0, 0, -1, -1]])
     """
     rows: list[list[Sequence[int]]] = []
+    # Number of free positions in each row.
     room: list[int] = []
     for ids in sorted((list(d)[:length] for d in documents), key=len, reverse=True):
         row = next((i for i, free in enumerate(room) if free >= len(ids)), len(rows))
@@ -59,12 +60,12 @@ def pack_documents(documents: Iterable[Sequence[int]], length: int) -> tuple[np.
         room[row] -= len(ids)
     tokens = np.zeros((len(rows), length), np.int32)
     segments = np.full((len(rows), length), PADDING, np.int32)
-    for row, together in enumerate(rows):
-        place = 0
-        for number, ids in enumerate(together):
-            tokens[row, place : place + len(ids)] = ids
-            segments[row, place : place + len(ids)] = number
-            place += len(ids)
+    for row, row_documents in enumerate(rows):
+        start = 0
+        for number, ids in enumerate(row_documents):
+            tokens[row, start : start + len(ids)] = ids
+            segments[row, start : start + len(ids)] = number
+            start += len(ids)
     return tokens, segments
 
 
@@ -93,10 +94,10 @@ def write_shard(folder: Path, recorded: Recorded) -> None:
     staging = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    for name, value in recorded._asdict().items():
-        value = np.asarray(value)
-        # The .npy format has no bfloat16.
-        np.save(staging / f"{name}.npy", value.view(np.uint16) if name == "features" else value)
+    # The .npy format has no bfloat16, so store the bits.
+    stored = recorded._replace(features=np.asarray(recorded.features).view(np.uint16))
+    for name, array in stored._asdict().items():
+        np.save(staging / f"{name}.npy", array)
         sync(staging / f"{name}.npy")
     sync(staging)
     staging.replace(folder)
@@ -133,10 +134,10 @@ class _DumpRows:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: Any) -> Recorded:
-        which = int(np.searchsorted(self._ends, index, side="right"))
-        shard = self._shards[which]
-        return Recorded(*(np.asarray(x[index - self._ends[which]]) for x in shard))
+    def __getitem__(self, index: int) -> Recorded:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        # Relative to the end of its shard, the index is negative, and so counts rows from the end.
+        return Recorded(*(np.asarray(x[index - self._ends[number]]) for x in self._shards[number]))
 
 
 def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple[Any, list[Recorded], int]:

@@ -5,13 +5,14 @@ Oracle: a killed run compared with an uninterrupted one (tests/lab/training/test
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import optax
@@ -33,7 +34,7 @@ WARMUP, DECAY = 50, 0.35
 class Apprentice:
     """A drafter in training."""
 
-    config: Any
+    config: Any  # config of a model or of a kind of head
     init: Callable[[], PyTree]  # returns the initial params, in float32
     loss: Loss
     ids: Array | None = None  # i32[W]; draft vocabulary of the head, if it has one
@@ -55,19 +56,15 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
     """
     warmup = min(WARMUP, max(1, steps // 10))
     falling = max(1, round(steps * DECAY))
-    schedule = optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, peak, warmup),
-            optax.constant_schedule(peak),
-            optax.linear_schedule(peak, 0.0, falling),
-        ],
-        [warmup, steps - falling],
-    )
+    # A linear schedule stays at its last value, so the first one is also the plateau.
+    rise, fall = optax.linear_schedule(0.0, peak, warmup), optax.linear_schedule(peak, 0.0, falling)
+    schedule = optax.join_schedules([rise, fall], [steps - falling])
 
     def matrices(params: PyTree) -> PyTree:
-        def dimensions(path: Any, x: Array) -> Any:
-            inside = x.ndim == 2 and "embed" not in jax.tree_util.keystr(path)
-            return optax.contrib.MuonDimensionNumbers() if inside else None
+        def dimensions(path: jax.tree_util.KeyPath, x: Array) -> optax.contrib.MuonDimensionNumbers | None:
+            if x.ndim == 2 and "embed" not in jax.tree_util.keystr(path):
+                return optax.contrib.MuonDimensionNumbers()
+            return None
 
         return jax.tree_util.tree_map_with_path(dimensions, params)
 
@@ -129,7 +126,8 @@ def fit(
     # Batches are small and in memory, so prefetching threads would not pay off.
     batches = iter(training.batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
     state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
-    with progress(description) as show, Checkpoints(directory, training.steps) as checkpoints:
+    checkpoints = Checkpoints(directory, training.steps)
+    with progress(description) as show, contextlib.closing(checkpoints):
         completed_steps, state = checkpoints.restore(state)
         params, opt_state = state["params"], state["opt_state"]
         batches.set_state(jax.tree.map(int, state["data"]))
@@ -182,14 +180,11 @@ class Checkpoints:
             )
             self._manager = ocp.CheckpointManager(directory / CHECKPOINTS, options=options)
 
-    def __enter__(self) -> Checkpoints:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._manager is not None:
             self._manager.close()
 
-    def restore(self, state: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def restore(self, state: dict[str, PyTree]) -> tuple[int, dict[str, PyTree]]:
         """Return the number of completed steps and the state after them, placed like `state`; or 0 and `state` itself.
 
         Raises:
@@ -217,7 +212,7 @@ class Checkpoints:
         }
         return completed_steps, placed | {"data": host_state["data"]}
 
-    def _read(self, step: int, state: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, step: int, state: dict[str, PyTree]) -> dict[str, PyTree]:
         import orbax.checkpoint as ocp
 
         assert self._manager is not None
@@ -249,7 +244,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
 
-def _log(path: Path, lines: int) -> Any:
+def _log(path: Path, lines: int) -> TextIO:
     """Open a log for appending, truncated to its first `lines` lines.
 
     A killed run may have logged steps after its last checkpoint.

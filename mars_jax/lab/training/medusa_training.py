@@ -6,52 +6,21 @@ Oracle: acceptance of the exported heads (tests/lab/commands/test_distill.py).
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.contrib.models import medusa_layers
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
-from mars_jax.contrib.teaching import Batch, Loss, teach
-from mars_jax.core.types import LanguageModel, PyTree
+from mars_jax.contrib.teaching import Batch, teach
+from mars_jax.core.types import PyTree
 from mars_jax.lab.training import objectives
 from mars_jax.lab.training.eagle_training import unembedding
 from mars_jax.lab.training.loop import Apprentice
-from mars_jax.lab.training.objectives import Divergence, cast, forward_kl
+from mars_jax.lab.training.objectives import Divergence, cast
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import init_params
 from mars_jax.models.transformer import language_model
-
-
-def medusa(
-    count: int, target: LanguageModel, *, divergence: Divergence = forward_kl, dtype: Any = "bfloat16"
-) -> Loss:
-    """Return the loss of `count` heads: head i learns the token i + 2 positions after the one that it reads.
-
-    Args:
-      count: H.
-      target, divergence, dtype: as for `eagle_training.eagle3`.
-    """
-
-    def loss(params: PyTree, batch: Batch, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
-        lesson = teach(target, teacher, batch)
-        rows, length, size = lesson.output.hidden.shape
-        hidden = lesson.output.hidden.reshape(rows * length, 1, size)
-        drafted = medusa_layers.logits(cast(params, dtype), hidden, count).reshape(rows, length, count, -1)
-        segments, losses, accepted = batch.segments, [], []
-        for i in range(count):
-            n = length - 1 - i
-            logits, target_logits = drafted[:, :n, i], lesson.logits[:, 1 + i :]
-            # The target predicts token t + 2 + i given one document up to t + 1 + i.
-            valid = segments[:, :n] == segments[:, 1 + i : length]
-            same = (jnp.argmax(logits, axis=-1) == jnp.argmax(target_logits, axis=-1)).astype(jnp.float32)
-            losses.append(objectives.masked_mean(divergence(target_logits, logits), valid))
-            accepted.append(objectives.masked_mean(same, valid))
-        return objectives.chain_mean(losses), objectives.chain_figures(losses, accepted)
-
-    return loss
 
 
 def new_medusa(
@@ -61,13 +30,30 @@ def new_medusa(
     config = MedusaConfig(
         num_heads=count, num_layers=1, hidden_size=target.hidden_size, vocab_size=target.vocab_size
     )
+    model = language_model(target, dtype="bfloat16")
 
     def init() -> PyTree:
-        first = init_params(config, jax.random.key(seed))
-        for head in first["heads"]:
+        initial = init_params(config, jax.random.key(seed))
+        for head in initial["heads"]:
             head["unembed"] = jnp.array(unembedding(target, params))
             head["blocks"][0]["weight"] = jnp.zeros_like(head["blocks"][0]["weight"])
-        return first
+        return initial
 
-    loss = medusa(count, language_model(target, dtype="bfloat16"), divergence=divergence)
+    def loss(params: PyTree, batch: Batch, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
+        lesson = teach(model, teacher, batch)
+        rows, length, size = lesson.output.hidden.shape
+        hidden = lesson.output.hidden.reshape(rows * length, 1, size)
+        heads = cast(params, "bfloat16")
+        drafted = medusa_layers.logits(heads, hidden, count).reshape(rows, length, count, -1)
+        segments, losses, accepted = batch.segments, [], []
+        for i in range(count):
+            # Head i reads position t and drafts token t + 2 + i, which the target predicts at position t + 1 + i.
+            n = length - 1 - i
+            logits, target_logits = drafted[:, :n, i], lesson.logits[:, 1 + i :]
+            valid = segments[:, :n] == segments[:, 1 + i : length]
+            same = (jnp.argmax(logits, axis=-1) == jnp.argmax(target_logits, axis=-1)).astype(jnp.float32)
+            losses.append(objectives.masked_mean(divergence(target_logits, logits), valid))
+            accepted.append(objectives.masked_mean(same, valid))
+        return objectives.chain_mean(losses), objectives.chain_figures(losses, accepted)
+
     return Apprentice(config=config, init=init, loss=loss)

@@ -6,11 +6,11 @@ B rows, L tokens per row, V vocabulary, W draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from mars_jax.core.types import PyTree
 from mars_jax.utils.errors import MarsError
@@ -58,6 +58,7 @@ def divergence(names: str) -> Divergence:
     >>> round((divergence("kl+2*tv")(*z) - divergence("kl")(*z)).item(), 5)
     0.5
     """
+    # The terms of the sum, each with its weight.
     parts: list[tuple[float, Divergence]] = []
     for part in names.split("+"):
         weight, star, name = part.strip().rpartition("*")
@@ -78,10 +79,12 @@ def divergence(names: str) -> Divergence:
     return total
 
 
-def cast(params: PyTree, dtype: Any, ids: Array | None = None) -> PyTree:
+def cast(params: PyTree, dtype: DTypeLike, ids: Array | None = None) -> PyTree:
     """Cast float32 params to the dtype of the computation, and add the draft vocabulary i32[W] if there is one."""
     low = jax.tree.map(lambda x: x.astype(dtype), params)
-    return low if ids is None else {**low, "ids": ids}
+    if ids is None:
+        return low
+    return {**low, "ids": ids}
 
 
 def masked_mean(values: Array, valid: Array, axis: tuple[int, ...] | None = None) -> Array:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,7 @@ class Refiner:
         held_out: Sequence[Sequence[int]],
         target_params: PyTree,
         old: Sequence[Sequence[int]] = (),
-        optimizer: Any = None,
+        optimizer: optax.GradientTransformation | None = None,
         rows: int = 64,
         width: int = 256,
         fall: float = 0.03,
@@ -123,13 +124,14 @@ class Refiner:
         """
         if not len(held_out):
             raise MarsError("there are no held-out texts: give some, or nothing guards against forgetting.")
+        self._ids: dict[str, Array] = {}
         if isinstance(draft, EagleConfig):
             # Exclude token ids, which are integers without a gradient, from the params.
-            self._ids = {name: params[name] for name in params if name == "ids"}
-            params = {name: params[name] for name in params if name != "ids"}
+            params = dict(params)
+            if "ids" in params:
+                self._ids["ids"] = params.pop("ids")
             learner = _head_learner(target, draft, self._ids, depth, temperature)
         else:
-            self._ids = {}
             learner = _model_learner(target, draft, depth, temperature)
         self._texts: collections.deque[tuple[list[int], list[bool]]] = collections.deque(maxlen=rows)
         self._depth, self._width, self._fall = depth, width, fall
@@ -148,7 +150,9 @@ class Refiner:
     def params(self) -> PyTree:
         """The weights of the draft, in its original dtypes."""
         trained = jax.tree.map(lambda x, dtype: x.astype(dtype), self._params, self._dtypes)
-        return trained | self._ids if self._ids else trained
+        if self._ids:
+            return trained | self._ids
+        return trained
 
     def expected_tau(self, target_params: PyTree) -> float:
         """Return the expected tau of a K-token chain on the held-out documents, with the current weights."""
@@ -186,14 +190,16 @@ class Refiner:
         old_params, old_state = self._params, self._state
         tau_before = self.expected_tau(target_params)
         loss = jnp.float32(0)
-        for _ in range(steps if self._texts else 0):
-            self._params, self._state, loss = self._update(
-                self._params, self._state, target_params, *self._lessons()
-            )
+        if self._texts:
+            for _ in range(steps):
+                tokens, loss_mask = self._lessons()
+                self._params, self._state, loss = self._update(
+                    self._params, self._state, target_params, tokens, loss_mask
+                )
         tau_after = self.expected_tau(target_params)
-        is_kept = bool(np.isfinite(tau_after)) and tau_after >= min(
-            (1 - self._fall) * self._first, tau_before
-        )
+        # A change of the target may have lowered tau below this share of its first value already.
+        least_tau = min((1 - self._fall) * self._first, tau_before)
+        is_kept = math.isfinite(tau_after) and tau_after >= least_tau
         if not is_kept:
             self._params, self._state = old_params, old_state
         return Refined(self.params, is_kept, float(loss), tau_before, tau_after)
@@ -209,9 +215,10 @@ class Refiner:
         lessons = [self._texts[i] for i in self._random.choice(len(self._texts), BATCH)]
         for _ in range(BATCH):
             text = self._old[self._random.integers(len(self._old))] if self._old else []
-            lessons.append((list(text), [place > 0 for place in range(len(text))]))
+            # Learn every token but the first, which has no prediction.
+            lessons.append((list(text), [position > 0 for position in range(len(text))]))
         tokens, _ = self._padded([text for text, _ in lessons])
-        loss_mask, _ = self._padded([places for _, places in lessons])
+        loss_mask, _ = self._padded([learned for _, learned in lessons])
         return jnp.asarray(tokens), jnp.asarray(loss_mask, bool)
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -223,8 +230,10 @@ class Refiner:
         return tokens, lengths
 
 
-def _updater(learner: Learner, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    def update(params: PyTree, state: Any, teacher: PyTree, tokens: Array, loss_mask: Array) -> Any:
+def _updater(
+    learner: Learner, optimizer: optax.GradientTransformation
+) -> Callable[..., tuple[PyTree, PyTree, Array]]:
+    def update(params: PyTree, state: PyTree, teacher: PyTree, tokens: Array, loss_mask: Array):
         loss, gradient = jax.value_and_grad(learner.loss)(params, teacher, tokens, loss_mask)
         change, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, change), state, loss
@@ -237,14 +246,15 @@ def _measurer(learner: Learner) -> Callable[..., tuple[Array, Array]]:
 
     def measure(params: PyTree, teacher: PyTree, tokens: Array, lengths: Array):
         acceptance = learner.acceptance(params, teacher, tokens)
+        # tau = 1 + a_1 + a_1 a_2 + ...; reach is the product so far, the probability that the chain gets that far.
         tau = reach = jnp.float32(1)
         for j, accept in enumerate(acceptance):
             # Draft j of the chain that begins at t is at position t + j.
             reach = reach * jnp.pad(accept[:, j:], ((0, 0), (0, j)))
             tau = tau + reach
         # Count only chains that lie inside the document.
-        place = jnp.arange(tau.shape[1], dtype=jnp.int32)[None]
-        begins = place + len(acceptance) + learner.ahead - 1 < lengths[:, None]
+        position = jnp.arange(tau.shape[1], dtype=jnp.int32)[None]
+        begins = position + len(acceptance) + learner.ahead - 1 < lengths[:, None]
         return jnp.sum(jnp.where(begins, tau, 0.0)), jnp.sum(begins)
 
     return measure
@@ -252,6 +262,7 @@ def _measurer(learner: Learner) -> Callable[..., tuple[Array, Array]]:
 
 def _agreement(z: Array, y: Array, temperature: float) -> Array:
     """Return the probability that a draft from logits y f32[..., V] is accepted by a target with logits z."""
+    # Greedy verification accepts if the best tokens agree, and rejection with probability sum of min(p, q).
     if temperature == 0:
         return (jnp.argmax(z, -1) == jnp.argmax(y, -1)).astype(jnp.float32)
     return jnp.sum(jnp.minimum(jax.nn.softmax(z / temperature), jax.nn.softmax(y / temperature)), axis=-1)
@@ -265,6 +276,7 @@ def _model_learner(target: LanguageModel, draft: LanguageModel, depth: int, temp
         )
 
     def loss(params: PyTree, teacher: PyTree, tokens: Array, loss_mask: Array) -> Array:
+        # Position t predicts token t + 1, so the mask moves by one.
         weight, segments = loss_mask[:, 1:].astype(jnp.float32), jnp.zeros_like(tokens)
         p = jax.nn.softmax(predict(target, teacher, tokens, segments)[:, :-1])
         log_q = jax.nn.log_softmax(predict(draft, params, tokens, segments)[:, :-1])
@@ -291,17 +303,17 @@ def _head_learner(
     # Updates are small and use few rows, so compute them in float32.
     train = eagle3(config, model, ids=ids.get("ids"), steps=depth, dtype="float32")
 
-    def loss(params: PyTree, teacher: PyTree, tokens: Array, wanted: Array) -> Array:
-        return train(params, Batch(tokens, jnp.zeros_like(tokens), wanted), teacher)[0]
+    def loss(params: PyTree, teacher: PyTree, tokens: Array, loss_mask: Array) -> Array:
+        return train(params, Batch(tokens, jnp.zeros_like(tokens), loss_mask), teacher)[0]
 
     def acceptance(params: PyTree, teacher: PyTree, tokens: Array) -> Sequence[Array]:
         both = Params(target=teacher, draft={**params, **ids})
         segments = jnp.zeros_like(tokens)
         lesson = teach(model, teacher, Batch(tokens, segments))
-        wanted = lesson.logits[:, 1:]
-        output = entries(lesson.output, wanted.shape[1])
-        chain = drafted_ahead(config, model, both, output, tokens, segments, depth, "float32")
-        return [_agreement(wanted, config.widen(both, drafted), temperature) for drafted, _ in chain]
+        target_logits = lesson.logits[:, 1:]
+        output = entries(lesson.output, target_logits.shape[1])
+        chain = drafted_ahead(config, model, both, output, tokens, segments, depth)
+        return [_agreement(target_logits, config.widen(both, drafted), temperature) for drafted, _ in chain]
 
     return Learner(loss, acceptance, ahead=2)
 
@@ -338,15 +350,16 @@ def open_refiner(
         model, _ = hub.load_eagle(path, target.config, target.params, dtype=dtype)
     else:
         model = hub.load(path, dtype=dtype).model
+    # Hold out documents that are spread evenly over the file, and at most every second one.
     spacing = max(len(texts) // HELD_OUT, 2)
-    places = range(0, len(texts), spacing)[:HELD_OUT]
+    held_out = range(0, len(texts), spacing)[:HELD_OUT]
     return Refiner(
         target.model,
         model,
         params,
         depth=drafter.drafter.max_depth,
-        held_out=[texts[place] for place in places],
-        old=[text for place, text in enumerate(texts) if place not in places],
+        held_out=[texts[i] for i in held_out],
+        old=[text for i, text in enumerate(texts) if i not in held_out],
         target_params=target.params,
         width=width,
         temperature=1.0 if samples else 0.0,

@@ -85,10 +85,12 @@ def test_humaneval_of_the_mars_release_has_none(write):
 def test_mbpp_in_both_layouts(write):
     full = {"task_id": 2, "text": "Add.", "test_setup_code": "x = 1", "test_list": ["assert a(1) == x"]}
     sanitized = {"task_id": 3, "prompt": "Add.", "test_imports": ["import math"], "test_list": ["a(1)"]}
-    first, second = read_problems("mbpp", write(full, sanitized), chat=False)
+    without_imports = sanitized | {"task_id": 4, "test_imports": []}
+    first, second, third = read_problems("mbpp", write(full, sanitized, without_imports), chat=False)
     assert "Add. Your code should pass these tests:\n\nassert a(1) == x\n[BEGIN]\n" in first.turns[0]
     assert first.code is not None and first.code.test.startswith("x = 1\nassert a(1) == x\n")
     assert second.code is not None and second.code.test.startswith("import math\n")
+    assert third.code is not None and third.code.test.startswith("\na(1)\n")
     assert "[BEGIN]" not in read_problems("mbpp", write(full), chat=True)[0].turns[0]
 
 

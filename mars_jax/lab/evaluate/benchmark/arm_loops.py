@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from mars_jax.cli.progress import Show
 from mars_jax.lab.evaluate.answers import Decoding, prompt_tokens
@@ -15,6 +14,7 @@ from mars_jax.lab.folder import read_shared_json, write_shared_json
 from mars_jax.serve.queue import Said
 from mars_jax.serve.rows import Row, RowFile
 from mars_jax.utils import activity
+from mars_jax.utils.types import JsonObject
 from mars_jax.verify import RuleChoice
 
 TEXTS = "texts.json"
@@ -31,7 +31,7 @@ class Evaluation:
         folder: Path,
         file: RowFile,
         problems: Sequence[Problem],
-        settings: Mapping[str, Any],
+        settings: JsonObject,
         rule: RuleChoice,
         part: slice | None = None,
     ):
@@ -50,7 +50,7 @@ class Evaluation:
             )
             for temperature in settings["temperatures"]
         }
-        self._tasks = by_task(problems if part is None else problems[part])
+        self._tasks = by_task(problems[part or slice(None)])
         # Number all problems, so that seeds do not depend on the part.
         self._seeds = {
             (task, p.id): (settings["seed"] + i) % 2**32
@@ -65,10 +65,9 @@ class Evaluation:
 
     def decode(self, show: Show) -> None:
         """Decode all rows that are not on file."""
-        total, chat, size = 0, self._decoding.chat, self._decoding.group
-        for task, temperature in self._places():
-            total += turns_of(self._tasks[task], chat) * len(self.arms[temperature])
-        recorder = Recorder(self._file, show, total)
+        size = self._decoding.group
+        turns = sum(turns_of(problems, self._decoding.chat) for problems in self._tasks.values())
+        recorder = Recorder(self._file, show, turns * sum(map(len, self.arms.values())))
         for task, temperature in self._places():
             problems = self._tasks[task]
             for first in range(0, len(problems), size):

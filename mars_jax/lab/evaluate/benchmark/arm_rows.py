@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +15,7 @@ from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.provenance import stamp
 from mars_jax.serve import likelihood
-from mars_jax.serve.rows import Row, RowFile
+from mars_jax.serve.rows import Row, RowFile, plain
 from mars_jax.serve.text import ends_in_loop
 
 
@@ -63,9 +62,10 @@ class Recorder:
         rows = self.file.batch([{**key, "id": problem.id} for problem in problems], make)
         self.done += turns_of(problems, decoding.chat)
         sums = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
-        drafts = f", drafts of {length}" if length else ""
-        place = place_of(problems[0].task, temperature)
-        self.show(self.done, self.total, f"{place}, {arm.name}{drafts}, {speed(**sums)}")
+        text = f"{place_of(problems[0].task, temperature)}, {arm.name}"
+        if length:
+            text += f", drafts of {length}"
+        self.show(self.done, self.total, f"{text}, {speed(**sums)}")
         return rows
 
 
@@ -99,7 +99,7 @@ def make_row(
     metrics = answer.metrics
     return {
         "id": problem.id,
-        "theta": None if arm.theta is None else "inf" if arm.theta == math.inf else arm.theta,
+        "theta": plain(arm.theta),
         "seed": seed,
         "text": list(answer.texts),
         "tokens": [list(turn) for turn in answer.tokens],
@@ -130,14 +130,15 @@ def scored(
     if problems[0].metric != "likelihood":
         return [scores.score_answer(p, a.texts[-1]) for p, a in zip(problems, answers, strict=True)]
     target, chat = decoding.session.target, decoding.chat
-    turns = [
-        (i, prompt_tokens(target, p, a.texts[:turn], chat=chat), tokens)
-        for i, (p, a) in enumerate(zip(problems, answers, strict=True))
-        for turn, tokens in enumerate(a.tokens)
-    ]
-    turn_sums = score_answers(target, [t[1] for t in turns], [t[2] for t in turns])
+    # One entry per turn: the number of its problem, its prompt with all earlier turns, and its tokens.
+    numbers, prompts, turns = [], [], []
+    for number, (problem, answer) in enumerate(zip(problems, answers, strict=True)):
+        for turn, tokens in enumerate(answer.tokens):
+            numbers.append(number)
+            prompts.append(prompt_tokens(target, problem, answer.texts[:turn], chat=chat))
+            turns.append(tokens)
     sums = np.zeros((len(problems), 2))
-    np.add.at(sums, [t[0] for t in turns], turn_sums)
+    np.add.at(sums, numbers, score_answers(target, prompts, turns))
     return [*sums.tolist()]
 
 
@@ -146,8 +147,9 @@ def score_answers(
 ) -> list[list[float]]:
     """Return each answer's total log-likelihood in nats and its number of tokens."""
     texts = [(*p, *a) for p, a in zip(prompts, answers, strict=True)]
-    scored = likelihood.score(target, texts, rows=max(1, min(likelihood.ROWS, len(texts))))
+    likelihoods = likelihood.score(target, texts, rows=min(likelihood.ROWS, len(texts)))
+    # Entry i of `log_p` is the log-probability of token i + 1.
     return [
-        [float(np.sum(s.log_p[len(p) - 1 :], dtype=np.float64)), float(len(a))]
-        for s, p, a in zip(scored, prompts, answers, strict=True)
+        [float(np.sum(text.log_p[len(prompt) - 1 :], dtype=np.float64)), float(len(answer))]
+        for text, prompt, answer in zip(likelihoods, prompts, answers, strict=True)
     ]

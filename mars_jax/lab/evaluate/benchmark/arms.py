@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from kernels_pallas import MARGINS
 from mars_jax import verify
@@ -20,6 +21,7 @@ from mars_jax.core.rule import Evidence, LoadedRule
 from mars_jax.core.sampling import divisor, node_uniforms, sample
 from mars_jax.core.tree import at_parent, walk
 from mars_jax.core.types import Verdict
+from mars_jax.hub.pretrained import Pretrained
 from mars_jax.verify import RuleChoice, is_own
 
 MARS = RuleChoice("mars", {})
@@ -50,7 +52,7 @@ class Arm:
 class LowMarginSampling(verify.Lossy):
     """See `low_margin_sampling`."""
 
-    theta: Any  # f32[] or [B]
+    theta: Array  # f32[] or [B]
     margin: str = struct.field(pytree_node=False, default="ratio")
     name: ClassVar[str] = "low-margin sampling"
 
@@ -60,10 +62,12 @@ class LowMarginSampling(verify.Lossy):
         # A node determines the token after it, which is one level deeper.
         free = tree.depths >= self.strict_edges(evidence)[:, None]
         low = MARGINS[self.margin](stats.top1, stats.top2, theta) & free
+        # The guards of `mars`: a margin with a stop token is never low.
         low &= ~is_stop(stats.id1, controls.stop_tokens) & ~is_stop(stats.id2, controls.stop_tokens)
         # `share` is the runner-up's share of the probability of the two best tokens.
         share = jax.nn.sigmoid((stats.top2 - stats.top1) / divisor(controls)[:, None])
         second = node_uniforms(evidence.keys, evidence.positions) < share
+        # y[b, n] is the token that the target itself samples after node n.
         y = sample(evidence.keys, evidence.positions, evidence.logits, controls)
         y = jnp.where(low, jnp.where(second, stats.id2, stats.id1), y)
         path, accepted, relaxed = walk(tree, tree.tokens == at_parent(tree, y), None)
@@ -73,7 +77,7 @@ class LowMarginSampling(verify.Lossy):
 
 
 def low_margin_sampling(
-    margin: str = "ratio", *, theta: float = 0.9, exact_prefix: Any = 0
+    margin: str = "ratio", *, theta: float = 0.9, exact_prefix: int = 0
 ) -> LowMarginSampling:
     """Return a control in which the target itself samples from the set that `verify.mars` lets a draft choose from.
 
@@ -125,7 +129,7 @@ def make_arms(
     thetas: Sequence[float],
     *,
     temperature: float,
-    target: Any = None,
+    target: Pretrained | None = None,
     refined: bool = False,
     controls: str = "all",
 ) -> list[Arm]:
@@ -148,48 +152,33 @@ def make_arms(
     >>> [arm.name for arm in make_arms(RuleChoice("mars", {}), [0.9], temperature=0.0)]
     ['autoregressive', 'exact', 'mars theta=0.9', 'low-margin sampling']
     """
-    measured = _measured(choice, thetas, target)
-    strict = base_of(measured[0].loaded_rule)
-    name = strict.rule.name
+    measured = [_measured(choice, theta, target) for theta in thetas or [None]]
+    base = base_of(measured[0].loaded_rule)
+    meaning = "the strict rule, which is lossless"
+    strict = Arm(name=base.rule.name, loaded_rule=base, role="strict", drafts=True, meaning=meaning)
     # If the measured rule is the strict rule itself, one arm serves as both.
-    rules = [arm for arm in measured if arm.name != name]
+    rules = [arm for arm in measured if arm.name != strict.name]
     arms = [ALONE]
     if controls != "none" or not rules:
-        meaning = "the strict rule, which is lossless"
-        arms.append(Arm(name=name, loaded_rule=strict, role="strict", drafts=True, meaning=meaning))
+        arms.append(strict)
     arms += rules
     if controls == "all" and rules and not choice.definition.lossless:
         arms += _controls(choice, measured[0], temperature)
     if refined:
+        name = f"{strict.name} refined"
         meaning = "the strict rule with a draft that is trained on its rejected tokens; training time counts"
-        arms.append(
-            Arm(
-                name=f"{name} refined",
-                loaded_rule=strict,
-                role="refined",
-                drafts=True,
-                refines=True,
-                meaning=meaning,
-            )
-        )
+        arms.append(dataclasses.replace(strict, name=name, role="refined", refines=True, meaning=meaning))
     return arms
 
 
-def _measured(choice: RuleChoice, thetas: Sequence[float], target: Any) -> list[Arm]:
-    """Return the rule at each threshold, or as one arm if it has none."""
-    if not thetas:
-        rule = verify.load(choice.spec, target, **choice.settings)
-        return [Arm(name=label(choice, rule), loaded_rule=rule, role="rule", drafts=True, meaning="the rule")]
-    arms = []
-    for theta in thetas:
-        rule = verify.load(choice.spec, target, **{**choice.settings, "theta": theta})
-        name = f"{label(choice, rule)} theta={theta:g}"
-        arms.append(
-            Arm(
-                name=name, loaded_rule=rule, role="rule", drafts=True, theta=theta, meaning="the relaxed rule"
-            )
-        )
-    return arms
+def _measured(choice: RuleChoice, theta: float | None, target: Pretrained | None) -> Arm:
+    """Return the arm of the measured rule at a threshold; None: the rule has no threshold."""
+    settings, suffix, meaning = dict(choice.settings), "", "the rule"
+    if theta is not None:
+        settings["theta"], suffix, meaning = theta, f" theta={theta:g}", "the relaxed rule"
+    rule = verify.load(choice.spec, target, **settings)
+    name = label(choice, rule) + suffix
+    return Arm(name=name, loaded_rule=rule, role="rule", drafts=True, theta=theta, meaning=meaning)
 
 
 def label(choice: RuleChoice, rule: LoadedRule) -> str:
@@ -197,40 +186,30 @@ def label(choice: RuleChoice, rule: LoadedRule) -> str:
     is_users = is_own(choice.spec)
     words = [choice.definition.name if is_users else rule.rule.name]
     for name, value in choice.settings.items():
-        is_number = type(value) in (int, float)
-        if name != "theta" and (is_number or is_users):
-            words.append(f"{name}={value:g}" if is_number else f"{name}={value}")
+        if name == "theta":
+            continue
+        if type(value) in (int, float):
+            words.append(f"{name}={value:g}")
+        elif is_users:
+            words.append(f"{name}={value}")
     return " ".join(words)
 
 
 def _controls(choice: RuleChoice, first: Arm, temperature: float) -> list[Arm]:
     """Return the controls that separate a rule's benefit from that of sampling among the two best tokens."""
-    arms = []
+    arms, sampling = [], "the target alone, sampling from its two best tokens"
+    control = dataclasses.replace(ALONE, role="control")
     if temperature > 0:
+        name, meaning = f"{AUTOREGRESSIVE} top_k=2", f"{sampling} everywhere"
+        arms.append(dataclasses.replace(control, name=name, top_k=2, meaning=meaning))
+    margin, theta = margin_of(choice), first.theta
+    if margin is not None and theta is not None:
+        rule = low_margin_sampling(margin, theta=theta, exact_prefix=first.loaded_rule.rule.exact_prefix)
+        meaning = f"{sampling} where their margin is low at theta={theta:g}"
+        loaded_rule = LoadedRule(rule)
         arms.append(
-            Arm(
-                name=f"{AUTOREGRESSIVE} top_k=2",
-                loaded_rule=_EXACT,
-                role="control",
-                drafts=False,
-                top_k=2,
-                meaning="the target alone, sampling from its two best tokens everywhere",
-            )
-        )
-    margin = margin_of(choice)
-    if margin is not None and first.theta is not None:
-        control = low_margin_sampling(
-            margin, theta=first.theta, exact_prefix=first.loaded_rule.rule.exact_prefix
-        )
-        arms.append(
-            Arm(
-                name=control.name,
-                loaded_rule=LoadedRule(control),
-                role="control",
-                drafts=False,
-                theta=first.theta,
-                meaning="the target alone, sampling from its two best tokens where their margin is low at "
-                f"theta={first.theta:g}",
+            dataclasses.replace(
+                control, name=rule.name, loaded_rule=loaded_rule, theta=theta, meaning=meaning
             )
         )
     return arms

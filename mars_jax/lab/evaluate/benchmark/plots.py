@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mars_jax.lab.pictures import BLACK, FORMATS, honest_limits, level, look, no_grid, picture, whiskers
+from mars_jax.utils.types import JsonObject
+
+if TYPE_CHECKING:  # matplotlib is imported only when a figure is drawn
+    from matplotlib.axes import Axes
 
 PICTURES = {
     "speed_quality": "speed against quality",
@@ -20,7 +24,7 @@ LEAST_POINTS = 10
 """Minimum range of a score axis, in points of 100: differences of one or two points are noise."""
 
 
-def captions(summary: Mapping[str, Any]) -> dict[str, str]:
+def captions(summary: JsonObject) -> dict[str, str]:
     """Return the captions of a run's plots. If no rule has theta, omit the plot over theta."""
     arms = [arm for table in summary["tables"] for arm in table["arms"]]
     if any(arm["role"] == "rule" and arm["theta"] is not None for arm in arms):
@@ -28,47 +32,56 @@ def captions(summary: Mapping[str, Any]) -> dict[str, str]:
     return {name: caption for name, caption in PICTURES.items() if name != "tau_theta"}
 
 
-def draw(summary: Mapping[str, Any], folder: Path, caption: str, formats: Sequence[str] = FORMATS) -> None:
+def draw(summary: JsonObject, folder: Path, caption: str, formats: Sequence[str] = FORMATS) -> None:
     """Write the plots of `captions`, each in all formats."""
     tables = summary["tables"]
     columns = min(len(tables), len({table["temperature"] for table in tables}))
-    height = 0.9 + 0.24 * max(len(table["arms"]) for table in tables)
-    panels = {"speed": (_speed, height), "speed_quality": (_speed_quality, 3.4)}
-    panels |= {"tau_theta": (_tau_theta, 3.0), "depth": (_depth, 3.0)}
+    rows = math.ceil(len(tables) / columns)
+    # Inches: one bar per arm, plus the title and the axis.
+    bars_height = 0.9 + 0.24 * max(len(table["arms"]) for table in tables)
+    panels = {
+        "speed": (_speed, bars_height),
+        "speed_quality": (_speed_quality, 3.4),
+        "tau_theta": (_tau_theta, 3.0),
+        "depth": (_depth, 3.0),
+    }
     for name in captions(summary):
         draw_panel, height = panels[name]
         files = [folder / f"{name}.{kind}" for kind in formats]
-        rows = math.ceil(len(tables) / columns)
         with picture(files, rows=rows, columns=columns, panel=(4.6, height), caption=caption) as axes:
             for axis, table in zip(axes.flat, tables, strict=False):
                 axis.set_title(f"{table['task']}, temperature {table['temperature']:g}")
                 draw_panel(axis, table["arms"])
 
 
-def _strict(arms: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _strict(arms: Sequence[JsonObject]) -> JsonObject:
     """Return the strict arm, or the autoregressive arm if the run has no strict one."""
     return next((arm for arm in arms if arm["role"] == "strict"), arms[0])
 
 
-def _families(arms: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+def _families(arms: Sequence[JsonObject]) -> dict[str, list[JsonObject]]:
     """Group arms that differ only in their threshold, by the name without it."""
-    families: dict[str, list[Mapping[str, Any]]] = {}
+    families: dict[str, list[JsonObject]] = {}
     for arm in arms:
         families.setdefault(arm["arm"].partition(" theta=")[0], []).append(arm)
     return families
 
 
-def _speed_quality(axis: Any, arms: Sequence[Mapping[str, Any]]) -> None:
+def _speed_quality(axis: Axes, arms: Sequence[JsonObject]) -> None:
     """Plot the score, or the regret if nothing is scored, over tokens/s."""
     is_scored = all(arm["score"] is not None for arm in arms)
-    name, unit = ("score", 100) if is_scored else ("regret_per_token", 1)
-    ends = []
+    name, unit = "regret_per_token", 1
+    if is_scored:
+        name, unit = "score", 100
+    ends: list[float] = []
 
-    def quality(arm: Mapping[str, Any]) -> tuple[float, list[float] | None]:
-        interval = arm["intervals"][name]
-        interval = None if interval is None else [unit * end for end in interval]
-        ends.extend([unit * arm[name], *(interval or ())])
-        return unit * arm[name], interval
+    def quality(arm: JsonObject) -> tuple[float, list[float] | None]:
+        value, interval = unit * arm[name], arm["intervals"][name]
+        ends.append(value)
+        if interval is not None:
+            interval = [unit * end for end in interval]
+            ends.extend(interval)
+        return value, interval
 
     strict = _strict(arms)
     level(axis, *quality(strict), label=f"{strict['arm']}, its interval shaded", colour=BLACK)
@@ -76,18 +89,13 @@ def _speed_quality(axis: Any, arms: Sequence[Mapping[str, Any]]) -> None:
         members = sorted(members, key=lambda arm: arm["theta"] or 0)
         x = [arm["tokens_per_second"] for arm in members]
         y, y_intervals = zip(*map(quality, members), strict=True)
-        axis.errorbar(
-            x,
-            y,
-            xerr=whiskers(x, [arm["intervals"]["tokens_per_second"] for arm in members]),
-            yerr=whiskers(y, y_intervals),
-            elinewidth=0.8,
-            label=family,
-            **look(family).line,
-        )
+        x_errors = whiskers(x, [arm["intervals"]["tokens_per_second"] for arm in members])
+        y_errors = whiskers(y, y_intervals)
+        line = look(family).line
+        axis.errorbar(x, y, xerr=x_errors, yerr=y_errors, elinewidth=0.8, label=family, **line)
         if len(members) > 1:
-            for place, arm in zip(zip(x, y, strict=True), members, strict=True):
-                axis.annotate(f"{arm['theta']:g}", place, (5, 4), textcoords="offset points", fontsize=7)
+            for point, arm in zip(zip(x, y, strict=True), members, strict=True):
+                axis.annotate(f"{arm['theta']:g}", point, (5, 4), textcoords="offset points", fontsize=7)
     axis.set_xlim(left=0)
     axis.set_xlabel("tokens/s")
     if is_scored:
@@ -99,7 +107,7 @@ def _speed_quality(axis: Any, arms: Sequence[Mapping[str, Any]]) -> None:
         axis.set_ylabel("regret, nats per token")
 
 
-def _speed(axis: Any, arms: Sequence[Mapping[str, Any]]) -> None:
+def _speed(axis: Axes, arms: Sequence[JsonObject]) -> None:
     """Draw a bar for every arm, labelled with its value."""
     rates = [arm["tokens_per_second"] for arm in arms]
     bars = axis.barh(
@@ -116,7 +124,7 @@ def _speed(axis: Any, arms: Sequence[Mapping[str, Any]]) -> None:
     no_grid(axis, "y")
 
 
-def _tau_theta(axis: Any, arms: Sequence[Mapping[str, Any]]) -> None:
+def _tau_theta(axis: Axes, arms: Sequence[JsonObject]) -> None:
     """Plot tau over the rule's threshold. A rule without a threshold is a horizontal line."""
     strict = _strict(arms)
     level(axis, strict["tau"], strict["intervals"]["tau"], label=strict["arm"], colour=BLACK)
@@ -126,13 +134,13 @@ def _tau_theta(axis: Any, arms: Sequence[Mapping[str, Any]]) -> None:
             level(axis, taus[0], intervals[0], label=family, colour=look(family).colour)
             continue
         thetas = [arm["theta"] for arm in members]
-        style = look(family).line | {"linestyle": "none"}
-        axis.errorbar(thetas, taus, yerr=whiskers(taus, intervals), label=family, **style)
+        errors = whiskers(taus, intervals)
+        axis.errorbar(thetas, taus, yerr=errors, label=family, linestyle="none", **look(family).line)
     axis.set(xlabel="theta", ylabel="tau, tokens per target forward")
     axis.set_ylim(bottom=1)
 
 
-def _depth(axis: Any, arms: Sequence[Mapping[str, Any]]) -> None:
+def _depth(axis: Axes, arms: Sequence[JsonObject]) -> None:
     """Plot the acceptance rate at each depth, given that the depth was reached, for the first arm of each family."""
     families = _families([arm for arm in arms if arm["acceptance_by_depth"]])
     for number, (family, members) in enumerate(families.items()):
@@ -141,14 +149,8 @@ def _depth(axis: Any, arms: Sequence[Mapping[str, Any]]) -> None:
         intervals = arm["intervals"]["acceptance_by_depth"][: len(rates)]
         # Offset the arms so that their whiskers do not hide each other.
         depths = [depth + 1 + 0.08 * number for depth in range(len(rates))]
-        axis.errorbar(
-            depths,
-            rates,
-            yerr=whiskers(rates, intervals),
-            elinewidth=0.8,
-            label=family,
-            **look(family).line,
-        )
+        errors = whiskers(rates, intervals)
+        axis.errorbar(depths, rates, yerr=errors, elinewidth=0.8, label=family, **look(family).line)
     axis.set_ylim(0, 1.02)
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.locator_params(axis="x", integer=True)
     axis.set(xlabel="depth of the draft", ylabel="share accepted")

@@ -9,16 +9,16 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mars_jax.hub.durable import write_whole
 from mars_jax.lab.evaluate import figures
 from mars_jax.lab.evaluate.benchmark import plots, tables
-from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE, Arm
+from mars_jax.lab.evaluate.benchmark.arms import Arm
 from mars_jax.lab.evaluate.scoring.samples import UNSCORED
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import write_shared_json
 from mars_jax.serve.rows import Row
+from mars_jax.utils.types import JsonObject
 
 SUMMARY, TABLE, PAGE = "summary.json", "table.md", "report.html"
 TEMPLATE = "report.html.jinja"
@@ -34,12 +34,12 @@ _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 16
 
 
 def make_summary(
-    settings: Mapping[str, Any],
-    environment: Mapping[str, Any],
+    settings: JsonObject,
+    environment: JsonObject,
     problems: Sequence[Problem],
     rows: Sequence[Row],
     arms: Mapping[float, Sequence[Arm]],
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the contents of summary.json.
 
     Args:
@@ -49,33 +49,31 @@ def make_summary(
     by_arm: dict[tuple[str, float, str], list[Row]] = {}
     for row in rows:
         by_arm.setdefault((row["task"], row["temperature"], row["arm"]), []).append(row)
-    tables = []
+    summaries = []
     for task, metric in {problem.task: problem.metric for problem in problems}.items():
         for temperature in settings["temperatures"]:
-            strict = next((arm.name for arm in arms[temperature] if arm.role == "strict"), None)
-            autoregressive_rows = by_arm[task, temperature, AUTOREGRESSIVE]
-            strict_rows = None if strict is None else by_arm[task, temperature, strict]
-            summaries = [
-                arm.legend()
-                | figures.arm_figures(
+            rows_of = {arm.role: by_arm[task, temperature, arm.name] for arm in reversed(arms[temperature])}
+            arm_summaries = []
+            for arm in arms[temperature]:
+                arm_figures = figures.arm_figures(
                     by_arm[task, temperature, arm.name],
-                    autoregressive_rows,
-                    strict_rows,
+                    rows_of["alone"],
+                    rows_of.get("strict"),
                     metric=metric,
                     seed=settings["seed"],
                 )
-                for arm in arms[temperature]
-            ]
-            tables.append({"task": task, "temperature": temperature, "metric": metric, "arms": summaries})
+                arm_summaries.append(arm.legend() | arm_figures)
+            table = {"task": task, "temperature": temperature, "metric": metric, "arms": arm_summaries}
+            summaries.append(table)
     # The last row may be from an earlier process.
-    last = max(rows, key=lambda row: row["date"])
+    latest = max(rows, key=lambda row: row["date"])
     return {
-        "settings": dict(settings),
-        "environment": {**environment, **{name: last[name] for name in ("date", "commit", "dirty")}},
-        "date": last["date"],
+        "settings": settings,
+        "environment": {**environment, **{name: latest[name] for name in ("date", "commit", "dirty")}},
+        "date": latest["date"],
         "days": _days(rows),
         "notes": notes(settings, problems, rows),
-        "tables": tables,
+        "tables": summaries,
     }
 
 
@@ -83,7 +81,7 @@ def _days(rows: Sequence[Row]) -> list[str]:
     return sorted({row["date"][:10] for row in rows})
 
 
-def notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequence[Row]) -> list[str]:
+def notes(settings: JsonObject, problems: Sequence[Problem], rows: Sequence[Row]) -> list[str]:
     """Return notes on settings, problems and rows that the figures do not show."""
     sentences = []
     if not settings["chat"] and any(len(p.turns) > 1 for p in problems):
@@ -101,7 +99,9 @@ def notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequen
         sentences.append(f"In {full} rows a follow-up turn did not fit the context and was left out.")
     days, commits = _days(rows), {row["commit"] for row in rows}
     if len(days) > 1 or len(commits) > 1:
-        code = f" by {len(commits)} versions of the code" if len(commits) > 1 else ""
+        code = ""
+        if len(commits) > 1:
+            code = f" by {len(commits)} versions of the code"
         sentences.append(
             f"The rows were decoded on {', '.join(days)}{code}: arms that were timed apart may differ in speed for "
             "that reason alone."
@@ -112,7 +112,7 @@ def notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequen
     return sentences
 
 
-def write_report(summary: Mapping[str, Any], texts: Mapping[str, Any], folder: Path) -> None:
+def write_report(summary: JsonObject, texts: JsonObject, folder: Path) -> None:
     """Write summary.json, table.md, the plots and report.html. `texts` is the contents of texts.json."""
     write_shared_json(folder / SUMMARY, summary)
     write_whole(folder / TABLE, tables.markdown(summary))
@@ -121,7 +121,7 @@ def write_report(summary: Mapping[str, Any], texts: Mapping[str, Any], folder: P
     write_whole(folder / PAGE, page(summary, texts, pictures))
 
 
-def page(summary: Mapping[str, Any], texts: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
+def page(summary: JsonObject, texts: JsonObject, pictures: Mapping[str, bytes]) -> str:
     """Return the HTML report.
 
     Args:
@@ -131,6 +131,7 @@ def page(summary: Mapping[str, Any], texts: Mapping[str, Any], pictures: Mapping
     """
     import jinja2
 
+    # Without the `finalize` below, a control character of a completion would make the page invalid HTML.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -139,7 +140,10 @@ def page(summary: Mapping[str, Any], texts: Mapping[str, Any], pictures: Mapping
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    settings = {**summary["settings"], **summary["environment"]}
+    settings = {}
+    for name, value in {**summary["settings"], **summary["environment"]}.items():
+        if value is not None:
+            settings[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return environment.get_template(TEMPLATE).render(
         title=tables.title(summary["settings"]),
         facts=tables.facts(summary),
@@ -162,20 +166,17 @@ def page(summary: Mapping[str, Any], texts: Mapping[str, Any], pictures: Mapping
             for name, picture in pictures.items()
         ],
         legend=LEGEND,
-        settings={
-            name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            for name, value in settings.items()
-            if value is not None
-        },
+        settings=settings,
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Replace control characters and unpaired surrogates in a string.
 
     >>> _plain("a\\x1b[1m" + chr(0xD800))
     'a\ufffd[1m?'
     """
+    # Markup, a subclass of str, holds text that is already escaped.
     if type(value) is not str:
         return value
     return value.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")

@@ -7,12 +7,12 @@ import dataclasses
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from mars_jax import __version__, drafters, verify
 from mars_jax.cli.progress import Show
+from mars_jax.core.types import PyTree
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate.answers import GROUP, Decoding
 from mars_jax.lab.evaluate.benchmark import report
@@ -27,6 +27,7 @@ from mars_jax.mesh import hosts
 from mars_jax.serve.rows import digest, fingerprint
 from mars_jax.serve.session import Session
 from mars_jax.utils import activity
+from mars_jax.utils.types import JsonObject
 from mars_jax.verify import RuleChoice, source_digest
 
 
@@ -43,9 +44,9 @@ class Study:
     batch_size: int  # problems that decode at the same time
     seed: int  # problem i of a task draws with seed + i, in every arm
     chat: bool  # format questions, with all their turns, with the target's chat template
-    names: Mapping[str, Any]  # other settings that identify the run, such as the draft's name
+    names: Mapping[str, object]  # other settings that identify the run, such as the draft's name
 
-    def settings(self, *draft_params: Any) -> dict[str, Any]:
+    def settings(self, *draft_params: PyTree) -> JsonObject:
         """Return all settings that determine the rows. `draft_params` are the weights of the drafters."""
         loaded_rule = verify.load(self.rule.spec, self.target, **self.rule.settings)
         return {
@@ -83,7 +84,7 @@ def evaluate(
     refiner: Refiner | None,
     part: slice | None,
     progress: Show,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Decode and score every arm, and write rows, summary, table and plots.
 
     After a kill, call it again with the same arguments to continue. The files then equal those of an uninterrupted run,

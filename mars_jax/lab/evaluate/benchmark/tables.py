@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
 from mars_jax.lab.evaluate.benchmark.plots import captions
 from mars_jax.lab.evaluate.scoring.scores import METRICS
+from mars_jax.utils.types import JsonObject
 
 KEY = ("arm", "tau", "tokens/s", "speed", "score change")
-"""The columns of the short table; `regret` replaces `score change` if nothing is scored."""
+"""The columns of the short table; `regret` replaces the last one if nothing is scored."""
 COLUMNS = {
     "arm": "how the prompts were decoded; the list below the table explains each arm",
     "tau": "tokens per target forward, the correction or bonus token included",
@@ -33,7 +33,7 @@ COLUMNS = {
 """The meaning of each column."""
 
 
-def markdown(summary: Mapping[str, Any]) -> str:
+def markdown(summary: JsonObject) -> str:
     """Return all tables: the short ones, then those with all columns."""
     lines = [f"# {title(summary['settings'])}", "", "; ".join(facts(summary)) + ".", ""]
     for note in summary["notes"]:
@@ -62,19 +62,20 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> lis
     return lines
 
 
-def arms_table(table: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
+def arms_table(table: JsonObject, columns: Sequence[str]) -> list[str]:
     """Return the lines of a Markdown table with one row per arm."""
     rows = [cells(arm, table["metric"]) for arm in table["arms"]]
     return markdown_table(columns, [[row[name] for name in columns] for row in rows])
 
 
-def key(table: Mapping[str, Any]) -> list[str]:
+def key(table: JsonObject) -> list[str]:
     """Return the columns of the short table."""
-    is_scored = any(arm["score"] is not None for arm in table["arms"])
-    return [name if is_scored or name != "score change" else "regret" for name in KEY]
+    if any(arm["score"] is not None for arm in table["arms"]):
+        return list(KEY)
+    return [*KEY[:-1], "regret"]
 
 
-def title(settings: Mapping[str, Any]) -> str:
+def title(settings: JsonObject) -> str:
     """Return the names of the two models, without local folders.
 
     >>> title({"target": "/data/models/qwen", "draft": "eagle:owner/head"})
@@ -83,19 +84,22 @@ def title(settings: Mapping[str, Any]) -> str:
 
     def short(name: str) -> str:
         kind, colon, path = name.rpartition(":")
-        return kind + colon + (Path(path).name if path.startswith(("/", "~", ".")) else path)
+        if path.startswith(("/", "~", ".")):
+            path = Path(path).name
+        return kind + colon + path
 
     return f"{short(settings['target'])} drafted by {short(settings.get('draft') or settings['drafter'])}"
 
 
-def facts(summary: Mapping[str, Any]) -> list[str]:
+def facts(summary: JsonObject) -> list[str]:
     """Return the settings of a run, its device, and the dates of its rows."""
-    settings = summary["settings"]
-    rule = ", ".join(f"{name} {value}" for name, value in settings["rule"]["settings"].items())
-    days = summary["days"]
+    settings, days = summary["settings"], summary["days"]
+    rule = f"rule {settings['rule']['verify']}"
+    if options := ", ".join(f"{name} {value}" for name, value in settings["rule"]["settings"].items()):
+        rule += f" ({options})"
     return [
         settings["drafter"],
-        f"rule {settings['rule']['verify']}" + (f" ({rule})" if rule else ""),
+        rule,
         f"up to {settings['max_new_tokens']} tokens",
         f"batch {settings['batch_size']}",
         f"seed {settings['seed']}",
@@ -106,17 +110,17 @@ def facts(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def heading(table: Mapping[str, Any]) -> str:
+def heading(table: JsonObject) -> str:
     """Return the task and the temperature of a table."""
     return f"{table['task']}, temperature {table['temperature']:g}"
 
 
-def about(table: Mapping[str, Any]) -> str:
+def about(table: JsonObject) -> str:
     """Return the number of problems and the metric of a table."""
     return f"{table['arms'][0]['problems']} problems; {METRICS[table['metric']]}."
 
 
-def change(arm: Mapping[str, Any], metric: str) -> str:
+def change(arm: JsonObject, metric: str) -> str:
     """Return an arm's change in score from the target without a draft, with a verdict in words.
 
     >>> arm = {"arm": "mars", "score_change": -0.02, "intervals": {"score_change": [-0.03, -0.01]}}
@@ -132,18 +136,21 @@ def change(arm: Mapping[str, Any], metric: str) -> str:
     if interval is None:
         return f"{points}, no interval"
     low, high = interval
+    better, worse = "better", "worse"
+    if metric == "likelihood":
+        better, worse = "likelier", "less likely"
     if low == high == 0:
         word = "the same"
     elif low > 0:
-        word = "likelier" if metric == "likelihood" else "better"
+        word = better
     elif high < 0:
-        word = "less likely" if metric == "likelihood" else "worse"
+        word = worse
     else:
         word = "within noise"
     return f"{points} [{100 * low:+.1f}, {100 * high:+.1f}], {word}"
 
 
-def cells(arm: Mapping[str, Any], metric: str) -> dict[str, str]:
+def cells(arm: JsonObject, metric: str) -> dict[str, str]:
     """Return the table row of an arm, keyed by the names in `COLUMNS`."""
     is_drafting = bool(arm["acceptance_by_depth"])
     return {

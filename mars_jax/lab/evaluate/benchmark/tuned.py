@@ -14,7 +14,6 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -37,6 +36,7 @@ from mars_jax.lab.provenance import provenance
 from mars_jax.mesh import hosts
 from mars_jax.serve.rows import Row
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import JsonObject
 from mars_jax.verify import RuleChoice
 
 ENOUGH = 30
@@ -83,7 +83,7 @@ def tuned(
     lengths: Sequence[int],
     cost: float | None,
     progress: Show,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Choose the length of every arm on some problems, score all arms on the remaining ones, and write rows and tables.
 
     Call it again with the same arguments to continue after a kill.
@@ -115,12 +115,12 @@ def tuned(
         temperature: arms_at(study.rule, study.thetas, temperature, study.target, samples=True in drafters)
         for temperature in study.temperatures
     }
-    turns = 0
+    turns, num_arms = 0, sum(map(len, arms.values()))
     for group in tasks.values():
         split = _split(group)
-        for arms_here in arms.values():
-            turns += turns_of(group[:split], study.chat) * len(arms_here) * len(lengths)
-            turns += turns_of(group[split:], study.chat) * (1 + len(arms_here))
+        turns += turns_of(group[:split], study.chat) * num_arms * len(lengths)
+        # The autoregressive arm is decoded as well, once for each temperature.
+        turns += turns_of(group[split:], study.chat) * (num_arms + len(arms))
     with contextlib.closing(open_rows(folder, settings)) as file:
         run = _Run(study, drafters, Recorder(file, progress, turns), folder, lengths, cost)
         task_tables = [
@@ -149,25 +149,31 @@ class _Run:
 
     def table(
         self, task: str, problems: Sequence[Problem], temperature: float, arms: Sequence[Arm]
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Choose the lengths, then score the arms at these lengths."""
         split, lengths, seed = _split(problems), self.lengths, self.study.seed
-        tried = [(arm, length) for arm in arms for length in lengths]
-        trials = self._decode(problems[:split], 0, temperature, tried)
-        rates = {key: self._rate(rows, key[1]) for key, rows in trials.items()}
-        best = [(arm, max(lengths, key=lambda n, arm=arm: rates[arm.name, n])) for arm in arms]
-        rows = self._decode(problems[split:], split, temperature, [(ALONE, 0), *best])
-        rows = {
-            key: samples.with_results(self.folder, problems[split:], rows_of_arm)
-            for key, rows_of_arm in rows.items()
+        candidates = [(arm, length) for arm in arms for length in lengths]
+        trials = self._decode(problems[:split], 0, temperature, candidates)
+        rates: dict[tuple[str, int], float] = {}
+        for (name, length), rows in trials.items():
+            tokens, time = self._counts(rows, length).sum(axis=0)
+            rates[name, length] = float(tokens / time)
+        # Each arm gets the length with its highest rate.
+        best_lengths = [max(lengths, key=lambda n, arm=arm: rates[arm.name, n]) for arm in arms]
+        tuned_arms = list(zip(arms, best_lengths, strict=True))
+        decoded = self._decode(problems[split:], split, temperature, [(ALONE, 0), *tuned_arms])
+        scored = {
+            key: samples.with_results(self.folder, problems[split:], rows) for key, rows in decoded.items()
         }
-        lossless, length = max(
-            ((arm, n) for arm, n in best if arm.loaded_rule.rule.lossless),
+        # The problems that chose the lengths also choose the baseline, so the figures below have no selection bias.
+        lossless, lossless_length = max(
+            (choice for choice in tuned_arms if choice[0].loaded_rule.rule.lossless),
             key=lambda choice: rates[choice[0].name, choice[1]],
         )
-        baseline, metric = rows[lossless.name, length], problems[0].metric
+        baseline = self._counts(scored[lossless.name, lossless_length], lossless_length)
+        alone, metric = scored[ALONE.name, 0], problems[0].metric
         summarize = functools.partial(
-            figures.arm_figures, alone=rows[ALONE.name, 0], strict=None, metric=metric, seed=seed
+            figures.arm_figures, autoregressive=alone, strict=None, metric=metric, seed=seed
         )
         return {
             "task": task,
@@ -176,19 +182,19 @@ class _Run:
             "chosen_on": split,
             "problems": len(problems) - split,
             "best_lossless": lossless.name,
-            "alone": {**ALONE.legend(), **summarize(rows[ALONE.name, 0])},
+            "alone": {**ALONE.legend(), **summarize(alone)},
             "arms": [
                 {
                     **arm.legend(),
-                    "length": n,
-                    "tau_by_length": {str(k): _tau(trials[arm.name, k]) for k in lengths},
-                    "rate_by_length": {str(k): rates[arm.name, k] for k in lengths},
-                    **summarize(rows[arm.name, n]),
+                    "length": length,
+                    "tau_by_length": {str(n): figures.tau_of(trials[arm.name, n]) for n in lengths},
+                    "rate_by_length": {str(n): rates[arm.name, n] for n in lengths},
+                    **summarize(scored[arm.name, length]),
                     "over_lossless": rate_ratio(
-                        self._counts(rows[arm.name, n], n), self._counts(baseline, length), seed
+                        self._counts(scored[arm.name, length], length), baseline, seed
                     ),
                 }
-                for arm, n in best
+                for arm, length in tuned_arms
             ],
         }
 
@@ -200,18 +206,14 @@ class _Run:
             times = [row["steps"] * (1 + self.cost * length) for row in rows]
         return np.asarray([[row["emitted"] for row in rows], times], np.float64).T
 
-    def _rate(self, rows: Sequence[Row], length: int) -> float:
-        tokens, time = self._counts(rows, length).sum(axis=0)
-        return float(tokens / time)
-
     def _decoding(self, arm: Arm, length: int) -> Decoding:
         """Return the decoding for drafts of a length. It is cached because it holds the compiled programs."""
-        key = (verify.needs_q(arm.loaded_rule.rule), length)
-        if key not in self.decodings:
-            drafter = self.drafters[key[0]]
+        needs_q = verify.needs_q(arm.loaded_rule.rule)
+        if (needs_q, length) not in self.decodings:
+            drafter = self.drafters[needs_q]
             resized = drafter._replace(drafter=drafter.drafter.resized(length))
-            self.decodings[key] = self.study.decoding(resized)
-        return self.decodings[key]
+            self.decodings[needs_q, length] = self.study.decoding(resized)
+        return self.decodings[needs_q, length]
 
     def _decode(
         self, problems: Sequence[Problem], begin: int, temperature: float, arms: Sequence[tuple[Arm, int]]
@@ -236,15 +238,11 @@ def _split(problems: Sequence[Problem]) -> int:
     return math.ceil(len(problems) / SHARE)
 
 
-def _tau(rows: Sequence[Row]) -> float:
-    return sum(row["emitted"] for row in rows) / sum(row["steps"] for row in rows)
-
-
-def rate_ratio(counts: np.ndarray, others: np.ndarray, seed: int) -> list[float]:
+def rate_ratio(counts: np.ndarray, baseline: np.ndarray, seed: int) -> list[float]:
     """Return the ratio of two rates with its 95% interval by the paired bootstrap: [value, low, high].
 
     Args:
-      counts, others: f64[n, 2]; tokens and time of the same n problems, as `_Run._counts` returns them.
+      counts, baseline: f64[n, 2]; tokens and time of the same n problems, as `_Run._counts` returns them.
       seed: seed of the resampling.
 
     >>> rate_ratio(np.asarray([[3.0, 1.0], [3.0, 1.0]]), np.asarray([[2.0, 1.0], [2.0, 1.0]]), 0)
@@ -253,15 +251,17 @@ def rate_ratio(counts: np.ndarray, others: np.ndarray, seed: int) -> list[float]
     n = len(counts)
     # The first row is the sample itself.
     weights = np.concatenate([np.ones((1, n)), figures.resampled(n, seed)])
-    sums, other_sums = weights @ counts, weights @ others
-    ratios = (sums[:, 0] / sums[:, 1]) / (other_sums[:, 0] / other_sums[:, 1])
+    sums, baseline_sums = weights @ counts, weights @ baseline
+    ratios = (sums[:, 0] / sums[:, 1]) / (baseline_sums[:, 0] / baseline_sums[:, 1])
     return [float(ratios[0]), *np.quantile(ratios[1:], [0.025, 0.975]).tolist()]
 
 
-def tuned_markdown(report: Mapping[str, Any]) -> str:
+def tuned_markdown(report: JsonObject) -> str:
     """Return the tables in Markdown."""
     settings, cost = report["settings"], report["settings"]["draft_cost"]
-    by = "the clock" if cost is None else f"tokens per step over 1 + {cost:g} K, for K drafted tokens"
+    by = "the clock"
+    if cost is not None:
+        by = f"tokens per step over 1 + {cost:g} K, for K drafted tokens"
     lines = [
         "# Each rule at its own best draft length",
         "",
@@ -272,23 +272,25 @@ def tuned_markdown(report: Mapping[str, Any]) -> str:
     ]
     columns = ("arm", "tau", "tokens/s", "speed", "score change", "relaxed", "loops")
     for table in report["tables"]:
-        too_few = table["problems"] < ENOUGH
         rows = []
         for arm in (table["alone"], *table["arms"]):
-            over_lossless = arm.get("over_lossless")
+            # The arm without a draft has neither a length nor a ratio.
+            length, ratio = str(arm.get("length", "-")), "-"
+            if "over_lossless" in arm:
+                ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*arm["over_lossless"])
             cells = tables.cells(arm, table["metric"])
             name, *figure_cells = (cells[column] for column in columns)
-            draft = [
-                str(arm.get("length", "-")),
-                "-" if over_lossless is None else "{:.2f} [{:.2f}, {:.2f}]".format(*over_lossless),
-            ]
-            rows.append([name, *draft, *figure_cells])
+            rows.append([name, length, ratio, *figure_cells])
+        about = (
+            f"{table['problems']} problems, after {table['chosen_on']} that chose; score: {METRICS[table['metric']]}. "
+            f"The best lossless arm is {table['best_lossless']}."
+        )
+        if table["problems"] < ENOUGH:
+            about += f" Fewer than {ENOUGH} problems are not evidence."
         lines += [
             f"## {tables.heading(table)}",
             "",
-            f"{table['problems']} problems, after {table['chosen_on']} that chose; score: {METRICS[table['metric']]}. "
-            f"The best lossless arm is {table['best_lossless']}."
-            + (f" Fewer than {ENOUGH} problems are not evidence." if too_few else ""),
+            about,
             "",
             *tables.markdown_table(["arm", "drafted", "over the best lossless", *columns[1:]], rows),
             "",

@@ -41,19 +41,17 @@ def with_results(folder: Path, problems: Sequence[Problem], rows: Sequence[Row])
     Raises:
       MarsError: a results file belongs to different samples or cannot be read.
     """
-    code = {(p.task, p.id): p.code for p in problems if p.code is not None}
-    for task in {task for task, _ in code}:
-        lines = [
-            {"task_id": name, **part._asdict()}
-            for (code_task, name), part in code.items()
-            if code_task == task
-        ]
+    programs: dict[str, dict[str, Code]] = {}
+    for problem in problems:
+        if problem.code is not None:
+            programs.setdefault(problem.task, {})[problem.id] = problem.code
+    for task, codes in programs.items():
+        lines = [{"task_id": task_id, **code._asdict()} for task_id, code in codes.items()]
         _write_jsonl(folder / f"problems-{task}.jsonl", lines)
     samples: dict[str, dict[str, str]] = {}
     for row in rows:
-        part = code.get((row["task"], row["id"]))
-        if part is not None:
-            samples.setdefault(_file_name(row), {})[row["id"]] = completion(part, row["text"][-1])
+        if code := programs.get(row["task"], {}).get(row["id"]):
+            samples.setdefault(_file_name(row), {})[row["id"]] = completion(code, row["text"][-1])
     results = {}
     for name, completions in samples.items():
         lines = [{"task_id": task_id, "completion": text} for task_id, text in completions.items()]
@@ -61,10 +59,12 @@ def with_results(folder: Path, problems: Sequence[Problem], rows: Sequence[Row])
         path = folder / f"{name}_results.jsonl"
         if path.exists():
             results[name] = _read_results(path, completions)
-    return [
-        {**row, "score": [float(results[name][row["id"]])]} if (name := _file_name(row)) in results else row
-        for row in rows
-    ]
+    scored_rows = []
+    for row in rows:
+        if passed := results.get(_file_name(row)):
+            row = {**row, "score": [float(passed[row["id"]])]}
+        scored_rows.append(row)
+    return scored_rows
 
 
 def completion(code: Code, text: str) -> str:
@@ -79,8 +79,9 @@ def completion(code: Code, text: str) -> str:
     '    pass\\n\\n\\ndef one():\\n    return 1\\n'
     """
     blocks = re.findall(r"```[^\n]*\n(.*?)(?:```|\Z)", text, flags=re.DOTALL)
+    # Without a prompt, as in MBPP, the answer is the whole program.
     if not code.prompt:
-        return blocks[0] if blocks else text.partition("[DONE]")[0]
+        return next(iter(blocks), text.partition("[DONE]")[0])
     definition = f"def {code.entry_point}("
     definitions = [block for block in blocks if definition in block]
     # A completion begins with the indented body, and may define the same function again later.
@@ -88,7 +89,7 @@ def completion(code: Code, text: str) -> str:
         definitions = [text[text.index(definition) :]]
     if definitions:
         return f"    pass\n\n\n{definitions[0]}"
-    return blocks[0] if blocks else _ENDS.split(text, maxsplit=1)[0]
+    return next(iter(blocks), _ENDS.split(text, maxsplit=1)[0])
 
 
 def _file_name(row: Row) -> str:

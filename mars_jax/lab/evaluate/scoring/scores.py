@@ -10,12 +10,16 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.utils.errors import MarsError
+
+if TYPE_CHECKING:  # optional packages
+    from rouge_score.rouge_scorer import RougeScorer
+    from sacrebleu.metrics.bleu import BLEU
 
 METRICS = {
     "none": "not scored",
@@ -75,7 +79,9 @@ def total_score(metric: str, counts: np.ndarray) -> np.ndarray:
     """
     if metric == "likelihood":
         return np.exp(counts[:, 0] / counts[:, 1])
-    return _bleu(counts[:, :-1]) if metric == "bleu" else counts[:, 0] / counts[:, -1]
+    if metric == "bleu":
+        return _bleu(counts[:, :-1])
+    return counts[:, 0] / counts[:, -1]
 
 
 def final_answer(text: str) -> int | None:
@@ -111,7 +117,7 @@ def last_number(text: str) -> int | None:
 
 
 @functools.cache
-def _rouge() -> Any:
+def _rouge() -> RougeScorer:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
@@ -128,7 +134,7 @@ def rouge_l(text: str, references: Sequence[str]) -> float:
 
 
 @functools.cache
-def _bleu_metric() -> Any:
+def _bleu_metric() -> BLEU:
     try:
         from sacrebleu.metrics.bleu import BLEU
     except ImportError:
@@ -148,8 +154,10 @@ def bleu_counts(text: str, references: Sequence[str]) -> list[float]:
 
 def _bleu(counts: np.ndarray) -> np.ndarray:
     """Return corpus BLEU f64[R] of counts f64[R, 10]. Zero matches are smoothed with sacrebleu's default method."""
+    # Columns: matching 1- to 4-grams, all 1- to 4-grams of the answers, length of the answers and of the references.
     matches, ngrams = counts[:, :BLEU_ORDER], counts[:, BLEU_ORDER : 2 * BLEU_ORDER]
     length, reference = counts[:, -2], counts[:, -1]
+    # Each order without a match counts as half of the matches of the previous such order, beginning at 1/2.
     halvings = np.cumsum(matches == 0, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         precision = np.where(matches > 0, matches, 0.5**halvings) / ngrams

@@ -49,7 +49,9 @@ def read_problems(
             )
         return read_arithmetic("eval", limit)
     if not path:
-        hub = "" if name == "stories" else f", or {name}=OWNER/DATASET of the Hub"
+        hub = ""
+        if name != "stories":
+            hub = f", or {name}=OWNER/DATASET of the Hub"
         raise MarsError(f"the task {name} needs a file: write {name}=PATH{hub}.")
     if name == "stories":
         return list(itertools.islice(_stories(path), limit))
@@ -90,9 +92,9 @@ def _stories(path: str) -> Iterator[Problem]:
     opening = re.compile(rf"\s*(?:\S+\s+){{{STORY_WORDS - 1}}}\S+")
     has_story = False
     for number, document in enumerate(documents(path)):
-        if len(document.split(maxsplit=2 * STORY_WORDS)) > 2 * STORY_WORDS and (
-            head := opening.match(document)
-        ):
+        if len(document.split(maxsplit=2 * STORY_WORDS)) <= 2 * STORY_WORDS:
+            continue
+        if head := opening.match(document):
             has_story = True
             yield Problem(
                 task="stories", id=str(number), turns=(head[0],), metric="likelihood", continues=True

@@ -5,17 +5,17 @@ Oracle: folders read directly with `datasets`, in tests/lab/evaluate/test_datase
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mars_jax.lab.evaluate.tasks.jsonl import Fields
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.limits import DATASET_FILES
 from mars_jax.utils.paths import check_path
+from mars_jax.utils.types import JsonObject
 
 
 class Part(NamedTuple):
@@ -45,14 +45,17 @@ def is_hub_name(path: str) -> bool:
     >>> is_hub_name("openai/gsm8k"), is_hub_name("openai/gsm8k:main:test"), is_hub_name("gsm8k_test.jsonl")
     (True, True, False)
     """
-    # A missing file in an existing folder is a typo, not a Hub name: do not look for it on the Hub.
     check_path(path)
     ending = re.search(r"\.(jsonl?|ndjson|parquet|txt|csv|tsv|md)(\.(xz|gz))?$", path, re.IGNORECASE)
-    if Path(path).is_file() or ending:
+    folder = Path(path)
+    if folder.is_file() or ending:
         return False
-    if not Path(path).is_dir() and "/" in path and Path(path).parent.is_dir():
+    if folder.is_dir():
+        return True
+    # A missing file in an existing folder is a typo: do not look for it on the Hub.
+    if "/" in path and folder.parent.is_dir():
         return False
-    return Path(path).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}", path) is not None
+    return re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}", path) is not None
 
 
 def read_hub(path: str, task: str) -> Iterator[Fields]:
@@ -70,10 +73,13 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
         from datasets.exceptions import DatasetsError
     except ImportError:
         raise MarsError("datasets of the Hub need the package datasets: pip install datasets.") from None
-    folder = Path(path).is_dir()
-    if folder:
+    if Path(path).is_dir():
         _check_entries(path)
-    name, config, split = (path, "", "") if folder else (*path.split(":"), "", "")[:3]
+        name, config, split = path, "", ""
+        cure = "give a file of JSON lines"
+    else:
+        name, config, split = (*path.split(":"), "", "")[:3]
+        cure = "write OWNER/NAME:CONFIG:SPLIT, or give a local file"
     part = PARTS.get(task, Part(None, "test"))
     try:
         rows = datasets.load_dataset(name, config or part.config, split=split or part.split, streaming=True)
@@ -81,29 +87,22 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
             yield Fields(f"{path}, row {number}", dict(values))
     except (DatasetsError, ValueError, OSError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
-        cure = (
-            "give a file of JSON lines" if folder else "write OWNER/NAME:CONFIG:SPLIT, or give a local file"
-        )
         raise MarsError(f"the dataset '{path}' cannot be read ({reason}): {cure}.") from None
 
 
 def _check_entries(folder: str) -> None:
     """Raise MarsError for a folder with too many files, such as a home folder: `datasets` would list them all."""
-    count, folders = 0, [folder]
-    while folders:
-        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                count += 1
-                if count > DATASET_FILES:
-                    raise MarsError(
-                        f"the folder '{folder}' holds more than {DATASET_FILES:,} files: name a file, or the folder of "
-                        "one dataset."
-                    )
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
+    count = 0
+    for _, folders, files in os.walk(folder):
+        count += len(folders) + len(files)
+        if count > DATASET_FILES:
+            raise MarsError(
+                f"the folder '{folder}' holds more than {DATASET_FILES:,} files: name a file, or the folder of one "
+                "dataset."
+            )
 
 
-def columns(path: str) -> Iterator[tuple[str, dict[str, Any]]] | None:
+def columns(path: str) -> Iterator[tuple[str, JsonObject]] | None:
     """Return the rows of a dataset as (place, columns) for `generate --prompts-file`, or None if `path` is no dataset.
 
     Raises:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from mars_jax.lab.training.data import UNREADABLE
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.paths import unpacked
+from mars_jax.utils.types import JsonObject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Fields:
     """The JSON object of one line."""
 
     where: str  # "gsm8k.jsonl, line 3"
-    values: dict[str, Any]
+    values: JsonObject
 
     def error(self, message: str) -> MarsError:
         """Return an error with `message`, prefixed with the place of this object."""
@@ -41,16 +41,15 @@ class Fields:
                 raise self.error(f"{key} is {value!r}: expected a text.")
         raise self.error(f"it has no {' or '.join(keys)}: give one.")
 
-    def texts(self, key: str, default: list[str] | None = None) -> list[str]:
+    def texts(self, key: str) -> list[str]:
         """Return the list of strings under `key`. A single string becomes a list of one.
 
         Raises:
-          MarsError: the list is missing or empty without a `default`, or an element is not a string.
+          MarsError: the list is missing or empty, or an element is not a string.
         """
-        value = self.values.get(key, default)
-        value = [value] if isinstance(value, str) else value
-        if value is default and default is not None:
-            return default
+        value = self.values.get(key)
+        if isinstance(value, str):
+            return [value]
         if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
             raise self.error(f"{key} is {value!r}: expected a list of texts.")
         return value

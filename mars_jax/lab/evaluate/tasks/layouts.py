@@ -32,16 +32,12 @@ def _gsm8k(fields: Fields, name: str, chat: bool) -> Problem:
     """Read a row of GSM8K. A plain prompt starts with two worked examples, which show the format and are our own."""
     question = fields.text("question") if fields.has("question") else fields.texts("turns")[0]
     answer = fields.text("answer") if fields.has("answer") else fields.texts("reference")[0]
-    prompt = f"{_GSM8K_EXAMPLES}Question: {question}\nAnswer:"
-    if chat:
+    if not chat:
+        prompt = f"{_GSM8K_EXAMPLES}Question: {question}\nAnswer:"
+    else:
         prompt = f"{question}\n\nThink step by step, and end with #### and the answer as a number."
-    return Problem(
-        task="gsm8k",
-        id=name,
-        turns=(prompt,),
-        metric="final_answer",
-        references=(_result(fields, answer),),
-    )
+    references = (_result(fields, answer),)
+    return Problem(task="gsm8k", id=name, turns=(prompt,), metric="final_answer", references=references)
 
 
 def _result(fields: Fields, answer: str) -> str:
@@ -68,7 +64,10 @@ def _humaneval(fields: Fields, name: str, chat: bool) -> Problem:
 def _mbpp(fields: Fields, name: str, chat: bool) -> Problem:
     """Use the prompt of Austin et al. 2108.07732 without examples. Full and sanitized files are supported."""
     tests = fields.texts("test_list")
-    setup = [*fields.texts("test_imports", []), fields.values.get("test_setup_code") or ""]
+    # The full files have setup code, and the sanitized ones imports, which are often an empty list.
+    setup = [fields.values.get("test_setup_code") or ""]
+    if fields.values.get("test_imports"):
+        setup = [*fields.texts("test_imports"), *setup]
     prompt = (
         f"You are an expert Python programmer, and here is your task: {fields.text('prompt', 'text')} "
         "Your code should pass these tests:\n\n" + "\n".join(tests)
@@ -114,13 +113,10 @@ def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
     if not isinstance(texts, dict) or len(texts) != 2 or not all(isinstance(t, str) for t in texts.values()):
         raise fields.error("it has neither turns nor a translation of two languages: give one.")
     # Models answer best in English, and the published figures are for translation into English.
-    (first, source), (second, reference) = sorted(texts.items(), key=lambda item: item[0] == "en")
-    instruction = (
-        f"Translate the following {_LANGUAGES.get(first, first)} text to {_LANGUAGES.get(second, second)}."
-    )
-    return Problem(
-        task="wmt19", id=name, turns=(f"{instruction}\n\n{source}",), metric="bleu", references=(reference,)
-    )
+    (source, text), (target, reference) = sorted(texts.items(), key=lambda item: item[0] == "en")
+    languages = f"{_LANGUAGES.get(source, source)} text to {_LANGUAGES.get(target, target)}"
+    prompt = f"Translate the following {languages}.\n\n{text}"
+    return Problem(task="wmt19", id=name, turns=(prompt,), metric="bleu", references=(reference,))
 
 
 def _turns(task: str, metric: str = "likelihood", otherwise: Reader | None = None) -> Reader:
