@@ -30,12 +30,12 @@ EXPERTS = dataclasses.replace(CONFIG, family="mixtral", num_experts=2, experts_p
 PACKED = {
     "AWQ with modules_to_not_convert": {
         "method": "awq",
-        "plain": ("down_proj", "layers.1.self_attn"),
+        "unpacked": ("down_proj", "layers.1.self_attn"),
         "settings": {"modules_to_not_convert": ["down_proj", "layers.1.self_attn"]},
     },
     "compressed-tensors with ignore": {
         "method": "compressed-tensors",
-        "plain": ("layers.0.", "lm_head"),
+        "unpacked": ("layers.0.", "lm_head"),
         "settings": {"ignore": ["re:.*layers.0.*", "lm_head"]},
         "scales": ml_dtypes.bfloat16,
     },
