@@ -31,13 +31,13 @@ def search(log_p, shape):
 def paths(tree, row):
     """Return the nodes of a row, except the root and padding, as tuples of tokens."""
     tokens, parents = np.asarray(tree.tokens[row]), np.asarray(tree.parents[row])
-    found = {0: ()}
+    node_paths = {0: ()}
     for i in range(1, len(tokens)):
         assert 0 <= parents[i] < i
         if tokens[i] != NO_TOKEN:
-            found[i] = (*found[int(parents[i])], int(tokens[i]))
-            assert len(found[i]) == tree.depths[row, i]
-    return list(found.values())[1:]
+            node_paths[i] = (*node_paths[int(parents[i])], int(tokens[i]))
+            assert len(node_paths[i]) == tree.depths[row, i]
+    return list(node_paths.values())[1:]
 
 
 @pytest.mark.slow
@@ -56,12 +56,13 @@ def test_the_tree_is_that_of_a_best_first_search(shape, vocab, rows):
     assert np.array_equal(tree.tokens[:, 0], root[:, 0])
     log_p = np.asarray(jax.nn.log_softmax(logits))
     for row in range(rows):
-        mine, wanted = paths(tree, row), search(log_p[row], shape)
-        assert len(set(mine)) == len(mine) == shape.num_nodes - 1
-        if set(mine) != set(wanted):  # two paths whose scores are equal up to rounding
-            scores = [sum(log_p[row, d, t] for d, t in enumerate(path)) for path in mine]
-            np.testing.assert_allclose(sorted(scores), sorted(wanted.values()), atol=1e-5)
-            assert len(set(mine) ^ set(wanted)) <= 4
+        actual, expected = paths(tree, row), search(log_p[row], shape)
+        assert len(set(actual)) == len(actual) == shape.num_nodes - 1
+        # Two paths may have equal scores up to rounding.
+        if set(actual) != set(expected):
+            scores = [sum(log_p[row, d, t] for d, t in enumerate(path)) for path in actual]
+            np.testing.assert_allclose(sorted(scores), sorted(expected.values()), atol=1e-5)
+            assert len(set(actual) ^ set(expected)) <= 4
 
 
 @pytest.mark.slow

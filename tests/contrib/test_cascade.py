@@ -1,4 +1,4 @@
-"""TriSpec's drafter, compared with the paper's loop in Python from empty caches, and tokens it must never trust."""
+"""TriSpec's drafter, compared with the paper's loop in Python without caches, and tokens it must never trust."""
 
 import functools
 import itertools
@@ -22,10 +22,10 @@ SLIM = contrib.cascade(INNER, PROXY, MOST, gate="ratio")
 CLOSED = 2.0
 
 
-def decoded(rule, margin=0.1, rows=slice(None), drafter=CASCADE, **chosen):
+def decoded(rule, margin=0.1, rows=slice(None), drafter=CASCADE, **settings):
     """Return the committed tokens of some rows, and the counters."""
     prompts = ragged(LENGTHS, BUFFER, VOCAB)
-    return decode_rows(TARGET, drafter, rule, *prompts, rows, params=weights(margin), **chosen)
+    return decode_rows(TARGET, drafter, rule, *prompts, rows, params=weights(margin), **settings)
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def proxy_probabilities(text):
     return np.exp(z - z.max())
 
 
-def sure(text, margin):
+def is_sure(text, margin):
     p = proxy_probabilities(text)
     first, second = np.sort(p / p.sum())[-2:][::-1]
     assert abs(first - second - margin) > 1e-6
@@ -48,15 +48,15 @@ def sure(text, margin):
 
 
 def places(text, x, margin):
-    """Return the proxy's tokens, t_a and t_m of a draft, by TriSpec's margin or by VIA-SD's (accept, escalate)."""
-    said = [best(PROXY, text + x[:i]) for i in range(K + 1)]
+    """Return the proxy's tokens, t_a and t_m of a draft. `margin` is TriSpec's, or VIA-SD's (accept, escalate)."""
+    proxy_tokens = [best(PROXY, text + x[:i]) for i in range(K + 1)]
     if not isinstance(margin, tuple):
-        t_a = next((i for i in range(K) if x[i] != said[i]), K)
-        return said, t_a, next((i for i in range(K + 1) if not sure(text + x[:i], margin)), K + 1)
+        t_a = next((i for i in range(K) if x[i] != proxy_tokens[i]), K)
+        return proxy_tokens, t_a, next((i for i in range(K + 1) if not is_sure(text + x[:i], margin)), K + 1)
     r = [proxy_probabilities(text + x[:i])[x[i]] for i in range(K)]
     assert all(abs(value - bound) > 1e-6 for value in r for bound in margin)
     t_a = next((i for i in range(K) if r[i] < margin[0]), K)
-    return said, t_a, next((i for i in range(K) if r[i] < margin[1]), K + 1)
+    return proxy_tokens, t_a, next((i for i in range(K) if r[i] < margin[1]), K + 1)
 
 
 def one_draft(text, margin, stops):
@@ -66,26 +66,26 @@ def one_draft(text, margin, stops):
         x = ()
         for _ in range(K):
             x += (best(SMALL, text + trusted + x),)
-        said, t_a, t_m = places(text + trusted, x, margin)
+        proxy_tokens, t_a, t_m = places(text + trusted, x, margin)
         if t_a >= t_m:
             stop = next((i for i in range(t_m) if x[i] in stops), t_m)
             return trusted + x[:stop], x[stop:]
-        stands = (*x[:t_a], said[t_a])
-        stop = next((i for i, token in enumerate(stands) if token in stops), None)
+        round_tokens = (*x[:t_a], proxy_tokens[t_a])
+        stop = next((i for i, token in enumerate(round_tokens) if token in stops), None)
         if stop is not None:
-            return trusted + stands[:stop], stands[stop:]
-        if len(trusted) + len(stands) + K + 1 > MOST:
-            return trusted + stands[:-1], ()
-        trusted += stands
+            return trusted + round_tokens[:stop], round_tokens[stop:]
+        if len(trusted) + len(round_tokens) + K + 1 > MOST:
+            return trusted + round_tokens[:-1], ()
+        trusted += round_tokens
 
 
 def one_text(prompt, margin, stops=()):
     """Return every token and its kind, up to the end of the buffer or the first stop token."""
     text, kinds = tuple(prompt), []
     while len(text) < BUFFER and (not kinds or text[-1] not in stops):
-        trusted, asked = one_draft(text, margin, stops)
+        trusted, drafted = one_draft(text, margin, stops)
         text, kinds = text + trusted, kinds + [TRUSTED] * len(trusted)
-        for token in asked:
+        for token in drafted:
             if token != best(TARGET, text) or (kinds and text[-1] in stops):
                 break
             text, kinds = (*text, token), [*kinds, None]
@@ -100,12 +100,12 @@ def one_text(prompt, margin, stops=()):
     ("drafter", "margin"), [(CASCADE, 0.1), (SLIM, (0.95, 0.85))], ids=["trispec", "via_sd"]
 )
 def test_the_text_and_what_is_trusted_are_those_of_the_paper_s_loop(stops, margin, drafter):
-    found, stats = decoded(verify.exact(), margin, drafter=drafter, stop_tokens=[stops or [-1]] * 4)
+    rows, stats = decoded(verify.exact(), margin, drafter=drafter, stop_tokens=[stops or [-1]] * 4)
     tokens, lengths = ragged(LENGTHS, BUFFER, VOCAB)
     steps = np.asarray(stats.steps)
     for row, n in enumerate(lengths.tolist()):
         text, kinds = one_text(np.asarray(tokens)[row, :n].tolist(), margin, tuple(stops))
-        assert found[row] == text
+        assert rows[row] == text
         assert int(stats.accepted_trusted[row]) == kinds.count(TRUSTED)
         assert int(stats.accepted_exact[row]) == kinds.count(None)
         assert steps[row] >= kinds.count(CORRECTED)
@@ -135,8 +135,8 @@ def test_a_closed_gate_a_strict_row_and_a_sampled_row_are_the_inner_draft_s(rule
     assert open_[0] != base[0] and open_[1] == base[1]
     assert np.asarray(stats.accepted_trusted).tolist()[1] == 0 < int(stats.accepted_trusted[0])
     mixed_strict = mixed | {"strict": [False, False, True, True]}
-    (strict, _), (plain, _) = decoded(rule, **mixed_strict), decoded(rule, drafter=INNER, **mixed_strict)
-    assert strict[:2] == open_[:2] and strict[2:] == plain[2:]
+    (strict, _), (inner, _) = decoded(rule, **mixed_strict), decoded(rule, drafter=INNER, **mixed_strict)
+    assert strict[:2] == open_[:2] and strict[2:] == inner[2:]
     for row in (0, 3):
         assert decoded(rule, rows=slice(row, row + 1), **mixed)[0] == [open_[row]]
 
@@ -144,10 +144,10 @@ def test_a_closed_gate_a_strict_row_and_a_sampled_row_are_the_inner_draft_s(rule
 @pytest.mark.slow
 def test_the_exact_prefix_of_a_rule_is_not_trusted_and_a_stop_token_never():
     rule = verify.mars(theta=np.inf, exact_prefix=8)
-    plain, _ = decoded(verify.exact(), drafter=INNER)
-    found, stats = decoded(rule)
+    exact_rows, _ = decoded(verify.exact(), drafter=INNER)
+    rows, stats = decoded(rule)
     for row, n in enumerate(LENGTHS):
-        assert found[row][: n + 8] == plain[row][: n + 8]
+        assert rows[row][: n + 8] == exact_rows[row][: n + 8]
     assert int(jnp.sum(stats.accepted_trusted)) > 0
     # Stream the steps to see the kind of every token.
     params, stops = weights(0.05), [2, 7]
@@ -155,8 +155,8 @@ def test_the_exact_prefix_of_a_rule_is_not_trusted_and_a_stop_token_never():
     decoder, state = begin(TARGET, CASCADE, verify.exact(), *batch, params=params, stop_tokens=stops)
     trusted = []
     for _, info in itertools.islice(decode.stream(decoder, params, state), 60):
-        said, kind = np.asarray(info.emitted), np.asarray(info.kind)
-        trusted += said[kind == TRUSTED].tolist()
+        emitted, kind = np.asarray(info.emitted), np.asarray(info.kind)
+        trusted += emitted[kind == TRUSTED].tolist()
         regret = np.asarray(info.regret)
         assert np.all(regret[(kind != TRUSTED) & (kind >= 0)] == 0) and np.all(regret >= 0)
         assert np.all(np.isnan(np.asarray(info.processed_log_prob)[kind == TRUSTED]))

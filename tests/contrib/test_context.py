@@ -1,4 +1,4 @@
-"""Thresholds by context: factors of 1 change nothing, 0 is strict, and each bin has its own threshold."""
+"""Thresholds by context: a factor of 1 changes nothing, 0 is strict, and each bin has a separate threshold."""
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +59,8 @@ def test_every_node_has_the_threshold_of_its_bin(case, by, margin):
     """Compare with a chain walked in Python. A factor scales one nat, or the relative gap of ratio 0.7."""
     tree, logits, _ = case
     theta = {"gap": 1.0, "ratio": 0.7}[margin]
-    found = decided(contrib.by_context(by, margin=margin, theta=theta), case, theta, CONTEXTS[by])
-    some = set()
+    verdict = decided(contrib.by_context(by, margin=margin, theta=theta), case, theta, CONTEXTS[by])
+    outcomes = set()
     for b in range(ROWS):
         accepted, relaxed = 0, []
         for i, x in enumerate(np.asarray(tree.tokens)[b, 1:]):
@@ -72,10 +72,10 @@ def test_every_node_has_the_threshold_of_its_bin(case, by, margin):
                 break
             accepted += 1
             relaxed.append(bool(x != first))
-            some.add((bool(x != first), bool(low)))
-        assert int(found.num_accepted[b]) == accepted
-        assert found.relaxed[b, :accepted].tolist() == relaxed
-    assert (True, True) in some
+            outcomes.add((bool(x != first), bool(low)))
+        assert int(verdict.num_accepted[b]) == accepted
+        assert verdict.relaxed[b, :accepted].tolist() == relaxed
+    assert (True, True) in outcomes
 
 
 @pytest.mark.parametrize("margin", MARGINS)

@@ -1,4 +1,4 @@
-"""The block drafter: lossless, with the context and the drafts of a freshly run head."""
+"""The block drafter is lossless; its context and drafts equal those of a head run without a cache."""
 
 import functools
 
@@ -23,8 +23,8 @@ LENGTHS = [1, 2, 17]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def afresh(name, tokens, length):
-    """Run the head after a whole text i32[1, n] of `length` tokens, with one target forward over the text.
+def fresh_head(name, tokens, length):
+    """Run the head after `length` tokens of a text i32[1, n], with one forward of the target over the text.
 
     Returns the hidden states of the block, its marginals and the context.
     """
@@ -53,20 +53,20 @@ def test_it_is_lossless_and_its_context_is_that_of_a_head_run_afresh(name, shape
     decoder, state = begin(
         MODEL, drafter, verify.exact(), prompts, lengths, params=weights(name), temperature=[0.0, 0.0, 1.0]
     )
-    seen = set()
+    lengths_emitted = set()
     for _ in range(10):
         state, info = decode.jitted_step(decoder, weights(name), state)
-        seen |= set(info.num_emitted.tolist())
-    assert {1, 2} <= seen
+        lengths_emitted |= set(info.num_emitted.tolist())
+    assert {1, 2} <= lengths_emitted
     padded = np.asarray(state.tokens)
     tree, _ = jax.jit(drafter.propose)(weights(name), state.draft, draft_input(state))
     for row, tokens in enumerate(committed(state)):
         n = len(tokens)
-        _, logits, cache = afresh(name, padded[row : row + 1], n)
-        for ours, fresh in ((state.draft.k, cache.k), (state.draft.v, cache.v)):
-            for mine, wanted in zip(ours, fresh, strict=True):
-                np.testing.assert_allclose(mine[row, : n - 1], wanted[0, : n - 1], atol=2e-5)
-        # The next draft must be that of the freshly run head.
+        _, logits, cache = fresh_head(name, padded[row : row + 1], n)
+        for layers, fresh_layers in ((state.draft.k, cache.k), (state.draft.v, cache.v)):
+            for actual, expected in zip(layers, fresh_layers, strict=True):
+                np.testing.assert_allclose(actual[row, : n - 1], expected[0, : n - 1], atol=2e-5)
+        # The next draft must be that of the fresh head.
         z = np.asarray(logits)
         if "ids" in weights(name).draft:
             wide = np.full((len(z), VOCAB), -np.inf)
@@ -84,12 +84,12 @@ def test_it_is_lossless_and_its_context_is_that_of_a_head_run_afresh(name, shape
 
     while not bool(jnp.all(state.done)):
         state, _ = decode.jitted_step(decoder, weights(name), state)
-    # This includes the sampled row, since its draws are keyed by position.
-    assert committed(state) == committed(plainly((0.0, 0.0, 1.0)))
+    # The sampled row is equal too, since its draws are keyed by position.
+    assert committed(state) == committed(decode_without_draft((0.0, 0.0, 1.0)))
 
 
 @functools.cache
-def plainly(temperature):
+def decode_without_draft(temperature):
     prompts, lengths = ragged(LENGTHS, 64, VOCAB)
     params = weights("dflash")._replace(draft=())
     return decode_all(
@@ -98,7 +98,7 @@ def plainly(temperature):
 
 
 @functools.cache
-def pairs(name=None, shape="chain"):
+def pair_counts(name=None, shape="chain"):
     """Count the pairs of tokens at positions 5 and 6 over 6,000 rows, with a sampled draft or without one."""
     rows = 6000
     prompts, lengths = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in ragged([5], 8, VOCAB))
@@ -120,9 +120,9 @@ def pairs(name=None, shape="chain"):
     ("name", "shape"), [("dflash", "chain"), ("dspark", "chain"), ("dflash", "dynamic tree")]
 )
 def test_at_temperature_1_each_token_follows_the_targets_distribution(name, shape):
-    mine, theirs = pairs(name, shape), pairs()
-    used = mine + theirs >= 10
-    chi = np.sum((mine - theirs)[used] ** 2 / (mine + theirs)[used])
+    drafted, undrafted = pair_counts(name, shape), pair_counts()
+    used = drafted + undrafted >= 10
+    chi = np.sum((drafted - undrafted)[used] ** 2 / (drafted + undrafted)[used])
     freedom = used.sum() - 1
     assert chi < freedom + 5 * np.sqrt(2 * freedom)
 
@@ -135,30 +135,30 @@ def test_draft_stop_ends_a_draft_by_entropy_or_by_what_the_confidence_head_says(
     drafter = dflash(config, MODEL)
     _, state = begin(MODEL, drafter, verify.exact(), prompts, lengths, params=weights(name))
     propose = jax.jit(drafter.propose)
-    whole = np.asarray(propose(weights(name), state.draft, draft_input(state))[0].tokens)
-    assert (whole != NO_TOKEN).all() and whole.shape[1] == 1 + config.drafts
+    full_draft = np.asarray(propose(weights(name), state.draft, draft_input(state))[0].tokens)
+    assert (full_draft != NO_TOKEN).all() and full_draft.shape[1] == 1 + config.drafts
     doubts = []
     for row, n in enumerate(LENGTHS):
-        hidden, logits, _ = afresh(name, np.asarray(prompts)[row : row + 1], n)
+        hidden, logits, _ = fresh_head(name, np.asarray(prompts)[row : row + 1], n)
         if config.confidence:
-            before = jnp.asarray(whole[row : row + 1, :-1], jnp.int32)
-            sure = head.confidence(config, weights(name).draft, hidden, before)
-            doubts.append(1 - 1 / (1 + np.exp(-np.asarray(sure[0]))))
+            previous = jnp.asarray(full_draft[row : row + 1, :-1], jnp.int32)
+            log_odds = head.confidence(config, weights(name).draft, hidden, previous)
+            doubts.append(1 - 1 / (1 + np.exp(-np.asarray(log_odds[0]))))
         else:
             log_q = np.asarray(jax.nn.log_softmax(logits))
             doubts.append(np.sqrt(-np.sum(np.exp(log_q) * log_q, axis=1)))
     limit = float(np.median(doubts))
     stopped = draft_input(state.replace(controls=make_controls(3, limit=32, draft_stop=limit)))
-    found = np.asarray(propose(weights(name), state.draft, stopped)[0].tokens)[:, 1:]
-    kept = np.cumprod(np.asarray(doubts) <= limit, axis=1).astype(bool)
-    np.testing.assert_array_equal(found, np.where(kept, whole[:, 1:], NO_TOKEN))
-    assert 0 < kept.sum() < kept.size
+    actual = np.asarray(propose(weights(name), state.draft, stopped)[0].tokens)[:, 1:]
+    certain = np.cumprod(np.asarray(doubts) <= limit, axis=1).astype(bool)
+    np.testing.assert_array_equal(actual, np.where(certain, full_draft[:, 1:], NO_TOKEN))
+    assert 0 < certain.sum() < certain.size
 
 
 def test_a_head_that_does_not_fit_its_target_or_its_draft_is_refused():
-    other = language_model(ModelConfig(num_layers=1, **(SIZES | {"vocab_size": 9})))
+    larger_target = language_model(ModelConfig(num_layers=1, **(SIZES | {"vocab_size": 9})))
     with pytest.raises(MarsError, match="vocabulary of 8 tokens and the target has 9"):
-        dflash(HEADS["dflash"], other)
+        dflash(HEADS["dflash"], larger_target)
     with pytest.raises(MarsError, match=r"LanguageModel\.embed"):
         dflash(HEADS["dflash"], fake.hash_model(vocab_size=VOCAB))
     with pytest.raises(MarsError, match=r"LanguageModel\.with_features"):

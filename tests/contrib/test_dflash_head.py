@@ -47,7 +47,7 @@ CASES = {
 
 
 def torch_head(config: DFlashConfig, target):
-    """Return the head in PyTorch, written from the description only, with random parameters under published names.
+    """Return the head in PyTorch, written from the description, with random parameters under published names.
 
     Sources: DFlash 2602.06036, section 3; z-lab/dflash, `dflash/model.py`; vllm-project/speculators, `models/dspark`.
     The layers are transformers' own; their attention also gets the keys and values of the context.
@@ -90,32 +90,32 @@ def torch_head(config: DFlashConfig, target):
 
         def attend(self, i, x, c_, cos, sin):
             """Apply layer i's attention: queries of the block, keys and values of the context and the block."""
-            own, n, past = self.layers[i].self_attn, x.shape[1], c_.shape[1]
+            attention, n, past = self.layers[i].self_attn, x.shape[1], c_.shape[1]
             both = torch.cat([c_, x], dim=1)
 
             def heads(y):
                 return y.view(*y.shape[:2], -1, c.head_dim)
 
-            q = own.q_norm(heads(own.q_proj(x))).transpose(1, 2)
-            k = own.k_norm(heads(own.k_proj(both))).transpose(1, 2)
-            v = heads(own.v_proj(both)).transpose(1, 2)
+            q = attention.q_norm(heads(attention.q_proj(x))).transpose(1, 2)
+            k = attention.k_norm(heads(attention.k_proj(both))).transpose(1, 2)
+            v = heads(attention.v_proj(both)).transpose(1, 2)
             q, _ = qwen3.apply_rotary_pos_emb(q, q, cos[:, past:], sin[:, past:])
             _, k = qwen3.apply_rotary_pos_emb(k, k, cos, sin)
-            at, rows = torch.arange(past, past + n)[:, None], torch.arange(past + n)[None]
+            queries, keys = torch.arange(past, past + n)[:, None], torch.arange(past + n)[None]
             hidden = torch.zeros(n, past + n, dtype=torch.bool)
             if (window := c.windows[i]) is not None:
-                hidden |= rows <= at - window
+                hidden |= keys <= queries - window
             if config.causal[i]:
-                hidden |= rows > at
+                hidden |= keys > queries
             elif window is not None:
-                hidden |= rows >= at + window
+                hidden |= keys >= queries + window
             mask = torch.zeros(n, past + n).masked_fill(hidden, float("-inf"))[None, None]
-            mixed, _ = qwen3.eager_attention_forward(own, q, k, v, mask, scaling=own.scaling)
-            return own.o_proj(mixed.reshape(*x.shape[:2], -1))
+            mixed, _ = qwen3.eager_attention_forward(attention, q, k, v, mask, scaling=attention.scaling)
+            return attention.o_proj(mixed.reshape(*x.shape[:2], -1))
 
-        def forward(self, taken, last):
-            """Return hidden states and logits of a block's places after a context that starts at position 0."""
-            context = self.hidden_norm(self.fc(torch.cat(list(taken), dim=-1)))
+        def forward(self, features, last):
+            """Return hidden states and logits of a block after a context that starts at position 0."""
+            context = self.hidden_norm(self.fc(torch.cat(list(features), dim=-1)))
             masks = torch.full((len(last), config.block_size - 1), config.mask_token)
             x = (self.embed_tokens.weight if config.own_embed else embed)[torch.cat([last, masks], dim=1)]
             places = torch.arange(context.shape[1] + config.block_size)[None].expand(len(last), -1)
@@ -127,11 +127,11 @@ def torch_head(config: DFlashConfig, target):
             weight = self.lm_head.weight if config.own_unembed else unembed
             return hidden, hidden @ weight.T
 
-        def corrected(self, hidden, logits, before):
-            """Return the logits with the Markov head's correction, and the confidence, after the tokens before."""
-            known = self.markov_head.markov_w1(before)
-            read = torch.cat([hidden, known], dim=-1) if config.confidence_markov else hidden
-            return logits + self.markov_head.markov_w2(known), self.confidence_head.proj(read)[..., 0]
+        def corrected(self, hidden, logits, previous):
+            """Return the logits with the Markov head's correction, and the confidence, after the previous tokens."""
+            embedded = self.markov_head.markov_w1(previous)
+            read = torch.cat([hidden, embedded], dim=-1) if config.confidence_markov else hidden
+            return logits + self.markov_head.markov_w2(embedded), self.confidence_head.proj(read)[..., 0]
 
     torch.manual_seed(1)
     torch.set_num_threads(1)
@@ -148,25 +148,25 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
     target = {
         name: jnp.asarray(0.2 * rng.standard_normal(shape, np.float32)) for name in ("embed", "unembed")
     }
-    theirs = torch_head(config, target)
-    state = {key: value.numpy() for key, value in theirs.state_dict().items()}
+    reference = torch_head(config, target)
+    state = {key: value.numpy() for key, value in reference.state_dict().items()}
     draft = build_rows(config.weights(), lambda row: jnp.asarray(state.pop(row.name)))
-    assert not state  # every parameter has its row
+    assert not state, "a parameter has no row"
     params = Params(target=target, draft=draft)
-    taken = rng.standard_normal((FEATURES, BATCH, CONTEXT, config.target_hidden_size), np.float32)
+    features = rng.standard_normal((FEATURES, BATCH, CONTEXT, config.target_hidden_size), np.float32)
     last = rng.integers(0, VOCAB, (BATCH, 1))
-    before = rng.integers(0, VOCAB, (BATCH, config.block_size))
+    previous = rng.integers(0, VOCAB, (BATCH, config.block_size))
     model = language_model(dataclasses.replace(LAYER, num_layers=1, windows=()))
 
     @jax.jit
-    def ours(params, taken, last, before):
+    def jax_head(params, features, last, previous):
         cache = config.init_cache(BATCH, SLOTS, "float32")
         for first, end in ((0, 6), (6, CONTEXT)):
-            part = tuple(feature[:, first:end] for feature in taken)
+            part = tuple(feature[:, first:end] for feature in features)
             fused = dflash_head.fuse(config, params.draft, ForwardOutput(part[0], part, ()))
-            at = jnp.broadcast_to(jnp.arange(first, end, dtype=jnp.int32), (BATCH, end - first))
+            positions = jnp.broadcast_to(jnp.arange(first, end, dtype=jnp.int32), (BATCH, end - first))
             slot = jnp.full((BATCH,), first, jnp.int32)
-            cache = dflash_head.absorb(config, params.draft, fused, at, slot, cache)
+            cache = dflash_head.absorb(config, params.draft, fused, positions, slot, cache)
         size, first = config.block_size, jnp.full((BATCH,), CONTEXT, jnp.int32)
         visible = Visible.causal(first, size).replace(seen=jnp.ones((1, size, size), bool))
         tokens = dflash_head.block(config, last)
@@ -174,17 +174,17 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
         logits = dflash_head.unembed(config, model, params, hidden)
         if not config.confidence:
             return hidden, logits
-        corrected = logits + dflash_head.markov(params.draft, before)
-        return hidden, logits, corrected, dflash_head.confidence(config, params.draft, hidden, before)
+        corrected = logits + dflash_head.markov(params.draft, previous)
+        return hidden, logits, corrected, dflash_head.confidence(config, params.draft, hidden, previous)
 
-    found = ours(params, jnp.asarray(taken), jnp.asarray(last, jnp.int32), jnp.asarray(before, jnp.int32))
+    inputs = jnp.asarray(features), jnp.asarray(last, jnp.int32), jnp.asarray(previous, jnp.int32)
     with torch.no_grad(), transformers_oracle.third_party():
-        expected = theirs([torch.tensor(x) for x in taken], torch.tensor(last))
+        expected = reference([torch.tensor(x) for x in features], torch.tensor(last))
         if config.confidence:
-            expected = (*expected, *theirs.corrected(*expected, torch.tensor(before)))
-    for mine, wanted in zip(found, expected, strict=True):
-        # 1e-5: float32 products summed in another order; a wrong term would differ by 1e-2 or more.
-        np.testing.assert_allclose(mine, wanted, atol=1e-5, rtol=0)
+            expected = (*expected, *reference.corrected(*expected, torch.tensor(previous)))
+    for output, expected_output in zip(jax_head(params, *inputs), expected, strict=True):
+        # The order of float32 sums differs by up to 1e-5. A wrong term would differ by 1e-2 or more.
+        np.testing.assert_allclose(output, expected_output, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,13 @@ def evidence(params):
 @pytest.mark.slow
 def test_a_head_that_says_one_weight_is_the_mixture_of_that_weight():
     params = mixer.init_params(E, jax.random.key(0), draft_hidden_size=F) | {"bias": jnp.asarray(0.3)}
-    given = evidence(params)
+    same_evidence = evidence(params)
     for shift in (-1.0, 0.0, 2.0):
         weight = 1 / (1 + np.exp(-(0.3 + shift)))
-        found, _ = verify.for_rows(contrib.diversed(shift=shift), ROWS)(given)
-        wanted, _ = verify.for_rows(verify.mixture(weight=weight), ROWS)(given)
-        np.testing.assert_array_equal(found.num_accepted, wanted.num_accepted)
-        np.testing.assert_array_equal(found.next_token, wanted.next_token)
+        actual, _ = verify.for_rows(contrib.diversed(shift=shift), ROWS)(same_evidence)
+        expected, _ = verify.for_rows(verify.mixture(weight=weight), ROWS)(same_evidence)
+        np.testing.assert_array_equal(actual.num_accepted, expected.num_accepted)
+        np.testing.assert_array_equal(actual.next_token, expected.next_token)
 
 
 def test_the_weight_is_that_of_each_position():
@@ -48,14 +48,13 @@ def test_the_weight_is_that_of_each_position():
     params |= {"signals": jnp.asarray([0.5, -0.7, 2.0]), "bias": jnp.asarray(0.1)}
     h, d = rng.normal(size=E), rng.normal(size=F)
     p, q = (np.exp(z) / np.exp(z).sum() for z in rng.normal(size=(2, V)))
-    unit, other = (x / np.sqrt((x**2).mean() + 1e-6) for x in (h, d))
-    inner = np.asarray(jax.nn.gelu(jnp.asarray(params["inner"] @ unit + params["drafted"] @ other)))
+    unit_h, unit_d = (x / np.sqrt((x**2).mean() + 1e-6) for x in (h, d))
+    inner = np.asarray(jax.nn.gelu(jnp.asarray(params["inner"] @ unit_h + params["drafted"] @ unit_d)))
     entropies = [-(x * np.log(x)).sum() for x in (p, q)]
-    wanted = inner @ params["outer"] + 0.5 * entropies[0] - 0.7 * entropies[1] + np.abs(p - q).sum() + 0.1
-    found = mixer.weight_log_odds(
-        params, jnp.asarray(h), *(jnp.log(jnp.asarray(x)) for x in (p, q)), jnp.asarray(d)
-    )
-    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+    expected = inner @ params["outer"] + 0.5 * entropies[0] - 0.7 * entropies[1] + np.abs(p - q).sum() + 0.1
+    log_p, log_q = (jnp.log(jnp.asarray(x)) for x in (p, q))
+    actual = mixer.weight_log_odds(params, jnp.asarray(h), log_p, log_q, jnp.asarray(d))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -69,33 +68,33 @@ def test_the_gradient_is_that_of_the_enumerated_worth():
     rewards = np.asarray([0.0, 1.0, 0.2, 0.7, 0.0, 1.0, 0.4], np.float32)
     head = mixer.init_params(2 * E, jax.random.key(2), draft_hidden_size=2 * E)
     head |= {"signals": jnp.asarray([0.1, 0.2, -0.3])}
-    every = np.asarray([[3, x] for x in range(V)], np.int32)
+    sequences = np.asarray([[3, x] for x in range(V)], np.int32)
 
-    def at(weights):
-        out = forward_packed(model, weights, jnp.asarray(every[:1, :1]), jnp.zeros((1, 1), jnp.int32))
+    def run_model(weights):
+        out = forward_packed(model, weights, jnp.asarray(sequences[:1, :1]), jnp.zeros((1, 1), jnp.int32))
         return out.hidden[0, 0], jax.nn.log_softmax(model.unembed(weights, out.hidden)[0, 0])
 
-    (hidden, log_p), (known, log_q) = at(teacher), at(params)
+    (hidden, log_p), (draft_hidden, log_q) = run_model(teacher), run_model(params)
 
     def law(head):
-        w = jax.nn.sigmoid(mixer.weight_log_odds(head, hidden, log_p, log_q, known))
+        w = jax.nn.sigmoid(mixer.weight_log_odds(head, hidden, log_p, log_q, draft_hidden))
         return w * jnp.exp(log_p) + (1 - w) * jnp.exp(log_q)
 
     def worth(head):
         return jnp.sum(law(head) * rewards) + 0.5 * jnp.sum(jnp.minimum(law(head), jnp.exp(log_q)))
 
     counts = np.round(np.asarray(jax.jit(law)(head)) * 20000).astype(int)
-    completions, answered = np.repeat(every, counts, axis=0), np.tile([False, True], (counts.sum(), 1))
+    completions, answered = np.repeat(sequences, counts, axis=0), np.tile([False, True], (counts.sum(), 1))
     rollouts = diversed_training.Rollouts(completions, answered, np.repeat(rewards, counts))
-    wanted = jax.jit(jax.grad(worth))(head)
+    expected = jax.jit(jax.grad(worth))(head)
 
     def surrogate(head):
         return -diversed_training.surrogate(head, rollouts, (teacher, params), models=(model, model))[0]
 
-    found = jax.jit(jax.grad(surrogate))(head)
+    actual = jax.jit(jax.grad(surrogate))(head)
     for name in ("bias", "signals", "outer"):
-        np.testing.assert_allclose(found[name], wanted[name], rtol=0.02, atol=2e-4)
-    assert float(jnp.abs(wanted["bias"])) > 1e-3
+        np.testing.assert_allclose(actual[name], expected[name], rtol=0.02, atol=2e-4)
+    assert float(jnp.abs(expected["bias"])) > 1e-3
 
 
 def test_its_weights_are_written_and_read_and_are_no_other_rule_s(tmp_path):
@@ -105,14 +104,14 @@ def test_its_weights_are_written_and_read_and_are_no_other_rule_s(tmp_path):
     assert isinstance(loaded, LoadedRule) and loaded.rule.shift == 1.0
     jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
     assert "its model_type is mars_jax_mixer" in message(read_weights, folder)
-    other = contrib.save(tmp_path / "other", indicator.init_params(6, jax.random.key(0)))
-    assert "its model_type is mars_jax_indicator" in message(verify.load, f"diversed:{other}")
+    indicator_folder = contrib.save(tmp_path / "other", indicator.init_params(6, jax.random.key(0)))
+    assert "its model_type is mars_jax_indicator" in message(verify.load, f"diversed:{indicator_folder}")
 
 
 def test_a_draft_or_weights_that_do_not_fit_are_refused():
-    rule, given = verify.for_rows(contrib.diversed(), ROWS), evidence(())
-    assert "needs the weights of its head" in message(rule, given)
-    given = given.replace(params=mixer.init_params(6, jax.random.key(0), width=3, draft_hidden_size=4))
-    assert "reads hidden states of size 4 from the draft, and the draft's have 3" in message(rule, given)
-    bare = given.replace(tree=given.tree.replace(hidden=None))
+    rule, inputs = verify.for_rows(contrib.diversed(), ROWS), evidence(())
+    assert "needs the weights of its head" in message(rule, inputs)
+    inputs = inputs.replace(params=mixer.init_params(6, jax.random.key(0), width=3, draft_hidden_size=4))
+    assert "reads hidden states of size 4 from the draft, and the draft's have 3" in message(rule, inputs)
+    bare = inputs.replace(tree=inputs.tree.replace(hidden=None))
     assert "and the drafter gives none: draft with the model" in message(rule, bare)

@@ -10,7 +10,7 @@ from mars_jax.contrib.rules.indicator_training import IndicatorExamples, indicat
 from mars_jax.lab.training.loop import fit, muon
 
 
-def made(count, seed):
+def labelled_examples(count, seed):
     """Return examples whose outcome depends on one direction of the features together with the margin."""
     rng = np.random.default_rng(seed)
     hidden = rng.normal(size=(count, 12)).astype(np.float32)
@@ -22,10 +22,10 @@ def made(count, seed):
 
 @pytest.mark.slow
 def test_a_known_function_is_learned_better_than_from_the_margin(tmp_path):
-    course = indicator_head_training(made(4000, 0), muon(1e-2, 250), steps=250, rows=128)
+    course = indicator_head_training(labelled_examples(4000, 0), muon(1e-2, 250), steps=250, rows=128)
     with jax.numpy_dtype_promotion("standard"):  # for optax's counters
         head = fit(course, tmp_path)
-    test = made(2000, 1)
+    test = labelled_examples(2000, 1)
     positive = np.asarray(indicator.harm_log_odds(head, *map(jnp.asarray, test[:3]))) > 0
     right = np.mean(positive == (test.changed > 0.5))
     gap = test.z1 - test.z2

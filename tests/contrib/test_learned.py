@@ -1,4 +1,4 @@
-"""The learned rule: it relaxes where its head allows, under the guards of `mars`."""
+"""The learned rule relaxes nodes that its head allows, under the guards of `mars`."""
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,10 @@ def test_nodes_are_relaxed_where_the_head_gives_little_chance_of_harm():
     z = np.sort(logits, axis=-1)
     harm = jax.nn.sigmoid(harm_log_odds(head, *map(jnp.asarray, (hidden, z[..., -1], z[..., -2]))))
     theta = float(np.median(harm))
-    made = rule_oracles.controls_of([GREEDY] * ROWS, theta=theta, stop_tokens=[3])
+    controls = rule_oracles.controls_of([GREEDY] * ROWS, theta=theta, stop_tokens=[3])
     keys, relax = rule_oracles.keys_of(0, ROWS), jax.jit(judge(contrib.learned()))
-    found = relax(keys, tree, jnp.asarray(logits), made, hidden=jnp.asarray(hidden), params=head)
-    seen = 0
+    verdict = relax(keys, tree, jnp.asarray(logits), controls, hidden=jnp.asarray(hidden), params=head)
+    num_relaxed = 0
     for b in range(ROWS):
         accepted = 0
         for i, x in enumerate(tokens[b]):
@@ -36,7 +36,7 @@ def test_nodes_are_relaxed_where_the_head_gives_little_chance_of_harm():
             relaxable = x == second and harm[b, i] < theta and 3 not in (first, second)
             if x != first and not relaxable:
                 break
-            seen += x != first
+            num_relaxed += x != first
             accepted += 1
-        assert int(found.num_accepted[b]) == accepted
-    assert seen > 3
+        assert int(verdict.num_accepted[b]) == accepted
+    assert num_relaxed > 3

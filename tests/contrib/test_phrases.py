@@ -1,4 +1,4 @@
-"""Phrases and equivalents: every edge compared with a path-by-path decision in Python, on chains and trees."""
+"""Phrases and equivalents: every edge of chains and trees, compared with decisions per path in Python."""
 
 import itertools
 import json
@@ -35,22 +35,23 @@ def test_a_phrase_is_what_its_tokens_cost_together(is_chain, window):
     tree = drafted(is_chain, rng)
     logits = rng.normal(size=(*tree.tokens.shape, VOCAB)).astype(np.float32)
     rule = for_rows(contrib.phrase(bound=[0.8, 2.0, 4.0], window=window), BATCH)
-    found = np.asarray(rule.relaxable(evidence(tree, jnp.asarray(logits))))
+    relaxable = np.asarray(rule.relaxable(evidence(tree, jnp.asarray(logits))))
     tokens, parents = np.asarray(tree.tokens), np.asarray(tree.parents)
 
     def cost(b, i):
         z = logits[b, parents[b, i]]
         return np.inf if tokens[b, i] < 0 or i == 0 else z.max() - z[tokens[b, i]]
 
-    def least(b, i, left):
-        if left == 0:
+    def cheapest(b, i, length):
+        if length == 0:
             return cost(b, i)
-        below = [least(b, j, left - 1) for j in range(1, tokens.shape[1]) if parents[b, j] == i]
-        return cost(b, i) + min(below, default=np.inf)
+        costs = [cheapest(b, j, length - 1) for j in range(1, tokens.shape[1]) if parents[b, j] == i]
+        return cost(b, i) + min(costs, default=np.inf)
 
-    want = [[least(b, i, window) < (0.8, 2.0, 4.0)[b] for i in range(tokens.shape[1])] for b in range(BATCH)]
-    np.testing.assert_array_equal(found, want)
-    assert 0 < found.sum() < found.size
+    bounds, edges = (0.8, 2.0, 4.0), range(tokens.shape[1])
+    expected = [[cheapest(b, i, window) < bounds[b] for i in edges] for b in range(BATCH)]
+    np.testing.assert_array_equal(relaxable, expected)
+    assert 0 < relaxable.sum() < relaxable.size
 
 
 def test_a_phrase_asks_for_drafts_that_hold_it():
@@ -66,15 +67,15 @@ def test_equivalents_stand_for_the_targets_token(is_chain):
     tree = drafted(is_chain, rng)
     logits = rng.normal(size=(*tree.tokens.shape, VOCAB)).astype(np.float32)
     groups = np.asarray([0, 1, 1, 1, 2, 2, 0], np.int32)
-    given = evidence(tree, jnp.asarray(logits), params=jnp.asarray(groups))
-    found = np.asarray(for_rows(contrib.equivalent(gap=[np.inf, 1.0, 0.0]), BATCH).relaxable(given))
+    rule = for_rows(contrib.equivalent(gap=[np.inf, 1.0, 0.0]), BATCH)
+    relaxable = np.asarray(rule.relaxable(evidence(tree, jnp.asarray(logits), params=jnp.asarray(groups))))
     tokens, parents = np.asarray(tree.tokens), np.asarray(tree.parents)
     for b, i in itertools.product(range(BATCH), range(tokens.shape[1])):
         z, x = logits[b, parents[b, i]], tokens[b, i]
         grouped = i > 0 and x >= 0 and groups[x] == groups[z.argmax()] > 0
         same = grouped and z.max() - z[x] < (np.inf, 1.0, 0.0)[b]
-        assert found[b, i] == same
-    assert found[:2].any() and not found[2].any()
+        assert relaxable[b, i] == same
+    assert relaxable[:2].any() and not relaxable[2].any()
 
 
 def test_case_is_that_of_letters_and_changes_no_word():
@@ -97,8 +98,8 @@ def test_groups_are_of_texts_that_are_alike(tmp_path):
     file = tmp_path / "same.json"
     file.write_text(json.dumps({"groups": [[" big", " little"]]}))
     loaded = verify.load(f"equivalent:{file}", target, gap=1.0)
-    made = np.asarray(loaded.params)
-    assert made[words[" big"]] == made[words[" little"]] > 0 and (made > 0).sum() == 2
+    groups = np.asarray(loaded.params)
+    assert groups[words[" big"]] == groups[words[" little"]] > 0 and (groups > 0).sum() == 2
     with pytest.raises(MarsError, match="cannot be read"):
         verify.load(f"equivalent:{tmp_path}/none.json", target)
     with pytest.raises(MarsError, match="needs weights: name them, as equivalent:PATH"):
@@ -113,9 +114,9 @@ def test_a_strict_span_takes_no_other_guard_away():
     tree = drafted(False, np.random.default_rng(0))
     rule = for_rows(contrib.equivalent(gap=np.inf, exact_prefix=2), BATCH)
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(*tree.tokens.shape, VOCAB)), jnp.float32)
-    given = {"stop_tokens": (1, 4), "params": jnp.ones((VOCAB,), jnp.int32)}
-    free = rule.guarded(evidence(tree, logits, **given))
+    options = {"stop_tokens": (1, 4), "params": jnp.ones((VOCAB,), jnp.int32)}
+    free = rule.guarded(evidence(tree, logits, **options))
     nowhere, everywhere = jnp.zeros(tree.tokens.shape, bool), jnp.ones(tree.tokens.shape, bool)
     assert 0 < free.sum() < free.size
-    np.testing.assert_array_equal(rule.guarded(evidence(tree, logits, strict_nodes=nowhere, **given)), free)
-    assert not rule.guarded(evidence(tree, logits, strict_nodes=everywhere, **given)).any()
+    np.testing.assert_array_equal(rule.guarded(evidence(tree, logits, strict_nodes=nowhere, **options)), free)
+    assert not rule.guarded(evidence(tree, logits, strict_nodes=everywhere, **options)).any()

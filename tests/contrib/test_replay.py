@@ -1,4 +1,4 @@
-"""Replay, compared with a search in Python: its drafts change no token, and another corpus compiles nothing."""
+"""Replay, compared with a search in Python. Drafts change no token, and a new corpus compiles nothing."""
 
 import itertools
 import json
@@ -21,9 +21,9 @@ from tests.helpers.ngram_oracle import slow_lookup
 SIZE, COUNT = 24, 4
 
 
-def matches(text, past, most, least):
-    """Return (number of matching tokens, position after the match) of the best match, by brute force."""
-    for size in range(min(most, len(text)), least - 1, -1):
+def matches(text, past, longest, shortest):
+    """Find the best match by brute force: return its length and the position after it."""
+    for size in range(min(longest, len(text)), shortest - 1, -1):
         for end in range(len(past) - 1, size - 1, -1):
             if past[end - size : end] == text[len(text) - size :]:
                 return size, end
@@ -32,8 +32,8 @@ def matches(text, past, most, least):
 
 def slow_replay(text, past, count):
     size, end = matches(text, past, 6, 2)
-    own, _ = matches(text, text, 3, 1)
-    if size > own:
+    own_size, _ = matches(text, text, 3, 1)
+    if size > own_size:
         drafted = list(itertools.takewhile(lambda token: token != NO_TOKEN, past[end:]))
         return (drafted + [NO_TOKEN] * count)[:count]
     return slow_lookup(text, count, 3, 1)
@@ -51,8 +51,8 @@ def test_the_longest_match_of_corpus_and_text(text, texts):
     buffer[0, : len(text)] = text
     keys, controls = keys_from_seeds(jnp.arange(1)), make_controls(1, limit=16)
     length = jnp.asarray([len(text)], jnp.int32)
-    asked = DraftInput(keys=keys, tokens=jnp.asarray(buffer), length=length, controls=controls)
-    tree, _ = contrib.replay(COUNT).propose(Params((), past), (), asked)
+    draft_request = DraftInput(keys=keys, tokens=jnp.asarray(buffer), length=length, controls=controls)
+    tree, _ = contrib.replay(COUNT).propose(Params((), past), (), draft_request)
     assert tree.tokens[0, 1:].tolist() == slow_replay(text, past.tolist(), COUNT)
 
 
@@ -61,20 +61,20 @@ def test_an_earlier_answer_is_drafted_and_changes_nothing(tmp_path):
     target = mj.load("tiny/target", dtype="float32")
     prompts = ["Once upon a time", "The cat"]
     options = {"max_new_tokens": 40, "verify": mj.verify.exact()}
-    plain = mj.generate(target, "none", prompts, **options)
+    reference = mj.generate(target, "none", prompts, **options)
     empty = drafters.LoadedDrafter(contrib.replay(8), contrib.corpus([], 512))
     first = mj.generate(target, empty, prompts, **options)
     compiled = decode.run._cache_size()
-    texts = [[*c.request.prompt_tokens, *c.tokens] for c in first.completions]
-    second = mj.generate(target, empty._replace(params=contrib.corpus(texts, 512)), prompts, **options)
+    sequences = [[*c.request.prompt_tokens, *c.tokens] for c in first.completions]
+    second = mj.generate(target, empty._replace(params=contrib.corpus(sequences, 512)), prompts, **options)
     assert decode.run._cache_size() == compiled
-    assert plain.tokens == first.tokens == second.tokens
+    assert reference.tokens == first.tokens == second.tokens
     assert second.metrics.tau > 5 > first.metrics.tau
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt_tokens": c.request.prompt_tokens, "tokens": c.tokens} for c in first.completions]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = drafters.load(f"replay:{file}", target)
-    assert [int(i) for i in loaded.params[-len(texts[1]) :]] == texts[1]
+    assert [int(i) for i in loaded.params[-len(sequences[1]) :]] == sequences[1]
     with pytest.raises(MarsError, match="cannot be read"):
         drafters.load("replay:nowhere", target)
     with pytest.raises(MarsError, match="min_ngram is 3 and max_ngram 2"):

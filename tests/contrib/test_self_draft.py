@@ -1,4 +1,4 @@
-"""The target as its own draft: it drafts the target's tokens under a mask, and the output is unchanged."""
+"""The target as its own drafter, under an attention mask. The output does not change."""
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,15 @@ BUFFER, WINDOW = 40, 6
 
 
 @jax.jit
-def said_under_a_mask(tokens, length):
-    """Return the target's logits f32[V] over its own cache, if the last token sees only `SINKS` and a window."""
+def masked_logits(tokens, length):
+    """Return the target's logits f32[V] over its own cache, if the last token attends only to `SINKS` and a window."""
     slot, zero = jnp.arange(BUFFER, dtype=jnp.int32), jnp.zeros((1,), jnp.int32)
     causal = Visible.causal(zero, BUFFER)
     cache = MODEL.forward(WEIGHTS, tokens[None], causal, MODEL.init_cache(1, BUFFER)).cache
     last = (length - 1)[None]
-    seen = (slot < length) & ((slot < SINKS) | (slot >= last - WINDOW))
-    seen, slots = seen[None, None], slot[None]
-    here = Visible(first=zero, positions=last[None], slot=last, seen=seen, seen_positions=slots)
-    return MODEL.unembed(WEIGHTS, MODEL.forward(WEIGHTS, tokens[last][None], here, cache).hidden)[0, 0]
+    mask = ((slot < length) & ((slot < SINKS) | (slot >= last - WINDOW)))[None, None]
+    visible = Visible(first=zero, positions=last[None], slot=last, seen=mask, seen_positions=slot[None])
+    return MODEL.unembed(WEIGHTS, MODEL.forward(WEIGHTS, tokens[last][None], visible, cache).hidden)[0, 0]
 
 
 @pytest.mark.parametrize("tree", [None, pytest.param((2, 1), marks=pytest.mark.slow)])
@@ -45,7 +44,7 @@ def test_what_it_drafts_first_is_what_the_target_says_under_a_mask(tree):
     for _ in range(6):
         tree_, _ = propose(params, state.draft, draft_input(state))
         for row in range(3):
-            want = said_under_a_mask(state.tokens[row], state.length[row])
+            want = masked_logits(state.tokens[row], state.length[row])
             assert int(tree_.tokens[row, 1]) == int(jnp.argmax(want))
         state, info = decode.jitted_step(decoder, params, state)
         accepted += int(jnp.sum(info.num_emitted - 1))
@@ -54,17 +53,17 @@ def test_what_it_drafts_first_is_what_the_target_says_under_a_mask(tree):
 
 def test_weights_are_in_8_bits_and_those_that_are_stay_the_same_arrays():
     target = mj.Pretrained.from_parts(MODEL, WEIGHTS, config=CONFIG)
-    asked = Asked(target, "", 3, None, False, None)
-    made = load_self(asked).params
-    assert isinstance(made["layers"][0]["up"], Int8) and made["norm"] is WEIGHTS["norm"]
-    again = load_self(asked._replace(target=mj.Pretrained.from_parts(MODEL, made, config=CONFIG))).params
-    assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(made), strict=True))
+    spec = Asked(target, "", 3, None, False, None)
+    draft = load_self(spec).params
+    assert isinstance(draft["layers"][0]["up"], Int8) and draft["norm"] is WEIGHTS["norm"]
+    reloaded = load_self(spec._replace(target=mj.Pretrained.from_parts(MODEL, draft, config=CONFIG))).params
+    assert all(a is b for a, b in zip(jax.tree.leaves(reloaded), jax.tree.leaves(draft), strict=True))
 
 
 def test_a_target_that_it_cannot_draft_for_is_refused():
-    own = mj.Pretrained.from_parts(fake.hash_model(vocab_size=9), (), max_positions=64)
+    target = mj.Pretrained.from_parts(fake.hash_model(vocab_size=9), (), max_positions=64)
     with pytest.raises(mj.MarsError, match="has no config, and the drafter 'self' is for"):
-        drafters.load("self", own)
+        drafters.load("self", target)
 
 
 @pytest.mark.slow
@@ -72,7 +71,7 @@ def test_a_target_that_it_cannot_draft_for_is_refused():
 def test_a_text_longer_than_its_window_is_unchanged(options):
     target = mj.load("tiny/target", dtype="float32")
     prompts = ["Once upon a time, there was a little dog. " * 32, "The sun was warm."]
-    want = mj.generate(target, "none", prompts, max_new_tokens=40)
-    found = mj.generate(target, drafters.load("self", target, **options), prompts, max_new_tokens=40)
-    assert len(target.encode(prompts[0])) > 300 and found.tokens == want.tokens
-    assert np.mean([c.metrics.tau for c in found.completions]) > 2
+    reference = mj.generate(target, "none", prompts, max_new_tokens=40)
+    result = mj.generate(target, drafters.load("self", target, **options), prompts, max_new_tokens=40)
+    assert len(target.encode(prompts[0])) > 300 and result.tokens == reference.tokens
+    assert np.mean([c.metrics.tau for c in result.completions]) > 2

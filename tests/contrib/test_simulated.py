@@ -1,4 +1,4 @@
-"""Simulated acceptance: the requested tau on chains, trees and trees that change."""
+"""Simulated acceptance gives the requested tau on chains, trees and dynamic trees."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def test_rates_solve_the_geometric_sum():
 @pytest.mark.slow
 @pytest.mark.parametrize("tau", [1.0, 2.2])
 def test_trees_of_any_shape_give_the_tau_in_the_mean(tau):
-    """Half of the trees are chains cut short by padding, which have another rate."""
+    """Padding shortens half of the trees, which therefore have another acceptance rate."""
     rows = 4096
     rng = np.random.default_rng(0)
     parents, depths = trees.static_topology((2, 1, 2, 1))

@@ -20,10 +20,11 @@ TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
 DRAFTER, SAMPLED = contrib.sprinter(SMALL, MOST), contrib.sprinter(SMALL, MOST, sample=True)
 
 
-def decoded(rule, threshold=0.5, rows=slice(None), drafter=DRAFTER, params=None, **chosen):
+def decoded(rule, threshold=0.5, rows=slice(None), drafter=DRAFTER, params=None, **settings):
     """Return the committed tokens of some rows, and the counters."""
     params = weights(threshold) if params is None else params
-    return decode_rows(TARGET, drafter, rule, *ragged(LENGTHS, BUFFER, VOCAB), rows, params=params, **chosen)
+    prompts = ragged(LENGTHS, BUFFER, VOCAB)
+    return decode_rows(TARGET, drafter, rule, *prompts, rows, params=params, **settings)
 
 
 @functools.cache
@@ -39,8 +40,8 @@ def _hidden(width, tokens, length):
 
 
 @functools.cache
-def sure(text):
-    """Return whether the classifier is sure of the last token."""
+def is_sure(text):
+    """Return whether the classifier trusts the last token."""
     padded = np.zeros((1, 64), np.int32)
     padded[0, : len(text)] = text
     hidden = int(_hidden(64, jnp.asarray(padded), jnp.int32(len(text))))
@@ -53,12 +54,12 @@ def one_text(prompt, stops=()):
     text, count = tuple(prompt), 0
     while len(text) < BUFFER and (text == tuple(prompt) or text[-1] not in stops):
         x = (best(SMALL, text),)
-        while len(x) < MOST and sure(text + x) and x[-1] not in stops:
+        while len(x) < MOST and is_sure(text + x) and x[-1] not in stops:
             x += (best(SMALL, text + x),)
         text, count = text + x[:-1], count + len(x) - 1
-        own = best(TARGET, text)
-        text += (own,)
-        if own == x[-1] and own not in stops:
+        target_token = best(TARGET, text)
+        text += (target_token,)
+        if target_token == x[-1] and target_token not in stops:
             text += (best(TARGET, text),)
     return list(text), count
 
@@ -66,20 +67,21 @@ def one_text(prompt, stops=()):
 @pytest.mark.slow
 @pytest.mark.parametrize("stops", [[], [4]])
 def test_the_text_and_what_is_trusted_are_those_of_the_paper_s_loop(stops):
-    found, stats = decoded(verify.exact(), stop_tokens=[stops or [-1]] * 4)
+    rows, stats = decoded(verify.exact(), stop_tokens=[stops or [-1]] * 4)
     tokens, lengths = ragged(LENGTHS, BUFFER, VOCAB)
     trusted = np.asarray(stats.accepted_trusted)
     for row, n in enumerate(lengths.tolist()):
         text, count = one_text(np.asarray(tokens)[row, :n].tolist(), tuple(stops))
-        assert found[row] == text[: len(found[row])] and len(found[row]) == min(BUFFER, len(text))
-        assert count - MOST <= trusted[row] <= count  # the last draft may reach past the buffer
+        assert rows[row] == text[: len(rows[row])] and len(rows[row]) == min(BUFFER, len(text))
+        # The last draft may pass the end of the buffer.
+        assert count - MOST <= trusted[row] <= count
     if not stops:
         assert trusted.sum() > 40 and np.asarray(stats.regret).sum() > 0
 
 
 @pytest.mark.slow
 def test_a_closed_classifier_drafts_one_token_and_trusts_none():
-    """Compare bit for bit with a draft of one token, drawn or not; a row in a batch of one equals that in its batch."""
+    """Compare bit for bit with a draft of one token, sampled or greedy, and each row with a batch of one."""
     mixed = {"temperature": [0.0, 0.9, 0.0, 0.7]}
     for rule, drafter, sample in ((verify.exact(), DRAFTER, False), (verify.rejection(), SAMPLED, True)):
         single = drafters.language_model(SMALL, 1, sample=sample)
@@ -95,19 +97,19 @@ def test_a_closed_classifier_drafts_one_token_and_trusts_none():
 
 @pytest.mark.slow
 def test_strict_rows_and_the_exact_prefix_trust_nothing():
-    plain, _ = decoded(verify.exact(), drafter=drafters.none(), params=Params(()))
+    target_rows, _ = decoded(verify.exact(), drafter=drafters.none(), params=Params(()))
     strict, stats = decoded(verify.exact(), strict=[True, False, True, False])
-    assert strict[0] == plain[0] and strict[2] == plain[2]
+    assert strict[0] == target_rows[0] and strict[2] == target_rows[2]
     trusted = np.asarray(stats.accepted_trusted)
     assert trusted[[0, 2]].sum() == 0 < trusted[[1, 3]].sum()
-    found, stats = decoded(verify.mars(theta=np.inf, exact_prefix=8))
-    assert all(found[row][: n + 8] == plain[row][: n + 8] for row, n in enumerate(LENGTHS))
+    rows, stats = decoded(verify.mars(theta=np.inf, exact_prefix=8))
+    assert all(rows[row][: n + 8] == target_rows[row][: n + 8] for row, n in enumerate(LENGTHS))
     assert int(jnp.sum(stats.accepted_trusted)) > 0
 
 
 @pytest.mark.slow
 def test_trusted_tokens_of_a_drawn_draft_have_the_small_model_s_law():
-    """Open the classifier, which then trusts all but the last token; the first draws follow q by chi-square."""
+    """A classifier that trusts all but the last token: the first draws follow q by chi-square."""
     rows, prompt = 4000, [3, 1, 4]
     always = Params((), contrib.SprinterParams((), jnp.zeros((1,)), jnp.asarray(5.0, jnp.float32)))
     tokens = np.zeros((rows, len(prompt) + 2), np.int32)

@@ -28,12 +28,12 @@ SYSTEMS = {
 def test_what_is_written_is_read(kind, tmp_path):
     arrays = {"weight": np.arange(3, dtype=np.float32), "bias": np.ones(1, np.float32)}
     path = save_system(tmp_path / "it", SYSTEMS[kind], arrays if kind == "sprinter" else None)
-    found = load_system(path, kind)
-    assert found.directory == path
+    system = load_system(path, kind)
+    assert system.directory == path
     for field in ("name", "draft", "draft_tokens", "proxy", "layers", "numbers"):
-        assert getattr(found, field) == getattr(SYSTEMS[kind], field)
+        assert getattr(system, field) == getattr(SYSTEMS[kind], field)
     if kind == "sprinter":
-        weight, bias = load_classifier(found)
+        weight, bias = load_classifier(system)
         assert weight.tolist() == [0, 1, 2] and bias == 1
     else:
         assert [file.name for file in path.iterdir()] == ["config.json"]
@@ -74,10 +74,8 @@ def test_models_are_named_within_the_directory_or_by_name(tmp_path):
     (path / "small").mkdir()
     (path / "small" / "config.json").write_text("{}")
     system = load_system(path, "trispec")
-    assert (
-        resolve_system_model(system, "small") == str(path / "small")
-        and resolve_system_model(system, "tiny/draft") == "tiny/draft"
-    )
+    assert resolve_system_model(system, "small") == str(path / "small")
+    assert resolve_system_model(system, "tiny/draft") == "tiny/draft"
     for name in ("../other", "/etc", "~/model", "./x"):
         with pytest.raises(MarsError, match="expected a directory within its own"):
             resolve_system_model(system, name)

@@ -1,4 +1,4 @@
-"""SPRINTER's labels, compared with full forwards by branch, and VIA-SD's search, compared with the slim models."""
+"""SPRINTER's labels, compared with one full forward per branch, and VIA-SD's search, compared with the slim models."""
 
 import itertools
 
@@ -28,27 +28,25 @@ BATCH = Batch(
 
 @pytest.mark.slow
 def test_labels_and_features_are_those_of_one_branch_at_a_time():
-    found = sprinter_training.examples(MODEL, PARAMS, MODEL, OTHER, BATCH, jax.random.key(3))
+    examples = sprinter_training.examples(MODEL, PARAMS, MODEL, OTHER, BATCH, jax.random.key(3))
     tokens, segments = jnp.asarray(BATCH.tokens[:, :-1]), jnp.asarray(BATCH.segments[:, :-1])
     p = jax.nn.softmax(predict(MODEL, PARAMS, tokens, segments))
     q_logits = predict(MODEL, OTHER, tokens, segments)
     drawn = np.asarray(jax.random.categorical(jax.random.key(3), q_logits))
     q = jax.nn.softmax(q_logits)
-    assert found.valid[1].tolist() == [True] * 3 + [False] + [True] * 4 and found.valid[0].all()
-    found, p, q, q_logits = jax.device_get((found, p, q, q_logits))
+    assert examples.valid[1].tolist() == [True] * 3 + [False] + [True] * 4 and examples.valid[0].all()
+    examples, p, q, q_logits = jax.device_get((examples, p, q, q_logits))
     for row, place in itertools.product(range(2), range(8)):
         x = int(drawn[row, place]) if row else int(q_logits[row, place].argmax())
         begin, end = 4 if row == 1 and place >= 4 else 0, place + 1
         # Positions continue across documents, as in training. All sequences have one width.
-        whole, apart = np.ones((1, 9), np.int32), np.full((1, 9), 2, np.int32)
-        whole[0, begin : end + 1] = [*BATCH.tokens[row, begin:end], x]
-        apart[0, :begin], apart[0, begin : end + 1] = 0, 1
-        alone = np.asarray(forward_packed(MODEL, OTHER, jnp.asarray(whole), jnp.asarray(apart)).hidden)[
-            0, end
-        ]
-        np.testing.assert_allclose(found.hidden[row, place], alone, atol=1e-4)
+        branch, branch_segments = np.ones((1, 9), np.int32), np.full((1, 9), 2, np.int32)
+        branch[0, begin : end + 1] = [*BATCH.tokens[row, begin:end], x]
+        branch_segments[0, :begin], branch_segments[0, begin : end + 1] = 0, 1
+        output = forward_packed(MODEL, OTHER, jnp.asarray(branch), jnp.asarray(branch_segments))
+        np.testing.assert_allclose(examples.hidden[row, place], output.hidden[0, end], atol=1e-4)
         chance = min(1.0, p[row, place, x] / q[row, place, x]) if row else p[row, place].argmax() == x
-        np.testing.assert_allclose(found.accepted[row, place], float(chance), atol=1e-4)
+        np.testing.assert_allclose(examples.accepted[row, place], float(chance), atol=1e-4)
 
 
 @pytest.mark.slow
@@ -59,8 +57,8 @@ def test_the_classifier_learns_what_its_features_say(tmp_path):
     data = sprinter_training.SprinterExamples(hidden, accepted, np.ones(4096, bool))
     with jax.numpy_dtype_promotion("standard"):  # for optax's counters
         params = fit(sprinter_training.classifier_training(data, learning_rate=2e-2), tmp_path)
-    found = sprinter_training.figures(data, params, 0.5)
-    assert found["accepted"] > 0.97 and abs(found["trusted"] - accepted.mean()) < 0.03
+    figures = sprinter_training.figures(data, params, 0.5)
+    assert figures["accepted"] > 0.97 and abs(figures["trusted"] - accepted.mean()) < 0.03
 
 
 @pytest.mark.slow
@@ -68,7 +66,8 @@ def test_the_search_tries_all_masks_and_measures_what_the_slim_model_says(tmp_pa
     log = tmp_path / "masks.jsonl"
     best = via_sd_training.search(MODEL, PARAMS, [BATCH], left_out=0.25, log=log)
     lines = log.read_text().splitlines()
-    assert len(lines) == 6  # two of the four sublayers between the first layer and the last
+    # Pairs of the four sublayers between the first layer and the last.
+    assert len(lines) == 6
     tokens, segments = jnp.asarray(BATCH.tokens[:, :-1]), jnp.asarray(BATCH.segments[:, :-1])
     p = predict(MODEL, PARAMS, tokens, segments)
     divergences = {}
@@ -78,15 +77,16 @@ def test_the_search_tries_all_masks_and_measures_what_the_slim_model_says(tmp_pa
         divergences[mask] = float(forward_kl(p, q).mean())
     assert best.mask == min(divergences, key=divergences.__getitem__)
     assert abs(best.kl - divergences[best.mask]) < 1e-5
-    log.write_text("\n".join(lines[:3]) + '\n{"mask": [[tr')  # killed in the middle of a write
+    # The run was killed in the middle of a write.
+    log.write_text("\n".join(lines[:3]) + '\n{"mask": [[tr')
     assert via_sd_training.search(MODEL, PARAMS, [BATCH], left_out=0.25, log=log).mask == best.mask
 
 
 def test_a_guided_search_stays_within_its_evaluations(tmp_path):
     log = tmp_path / "masks.jsonl"
-    found = via_sd_training.search(MODEL, PARAMS, [BATCH], left_out=0.25, evaluations=5, log=log)
+    best = via_sd_training.search(MODEL, PARAMS, [BATCH], left_out=0.25, evaluations=5, log=log)
     assert len(log.read_text().splitlines()) <= 5
-    assert sum(map(sum, found.mask)) == 6 and found.mask[0] == found.mask[-1] == (True, True)
+    assert sum(map(sum, best.mask)) == 6 and best.mask[0] == best.mask[-1] == (True, True)
 
 
 def test_more_than_lies_between_the_ends_is_refused(tmp_path):

@@ -34,11 +34,11 @@ def test_a_system_of_another_target_or_model_is_refused(target, tmp_path):
     short = save("short", System(name="via_sd", draft="ngram", layers=((True, False),) * 2))
     deaf = save("deaf", System(name="via_sd", draft="ngram", layers=((False, True),) * 6))
     arrays = {"weight": np.ones(7, np.float32), "bias": np.zeros(1, np.float32)}
-    other = save("other", System(name="sprinter", draft=assets.DRAFT), arrays)
+    unfit_classifier = save("other", System(name="sprinter", draft=assets.DRAFT), arrays)
     for spec, options, sentence in (
         (short, {}, "does not fit 'tiny/target': the mask has 2 layers and the model 6"),
         (deaf, {}, "does not fit 'tiny/target': the mask leaves no attention"),
-        (other, {}, "is for a model of hidden size 7 and 'tiny/draft' has 128"),
+        (unfit_classifier, {}, "is for a model of hidden size 7 and 'tiny/draft' has 128"),
         ("trispec:tiny/trispec", {"tree": (2, 2)}, "tree does not apply to the drafter 'trispec'"),
         ("trispec:tiny/trispec", {"num_draft_tokens": 3}, "num_draft_tokens is 3: a round"),
     ):

@@ -41,27 +41,27 @@ def converted(saved, tmp_path):
     return convert(saved, tmp_path / "made")
 
 
-def assert_same(ours, theirs):
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+def assert_same(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "int8", "int4"])
 def test_a_conversion_loads_as_its_source_and_onto_any_mesh(saved, tmp_path, dtype):
     sizes = []
-    made = convert(saved, tmp_path / "made", dtype=dtype, progress=sizes.append)
+    converted = convert(saved, tmp_path / "made", dtype=dtype, progress=sizes.append)
     names = ["config.json", "conversion.json", "generation_config.json", "tokenizer_config.json", "weights"]
-    assert sorted(os.listdir(made)) == names and sorted(os.listdir(tmp_path)) == ["made"]
-    assert sum(sizes) == sum(file.stat().st_size for file in (made / "weights").iterdir())
-    want, got = hub.load(saved, dtype=dtype), hub.load(made)
-    assert got.config == want.config and got.config.eos_token_ids == (3, 5)
-    assert jax.tree.structure(got.params) == jax.tree.structure(want.params)
+    assert sorted(os.listdir(converted)) == names and sorted(os.listdir(tmp_path)) == ["made"]
+    assert sum(sizes) == sum(file.stat().st_size for file in (converted / "weights").iterdir())
+    source, loaded = hub.load(saved, dtype=dtype), hub.load(converted)
+    assert loaded.config == source.config and loaded.config.eos_token_ids == (3, 5)
+    assert jax.tree.structure(loaded.params) == jax.tree.structure(source.params)
     for axes in (None, "model=4", "expert=2,data=2,model=2"):
         shardings = None if axes is None else sharding.params_shardings(CONFIG, mesh.parse_mesh(axes))
-        placed = hub.load(made, shardings=shardings).params
-        assert_same(placed, want.params)
+        placed = hub.load(converted, shardings=shardings).params
+        assert_same(placed, source.params)
         if axes:
-            wanted = hub.load(saved, dtype=dtype, shardings=shardings).params
-            for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(wanted), strict=True):
+            expected = hub.load(saved, dtype=dtype, shardings=shardings).params
+            for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(expected), strict=True):
                 assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
@@ -80,24 +80,24 @@ mj.hub.convert(sys.argv[1], sys.argv[2], progress=progress)
 @pytest.mark.slow
 def test_a_killed_conversion_leaves_nothing_that_looks_complete_and_starts_again(saved, tmp_path):
     arguments = [sys.executable, "-c", KILLED, str(saved), str(tmp_path / "made")]
-    done = subprocess.run(arguments, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    process = subprocess.run(arguments, capture_output=True, text=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr
     assert os.listdir(tmp_path) == [".made.writing"]
     with pytest.raises(MarsError):
         hub.load(tmp_path / ".made.writing" / "new")
-    made = convert(saved, tmp_path / "made")
+    converted = convert(saved, tmp_path / "made")
     assert os.listdir(tmp_path) == ["made"]
-    assert_same(hub.load(made).params, hub.load(saved).params)
+    assert_same(hub.load(converted).params, hub.load(saved).params)
 
 
 def test_only_conversions_are_replaced(saved, converted, tmp_path):
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "thesis.txt").write_text("mine")
+    occupied = tmp_path / "other"
+    occupied.mkdir()
+    (occupied / "thesis.txt").write_text("mine")
     with pytest.raises(MarsError, match="exists and is not empty"):
-        convert(saved, other)
+        convert(saved, occupied)
     with pytest.raises(MarsError, match="exists and is not a conversion"):
-        convert(saved, other, overwrite=True)
+        convert(saved, occupied, overwrite=True)
     with pytest.raises(MarsError, match="add --overwrite"):
         convert(saved, converted)
     with pytest.raises(MarsError, match="is a conversion already"):

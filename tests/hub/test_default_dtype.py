@@ -30,12 +30,12 @@ EXPERTS = dataclasses.replace(CONFIG, family="mixtral", num_experts=2, experts_p
 PACKED = {
     "AWQ with modules_to_not_convert": {
         "method": "awq",
-        "plain": ("down_proj", "layers.1.self_attn"),
+        "unpacked": ("down_proj", "layers.1.self_attn"),
         "settings": {"modules_to_not_convert": ["down_proj", "layers.1.self_attn"]},
     },
     "compressed-tensors with ignore": {
         "method": "compressed-tensors",
-        "plain": ("layers.0.", "lm_head"),
+        "unpacked": ("layers.0.", "lm_head"),
         "settings": {"ignore": ["re:.*layers.0.*", "lm_head"]},
         "scales": ml_dtypes.bfloat16,
     },
@@ -60,7 +60,7 @@ KINDS = {
 
 
 def write_packed(
-    folder, method, *, config=CONFIG, plain=(), packs=("proj",), permuted="-", tiny="-", scales=np.float16,
+    folder, method, *, config=CONFIG, unpacked=(), packs=("proj",), permuted="-", tiny="-", scales=np.float16,
     settings=None, extra=(),
 ):  # fmt: skip
     """Write a checkpoint with packed matrices. Return its weights and the names of those that stay in 4 bits."""
@@ -68,7 +68,7 @@ def write_packed(
     draw, stored, meant, exact = np.random.default_rng(0), {}, {}, set()
     for name, weight in load_file(folder / "model.safetensors").items():
         base = name.removesuffix(".weight")
-        if not base.endswith(packs) or any(part in name for part in plain):
+        if not base.endswith(packs) or any(part in name for part in unpacked):
             stored[name] = weight.astype(np.float16 if "down" in name else ml_dtypes.bfloat16)
             meant[name] = stored[name].astype(np.float32)
             continue

@@ -66,8 +66,8 @@ def test_a_download_whose_connection_breaks_goes_on_where_it_was(server, small, 
     server.breaks = 1
     content = resolve("small").read_bytes()
     assert digest_of(content) == small.sha256
-    asked = [ranged for method, path, ranged in server.asked if method == "GET" and path.endswith(FILE)]
-    assert asked == [None, f"bytes={len(content) // 2 // 4096 * 4096}-"]
+    ranges = [ranged for method, path, ranged in server.asked if method == "GET" and path.endswith(FILE)]
+    assert ranges == [None, f"bytes={len(content) // 2 // 4096 * 4096}-"]
 
 
 def test_a_file_with_another_digest_is_not_used_and_not_kept(server, small, monkeypatch):
@@ -114,12 +114,12 @@ def test_a_directory_is_whole_only_with_all_its_weights(server):
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"), [("small", f"{REPOSITORY} {FILE}"), ("owner/absent", "owner/absent")]
+    ("name", "arguments"), [("small", f"{REPOSITORY} {FILE}"), ("owner/absent", "owner/absent")]
 )
-def test_without_a_hub_the_sentence_has_the_command(server, small, capfd, name, wanted):
+def test_without_a_hub_the_sentence_has_the_command(server, small, capfd, name, arguments):
     server.shutdown()
     server.server_close()
-    assert message(resolve, name).endswith(f"or run hf download {wanted} where there is a network.")
+    assert message(resolve, name).endswith(f"or run hf download {arguments} where there is a network.")
     assert capfd.readouterr() == ("", "")
 
 
@@ -159,18 +159,18 @@ def test_a_pair_is_downloaded_decoded_and_decoded_again_offline(server, tmp_path
     for name in ("target", "draft"):
         server.repositories[f"owner/{name}"] = of_directory(assets.path(f"tiny/{name}"))
 
-    def text(target, draft, **more):
+    def text(target, draft, **variables):
         command = [sys.executable, "-m", "mars_jax.generate", "--target", target, "--draft", f"model:{draft}"]
         command += ["--max-new-tokens", "12", "--no-stream", "--temperature", "0", "Once upon a time"]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | more
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | variables
         environment["HF_HUB_CACHE"] = str(tmp_path / "cache")
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout, done.stderr
+        process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert process.returncode == 0, process.stderr
+        return process.stdout, process.stderr
 
     expected, _ = text("tiny/target", "tiny/draft")
-    online, said = text("owner/target", "owner/draft", HF_ENDPOINT=server.url)
-    assert online == expected and "%" not in said.partition("tokens in")[0]
+    online, progress = text("owner/target", "owner/draft", HF_ENDPOINT=server.url)
+    assert online == expected and "%" not in progress.partition("tokens in")[0]
     server.shutdown()
     server.server_close()
     assert text("owner/target", "owner/draft", HF_ENDPOINT=server.url)[0] == expected

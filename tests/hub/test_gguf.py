@@ -25,20 +25,20 @@ from tests.helpers.gguf_files import OWN, TOKENS, VOCAB, WIDTH, our_logits, smol
 from tests.helpers.transformers_oracle import logits_and_greedy
 
 
-def their_logits(path):
+def transformers_logits(path):
     torch = pytest.importorskip("torch")
     pytest.importorskip("accelerate")
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    how = {"gguf_file": path.name}
-    config = transformers.AutoConfig.from_pretrained(str(path.parent), **how)
+    options = {"gguf_file": path.name}
+    config = transformers.AutoConfig.from_pretrained(str(path.parent), **options)
     # transformers keeps both at the values of the published sizes and ignores those of the file.
     config.head_dim = WIDTH
     if hasattr(config, "query_pre_attn_scalar"):
         config.query_pre_attn_scalar = WIDTH
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(path.parent), config=config, dtype=torch.float32, attn_implementation="eager", **how
+        str(path.parent), config=config, dtype=torch.float32, attn_implementation="eager", **options
     )
     with torch.no_grad():
         return model(torch.tensor(TOKENS)).logits.numpy()
@@ -48,7 +48,8 @@ def their_logits(path):
 @pytest.mark.parametrize("case", [case for case in OWN if case != "llama3"])
 def test_logits_are_those_of_transformers(tmp_path, case):
     path = write(tmp_path / "model.gguf", case)
-    np.testing.assert_allclose(our_logits(mj.load(str(path))), their_logits(path), rtol=1e-4, atol=1e-4)
+    actual, expected = our_logits(mj.load(str(path))), transformers_logits(path)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_llama_3s_scaling_is_read_from_its_factors(tmp_path):
@@ -61,14 +62,14 @@ def test_llama_3s_scaling_is_read_from_its_factors(tmp_path):
         hub.read_config(str(write(tmp_path / "strange.gguf", "llama3", change=strange)))
 
 
-@pytest.mark.parametrize(("more", "times"), [({}, 1.0), ({"attn_factor": 0.5}, 0.5)])
-def test_yarns_attention_is_scaled_as_llama_cpp_scales_it(tmp_path, more, times):
+@pytest.mark.parametrize(("fields", "scale"), [({}, 1.0), ({"attn_factor": 0.5}, 0.5)])
+def test_yarns_attention_is_scaled_as_llama_cpp_scales_it(tmp_path, fields, scale):
     """attn_factor multiplies YaRN's own attention factor, 1 + 0.1 ln(factor), instead of replacing it."""
-    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 32} | more
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 32} | fields
     values = {f"llama.rope.scaling.{key}": value for key, value in scaling.items()}
     rope = hub.read_config(str(write(tmp_path / "model.gguf", "llama", values=values))).rope
     assert (rope.kind, rope.factor, rope.original_max_positions) == ("yarn", 4.0, 32)
-    assert rope.attention_factor == pytest.approx(times * (1 + 0.1 * np.log(4)))
+    assert rope.attention_factor == pytest.approx(scale * (1 + 0.1 * np.log(4)))
 
 
 @pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -76,15 +77,15 @@ def test_every_row_is_what_the_package_makes_of_it(tmp_path, name):
     path = write(tmp_path / "model.gguf", "qwen2", quantisation=gguf.GGMLQuantizationType[name])
     [tensors] = gguf_tensors(path, hub.read_config(str(path)))
     [stored] = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "blk.1.ffn_up.weight"]
-    whole = gguf.dequantize(stored.data, stored.tensor_type)
+    matrix = gguf.dequantize(stored.data, stored.tensor_type)
     tensor = tensors["model.layers.1.mlp.up_proj.weight"]
-    assert tensor.shape == whole.shape == (96, 64)
-    np.testing.assert_array_equal(tensor.rows(5, 23), whole[5:23])
+    assert tensor.shape == matrix.shape == (96, 64)
+    np.testing.assert_array_equal(tensor.rows(5, 23), matrix[5:23])
     weights = mj.load(str(path), dtype="int4").params["layers"][1]["up"]
     has_4_bits = name in ("Q4_0", "Q4_1")
     assert weights.values.shape == ((2, 32, 96) if has_4_bits else (1, 64, 96))
-    moved = np.abs(np.asarray(weights.astype("float32")) - whole).max()
-    assert moved == 0 if has_4_bits else 0 < moved < 0.1 * np.abs(whole).max()
+    error = np.abs(np.asarray(weights.astype("float32")) - matrix).max()
+    assert error == 0 if has_4_bits else 0 < error < 0.1 * np.abs(matrix).max()
     assert mj.load(str(path)).params["embed"].dtype == ("bfloat16" if "F16" in name else "float32")
 
 
@@ -94,8 +95,8 @@ def test_rows_of_queries_can_be_read_apart(tmp_path, first, last):
     [tensors] = gguf_tensors(path, hub.read_config(str(path)))
     tensor = tensors["model.layers.0.self_attn.q_proj.weight"]
     np.testing.assert_array_equal(tensor.rows(first, last), tensor.read()[first:last])
-    made = Int4(*tensor.blocks(first, last), dtype=np.dtype("float32"))
-    np.testing.assert_array_equal(made.astype("float32"), tensor.read()[first:last])
+    rows = Int4(*tensor.blocks(first, last), dtype=np.dtype("float32"))
+    np.testing.assert_array_equal(rows.astype("float32"), tensor.read()[first:last])
 
 
 def test_k_quants_are_kept_and_what_has_more_bits_is_kept_in_8(tmp_path):
@@ -107,21 +108,22 @@ def test_k_quants_are_kept_and_what_has_more_bits_is_kept_in_8(tmp_path):
         return random_blocks(draw, shape, kind), kind
 
     path = file_of(tmp_path / "model.gguf", data, hidden=256, inner=512, layers=2, vocab=VOCAB)
-    held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    ours, whole = (mj.load(str(path), dtype=dtype) for dtype in ("int4", "float32"))
-    layer, wide = ours.params["layers"][1], whole.params["layers"][1]
+    stored_tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    int4_target, full_target = (mj.load(str(path), dtype=dtype) for dtype in ("int4", "float32"))
+    layer, full_layer = int4_target.params["layers"][1], full_target.params["layers"][1]
     for name, stored in (("up", "ffn_up"), ("down", "ffn_down"), ("o", "attn_output")):
-        tensor = held[f"blk.1.{stored}.weight"]
-        want = gguf.dequantize(tensor.data, tensor.tensor_type)
-        np.testing.assert_array_equal(wide[name], want)
+        tensor = stored_tensors[f"blk.1.{stored}.weight"]
+        expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+        np.testing.assert_array_equal(full_layer[name], expected)
         assert layer[name].group == 32
         scale = np.asarray(layer[name].scale, np.float32).repeat(32, axis=0).T
-        assert np.all(np.abs(layer[name].astype("float32") - want) <= 15 * scale * 2.0**-11 + 1e-7)
+        assert np.all(np.abs(layer[name].astype("float32") - expected) <= 15 * scale * 2.0**-11 + 1e-7)
     assert isinstance(layer["q"], Int4) and isinstance(layer["v"], Int8)
-    assert isinstance(ours.params["embed"], Int8)
-    want = our_logits(whole)
-    moved, in_8 = (np.abs(our_logits(t) - want).mean() for t in (ours, mj.load(str(path), dtype="int8")))
-    assert moved < in_8 < 0.03 * want.std()  # all of the loss comes from the 8-bit channels
+    assert isinstance(int4_target.params["embed"], Int8)
+    expected = our_logits(full_target)
+    int8_target = mj.load(str(path), dtype="int8")
+    int4_error, int8_error = (np.abs(our_logits(t) - expected).mean() for t in (int4_target, int8_target))
+    assert int4_error < int8_error < 0.03 * expected.std()  # all loss comes from the 8-bit channels
 
 
 _MEASURE = """
@@ -145,31 +147,32 @@ print(stay, (largest() - before) / stay)
 def test_loading_takes_little_more_than_the_weights_that_stay():
     """Measure peak memory without imports. Mapping the file, or reading it whole, took 1.9 times the weights."""
     program = [sys.executable, "-c", _MEASURE, str(smollm2())]
-    done = subprocess.run(program, capture_output=True, text=True, check=True)
-    stay, ratio = map(float, done.stdout.split())
-    assert stay > 2.6e8 and 0.5 < ratio < 1.25
+    process = subprocess.run(program, capture_output=True, text=True, check=True)
+    weight_bytes, ratio = map(float, process.stdout.split())
+    assert weight_bytes > 2.6e8 and 0.5 < ratio < 1.25
 
 
 def test_a_conversion_holds_what_the_file_holds(tmp_path):
     path = write(tmp_path / "model.gguf", "llama")
     hub.convert(str(path), tmp_path / "converted")
-    ours, again = mj.load(str(path)), mj.load(str(tmp_path / "converted"))
-    assert again.config == ours.config
-    jax.tree.map(np.testing.assert_array_equal, again.params, ours.params)
-    assert again.encode("abc") == ours.encode("abc") and again.stop_tokens == ours.stop_tokens == (1,)
+    source, converted = mj.load(str(path)), mj.load(str(tmp_path / "converted"))
+    assert converted.config == source.config
+    jax.tree.map(np.testing.assert_array_equal, converted.params, source.params)
+    assert converted.encode("abc") == source.encode("abc")
+    assert converted.stop_tokens == source.stop_tokens == (1,)
 
 
 def test_the_tokenizer_is_the_files_own_whatever_is_beside_it(tmp_path):
     (tmp_path / "alone").mkdir()
-    alone = hub.outline(str(write(tmp_path / "alone" / "model.gguf", "llama")))
+    isolated = hub.outline(str(write(tmp_path / "alone" / "model.gguf", "llama")))
     path = write(tmp_path / "model.gguf", "llama")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(f"{assets.path(assets.TARGET)}/{name}", tmp_path)
     (tmp_path / "chat_template.jinja").write_text("another model's")
-    beside = hub.outline(str(path))
-    assert beside.encode("abcd") == alone.encode("abcd") == [2, 3]
-    assert beside.tokenizer.get_vocab() == alone.tokenizer.get_vocab()
-    assert beside.tokenizer.chat_template is None
+    surrounded = hub.outline(str(path))
+    assert surrounded.encode("abcd") == isolated.encode("abcd") == [2, 3]
+    assert surrounded.tokenizer.get_vocab() == isolated.tokenizer.get_vocab()
+    assert surrounded.tokenizer.chat_template is None
 
 
 @pytest.mark.parametrize(
@@ -218,10 +221,9 @@ class TestSmolLM2:
 
     def test_chat_is_its_own_template(self):
         target = hub.outline(str(smollm2()))
-        said = target.tokenizer.decode(target.encode("Hi", chat=True))
-        assert said.startswith("<|im_start|>system\n") and said.endswith(
-            "Hi<|im_end|>\n<|im_start|>assistant\n"
-        )
+        text = target.tokenizer.decode(target.encode("Hi", chat=True))
+        assert text.startswith("<|im_start|>system\n")
+        assert text.endswith("Hi<|im_end|>\n<|im_start|>assistant\n")
         assert target.stop_tokens == (2,)
 
     @pytest.mark.slow
@@ -236,7 +238,7 @@ class TestSmolLM2:
         import transformers
 
         path, target = smollm2(), mj.load("smollm2", dtype="float32")
-        theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        reference: Any = transformers.AutoModelForCausalLM.from_pretrained(
             str(path.parent), gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
         )
         questions = ("Name three fruits.", "What is 17 + 25?", "Write one line of Python that sorts a list.")
@@ -245,14 +247,14 @@ class TestSmolLM2:
         expected = []
         with torch.no_grad():
             for ids in prompts:
-                given = torch.tensor([ids])
-                tokens = theirs.generate(given, attention_mask=torch.ones_like(given), **greedy)
+                input_ids = torch.tensor([ids])
+                tokens = reference.generate(input_ids, attention_mask=torch.ones_like(input_ids), **greedy)
                 expected.append(tokens[0, len(ids) :].tolist())
-            logits = theirs(torch.tensor([prompts[0]])).logits[0].numpy()
+            logits = reference(torch.tensor([prompts[0]])).logits[0].numpy()
 
-        ours, _ = logits_and_greedy(target, np.asarray([prompts[0]]), 1)
+        actual, _ = logits_and_greedy(target, np.asarray([prompts[0]]), 1)
         # The tolerance covers another order of float32 sums over 30 layers; logits reach 30.
-        np.testing.assert_allclose(ours[0], logits, atol=2e-3, rtol=0)
+        np.testing.assert_allclose(actual[0], logits, atol=2e-3, rtol=0)
 
         head = eagle_training.new_eagle3(target.config, target.params, steps=1, divergence=forward_kl)
         weights = head.init()
@@ -263,8 +265,8 @@ class TestSmolLM2:
             LoadedDrafter(eagle(head.config, target.model, tree=Dynamic(4, 3, 12)), weights),
         ]
         for drafter in drafters:
-            found = mj.generate(target, drafter, prompts, temperature=0.0, max_new_tokens=20)
-            assert [list(ids) for ids in found.tokens] == expected
+            result = mj.generate(target, drafter, prompts, temperature=0.0, max_new_tokens=20)
+            assert [list(ids) for ids in result.tokens] == expected
 
     @pytest.mark.slow
     def test_the_head_that_ships_drafts_and_changes_nothing(self):
@@ -272,8 +274,8 @@ class TestSmolLM2:
         target = mj.load("smollm2", dtype="float32")
         prompts = ["Write a short story about a fox.", "What is the capital of France?"]
         head = mj.drafters.load(f"eagle:{assets.SMOLLM2_EAGLE3}", target, num_draft_tokens=2)
-        plain = mj.generate(target, "none", prompts, chat=True, max_new_tokens=40)
-        found = mj.generate(target, head, prompts, chat=True, max_new_tokens=40)
-        assert found.tokens == plain.tokens and found.metrics.tau > 1.3
+        reference = mj.generate(target, "none", prompts, chat=True, max_new_tokens=40)
+        result = mj.generate(target, head, prompts, chat=True, max_new_tokens=40)
+        assert result.tokens == reference.tokens and result.metrics.tau > 1.3
         folder = assets.path(assets.SMOLLM2_EAGLE3)
         assert folder is not None and sum(file.stat().st_size for file in folder.iterdir()) <= 18e6

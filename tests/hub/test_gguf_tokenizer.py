@@ -38,13 +38,13 @@ def stories():
 TEXTS = (*HARD, *(story.strip() for story in stories()[:40]))
 
 
-def tokens_of(path, model, tokens, types, **more):
+def tokens_of(path, model, tokens, types, **fields):
     """Write a GGUF file with a tokenizer and no tensors, and return its path."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    for name, value in more.items():
+    for name, value in fields.items():
         getattr(writer, f"add_{name}")(value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -53,56 +53,58 @@ def tokens_of(path, model, tokens, types, **more):
     return path
 
 
-def byte_level(path, tokenizer, pre, **more):
+def byte_level(path, tokenizer, pre, **fields):
     """Write the metadata that llama.cpp's converter writes for a tokenizer.json, with an unused row at the end."""
     data = json.loads(tokenizer.to_str())
     added = {token["id"]: 3 if token["special"] else 4 for token in data["added_tokens"]}
     tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
     types = [added.get(i, 1) for i in range(len(tokens))]
     merges = [" ".join(pair) for pair in data["model"]["merges"]]
-    more = {"tokenizer_pre": pre, "token_merges": merges, **more}
-    return tokens_of(path, "gpt2", [*tokens, "[PAD0]"], [*types, 5], **more)
+    fields = {"tokenizer_pre": pre, "token_merges": merges, **fields}
+    return tokens_of(path, "gpt2", [*tokens, "[PAD0]"], [*types, 5], **fields)
 
 
-def pieces(path, processor, **more):
+def pieces(path, processor, **fields):
     """Write the metadata that llama.cpp's converter writes for a sentencepiece model, and return the path."""
-    every = range(processor.get_piece_size())
+    ids = range(processor.get_piece_size())
     types = [
         2 if processor.is_unknown(i) else 3 if processor.is_control(i) else 6 if processor.is_byte(i) else 1
-        for i in every
+        for i in ids
     ]
-    tokens = [processor.id_to_piece(i) for i in every]
+    tokens = [processor.id_to_piece(i) for i in ids]
     for i, piece in enumerate(tokens):
         if piece in USER_DEFINED:
             tokens[i], types[i] = USER_DEFINED[piece], 4
-    scores = [processor.get_score(i) for i in every]
-    more = {"token_scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0, **more}
-    return tokens_of(path, "llama", tokens, types, **more)
+    scores = [processor.get_score(i) for i in ids]
+    fields = {"token_scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0, **fields}
+    return tokens_of(path, "llama", tokens, types, **fields)
 
 
 USER_DEFINED = {"<start>": "<start>", "\u2581\u2581": "  ", "\n\n": "\n\n"}
 
 
-def assert_equal(made, ids, decode, texts=TEXTS):
+def assert_equal(tokenizer, encode, decode, texts=TEXTS):
     for text in texts:
-        expected = ids(text)
-        assert made(text)["input_ids"] == expected, text
-        assert made.decode(expected, skip_special_tokens=True) == decode(expected), text
+        expected = encode(text)
+        assert tokenizer(text)["input_ids"] == expected, text
+        assert tokenizer.decode(expected, skip_special_tokens=True) == decode(expected), text
 
 
 def test_the_packages_own_tokenizer_comes_back(tmp_path):
     folder = assets.path(assets.TARGET)
-    own = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
+    original = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
     template = Path(f"{folder}/chat_template.jinja").read_text()
     ends = {"add_bos_token": True, "bos_token_id": 0, "eos_token_id": 0, "chat_template": template}
-    made = read_tokenizer(byte_level(tmp_path / "model.gguf", own, "smollm", **ends))
-    assert_equal(made, lambda text: own.encode(text).ids, own.decode)
-    theirs = hub.outline(assets.TARGET).tokenizer
+    tokenizer = read_tokenizer(byte_level(tmp_path / "model.gguf", original, "smollm", **ends))
+    assert_equal(tokenizer, lambda text: original.encode(text).ids, original.decode)
+    packaged = hub.outline(assets.TARGET).tokenizer
     turns = [{"role": "user", "content": "Who is Lily?"}]
-    ours, expected = (one.apply_chat_template(turns, add_generation_prompt=True) for one in (made, theirs))
-    assert ours["input_ids"] == expected["input_ids"]
+    actual, expected = (
+        t.apply_chat_template(turns, add_generation_prompt=True) for t in (tokenizer, packaged)
+    )
+    assert actual["input_ids"] == expected["input_ids"]
     for name in ("bos_token", "eos_token", "all_special_ids"):
-        assert getattr(made, name) == getattr(theirs, name)
+        assert getattr(tokenizer, name) == getattr(packaged, name)
 
 
 # The patterns in the tokenizer.json of each family.
@@ -128,9 +130,9 @@ def divider(pre):
         parts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
         parts.append(pre_tokenizers.Digits(individual_digits=True))
     else:
-        before = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
-        whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        return pre_tokenizers.Sequence([*before, whole])
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return pre_tokenizers.Sequence([*digits, bytes_only])
     return pre_tokenizers.Sequence([*parts, pre_tokenizers.ByteLevel(False, use_regex=False)])
 
 
@@ -139,9 +141,8 @@ def trained():
     """Return a vocabulary and merges trained across word boundaries, so that any wrong split changes the ids."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     anything = pre_tokenizers.Split(Regex(r".{1,12}|\s+"), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [anything, pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
+    to_bytes = pre_tokenizers.ByteLevel(False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([anything, to_bytes])
     trainer = trainers.BpeTrainer(
         vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
@@ -154,27 +155,27 @@ def trained():
 def test_every_division_into_words_is_that_of_its_family(tmp_path, trained, pre):
     vocab, merges = trained
     # Tokens of the dropped merges can only match as whole words, in the families that look up whole words first.
-    whole = pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
-    own = tokenizers.Tokenizer(models.BPE(vocab, merges[:-200], ignore_merges=whole))
-    own.pre_tokenizer, own.decoder = divider(pre), decoders.ByteLevel()
+    ignore_merges = pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
+    original = tokenizers.Tokenizer(models.BPE(vocab, merges[:-200], ignore_merges=ignore_merges))
+    original.pre_tokenizer, original.decoder = divider(pre), decoders.ByteLevel()
     if pre == "qwen2":
-        own.normalizer = normalizers.NFC()
-    own.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
-    own.add_tokens([AddedToken("<think>", special=False, normalized=False)])
-    made = read_tokenizer(byte_level(tmp_path / "model.gguf", own, pre, add_bos_token=False))
+        original.normalizer = normalizers.NFC()
+    original.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
+    original.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    tokenizer = read_tokenizer(byte_level(tmp_path / "model.gguf", original, pre, add_bos_token=False))
     texts = (*TEXTS, "So<think> 12</think><|im_end|>\n<|im_end|>", *(f" {word} " for word in vocab))
-    assert_equal(made, lambda text: own.encode(text).ids, own.decode, texts)
-    assert made.get_vocab() == own.get_vocab()
+    assert_equal(tokenizer, lambda text: original.encode(text).ids, original.decode, texts)
+    assert tokenizer.get_vocab() == original.get_vocab()
 
 
 def test_bos_is_the_familys_where_the_file_does_not_say(tmp_path, trained):
-    own = tokenizers.Tokenizer(models.BPE(*trained))
-    own.add_special_tokens(["<s>", "</s>"])
-    ends = {"bos_token_id": own.token_to_id("<s>"), "eos_token_id": own.token_to_id("</s>")}
+    original = tokenizers.Tokenizer(models.BPE(*trained))
+    original.add_special_tokens(["<s>", "</s>"])
+    ends = {"bos_token_id": original.token_to_id("<s>"), "eos_token_id": original.token_to_id("</s>")}
 
-    def ids(name, pre, **more):
-        made = read_tokenizer(byte_level(tmp_path / f"{name}.gguf", own, pre, **ends, **more))
-        return made("x")["input_ids"]
+    def ids(name, pre, **fields):
+        tokenizer = read_tokenizer(byte_level(tmp_path / f"{name}.gguf", original, pre, **ends, **fields))
+        return tokenizer("x")["input_ids"]
 
     [x] = ids("none", "qwen2")
     bos, eos = ends.values()
@@ -198,13 +199,14 @@ def test_pieces_merge_by_score_as_in_sentencepiece(tmp_path, prefix):
         user_defined_symbols=["<start>"] if prefix else list(USER_DEFINED),
         minloglevel=2,
     )
-    own = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    made = read_tokenizer(pieces(tmp_path / "model.gguf", own, add_space_prefix=prefix, add_bos_token=False))
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    path = pieces(tmp_path / "model.gguf", processor, add_space_prefix=prefix, add_bos_token=False)
+    tokenizer = read_tokenizer(path)
     texts = TEXTS if prefix else (*TEXTS, "a  b    c\n\n\nd <start> e<start>")
-    assert_equal(made, own.encode, own.decode, texts)
-    after = made("<start>Hi")["input_ids"]
-    assert after[0] == own.piece_to_id("<start>")
-    assert made.decode(after) == ("<start> Hi" if prefix else "<start>Hi")
+    assert_equal(tokenizer, processor.encode, processor.decode, texts)
+    marked_ids = tokenizer("<start>Hi")["input_ids"]
+    assert marked_ids[0] == processor.piece_to_id("<start>")
+    assert tokenizer.decode(marked_ids) == ("<start> Hi" if prefix else "<start>Hi")
 
 
 @pytest.mark.slow
@@ -215,19 +217,19 @@ def test_smollm2s_ids_are_those_of_transformers_reader(tmp_path):
     import transformers
 
     path = smollm2()
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
-    theirs.backend_tokenizer.pre_tokenizer = divider("smollm")
+    expected = transformers.PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
+    expected.backend_tokenizer.pre_tokenizer = divider("smollm")
     texts = [*HARD, *stories()]
-    ours = read_tokenizer(path)
-    assert ours.get_vocab() == theirs.get_vocab()
-    assert ours(texts)["input_ids"] == theirs(texts)["input_ids"]
+    actual = read_tokenizer(path)
+    assert actual.get_vocab() == expected.get_vocab()
+    assert actual(texts)["input_ids"] == expected(texts)["input_ids"]
 
 
 KNOWN = {"tokenizer_pre": "gpt-2"}
 
 
 @pytest.mark.parametrize(
-    ("model", "more", "message"),
+    ("model", "fields", "message"),
     [
         ("gpt2", {"tokenizer_pre": "bloom"}, "has 'bloom' as its tokenizer.ggml.pre, and the known ones are"),
         ("gpt2", {}, "has None as its tokenizer.ggml.pre"),
@@ -241,8 +243,8 @@ KNOWN = {"tokenizer_pre": "gpt-2"}
         ),
     ],
 )
-def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path, model, more, message):
-    path = tokens_of(tmp_path / "model.gguf", model, ["a", "aa"], [1, 1], **more)
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path, model, fields, message):
+    path = tokens_of(tmp_path / "model.gguf", model, ["a", "aa"], [1, 1], **fields)
     with pytest.raises(MarsError, match=message):
         read_tokenizer(path)
 
@@ -256,5 +258,5 @@ import mars_jax as mj
 target = mj.load({str(path)!r})
 print(target.encode("abcd"), target.decode([2, 3]), target.params["embed"].shape)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "[2, 3] abcd (96, 64)\n", done.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert process.stdout == "[2, 3] abcd (96, 64)\n", process.stderr

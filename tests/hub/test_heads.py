@@ -61,8 +61,8 @@ def layer(name: str, inner: int) -> dict[str, np.ndarray]:
 
 def eagle_1() -> dict[str, np.ndarray]:
     """Return random tensors in the layout of yuhuili's EAGLE heads."""
-    own = {"embed_tokens.weight": np.asarray(TARGET_PARAMS["embed"]), "fc.weight": random(E, 2 * E)}
-    return own | layer("layers.0", E) | {"fc.bias": random(E)}
+    tables = {"embed_tokens.weight": np.asarray(TARGET_PARAMS["embed"]), "fc.weight": random(E, 2 * E)}
+    return tables | layer("layers.0", E) | {"fc.bias": random(E)}
 
 
 def eagle_3() -> dict[str, np.ndarray]:
@@ -89,13 +89,13 @@ def load(directory, **kwargs):
     return hub.load_eagle(directory, TARGET, TARGET_PARAMS, **kwargs)
 
 
-def assert_layer(ours, tensors, name) -> None:
+def assert_layer(loaded, tensors, name) -> None:
     """Assert that every tensor of the layer is where `models.eagle` looks for it."""
     short = {"input_layernorm": "embed_norm", "post_attention_layernorm": "mlp_norm"}
     for key, value in tensors.items():
         if key.startswith(f"{name}."):
             part = key.removesuffix(".weight").rsplit(".", 1)[-1].removesuffix("_proj")
-            np.testing.assert_array_equal(ours[short.get(part, part)], value)
+            np.testing.assert_array_equal(loaded[short.get(part, part)], value)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
@@ -109,8 +109,8 @@ def test_an_eagle_3_head_of_every_layout_loads(tmp_path, kind, prefix, name):
         version=3, layer=PUBLISHED, target_hidden_size=E, draft_vocab_size=W, feature_layers=(1, 3, 5)
     )
     assert_layer(params["layer"], tensors, "midlayer")
-    for ours, theirs in (("fc", "fc"), ("norm", "norm"), ("unembed", "lm_head")):
-        np.testing.assert_array_equal(params[ours], tensors[f"{theirs}.weight"])
+    for key, published in (("fc", "fc"), ("norm", "norm"), ("unembed", "lm_head")):
+        np.testing.assert_array_equal(params[key], tensors[f"{published}.weight"])
     np.testing.assert_array_equal(params["ids"], IDS)
     assert params["ids"].dtype == jnp.int32 and set(params) == {"layer", "fc", "norm", "unembed", "ids"}
 
@@ -156,9 +156,9 @@ def test_an_eagle_1_head_shares_its_targets_tables(tmp_path):
 )
 def test_variants_of_eagle_3(tmp_path, fields, tensors, expected):
     (tmp_path / "plain").mkdir()
-    plain, _ = load(publish(tmp_path / "plain", eagle_3(), FIELDS_3))
+    base, _ = load(publish(tmp_path / "plain", eagle_3(), FIELDS_3))
     config, params = load(publish(tmp_path, eagle_3() | tensors, FIELDS_3 | fields))
-    assert config == dataclasses.replace(plain, **expected)
+    assert config == dataclasses.replace(base, **expected)
     rows = {row.name: row for row in config.weights()}
     for name in tensors.keys() & rows.keys():
         place = params
@@ -214,13 +214,13 @@ def without(tensors, *names):
     return {name: value for name, value in tensors.items() if name not in names}
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_whole_draft_vocabulary_needs_no_map(tmp_path, own):
+@pytest.mark.parametrize("own_unembed", [False, True])
+def test_a_whole_draft_vocabulary_needs_no_map(tmp_path, own_unembed):
     tensors = without(eagle_3(), "lm_head.weight", "d2t", "t2d")
-    if own:
+    if own_unembed:
         tensors |= {"lm_head.weight": random(V, E), "d2t": np.zeros(V, np.int64), "t2d": np.zeros(V, bool)}
     config, params = load(publish(tmp_path, tensors, FIELDS_3 | {"draft_vocab_size": V}))
-    assert config.draft_vocab_size == V and config.own_unembed == own == ("unembed" in params)
+    assert config.draft_vocab_size == V and config.own_unembed == own_unembed == ("unembed" in params)
     assert "ids" not in params
 
 
@@ -391,10 +391,10 @@ def params_of(config, dtype="float32"):
 @pytest.mark.parametrize("name", SAVED)
 def test_a_saved_head_loads_as_it_was(tmp_path, name, dtype):
     config, params = SAVED[name], params_of(SAVED[name], dtype)
-    loaded, ours = load(hub.save_eagle(tmp_path / "made" / "head", config, params))
-    assert loaded == config
-    jax.tree.map(np.testing.assert_array_equal, ours, params)
-    assert jax.tree.map(lambda x: x.dtype, ours) == jax.tree.map(lambda x: x.dtype, params)
+    loaded_config, loaded_params = load(hub.save_eagle(tmp_path / "made" / "head", config, params))
+    assert loaded_config == config
+    jax.tree.map(np.testing.assert_array_equal, loaded_params, params)
+    assert jax.tree.map(lambda x: x.dtype, loaded_params) == jax.tree.map(lambda x: x.dtype, params)
 
 
 def test_a_saved_head_has_the_published_layout(tmp_path):

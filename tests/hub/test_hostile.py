@@ -56,7 +56,7 @@ def test_links_out_of_the_directory_are_followed_as_the_hubs_cache_needs(saved):
 
 
 def test_a_tensor_under_two_names_is_refused(saved):
-    edit_weights(saved, lambda held: held.update({"norm.weight": 2 * held["model.norm.weight"]}))
+    edit_weights(saved, lambda tensors: tensors.update({"norm.weight": 2 * tensors["model.norm.weight"]}))
     twice = r"1 are there twice.*(model\.norm\.weight and norm\.weight|norm\.weight and model\.norm\.weight)"
     for call in (hub.load, lambda path: hub.convert(path, path.parent / "converted")):
         with pytest.raises(MarsError, match=twice):
@@ -66,9 +66,9 @@ def test_a_tensor_under_two_names_is_refused(saved):
 def test_medusa_heads_under_two_names_are_refused(tmp_path):
     config = MedusaConfig(num_heads=1, num_layers=1, hidden_size=16, vocab_size=17)
     path = save_medusa(tmp_path / "heads", config, medusa_layers.init_params(config, jax.random.key(0)))
-    held = load_file(path / "medusa_lm_head.safetensors")
-    held["medusa_head.0.1.weight"] = 2 * held["0.1.weight"]
-    save_file(held, path / "medusa_lm_head.safetensors")
+    tensors = load_file(path / "medusa_lm_head.safetensors")
+    tensors["medusa_head.0.1.weight"] = 2 * tensors["0.1.weight"]
+    save_file(tensors, path / "medusa_lm_head.safetensors")
     assert "holds both 0.1.weight and medusa_head.0.1.weight" in message(load_medusa, path, CONFIG)
 
 
@@ -94,9 +94,9 @@ STATES = {
 def test_what_a_bin_file_can_hold_beside_arrays_is_refused_by_name(saved, name):
     torch = pytest.importorskip("torch")
     change, expected = STATES[name]
-    held = {k: torch.from_numpy(v) for k, v in load_file(saved / "model.safetensors").items()}
+    tensors = {k: torch.from_numpy(v) for k, v in load_file(saved / "model.safetensors").items()}
     (saved / "model.safetensors").unlink()
-    torch.save(held | change(torch), saved / "pytorch_model.bin")
+    torch.save(tensors | change(torch), saved / "pytorch_model.bin")
     with pytest.raises(MarsError, match=expected):
         hub.load(saved)
 

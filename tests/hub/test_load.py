@@ -42,8 +42,8 @@ def saved(tmp_path, params):
     return hub.save(tmp_path / "model", CONFIG, params)
 
 
-def assert_equal(ours, theirs) -> None:
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+def assert_equal(actual, expected) -> None:
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def test_a_saved_model_loads_as_it_was(saved, params):
@@ -96,8 +96,8 @@ def test_of_two_copies_of_a_tensor_the_one_in_the_index_is_read(saved, params, k
 def test_a_whole_file_takes_precedence_over_shards(saved, params, kind):
     tensors = load_file(saved / "model.safetensors")
     shard(saved, kind)
-    whole = "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"
-    write(saved / whole, {name: tensor + np.float32(1) for name, tensor in tensors.items()}, kind)
+    file = "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"
+    write(saved / file, {name: tensor + np.float32(1) for name, tensor in tensors.items()}, kind)
     assert_equal(hub.load(saved).params, jax.tree.map(lambda a: a + 1, params))
 
 

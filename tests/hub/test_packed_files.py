@@ -26,32 +26,32 @@ def on_disk(array):
     return Tensor(array.shape, lambda first, last: array[first:last] if array.ndim else array)
 
 
-def by_others(method):
+def reference_matrix(method):
     with np.load(Path(__file__).parent / "packed_by_others.npz") as file:
-        found = {name.split("/")[1]: file[name] for name in file if name.startswith(f"{method}/")}
-    weight = found.pop("weight")
-    return {f"model.up.{piece}": on_disk(array) for piece, array in found.items()}, weight
+        stored = {name.split("/")[1]: file[name] for name in file if name.startswith(f"{method}/")}
+    weight = stored.pop("weight")
+    return {f"model.up.{piece}": on_disk(array) for piece, array in stored.items()}, weight
 
 
-def read(pieces, method, **how):
-    *_, made = unpacked_tensors(Path("here"), [pieces], HOW[method] | how)
-    return made["model.up.weight"]
+def read(pieces, method, **settings):
+    *_, tensors = unpacked_tensors(Path("here"), [pieces], HOW[method] | settings)
+    return tensors["model.up.weight"]
 
 
 @pytest.mark.parametrize("method", HOW)
 def test_the_weights_are_those_that_the_packages_mean(method):
-    pieces, weight = by_others(method)
+    pieces, weight = reference_matrix(method)
     tensor = read(pieces, method)
     assert (tensor.shape, tensor.group) == ((32, 64), 32)
     np.testing.assert_array_equal(tensor.read(), weight)
     np.testing.assert_array_equal(tensor.rows(5, 9), weight[5:9])
-    kept = Int4(*map(jnp.asarray, tensor.blocks(0, 32)), dtype=jnp.dtype("float32"))
-    np.testing.assert_allclose(kept.astype("float32"), weight, rtol=1e-6, atol=1e-7)
+    packed = Int4(*map(jnp.asarray, tensor.blocks(0, 32)), dtype=jnp.dtype("float32"))
+    np.testing.assert_allclose(packed.astype("float32"), weight, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("key", ["checkpoint_format", "format"])
 def test_the_second_version_of_gptq_keeps_its_zeros(key):
-    pieces, weight = by_others("gptq")
+    pieces, weight = reference_matrix("gptq")
     scale = pieces["model.up.scales"].read().astype(np.float32).T.repeat(32, axis=1)
     second = read(pieces, "gptq", **{key: "gptq_v2"})
     np.testing.assert_allclose(second.read() - weight, scale, rtol=1e-4)
@@ -76,7 +76,7 @@ def test_other_forms_are_refused(tmp_path, change):
 @pytest.mark.parametrize("method", HOW)
 def test_pieces_of_no_one_matrix_are_refused(method):
     """Cut, empty or flatten each piece. The error is raised when the piece is found or when it is read."""
-    pieces, weight = by_others(method)
+    pieces, weight = reference_matrix(method)
     for cut in (lambda x: x[:1], lambda x: x[:0], lambda x: x.reshape(-1), lambda x: x[..., :1]):
         for name in pieces:
             array = cut(pieces[name].read())
@@ -93,7 +93,7 @@ def test_pieces_of_no_one_matrix_are_refused(method):
 
 
 def test_a_missing_piece_is_named():
-    pieces, _ = by_others("awq")
+    pieces, _ = reference_matrix("awq")
     del pieces["model.up.scales"]
     text = message(read, pieces, "awq")
     assert "'here' has pieces of model.up of the wrong kind ('scales'): download" in text

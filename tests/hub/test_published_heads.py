@@ -55,18 +55,18 @@ def shapes(head: Head, wide: int, vocab: int) -> dict[str, tuple[int, ...]]:
         "mlp.down_proj": (wide, head.inner),
         "post_attention_layernorm": (wide,),
     }
-    found = {"fc.weight": (wide, wide * (3 if new else 2))}
+    tensors = {"fc.weight": (wide, wide * (3 if new else 2))}
     if new:
         layer |= {"hidden_norm": (wide,), "input_layernorm": (wide,)}
-        found |= {"norm.weight": (wide,), "lm_head.weight": (DRAFTED, wide)}
+        tensors |= {"norm.weight": (wide,), "lm_head.weight": (DRAFTED, wide)}
         if vocab != DRAFTED:
-            found |= {"d2t": (DRAFTED,), "t2d": (vocab,)}
+            tensors |= {"d2t": (DRAFTED,), "t2d": (vocab,)}
     else:
-        found |= {"fc.bias": (wide,)}
+        tensors |= {"fc.bias": (wide,)}
     if head.layout != "eagle3":
-        found["embed_tokens.weight"] = (vocab, wide)
+        tensors["embed_tokens.weight"] = (vocab, wide)
     name = "midlayer" if head.layout == "eagle3" else "layers.0"
-    return found | {f"{name}.{key}.weight": shape for key, shape in layer.items()}
+    return tensors | {f"{name}.{key}.weight": shape for key, shape in layer.items()}
 
 
 def config_json(head: Head, wide: int, vocab: int) -> dict[str, Any]:
@@ -88,10 +88,10 @@ def config_json(head: Head, wide: int, vocab: int) -> dict[str, Any]:
 def test_a_head_of_the_page_fits_its_target(name):
     head, target = HEADS[name], CONFIGS[HEADS[name].target]
     wide, vocab = target.hidden_size, target.vocab_size
-    held = {canonical(key): shape for key, shape in shapes(head, wide, vocab).items()}
-    config = from_head_json(config_json(head, wide, vocab), held, target)
+    published = {canonical(key): shape for key, shape in shapes(head, wide, vocab).items()}
+    config = from_head_json(config_json(head, wide, vocab), published, target)
     table = {canonical(row.name): row.shape for row in config.weights()}
-    assert table == {key: shape for key, shape in held.items() if key not in ("d2t", "t2d")}
+    assert table == {key: shape for key, shape in published.items() if key not in ("d2t", "t2d")}
     count = target.num_layers
     assert config.feature_layers == (() if config.version == 1 else (1, count // 2 - 1, count - 4))
 

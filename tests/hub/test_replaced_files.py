@@ -66,11 +66,11 @@ def ids_of(folder):
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_replaced_tokenizer_is_read_again(tmp_path, name):
     checkpoint = shutil.copytree(EMBEDDED, tmp_path / "model")
-    before = ids_of(checkpoint)
-    assert ids_of(checkpoint) == before
+    old_ids = ids_of(checkpoint)
+    assert ids_of(checkpoint) == old_ids
     rewrite(checkpoint / name, CHANGES[name](checkpoint / name))
     copy = shutil.copytree(checkpoint, tmp_path / "copy")
-    assert before != ids_of(checkpoint) == ids_of(copy)
+    assert old_ids != ids_of(checkpoint) == ids_of(copy)
 
 
 def gguf_file(folder):
@@ -97,12 +97,12 @@ def torch_bin(folder):
 @pytest.mark.parametrize("put", [replace, rewrite])
 @pytest.mark.parametrize("make", [gguf_file, safetensors, torch_bin])
 def test_tensors_of_a_file_that_changed_after_its_header_was_read_are_refused(tmp_path, make, put):
-    file, other = make(tmp_path)
+    file, replacement = make(tmp_path)
     path = file if file.suffix == ".gguf" else file.parent
     tensors = find_tensors(path, hub.read_config(str(path)))
     _, tensor = tensors["model.norm.weight"]
     tensor.read()
-    put(file, other.read_bytes())
+    put(file, replacement.read_bytes())
     with pytest.raises(MarsError, match=f"{file.name}' changed while it was being read: load it again"):
         tensor.read()
 

@@ -11,16 +11,9 @@ from mars_jax.hub.config_json import from_json
 from mars_jax.models import Rope
 from mars_jax.utils.errors import MarsError
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 44,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 131072,
-}
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 6}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SIZES |= {"max_position_embeddings": 131072}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -15,13 +15,13 @@ from tests.helpers.checkpoint_files import message
 from tests.helpers.scaled_files import CONFIG, HOW, torch, torch_file, write
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_a_scaled_checkpoint_is_the_model_of_its_weights(how, tmp_path):
-    meant = write(tmp_path / "scaled", how)
-    made = mj.load(tmp_path / "scaled", dtype="float32")
-    save(tmp_path / "read", CONFIG, made.params)
+@pytest.mark.parametrize("layout", HOW)
+def test_a_scaled_checkpoint_is_the_model_of_its_weights(layout, tmp_path):
+    expected = write(tmp_path / "scaled", layout)
+    target = mj.load(tmp_path / "scaled", dtype="float32")
+    save(tmp_path / "read", CONFIG, target.params)
     for name, w in load_file(tmp_path / "read" / "model.safetensors").items():
-        np.testing.assert_array_equal(w, meant[name].numpy(), err_msg=name)
+        np.testing.assert_array_equal(w, expected[name].numpy(), err_msg=name)
 
 
 def changed(folder, **config):
@@ -43,25 +43,25 @@ def test_scales_that_do_not_fit_are_refused(config, tmp_path):
 
 
 def test_a_block_far_larger_than_its_matrix_takes_no_memory(tmp_path):
-    meant = write(tmp_path / "scaled", "whole")
+    expected = write(tmp_path / "scaled", "whole")
     file = tmp_path / "scaled" / "model-00002-of-00002.safetensors"
     torch_file.save_file({name: w.reshape(1, 1) for name, w in torch_file.load_file(file).items()}, file)
-    made = mj.load(changed(tmp_path / "scaled", weight_block_size=[10**11, 10**11]), dtype="float32")
-    gate = np.asarray(meant["model.layers.0.mlp.gate_proj.weight"])
-    np.testing.assert_array_equal(made.params["layers"][0]["gate"], gate)
+    target = mj.load(changed(tmp_path / "scaled", weight_block_size=[10**11, 10**11]), dtype="float32")
+    gate = np.asarray(expected["model.layers.0.mlp.gate_proj.weight"])
+    np.testing.assert_array_equal(target.params["layers"][0]["gate"], gate)
 
 
-@pytest.mark.parametrize("plain", ["mlp.up_proj", "input_layernorm"])
-def test_scales_beside_what_is_in_no_8_bits_are_refused(plain, tmp_path):
+@pytest.mark.parametrize("module", ["mlp.up_proj", "input_layernorm"])
+def test_scales_beside_what_is_in_no_8_bits_are_refused(module, tmp_path):
     """Refuse scales of unquantised weights: weights that are already dequantised would be scaled twice."""
     write(tmp_path / "scaled", "whole")
-    name = f"model.layers.1.{plain}"
+    name = f"model.layers.1.{module}"
     for file in (tmp_path / "scaled").glob("*.safetensors"):
-        held = torch_file.load_file(file)
-        if f"{name}.weight" in held:
-            held[f"{name}.weight"] = held[f"{name}.weight"].float()
+        tensors = torch_file.load_file(file)
+        if f"{name}.weight" in tensors:
+            tensors[f"{name}.weight"] = tensors[f"{name}.weight"].float()
         else:
-            held[f"{name}.weight_scale"] = torch.ones(())
-        torch_file.save_file(held, file)
+            tensors[f"{name}.weight_scale"] = torch.ones(())
+        torch_file.save_file(tensors, file)
     with pytest.raises(MarsError, match=r"holds float32 beside scales|are read of a whole matrix"):
         mj.load(tmp_path / "scaled")

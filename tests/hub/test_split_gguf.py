@@ -27,11 +27,11 @@ def write_parts(folder, **options):
 def test_any_part_loads_the_whole_model(tmp_path, number):
     (tmp_path / "parts").mkdir()
     write_parts(tmp_path / "parts")
-    whole = mj.load(str(write(tmp_path / "whole.gguf", "llama")))
+    single = mj.load(str(write(tmp_path / "whole.gguf", "llama")))
     joined = mj.load(str(part(tmp_path / "parts", number)))
-    assert joined.config == whole.config and not joined.config.tie_embeddings
-    jax.tree.map(np.testing.assert_array_equal, joined.params, whole.params)
-    assert joined.encode("abcd") == whole.encode("abcd")
+    assert joined.config == single.config and not joined.config.tie_embeddings
+    jax.tree.map(np.testing.assert_array_equal, joined.params, single.params)
+    assert joined.encode("abcd") == single.encode("abcd")
 
 
 @pytest.mark.parametrize("count", [0, 1])

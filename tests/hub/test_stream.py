@@ -29,19 +29,20 @@ def saved(tmp_path_factory):
 def test_shards_equal_those_of_the_model_read_whole(saved, monkeypatch, dtype, axes):
     monkeypatch.setattr(stream, "BLOCK", 3 * 4 * 32)  # three rows of the hidden size
     shardings = sharding.params_shardings(CONFIG, mesh.parse_mesh(axes))
-    got, want = hub.load(saved, dtype=dtype, shardings=shardings).params, hub.load(saved, dtype=dtype).params
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    sharded = hub.load(saved, dtype=dtype, shardings=shardings).params
+    expected = hub.load(saved, dtype=dtype).params
+    assert jax.tree.structure(sharded) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, sharded, expected)
 
-    def check_placed(array, asked):
+    def check_placed(array, placement):
         values = array.values if isinstance(array, Int8) else array
-        assert values.sharding == asked and len(values.sharding.device_set) == asked.mesh.size
+        assert values.sharding == placement and len(values.sharding.device_set) == placement.mesh.size
         if isinstance(array, Int8):
-            spec = (*asked.spec, *[None] * (values.ndim - len(asked.spec)))
-            of_scale = NamedSharding(asked.mesh, P(*spec[:-1]))
-            assert array.scale.sharding.is_equivalent_to(of_scale, values.ndim - 1)
+            spec = (*placement.spec, *[None] * (values.ndim - len(placement.spec)))
+            scale_sharding = NamedSharding(placement.mesh, P(*spec[:-1]))
+            assert array.scale.sharding.is_equivalent_to(scale_sharding, values.ndim - 1)
 
-    jax.tree.map(check_placed, got, shardings, is_leaf=lambda x: isinstance(x, Int8))
+    jax.tree.map(check_placed, sharded, shardings, is_leaf=lambda x: isinstance(x, Int8))
 
 
 def test_without_shardings_params_stay_where_jit_puts_them(saved):
@@ -52,8 +53,8 @@ def test_without_shardings_params_stay_where_jit_puts_them(saved):
     assert hub.load(saved, shardings=shardings).params["norm"].devices() == {jax.devices()[3]}
 
 
-class Here:
-    """A sharding with only some parts on this process, as on several hosts."""
+class PartialSharding:
+    """A sharding with only some parts on this host."""
 
     def __init__(self, *indices):
         self.indices = indices
@@ -62,47 +63,50 @@ class Here:
         return dict(enumerate(self.indices))
 
 
-def leaves(shape, here, group):
-    return [(shape, "int8", here), (shape[:-1], "float32", Here(*[i[:-1] for i in here.indices]))]
+def leaves(shape, placement, group):
+    channels = PartialSharding(*[index[:-1] for index in placement.indices])
+    return [(shape, "int8", placement), (shape[:-1], "float32", channels)]
 
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_only_the_rows_that_devices_here_hold_are_read(monkeypatch, bits):
     monkeypatch.setattr(stream, "BLOCK", 4 * 4 * 2)  # two rows
     monkeypatch.setattr(stream.FORMS[8], "leaves", staticmethod(leaves))
-    whole = np.random.default_rng(0).standard_normal((3, 10, 4)).astype(np.float32)
-    asked = []
+    stacked = np.random.default_rng(0).standard_normal((3, 10, 4)).astype(np.float32)
+    reads = []
 
     def tensor(number):
         def rows(first, last):
-            asked.append((number, first, last))
-            return whole[number, first:last]
+            reads.append((number, first, last))
+            return stacked[number, first:last]
 
         return Tensor((10, 4), rows)
 
     parts = [(f"expert {i}", tensor(i)) for i in range(3)]
     index = slice(1, 2), slice(3, 8), slice(2, 4)
-    made = stream.read_array(parts, (3, 10, 4), "float32", sharding=Here(index), bits=bits)
-    assert asked == [(1, 3, 5), (1, 5, 7), (1, 7, 8)]
+    arrays = stream.read_array(parts, (3, 10, 4), "float32", sharding=PartialSharding(index), bits=bits)
+    assert reads == [(1, 3, 5), (1, 5, 7), (1, 7, 8)]
     # The scale of a channel covers all its weights, including those stored on other hosts.
-    expected = [quantize(whole).values[index], quantize(whole).scale[index[:-1]]] if bits else [whole[index]]
-    for array, want in zip(made, expected, strict=True):
+    quantized = quantize(stacked)
+    expected = [quantized.values[index], quantized.scale[index[:-1]]] if bits else [stacked[index]]
+    for array, expected_part in zip(arrays, expected, strict=True):
         [part] = array.parts.values()
-        np.testing.assert_array_equal(part, want)
+        np.testing.assert_array_equal(part, expected_part)
 
 
 def test_in_4_bits_the_rows_of_devices_here_are_read(monkeypatch):
     monkeypatch.setattr(stream, "BLOCK", 4 * 64 * 2)  # two rows
-    whole = np.random.default_rng(0).standard_normal((10, 64)).astype(np.float32)
+    matrix = np.random.default_rng(0).standard_normal((10, 64)).astype(np.float32)
     reads = []
 
     def rows(first, last):
         reads.append((first, last))
-        return whole[first:last]
+        return matrix[first:last]
 
     place = NamedSharding(mesh.parse_mesh("model=2", jax.devices()[:2]), P("model"))
     parts = [("up", Tensor((10, 64), rows))]
-    made = stream.to_params(stream.read_array(parts, (10, 64), "float32", sharding=place, bits=4), "float32")
+    array = stream.read_array(parts, (10, 64), "float32", sharding=place, bits=4)
+    weights = stream.to_params(array, "float32")
     assert reads == [(i, i + 2) for i in range(0, 10, 2)]
-    jax.tree.map(np.testing.assert_array_equal, made, quantize_4(whole))
-    assert made.values.sharding.spec == P(None, None, "model")
+    jax.tree.map(np.testing.assert_array_equal, weights, quantize_4(matrix))
+    assert weights.values.sharding.spec == P(None, None, "model")

@@ -1,4 +1,4 @@
-"""In bfloat16, a chain under `exact` gives plain decoding's exact tokens and log-probabilities, on a CPU."""
+"""In bfloat16, a chain under `exact` gives exactly the tokens and log-probabilities of plain decoding, on a CPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mars_jax.utils.errors import MarsError
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(jax.default_backend() != "cpu", reason="promised for a CPU alone"),
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="promised only on a CPU"),
 ]
-TEXTS = [
+PROMPTS = [
     "The cat sat on the mat. The cat",
     "Once upon a time there was a fox who",
     "1, 2, 3, 4, 1, 2, 3, 4, 1,",
@@ -24,17 +24,17 @@ TEXTS = [
 
 def decoded(target, drafter, rows):
     options = {"batch_size": rows, "max_new_tokens": 40, "log_probs": True}
-    return mj.generate(target, drafter, TEXTS, **options).completions
+    return mj.generate(target, drafter, PROMPTS, **options).completions
 
 
-def check(target, *others):
-    """Compare plain decoding with each (draft, number of draft tokens, rows)."""
-    plain = decoded(target, "none", 1)
-    for draft, length, rows in others:
+def check(target, *cases):
+    """Compare plain decoding with each case (draft, number of draft tokens, rows)."""
+    references = decoded(target, "none", 1)
+    for draft, length, rows in cases:
         drafter = drafters.load(draft, target, num_draft_tokens=length)
-        for want, got in zip(plain, decoded(target, drafter, rows), strict=True):
-            assert got.tokens == want.tokens, (draft, length, rows)
-            np.testing.assert_array_equal(got.log_probs.log_prob, want.log_probs.log_prob)
+        for expected, actual in zip(references, decoded(target, drafter, rows), strict=True):
+            assert actual.tokens == expected.tokens, (draft, length, rows)
+            np.testing.assert_array_equal(actual.log_probs.log_prob, expected.log_probs.log_prob)
 
 
 def test_chains_of_the_embedded_pair_are_plain_decoding():

@@ -1,4 +1,4 @@
-"""Conversations in Python, prompts files and the command, compared with the ids of transformers' own template."""
+"""Conversations in Python, prompts files and the command, compared with the ids that transformers gives."""
 
 from __future__ import annotations
 
@@ -40,27 +40,28 @@ def test_a_conversation_has_the_ids_of_transformers(chatty):
     """Compare system prompts, several turns, template variables, and an answer that the model continues."""
     target = hub.outline(str(chatty))
 
-    def theirs(turns, **more):
-        given = {"add_generation_prompt": True} | more
-        return target.tokenizer.apply_chat_template(turns, return_dict=True, **given)["input_ids"]
+    def transformers_ids(turns, **variables):
+        variables = {"add_generation_prompt": True, "return_dict": True} | variables
+        return target.tokenizer.apply_chat_template(turns, **variables)["input_ids"]
 
-    def ours(prompts, **more):
-        return [list(made.prompt_tokens) for made in mj.make_requests(target, prompts, **more)]
+    def request_ids(prompts, **arguments):
+        return [list(request.prompt_tokens) for request in mj.make_requests(target, prompts, **arguments)]
 
-    assert ours(TURNS) == ours([TURNS]) == [theirs(TURNS)]
-    assert ours("Hello", chat=True, system="Be brief.") == [theirs([SYSTEM, TURNS[0]])]
-    assert ours([[SYSTEM, *TURNS], TURNS], system="Sing.") == [
-        theirs([SYSTEM, *TURNS]),
-        theirs([{"role": "system", "content": "Sing."}, *TURNS]),
+    assert request_ids(TURNS) == request_ids([TURNS]) == [transformers_ids(TURNS)]
+    assert request_ids("Hello", chat=True, system="Be brief.") == [transformers_ids([SYSTEM, TURNS[0]])]
+    assert request_ids([[SYSTEM, *TURNS], TURNS], system="Sing.") == [
+        transformers_ids([SYSTEM, *TURNS]),
+        transformers_ids([{"role": "system", "content": "Sing."}, *TURNS]),
     ]
     quiet = {"enable_thinking": False}
-    assert ours(TURNS, template_args=quiet) == [theirs(TURNS, **quiet)] != [theirs(TURNS)]
-    cut = theirs(TURNS[:2], add_generation_prompt=False, continue_final_message=True)
-    assert ours(TURNS[:2]) == [cut]
+    quiet_ids = transformers_ids(TURNS, **quiet)
+    assert request_ids(TURNS, template_args=quiet) == [quiet_ids] != [transformers_ids(TURNS)]
+    cut = transformers_ids(TURNS[:2], add_generation_prompt=False, continue_final_message=True)
+    assert request_ids(TURNS[:2]) == [cut]
     assert "How are you?" in target.decode(cut)[-15:]
     many = ["Hello", TURNS, TURNS[:2]]
     options = {"chat": True, "system": "Be brief.", "template_args": quiet}
-    assert target.encode_many(many, **options) == [target.encode(one, **options) for one in many]
+    assert target.encode_many(many, **options) == [target.encode(prompt, **options) for prompt in many]
 
 
 def test_a_prompts_file_has_conversations(chatty, tmp_path, capsys):
@@ -115,14 +116,16 @@ REFUSED = {
 def test_a_content_in_parts_is_read_as_one_string(name, chatty, tmp_path):
     target = hub.outline(str(chatty))
     turn, content = READ_AS[name]
-    plain, turns = ([one, {"role": "user", "content": "x"}] for one in (turn | {"content": content}, turn))
+    last_turn = {"role": "user", "content": "x"}
+    turns, string_turns = [turn, last_turn], [turn | {"content": content}, last_turn]
     template = target.tokenizer.apply_chat_template
-    wanted = template(plain, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert mj.Chat(target).ask(turns).prompt_tokens == tuple(wanted)
-    assert target.encode(turns) == target.encode_chat(turns) == target.encode_many([turns])[0] == wanted
+    expected = template(string_turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert mj.Chat(target).ask(turns).prompt_tokens == tuple(expected)
+    assert target.encode(turns) == target.encode_chat(turns) == target.encode_many([turns])[0] == expected
     [request] = mj.make_requests(target, [turns])
-    assert list(request.prompt_tokens) == wanted and request.messages == tuple(turns)
-    if name != "a tuple":  # JSON has no tuples
+    assert list(request.prompt_tokens) == expected and request.messages == tuple(turns)
+    # JSON has no tuples.
+    if name != "a tuple":
         path = tmp_path / "prompts.jsonl"
         path.write_text(json.dumps({"messages": turns}))
         [row] = read_prompts(str(path), MARS)
@@ -143,7 +146,8 @@ def test_a_content_that_is_not_text_is_refused_by_name(name, chatty, tmp_path):
     ):
         with pytest.raises(mj.MarsError, match=sentence):
             call()
-    if "half" not in name:  # a file cannot hold half a character
+    # A file cannot hold half a character.
+    if "half" not in name:
         path = tmp_path / "prompts.jsonl"
         path.write_text(json.dumps({"messages": turns}))
         with pytest.raises(mj.MarsError, match=f"line 1: {sentence}"):

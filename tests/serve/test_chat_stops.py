@@ -29,7 +29,7 @@ TEMPLATES = {
 
 
 def chatty(template):
-    """Return a model whose tokenizer has a chat template, and whose config lacks the ends of text and turn."""
+    """Return a model whose tokenizer has a chat template, and whose config lacks their end tokens."""
     from transformers import PreTrainedTokenizerFast
 
     backend = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
@@ -67,20 +67,19 @@ def test_only_chats_end_there_and_options_win():
 def test_every_interface_ends_a_chat_there():
     target = chatty(TEMPLATES["chatml"][0])
     rows = [PromptRow(where="", prompt="A"), PromptRow(where="", messages=tuple(TURNS))]
-    stops = [
-        [r.stop_tokens for r in job.make_job_requests(target, parse(argv), rows)] for argv in ([], ["--chat"])
-    ]
+    jobs = [job.make_job_requests(target, parse(argv), rows) for argv in ([], ["--chat"])]
+    stops = [[request.stop_tokens for request in requests] for requests in jobs]
     assert stops == [[target.stop_tokens, target.chat_stop_tokens], [target.chat_stop_tokens] * 2]
     assert mj.Chat(target).ask(TURNS).stop_tokens == target.chat_stop_tokens
-    for chat, wanted in {True: target.chat_stop_tokens, False: target.stop_tokens}.items():
+    for chat, stop_tokens in {True: target.chat_stop_tokens, False: target.stop_tokens}.items():
         decoding = Decoding(session=Session.of(target), chat=chat)
-        assert decoding.stop_tokens == decoding.requests([[7]], [0], 0.0)[0].stop_tokens == wanted
+        assert decoding.stop_tokens == decoding.requests([[7]], [0], 0.0)[0].stop_tokens == stop_tokens
 
 
 def test_an_answer_is_cut_at_the_end_of_its_turn():
     target = chatty(TEMPLATES["chatml"][0])
     options = {"max_new_tokens": 12, "temperature": 1.0, "seed": 3}
-    [whole] = mj.generate(target, "none", TURNS, ignore_eos=True, **options).tokens
+    [uncut] = mj.generate(target, "none", TURNS, ignore_eos=True, **options).tokens
     [cut] = mj.generate(target, "none", TURNS, **options).tokens
-    end = min(whole.index(i) for i in target.chat_stop_tokens if i in whole)
-    assert whole[end] == WORDS.index("<|im_end|>") and cut == whole[: end + 1]
+    end = min(uncut.index(i) for i in target.chat_stop_tokens if i in uncut)
+    assert uncut[end] == WORDS.index("<|im_end|>") and cut == uncut[: end + 1]

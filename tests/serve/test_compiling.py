@@ -30,61 +30,62 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def session(vocab, rows=2):
+def make_session(vocab, rows=2):
     """Return a pair that no other test uses, so that none of its programs is compiled yet."""
     target = mj.Pretrained.from_parts(fake.hash_model(vocab_size=vocab), (), max_positions=256)
     rule = LoadedRule(verify.mars())
     return Session(target=target, drafter=drafters.load("ngram", target), loaded_rule=rule, batch_size=rows)
 
 
-@pytest.mark.parametrize("way", slow_but(["decode", "stream", "queue"], "queue"))
-def test_each_program_is_compiled_once(compiled, way):
-    made = session({"decode": 37, "stream": 38, "queue": 39}[way])
-    requests = mj.make_requests(made.target, [[1, 2, 3], [4, 5], [6]])
-    before = dict(compiled)
-    result = getattr(made, way)(requests)
-    assert len(result.tokens if way == "decode" else list(result)) >= 3
-    new = {k: n - before.get(k, 0) for k, n in compiled.items()}
+@pytest.mark.parametrize("method", slow_but(["decode", "stream", "queue"], "queue"))
+def test_each_program_is_compiled_once(compiled, method):
+    session = make_session({"decode": 37, "stream": 38, "queue": 39}[method])
+    requests = mj.make_requests(session.target, [[1, 2, 3], [4, 5], [6]])
+    counts_before = dict(compiled)
+    result = getattr(session, method)(requests)
+    assert len(result.tokens if method == "decode" else list(result)) >= 3
+    new = {k: n - counts_before.get(k, 0) for k, n in compiled.items()}
     assert new["jit(advance)"] == 1, new
-    assert new["jit(_start)"] <= 2, new  # one for all rows, and one for a row that starts later
+    assert new["jit(_start)"] <= 2, new  # one for all rows, one for a row that starts later
 
 
 def test_decoding_compiles_nothing_after_a_warm_up(compiled):
-    """Run a request per row, then more requests than rows, then several samples of a prompt. Each compiles more."""
-    made = session(43)
+    """Decode a request per row, more requests than rows, and several samples of a prompt. Each compiles programs."""
+    session = make_session(43)
     for prompts, samples in (([[1, 2, 3], [1, 2, 4]], 1), ([[1, 2], [4], [5, 6]], 1), ([[1, 2, 3], [2]], 2)):
-        requests = mj.make_requests(made.target, prompts, samples=samples, temperature=1.0, max_new_tokens=4)
-        before = dict(compiled)
-        made.warm_up(requests)
-        ready = dict(compiled)
-        assert ready != before and len(made.decode(requests).tokens) == len(requests)
-        assert dict(compiled) == ready
+        options = {"samples": samples, "temperature": 1.0, "max_new_tokens": 4}
+        requests = mj.make_requests(session.target, prompts, **options)
+        counts_before = dict(compiled)
+        session.warm_up(requests)
+        warm_counts = dict(compiled)
+        assert warm_counts != counts_before and len(session.decode(requests).tokens) == len(requests)
+        assert dict(compiled) == warm_counts
 
 
 def test_thresholds_and_batches_of_one_width_share_a_program(compiled):
-    made = session(44)
-    requests = mj.make_requests(made.target, [[1, 2, 3], [4, 5], [6]], max_new_tokens=8)
-    made.using(LoadedRule(verify.mars(theta=0.5))).decode(requests)
-    before = dict(compiled)
-    made.using(LoadedRule(verify.mars(theta=0.9))).decode(requests)
-    assert dict(compiled) == before
-    made.using(LoadedRule(verify.exact())).decode(requests)
-    made.decode(mj.make_requests(made.target, [[1, 2]], max_new_tokens=70))  # a wider buffer
-    assert compiled["jit(advance)"] - before["jit(advance)"] == 2
+    session = make_session(44)
+    requests = mj.make_requests(session.target, [[1, 2, 3], [4, 5], [6]], max_new_tokens=8)
+    session.using(LoadedRule(verify.mars(theta=0.5))).decode(requests)
+    counts_before = dict(compiled)
+    session.using(LoadedRule(verify.mars(theta=0.9))).decode(requests)
+    assert dict(compiled) == counts_before
+    session.using(LoadedRule(verify.exact())).decode(requests)
+    session.decode(mj.make_requests(session.target, [[1, 2]], max_new_tokens=70))  # a wider buffer
+    assert compiled["jit(advance)"] - counts_before["jit(advance)"] == 2
 
 
 @pytest.mark.slow
 def test_greedy_requests_compile_nothing_of_drawing():
     """The greedy program also gives the tokens of a program that can sample."""
-    made = session(41)
+    session = make_session(41)
 
     def program(temperature):
-        requests = mj.make_requests(made.target, [[1, 2, 3], [4, 5]], temperature=temperature)
-        ready = prepared(made.target, made.drafter, requests, verify=made.rule)
+        requests = mj.make_requests(session.target, [[1, 2, 3], [4, 5]], temperature=temperature)
+        ready = prepared(session.target, session.drafter, requests, verify=session.loaded_rule)
         state = ready.start([0, 1])
         return decode.jitted_step.lower(ready.decoder, ready.params, state).as_text(), requests
 
     (greedy, first), (mixed, both) = program(0.0), program([0.0, 1.0])
     assert "threefry" in mixed and "threefry" not in greedy.replace("threefry_split", "")
     assert len(greedy) < 0.8 * len(mixed)
-    assert made.decode(first).tokens[0] == made.decode(both).tokens[0]
+    assert session.decode(first).tokens[0] == session.decode(both).tokens[0]

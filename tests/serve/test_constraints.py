@@ -32,21 +32,22 @@ def target():
     return mj.load("tiny/draft", dtype="float32")
 
 
-def by_transformers(target, constraint, count):
+def transformers_tokens(target, constraint, count):
     """Return greedy tokens of PyTorch, masked to the tokens that keep a prefix valid under the constraint."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.path, dtype="float32")
     ids = torch.tensor([target.encode(TEXT)])
-    made, words = constraint.automaton, constraints.vocabulary(target.tokenizer, target.config.vocab_size)
+    automaton = constraint.automaton
+    words = constraints.vocabulary(target.tokenizer, target.config.vocab_size)
     [stop] = target.stop_tokens
 
     class Mask(transformers.LogitsProcessor):
-        def __call__(self, said, scores):
-            data = b"".join(words.tokens[i] for i in said[0, ids.shape[1] :].tolist())
-            state = made.run(data)
-            may = [bool(t) and made.run(t, state) != 0 for t in words.tokens]
-            may[stop] = bool(made.accepting[state])
-            return scores.masked_fill(~torch.tensor(may)[None], -float("inf"))
+        def __call__(self, ids_so_far, scores):
+            data = b"".join(words.tokens[i] for i in ids_so_far[0, ids.shape[1] :].tolist())
+            state = automaton.run(data)
+            allowed = [bool(t) and automaton.run(t, state) != 0 for t in words.tokens]
+            allowed[stop] = bool(automaton.accepting[state])
+            return scores.masked_fill(~torch.tensor(allowed)[None], -float("inf"))
 
     with torch.inference_mode():
         return model.generate(
@@ -57,58 +58,59 @@ def by_transformers(target, constraint, count):
 
 @pytest.mark.slow
 def test_greedy_text_is_that_of_transformers_with_a_mask(target, capsys, tmp_path):
-    """Mix constrained and free rows with each kind of draft, with refilled rows, and in the command."""
+    """Mix constrained and free rows, refill rows, use each kind of draft, and run the command."""
     jsonschema = pytest.importorskip("jsonschema")
     free = mj.generate(target, "none", TEXT, **OPTIONS).tokens[0]
     schema, pattern = constraints.json_schema(SCHEMA), constraints.regex(PATTERN)
-    wanted = [by_transformers(target, one, 48) for one in (schema, pattern)]
+    expected = [transformers_tokens(target, constraint, 48) for constraint in (schema, pattern)]
     drafts = (
         drafters.load("none", target),
         drafters.load("ngram", target),
         drafters.LoadedDrafter(drafters.language_model(target.model, 4), target.params),
     )
     for drafter, size in zip(drafts, (3, 2, 3), strict=True):
-        found = mj.generate(
+        result = mj.generate(
             target, drafter, [TEXT] * 3, constraint=[schema, None, pattern], batch_size=size, **OPTIONS
         )
-        assert found.tokens == [wanted[0], free, wanted[1]]
-    one, _, other = found.completions
-    assert one.finish_reason == "stop" and jsonschema.validate(json.loads(one.text), SCHEMA) is None
-    assert pattern.automaton.begins(other.text.encode())
-    if other.finish_reason == "stop":
-        assert re.fullmatch(PATTERN, other.text)
+        assert result.tokens == [expected[0], free, expected[1]]
+    by_schema, _, by_pattern = result.completions
+    assert by_schema.finish_reason == "stop"
+    jsonschema.validate(json.loads(by_schema.text), SCHEMA)
+    assert pattern.automaton.begins(by_pattern.text.encode())
+    if by_pattern.finish_reason == "stop":
+        assert re.fullmatch(PATTERN, by_pattern.text)
     cut = mj.generate(target, "ngram", TEXT, json_schema=SCHEMA, max_new_tokens=12).completions[0]
-    assert cut.finish_reason == "length" and cut.tokens == wanted[0][:12]
+    assert cut.finish_reason == "length" and cut.tokens == expected[0][:12]
     assert schema.automaton.begins(cut.text.encode()) and not schema.automaton.matches(cut.text)
-    # Forced text is drafted, so an n-gram draft is accepted even if no n-gram matches.
-    assert found.completions[0].metrics.steps < len(wanted[0])
+    # The engine drafts forced text, so steps accept tokens even if no n-gram matches.
+    assert result.completions[0].metrics.steps < len(expected[0])
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(SCHEMA))
-    argv = ["--target", "tiny/draft", "--dtype", "float32", "--draft", "ngram", "--max-new-tokens", "48"]
-    argv += ["--json"]
+    argv = ["--target", "tiny/draft", "--dtype", "float32", "--draft", "ngram", "--json"]
+    argv += ["--max-new-tokens", "48"]
     assert main([*argv, "--json-schema", str(file), TEXT]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == wanted[0]
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected[0]
     constrained = [{"json_schema": SCHEMA}, {}, {"choice": ["yes, it is"]}]
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": TEXT} | one) + "\n" for one in constrained))
+    prompts.write_text("".join(json.dumps({"prompt": TEXT} | fields) + "\n" for fields in constrained))
     assert main([*argv, "--regex", PATTERN, "--prompts-file", str(prompts)]) == 0
-    made = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["tokens"] for one in made[:2]] == wanted and made[2]["text"] == "yes, it is"
+    outputs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [output["tokens"] for output in outputs[:2]] == expected and outputs[2]["text"] == "yes, it is"
 
 
 @pytest.mark.slow
 def test_texts_end_where_nothing_may_follow_also_without_a_stop_token(target):
-    found = mj.generate(target, "ngram", [TEXT] * 2, choice=["a cat", "a dog"], ignore_eos=True, **OPTIONS)
-    for one in found.completions:
-        assert one.text in ("a cat", "a dog") and one.finish_reason == "stop"
+    result = mj.generate(target, "ngram", [TEXT] * 2, choice=["a cat", "a dog"], ignore_eos=True, **OPTIONS)
+    for completion in result.completions:
+        assert completion.text in ("a cat", "a dog") and completion.finish_reason == "stop"
     allowed = target.encode(" the cat sat")[1:]
-    [one] = mj.generate(target, "ngram", TEXT, allowed_tokens=allowed, temperature=1.0, **OPTIONS).tokens
-    assert set(one) <= {*allowed, *target.stop_tokens}
+    [tokens] = mj.generate(target, "ngram", TEXT, allowed_tokens=allowed, temperature=1.0, **OPTIONS).tokens
+    assert set(tokens) <= {*allowed, *target.stop_tokens}
 
 
 @pytest.mark.slow
 def test_processed_log_probs_are_those_of_the_constrained_law(target):
-    """One token decides between the two choices, and tokens after it have probability 1."""
+    """One token decides between the two choices, and later tokens have probability 1."""
     options = {"choice": ["a cat", "a dog"], "temperature": 1.0, "log_probs": True, **OPTIONS}
     [completion] = mj.generate(target, "ngram", TEXT, **options).completions
     assert completion.text in ("a cat", "a dog")

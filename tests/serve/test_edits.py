@@ -17,7 +17,7 @@ TEXT = "Once upon a time"
 
 @pytest.mark.slow
 def test_greedy_text_is_that_of_transformers_and_no_draft_changes_it(capsys):
-    """Apply a bias, a ban and a repetition penalty, next to a row without edits, in refilled rows, and in the CLI."""
+    """Apply a bias, a ban and a repetition penalty next to a row without edits, in refilled rows and in the CLI."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     target = mj.load("tiny/draft", dtype="float32")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.path, dtype="float32")
@@ -25,7 +25,7 @@ def test_greedy_text_is_that_of_transformers_and_no_draft_changes_it(capsys):
     free = mj.generate(target, "none", TEXT, max_new_tokens=40, ignore_eos=True).tokens[0]
     banned, liked = free[2], free[9]
     with torch.inference_mode():
-        want = model.generate(
+        expected = model.generate(
             ids, attention_mask=torch.ones_like(ids),
             max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0, repetition_penalty=1.2,
             sequence_bias={(liked,): 1.5}, bad_words_ids=[[banned]],
@@ -35,26 +35,26 @@ def test_greedy_text_is_that_of_transformers_and_no_draft_changes_it(capsys):
         "banned_tokens": [[banned], [], [banned]], "max_new_tokens": 40, "ignore_eos": True,
     }  # fmt: skip
     for drafter, size in (("none", 3), ("ngram", 2)):
-        found = mj.generate(target, drafter, [TEXT] * 3, batch_size=size, **options)
-        assert found.tokens == [want, free, want]
-    flags = (
-        "--target tiny/draft --dtype float32 --draft ngram --verify exact --ignore-eos --max-new-tokens 40"
+        result = mj.generate(target, drafter, [TEXT] * 3, batch_size=size, **options)
+        assert result.tokens == [expected, free, expected]
+    flags = "--target tiny/draft --dtype float32 --draft ngram --verify exact --json --ignore-eos"
+    flags += (
+        f" --max-new-tokens 40 --repetition-penalty 1.2 --logit-bias {liked}=1.5 --logit-bias {banned}=-inf"
     )
-    flags += f" --json --repetition-penalty 1.2 --logit-bias {liked}=1.5 --logit-bias {banned}=-inf"
     assert main([*flags.split(), TEXT]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == want
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected
 
 
 @pytest.mark.slow
 def test_a_minimum_length_is_that_of_transformers_under_every_draft(capsys):
-    """Three prompts in two refilled rows: two minima with two stop tokens, next to a row without a minimum."""
+    """Decode three prompts in two refilled rows, with two minima and two stop tokens. One prompt has no minimum."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     target = mj.load("tiny/draft", dtype="float32")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.path, dtype="float32")
     free = mj.generate(target, "none", TEXT, max_new_tokens=40, ignore_eos=True).tokens[0]
     stops, minima = [free[3], free[20]], [12, 0, 30]
 
-    def by_transformers(minimum):
+    def transformers_tokens(minimum):
         ids = torch.tensor([target.encode(TEXT)])
         with torch.inference_mode():
             return model.generate(
@@ -62,15 +62,15 @@ def test_a_minimum_length_is_that_of_transformers_under_every_draft(capsys):
                 eos_token_id=stops, min_new_tokens=minimum,
             )[0, ids.shape[1] :].tolist()  # fmt: skip
 
-    want = [by_transformers(minimum) for minimum in minima]
-    assert len({len(tokens) for tokens in want}) > 1
+    expected = [transformers_tokens(minimum) for minimum in minima]
+    assert len({len(tokens) for tokens in expected}) > 1
     options = {"min_new_tokens": minima, "max_new_tokens": 40, "stop_tokens": stops, "batch_size": 2}
     for drafter in (
         "none",
         mj.drafters.load("model:tiny/draft", target, num_draft_tokens=4),
         mj.drafters.load("model:tiny/draft", target, tree=(2, 2, 1)),
     ):
-        assert mj.generate(target, drafter, [TEXT] * 3, **options).tokens == want
+        assert mj.generate(target, drafter, [TEXT] * 3, **options).tokens == expected
     flags = "--target tiny/draft --dtype float32 --draft ngram --verify exact --json --max-new-tokens 9"
     assert main([*flags.split(), "--min-new-tokens", "9", TEXT]) == 0
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 9
@@ -79,9 +79,8 @@ def test_a_minimum_length_is_that_of_transformers_under_every_draft(capsys):
 def test_batches_with_9_to_16_biases_share_their_shapes():
     target, shapes = mj.load("tiny/draft"), []
     for count in (9, 16):
-        requests = mj.make_requests(
-            target, TEXT, max_new_tokens=2, banned_tokens=list(range(100, 100 + count))
-        )
+        banned = list(range(100, 100 + count))
+        requests = mj.make_requests(target, TEXT, max_new_tokens=2, banned_tokens=banned)
         state = prepare(target, mj.drafters.load("none", target), requests)[2]
         shapes.append(jax.tree.map(jnp.shape, state))
     assert shapes[0] == shapes[1]

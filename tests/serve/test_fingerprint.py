@@ -19,25 +19,25 @@ WEIGHTS = {"bias": np.arange(8.0, dtype=np.float32), "experts": np.ones((4, 6, 8
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_it_does_not_depend_on_the_mesh(kind):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
-    want = fingerprint(WEIGHTS)
-    assert fingerprint(jax.tree.map(jnp.asarray, WEIGHTS)) == want
+    expected = fingerprint(WEIGHTS)
+    assert fingerprint(jax.tree.map(jnp.asarray, WEIGHTS)) == expected
     for spec in ((), ("model",), (None, "data"), (None, None, "model")):
         specs = {"bias": PartitionSpec(*spec[:1]), "experts": PartitionSpec(*spec)}
         divided = {name: jax.device_put(w, NamedSharding(mesh, specs[name])) for name, w in WEIGHTS.items()}
-        assert fingerprint(divided) == want
+        assert fingerprint(divided) == expected
 
 
 @pytest.mark.parametrize("expert", range(4))
 def test_every_one_of_a_few_experts_counts(expert):
     experts = WEIGHTS["experts"].copy()
-    experts[expert] *= 1.01  # training changes every row of an array
+    experts[expert] *= 1.01
     assert fingerprint(WEIGHTS | {"experts": experts}) != fingerprint(WEIGHTS)
 
 
 def test_names_shapes_and_types_count():
-    made = [{"w": np.zeros((2, 3), np.float32)}, {"v": np.zeros((2, 3), np.float32)}]
-    made += [{"w": np.zeros((3, 2), np.float32)}, {"w": np.zeros((2, 3), np.int32)}, {}]
-    assert len({fingerprint(weights) for weights in made}) == len(made)
+    variants = [{"w": np.zeros((2, 3), np.float32)}, {"v": np.zeros((2, 3), np.float32)}]
+    variants += [{"w": np.zeros((3, 2), np.float32)}, {"w": np.zeros((2, 3), np.int32)}, {}]
+    assert len({fingerprint(weights) for weights in variants}) == len(variants)
 
 
 def test_the_config_of_a_gguf_file_counts(tmp_path):

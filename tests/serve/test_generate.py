@@ -27,7 +27,7 @@ CONFIG = ModelConfig(
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """Save a random checkpoint without a tokenizer, and load it."""
+    """Save and load a random checkpoint without a tokenizer."""
     path = tmp_path_factory.mktemp("api") / "target"
     hub.save(path, CONFIG, init_params(CONFIG, jax.random.key(0), scale=0.3))
     return mj.load(str(path))
@@ -46,7 +46,7 @@ PROMPTS = [[3, 5, 8], [1], list(range(10, 50))]
 @pytest.mark.parametrize("rule", ["exact", "mars"])
 @pytest.mark.slow
 def test_log_probabilities_are_those_of_teacher_forcing_by_transformers(target, rule):
-    """Compare values before and after temperature, and after the filters, at every new token of a ragged batch."""
+    """Compare log-probabilities before and after temperature and filters, at every new token of a ragged batch."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.path)
@@ -61,10 +61,11 @@ def test_log_probabilities_are_those_of_teacher_forcing_by_transformers(target, 
             ids = torch.tensor([prompt + completion.tokens])
             z = model(ids).logits[0, len(prompt) - 1 : -1].double()
         new = torch.tensor(completion.tokens)[:, None]
-        of = lambda z, new=new: torch.log_softmax(z, -1).gather(1, new)[:, 0].numpy()  # noqa: E731
+        log_prob_of = lambda z, new=new: torch.log_softmax(z, -1).gather(1, new)[:, 0].numpy()  # noqa: E731
         scores = completion.log_probs
-        np.testing.assert_allclose(scores.log_prob, of(z), atol=1e-4)
-        np.testing.assert_allclose(scores.temperature_log_prob, of(z / (temperature or 1)), atol=1e-4)
+        np.testing.assert_allclose(scores.log_prob, log_prob_of(z), atol=1e-4)
+        scaled = z / (temperature or 1)
+        np.testing.assert_allclose(scores.temperature_log_prob, log_prob_of(scaled), atol=1e-4)
         regret = (z.max(-1).values[:, None] - z.gather(1, new))[:, 0]
         np.testing.assert_allclose(scores.regret, regret, atol=1e-4)
         if rule == "mars":
@@ -72,23 +73,21 @@ def test_log_probabilities_are_those_of_teacher_forcing_by_transformers(target, 
         elif temperature == 0:
             assert set(scores.processed_log_prob) == {0.0}
         else:
-            kept = z / temperature
-            if temperature == 0.7:
-                kept = filters.TopKLogitsWarper(top_k)(None, kept)
-            np.testing.assert_allclose(scores.processed_log_prob, of(kept), atol=1e-4)
+            filtered = filters.TopKLogitsWarper(top_k)(None, scaled) if temperature == 0.7 else scaled
+            np.testing.assert_allclose(scores.processed_log_prob, log_prob_of(filtered), atol=1e-4)
         assert len(scores.kind) == 30 and set(scores.kind) <= {"exact", "relaxed", "corrected"}
     assert mj.generate(target, "none", [[3]], max_new_tokens=2).completions[0].log_probs is None
 
 
 @pytest.mark.slow
 def test_numbers_of_a_rule_are_one_or_one_per_prompt(target):
-    """Over several batches, each prompt decodes as in a call with only its own number."""
+    """In several batches, each prompt decodes as in a call with only that prompt's number."""
     options = {"max_new_tokens": 24, "ignore_eos": True, "batch_size": 2}
     thetas = [0.2, 0.9, np.inf]
     together = mj.generate(target, "ngram", PROMPTS, verify=verify.mars(theta=thetas), **options)
     for i, theta in enumerate(thetas):
-        alone = mj.generate(target, "ngram", PROMPTS, verify=verify.mars(theta=theta), **options)
-        assert alone.tokens[i] == together.tokens[i]
+        single = mj.generate(target, "ngram", PROMPTS, verify=verify.mars(theta=theta), **options)
+        assert single.tokens[i] == together.tokens[i]
 
 
 SEEDS = [
@@ -101,10 +100,10 @@ SEEDS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "count", "wanted"), SEEDS)
-def test_every_request_draws_with_a_seed_of_its_own(target, options, count, wanted):
+@pytest.mark.parametrize(("options", "count", "seeds"), SEEDS)
+def test_every_request_draws_with_a_seed_of_its_own(target, options, count, seeds):
     requests = mj.make_requests(target, [[3]] * count, temperature=1.0, **options)
-    assert [request.seed for request in requests] == wanted
+    assert [request.seed for request in requests] == seeds
 
 
 @pytest.mark.parametrize("argv", [[], ["--seed", "7"], ["--seed", str(2**32 - 1)]])
@@ -183,23 +182,23 @@ def test_stories260k_in_every_rule_equals_transformers_at_temperature_zero(stori
     model = transformers.AutoModelForCausalLM.from_pretrained(stories.path)
     ids = torch.tensor([stories.encode("The little dog")])
     with torch.inference_mode():
-        want = model.generate(ids, max_new_tokens=100, do_sample=False, eos_token_id=None, pad_token_id=0)
-    want = want[0, ids.shape[1] :].tolist()
+        expected = model.generate(ids, max_new_tokens=100, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = expected[0, ids.shape[1] :].tolist()
     twin = mj.drafters.load(f"model:{stories.path}", stories, tree=(3, 2, 1))
     options = {"max_new_tokens": 100, "ignore_eos": True}
     for drafter, rule in [("ngram", verify.rejection(block=True)), (twin, verify.mars(theta=np.inf))]:
-        assert mj.generate(stories, drafter, ["The little dog"], verify=rule, **options).tokens[0] == want
+        assert mj.generate(stories, drafter, ["The little dog"], verify=rule, **options).tokens[0] == expected
 
 
 @pytest.mark.parametrize("name", slow_but(["tiny/target", "stories260k"], "tiny/target"))
 def test_detokenized_pieces_join_to_the_text(name, request):
-    """The text has multi-byte characters, spaces at joints, and tokens of one byte each."""
-    words = request.getfixturevalue("stories") if name == "stories260k" else mj.load(name)
-    whole = "Once upon a time, a café in Tōkyō \N{SNOWMAN} had  two   spaces.\nThe end"
-    ids = words.encode(whole)
+    """The text has multi-byte characters, spaces at token boundaries, and tokens of one byte."""
+    tokenizer = request.getfixturevalue("stories") if name == "stories260k" else mj.load(name)
+    text = "Once upon a time, a café in Tōkyō \N{SNOWMAN} had  two   spaces.\nThe end"
+    ids = tokenizer.encode(text)
     for cut in (1, 3, len(ids) - 1):
-        prompt, rest = ids[:cut], ids[cut:]
-        detokenizer = Detokenizer(words, prompt)
-        pieces = [detokenizer.feed([t], last=i == len(rest) - 1) for i, t in enumerate(rest)]
-        assert words.decode(prompt) + "".join(pieces) == words.decode(ids)
+        prompt, new_ids = ids[:cut], ids[cut:]
+        detokenizer = Detokenizer(tokenizer, prompt)
+        pieces = [detokenizer.feed([t], last=i == len(new_ids) - 1) for i, t in enumerate(new_ids)]
+        assert tokenizer.decode(prompt) + "".join(pieces) == tokenizer.decode(ids)
         assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)

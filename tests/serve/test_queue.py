@@ -1,4 +1,4 @@
-"""Queues: requests that share a few rows decode as in separate batches, and no row idles."""
+"""Requests that share a few rows through a queue decode as in separate batches, and no row idles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def draft(target):
 
 @pytest.mark.slow
 def test_samples_of_a_prompt_read_it_once(target, draft, monkeypatch):
-    """Some samples begin at once, as rows are free, and others later; each equals its request in a batch of one."""
+    """Some samples start at once and others wait for a free row. Each equals its request in a batch of one."""
     options = {"samples": 4, "temperature": 1.0, "max_new_tokens": [12, 20, 9], "seed": 5, "batch_size": 3}
     read, start = [], decode.start
 
@@ -42,17 +42,17 @@ def test_samples_of_a_prompt_read_it_once(target, draft, monkeypatch):
         return start(decoder, params, prompts)
 
     monkeypatch.setattr(decode, "start", counted)
-    found = mj.generate(target, draft, WORDS[:3], **options)
-    assert read == [3, 1, 1, 1]  # first the filler rows, which read nothing, then each prompt
-    assert len({tuple(tokens) for tokens in found.tokens[4:8]}) == 4
-    requests = [completion.request for completion in found.completions]
+    result = mj.generate(target, draft, WORDS[:3], **options)
+    assert read == [3, 1, 1, 1]  # the filler rows, which read nothing, then each prompt
+    assert len({tuple(tokens) for tokens in result.tokens[4:8]}) == 4
+    requests = [completion.request for completion in result.completions]
     assert [request.seed for request in requests] == list(range(5, 17))
-    made = prepared(target, draft, requests)
-    for index, alone in Queue(made, 1, shared=Shares.NOTHING):
-        assert alone.tokens == found.tokens[index]
+    prepared_batch = prepared(target, draft, requests)
+    for index, single in Queue(prepared_batch, 1, shared=Shares.NOTHING):
+        assert single.tokens == result.tokens[index]
     thetas = verify.mars(theta=[0.1, 0.5, np.inf])
     rowwise = mj.generate(target, draft, WORDS[:3], verify=thetas, **options)
-    assert rowwise.tokens[8:] == found.tokens[8:] and rowwise.tokens != found.tokens
+    assert rowwise.tokens[8:] == result.tokens[8:] and rowwise.tokens != result.tokens
 
 
 def test_samples_are_refused_at_temperature_0(target):
@@ -64,47 +64,45 @@ def test_samples_are_refused_at_temperature_0(target):
     "draft", slow_but(["hash model", "model:tiny/draft", "eagle:tiny/eagle3"], "hash model")
 )
 def test_what_prompts_begin_with_is_read_once(draft, target, monkeypatch):
-    """Prompts alternate between two beginnings, like two system prompts. Each beginning is read once.
+    """Prompts alternate between two beginnings, as with two system prompts.
 
     Every request gives the result of a separate batch, up to rounding in the log-probabilities.
     """
     if draft == "hash model":
-        draft, target = (
-            "ngram",
-            mj.Pretrained.from_parts(fake.hash_model(vocab_size=64), (), max_positions=512),
-        )
+        draft = "ngram"
+        target = mj.Pretrained.from_parts(fake.hash_model(vocab_size=64), (), max_positions=512)
     rng = np.random.default_rng(0)
     beginnings = [rng.integers(3, 60, n).tolist() for n in (300, 280)]
     prompts = [[*beginnings[i % 2], *rng.integers(3, 60, 5 + 2 * i).tolist()] for i in range(12)]
     read, start, extend = [], decode.start, decode.extend
 
-    def began(decoder, params, given):
-        if len(given.length) == 1:  # larger batches only hold filler rows
-            read.append(int(given.length[0]))
-        return start(decoder, params, given)
+    def counted_start(decoder, params, batch):
+        if len(batch.length) == 1:  # larger batches only hold filler rows
+            read.append(int(batch.length[0]))
+        return start(decoder, params, batch)
 
-    def counted(*given):
-        state, new = extend(*given)
+    def counted_extend(*arguments):
+        state, new = extend(*arguments)
         read.append(int(new[0]))
         return state, new
 
-    monkeypatch.setattr(decode, "start", began)
-    monkeypatch.setattr(decode, "extend", counted)
+    monkeypatch.setattr(decode, "start", counted_start)
+    monkeypatch.setattr(decode, "extend", counted_extend)
     options = {"max_new_tokens": 12, "log_probs": True, "batch_size": 3}
-    found = mj.generate(target, draft, prompts, **options)
+    result = mj.generate(target, draft, prompts, **options)
     assert len(read) == 12
     once = 300 + 280 + sum(5 + 2 * i for i in range(12))
     assert sum(read) <= 1.15 * once < 0.3 * sum(map(len, prompts))
     requests = mj.make_requests(target, prompts, max_new_tokens=12)
-    made = prepared(target, draft, requests)
-    for index, alone in Queue(made, 3, shared=Shares.NOTHING, log_probs=True):
-        one = found.completions[index]
-        assert (alone.tokens, alone.metrics.steps) == (one.tokens, one.metrics.steps)
-        np.testing.assert_allclose(alone.log_probs.log_prob, one.log_probs.log_prob, atol=2e-5)
+    prepared_batch = prepared(target, draft, requests)
+    for index, single in Queue(prepared_batch, 3, shared=Shares.NOTHING, log_probs=True):
+        completion = result.completions[index]
+        assert (single.tokens, single.metrics.steps) == (completion.tokens, completion.metrics.steps)
+        np.testing.assert_allclose(single.log_probs.log_prob, completion.log_probs.log_prob, atol=2e-5)
 
 
 def without_token(target, token):
-    """Return the target with a NaN embedding of one token."""
+    """Return the target with a NaN embedding for one token."""
     params = {**target.params, "embed": target.params["embed"].at[token].set(np.nan)}
     params["unembed"] = target.params["embed"]
     config = dataclasses.replace(target.config, tie_embeddings=False)
@@ -112,32 +110,32 @@ def without_token(target, token):
 
 
 def test_a_prompt_that_spoils_its_row_spoils_no_other(target):
-    """The next prompt does not reuse a row whose caches hold non-finite values."""
-    lame = without_token(target, 50)
+    """The next prompt does not reuse the caches of a row if they are not finite."""
+    broken_target = without_token(target, 50)
     start = [7] * 40
     prompts = [[*start, 50, 50, 9, 9], [*start, 9], [*start, 11]]
-    requests = mj.make_requests(lame, prompts, max_new_tokens=3)
-    found = dict(Queue(prepared(lame, "none", requests), 1, shared=Shares.BEGINNINGS))
-    assert [found[i].finish_reason for i in range(3)] == ["failed", "length", "length"]
-    whole = mj.generate(target, "none", prompts[1:], max_new_tokens=3, batch_size=1)
-    assert [found[i].tokens for i in (1, 2)] == whole.tokens
+    requests = mj.make_requests(broken_target, prompts, max_new_tokens=3)
+    completions = dict(Queue(prepared(broken_target, "none", requests), 1, shared=Shares.BEGINNINGS))
+    assert [completions[i].finish_reason for i in range(3)] == ["failed", "length", "length"]
+    expected = mj.generate(target, "none", prompts[1:], max_new_tokens=3, batch_size=1)
+    assert [completions[i].tokens for i in (1, 2)] == expected.tokens
 
 
 def test_a_batch_size_of_its_own_is_what_memory_has_room_for(target, monkeypatch):
-    made = prepared(target, "ngram", make_requests(target, ["The"] * 40, max_new_tokens=20))
-    state = made.start([0])
+    prepared_batch = prepared(target, "ngram", make_requests(target, ["The"] * 40, max_new_tokens=20))
+    state = prepared_batch.start([0])
     cache = sum(x.nbytes for x in jax.tree.leaves(state.cache))
-    assert cache < memory.row_bytes(made) < 4 * cache
-    assert memory.default_rows(made) == memory.MOST_ON_CPU
+    assert cache < memory.row_bytes(prepared_batch) < 4 * cache
+    assert memory.default_rows(prepared_batch) == memory.MOST_ON_CPU
     weights = sum(x.nbytes for x in jax.tree.leaves(target.params))
     for rows in (5.5, 0.5):
-        room = weights + rows * memory.row_bytes(made)
+        room = weights + rows * memory.row_bytes(prepared_batch)
         monkeypatch.setattr(memory, "_bytes_of", lambda device, room=room: room)
-        assert memory.default_rows(made) == max(int(rows), 1)
-    # The gate and the product of a wide layer, for a prompt that is read in one forward.
+        assert memory.default_rows(prepared_batch) == max(int(rows), 1)
+    # One forward of the prompt needs the gate and the product of a wide layer.
     width, length = 2**20, state.tokens.shape[1]
     wide = dataclasses.replace(target, config=dataclasses.replace(target.config, intermediate_size=width))
-    assert memory.row_bytes(dataclasses.replace(made, target=wide)) > 2 * 4 * length * width
+    assert memory.row_bytes(dataclasses.replace(prepared_batch, target=wide)) > 2 * 4 * length * width
 
 
 def test_eight_samples_of_a_long_prompt_read_it_about_once():
@@ -154,4 +152,4 @@ def test_eight_samples_of_a_long_prompt_read_it_about_once():
     prompt = np.random.default_rng(0).integers(0, 11, 512).tolist()
     mj.generate(counted, "none", [prompt], samples=8, temperature=1.0, max_new_tokens=4, batch_size=8)
     jax.effects_barrier()
-    assert 512 <= sum(read) <= 1.3 * 512 + 64, "one reading, and chunks of 64"
+    assert 512 <= sum(read) <= 1.3 * 512 + 64, "the prompt is read once, in chunks of 64"

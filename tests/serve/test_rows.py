@@ -1,4 +1,4 @@
-"""Rows on disk: one writer, whole lines, and rows of one run only."""
+"""Rows on disk: one writer, complete lines, and rows of a single run."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def write(path, *numbers, **options):
 
 def refusal(path, **options):
     """Return the message of the error that rejects the file, and check that the file is unchanged."""
-    before = path.read_bytes()
+    content = path.read_bytes()
     with pytest.raises(MarsError) as caught:
         open_file(path, **options)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content
     return str(caught.value)
 
 
@@ -53,23 +53,23 @@ def test_each_row_is_synced_before_the_next(path, monkeypatch):
 
 @pytest.mark.parametrize("cut", [1, 9, -1])
 def test_the_next_row_cuts_off_a_torn_line(path, cut):
-    whole = write(path, 0, 1)
-    first = whole[: whole.index(b"\n") + 1]
-    torn = first + whole[len(first) :][:cut]
+    intact = write(path, 0, 1)
+    first = intact[: intact.index(b"\n") + 1]
+    torn = first + intact[len(first) :][:cut]
     path.write_bytes(torn)
     file = open_file(path)
     assert [row["id"] for row in file.rows] == [0] and path.read_bytes() == torn
     file.append({"id": 1, "text": "é\n\u2028"})
     file.close()
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == intact
 
 
 @pytest.mark.parametrize("tail", [b"\0" * 5000, b"\0" * 20 + b'"}\n'])
 def test_nul_bytes_of_a_power_cut_are_a_torn_line(path, tail):
-    whole = write(path, 0)
-    path.write_bytes(whole + tail)
-    assert write(path) == whole + tail
-    assert write(path, 1).startswith(whole + b'{"id": 1')
+    intact = write(path, 0)
+    path.write_bytes(intact + tail)
+    assert write(path) == intact + tail
+    assert write(path, 1).startswith(intact + b'{"id": 1')
 
 
 def test_damage_further_up_is_refused(path):
@@ -96,8 +96,8 @@ def test_rows_of_several_files_can_be_joined(path, tmp_path):
     file = open_file(path)
     assert [row["id"] for row in file.batch([{"id": 0}, {"id": 1}], pytest.fail)] == [0, 1]
     file.close()
-    other = write(tmp_path / "part-2.jsonl", 2, weights=WEIGHTS | {"draft": "c"})
-    path.write_bytes(b"".join([*parts, other]))
+    foreign_part = write(tmp_path / "part-2.jsonl", 2, weights=WEIGHTS | {"draft": "c"})
+    path.write_bytes(b"".join([*parts, foreign_part]))
     assert refusal(path).startswith(f"line 3 of '{path}' is not a row of this run")
 
 

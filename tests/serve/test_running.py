@@ -1,4 +1,4 @@
-"""`Running`, one row that is kept between requests: it gives the tokens of a fresh state and reads only new tokens."""
+"""`Running` keeps a row between requests: it gives the tokens of a fresh state and reads only new tokens."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from mars_jax.serve.session import Session
 from mars_jax.utils.errors import MarsError
 from tests.helpers import slow_but
 
-SAID = ["Tom has a red ball.", "What did Tom do then?", "And his friend?"]
-# When the next turn arrives, the template keeps only the first word of earlier turns, as templates drop thoughts.
+TURNS = ["Tom has a red ball.", "What did Tom do then?", "And his friend?"]
+# The template keeps only the first word of earlier turns, as real templates drop thoughts.
 FORGETFUL = """\
 {%- for m in messages %}[{{ m.role }}]{{ m.content if loop.last else m.content.split()[0] }}
 {% endfor %}[assistant]"""
@@ -47,62 +47,60 @@ def forgetful(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch):
-    """Set the buffer to the width of the fresh runs, so that both share compiled programs."""
+    """Give the buffer the width of fresh runs, so that both share compiled programs."""
     monkeypatch.setattr(runnings, "WIDTH", 64)
 
 
-def afresh(target, drafter, prompts, rule=None, **options):
+def fresh_completion(target, drafter, prompts, rule=None, **options):
     """Return the completion of a state that has read the whole prompt."""
-    [completion] = (
-        Session.of(target, drafter, rule).decode(make_requests(target, prompts, **options)).completions
-    )
+    requests = make_requests(target, prompts, **options)
+    [completion] = Session.of(target, drafter, rule).decode(requests).completions
     return completion
 
 
-def common(a, b):
+def common_prefix(a, b):
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def session(target, draft="ngram"):
-    return Session(
-        target=target, drafter=drafters.load(draft, target), loaded_rule=LoadedRule(verify.exact())
-    )
+    rule = LoadedRule(verify.exact())
+    return Session(target=target, drafter=drafters.load(draft, target), loaded_rule=rule)
 
 
 @pytest.mark.parametrize("draft", slow_but(["model:tiny/draft", "eagle:tiny/eagle3"], "model:tiny/draft"))
 def test_a_conversation_says_what_it_says_afresh(target, draft):
     drafter, rule = drafters.load(draft, target, num_draft_tokens=4), verify.mars(theta=0.5)
     chat = mj.Chat(target, drafter, verify=rule, max_new_tokens=8)
-    held = []
-    compiled = set()
-    for turn, text in enumerate(SAID):
+    cached, compiled = [], set()
+    for turn, text in enumerate(TURNS):
         answer = chat.say(text)
         compiled.add(_extend._cache_size())
-        fresh = afresh(target, drafter, chat.messages[:-1], rule, max_new_tokens=8)
+        fresh = fresh_completion(target, drafter, chat.messages[:-1], rule, max_new_tokens=8)
         assert answer.tokens == fresh.tokens and answer.text.strip() == chat.messages[-1]["content"]
         prompt = answer.request.prompt_tokens
         assert prompt == fresh.request.prompt_tokens and len(prompt) < 56
-        # A head that reads the target reads one more token, and the last token of an answer is in no cache.
-        new = len(prompt) - common(prompt, held)
-        assert new - 1 <= chat.read <= new + 1 and (turn == 0 or chat.read < len(prompt) - len(held) // 2)
-        held = [*prompt, *answer.tokens]
+        # An EAGLE head reads one more token, and no cache holds the last token of an answer.
+        new = len(prompt) - common_prefix(prompt, cached)
+        assert new - 1 <= chat.read <= new + 1 and (turn == 0 or chat.read < len(prompt) - len(cached) // 2)
+        cached = [*prompt, *answer.tokens]
     assert len(chat.messages) == 6 and len(compiled) == 1
 
 
 @pytest.mark.slow
 def test_a_template_that_writes_turns_anew_is_read_from_there(forgetful):
     chat = mj.Chat(forgetful, "ngram", max_new_tokens=10)
-    held, reads = [], []
-    for text in SAID:
+    cached, reads = [], []
+    for text in TURNS:
         answer = chat.say(text)
-        assert answer.tokens == afresh(forgetful, "ngram", chat.messages[:-1], max_new_tokens=10).tokens
+        fresh = fresh_completion(forgetful, "ngram", chat.messages[:-1], max_new_tokens=10)
+        assert answer.tokens == fresh.tokens
         prompt = answer.request.prompt_tokens
-        same = common(prompt, held)
-        assert same < len(held) or not held
+        same = common_prefix(prompt, cached)
+        assert same < len(cached) or not cached
         assert chat.read == len(prompt) - 1 - same
-        held = [*prompt, *answer.tokens]
+        cached = [*prompt, *answer.tokens]
         reads.append((same, chat.read))
-    assert reads[1][0] < reads[2][0]  # a turn that has been shortened stays so
+    assert reads[1][0] < reads[2][0], "a shortened turn does not change again"
 
 
 @pytest.mark.slow
@@ -112,20 +110,21 @@ def test_a_conversation_that_is_full_says_so_and_stays(target):
     answer = chat.say("Tom")
     assert answer.finish_reason == "length"
     assert len(answer.request.prompt_tokens) + len(answer.tokens) == 48
-    before = list(chat.messages)
+    messages = list(chat.messages)
     with pytest.raises(MarsError, match=r"the conversation is full: .* context of 48: take turns back"):
-        chat.say(SAID[1])
-    assert chat.messages == before
+        chat.say(TURNS[1])
+    assert chat.messages == messages
 
 
 @pytest.mark.slow
 def test_a_buffer_that_is_full_grows(target):
     chat = mj.Chat(target, "ngram", max_new_tokens=24)
     widths = []
-    for text in SAID:
+    for text in TURNS:
         answer = chat.say(text)
         widths.append(chat._running._width)
-        assert answer.tokens == afresh(target, "ngram", chat.messages[:-1], max_new_tokens=24).tokens
+        fresh = fresh_completion(target, "ngram", chat.messages[:-1], max_new_tokens=24)
+        assert answer.tokens == fresh.tokens
     assert widths[0] == 64 and widths[-1] >= 128
 
 
@@ -133,19 +132,19 @@ def test_a_buffer_that_is_full_grows(target):
 def test_requests_of_all_kinds_take_turns(target):
     """Mix sampled and greedy requests, with and without stop strings, short and long, under two rules."""
     running = Running(session(target, "eagle:tiny/eagle3"))
-    asked = [
+    cases = [
         {"prompts": "Once upon a time", "temperature": 0.8, "seed": 3},
         {"prompts": [[9]], "temperature": 0.8, "seed": 4},
         {"prompts": "Once upon a time, a dog", "stop_strings": ["."]},
         {"prompts": "Once upon a"},
     ]
-    for number, options in enumerate(asked):
+    for number, options in enumerate(cases):
         rule = verify.mars(theta=0.9 if number % 2 else 0.2)
         running.session = running.session.using(LoadedRule(rule))
         [request] = make_requests(target, max_new_tokens=14, **options)
         running.compile(request)
         completion = list(running.stream(request))[-1].completion
-        fresh = afresh(target, running.session.drafter, rule=rule, max_new_tokens=14, **options)
+        fresh = fresh_completion(target, running.session.drafter, rule=rule, max_new_tokens=14, **options)
         assert (completion.tokens, completion.text) == (fresh.tokens, fresh.text), options
 
 
@@ -155,10 +154,10 @@ def test_the_seconds_of_a_completion_include_its_prompt(target, monkeypatch):
         return extend(*arguments)
 
     monkeypatch.setattr(decode, "extend", extend)
-    # The pair and the rule of the conversation above, whose programs it shares.
+    # Use the pair and rule of the first conversation, to share its compiled programs.
     drafter = drafters.load("model:tiny/draft", target, num_draft_tokens=4)
     chat = mj.Chat(target, drafter, verify=verify.mars(theta=0.5), max_new_tokens=2)
-    assert chat.say(SAID[0]).seconds > 0.2
+    assert chat.say(TURNS[0]).seconds > 0.2
 
 
 @pytest.mark.slow
@@ -169,7 +168,7 @@ def test_a_request_that_needs_another_program_goes_on_over_the_same_caches(targe
         options |= {"prompts": "Once upon a time", "max_new_tokens": 10}
         [request] = make_requests(target, **options)
         completion = list(running.stream(request))[-1].completion
-        assert completion.tokens == afresh(target, "ngram", **options).tokens
+        assert completion.tokens == fresh_completion(target, "ngram", **options).tokens
     assert running.read == 0
 
 
@@ -177,13 +176,13 @@ def test_a_request_that_needs_another_program_goes_on_over_the_same_caches(targe
 def test_what_is_not_finite_is_not_held(target):
     running = Running(session(target, "none"))
     broken = dataclasses.replace(target, params=jax.tree.map(lambda x: x * float("nan"), target.params))
-    whole = running.session
+    intact_session = running.session
     [request] = make_requests(target, "Once upon a time", max_new_tokens=6)
-    running.session = dataclasses.replace(whole, target=broken)
+    running.session = dataclasses.replace(intact_session, target=broken)
     assert list(running.stream(request))[-1].completion.finish_reason == "failed"
-    running.session = whole
-    wanted = afresh(target, "none", "Once upon a time", max_new_tokens=6).tokens
-    assert list(running.stream(request))[-1].completion.tokens == wanted
+    running.session = intact_session
+    expected = fresh_completion(target, "none", "Once upon a time", max_new_tokens=6).tokens
+    assert list(running.stream(request))[-1].completion.tokens == expected
 
 
 def test_a_conversation_refuses_unknown_options_and_an_undo_without_turns(target):
@@ -194,7 +193,7 @@ def test_a_conversation_refuses_unknown_options_and_an_undo_without_turns(target
 
 
 def scripted_chat():
-    """Return a chat that answers each turn with the words "one two three", one event per word."""
+    """Return a chat that answers every turn with "one two three", one event per word."""
 
     def stream(request):
         for word in ("one", " two", " three"):
@@ -212,7 +211,7 @@ def contents(chat):
 
 ABANDON = {
     "closed": lambda events: events.close(),
-    "collected": lambda events: None,  # the caller drops its only reference
+    "collected": lambda events: None,  # drop the only reference
     "read on": lambda events: list(events),
 }
 LATER = {
@@ -230,13 +229,13 @@ def test_an_abandoned_stream_does_not_change_a_later_conversation(abandon, later
     chat = scripted_chat()
     events = chat.stream("a")
     assert [next(events).text, next(events).text] == ["one", " two"]
-    act, wanted = LATER[later]
+    act, expected = LATER[later]
     act(chat)
-    assert contents(chat) == wanted
+    assert contents(chat) == expected
     ABANDON[abandon](events)
     del events
     gc.collect()
-    assert contents(chat) == wanted
+    assert contents(chat) == expected
 
 
 def test_a_stream_that_nobody_read_adds_no_turn():
@@ -248,7 +247,7 @@ def test_a_stream_that_nobody_read_adds_no_turn():
 
 
 def test_turns_of_a_chat_draw_with_seeds_of_their_own(target):
-    for options, wanted in (({}, [0, 1, 2]), ({"seed": 2**32 - 2}, [2**32 - 2, 2**32 - 1, 0])):
+    for options, seeds in (({}, [0, 1, 2]), ({"seed": 2**32 - 2}, [2**32 - 2, 2**32 - 1, 0])):
         chat = mj.Chat(target, temperature=1.0, **options)
         turns = [{"role": role, "content": "Tom"} for role in ("user", "assistant") * 2 + ("user",)]
-        assert [chat.ask(turns[:n]).seed for n in (1, 3, 5)] == wanted
+        assert [chat.ask(turns[:n]).seed for n in (1, 3, 5)] == seeds

@@ -1,4 +1,4 @@
-"""Sessions, and the lengths that drafters were trained for."""
+"""Sessions, and warnings beyond the length that a drafter was trained for."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ def pair():
     return Session(target=target, drafter=drafters.load("ngram", target, num_draft_tokens=3), batch_size=2)
 
 
-def requests(target, **options):
+def short_requests(target, **options):
     return make_requests(target, WORDS, **{"max_new_tokens": 8} | options)
 
 
 def test_the_target_alone_is_one_session(pair):
-    alone = pair.autoregressive
-    assert alone is pair.autoregressive and alone.rule_name == "exact"
-    asked = requests(pair.target)[:1]
-    plain, drafted = alone.decode(asked), pair.decode(asked)
-    assert plain.tokens == drafted.tokens and plain.metrics.tau == 1.0
+    autoregressive = pair.autoregressive
+    assert autoregressive is pair.autoregressive and autoregressive.rule_name == "exact"
+    requests = short_requests(pair.target)[:1]
+    reference, drafted = autoregressive.decode(requests), pair.decode(requests)
+    assert reference.tokens == drafted.tokens and reference.metrics.tau == 1.0
 
 
 ENTRIES = {
-    "prepared": lambda session, asked: session.prepared(asked),
-    "decode": lambda session, asked: session.decode(asked),
-    "stream": lambda session, asked: list(session.stream(asked)),
-    "queue": lambda session, asked: list(session.queue(asked)),
-    "running": lambda session, asked: list(Running(session).stream(asked[0])),
+    "prepared": lambda session, requests: session.prepared(requests),
+    "decode": lambda session, requests: session.decode(requests),
+    "stream": lambda session, requests: list(session.stream(requests)),
+    "queue": lambda session, requests: list(session.queue(requests)),
+    "running": lambda session, requests: list(Running(session).stream(requests[0])),
 }
 
 
 @pytest.mark.parametrize("entry", slow_but(ENTRIES, "prepared"))
 def test_a_text_longer_than_the_drafter_was_trained_for_warns_once(pair, entry):
     short = dataclasses.replace(pair, drafter=pair.drafter._replace(max_positions=9), _warned=set())
-    asked = requests(pair.target)[:2]
-    longest = max(len(request.prompt_tokens) for request in asked) + 8
+    requests = short_requests(pair.target)[:2]
+    longest = max(len(request.prompt_tokens) for request in requests) + 8
     with pytest.warns(MarsWarning) as caught:
         for _ in range(2):
-            ENTRIES[entry](short, asked)
+            ENTRIES[entry](short, requests)
     [warning] = caught
     text = str(warning.message)
     assert "trained for texts of 9 tokens (max_position_embeddings)" in text
     assert f"may reach {longest}:" in text
     exact = dataclasses.replace(short, drafter=pair.drafter._replace(max_positions=longest), _warned=set())
-    ENTRIES[entry](exact, asked)
+    ENTRIES[entry](exact, requests)
 
 
 DRAFTS = {"model": "draft", "eagle": "eagle3", "dflash": "dflash"}

@@ -1,4 +1,4 @@
-"""Stop strings, for every way of decoding: tokens as in transformers, text before the string. Loops in texts."""
+"""Stop strings: tokens as in transformers, text up to the string. Loops at the end of a completion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mars_jax.serve.requests import make_requests
 from mars_jax.serve.text import LONGEST_PERIOD, RowText, ends_in_loop
 
 PROMPTS = ("Once upon a time", "The cat", "A big dog ran to", "One day, Tim")
-# They occur inside words, over several tokens, and at the ends of words; the last one never occurs.
+# Inside words, across tokens and at the ends of words. The last one never occurs.
 STOPS = [["ily."], [" the ", "and"], [". He"], ["xyzzy"]]
 
 
@@ -22,38 +22,38 @@ def target():
 
 
 @pytest.fixture(scope="module")
-def want(target):
+def expected_tokens(target):
     """Return the new tokens of each prompt, from transformers."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(target.path, dtype="float32")
-    found = []
+    completions = []
     for prompt, stops in zip(PROMPTS, STOPS, strict=True):
         ids = torch.tensor([target.encode(prompt)])
         options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "tokenizer": target.tokenizer}
         with torch.inference_mode():
             out = model.generate(ids, stop_strings=stops, **options)
-        found.append(out[0, ids.shape[1] :].tolist())
-    assert all(len(tokens) < 60 for tokens in found[:3])
-    return found
+        completions.append(out[0, ids.shape[1] :].tolist())
+    assert all(len(tokens) < 60 for tokens in completions[:3])
+    return completions
 
 
 @pytest.mark.slow
-def test_the_tokens_are_those_of_transformers_and_the_text_ends_before(target, want):
-    """Other ways of decoding are compared in test_surfaces.py."""
-    found = mj.generate(target, "ngram", PROMPTS, max_new_tokens=60, stop_strings=STOPS)
-    assert found.tokens == want
-    assert [c.finish_reason for c in found.completions] == ["stop"] * 3 + ["length"]
-    for text, tokens, stops in zip(found.text, want, STOPS, strict=True):
+def test_the_tokens_are_those_of_transformers_and_the_text_ends_before(target, expected_tokens):
+    """test_surfaces.py compares the other entry points."""
+    result = mj.generate(target, "ngram", PROMPTS, max_new_tokens=60, stop_strings=STOPS)
+    assert result.tokens == expected_tokens
+    assert [c.finish_reason for c in result.completions] == ["stop"] * 3 + ["length"]
+    for text, tokens, stops in zip(result.text, expected_tokens, STOPS, strict=True):
         # The space at the joint depends on the tokenizer.
-        whole = target.decode(tokens)
-        cut = min([whole.index(stop) for stop in stops if stop in whole], default=len(whole))
-        assert text.strip() == whole[:cut].strip()
+        full_text = target.decode(tokens)
+        cut = min([full_text.index(stop) for stop in stops if stop in full_text], default=len(full_text))
+        assert text.strip() == full_text[:cut].strip()
 
 
 @pytest.mark.slow
-def test_the_command_stops_at_the_same_token(want, capsys):
+def test_the_command_stops_at_the_same_token(expected_tokens, capsys):
     code = main(["--draft", "none", "--max-new-tokens", "60", "--json", "--stop-string", "ily.", PROMPTS[0]])
-    assert code == 0 and json.loads(capsys.readouterr().out)["tokens"] == want[0]
+    assert code == 0 and json.loads(capsys.readouterr().out)["tokens"] == expected_tokens[0]
 
 
 @pytest.mark.slow
@@ -65,9 +65,8 @@ def test_a_row_that_has_said_a_stop_string_makes_room(target):
 
 
 def test_a_special_token_is_a_stop_token(target):
-    [request] = make_requests(
-        target, ["The"], stop_strings=[target.tokenizer.eos_token, "x"], ignore_eos=True
-    )
+    stops = [target.tokenizer.eos_token, "x"]
+    [request] = make_requests(target, ["The"], stop_strings=stops, ignore_eos=True)
     assert request.stop_tokens == (target.tokenizer.eos_token_id,) and request.stop_strings == ("x",)
 
 
@@ -81,7 +80,7 @@ def test_what_may_begin_a_stop_string_is_held_back(target):
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("stop_strings", "sentence"),
     [
         ("", "stop_strings is '': expected texts of at least one character"),
         ([["a"], ["b"]], "stop_strings has 2 values for 1 prompts"),
@@ -89,9 +88,9 @@ def test_what_may_begin_a_stop_string_is_held_back(target):
         (["b", "\udcff"], "which is not valid Unicode"),
     ],
 )
-def test_bad_stop_strings_get_a_sentence(target, given, sentence):
+def test_bad_stop_strings_get_a_sentence(target, stop_strings, sentence):
     with pytest.raises(mj.MarsError, match=sentence):
-        mj.generate(target, "none", ["The"], stop_strings=given)
+        mj.generate(target, "none", ["The"], stop_strings=stop_strings)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Definitions of rules: what a class declares, ranges at their ends, conversions of values, and plugins."""
+"""Definitions of rules: their classes, the ends of ranges, conversions of values, and plugins."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_rules_are_named_after_their_class_and_base():
         if "base" not in row.settings:
             assert verify.load(name).rule.name == name
             continue
-        for base, shown in (("exact", name), ("rejection", f"{name} over rejection")):
-            assert verify.load(name, base=base).rule.name == shown
+        for base, rule_name in (("exact", name), ("rejection", f"{name} over rejection")):
+            assert verify.load(name, base=base).rule.name == rule_name
 
 
 def test_margins_are_those_of_the_kernels():
@@ -76,7 +76,7 @@ def test_own_settings_come_before_inherited_ones():
 
 
 def test_rules_of_other_packages_are_plugins(tmp_path, monkeypatch):
-    """A name that the library does not know loads the entry points of `mars_jax.plugins`."""
+    """An unknown name loads the entry points of `mars_jax.plugins`."""
     (tmp_path / "half_rules.py").write_text(
         "from mars_jax import verify\n"
         "from mars_jax.core import struct\n\n"
@@ -98,12 +98,12 @@ def test_rules_of_other_packages_are_plugins(tmp_path, monkeypatch):
 
 
 def test_contrib_is_a_plugin():
-    found = importlib.metadata.entry_points(group=GROUP)
-    assert {"mars_jax.contrib.rules", "mars_jax.contrib.drafters"} <= {plugin.value for plugin in found}
+    plugins = importlib.metadata.entry_points(group=GROUP)
+    assert {"mars_jax.contrib.rules", "mars_jax.contrib.drafters"} <= {plugin.value for plugin in plugins}
 
 
 @pytest.mark.parametrize(
-    ("rule", "name", "value", "chosen"),
+    ("rule", "name", "value", "settings"),
     [
         ("mars", "theta", 1.0, {}),
         ("mars", "theta", math.inf, {}),
@@ -116,12 +116,12 @@ def test_contrib_is_a_plugin():
         ("simulated", "tau", 1, {}),
     ],
 )
-def test_a_value_in_range_passes(rule, name, value, chosen):
-    rules()[rule].settle({name: value, **chosen})
+def test_a_value_in_range_passes(rule, name, value, settings):
+    rules()[rule].settle({name: value, **settings})
 
 
 @pytest.mark.parametrize(
-    ("rule", "name", "value", "chosen", "expected"),
+    ("rule", "name", "value", "settings", "expected"),
     [
         ("mars", "theta", 0.0, {}, "theta is 0: expected a number above 0 and at most 1 for the margin ratio, or inf"),
         ("mars", "theta", math.nan, {"margin": "gap"}, "theta is nan: expected a number above 0 for the margin gap"),
@@ -140,8 +140,8 @@ def test_a_value_in_range_passes(rule, name, value, chosen):
         ("simulated", "tau", 0.5, {}, "tau is 0.5: expected a number of at least 1"),
     ],
 )  # fmt: skip
-def test_a_value_out_of_range_is_named(rule, name, value, chosen, expected):
-    assert message(rules()[rule].settle, {name: value, **chosen}).startswith(expected)
+def test_a_value_out_of_range_is_named(rule, name, value, settings, expected):
+    assert message(rules()[rule].settle, {name: value, **settings}).startswith(expected)
 
 
 def test_traced_values_are_not_checked():
@@ -167,8 +167,8 @@ def test_settled_settings_are_whole():
 
 def test_definitions_are_json():
     rows = {name: rule.as_json() for name, rule in rules().items()}
-    again = json.loads(json.dumps(rows, allow_nan=False))
-    theta = next(s for s in again["mars"]["settings"] if s["name"] == "theta")
+    definitions = json.loads(json.dumps(rows, allow_nan=False))
+    theta = next(s for s in definitions["mars"]["settings"] if s["name"] == "theta")
     assert theta["range_by"]["setting"] == "margin" and theta["range_by"]["gap"]["inf_included"]
     assert theta["range_by"]["ratio"] == {
         "expected": "a number above 0 and at most 1 for the margin ratio, or inf, which is strict",

@@ -1,4 +1,4 @@
-"""Rules of distributions, and `nucleus` over rejection, compared with Python versions written from their papers."""
+"""Rules over distributions, and `nucleus` over rejection, compared with Python versions of their papers."""
 
 import functools
 from typing import Any, NamedTuple
@@ -61,20 +61,22 @@ def closest(p, q, bound):
     p, q = over(np.asarray(p)), over(np.asarray(q))
     inside = p > 0
 
-    def at(a):
+    def distribution_at(a):
         v = np.maximum(q, a * p)
         v[~inside] *= max(1 - v[inside].sum(), 0) / max(v[~inside].sum(), 1e-300)
         if v.sum() <= 1 + 1e-12:
             return v
-        short = lambda b: np.minimum(v, b * p).sum() - 1  # noqa: E731
-        return np.minimum(v, optimize.brentq(short, 0.5, 2 * max(v[inside] / p[inside]), xtol=1e-15) * p)
+        excess_mass = lambda b: np.minimum(v, b * p).sum() - 1  # noqa: E731
+        b = optimize.brentq(excess_mass, 0.5, 2 * max(v[inside] / p[inside]), xtol=1e-15)
+        return np.minimum(v, b * p)
 
-    def harm(a):
-        return np.sum(p[inside] * np.log(p[inside] / at(a)[inside]))
+    def divergence(a):
+        return np.sum(p[inside] * np.log(p[inside] / distribution_at(a)[inside]))
 
-    if harm(np.exp(-600)) <= bound:
-        return at(0.0)
-    return at(np.exp(optimize.brentq(lambda log_a: harm(np.exp(log_a)) - bound, -600, 0, xtol=1e-12)))
+    if divergence(np.exp(-600)) <= bound:
+        return distribution_at(0.0)
+    log_a = optimize.brentq(lambda log_a: divergence(np.exp(log_a)) - bound, -600, 0, xtol=1e-12)
+    return distribution_at(np.exp(log_a))
 
 
 def mentored(z, p, q, x, bound):
@@ -90,13 +92,13 @@ def fuzzy_tv(z, p, q, x, bound):
 
 
 def released(z, p, q, x, ratio):
-    kept = np.where(p > 0, z, -np.inf)  # filters set excluded tokens to -inf
-    first, second = np.argsort(-kept)[:2]
-    if kept[second] / kept[first] > ratio and x in (first, second):
+    allowed_logits = np.where(p > 0, z, -np.inf)
+    first, second = np.argsort(-allowed_logits)[:2]
+    if allowed_logits[second] / allowed_logits[first] > ratio and x in (first, second):
         return 1.0, None
-    rest = p.copy()
-    rest[x] = 0
-    return min(1.0, p[x] / q[x]), over(rest)
+    without_x = p.copy()
+    without_x[x] = 0
+    return min(1.0, p[x] / q[x]), over(without_x)
 
 
 def nucleus(z, p, q, x, mass):
@@ -127,21 +129,21 @@ LAWS = {
 
 
 def law_of(law, z, p, q):
-    """Return f64 of the shape of p: the law of one emitted token after every prefix, over all drafts."""
+    """Return the law of one emitted token after every prefix, over all drafts, in the shape of p."""
     flat = [x.reshape(-1, VOCAB) for x in (z, p, q)]
-    made = np.zeros_like(flat[1])
+    emitted = np.zeros_like(flat[1])
     for row, (z_row, p_row, q_row) in enumerate(zip(*(x.astype(float) for x in flat), strict=True)):
         for x in np.flatnonzero(q_row > 0):
             chance, else_from = law.decide(z_row, p_row, q_row, x, law.number)
-            made[row, x] += q_row[x] * chance
+            emitted[row, x] += q_row[x] * chance
             if chance < 1 and else_from is not None:
-                made[row] += q_row[x] * (1 - chance) * else_from
-    return (made / made.sum(-1, keepdims=True)).reshape(p.shape)
+                emitted[row] += q_row[x] * (1 - chance) * else_from
+    return (emitted / emitted.sum(-1, keepdims=True)).reshape(p.shape)
 
 
 @functools.cache
 def steps():
-    """Return drafts of two tokens and the target's logits, with every setting in one batch."""
+    """Return drafts of two tokens and the target's logits. The batch mixes all settings."""
     settings = rule_oracles.controls_of([rule_oracles.SETTINGS[b % 5] for b in range(ROWS)])
     z_table, q_table = rule_oracles.tables(41, VOCAB, 3), rule_oracles.tables(42, VOCAB, 2)
     tree, drafted = sampled_chain(rule_oracles.keys_of(1, ROWS), q_table, settings, ROWS)
@@ -158,15 +160,15 @@ def test_the_text_follows_the_law_of_the_paper(name):
     out, count = rule_oracles.emitted(tree.tokens, verdict)
     for s, row in enumerate(rule_oracles.SETTINGS):
         p, q = rule_oracles.processed_tables(z_table, row), rule_oracles.processed_tables(q_table, row)
-        named = [law_of(law, *layer) for layer in zip(z_table[:2], p[:2], q, strict=True)] + [p[2]]
-        assert np.abs(named[0] - p[0]).max() > 0.02 or s  # the law differs from the target's
-        sequences = rule_oracles.complete(np.random.default_rng(s), out[s::5], count[s::5], named)
-        assert rule_oracles.chi_square(sequences, rule_oracles.sequence_probabilities(named)) > 1e-3, row
+        laws = [law_of(law, *layer) for layer in zip(z_table[:2], p[:2], q, strict=True)] + [p[2]]
+        assert np.abs(laws[0] - p[0]).max() > 0.02 or s
+        sequences = rule_oracles.complete(np.random.default_rng(s), out[s::5], count[s::5], laws)
+        assert rule_oracles.chi_square(sequences, rule_oracles.sequence_probabilities(laws)) > 1e-3, row
 
 
 @pytest.mark.parametrize("name", [name for name in LAWS if "blocks" not in name and name != "nucleus"])
 def test_every_decision_is_the_papers(name):
-    """Without random draws: check every possible x for 300 pairs of distributions, some of which exclude tokens."""
+    """Check every x for 300 pairs of distributions, without sampling. Some distributions exclude tokens."""
     law, rng, pairs = LAWS[name], np.random.default_rng(5), 300
     z, y = (rng.normal(0, 1.5, (pairs, VOCAB)).astype(np.float32) for _ in range(2))
     top_k = rng.integers(2, VOCAB + 1, pairs)
@@ -174,9 +176,9 @@ def test_every_decision_is_the_papers(name):
     tokens = np.stack([np.zeros(pairs * VOCAB, int), np.tile(np.arange(VOCAB), pairs)], 1)
     z_rows, y_rows = (jnp.asarray(np.repeat(a, VOCAB, 0))[:, None].repeat(2, 1) for a in (z, y))
     q_logits = rule_oracles.process(y_rows, rows)
-    given = verify.evidence(trees.chain(jnp.asarray(tokens, jnp.int32), q_logits), z_rows, controls=rows)
+    evidence = verify.evidence(trees.chain(jnp.asarray(tokens, jnp.int32), q_logits), z_rows, controls=rows)
     log_p, log_q = (jax.nn.log_softmax(a, axis=-1) for a in (rule_oracles.process(z_rows, rows), q_logits))
-    log_v = for_rows(law.rule, len(tokens)).target(log_p, log_q, given)
+    log_v = for_rows(law.rule, len(tokens)).target(log_p, log_q, evidence)
     p, q = (np.exp(np.asarray(a, float))[:, 0] for a in (log_p, log_q))
     v = np.asarray(jax.nn.softmax(log_v, axis=-1), float)[:, 0]
     relaxed = 0
@@ -192,23 +194,23 @@ def test_every_decision_is_the_papers(name):
 
 
 def test_the_mixture_decides_as_transformers_ensemble(monkeypatch):
-    """Run transformers' own function on fixed uniforms, one on each side of our acceptance probability."""
+    """Run the function of transformers on fixed uniforms on either side of our acceptance probability."""
     torch = pytest.importorskip("torch")
     utils = pytest.importorskip("transformers.generation.utils")
     rng, weight = np.random.default_rng(7), 0.3
-    seen = []
+    distributions = []
     monkeypatch.setattr(
-        torch, "multinomial", lambda p, num_samples: seen.append(p) or torch.zeros(1, 1, dtype=int)
+        torch, "multinomial", lambda p, num_samples: distributions.append(p) or torch.zeros(1, 1, dtype=int)
     )
     for _ in range(40):
         p_logits, q_logits = (rng.normal(0, 1.5, (1, n, VOCAB)).astype(np.float32) for n in (3, 2))
         drafted = rng.integers(0, VOCAB, (1, 2))
         tokens, unread = np.pad(drafted, ((0, 0), (1, 0))), np.pad(q_logits, ((0, 0), (0, 1), (0, 0)))
         tree = trees.chain(jnp.asarray(tokens, jnp.int32), jnp.asarray(unread))
-        given = verify.evidence(tree, jnp.asarray(p_logits), temperature=1.0)
-        log_p = jax.nn.log_softmax(given.logits, axis=-1)
+        evidence = verify.evidence(tree, jnp.asarray(p_logits), temperature=1.0)
+        log_p = jax.nn.log_softmax(evidence.logits, axis=-1)
         log_q = jax.nn.log_softmax(tree.draft_logits, axis=-1)
-        log_v = for_rows(verify.mixture(weight=weight), 1).target(log_p, log_q, given)
+        log_v = for_rows(verify.mixture(weight=weight), 1).target(log_p, log_q, evidence)
         v, q = (np.exp(np.asarray(log_x, float))[0] for log_x in (log_v, log_q))
         chances = [min(1.0, v[i, x] / q[i, x]) for i, x in enumerate(drafted[0])]
         for stop in range(3):
@@ -222,9 +224,9 @@ def test_the_mixture_decides_as_transformers_ensemble(monkeypatch):
                 *tensors, 2, torch.tensor(p_logits), assistant_ensemble_weight=weight
             )
             assert int(matches) == stop
-            wanted = over(v[stop] - q[stop]) if stop < 2 else np.exp(np.asarray(log_p, float))[0, 2]
-            np.testing.assert_allclose(seen[-1].numpy().ravel(), wanted, atol=1e-4)
-    assert len(seen) > 40
+            expected = over(v[stop] - q[stop]) if stop < 2 else np.exp(np.asarray(log_p, float))[0, 2]
+            np.testing.assert_allclose(distributions[-1].numpy().ravel(), expected, atol=1e-4)
+    assert len(distributions) > 40
 
 
 def test_no_distribution_of_a_grid_accepts_more_than_the_mentored_one():
@@ -239,29 +241,30 @@ def test_no_distribution_of_a_grid_accepts_more_than_the_mentored_one():
     rows = [(a, b, d) for a, b in zip(p, q, strict=True) for d in bounds]
     log_p, log_q = (jnp.log(jnp.asarray([row[i] for row in rows]))[:, None] for i in range(2))
     rule: Any = for_rows(contrib.mentored(bound=np.asarray([d for _, _, d in rows])), len(rows))
-    found = np.asarray(jax.nn.softmax(rule.target(log_p, log_q, None), axis=-1), float)[:, 0]
-    for (p_row, q_row, bound), v in zip(rows, found, strict=True):
+    distributions = np.asarray(jax.nn.softmax(rule.target(log_p, log_q, None), axis=-1), float)[:, 0]
+    for (p_row, q_row, bound), v in zip(rows, distributions, strict=True):
         with np.errstate(divide="ignore", invalid="ignore"):
             harms = np.where(p_row > 0, p_row * np.log(p_row / np.vstack([v, grid])), 0.0).sum(1)
         assert harms[0] <= bound + 1e-6
         accepted = np.minimum(q_row, np.vstack([v, grid])).sum(1)
         best = accepted[1:][harms[1:] <= bound].max(initial=0)
-        # The grid's optimum is at most one step per token off. At bound 0, p itself may not be on the grid.
-        most = best + 0.015 if bound > 0 else np.minimum(p_row, q_row).sum() + 1e-6
-        assert best - 1e-5 <= accepted[0] <= most
+        # The grid misses the optimum by at most one step per token. At bound 0, p may not be on the grid.
+        upper_bound = best + 0.015 if bound > 0 else np.minimum(p_row, q_row).sum() + 1e-6
+        assert best - 1e-5 <= accepted[0] <= upper_bound
 
 
 @pytest.mark.parametrize("name", slow_but([name for name in LAWS if "blocks" not in name], "mixture"))
 def test_at_temperature_0_in_strict_rows_and_after_the_draft_the_target_is_followed(name):
     settings, _, _, tree, logits = steps()
-    few = lambda x: x[:64]  # noqa: E731
-    tree, logits = jax.tree.map(few, tree), few(logits)
-    rows = jax.tree.map(few, settings).replace(temperature=jnp.tile(jnp.asarray([0.0, 1.0]), 32))
+    first_rows = lambda x: x[:64]  # noqa: E731
+    tree, logits = jax.tree.map(first_rows, tree), first_rows(logits)
+    rows = jax.tree.map(first_rows, settings).replace(temperature=jnp.tile(jnp.asarray([0.0, 1.0]), 32))
     strict = rows.replace(strict=jnp.ones((64,), bool))
     keys = rule_oracles.keys_of(3, 64)
     run, base = jax.jit(judge(LAWS[name].rule)), jax.jit(judge(verify.rejection()))
-    greedy = lambda v: jax.tree.map(lambda x: x[::2], v)  # noqa: E731
-    rule_oracles.same_verdict(greedy(run(keys, tree, logits, rows)), greedy(base(keys, tree, logits, rows)))
-    rule_oracles.same_verdict(run(keys, tree, logits, strict), base(keys, tree, logits, rows))
+    greedy_rows = lambda v: jax.tree.map(lambda x: x[::2], v)  # noqa: E731
+    verdict, base_verdict = run(keys, tree, logits, rows), base(keys, tree, logits, rows)
+    rule_oracles.same_verdict(greedy_rows(verdict), greedy_rows(base_verdict))
+    rule_oracles.same_verdict(run(keys, tree, logits, strict), base_verdict)
     undrafted = tree.replace(tokens=tree.tokens.at[:, 1:].set(-1))
     rule_oracles.same_verdict(run(keys, undrafted, logits, rows), base(keys, undrafted, logits, rows))

@@ -1,4 +1,4 @@
-"""Rules of edges, compared with transformers' warpers, scipy's entropies, and decisions node by node in Python."""
+"""Rules over edges, compared with transformers' warpers, scipy's entropies, and decisions per node in Python."""
 
 import functools
 
@@ -46,33 +46,33 @@ def case(chain: bool):
 both = pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
 
 
-def relaxable(rule, tree, logits, **given):
+def relaxable(rule, tree, logits, **controls):
     """Return bool[B, N - 1]: the relaxable edges below the root."""
-    return np.asarray(for_rows(rule, ROWS).relaxable(verify.evidence(tree, logits, **given)))[:, 1:]
+    return np.asarray(for_rows(rule, ROWS).relaxable(verify.evidence(tree, logits, **controls)))[:, 1:]
 
 
 def at_edges(tree, per_node):
-    """Return the value of [B, N, V] at each drafted token and its parent, [B, N - 1]."""
+    """Gather [B, N, V] at the parent of each drafted token and the token itself: [B, N - 1]."""
     tokens, parents = np.asarray(tree.tokens)[:, 1:], np.asarray(tree.parents)[:, 1:]
     return np.asarray(per_node)[np.arange(ROWS)[:, None], parents, tokens]
 
 
 def warped(logits, *warpers):
-    """Return bool[B, N, V]: the tokens that warpers of transformers keep."""
+    """Return bool[B, N, V]: the tokens that transformers' warpers keep."""
     scores = pytest.importorskip("torch").tensor(np.asarray(logits)).reshape(-1, VOCAB)
     for warper in warpers:
         scores = warper(None, scores)
     return np.isfinite(scores.numpy()).reshape(logits.shape)
 
 
-def same_and_mixed(found, wanted):
-    np.testing.assert_array_equal(found, wanted)
-    assert 0.05 < np.mean(wanted) < 0.95
+def assert_equal_and_mixed(actual, expected):
+    np.testing.assert_array_equal(actual, expected)
+    assert 0.05 < np.mean(expected) < 0.95
 
 
 @pytest.fixture(scope="module")
 def warpers():
-    pytest.importorskip("torch")  # its warpers raise an error without it
+    pytest.importorskip("torch")
     return pytest.importorskip("transformers")
 
 
@@ -80,9 +80,9 @@ def warpers():
 @pytest.mark.parametrize(("k", "delta"), [(1, 9.0), (10, 0.6), (3, 1.0)])
 def test_topk_lets_through_the_best_k_within_delta(chain, k, delta, warpers):
     tree, logits = case(chain)
-    near = warpers.MinPLogitsWarper(float(np.exp(-delta)))
-    expected = at_edges(tree, warped(logits, warpers.TopKLogitsWarper(k), near))
-    same_and_mixed(relaxable(verify.topk(k=k, delta=delta), tree, logits), expected)
+    min_p = warpers.MinPLogitsWarper(float(np.exp(-delta)))
+    expected = at_edges(tree, warped(logits, warpers.TopKLogitsWarper(k), min_p))
+    assert_equal_and_mixed(relaxable(verify.topk(k=k, delta=delta), tree, logits), expected)
 
 
 @both
@@ -90,7 +90,7 @@ def test_topk_lets_through_the_best_k_within_delta(chain, k, delta, warpers):
 def test_adaptive_lets_through_what_min_p_keeps(chain, theta, warpers):
     tree, logits = case(chain)
     expected = at_edges(tree, warped(logits, warpers.MinPLogitsWarper(theta)))
-    same_and_mixed(relaxable(verify.adaptive(theta=theta), tree, logits), expected)
+    assert_equal_and_mixed(relaxable(verify.adaptive(theta=theta), tree, logits), expected)
 
 
 @both
@@ -99,10 +99,10 @@ def test_typical_lets_through_what_eta_sampling_keeps(chain, epsilon, warpers):
     """Eta sampling is typical acceptance with delta = sqrt(epsilon), except that it always keeps the best token."""
     tree, logits = case(chain)
     expected = at_edges(tree, warped(logits, warpers.EtaLogitsWarper(epsilon, device="cpu")))
-    found = relaxable(verify.typical(epsilon=epsilon, delta=epsilon**0.5), tree, logits)
-    same_and_mixed(found | at_edges(tree, best_tokens(logits)), expected)
+    edges = relaxable(verify.typical(epsilon=epsilon, delta=epsilon**0.5), tree, logits)
+    assert_equal_and_mixed(edges | at_edges(tree, best_tokens(logits)), expected)
     if epsilon == 0.09:
-        np.testing.assert_array_equal(found, relaxable(verify.typical(), tree, logits))
+        np.testing.assert_array_equal(edges, relaxable(verify.typical(), tree, logits))
 
 
 @both
@@ -113,7 +113,7 @@ def test_nucleus_lets_through_what_top_p_keeps_of_the_processed_target(chain, ma
     filters = warpers.TemperatureLogitsWarper(temperature), warpers.TopKLogitsWarper(5)
     expected = at_edges(tree, warped(logits, *filters, warpers.TopPLogitsWarper(mass)))
     rule = verify.nucleus(base=verify.exact(), mass=mass)
-    same_and_mixed(relaxable(rule, tree, logits, temperature=temperature, top_k=5), expected)
+    assert_equal_and_mixed(relaxable(rule, tree, logits, temperature=temperature, top_k=5), expected)
     # At temperature 0 only the best token remains.
     np.testing.assert_array_equal(relaxable(rule, tree, logits), at_edges(tree, best_tokens(logits)))
 
@@ -129,14 +129,14 @@ def test_the_entropy_gate_opens_by_scipys_entropy(chain):
     best = np.argsort(-np.asarray(logits), axis=-1)[..., :2]
     nats = scipy.stats.entropy(scipy.special.softmax(np.asarray(logits, float), axis=-1), axis=-1)
     runner_up = (np.arange(VOCAB) == best[..., :1]) | (np.arange(VOCAB) == best[..., 1:])
-    wanted = at_edges(tree, runner_up & (nats > 1.9)[..., None])
-    same_and_mixed(relaxable(contrib.entropy_gate(entropy=1.9), tree, logits), wanted)
+    expected = at_edges(tree, runner_up & (nats > 1.9)[..., None])
+    assert_equal_and_mixed(relaxable(contrib.entropy_gate(entropy=1.9), tree, logits), expected)
 
 
-def unsure(z, least):
-    """Return whether the three largest probabilities have high entropy; scipy's entropy would renormalise them."""
+def is_uncertain(z, threshold):
+    """Compare the entropy of the three largest probabilities, not renormalised, with the threshold."""
     p = np.sort(scipy.special.softmax(np.asarray(z, float)))[-3:]
-    return scipy.special.entr(p).sum() >= least
+    return scipy.special.entr(p).sum() >= threshold
 
 
 @both
@@ -145,19 +145,19 @@ def test_fly_lets_through_what_is_followed_by_the_targets_own_tokens(chain, wind
     tree, logits = case(chain)
     tokens, parents, z = (np.asarray(x) for x in (tree.tokens, tree.parents, logits))
 
-    def goes_on(b, node, more):
-        """Return whether `more` drafted tokens after a node can be the target's own."""
+    def continues(b, node, count):
+        """Return whether `count` drafted tokens in a row below a node are the target's."""
         children = [
             c for c in range(1, NODES) if parents[b, c] == node and tokens[b, c] == z[b, node].argmax()
         ]
-        return more == 0 or any(goes_on(b, child, more - 1) for child in children)
+        return count == 0 or any(continues(b, child, count - 1) for child in children)
 
-    edges = range(1, NODES)
-    wanted = [
-        [unsure(z[b, parents[b, i]], 0.8) and goes_on(b, i, window) for i in edges] for b in range(ROWS)
-    ]
-    np.testing.assert_array_equal(relaxable(contrib.fly(entropy=0.8, window=window), tree, logits), wanted)
-    assert np.any(wanted) and not np.all(wanted)
+    def is_relaxable(b, i):
+        return is_uncertain(z[b, parents[b, i]], 0.8) and continues(b, i, window)
+
+    expected = [[is_relaxable(b, i) for i in range(1, NODES)] for b in range(ROWS)]
+    np.testing.assert_array_equal(relaxable(contrib.fly(entropy=0.8, window=window), tree, logits), expected)
+    assert np.any(expected) and not np.all(expected)
 
 
 def test_fly_refuses_a_draft_shorter_than_its_window():
@@ -167,42 +167,42 @@ def test_fly_refuses_a_draft_shorter_than_its_window():
         contrib.fly().check_drafter(drafters.language_model(model, 6))
 
 
-def spent(tree, logits, gap, most, total):
+def python_budget_step(tree, logits, gap, max_relaxed, total):
     """Run one greedy step of ASD in Python; return the accepted tokens and the remaining budget of each row."""
     tokens, parents, z = (np.asarray(x) for x in (tree.tokens, tree.parents, logits))
     out = []
     for b in range(ROWS):
-        node, left, relaxed, accepted = 0, np.float32(total), 0, []
+        node, remaining, relaxed, accepted = 0, np.float32(total), 0, []
         for i in range(tree.max_depth):
             children = [c for c in range(1, NODES) if parents[b, c] == node]
             exact = [c for c in children if tokens[b, c] == z[b, node].argmax()]
             regret = {c: z[b, node].max() - z[b, node, tokens[b, c]] for c in children}
-            bound = min(gap * (tree.max_depth - i), left) if relaxed < most else -1
+            bound = min(gap * (tree.max_depth - i), remaining) if relaxed < max_relaxed else -1
             cheap = [c for c in children if regret[c] <= bound]
             if not (exact or cheap):
                 break
             node = (exact or cheap)[0]
             if not exact:
-                left, relaxed = left - regret[node], relaxed + 1
+                remaining, relaxed = remaining - regret[node], relaxed + 1
             accepted.append(tokens[b, node])
-        out.append((accepted, left))
+        out.append((accepted, remaining))
     return out
 
 
 @both
 @pytest.mark.parametrize(
-    ("gap", "most", "total"), [(0.25, 2, 8.0), (0.5, 1, 8.0), (1.0, 9, 0.7), (1.0, 0, 8.0)]
+    ("gap", "max_relaxed", "total"), [(0.25, 2, 8.0), (0.5, 1, 8.0), (1.0, 9, 0.7), (1.0, 0, 8.0)]
 )
-def test_a_budget_is_spent_as_in_python(chain, gap, most, total):
+def test_a_budget_is_spent_as_in_python(chain, gap, max_relaxed, total):
     tree, logits = case(chain)
-    rule = for_rows(contrib.budget(gap=gap, max_relaxed=most, total=total), ROWS)
-    verdict, left = rule(verify.evidence(tree, logits))
+    rule = for_rows(contrib.budget(gap=gap, max_relaxed=max_relaxed, total=total), ROWS)
+    verdict, next_rule = rule(verify.evidence(tree, logits))
     out, count = rule_oracles.emitted(tree.tokens, verdict)
-    wanted = spent(tree, logits, gap, most, total)
-    assert [row[: n - 1].tolist() for row, n in zip(out, count, strict=True)] == [row for row, _ in wanted]
-    np.testing.assert_allclose(left.total, [money for _, money in wanted], atol=1e-5)
-    assert bool(np.any(verdict.relaxed)) == (most > 0)
-    assert np.asarray(verdict.relaxed).sum(1).max() == (0 if most == 0 else 1 if most == 1 else 2)
+    expected = python_budget_step(tree, logits, gap, max_relaxed, total)
+    assert [row[: n - 1].tolist() for row, n in zip(out, count, strict=True)] == [row for row, _ in expected]
+    np.testing.assert_allclose(next_rule.total, [remaining for _, remaining in expected], atol=1e-5)
+    assert bool(np.any(verdict.relaxed)) == (max_relaxed > 0)
+    assert np.asarray(verdict.relaxed).sum(1).max() == min(max_relaxed, 2)
 
 
 @pytest.mark.slow
@@ -211,27 +211,27 @@ def test_over_rejection_a_step_relaxes_no_more_than_its_share():
     tokens = jnp.asarray([[0, 1, 1, 1, 1]] * ROWS, jnp.int32)
     sure = jnp.tile(jnp.asarray([[[0.0, -9.0, -9.0]]]), (ROWS, 5, 1))
     tree = trees.chain(tokens, sure[..., jnp.asarray([1, 0, 2])])
-    for most in (0, 1, 3):
-        rule = contrib.budget(base=verify.rejection(), gap=9.0, max_relaxed=most, total=99.0)
+    for max_relaxed in (0, 1, 3):
+        rule = contrib.budget(base=verify.rejection(), gap=9.0, max_relaxed=max_relaxed, total=99.0)
         rows = rule_oracles.controls_of([(1.0, 0, 1.0, 0.0)] * ROWS)
         verdict = judge(rule)(rule_oracles.keys_of(1, ROWS), tree, sure, rows)
         relaxed = np.asarray(verdict.relaxed).sum(1)
-        assert relaxed.max() == most and np.mean(relaxed == most) > 0.9
+        assert relaxed.max() == max_relaxed and np.mean(relaxed == max_relaxed) > 0.9
 
 
 @pytest.mark.parametrize("base", [verify.rejection(), verify.rejection(block=True)], ids=["tokens", "blocks"])
 def test_over_rejection_no_more_are_relaxed_in_a_row_than_may_be(base):
     """The target is certain of token 0, which is accepted; token 1 is rejected but may be relaxed."""
     rng, nodes = np.random.default_rng(0), 8
-    drafted, most = rng.integers(0, 2, (ROWS, nodes - 1)), rng.integers(0, 4, ROWS)
+    drafted, max_runs = rng.integers(0, 2, (ROWS, nodes - 1)), rng.integers(0, 4, ROWS)
     tree = trees.chain(jnp.asarray(np.pad(drafted, ((0, 0), (1, 0))), jnp.int32))
     sure = jnp.broadcast_to(jnp.asarray([30.0, 0.0, 0.0]), (ROWS, nodes, 3))
-    rows = rule_oracles.controls_of([(1.0, 0, 1.0, 0.0)] * ROWS, max_relaxed_run=most.astype(np.int32))
+    rows = rule_oracles.controls_of([(1.0, 0, 1.0, 0.0)] * ROWS, max_relaxed_run=max_runs.astype(np.int32))
     rule = verify.topk(base=base, k=2, delta=99.0)
     verdict = jax.jit(judge(rule))(rule_oracles.keys_of(1, ROWS), tree, sure, rows)
     for row in range(ROWS):
         count = run = 0
-        while count < nodes - 1 and (not drafted[row, count] or run < most[row]):
+        while count < nodes - 1 and (not drafted[row, count] or run < max_runs[row]):
             run = run + 1 if drafted[row, count] else 0
             count += 1
         assert int(verdict.num_accepted[row]) == count

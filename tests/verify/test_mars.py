@@ -22,7 +22,7 @@ from tests.helpers.sampled_chains import sampled_chain
 GREEDY = (0.0, 0, 1.0, 0.0)
 SAMPLED = (0.8, 0, 1.0, 0.0)
 FILTERED = (0.8, 1, 1.0, 0.0)
-"""A filter may exclude the runner-up, which margins of the raw logits accept all the same."""
+"""A filter may exclude the runner-up, but margins of the raw logits still accept it."""
 seeds = st.integers(0, 2**32 - 1)
 property_test = settings(max_examples=20, deadline=None)
 ratio_rule = jax.jit(judge(mars()))
@@ -62,7 +62,7 @@ def test_temperature_zero_is_algorithm_1_of_the_paper(seed):
 
 
 def python_relaxable(tokens, parents, logits, y, margin, theta, strict, stops):
-    """Return, for one row, the edges that may be taken although they are not exact."""
+    """Return the edges of one row that may be relaxed."""
     result = [False]
     for i in range(1, len(tokens)):
         z = logits[parents[i]]
@@ -97,8 +97,8 @@ def test_trees_of_greedy_and_sampled_rows_follow_the_python_rule(margin):
         )
         for b in range(B):
             tokens, parents = tree.tokens[b].tolist(), tree.parents[b].tolist()
-            named = [-2] + [y[b, parents[i]] for i in range(1, N)]
-            hits = [tokens[i] == named[i] for i in range(N)]
+            exact_tokens = [-2] + [y[b, parents[i]] for i in range(1, N)]
+            hits = [tokens[i] == exact_tokens[i] for i in range(N)]
             relaxable = python_relaxable(
                 tokens, parents, logits[b], y[b], margin, theta[b], strict[b], stops[b]
             )
@@ -158,33 +158,33 @@ def test_margins_are_their_formulas_and_strict_at_infinity():
 
 @pytest.mark.parametrize("base", slow_but(BASES[1:], BASES[1]), ids=lambda v: v.name)
 def test_over_rejection_the_strict_stretch_stands_and_only_guarded_edges_are_relaxed(base):
-    """The first relaxed edge is relaxable, and is where the base stopped and emitted neither a stop token nor x."""
+    """The first relaxed edge is the one at which the base stopped, unless the base emitted a stop token or x."""
     keys, tree, logits, controls = chain_case(seed=4)
     controls = controls.replace(
         stop_tokens=jnp.asarray(np.random.default_rng(0).integers(0, 5, (ROWS, 1)), jnp.int32),
         max_relaxed_run=jnp.full((ROWS,), 2, jnp.int32),
     )
     rule = mars(base=base)
-    strict, got = compiled(base)(keys, tree, logits, controls), compiled(rule)(keys, tree, logits, controls)
+    strict = compiled(base)(keys, tree, logits, controls)
+    verdict = compiled(rule)(keys, tree, logits, controls)
     rows = for_rows(dataclasses.replace(rule, theta=controls.theta), ROWS)
-    seen = evidence(tree, logits, controls=controls)
-    relaxable = np.asarray(rows.guarded(seen))
+    relaxable = np.asarray(rows.guarded(evidence(tree, logits, controls=controls)))
     stops, tokens = np.asarray(controls.stop_tokens[:, 0]), np.asarray(tree.tokens)
-    seen = 0
+    num_open = 0
     for b in range(ROWS):
         stop, token = int(strict.num_accepted[b]), int(strict.next_token[b])
-        relaxed = np.asarray(got.relaxed[b])
+        relaxed = np.asarray(verdict.relaxed[b])
         open_edge = stop < 5 and relaxable[b, stop + 1] and token not in (stops[b], tokens[b, stop + 1])
         assert relaxed.any() == open_edge
         if open_edge:
-            seen += 1
+            num_open += 1
             assert np.flatnonzero(relaxed)[0] == stop
-            assert got.num_accepted[b] > stop
+            assert verdict.num_accepted[b] > stop
             assert all(relaxable[b, i + 1] for i in np.flatnonzero(relaxed))
             assert "TTT" not in "".join("FT"[flag] for flag in relaxed.astype(int))
         else:
-            assert (int(got.num_accepted[b]), int(got.next_token[b])) == (stop, token)
-    assert 15 < seen < 170
+            assert (int(verdict.num_accepted[b]), int(verdict.next_token[b])) == (stop, token)
+    assert 15 < num_open < 170
 
 
 @pytest.mark.parametrize("base", BASES[1:], ids=lambda v: v.name)

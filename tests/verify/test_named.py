@@ -8,7 +8,7 @@ from mars_jax.utils.user_code import load_function
 from mars_jax.verify import find
 from tests.helpers.checkpoint_files import message
 
-OWN = """
+SOURCE = """
 from __future__ import annotations
 
 from typing import Literal
@@ -47,9 +47,9 @@ def unsayable(table):
 
 
 @pytest.fixture
-def own(tmp_path):
+def rules_file(tmp_path):
     file = tmp_path / "gates.py"
-    file.write_text(OWN)
+    file.write_text(SOURCE)
     return str(file)
 
 
@@ -85,11 +85,11 @@ def test_a_bad_name_or_setting_gets_one_sentence(spec, settings, expected):
     assert message(verify.load, spec, **settings).startswith(expected)
 
 
-def test_a_users_file_is_read_by_its_signature(own):
-    row = find(f"{own}:gate")
+def test_a_users_file_is_read_by_its_signature(rules_file):
+    row = find(f"{rules_file}:gate")
     assert (row.name, row.help, row.lossless) == ("gate", "Relax where the entropy is high", False)
-    found = {s.name: (s.kind, s.default, s.per_row, tuple(s.choices)) for s in row.settings.values()}
-    assert found == {
+    settings = {s.name: (s.kind, s.default, s.per_row, tuple(s.choices)) for s in row.settings.values()}
+    assert settings == {
         "entropy": (float, 1.0, True, ()),
         "most": (int, 2, True, ()),
         "on": (bool, True, False, ()),
@@ -99,17 +99,17 @@ def test_a_users_file_is_read_by_its_signature(own):
     }
 
 
-def test_a_users_settings_reach_their_factory(own):
-    loaded = verify.load(f"{own}:gate", entropy=[0.5, 2.0], kind="b", base=verify.rejection())
+def test_a_users_settings_reach_their_factory(rules_file):
+    loaded = verify.load(f"{rules_file}:gate", entropy=[0.5, 2.0], kind="b", base=verify.rejection())
     assert loaded.params == () and loaded.rule.base == verify.rejection()
-    runs = load_function(f"{own}:gate").__globals__["RUNS"]
+    runs = load_function(f"{rules_file}:gate").__globals__["RUNS"]
     assert runs == [([0.5, 2.0], 2, True, "b", "x", verify.rejection(), None)]
-    assert verify.load(f"{own}:needy", level=1.0).rule == verify.exact()
-    assert verify.load(f"{own}:loaded", scale=2.0) == LoadedRule(verify.exact(), {"scale": 2.0})
+    assert verify.load(f"{rules_file}:needy", level=1.0).rule == verify.exact()
+    assert verify.load(f"{rules_file}:loaded", scale=2.0) == LoadedRule(verify.exact(), {"scale": 2.0})
 
 
 def test_a_users_module_is_found_in_the_current_folder(tmp_path, monkeypatch):
-    (tmp_path / "own_gates_of_a_test.py").write_text(OWN)
+    (tmp_path / "own_gates_of_a_test.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["/"])
     assert verify.load("own_gates_of_a_test:gate", most=3).rule == verify.mars()
@@ -130,13 +130,13 @@ def test_a_users_module_is_found_in_the_current_folder(tmp_path, monkeypatch):
         ("NOTHING", {}, "NOTHING is nothing that can be called"),
     ],
 )
-def test_a_users_rule_and_settings_are_checked(own, name, settings, expected):
-    assert expected in message(verify.load, f"{own}:{name}", **settings)
+def test_a_users_rule_and_settings_are_checked(rules_file, name, settings, expected):
+    assert expected in message(verify.load, f"{rules_file}:{name}", **settings)
 
 
-def test_a_file_is_read_again_only_after_an_edit(own):
-    first = load_function(f"{own}:gate")
-    assert load_function(f"{own}:gate") is first
-    with open(own, "a") as file:
+def test_a_file_is_read_again_only_after_an_edit(rules_file):
+    first = load_function(f"{rules_file}:gate")
+    assert load_function(f"{rules_file}:gate") is first
+    with open(rules_file, "a") as file:
         file.write("\n")
-    assert load_function(f"{own}:gate") is not first
+    assert load_function(f"{rules_file}:gate") is not first

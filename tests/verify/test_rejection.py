@@ -28,26 +28,26 @@ def python_rule(block, p, q, drafted):
             thresholds.append(min(p[i][x] / q[i][x], 1.0))
             continue
         r = min(r * p[i][x] / q[i][x], 1.0)
-        left = np.maximum(r * p[i + 1] - q[i + 1], 0).sum() if i + 1 < depth else 0.0
+        mass = np.maximum(r * p[i + 1] - q[i + 1], 0).sum() if i + 1 < depth else 0.0
         certain = 1 - r < 1e-12  # then m / (m + 1 - r) is 1, or 0 / 0 if no mass is left
-        thresholds.append(r if i + 1 == depth else 1.0 if certain else left / (left + 1 - r))
+        thresholds.append(r if i + 1 == depth else 1.0 if certain else mass / (mass + 1 - r))
     return thresholds, [*residuals, p[depth]]
 
 
 def python_cases(block, p, q, deterministic):
-    """Yield (probability, draft, uniforms near thresholds, stop node, residual weights) of all cells of all drafts."""
+    """Yield (probability, draft, uniforms near thresholds, stop node, residual weights) per cell of every draft."""
     vocab, depth = p[0].size, len(q)
     for drafted in itertools.product(range(vocab), repeat=depth):
         if deterministic and drafted != (1, 0, 2)[:depth]:
             continue
-        seen = [np.broadcast_to(np.eye(vocab)[x], t.shape) for x, t in zip(drafted, q, strict=True)]
-        thresholds, residuals = python_rule(block, p, seen if deterministic else q, drafted)
+        one_hot_q = [np.broadcast_to(np.eye(vocab)[x], t.shape) for x, t in zip(drafted, q, strict=True)]
+        thresholds, residuals = python_rule(block, p, one_hot_q if deterministic else q, drafted)
         chance = 1.0 if deterministic else np.prod([q[i][drafted[: i + 1]] for i in range(depth)])
-        for below in itertools.product((True, False), repeat=depth):
-            sides = list(zip(below, thresholds, strict=True))
+        for accepted in itertools.product((True, False), repeat=depth):
+            sides = list(zip(accepted, thresholds, strict=True))
             weight = chance * np.prod([t if b else 1 - t for b, t in sides])
             uniforms = [t * (1 - 1e-4) if b else t + (1 - t) * 1e-4 for b, t in sides]
-            stop = max(np.flatnonzero([True, *below])) if block else [*below, False].index(False)
+            stop = max(np.flatnonzero([True, *accepted])) if block else [*accepted, False].index(False)
             yield weight, drafted, uniforms, stop, residuals[stop]
 
 
@@ -56,7 +56,7 @@ def python_cases(block, p, q, deterministic):
 def test_enumeration_gives_the_target_distribution_and_block_accepts_no_less(vocab, depth, deterministic):
     """Sum over drafts, cells of the uniforms and emitted tokens; the target completes the sequences.
 
-    The probabilities of the cells are the reference's. The code runs 1e-4 from each threshold, on both sides.
+    The reference gives the probabilities of the cells. The rule runs 1e-4 from each threshold, on both sides.
     """
     mean_accepted = {}
     for block, seed in itertools.product((False, True), range(2)):
@@ -80,9 +80,11 @@ def test_enumeration_gives_the_target_distribution_and_block_accepts_no_less(voc
             assert stop[c] == stops[c], drafted[c]
             np.testing.assert_allclose(emit[c], residuals[c] / residuals[c].sum(), atol=1e-4)
             prefix = tuple(drafted[c, : stops[c]])
-            left = depth - stops[c]  # tokens after the emitted one, which the target draws
-            rest = target[prefix].sum(tuple(range(1, left + 1)), keepdims=True)
-            joint[prefix] += weights[c] * emit[c].reshape((vocab,) + (1,) * left) * target[prefix] / rest
+            # The target draws the tokens after the emitted one.
+            num_later = depth - stops[c]
+            marginal = target[prefix].sum(tuple(range(1, num_later + 1)), keepdims=True)
+            emitted = emit[c].reshape((vocab,) + (1,) * num_later)
+            joint[prefix] += weights[c] * emitted * target[prefix] / marginal
         np.testing.assert_allclose(joint, target, atol=2e-6)
         mean_accepted[block, seed] = (weights * stops).sum()
     for seed in range(2):
@@ -103,7 +105,7 @@ def stretch(block, tree, logits, uniforms):
 
 @pytest.mark.parametrize("block", slow_but([False, True], True))
 def test_rejection_leaves_the_target_distribution(block):
-    """One batch, with one compilation, has all settings, greedy rows and rows with a padded tail."""
+    """Mix all settings, greedy rows and rows with a padded tail in one batch."""
     vocab, rows = 4, 18_000
     choices = [*rule_oracles.SETTINGS, (0.0, 0, 1.0, 0.0)]
     settings = rule_oracles.controls_of([choices[b % 6] for b in range(rows)])
@@ -115,7 +117,7 @@ def test_rejection_leaves_the_target_distribution(block):
     verdict = jax.jit(judge(rejection(block=block)))(rule_oracles.keys_of(2, rows), tree, logits, settings)
     assert np.all(np.asarray(verdict.num_accepted)[padded] <= 1) and not np.any(verdict.relaxed)
     out, count = rule_oracles.emitted(tree.tokens, verdict)
-    assert np.mean(count) > 1.3  # drafts are accepted
+    assert np.mean(count) > 1.3, "no drafts are accepted"
     for s, row in enumerate(choices):
         p = rule_oracles.processed_tables(p_table, row)
         sequences = rule_oracles.complete(np.random.default_rng(s), out[s::6], count[s::6], p)

@@ -1,4 +1,4 @@
-"""Every rule of the table in the same tests; a new rule is one row of `CASES`."""
+"""Tests that every rule of the table must pass. A new rule is one row of `CASES`."""
 
 import dataclasses
 import functools
@@ -40,13 +40,13 @@ class Case(NamedTuple):
 
 
 def learned_head():
-    made = indicator.init_params(1, jax.random.key(0), width=2)
-    return made | {"margin": jnp.asarray([1.0, 0.0]), "bias": jnp.asarray(-2.0)}
+    params = indicator.init_params(1, jax.random.key(0), width=2)
+    return params | {"margin": jnp.asarray([1.0, 0.0]), "bias": jnp.asarray(-2.0)}
 
 
 def mixer_head():
-    made = mixer.init_params(1, jax.random.key(0), width=2, draft_hidden_size=1)
-    return made | {"outer": jnp.asarray([0.5, -0.5]), "signals": jnp.asarray([0.3, -0.2, 1.0])}
+    params = mixer.init_params(1, jax.random.key(0), width=2, draft_hidden_size=1)
+    return params | {"outer": jnp.asarray([0.5, -0.5]), "signals": jnp.asarray([0.3, -0.2, 1.0])}
 
 
 CASES = {
@@ -58,9 +58,7 @@ CASES = {
         verify.mars(base=verify.rejection(), theta=0.5), verify.rejection(), {"theta": np.inf}, {"theta": 0.97},
         drafter=SAMPLED,
     ),
-    "rejection on trees": Case(
-        verify.rejection(), verify.rejection(), drafter=SAMPLED_TREE, relaxes=False
-    ),
+    "rejection on trees": Case(verify.rejection(), verify.rejection(), drafter=SAMPLED_TREE, relaxes=False),
     "mars over rejection on trees": Case(
         verify.mars(base=verify.rejection(), theta=0.5), verify.rejection(), {"theta": np.inf}, {"theta": 0.97},
         drafter=SAMPLED_TREE,
@@ -87,9 +85,7 @@ CASES = {
     "entropy_gate": Case(
         contrib.entropy_gate(entropy=0.5), verify.exact(), {"entropy": np.inf}, {"entropy": 2.3}, drafter=TREE
     ),
-    "fly": Case(
-        contrib.fly(window=1), verify.exact(), {"entropy": np.inf}, {"window": 2}, drafter=CHAIN
-    ),
+    "fly": Case(contrib.fly(window=1), verify.exact(), {"entropy": np.inf}, {"window": 2}),
     "phrase": Case(contrib.phrase(bound=2.0, window=1), verify.exact(), {"bound": 0.0}, {"window": 2}, drafter=TREE),
     "equivalent": Case(
         contrib.equivalent(gap=np.inf), verify.exact(), {"gap": 0.0}, {"gap": 0.1}, drafter=TREE,
@@ -125,13 +121,13 @@ LIKE_ANOTHER = {
     "cactus", "diversed", "speccascade", "mars over rejection on trees", "mixture on trees",
     "phrase", "mentored", "fuzzy", "equivalent", "released",
 }  # fmt: skip
-"""Rules without state that differ from another rule of the table only in a formula. Their tests are slow ones."""
+"""Stateless rules that differ from another rule only in a formula. Their tests are slow."""
 SEAMS = ("mixture", "budget")
 """One rule of each kind: over distributions, and relaxed with state."""
 
 
 def rules_that(holds=lambda case: True, fast=set(CASES) - LIKE_ANOTHER):
-    """Parametrize a test over rules. The module scope runs all tests of a rule in sequence: they share programs."""
+    """Parametrize a test over rules. Module scope runs the tests of a rule in sequence, as they share programs."""
     names = [name for name, case in CASES.items() if holds(case)]
     return pytest.mark.parametrize("name", slow_but(names, *fast), scope="module")
 
@@ -153,7 +149,7 @@ def prompts():
 
 
 def decoded(case, rule, **settings):
-    """Return the tokens of each row. The base takes no weights, so that it shares one program with all rules."""
+    """Return the tokens of each row. The base gets no weights, so that all rules share its program."""
     params = Params((), (), () if rule is case.base else case.params)
     state, _ = decode_all(TARGET, case.drafter, rule, *prompts(), params=params, **{**SETTINGS, **settings})
     return committed(state)
@@ -167,13 +163,13 @@ def compiled():
 @relaxing
 def test_at_its_strict_setting_a_rule_is_its_base_bit_for_bit(name):
     case = CASES[name]
-    want, free = decoded(case, case.base), decoded(case, case.rule)
-    assert free != want, "the setting relaxes nothing: the test would prove nothing"
+    base_rows, relaxed_rows = decoded(case, case.base), decoded(case, case.rule)
+    assert relaxed_rows != base_rows, "the setting relaxes nothing"
     for strict in ([True] * BATCH, [True, False, True, False]):
-        expected = [want[row] if strict[row] else free[row] for row in range(BATCH)]
+        expected = [base_rows[row] if strict[row] else relaxed_rows[row] for row in range(BATCH)]
         assert decoded(case, case.rule, strict=strict) == expected
     if case.strict is not None:
-        assert decoded(case, with_numbers(case.rule, case.strict)) == want
+        assert decoded(case, with_numbers(case.rule, case.strict)) == base_rows
 
 
 @every_rule
@@ -181,61 +177,60 @@ def test_a_row_next_to_finished_ones_equals_the_row_in_a_batch(name):
     case = CASES[name]
     together = decoded(case, case.rule)
     for row in (1, 3):
-        alone = decoded(case, case.rule, limit=[BUFFER if i == row else 1 for i in range(BATCH)])
-        assert alone[row] == together[row]
-        assert [len(text) for text in alone] != [len(text) for text in together]
+        single = decoded(case, case.rule, limit=[BUFFER if i == row else 1 for i in range(BATCH)])
+        assert single[row] == together[row]
+        assert [len(text) for text in single] != [len(text) for text in together]
 
 
 @with_other_numbers
 def test_changed_numbers_compile_nothing_and_apply_per_row(name):
     case = CASES[name]
-    before = decoded(case, case.rule)
+    unchanged = decoded(case, case.rule)
     count = compiled()
     changed = decoded(case, with_numbers(case.rule, case.changed))
-    assert changed != before
-    own = {
-        k: [v, float(getattr(case.rule, k)), v, float(getattr(case.rule, k))] for k, v in case.changed.items()
-    }
-    mixed = decoded(case, with_numbers(case.rule, own))
-    assert mixed == [changed[0], before[1], changed[2], before[3]]
+    assert changed != unchanged
+    per_row = {k: [v, float(getattr(case.rule, k))] * 2 for k, v in case.changed.items()}
+    mixed = decoded(case, with_numbers(case.rule, per_row))
+    assert mixed == [changed[0], unchanged[1], changed[2], unchanged[3]]
     assert compiled() == count
 
 
 @relaxing
 def test_the_exact_prefix_of_each_row_follows_its_base(name):
     case = CASES[name]
-    want, free = decoded(case, case.base), decoded(case, case.rule)
+    base_rows, relaxed_rows = decoded(case, case.base), decoded(case, case.rule)
     count = compiled()
-    prefixes, ends = prefixes_of(free, want)
-    found = decoded(case, with_numbers(case.rule, {"exact_prefix": prefixes}))
-    for row, other, end in zip(found, want, ends, strict=True):
-        assert row[:end] == other[:end]
+    prefixes, ends = prefixes_of(relaxed_rows, base_rows)
+    prefixed_rows = decoded(case, with_numbers(case.rule, {"exact_prefix": prefixes}))
+    for row, base_row, end in zip(prefixed_rows, base_rows, ends, strict=True):
+        assert row[:end] == base_row[:end]
     # Set the prefix of only one row.
-    own, one = prefix_of_one(case.rule, prefixes)
-    assert decoded(case, own) == [found[row] if row == one else free[row] for row in range(BATCH)]
-    assert decoded(case, with_numbers(case.rule, {"exact_prefix": 2**31 - 1})) == want
+    single_rule, single_row = prefix_of_one(case.rule, prefixes)
+    relaxed_rows[single_row] = prefixed_rows[single_row]
+    assert decoded(case, single_rule) == relaxed_rows
+    assert decoded(case, with_numbers(case.rule, {"exact_prefix": 2**31 - 1})) == base_rows
     assert compiled() == count
 
 
-def prefixes_of(free, want):
-    """Return prefixes that end two tokens after the first relaxed token, 0 if there is none, and where they end."""
+def prefixes_of(relaxed_rows, base_rows):
+    """Return prefixes that end two tokens after the first relaxed one, 0 if there is none, and their ends."""
     differ = [
         next((i for i, (x, y) in enumerate(zip(*pair, strict=False)) if x != y), 0)
-        for pair in zip(free, want, strict=True)
+        for pair in zip(relaxed_rows, base_rows, strict=True)
     ]
     ends = [first + 3 if first else 0 for first in differ]
     return [max(end - length, 0) for end, length in zip(ends, prompts()[1].tolist(), strict=True)], ends
 
 
 def prefix_of_one(rule, prefixes):
-    """Return the rule with only the prefix of the first row that has one, and that row."""
-    one = next(row for row, prefix in enumerate(prefixes) if prefix)
-    return with_numbers(rule, {"exact_prefix": [p * (row == one) for row, p in enumerate(prefixes)]}), one
+    """Return the rule with the prefix of only the first row that has one, and that row."""
+    first = next(row for row, prefix in enumerate(prefixes) if prefix)
+    return with_numbers(rule, {"exact_prefix": [p * (row == first) for row, p in enumerate(prefixes)]}), first
 
 
 @flax.struct.dataclass
 class Wrapped(verify.Rule):
-    """A user's wrapper, which may hold a rule that reads hidden states of the draft."""
+    """A user's wrapper of any rule, so it needs the hidden states of the draft."""
 
     inner: Any
     calls: Any
@@ -254,7 +249,7 @@ def test_under_a_wrapper_it_is_the_same_and_the_wrapper_keeps_state(name):
     wrapped, params = Wrapped(rule, np.int32(0)), Params((), (), case.params)
     state, stats = decode_all(TARGET, case.drafter, wrapped, *prompts(), params=params, **SETTINGS)
     assert committed(state) == decoded(case, rule)
-    # Steps of rows that are done do not count.
+    # Steps of finished rows do not count.
     np.testing.assert_array_equal(state.rule.calls, stats.steps)
 
 
@@ -262,11 +257,11 @@ def test_under_a_wrapper_it_is_the_same_and_the_wrapper_keeps_state(name):
 def test_a_text_ends_at_its_first_stop_token(name):
     """A relaxed rule neither inserts a stop token nor skips one."""
     stops, lengths = [3, 7], prompts()[1].tolist()
-    found = decoded(CASES[name], CASES[name].rule, stop_tokens=stops)
-    for text, n in zip(found, lengths, strict=True):
+    rows = decoded(CASES[name], CASES[name].rule, stop_tokens=stops)
+    for text, n in zip(rows, lengths, strict=True):
         assert not set(text[n:-1]) & set(stops)
         assert len(text) == BUFFER or text[-1] in stops
-    assert any(text[-1] in stops and len(text) < BUFFER for text in found)
+    assert any(text[-1] in stops and len(text) < BUFFER for text in rows)
 
 
 @rules_that(fast=("budget",))
@@ -274,8 +269,8 @@ def test_in_a_mesh_the_text_is_that_of_one_device(name):
     case = CASES[name]
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
-        found = decoded(case, case.rule)
-    assert found == decoded(case, case.rule)
+        sharded_rows = decoded(case, case.rule)
+    assert sharded_rows == decoded(case, case.rule)
 
 
 @pytest.mark.parametrize("generated", [0, 1, 2, 3])
@@ -283,17 +278,17 @@ def test_in_a_mesh_the_text_is_that_of_one_device(name):
     "rule", [verify.mars(theta=0.5), pytest.param(verify.adaptive(theta=0.5), marks=pytest.mark.slow)]
 )
 def test_an_exact_prefix_ends_at_its_token(rule, generated):
-    """Every drafted token is the runner-up. Generated tokens count towards the two strict ones."""
+    """Every drafted token is the runner-up. Generated tokens count towards the exact prefix of two."""
     tree = trees.chain(jnp.asarray([[0, 2, 2, 2, 2]], jnp.int32))
-    given = verify.evidence(
+    evidence = verify.evidence(
         tree,
         jnp.asarray([[[0.0, 10.0, 9.9]] * 5]),
         start=jnp.asarray([6 + generated], jnp.int32),
         prompt_length=jnp.asarray([7], jnp.int32),
     )
-    verdict, _ = for_rows(dataclasses.replace(rule, exact_prefix=np.int32(2)), 1)(given)
+    verdict, _ = for_rows(dataclasses.replace(rule, exact_prefix=np.int32(2)), 1)(evidence)
     assert int(verdict.num_accepted[0]) == (0 if generated < 2 else 4)
-    exact_first = given.replace(tree=trees.chain(jnp.asarray([[0, 1, 2, 2, 2]], jnp.int32)))
+    exact_first = evidence.replace(tree=trees.chain(jnp.asarray([[0, 1, 2, 2, 2]], jnp.int32)))
     verdict, _ = for_rows(dataclasses.replace(rule, exact_prefix=np.int32(2)), 1)(exact_first)
     assert int(verdict.num_accepted[0]) == (1 if generated < 1 else 4)
 

@@ -1,4 +1,4 @@
-"""Rejection along trees with siblings drawn without replacement: by exact enumeration, and by chi-square of text."""
+"""Rejection over siblings drawn without replacement: exact enumeration, and chi-square of completions."""
 
 import functools
 import itertools
@@ -24,20 +24,20 @@ VOCAB = 3
 def sequences_without_replacement(q, count):
     """Yield every ordered draw of `count` tokens from q without replacement, with its probability."""
     for drawn in itertools.permutations(range(len(q)), count):
-        chance, rest = 1.0, 1.0
+        chance, remaining = 1.0, 1.0
         for token in drawn:
-            chance *= q[token] / rest if rest > 0 else 0.0
-            rest -= q[token]
+            chance *= q[token] / remaining if remaining > 0 else 0.0
+            remaining -= q[token]
         yield drawn, chance
 
 
 def python_node(p, q, drawn, deterministic):
-    """Compute in float64 the threshold of each sibling in turn."""
+    """Return the float64 threshold of each sibling in turn."""
     p, q, thresholds = p.copy(), q.copy(), []
     for token in drawn:
-        here = np.eye(len(p))[token] if deterministic else q
-        thresholds.append(min(1.0, p[token] / here[token]))
-        p = np.maximum(p - here, 0)
+        draft_law = np.eye(len(p))[token] if deterministic else q
+        thresholds.append(min(1.0, p[token] / draft_law[token]))
+        p = np.maximum(p - draft_law, 0)
         p = p / p.sum() if p.sum() > 1e-12 else p
         q = q.copy()
         q[token] = 0
@@ -46,11 +46,11 @@ def python_node(p, q, drawn, deterministic):
 
 
 def cells(thresholds):
-    """Yield (chance, index of the accepted sibling or None, uniforms) of each cell of the uniforms, near thresholds."""
+    """Yield (chance, index of the accepted sibling or None, uniforms near the thresholds) of each cell."""
     chance, uniforms = 1.0, []
-    for index, at in enumerate(thresholds):
-        yield chance * at, index, [*uniforms, at * (1 - 1e-4)]
-        chance, uniforms = chance * (1 - at), [*uniforms, at + (1 - at) * 1e-4]
+    for index, threshold in enumerate(thresholds):
+        yield chance * threshold, index, [*uniforms, threshold * (1 - 1e-4)]
+        chance, uniforms = chance * (1 - threshold), [*uniforms, threshold + (1 - threshold) * 1e-4]
     yield chance, None, uniforms
 
 
@@ -69,25 +69,25 @@ def test_enumeration_gives_the_target_distribution(branching, deterministic):
         return [(fixed[:count], 1.0)] if deterministic else sequences_without_replacement(law, count)
 
     for first, chance in draws(q[0], branching[0]):
-        under = [list(draws(q[1][token], branching[1])) for token in first]
-        for second in itertools.product(*under):
+        second_draws = [list(draws(q[1][token], branching[1])) for token in first]
+        for second in itertools.product(*second_draws):
             tokens = [0, *first, *(token for drawn, _ in second for token in drawn)]
             drafted = chance * np.prod([c for _, c in second])
             thresholds = python_node(p[0], q[0], first, deterministic)
-            for above, index, uniforms in cells(thresholds):
+            for outer_chance, index, uniforms in cells(thresholds):
                 numbers = np.ones((2, 3))
                 numbers[0, : len(uniforms)] = uniforms
                 if index is None:
-                    rows.append((drafted * above, tokens, numbers, ()))
+                    rows.append((drafted * outer_chance, tokens, numbers, ()))
                     continue
                 token = first[index]
                 deeper = python_node(p[1][token], q[1][token], second[index][0], deterministic)
-                for below, inner, more in cells(deeper):
+                for inner_chance, inner, inner_uniforms in cells(deeper):
                     numbers = numbers.copy()
                     numbers[1] = 1.0
-                    numbers[1, : len(more)] = more
+                    numbers[1, : len(inner_uniforms)] = inner_uniforms
                     path = (token,) if inner is None else (token, second[index][0][inner])
-                    rows.append((drafted * above * below, tokens, numbers, path))
+                    rows.append((drafted * outer_chance * inner_chance, tokens, numbers, path))
     rows = [row for row in rows if row[0] > 0]
     tokens = jnp.asarray([row[1] for row in rows], jnp.int32)
     q_nodes = np.zeros((len(rows), tokens.shape[1], VOCAB), np.float32)
@@ -108,11 +108,11 @@ def test_enumeration_gives_the_target_distribution(branching, deterministic):
     def uniform(rank, depth):
         return jax.vmap(lambda u, r, d: u[d - 1, r])(numbers, rank, depth)
 
-    stop, left = jax.jit(functools.partial(descend, uniform=uniform))(
+    stop, residual = jax.jit(functools.partial(descend, uniform=uniform))(
         tree, jnp.asarray(p_nodes), start=jnp.zeros((len(rows),), jnp.int32)
     )
-    left = np.asarray(left, np.float64)
-    left /= left.sum(-1, keepdims=True)
+    residual = np.asarray(residual, np.float64)
+    residual /= residual.sum(-1, keepdims=True)
     target = rule_oracles.sequence_probabilities(p)
     joint = np.zeros_like(target)
     for row, (chance, _, _, path) in enumerate(rows):
@@ -121,34 +121,35 @@ def test_enumeration_gives_the_target_distribution(branching, deterministic):
             walked.insert(0, int(drafted[row, node]))
             node = int(parents[node])
         assert tuple(walked) == path
-        rest = target[path].sum(tuple(range(1, 3 - len(path))), keepdims=True)
-        joint[path] += chance * left[row].reshape((VOCAB,) + (1,) * (2 - len(path))) * target[path] / rest
+        marginal = target[path].sum(tuple(range(1, 3 - len(path))), keepdims=True)
+        emitted = residual[row].reshape((VOCAB,) + (1,) * (2 - len(path)))
+        joint[path] += chance * emitted * target[path] / marginal
     np.testing.assert_allclose(joint, target, atol=2e-6)
 
 
 def test_siblings_are_drawn_without_replacement_in_their_order():
-    """Compare two draws from a vocabulary of four, under filters, with the law of sequential draws."""
+    """Compare filtered draws of two of four tokens with the law of sequential draws."""
     rows, logits = 20_000, jnp.asarray([[1.0, 0.3, -0.5, 0.9]])
-    chosen = [(0.7, 0, 1.0, 0.0), (1.3, 3, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (1.0, 1, 1.0, 0.0)]
-    settings = rule_oracles.controls_of([chosen[row % 4] for row in range(rows)])
+    row_settings = [(0.7, 0, 1.0, 0.0), (1.3, 3, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (1.0, 1, 1.0, 0.0)]
+    settings = rule_oracles.controls_of([row_settings[row % 4] for row in range(rows)])
     drawn = jax.jit(functools.partial(draw_siblings, k=2))(
         jnp.broadcast_to(logits, (rows, 1, 4)), keys=rule_oracles.keys_of(0, rows), controls=settings
     )
     ids = np.asarray(drawn.ids)[:, 0]
-    for s, row in enumerate(chosen[:2]):
+    for s, row in enumerate(row_settings[:2]):
         q = rule_oracles.processed_tables([np.asarray(logits[0])], row)[0]
         joint = np.zeros((4, 4))
         for pair, chance in sequences_without_replacement(q, 2):
             joint[pair] = chance
         assert rule_oracles.chi_square(ids[s::4], joint) > 1e-3
-    assert np.all(ids[2::4] == [0, 3])  # a greedy row takes the best tokens
-    assert np.all(ids[3::4] == [0, NO_TOKEN])  # a filter that keeps one token gives one child
+    assert np.all(ids[2::4] == [0, 3]), "a greedy row takes the best tokens"
+    assert np.all(ids[3::4] == [0, NO_TOKEN]), "a filter that keeps one token gives one child"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", [(2, 2), drafters.Dynamic(top_k=3, depth=2, nodes=6)], ids=str)
 def test_text_under_a_mixture_follows_the_mixture(tree):
-    """Check only the first token, whose parent always has a draft: at the end of a draft the rule emits from p."""
+    """Check only the first token, which always has a draft. After a draft, the rule emits from p."""
     drafter = drafters.language_model(SMALL, tree=tree, sample=True)
     text, _ = sampled(drafter, verify.mixture(weight=0.5))
     assert rule_oracles.chi_square(text[:, :1], (law(TARGET)[0] + law(SMALL)[0]) / 2) > 1e-3
@@ -176,7 +177,7 @@ CHAINS_ONLY = [verify.rejection(block=True), contrib.cactus(), verify.mixture(bl
 
 
 def on_a_tree(rule, drawn):
-    """Return the verdict on a tree of three nodes, with or without its q."""
+    """Return the verdict on a tree of three nodes, with or without q."""
     tree = trees.chain(jnp.zeros((1, 3), jnp.int32)).replace(is_chain=False)
     if drawn:
         tree = tree.replace(draft_logits=jnp.zeros((1, 3, 4)))

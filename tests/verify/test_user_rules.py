@@ -1,4 +1,4 @@
-"""Rules that a program defines itself: error handling, and when two of them share a compiled program."""
+"""Rules that users define: error handling, and when two of them share a compiled program."""
 
 import dataclasses
 from typing import Any
@@ -34,9 +34,8 @@ def test_the_name_of_a_rule_follows_the_last_colon(spec):
 
 
 def test_the_original_exception_of_a_rule_stays_reachable():
-    with pytest.raises(
-        MarsError, match=r"Raises fails in .*test_user_rules.py, line \d+: __call__ raised Zero"
-    ) as error:
+    expected = r"Raises fails in .*test_user_rules.py, line \d+: __call__ raised Zero"
+    with pytest.raises(MarsError, match=expected) as error:
         jax.jit(decide)(Raises(), EVIDENCE)
     cause = error.value.__cause__
     assert isinstance(cause, ZeroDivisionError) and cause.args == ("no entropy",)
@@ -49,7 +48,7 @@ def test_errors_of_the_rules_of_this_package_pass_unchanged(monkeypatch):
 
 
 def broken(name, body):
-    """Return a rule over edges that overrides one method."""
+    """Return a rule over edges with one overridden method."""
     methods = {"low": lambda self, evidence: jnp.ones(evidence.tree.tokens.shape, bool), name: body}
     return struct.dataclass(type("Gate", (verify.Relaxed,), {"__module__": __name__} | methods))()
 
@@ -83,9 +82,9 @@ def test_edges_with_dimensions_of_size_1_are_broadcast(method, shape):
 
 
 def failing(name):
-    """Return a function of this name that raises."""
+    """Return a function of this name that raises an error."""
     namespace: dict[str, Any] = {}
-    source = f"def {name}(self, *given): raise ZeroDivisionError"
+    source = f"def {name}(self, *arguments): raise ZeroDivisionError"
     exec(compile(source, __file__, "exec"), globals(), namespace)
     return namespace[name]
 
@@ -100,10 +99,8 @@ def test_an_attribute_that_raises_gets_one_sentence_with_its_cause(name):
     fields = {"__module__": __name__, "lossless": name == "name", name: attribute}
     kind = struct.dataclass(type("Gate", (verify.Relaxed,), fields))
     requests = [Request(prompt="", prompt_tokens=(1,), strict=True)]
-    expected = f"expected {name} to return {ATTRIBUTES[name]}"
-    with pytest.raises(
-        MarsError, match=rf"^the rule Gate fails in .*: {name} raised Zero.*; {expected}\.$"
-    ) as error:
+    expected = rf"{name} raised Zero.*; expected {name} to return {ATTRIBUTES[name]}\.$"
+    with pytest.raises(MarsError, match=f"^the rule Gate fails in .*: {expected}") as error:
         _check_rule(LoadedRule(kind()), drafters.ngram(2), requests)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
 
@@ -111,9 +108,8 @@ def test_an_attribute_that_raises_gets_one_sentence_with_its_cause(name):
 def test_strict_edges_of_a_rule_with_trusted_drafts_gets_one_sentence():
     tree = dataclasses.replace(EVIDENCE.tree, trusted=jnp.ones((1, 2), bool))
     evidence = dataclasses.replace(EVIDENCE, tree=tree)
-    with pytest.raises(
-        MarsError, match=r"^the rule Gate fails in .*: strict_edges raised .* to return i32\[B\]\.$"
-    ):
+    expected = r"^the rule Gate fails in .*: strict_edges raised .* to return i32\[B\]\.$"
+    with pytest.raises(MarsError, match=expected):
         trusted.judge_after_trusted(broken("strict_edges", failing("strict_edges")), evidence)
     with pytest.raises(MarsError, match=r"strict_edges returned float32\[1\]; expected int32\[1\]"):
         trusted.judge_after_trusted(broken("strict_edges", lambda self, evidence: jnp.zeros((1,))), evidence)
@@ -143,6 +139,6 @@ def classes():
 
 def test_rules_of_different_classes_share_no_program_even_with_the_same_fields():
     """A notebook may define a class twice; jaxlib considers the two equal."""
-    one, other = (kind(theta=np.float32(1)) for kind in classes())
-    assert structure(one) != structure(other)
-    assert structure(one) == structure(type(one)(theta=np.float32(2)))
+    first, second = (kind(theta=np.float32(1)) for kind in classes())
+    assert structure(first) != structure(second)
+    assert structure(first) == structure(type(first)(theta=np.float32(2)))
