@@ -14,7 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -375,7 +375,7 @@ class MarsJax(TemplateLM):
         """Yield the completions of some requests, in their order."""
         queued = []
         for index, request in enumerate(requests):
-            context, options = request.args
+            context, options = cast(tuple[str, JsonObject], request.args)
             limit, stop_strings, sampling = _options(options, self._max_gen_toks)
             if self._constraint is not None and not any(name in sampling for name in constraints.KINDS):
                 sampling["constraint"] = self._constraint
