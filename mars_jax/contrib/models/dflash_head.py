@@ -222,7 +222,9 @@ def forward(
 def _attending(visible: Visible, slots: int, window: int | None, causal: bool) -> Attend:
     """Return the attention of a layer. A window hides tokens in both directions (z-lab/dflash, `_attention_mask`)."""
     query_positions = visible.positions[:, :, None]
-    key_positions = visible.positions[:, None]
+    # Without `seen_positions` the keys under the mask are those of the queries.
+    keys = visible.positions if visible.seen_positions is None else visible.seen_positions
+    key_positions = keys[:, None]
     seen_mask = visible.seen
     assert seen_mask is not None  # `propose` always passes a mask for a block
     if causal:
