@@ -76,7 +76,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _by_bytes(self) -> dict[bytes, int]:
-        # Of several ids with the same bytes, the last written is the lowest.
+        # If several ids have the same bytes, keep the lowest: it is written last.
         return {token: i for i, token in reversed(list(enumerate(self.tokens))) if token}
 
     @functools.cached_property
@@ -129,7 +129,7 @@ def _vocabulary(tokenizer: Any, size: int, _: tuple[str, str]) -> Vocabulary:
     tokens: list[bytes | None] = [None] * size
     marks = []
     for piece, i in tokenizer.get_vocab().items():
-        # An added token is plain text, whatever the tokenizer's alphabet.
+        # Added tokens are stored as plain text, and other tokens in the tokenizer's alphabet.
         data = str(added[i]).encode() if i in added else as_bytes(piece)
         if not data or not 0 <= i < size:
             continue

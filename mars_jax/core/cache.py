@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from mars_jax.core import struct
-from mars_jax.mesh.axes import PyTree
+from mars_jax.utils.types import PyTree
 
 
 @struct.dataclass

@@ -16,8 +16,8 @@ from mars_jax.core import cache as kv_cache
 from mars_jax.core import struct
 from mars_jax.core.cache import KVCache as KVCache
 from mars_jax.core.visible import Visible as Visible
-from mars_jax.mesh.axes import PyTree as PyTree
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.types import PyTree as PyTree
 
 ROOT = 0
 """Index of the root node of every tree: the last committed token."""

@@ -38,8 +38,8 @@ def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray
             raise MarsError(f"params lack {name}: they belong to another config.") from None
         if value.shape != row.shape:
             raise MarsError(
-                f"params {name} is {list(value.shape)} and the config says {list(row.shape)}: they belong to another "
-                "config."
+                f"params {name} has shape {list(value.shape)}, but the config needs {list(row.shape)}: use the config "
+                "of these params."
             )
         arrays[row.name] = np.ascontiguousarray(value)
     return arrays

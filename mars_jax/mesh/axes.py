@@ -22,10 +22,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mars_jax.utils.errors import MarsError, check_type
+from mars_jax.utils.types import PyTree
 
 AnyMesh = Mesh | AbstractMesh
 REPLICATED = P()
-PyTree = Any
 
 RULES: Mapping[str, tuple[str, ...]] = {
     "rows": ("data",),
@@ -406,7 +406,7 @@ def expert_axes(experts: int, size: int) -> tuple[tuple[str, ...], tuple[str, ..
     if mesh is None:
         return (), ()
     axes = axes_of("experts", experts, mesh)
-    # Whatever axes the experts leave free shard the matrices within an expert.
+    # Axes that do not shard the experts shard the matrices within an expert.
     return axes, axes_of("expert_hidden", size, mesh, without=axes)
 
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from mars_jax.mesh.axes import PyTree
 from mars_jax.utils.errors import MarsError, first_line
+from mars_jax.utils.types import PyTree
 
 HEARTBEAT = 20
 """Seconds without a heartbeat after which a process is considered dead, and the others exit."""

@@ -73,7 +73,7 @@ def score(
     except TypeError:  # not iterable, or an array without axes
         raw_texts = None
     if raw_texts is None or isinstance(texts, bytes | Mapping):
-        raise MarsError(f"texts is {short_repr(texts)}: expected a list of texts, or of token ids.")
+        raise MarsError(f"texts is {short_repr(texts)}: expected a list of strings or of lists of token ids.")
     check_count("rows", rows)
     texts = [
         target.check_tokens(target.encode(text) if isinstance(text, str) else text) for text in raw_texts

@@ -4,3 +4,5 @@ from typing import Any
 
 JsonObject = dict[str, Any]
 """A parsed JSON object."""
+PyTree = Any
+"""A tree of arrays."""

@@ -56,7 +56,7 @@ class RuleChoice:
         ['chain', 'draft', 'q']
         """
         needs = {*self.definition.needs}
-        # The settings of a user's rule mean whatever its author chose.
+        # A user's rule may have a setting with the same name and another meaning.
         if not is_own(self.spec):
             base = self._structure().get("base")
             if base in ("exact", "rejection"):

@@ -47,7 +47,7 @@ EMPTY_NAME = re.compile(
     "|at|one|what|before|after|above|below|under|over|near|others?|ours|mine|each|most|more|few|some|two|alone|now"
     "|again|way|how|done|seen|got"
 )
-"""Names that say only that something exists."""
+"""Names that do not describe their value."""
 
 
 def sentences(path: Path) -> Iterator[tuple[int, str]]:

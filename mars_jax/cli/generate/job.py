@@ -269,7 +269,8 @@ def make_job_requests(
     common = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     requests = []
     part = args.part or slice(0, None, 1)
-    numbers = range(part.start, part.start + part.step * len(rows), part.step)  # of the rows in the whole run
+    # The rows' numbers in the whole run, which determine their seeds.
+    numbers = range(part.start, part.start + part.step * len(rows), part.step)
     for number, row, tokens in zip(numbers, rows, _tokens(target, rows, args), strict=True):
         settings = common | {"seed": ((args.seed or 0) + number) % 2**32} | row.settings
         if any(name in row.settings for name in CONSTRAINTS):

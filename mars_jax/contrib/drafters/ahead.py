@@ -137,7 +137,7 @@ def _draft(
     if tree.draft_logits is not None:
         raise MarsError(f"the drafter '{drafter.name}' draws its drafts: make it with sample=False.")
     drafted = tree.tokens[:, 1:]
-    # Append the draft to the committed tokens. What exceeds the buffer is dropped.
+    # Append the draft to the committed tokens. Tokens past the end of the buffer are dropped.
     buffer = text.tokens.shape[1]
     row = jnp.arange(drafted.shape[0], dtype=jnp.int32)[:, None]
     positions = text.length[:, None] + jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]

@@ -115,8 +115,8 @@ class Cascade(Drafter):
         check_count("num_draft_tokens", limit, most=DRAFT_TOKENS)
         if limit < inner.max_depth + 1:
             raise MarsError(
-                f"num_draft_tokens is {limit}: a round of '{inner.name}' can give {inner.max_depth + 1} tokens; ask "
-                "for at least as many."
+                f"num_draft_tokens is {limit}: a round of '{inner.name}' can give {inner.max_depth + 1} tokens: set "
+                "num_draft_tokens to at least that number."
             )
         if self.gate not in GATES:
             raise MarsError(f"gate is {self.gate!r}: expected one of {', '.join(GATES)}.")

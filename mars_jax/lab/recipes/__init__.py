@@ -132,7 +132,7 @@ def measured(summary: JsonObject) -> dict[str, float]:
     """
     values_by_name: dict[str, list[float]] = {}
     for table in summary["tables"]:
-        # Of several arms of the rule, keep the first one, which the controls are matched to.
+        # If the rule has several arms, keep the first one, which the controls are matched to.
         arms = {arm["role"]: arm for arm in reversed(table["arms"])}
         for role in ("strict", "rule"):
             values_by_name.setdefault(f"{role} speed", []).append(arms[role]["speedup"])

@@ -104,7 +104,7 @@ def check_case(case: Case, form: str = "default", *, interpret: bool = False) ->
     try:
         run = looped(functools.partial(case.call, **options), times, tuple(jax.device_put(case.operands)))
         result = jax.device_get(run())
-        # Times of the interpreter say nothing about the device.
+        # The speed of the interpreter is unrelated to that of the device.
         if not interpret:
             row["milliseconds"] = 1e3 * statistics.median(seconds_of(run, ROUNDS)) / times
     except Exception as error:  # compilers and drivers raise errors of many types
