@@ -139,7 +139,8 @@ def _pass(
     """
     logits, blocks, lead = plan.logits, plan.blocks, plan.lead
     rows, vocab = math.prod(logits.shape[:-1]), logits.shape[-1]
-    # Block i holds trees, or rows, from i on in the first dimension, and all nodes in the second one, if there is one.
+    # Block i is the i-th group of trees, or rows, in the first dimension, and has all nodes in the second one, if there
+    # is one.
     zeros = (0,) * (len(lead) - 1)
 
     def by_tree(width: int) -> pl.BlockSpec:

@@ -153,8 +153,8 @@ def _top_p_kept(z: Array, top: Array, weights: Array, top_p: Array, use: Array) 
 class _Bounds(NamedTuple):
     """Loop carry of `_bisect`: orders of floats, i32[B, N] each."""
 
-    low: Array  # the predicate holds here
-    high: Array  # and fails here
+    low: Array  # the predicate holds here; `high` in rows without the filter
+    high: Array  # the predicate fails here
 
 
 def _bisect(holds: Callable[[Array], Array], high: Array, use: Array) -> _Bounds:

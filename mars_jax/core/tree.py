@@ -181,7 +181,7 @@ def step_tokens(tree: DraftTree, verdict: Verdict) -> Array:
     [[1, 9, 9]]
     """
     drafted = pick(tree.tokens, verdict.path)
-    # Drop the root, which an earlier step has emitted, so that entry d is the token at depth d + 1. The last column is
+    # Drop the root, which is already committed, so that entry d is the token at depth d + 1. The last column is
     # arbitrary, as it is never accepted.
     drafted = jnp.concatenate([drafted[:, 1:], drafted[:, -1:]], axis=1)
     place = jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]

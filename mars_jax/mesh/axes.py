@@ -308,7 +308,7 @@ def _spec(x: Array, axes: Axes, mesh: AnyMesh, *, rows: bool = True) -> P:
 def _hold(x: Array, axes: Axes | None) -> Array:
     """Constrain an array to the sharding of its logical axes; dimensions that do not divide are replicated."""
     mesh = _ready()
-    if axes is None or mesh is None or not mesh.auto_axes:
+    if not axes or mesh is None or not mesh.auto_axes:
         return x
     return jax.lax.with_sharding_constraint(x, _spec(x, axes, mesh, rows=False))
 

@@ -58,12 +58,12 @@ class EagleConfig(LayeredHead):
             raise MarsError(
                 "an EAGLE-3 head needs the layers of the target that it reads: give feature_layers."
             )
-        super().__post_init__()
         if self.version == 1 and self.layer.hidden_size != self.target_hidden_size:
             raise MarsError(
                 f"the EAGLE head is {self.layer.hidden_size} wide and the target {self.target_hidden_size}: only an "
                 "EAGLE-3 head may differ from its target."
             )
+        super().__post_init__()
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:

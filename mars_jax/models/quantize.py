@@ -170,7 +170,7 @@ def quantize_4(w: np.ndarray, dtype: DTypeLike | None = None) -> Int4:
     ([-8, -8, -7], (1, 2), True)
     """
     with np.errstate(invalid="ignore", over="ignore"):
-        # [out, in / G, G] until the last line.
+        # [out, in / G, G]; `values` below is transposed to [in / G, G, out].
         groups = w.astype(np.float32).reshape(len(w), -1, group_size(w.shape[1]) or GROUPS[-1])
         least = groups.min(axis=-1)
         scale = ((groups.max(axis=-1) - least) / 15).astype(np.float16)

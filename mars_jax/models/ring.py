@@ -83,7 +83,7 @@ def specs(axes: Axes, layer: Mapping[str, PyTree]) -> dict[str, PyTree]:
         if isinstance(w, Int8):
             return dataclasses.replace(w, values=P(out, inner), scale=P(out))
         # A vector, a matrix, or a scalar of a user's model.
-        return P(*(out, inner)[: jnp.ndim(w)])
+        return P(*(out, inner)[: getattr(w, "ndim", 0)])
 
     return {name: spec(name, w) for name, w in layer.items()}
 

@@ -63,11 +63,13 @@ def _load_user_rule(spec: str, definition: Definition, settings: dict[str, Any])
     factory = definition.make
     parameters = inspect.signature(factory).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    # Parameters without a textual form, such as a base, are not settings of the definition and pass unchecked.
-    unlisted = {name for name in parameters if name not in definition.settings}
-    if open_ended:
-        unlisted |= settings.keys() - definition.settings.keys()
-    definition.settle({name: value for name, value in settings.items() if name not in unlisted})
+    for name, value in settings.items():
+        # Parameters without a textual form, such as a base, are not settings of the definition and pass unchecked.
+        if name in definition.settings or not (open_ended or name in parameters):
+            definition.setting(name).check(value)
+    for name, setting in definition.settings.items():
+        if setting.default is None and not setting.optional and name not in settings:
+            raise MarsError(f"the rule {definition.name} needs a {name}: give {setting.expected()}.")
     name = spec.rpartition(":")[2]
     try:
         result = factory(**settings)

@@ -110,7 +110,7 @@ def from_dflash_json(data: JsonObject, shapes: Shapes, target: ModelConfig) -> D
     dspark = "markov_head.markov_w1.weight" in shapes or "confidence_head.proj.weight" in shapes
     names = str(data.get("architectures") or "").lower() + str(data.get("speculators_model_type") or "")
     nested = nested_layer(data)
-    layer, settings, vocab_settings = nested or data, data, data
+    layer, settings, vocab_settings = data if nested is None else nested, data, data
     if nested is None:
         settings = data | (data.get("dflash_config") or {})
         # z-lab's class reads the block size from the top level of config.json and other settings from dflash_config.

@@ -52,7 +52,7 @@ def arm_figures(
         "depth_histogram": np.sum([row["depth_histogram"] for row in rows], axis=0).tolist(),
         "relaxed_share": relaxed / max(relaxed + exact, 1),
         "seconds_per_task": counts["seconds"] / len(rows),
-        "task_speedup": sum(row["seconds"] for row in autoregressive) / counts["seconds"],
+        "task_speedup": sum(row["seconds"] for row in autoregressive) / max(counts["seconds"], 1e-9),
         "tokens_per_task": counts["emitted"] / len(rows),
         "loop_rate": _mean(row["loops"] for row in rows),
         "length_rate": _mean(row["finish_reason"] != "stop" for row in rows),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             print(json.dumps(report), file=out)
         else:
-            _print_tables(report, out)
+            print(_tables(report), file=out)
         correct = not report["wrong"]
 
     return command(lambda argv: parser().parse_args(argv), run, argv) or int(not correct)
@@ -145,11 +146,13 @@ def wrong_rows(rows: Sequence[JsonObject]) -> list[str]:
     return sentences
 
 
-def _print_tables(report: JsonObject, out: IO[str]) -> None:
+def _tables(report: JsonObject) -> str:
+    """Return the report as text. A console on a closed pipe would end the process with the code of a failed check."""
     from rich.console import Console
     from rich.table import Table
 
-    screen = Console(file=out, width=150, highlight=False, markup=False, force_terminal=False)
+    text = io.StringIO()
+    screen = Console(file=text, width=150, highlight=False, markup=False, force_terminal=False)
     device_info = report["device"]
     screen.print(
         f"mars-jax {__version__}, jax {report['versions']['jax']}, {device_info['count']} x {device_info['kind']}"
@@ -172,6 +175,7 @@ def _print_tables(report: JsonObject, out: IO[str]) -> None:
         screen.print(f"wrong: {sentence}", soft_wrap=True)
     if not report["wrong"]:
         screen.print(f"nothing is wrong; checked in {report['seconds']:.0f} s")
+    return text.getvalue().rstrip()
 
 
 def _large_table(large: JsonObject) -> Table:
