@@ -389,8 +389,8 @@ class SizedDrafter(Drafter):
         # Tokens after the first rejection are not tested. Padding at the end of a chain counts as rejected.
         tested = jnp.minimum(verdict.num_accepted + 1, self.max_depth)
         expected = _acceptance_of(tree) * tested.astype(jnp.float32)
-        # After a pause, older counts count half.
-        decay = jnp.where(state.idle >= PAUSE, DECAY / 2, DECAY)
+        # After steps without a draft, older counts count half. A sparse drafter often finds no draft for a few steps.
+        decay = jnp.where(state.idle >= (PAUSE if self.size.sparse else 1), DECAY / 2, DECAY)
         return SizedState(
             draft=self.size.update(_inner(params), state.draft, tree, verdict, output, length),
             # The new length is length + num_accepted + 1, and a draft model's cache ends two tokens before it.

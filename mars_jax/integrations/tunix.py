@@ -378,7 +378,8 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
     thetas = [config.rope.theta]
     rotate = getattr(sys.modules.get(type(actor).__module__), "apply_rope", None)
     if rotate is not None:
-        thetas.append(float(inspect.signature(rotate).parameters["rope_theta"].default))
+        default = inspect.signature(rotate).parameters["rope_theta"].default
+        thetas.append(float(default or config.rope.theta))
     count = 32
     ids = (jnp.arange(count, dtype=jnp.int32) * 7 % config.vocab_size)[None]
     positions = jnp.arange(count, dtype=jnp.int32)[None]
@@ -413,7 +414,7 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
 def _log_probs(
     model: LanguageModel, params: PyTree, prompts: Array, completions: Array, mask: Array, *, pad: int
 ) -> Array:
-    # Column t is slot t. Positions count only valid tokens: padding repeats the position before it.
+    # Column t is slot t. Positions count only valid tokens. Padding has position 0 or that of the last token before it.
     batch, width = prompts.shape
     tokens = jnp.concatenate([prompts, completions], axis=1)
     count = tokens.shape[1]

@@ -231,10 +231,9 @@ def make_requests(
     requests = []
     for index, prompt in enumerate(prompt_list):
         prompt_options = {name: _checked(target, name, values[index]) for name, values in by_prompt.items()}
-        if not ignore_eos:
+        if not ignore_eos and "stop_tokens" not in prompt_options:
             in_chat = chat or _is_conversation(prompt)
-            stop_tokens = target.chat_stop_tokens if in_chat else target.stop_tokens
-            prompt_options.setdefault("stop_tokens", stop_tokens)
+            prompt_options["stop_tokens"] = target.chat_stop_tokens if in_chat else target.stop_tokens
         if prompt_options.get("stop_strings"):
             prompt_options = _with_special(target, prompt_options)
         if isinstance(prompt, str):

@@ -134,10 +134,11 @@ class Session:
         if batch_size is not None:
             check_count("batch_size", batch_size, most=BATCH_ROWS)
         check_switch("log_probs", log_probs)
+        rule = loaded_rule(verify)  # refuse a wrong rule before a draft loads
         return cls(
             target=target,
             drafter=drafters.loaded(drafter, target),
-            loaded_rule=loaded_rule(verify),
+            loaded_rule=rule,
             batch_size=batch_size or 0,
             log_probs=log_probs,
         )

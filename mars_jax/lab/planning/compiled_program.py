@@ -62,7 +62,7 @@ def compile_program(lowered: jax.stages.Lowered, *, read: Callable[[str], Any] |
 def _out_of_memory(text: str) -> OutOfMemory:
     """Parse a message such as "... Used 20.95G of 15.75G hbm ..."."""
     units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    match = re.search(r"Used ([\d.]+)([KMGT]?) of ", text)
+    match = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", text)
     if match is None:
         return OutOfMemory(0)
     return OutOfMemory(int(float(match[1]) * units[match[2]]))

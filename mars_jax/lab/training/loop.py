@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -129,7 +128,7 @@ def fit(
     # Batches are small and in memory, so prefetching threads would not pay off.
     batches = iter(training.batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
     state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
-    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    deadline = time.monotonic() + 60 * (minutes or 0)
     checkpoints = Checkpoints(directory, training.steps)
     with progress(description) as show, contextlib.closing(checkpoints):
         completed_steps, state = checkpoints.restore(state)
@@ -146,8 +145,10 @@ def fit(
                 rate = round(training.step_tokens / (time.perf_counter() - began))
                 log.write(json.dumps({"step": i, "tokens_per_s": rate, **figures}) + "\n")
                 show(i, training.steps, f"{rate:,} tokens/s, loss {figures['loss']:.3f}")
-                # The processes of a mesh must stop after the same step, so the first one decides.
-                is_last = i == training.steps or bool(hosts.broadcast(int(time.monotonic() > deadline)))
+                is_last = i == training.steps
+                if minutes is not None:
+                    # The processes of a mesh must stop after the same step, so the first one decides.
+                    is_last |= bool(hosts.broadcast(int(time.monotonic() > deadline)))
                 if i % save_every and not is_last:
                     continue
                 state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}

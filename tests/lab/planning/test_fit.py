@@ -99,6 +99,7 @@ def test_experts_that_nobody_chose_are_not_read():
 def test_the_message_of_the_compiler_is_read():
     error = _out_of_memory("... Used 20.50G of 15.75G hbm. Exceeded hbm capacity by 4.75G.")
     assert error.used == int(20.5 * 2**30)
+    assert _out_of_memory("... Used 17.50M of 16.00M vmem.").used == 0
 
 
 def test_collectives_are_counted_by_kind_and_shape():
