@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import os
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NamedTuple
@@ -279,14 +278,17 @@ def _bin(path: Path) -> dict[str, Tensor]:
             "or use a checkpoint with safetensors."
         ) from None
     version = version_of(path)
-    # Files in the format before PyTorch 1.6, which is not a zip archive, cannot be mapped.
-    mmap = zipfile.is_zipfile(path)
     try:
         # A .bin file is a pickle, which could run code without weights_only.
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as error:  # torch raises anything from EOFError to UnpicklingError
-        reason = first_line(error).partition(". ")[0]
-        raise MarsError(f"'{path}' is truncated, corrupt or unsafe ({reason}): download it again.") from None
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # files in the format before PyTorch 1.6 cannot be mapped
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises anything from EOFError to UnpicklingError
+            reason = first_line(error).partition(". ")[0]
+            raise MarsError(
+                f"'{path}' is truncated, corrupt or unsafe ({reason}): download it again."
+            ) from None
     if not isinstance(state, dict) or not all(
         isinstance(name, str)
         and isinstance(value, torch.Tensor)
