@@ -199,7 +199,9 @@ def test_saved_heads_load_as_they_were(params, tmp_path):
     (saved / "medusa_lm_head.safetensors").rename(saved / "model.safetensors")
     renamed = load_medusa(saved, OF_TARGET)[1]
     jax.tree.map(np.testing.assert_array_equal, renamed, params.draft)
-    with pytest.raises(MarsError, match=r"blocks.0.weight is \[16, 16\] and the config says \[8, 8\]"):
+    with pytest.raises(
+        MarsError, match=r"blocks.0.weight has shape \[16, 16\], but the config needs \[8, 8\]"
+    ):
         save_medusa(tmp_path / "other", dataclasses.replace(CONFIG, hidden_size=8), params.draft)
 
 

@@ -420,7 +420,7 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path):
     def text(config=config, **change):
         return message(hub.save_eagle, path, config, params | change)
 
-    assert "params norm is [3] and the config says [32]" in text(norm=jnp.ones(3))
+    assert "params norm has shape [3], but the config needs [32]" in text(norm=jnp.ones(3))
     assert "draft token 0 to 61 and the target has 61 tokens" in text(ids=params["ids"].at[0].set(V))
     windowed = dataclasses.replace(config, layer=dataclasses.replace(config.layer, windows=(4,)))
     assert "cannot express the head's layer" in text(windowed)

@@ -67,7 +67,7 @@ def test_params_of_another_config_are_refused(tmp_path):
     assert "params lack layers.0.q_bias" in text
     params["norm"] = jnp.ones((3,))
     text = message(hub.save, tmp_path / "model", BASE, params)
-    assert "params norm is [3] and the config says [32]" in text
+    assert "params norm has shape [3], but the config needs [32]" in text
 
 
 def test_a_config_that_the_family_cannot_express_is_refused(tmp_path):
