@@ -61,6 +61,7 @@ def utf8(ranges: Ranges) -> tuple[Bytes, ...]:
     """
     sequences: list[Bytes] = []
     for low, high in ranges:
+        # A character takes one to four bytes. Divide each range where this number changes.
         for first, last in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):
             if max(low, first) <= min(high, last):
                 sequences += _split(chr(max(low, first)).encode(), chr(min(high, last)).encode())
@@ -132,6 +133,7 @@ class _Pieces:
             self.free[loop].append(end)
             return end
         end = self.state()
+        # Each of these repetitions can be skipped by a step from its start to the end.
         for _ in range(node.most - node.least):
             self.free[start].append(end)
             start = self.add(node.part, start)
@@ -287,6 +289,7 @@ def _alike(next: np.ndarray, accepting: np.ndarray, alive: np.ndarray) -> np.nda
     states = np.where(alive, np.arange(len(next)), DEAD)
     if len(next) > _MINIMISED:
         return states
+    # Three labels at first: 0 for dead states, 2 for accepting ones, 1 for all others.
     label = accepting.astype(np.int64) + alive
     count = len(np.unique(label))
     for _ in range(_ROUNDS):
@@ -298,4 +301,5 @@ def _alike(next: np.ndarray, accepting: np.ndarray, alive: np.ndarray) -> np.nda
         if (label_count := int(label.max()) + 1) == count:
             return label
         count = label_count
+    # States with one label may still differ after the last round, so each living state keeps its own label.
     return states

@@ -88,6 +88,7 @@ def _allow_list(ids: tuple[int, ...], size: int) -> TokenTable:
         raise MarsError(f"the constraint allows the token {outside[0]}, and there are {size}: leave it out.")
     classes = np.zeros(size, np.uint16)
     classes[list(ids)] = 1
+    # State 0 is dead. State 1 accepts, and allowed tokens (class 1) stay in it.
     return TokenTable(
         next=np.asarray([[0, 0], [0, FIRST]], np.uint16),
         classes=classes,
@@ -136,6 +137,7 @@ def json_schema(
     """
     is_text = isinstance(schema, str | os.PathLike)
     schema_text = os.fspath(schema) if is_text else _written(schema)
+    # The JSON of a schema begins with a brace, or is `true`. Any other string is a path.
     if is_text and not schema_text.lstrip().startswith("{") and schema_text.strip() != "true":
         try:
             schema_text = read_text(schema_text, JSON_BYTES)

@@ -64,6 +64,7 @@ def integers(low: int | None, high: int | None) -> Node:
     if high is None or high >= 0:
         parts.append(_naturals(max(low or 0, 0), high))
     if low is None or low < 0:
+        # Leave out -0: the absolute value is at least 1, or at least -high if no number reaches 0.
         least = 1 if high is None or high >= 0 else -high
         parts.append(sequence(text("-"), _naturals(least, None if low is None else -low)))
     return Either(tuple(parts))
@@ -120,5 +121,6 @@ def _char_in_string(ranges: Ranges) -> Node:
     parts = [escape for code, escape in _ESCAPED.items() if any(low <= code <= high for low, high in ranges)]
     if not parts:
         return Chars(ranges)
+    # The members of `ranges` that need no escape: everything except non-members and escaped characters.
     unescaped = complement(ranges_of([*complement(ranges), *((code, code) for code in _ESCAPED)]))
     return Either((*parts, Chars(unescaped)))

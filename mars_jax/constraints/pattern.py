@@ -110,13 +110,16 @@ class _Reader:
         if name == "BRANCH":
             return Either(tuple(self.sequence(branch) for branch in argument[1]))
         if name == "SUBPATTERN":
+            # Inline flags, as in `(?i:...)`, apply only inside the group.
             _, add, drop, items = argument
             return _Reader(self._pattern, (self._flags | add) & ~drop, self._budget).sequence(items)
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
+            # Greedy and lazy repeats match the same whole strings.
             least, maximum, items = argument
             unlimited = maximum is _parser.MAXREPEAT or int(maximum) >= int(_parser.MAXREPEAT)
             return Repeat(self.sequence(items), int(least), None if unlimited else int(maximum))
         if name == "FAILURE":
+            # Python 3.13 parses `(?!)`, which matches nothing, into this.
             return Either(())
         raise self._refuse(f"has {name.lower()}")
 
@@ -168,6 +171,7 @@ def _partners(ascii_flag: int) -> tuple[list[int], list[list[tuple[int, int]]]]:
     """Return the cased code points, and for each one the code points that match it when `re` ignores case."""
     cased = "".join(c for c in _all_characters() if c != c.lower() or c != c.upper())
     flags = re.IGNORECASE | ascii_flag
+    # A cased character has no special meaning in a pattern, so `c` needs no escape.
     pairs = [(ord(c), [(ord(same), ord(same)) for same in re.findall(c, cased, flags)]) for c in cased]
     return [code for code, _ in pairs], [same for _, same in pairs]
 

@@ -113,6 +113,7 @@ def parsed(schema_text: str) -> Any:
         raise MarsError(f"the schema is not JSON ({error}): correct it.") from None
     except RecursionError:
         raise too_deep() from None
+    # Count the levels with a loop, because recursion fails on deep input.
     level = [value]
     for _ in range(MOST_NESTED):
         lists = [part for part in level if isinstance(part, list)]
@@ -201,6 +202,7 @@ class _Writer:
     def _referenced(self, reference: str, where: str) -> object:
         target = self._root
         for part in filter(None, reference[1:].split("/")):
+            # A JSON pointer writes / as ~1 and ~ as ~0. Decode ~1 first, so that ~01 becomes ~1 (RFC 6901).
             part = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(target, Mapping) or part not in target:
                 raise MarsError(
@@ -252,6 +254,7 @@ class _Writer:
         for name, bound in keywords.items():
             if type(bound) is not int or abs(bound) >= 10**MOST_DIGITS:
                 raise _unexpected(name, bound, where, f"a whole number of at most {MOST_DIGITS} digits")
+        # Inclusive bounds: `i` is 1 for the exclusive keyword.
         lows = [
             keywords[name] + i for i, name in enumerate(("minimum", "exclusiveMinimum")) if name in keywords
         ]
@@ -275,6 +278,7 @@ class _Writer:
     def _array(self, keywords: JsonObject, where: str, depth: int) -> Node:
         least, maximum = _least_and_most(keywords, "Items", where)
         named = keywords.get("prefixItems", [])
+        # An array with prefixItems has no further items unless `items` is given.
         items = keywords.get("items", not named)
         first = [
             self.value(prefix_schema, f"{where}/prefixItems/{i}", depth + 1)
@@ -305,6 +309,7 @@ class _Writer:
                     "properties, or leave it out."
                 )
         if not properties:
+            # By default, an object without `properties` may have any, and one with empty `properties` has none.
             further = keywords.get("additionalProperties", properties is None)
             if further is False:
                 return text("{}")
@@ -383,6 +388,7 @@ def _unexpected(name: str, value: object, where: str, expected: str) -> MarsErro
 def _both(beside: JsonObject, schema: object, where: str) -> JsonObject:
     """Merge a schema with the keywords next to its reference or list (`beside`): values must satisfy both."""
     keywords = _keywords(schema, where)
+    # A keyword on both sides means the intersection of its values, which is computed only for `type`, below.
     for key, partner in [(name, name) for name in keywords] + [*_PAIRS, *((b, a) for a, b in _PAIRS)]:
         if key in keywords and partner in beside and key != "type":
             raise MarsError(

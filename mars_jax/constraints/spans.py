@@ -62,9 +62,11 @@ class _Json:
         if mode == 1:
             return depth, {ord('"'): 0, ord("\\"): 2}.get(byte, 1)
         if byte in b"{[":
+            # Deeper brackets are not counted, to keep the number of states finite.
             return min(depth + 1, DEEPEST_JSON), 0
         if byte in b"}]":
             return max(depth - 1, 0), 0
+        # Outside of brackets, a quotation mark does not begin a JSON string.
         return depth, int(depth > 0 and byte == ord('"'))
 
 

@@ -60,6 +60,7 @@ def token_table(automaton: Automaton, vocabulary: Vocabulary) -> TokenTable:
         raise MarsError(
             "the constraint matches no text that this vocabulary's tokens can say: allow other characters."
         )
+    # Bytes can lead from a state to acceptance even if no sequence of whole tokens does. Remove such states.
     if not alive[1:].all():
         next = np.where(alive[next], next, DEAD).astype(np.uint16)
         next[~alive] = DEAD

@@ -49,6 +49,7 @@ _WIDTH = re.compile(r"\d{7,}|%[-+ #0]*[\d.]*\*|\{[^{}]*:[^{}]*\{")
 
 def _size(value: object) -> int:
     """Return the size of a nested value in characters; an item that occurs twice counts twice."""
+    # A loop in place of recursion: a template can nest lists deeper than Python can recurse.
     size, pending = 0, [value]
     while pending and size <= TEMPLATE_SIZE:
         item = pending.pop()
@@ -85,6 +86,7 @@ class _Hooks(NodeTransformer):
 
     def visit_List(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
+        # The targets of an assignment, as in `{% set a, b = pair %}`, are a tuple too, but not a value.
         if getattr(node, "ctx", "load") == "store":
             return node
         return _filtered(node, " new")
@@ -93,10 +95,12 @@ class _Hooks(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
+        # `a ~ b` becomes `[a, b]|join`: the environment wraps every filter, and has no hook for `~`.
         return _filtered(nodes.List(node.nodes, lineno=node.lineno), "join")
 
     def visit_For(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
         self.generic_visit(node)
+        # An empty output at the head of the body checks the time in every iteration or call.
         empty = nodes.Const("", lineno=node.lineno)
         node.body.insert(0, nodes.Output([_filtered(empty, " new")], lineno=node.lineno))
         return node
@@ -131,6 +135,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if len(source) > TEMPLATE_BYTES:
             raise TemplateError(f"it has {len(source):,} characters: expected at most {TEMPLATE_BYTES:,}")
         self.finalize = pass_context(lambda context, value: self._new(value))
+        # Assign a new dict, because the overlay shares the old one with transformers' environment.
         self.filters = {name: self._limited(function, name) for name, function in self.filters.items()}
         # Jinja does not fold constants at compile time through a filter that takes the context.
         self.filters[" new"] = pass_context(lambda context, value: self._new(value))
@@ -159,9 +164,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             and _WIDTH.search(value.replace("%%", ""))
         ):
             raise TemplateError("the width of a field is an argument or in the millions")
+        # For lists, `sum` copies the running total at every step, so its time grows with the square of the size.
         if name == "sum":
             arguments = [value, *arguments]
         if name not in _LINEAR and arguments:
+            # `join` writes the separator once per item, so only their number counts.
             if name == "join" and isinstance(value, Sequence):
                 value = len(value)
             product = max(1, _factor(value)) * sum(map(_factor, arguments))
@@ -185,6 +192,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Run an operator after checking its operands."""
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        # `a ** b` has about b times as many bits as a. `_new` bounds sums and all other numbers afterwards.
         if numbers and operator == "**" and isinstance(left, int):
             if left.bit_length() * max(right, 0) > _NUMBER_BITS:
                 raise TemplateError(f"it computes a number of more than {_NUMBER_BITS:,} bits")
@@ -197,6 +205,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps `str.format`
         name, owner = getattr(method, "__name__", ""), getattr(method, "__self__", None)
         if name in _REFUSED or isinstance(owner, str | bytes | int):
+            # Measuring an iterator would consume it. For `separator.join(items)`, the items are the value.
             args = tuple(list(item) if isinstance(item, Iterator) else item for item in args)
             value, *arguments = (args[0], owner) if name == "join" and args else (owner, *args)
             named = [item for key, item in options.items() if key not in ("_loop_vars", "_block_vars")]

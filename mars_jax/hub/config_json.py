@@ -37,6 +37,7 @@ def first_architecture(data: JsonObject) -> str | None:
 
 def _family(data: JsonObject) -> str:
     architecture, model_type = first_architecture(data), data.get("model_type")
+    # `model_type` decides only if no architecture is listed: a classifier has the model_type of its base model.
     for name, family in FAMILIES.items():
         if architecture == family.architecture or (architecture is None and model_type == name):
             return name
@@ -94,6 +95,7 @@ def from_json(data: JsonObject, generation: JsonObject | None = None) -> ModelCo
         "bos_token_id": next(iter(bos), None),
         "eos_token_ids": tuple(dict.fromkeys(eos)),
     }
+    # The family's fields replace the general ones. Gemma 3 has two ropes, and reads them itself.
     fields |= FAMILIES[family].read(data)
     if "rope" not in fields:
         fields["rope"] = read_rope(data, theta=theta)

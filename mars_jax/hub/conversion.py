@@ -84,7 +84,9 @@ def convert(
         manifest = {"source": os.fspath(source), "dtype": floating, "bits": bits, "checksums": checksums}
         write_json(new_directory / MANIFEST, manifest)
         sync_directory(new_directory)
+        # Check again: during a long conversion, another process may have written to the destination.
         _check_free(target, overwrite)
+        # `os.rename` cannot replace a directory that is not empty. `staging` deletes the old one at the end.
         if target.exists():
             os.rename(target, staged / "old")
         os.rename(new_directory, target)
@@ -118,9 +120,11 @@ def _check_free(target: Path, overwrite: bool) -> None:
 def _copy_files(source: Path, place: Path, dtype: str) -> None:
     """Copy all files except the weights, such as the tokenizer and template; set the new dtype in config.json."""
     for file in sorted(source.iterdir()):
+        # Leave out config.json, which is rewritten below, and the index, whose shards are not copied.
         is_copied = file.suffix in (".json", ".model", ".jinja", ".txt") and file.name != "config.json"
         if is_copied and file.is_file() and not file.name.endswith(".index.json"):
             shutil.copyfile(file, place / file.name)
     data = read_json(source / "config.json") | {"torch_dtype": dtype}
+    # `dtype`, the key of transformers 5, would take precedence over `torch_dtype`.
     data.pop("dtype", None)
     write_json(place / "config.json", data)

@@ -69,6 +69,7 @@ def restore_params(
     conversion = _read_manifest(directory)
     # The dtype that `convert` was called with: "int8" or "int4" for quantised matrices, else the floating-point one.
     stored = next((name for name, bits in settings.BITS.items() if bits == conversion.bits), conversion.dtype)
+    # Loading casts only between floating-point dtypes. It neither rounds weights nor restores rounded ones.
     if dtype not in (None, stored) and (dtype in settings.BITS or stored in settings.BITS):
         raise MarsError(
             f"'{directory}' was converted to {stored} and the dtype is {dtype}: leave it out, or convert with --dtype "
@@ -123,6 +124,7 @@ def _read_array(path: Path, array: Weight, floating: str, sharding: Sharding | N
         if bits is None:
             expected = [Leaf(array.shape, floating, sharding)]
         else:
+            # Values of a 4-bit matrix are [in / G, G, out]. `Int8.leaves` ignores the group.
             group = file.get_slice(FIELDS[0]).get_shape()[1]
             expected = FORMS[bits].leaves(array.shape, sharding, group)
         fields = [_place(file.get_slice(name), leaf) for name, leaf in zip(FIELDS, expected, strict=False)]

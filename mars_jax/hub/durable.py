@@ -18,6 +18,7 @@ def writing(target: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except MarsError as error:
+        # A MarsError may wrap another library's error about a full disk.
         raise unwritable(error, target) or error from error.__cause__
     except Exception as error:
         if full := unwritable(error, target):
@@ -52,6 +53,7 @@ def check_place(target: str | os.PathLike[str]) -> None:
 
 def sync(path: Path) -> None:
     """Wait until a file, or the entries of a directory, are on disk."""
+    # A directory can be opened only for reading, which is enough for fsync.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -80,7 +82,9 @@ def write_whole(path: Path, text: str) -> None:
     except OSError:
         staged.unlink(missing_ok=True)
         raise
+    # The text is on disk before the rename, so a crash leaves either the old file or the new one.
     staged.replace(path)
+    # The new name is on disk only after the directory is.
     sync(path.parent)
 
 

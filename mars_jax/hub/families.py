@@ -66,6 +66,7 @@ def _read_mistral(data: JsonObject) -> Fields:
     window = data.get("sliding_window", 4096)  # the first Mistral has no such key; null means no window
     return {
         "windows": (window,) * data["num_hidden_layers"],
+        # The default of MistralConfig. `from_json` reads an absent key as one per query head.
         "num_kv_heads": count(data, "num_key_value_heads", 8),
     }
 
@@ -79,6 +80,7 @@ def _qwen_windows(data: JsonObject) -> tuple[int | None, ...]:
     layers, window = data["num_hidden_layers"], data.get("sliding_window")
     if not data.get("use_sliding_window") or window is None:
         return (None,) * layers
+    # As in transformers: without `layer_types`, layers from `max_window_layers` on have a window.
     first = data.get("max_window_layers", 28)
     return _windows(data.get("layer_types") or _types(i >= first for i in range(layers)), window)
 
@@ -138,6 +140,7 @@ def _write_qwen3_moe(config: ModelConfig) -> JsonObject:
         "num_experts_per_tok": config.experts_per_token,
         "moe_intermediate_size": config.expert_size or config.intermediate_size,
         "norm_topk_prob": config.normalize_experts,
+        # A step of 1 excludes no layer, because `mlp_only_layers` already lists all dense ones.
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(config.dense_layers),
     }
@@ -179,6 +182,7 @@ def _read_gemma3(data: JsonObject) -> Fields:
     if unexpected:
         raise MarsError(f"rope_parameters has {unexpected[0]}: in Gemma 3 it has one entry per layer type.")
 
+    # In the layout of transformers 4, rope_scaling applies only to layers with full attention.
     full = {"rope_parameters": nested.get(_FULL)}
     sliding = {"rope_parameters": nested.get(_SLIDING), "rope_scaling": None}
     pattern = count(data, "sliding_window_pattern", count(data, "_sliding_window_pattern", 6))
@@ -206,6 +210,7 @@ def _write_gemma3(config: ModelConfig) -> JsonObject:
     return _write_gemma2(config) | {"rope_local_base_freq": local.theta}
 
 
+# Defaults of transformers' config classes. The text_config of Gemma 3 with images omits most of them.
 _GEMMA = {
     "num_key_value_heads": 4,
     "head_dim": 256,

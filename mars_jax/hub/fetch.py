@@ -148,6 +148,7 @@ def _weight_patterns(repository: str) -> list[str]:
         files = [sibling.rfilename for sibling in HfApi().model_info(repository).siblings or ()]
     except Exception:  # offline: a cached snapshot may still serve
         return ["model*.safetensors", "pytorch_model*.bin"]
+    # Only the top level counts, because subfolders may hold other formats of the model.
     if any(file.endswith(".safetensors") and "/" not in file for file in files):
         return ["model*.safetensors"]
     return ["pytorch_model*.bin"]

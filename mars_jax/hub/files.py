@@ -104,9 +104,11 @@ def is_here(name_or_path: str | os.PathLike[str]) -> bool:
 def _is_whole(directory: Path) -> bool:
     """Return whether a downloaded checkpoint has all of its weights; an interrupted download leaves only some."""
     files = [file.name for file in directory.iterdir() if file.is_file()]
+    # As in `tensors`, an index counts only if the single file is absent.
     for index in (name for name in files if name.endswith(".index.json")):
         if index.removesuffix(".index.json") not in files:
             return bool(_shards(directory, index, _weight_map(directory, index)))
+    # Without its index, a shard does not show how many others there are.
     return any(name.endswith((".safetensors", ".bin", ".pt")) and "-of-" not in name for name in files)
 
 
@@ -229,6 +231,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     version = version_of(path)
     try:
         with open(path, "rb") as file:
+            # The file begins with the size of its JSON header: 8 bytes, little-endian.
             size = int.from_bytes(file.read(8), "little")
             if size > JSON_BYTES:
                 raise ValueError(f"its header has {size:,} bytes, and at most {JSON_BYTES:,} are read")
@@ -251,6 +254,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
                     numbers = np.fromfile(file, dtype, count)
             except OSError as error:
                 raise MarsError(f"tensor {name} of '{path}' cannot be read ({error}).") from None
+            # At the end of a file, `np.fromfile` returns fewer numbers and raises no error.
             if len(numbers) < count:
                 raise MarsError(f"'{path}' ends within tensor {name}: download it again.")
             check_version(path, version)
@@ -289,6 +293,7 @@ def _bin(path: Path) -> dict[str, Tensor]:
             raise MarsError(
                 f"'{path}' is truncated, corrupt or unsafe ({reason}): download it again."
             ) from None
+    # A .bin file may hold any other value, or tensors without rows to read: sparse, nested, or without data (meta).
     if not isinstance(state, dict) or not all(
         isinstance(name, str)
         and isinstance(value, torch.Tensor)
@@ -306,6 +311,7 @@ def _bin(path: Path) -> dict[str, Tensor]:
                 part = torch.atleast_1d(tensor.detach())[first:last].contiguous()
                 if part.dtype == torch.bfloat16:  # not a numpy dtype
                     return part.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+                # torch conjugates and negates lazily, by a flag that numpy does not support.
                 return part.resolve_conj().resolve_neg().numpy()
             except (TypeError, RuntimeError):  # numpy lacks the dtype, or torch cannot slice such a tensor
                 raise _quantised(name, path, tensor.dtype) from None

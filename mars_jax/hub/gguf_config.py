@@ -66,6 +66,7 @@ def read_gguf_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
     except MarsError as error:
         raise MarsError(f"'{file.path}': {error}") from None
     kinds = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+    # llama.cpp keeps vectors in float32 in files of any type, so only matrices count.
     matrices = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     if len(matrices) != 1:
         return config, None
@@ -84,6 +85,7 @@ def gguf_to_json(file: GGUFFile) -> JsonObject:
         )
     hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
     head_dim = _number(file, "attention.key_length")
+    # llama.cpp's default for files without `attention.key_length`.
     if head_dim is None and hidden and heads:
         head_dim = hidden // heads
     stops = [file.get(f"tokenizer.ggml.{name}_token_id") for name in _STOPS]
@@ -100,6 +102,7 @@ def gguf_to_json(file: GGUFFile) -> JsonObject:
         "rms_norm_eps": _decimal(file.of_model("attention.layer_norm_rms_epsilon")),
         "rope_theta": _decimal(file.of_model("rope.freq_base")),
         "rope_scaling": _scaling(file),
+        # No key lists tied embeddings or biases. The tensors show them.
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
@@ -127,6 +130,7 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
     window = next(filter(None, config.windows), 0)
     neutral = _NEUTRAL | {
         "attention.key_length_swa": width,
+        # 0 selects llama.cpp's default.
         "attention.scale": ((config.query_scalar or config.head_dim) ** -0.5, 0),
         # A window at least as long as the context has no effect.
         "attention.sliding_window": (
@@ -140,10 +144,12 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         "rope.dimension_count": width,
         "rope.dimension_count_swa": width,
     }
+    # With YaRN, the factor is part of the config (see `_scaling`).
     if config.rope.kind != "yarn":
         neutral["rope.scaling.attn_factor"] = (1,)
     if window:
         layers = [size is not None for size in config.windows]
+        # The pattern is either a period, or a list with one bool per layer.
         neutral["attention.sliding_window_pattern"] = (_WINDOW_PERIOD[file.architecture], layers)
         neutral["rope.freq_base_swa"] = ((config.local_rope or config.rope).theta,)
     return neutral

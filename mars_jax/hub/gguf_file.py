@@ -103,6 +103,7 @@ class GGUFFile:
                 file.seek(begin + first * width)
                 data = np.fromfile(file, np.uint8, (last - first) * width)
             check_version(path, version)
+            # A truncated file gives fewer bytes, and `reshape` then raises ValueError.
             return data.reshape(last - first, width)
         except (OSError, ValueError) as error:
             raise MarsError(f"tensor {name} of '{path}' cannot be read ({error}).") from None
@@ -157,9 +158,11 @@ def read_gguf(path: Path) -> GGUFFile:
             "one folder."
         )
     headers = [_read_header(part) for part in parts]
+    # A file that was never split has no such keys. llama-gguf-split sets the count to 0 when it merges parts.
     numbers = [(values.get("split.no", 0), values.get("split.count") or 1) for values, _ in headers]
     values = headers[0][0]
     tensors = {name: tensor for _, part_tensors in headers for name, tensor in part_tensors.items()}
+    # The joined dict keeps one of several tensors with the same name, so count them per part as well.
     total = sum(len(part_tensors) for _, part_tensors in headers)
     expected = total
     if len(parts) > 1:
@@ -212,6 +215,7 @@ class _Header:
         if (version := self._number("I")) not in (2, 3):
             raise ValueError(f"it is of version {version}, and 2 and 3 can be read")
         num_tensors, num_values = self._number(), self._number()
+        # A comprehension evaluates the key before the value, which is the order in the file: key, type, value.
         values = {self._text().decode(): self._value(self._number("I")) for _ in range(num_values)}
         entries = [self._entry() for _ in range(num_tensors)]
         alignment = values.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
@@ -223,6 +227,7 @@ class _Header:
         for name, shape, kind, offset in entries:
             kind = gguf.GGMLQuantizationType(kind)
             tensor = tensors[name] = GGUFTensor(shape, kind, data + offset, self._path, self._version)
+            # Raises if a row does not consist of whole blocks, which `GGUFFile.stored` relies on.
             _size(math.prod(shape[-1:]), tensor.kind)
             self._check(tensor.begin + _size(math.prod(shape), tensor.kind))
         if len(values) != num_values or len(tensors) != num_tensors:

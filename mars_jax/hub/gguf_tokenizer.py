@@ -39,10 +39,13 @@ class _Split(NamedTuple):
     bos: bool = False  # default of `tokenizer.ggml.add_bos_token`
 
 
+# Alternatives, in order: contractions, words, numbers, punctuation, and white space.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+# Llama 3 and Qwen 2 share these parts, and differ in the pattern for digits that goes between them.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+# Tekken splits a word between a lower-case and an upper-case letter. Marks and letters without case count as both.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -84,6 +87,7 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     kinds = {token: (i, types[i]) for i, token in enumerate(tokens) if types[i] != _UNUSED}
     builders: dict[str, Build] = {"gpt2": _byte_level, "llama": _sentencepiece}
     tokenizer, bos = _look_up(file, "tokenizer.ggml.model", builders)(file, kinds)
+    # These tokens are matched before the text is split into words. Special ones are left out of decoded text.
     tokenizer.add_tokens(
         [
             AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
@@ -93,6 +97,7 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     )
     ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED.items()}
     named: dict[str, Any] = {name: tokens[i] for name, i in ids.items() if i is not None}
+    # The default for BOS depends on the model and the pre-tokenizer. EOS is off by default.
     for end, default in (("bos", bos), ("eos", False)):
         if file.get(f"tokenizer.ggml.add_{end}_token", default):
             named[f"add_{end}_token"] = True
@@ -124,11 +129,13 @@ def _byte_level(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Toke
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     split = _look_up(file, "tokenizer.ggml.pre", _SPLITS)
+    # The byte-level alphabet has no space, so the space separates the two tokens of a merge.
     merges = [tuple(pair.split(" ")) for pair in file.get("tokenizer.ggml.merges")]
     vocab = {token: i for token, (i, _) in kinds.items()}
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=split.ignore_merges))
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
+    # The patterns do all the splitting. `ByteLevel` then only maps bytes to characters.
     words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, as_bytes])
@@ -163,6 +170,7 @@ def _sentencepiece(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[T
     decoder: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if file.get("tokenizer.ggml.add_space_prefix", True):
         normalizer.insert(0, normalizers.Prepend(_SPACE))
+        # `Strip` applies to each piece, so it must follow `Fuse`, which joins all pieces into one.
         decoder.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(normalizer)
     tokenizer.decoder = decoders.Sequence(decoder)

@@ -139,6 +139,7 @@ def load(
     if is_converted(directory):
         params, dtype = restore_params(directory, config, dtype, shardings=shardings, check=check)
     else:
+        # By default, packed matrices stay at 4 bits, except in GGUF files, which are dequantised.
         keep_packed = dtype is None and not is_gguf(directory) and packing(directory) is not None
         dtype, bits = resolve_dtype(dtype, stored_dtype)
         params = read_params(directory, config, dtype, bits, keep_packed=keep_packed, shardings=shardings)
@@ -249,6 +250,7 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     table = {row.name: row for row in weights(config)}
 
     def harmless(name: str) -> bool:
+        # Files may store a copy of a tied embedding as lm_head, and the vision model of Gemma 3.
         tied = config.tie_embeddings and name == "lm_head.weight"
         of_images = config.family == "gemma3_text" and _IMAGES.search(name)
         return bool(DERIVED.search(name) or tied or of_images)
@@ -280,6 +282,7 @@ def read_leaf(
     """
     parts = [named_tensors[row.name] for row in rows]
     if keep_packed:
+        # Keep the packing only for weights that params can hold in 4 bits: no embeddings and no experts.
         is_packed = all(tensor.blocks is not None for _, tensor in parts)
         bits = 4 if is_packed and bits_of(leaf, 4) == 4 else None
     else:

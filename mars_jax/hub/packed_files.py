@@ -66,6 +66,7 @@ def packing(directory: Path) -> JsonObject | None:
     quantization = quantization_config(directory)
     if quantization is None:
         return None
+    # Check this first: rotations and sparsity also occur in checkpoints that `scaled_files` reads.
     _check_forward(directory, quantization)
     if quantization.get("quant_method") not in _READERS:
         return None
@@ -86,6 +87,7 @@ def _is_readable(config: JsonObject) -> bool:
         weights = group_weights(config)
         is_int4 = all(w.get("num_bits") == 4 and w.get("type", "int") == "int" for w in weights)
         return is_int4 and config.get("format") == "pack-quantized"
+    # AutoAWQ names the setting `w_bit`, transformers `bits`.
     if config.get("bits", config.get("w_bit")) != 4:
         return False
     if config["quant_method"] == "gptq":
@@ -144,6 +146,7 @@ def unpacked_tensors(
     Raises:
       MarsError: a piece of a matrix is missing.
     """
+    # The pieces of a matrix may be in different files, so the matrices come after the last file.
     pieces: dict[str, dict[str, Tensor]] = {}
     for file in files:
         other_tensors = {}
@@ -211,6 +214,7 @@ def _tensor(
 
     outputs, inputs, groups = sizes
     size = inputs // groups
+    # `Int4` needs groups of neighbouring inputs. g_idx lists the group of each input, or -1 if they are neighbours.
     neighbours = True
     if stored_group := pieces.get("g_idx") or pieces.get("weight_g_idx"):
         group = stored_group.read()
@@ -227,6 +231,7 @@ def _fit_float16(scales: Tensor) -> bool:
     wide = scales.read().astype(np.float32)
     with np.errstate(over="ignore"):
         error = np.abs(wide.astype(np.float16).astype(np.float32) - wide)
+    # bfloat16 has 8 significant bits, a relative rounding error of up to 2^-8. Allow half of that.
     return bool(np.all(error <= np.abs(wide) * 2.0**-9))
 
 

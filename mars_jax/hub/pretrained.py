@@ -180,6 +180,7 @@ class Pretrained:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         special = {token.content: i for i, token in added.items() if token.special}
         ends = [token for token in special if token and chat_ending.startswith(token)]
+        # One special token may begin with another, so take the longest that fits.
         ids = [special[token] for token in sorted(ends, key=len)[-1:]]
         if self.tokenizer.eos_token_id is not None:
             ids.append(int(self.tokenizer.eos_token_id))
@@ -224,6 +225,7 @@ class Pretrained:
             token = self.tokenizer.convert_ids_to_tokens(bos)
         else:
             token = self._plain.id_to_token(bos)
+        # If the prompts themselves begin with two BOS tokens, the tokenizer may have added none.
         if not all(str(prompt).startswith(2 * token) for prompt in twice):
             errors.warn(
                 f"a prompt begins with {token}, which the tokenizer of '{self.name}' adds as well, so that the model "
@@ -266,6 +268,7 @@ class Pretrained:
 
         try:
             with catch_panics(self.name), _bounded_templates():
+                # Render a long conversation to text first, so that one far above the limit is not encoded in full.
                 if sum(len(str(turn["content"])) for turn in turns) > PREFIXES[0]:
                     self._check_length(apply(tokenize=False))
                 encoded = apply(tokenize=True, return_dict=True)
@@ -301,6 +304,7 @@ class Pretrained:
                     encoded = self.tokenizer(list(prompts))["input_ids"]
                 else:
                     encoded = [encoding.ids for encoding in self._plain.encode_batch(prompts)]
+        # An empty prompt or encoding is an error, which `encode` reports.
         if len(encoded) != len(prompts) or not all(encoded) or not all(prompts):
             return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]
         self._warn_of_second_bos(prompts, encoded)
@@ -378,6 +382,7 @@ def token_ids(name: str, values: Any, vocab_size: int | None = None) -> tuple[in
         raw = tuple(values.tolist() if hasattr(values, "tolist") else values)
         ids = tuple(map(operator.index, raw))
         outside = vocab_size is not None and any(not 0 <= i < vocab_size for i in ids)
+        # `operator.index` accepts True and False, which are not token ids.
         if outside or any(isinstance(i, bool) for i in raw):
             raise ValueError
     except (TypeError, ValueError):

@@ -101,6 +101,7 @@ def _settings(data: JsonObject, base: str) -> JsonObject:
         for key, value in values.items():
             if value is None:
                 continue
+            # Old files call the kind `type`.
             earlier = settings.setdefault("rope_type" if key == "type" else key, value)
             if value is not earlier and value != earlier:
                 raise MarsError(

@@ -87,6 +87,7 @@ def save(
     target = free_directory(path, overwrite=overwrite)
     arrays = named_arrays(weights(config), params)
     data = to_json(config, dtype=arrays["model.embed_tokens.weight"].dtype.name)
+    # A family may lack a key for some field. Reading the file back shows whether all fields survive.
     if from_json(data) != config:
         raise MarsError(f"the family '{config.family}' cannot express this config: choose another family.")
     return write_directory(target, arrays, data)
@@ -106,6 +107,7 @@ def write_directory(
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
+    # Follow a link, so that the directory behind it is replaced and not the link.
     place = Path(os.path.realpath(target))
     with writing(target), staging(place) as staged:
         new_directory = staged / "new"

@@ -67,6 +67,7 @@ def _block_size(directory: Path) -> object:
     for weights in group_weights(quantization):
         if structure := weights.get("block_structure"):
             return structure
+        # A group size of -1 stands for one scale per output.
         if (size := weights.get("group_size")) not in (None, -1):
             return [1, size]
     return None

@@ -46,6 +46,7 @@ def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:
             with ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(place, _named(state))
         except BaseException:
+            # Orbax writes into a temporary directory next to `place`, and leaves it there if it fails.
             for partial in place.parent.glob(f"{glob.escape(place.name)}.orbax-checkpoint-tmp*"):
                 shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -65,6 +66,7 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
     import orbax.checkpoint as ocp
 
     check_path(path)
+    # The current default device, which `jax.default_device` may have changed.
     default = SingleDeviceSharding(jnp.zeros(()).devices().pop())
     paths, structure = jax.tree.flatten_with_path(like)
     leaves = {_name(path): leaf for path, leaf in paths}

@@ -38,6 +38,7 @@ class HostArray:
         indices: Iterable[Any] = [tuple(slice(n) for n in shape)]
         if sharding is not None:
             indices = sharding.addressable_devices_indices_map(shape).values()
+        # Devices with the same part share a buffer.
         self.parts = {box: _empty([b - a for a, b in box], self.dtype) for box in map(self._box, indices)}
 
     def _box(self, index: Any) -> Box:

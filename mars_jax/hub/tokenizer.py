@@ -108,6 +108,7 @@ def read_plain(path: Path) -> Tokenizer | None:
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     if any(data[name] not in (None, *special) for name in _NAMED & data.keys()):
         return None  # transformers would add it
+    # tokenizer.json may enable both. transformers turns them off unless a caller requests them.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

@@ -234,11 +234,13 @@ def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> N
 
     def compare(logits: Array, expected: Array, problem: str) -> None:
         worst = float(jnp.max(jnp.abs(logits - expected)))
+        # Negated, so that NaN fails as well.
         if not worst <= tolerance:
             raise MarsError(
                 f"{problem}: logits differ by {worst:.3g} (see the contract in mars_jax.integrations.bridge)."
             )
 
+    # The reference: all tokens in one forward, with a fresh cache.
     full_logits, full_cache = run(ids, Visible.causal(zero, count), model.init_cache(2, slots))
     # All tokens at once, in a cache of junk.
     dirty, _ = run(ids, Visible.causal(zero, count), junk(model.init_cache(2, slots)))

@@ -102,6 +102,7 @@ class MarsJax(TemplateLM):
             remote.refuse(rows, "rows")
         REQUEST["max_new_tokens"].check(max_gen_toks, shown="max_gen_toks")
         default_draft = f"model:{assets.DRAFT}" if target == assets.TARGET else "none"
+        # Make flags of `generate`, so that values are parsed and checked in the same way.
         argv = [f"--target={target}", f"--draft={draft or default_draft}"]
         if choice is not None:
             argv += [f"--choice={text}" for text in str(choice).split("|")]
@@ -156,6 +157,7 @@ class MarsJax(TemplateLM):
           Answered: the run is only a part.
           MarsError: the part has none of the requests.
         """
+        # A read before the first answer, or after the end, changes nothing.
         if self._rows is None or not self._count or self._ended:
             return super().rank
         self._ended = True
@@ -209,6 +211,7 @@ class MarsJax(TemplateLM):
         if not chat_template:
             return None
         template = getattr(self.tokenizer, "chat_template", None)
+        # transformers stores a single template as a string, and several as a dict by name.
         templates = template if isinstance(template, dict) else {"default": template}
         name = "default" if chat_template is True else chat_template
         if templates.get(name) is None:
@@ -309,6 +312,7 @@ class MarsJax(TemplateLM):
             in_part = [i for i, n in enumerate(numbers) if n % self._part.step == self._part.start]
         self._count += len(requests)
         answers = [placeholder] * len(requests)
+        # A digest of each request's arguments. With it, a later run detects rows of other tasks.
         keys = [f"{kind} {digest(repr(request.args).encode())}" for request in requests]
         try:
             missing = []
@@ -339,6 +343,7 @@ class MarsJax(TemplateLM):
         """Return the log-likelihood of each continuation of its context, and whether greedy decoding generates it."""
         ask, size = super().loglikelihood, CHUNK * (self._session.batch_size or 1)
 
+        # Answer in chunks, because the rows of a chunk are written before the next chunk is scored.
         def answer(numbers: Sequence[int]) -> Iterator[tuple[float, bool]]:
             for first in range(0, len(numbers), size):
                 yield from ask(
@@ -353,6 +358,7 @@ class MarsJax(TemplateLM):
 
         def answer(numbers: Sequence[int]) -> Iterator[float]:
             for i in numbers:
+                # Leave room in every window for one token of context before the scored ones.
                 windows = utils.get_rolling_token_windows(
                     token_list=self.tok_encode(requests[i].args[0], add_special_tokens=False),
                     prefix_token=self.prefix_token_id,
@@ -374,11 +380,13 @@ class MarsJax(TemplateLM):
     def _generate(self, requests: Sequence[Instance], numbers: Sequence[int]) -> Iterator[str]:
         """Yield the completions of some requests, in their order."""
         queued = []
+        # Make the requests of other parts too, because a request's seed is its index in the whole call.
         for index, request in enumerate(requests):
             context, options = cast(tuple[str, JsonObject], request.args)
             limit, stop_strings, sampling = _options(options, self._max_gen_toks)
             if self._constraint is not None and not any(name in sampling for name in constraints.KINDS):
                 sampling["constraint"] = self._constraint
+            # Drop the beginning of a long context, to leave room for the new tokens.
             ids = self.tok_encode(context)[-max(1, self.max_length - limit) :]
             queued += make_requests(
                 self._target,
@@ -418,7 +426,9 @@ def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonOb
     stop_strings = remaining.pop("until", None) or []
     if isinstance(stop_strings, str):
         stop_strings = [stop_strings]
+    # Both names are removed, since Python evaluates the default of the outer `pop` in any case.
     limit = int(remaining.pop("max_gen_toks", remaining.pop("max_new_tokens", limit)))
+    # A task that sets only a temperature above 0 also samples.
     sampled = bool(remaining.pop("do_sample", float(remaining.get("temperature") or 0) > 0))
     sampling = {
         name: remaining.pop(name) for name in ("temperature", "top_k", "top_p", "min_p") if name in remaining
@@ -431,6 +441,7 @@ def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonOb
             f"the task asks for {', '.join(sorted(remaining))} in its gen_kwargs, which this model does not have: take "
             "it out with --gen_kwargs or in the task."
         )
+    # Greedy decoding ignores the temperature and the truncation of a task.
     if not sampled:
         sampling = {}
     elif not math.isfinite(float(sampling.setdefault("temperature", 1.0))):

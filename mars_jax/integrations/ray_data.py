@@ -75,6 +75,7 @@ class Generate:
           All columns of `batch`, and `text`, `tokens` (new token ids), `finish_reason`, and `tau` (tokens per step);
           with `log_probs=True` also `log_probs`: natural logarithms under the target, one per new token.
         """
+        # By default Ray passes a dict of numpy arrays; with batch_format="pyarrow" it passes a table.
         if not isinstance(batch, pyarrow.Table):
             batch = pyarrow.Table.from_pydict({name: list(column) for name, column in batch.items()})
         clashes = [name for name in RESULTS if name in batch.column_names]
@@ -96,6 +97,7 @@ class Generate:
         }
         if self.settings.get("log_probs"):
             log_probs = (completion.log_probs for completion in completions)
+            # With log_probs=True every completion has scores, so the columns keep equal lengths.
             columns["log_probs"] = [list(scores.log_prob) for scores in log_probs if scores is not None]
         for name, values in columns.items():
             batch = batch.append_column(name, pyarrow.array(values))

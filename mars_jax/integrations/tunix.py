@@ -70,6 +70,7 @@ def config_of(actor: Any) -> ModelConfig:
         )
     if getattr(actor_config, "num_experts", None):
         raise MarsError("the rollout's model is a mixture of experts: MarsRollout takes dense models.")
+    # The name of this setting depends on the model.
     tied = getattr(actor_config, "use_tied_embedding", getattr(actor_config, "weight_tying", False))
     return ModelConfig(
         family={"Qwen3": "qwen3", "Qwen2": "qwen2", "Llama3": "llama"}[family],
@@ -116,6 +117,7 @@ def params_from_state(state: PyTree, config: ModelConfig) -> PyTree:
             "q": matrix(attention["q_proj"]["w"]),
             "k": matrix(attention["k_proj"]["w"]),
             "v": matrix(attention["v_proj"]["w"]),
+            # [heads, head_dim, D] -> [D, heads * head_dim].
             "o": attention["o_proj"]["w"].reshape(-1, width).T,
             "gate": matrix(mlp["gate_proj"]["kernel"]),
             "up": matrix(mlp["up_proj"]["kernel"]),
@@ -217,6 +219,7 @@ class Rollout:
         del kwargs
         ids = [self._encode(text) for text in prompts]
         longest, width = max(map(len, ids)), rollout_config.max_prompt_length
+        # A prompt longer than `max_prompt_length` widens the batch to the next power of two.
         if width < longest:
             width = 1 << (longest - 1).bit_length()
         pad, max_new_tokens = self.pad_id(), rollout_config.max_tokens_to_generate
@@ -239,6 +242,7 @@ class Rollout:
         # recompilation.
         batch = dataclasses.replace(batch, width=bucket(width + max_new_tokens))
         rows = self._batch_size or default_rows(batch)
+        # A mesh may shard rows, and rows on different devices cannot share a prompt.
         shared = Shares.PROMPTS if self._mesh is None else Shares.NOTHING
         by_index = dict(Queue(batch, rows, log_probs=True, shared=shared))
         completions = [by_index[i] for i in range(len(requests))]

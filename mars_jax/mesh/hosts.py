@@ -97,6 +97,7 @@ def _can_listen(coordinator: str) -> bool:
         return True
     for family, kind, protocol, _, address in addresses:
         with socket.socket(family, kind, protocol) as tried:
+            # Connections of an earlier run in TIME_WAIT do not prevent a server from listening.
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 tried.bind(address)

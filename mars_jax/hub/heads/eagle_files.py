@@ -113,6 +113,7 @@ def from_head_json(data: JsonObject, shapes: Shapes, target: ModelConfig) -> Eag
     nested = nested_layer(data)
     if nested is not None:
         data = flatten(data, nested)
+    # Only the layer of EAGLE-3 has a norm for the target's features.
     version = 3 if "layers.0.hidden_norm.weight" in shapes else 1
     layer = layer_config(data, shapes)
     if version == 1:  # these heads draft from the target's whole vocabulary
@@ -204,6 +205,7 @@ def _feature_layers(data: JsonObject, count: int, *, states: bool) -> tuple[int,
                 f"the EAGLE head names no layers to read, and the usual ones are those of a target of at least 5, not "
                 f"of {count}: add {_LAYERS} to config.json."
             )
+        # SGLang's default, counted by outputs: it captures the inputs of layers 2, count // 2 and count - 3.
         return 1, count // 2 - 1, count - 4
     return read_layers(EagleConfig.title, _LAYERS, layers, count, states=states)
 
@@ -224,6 +226,7 @@ def to_head_json(
     if layout == "speculators" and config.version != 3:
         raise MarsError("the layout of speculators is for EAGLE-3 heads only: choose the layout 'eagle'.")
     layer = to_json(config.layer, dtype=dtype)
+    # A reader derives the layer from this config and the tensor names, and must get the same layer.
     if layer_config(layer, {canonical(row.name) for row in config.weights()}) != config.layer:
         raise MarsError(f"the family '{config.layer.family}' cannot express the head's layer: use another.")
     if config.version == 1:

@@ -77,6 +77,7 @@ def shared_fields(
     width = value_or_default(data, "target_hidden_size", target.hidden_size)
     if width != target.hidden_size:
         raise MarsError(f"the {title} is for a target of width {width}, not {target.hidden_size}: {_OTHER}.")
+    # Without `draft_vocab_size`, the rows of the unembedding give the number of draft tokens.
     rows = next(iter(shapes.get(_UNEMBED, ())), None)
     drafted = value_or_default(data, "draft_vocab_size", rows or target.vocab_size)
     if drafted != target.vocab_size and "d2t" not in shapes:
@@ -216,6 +217,7 @@ def _read(
         own_embed=config.own_embed and _EMBED not in shared,
         own_unembed=config.own_unembed and _UNEMBED not in shared,
     )
+    # Without lm_head, EAGLE-1 heads use the target's. In other heads, tied means tied to their own embedding.
     if config.feature_layers and config.layer.tie_embeddings and config.own_embed and not config.own_unembed:
         raise MarsError("lm_head tied to the head's own embedding is not supported: save both.")
 
@@ -227,6 +229,7 @@ def _read(
     if "d2t" in stored:
         offsets = stored["d2t"][1].read()
         ids = _draft_ids(config, offsets)
+        # A head without `ids` uses the target's ids, so a d2t of full size must be all zeros.
         if config.is_narrow:
             params["ids"] = jnp.asarray(ids)
         elif np.any(offsets):
@@ -279,12 +282,14 @@ def _differs(head_embed: Tensor, target_embed: jax.Array | Int8) -> bool:
         target_embed = target_embed.values  # the scale of a row does not change its direction
     for shard in target_embed.addressable_shards:
         first, last, _ = shard.index[0].indices(head_embed.shape[0])
+        # Up to 64 evenly spaced rows. The shard may also hold only some of their columns.
         ids = np.unique(np.linspace(first, last - 1, 64).round().astype(int))
         target_rows = np.asarray(shard.data[ids - first]).astype(np.float32)
         for row, target_row in zip(ids.tolist(), target_rows, strict=True):
             head_row = head_embed.rows(row, row + 1)[0, shard.index[1]].astype(np.float32)
             if norms := float(np.linalg.norm(head_row) * np.linalg.norm(target_row)):
                 cosines.append(float(head_row @ target_row) / norms)
+    # Rounding a table to 8 bits leaves the cosines far above 0.99.
     return bool(cosines) and float(np.mean(cosines)) < 0.99
 
 
