@@ -61,6 +61,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
 
     jax.config.update("jax_platforms", "cpu")  # leave the accelerator to other processes
     began, size = time.perf_counter(), 0
+    # `hub.convert` writes into this folder and renames it at the end, so a killed run leaves nothing else behind.
     place = staging_path(args.destination)
 
     def leftover() -> str:

@@ -56,6 +56,7 @@ def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
     """
     remaining, skip = [], False
     for word in argv:
+        # All words up to the next flag are values of this one, so their number need not be known.
         if word.startswith("--"):
             skip = word.partition("=")[0] in flags
         if not skip:
@@ -227,6 +228,7 @@ class Present:
         return self._has(name) or any(_holds(row.given.get(_key(name))) for row in self._rows)
 
     def _has(self, flag: str) -> bool:
+        # --stream and --no-stream both set `stream`, to True or False.
         if flag == "--no-stream":
             return getattr(self._args, "stream", None) is False
         key, value = _key(flag), flag.partition(" ")[2]
@@ -245,6 +247,7 @@ class Present:
         """
         for name in names:
             sentence = f"{name} does not apply {why}."
+            # A name with dashes is a flag. Any other name is a key in the rows of a prompts file.
             if name.startswith("--"):
                 if self._has(name):
                     raise MarsError(sentence)
@@ -273,6 +276,7 @@ class Present:
                 cure = f"leave it out, or draft with {drafters_that(trait)}"
                 self.refuse(names, f"to --draft {draft.kind}, which {lacks}: {cure}")
         tree = self._args.tree
+        # A static tree is a tuple: the children per node at each depth. With one child at every depth it is a chain.
         dynamic = tree is not None and not isinstance(tree, tuple)
         if dynamic and not draft.definition.dynamic:
             cure = "give the children per node at each depth, such as 4-2-2-1"

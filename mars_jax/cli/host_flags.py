@@ -32,6 +32,7 @@ def joined(args: argparse.Namespace, rows: object, out: IO[str]) -> Iterator[IO[
             hosts.check_equal((shared_flags, rows), "flags or prompts")
             yield place
     except jax.errors.JaxRuntimeError as error:
+        # A collective raises this error if another process of the run has died.
         if jax.process_count() == 1:
             raise
         raise MarsError(
@@ -45,10 +46,13 @@ def _printing(out: IO[str]) -> Iterator[IO[str]]:
     if not jax.distributed.is_initialized():
         yield out
         return
+    # The duplicate leads to the user's stdout. The original descriptor is redirected to stderr, because C libraries
+    # write to it directly, below `sys.stdout`.
     with os.fdopen(os.dup(out.fileno()), "w", encoding="utf-8") as place:
         os.dup2(2, out.fileno())  # Gloo, the collectives of CPU devices, prints its connections
         if hosts.is_first():
             yield place
             return
+    # Other processes would only repeat the result and the notes of the first one.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         yield nowhere

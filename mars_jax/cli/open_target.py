@@ -76,6 +76,8 @@ def check_draft(target: Pretrained, draft: DraftSpec) -> None:
       MarsError: see `hub.outline` and `shared_tokens`; or the draft does not exist.
     """
     path = draft.path
+    # A head is compared with the target when its weights load. For now it only has to exist, and its checkpoint on
+    # the hub is downloaded without the weights.
     if draft.kind != "model":
         if draft.checkpoint:
             resolve(draft.checkpoint, weights=False)

@@ -70,6 +70,7 @@ class Parser(argparse.ArgumentParser):
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
         for group in self._action_groups:
+            # Copy the actions, since --help-all prints their full texts.
             shortened = [copy.copy(action) for action in group._group_actions if action.dest in self._short]
             for action in shortened:
                 action.help = (action.help or "").partition("; ")[0]
@@ -102,6 +103,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise MarsError instead of printing argparse's usage. Suggest a similar flag or choice."""
         suggestion = ""
+        # argparse passes only a finished message, so extract the flag or the value from it. Some versions of Python
+        # quote the choices and others do not.
         invalid = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if message.startswith("unrecognized arguments: "):
             flag = next((word for word in message.split()[2:] if word.startswith("--")), "")
@@ -118,8 +121,10 @@ class Parser(argparse.ArgumentParser):
         An empty value usually comes from an unset shell variable. It would silently select the default or the current
         folder. A URL in place of a local path would become a folder of that name.
         """
+        # The long form of a flag, or the metavar of a positional argument.
         name = [str(action.metavar or action.dest), *action.option_strings][-1]
         is_path = action.type is Path or action.metavar in PATHS
+        # An empty PROMPT is refused later, with a message about prompts.
         if "" in arg_strings and (action.option_strings or action.metavar in PATHS):
             cure = ", or leave it out" if action.option_strings else ""
             raise MarsError(f"{name} is empty; a shell variable may be unset: give it a value{cure}.")
@@ -156,6 +161,7 @@ def command(
     """
 
     def parsed(argv: Sequence[str] | None, out: IO[str]) -> None:
+        # `_program` has redirected stdout to stderr, but --help and --version belong on stdout.
         with contextlib.redirect_stdout(out):
             args = parse(argv)
         try:
@@ -176,6 +182,7 @@ def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence
     quiet()
     with heartbeat():
         code = _program(run, argv)
+    # If JAX was never imported, this process has not joined any others.
     if code and "jax" in sys.modules:
         from mars_jax.mesh import hosts
 
@@ -192,6 +199,8 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
             try:
                 run(argv, out)
             except (RuntimeError, AssertionError):
+                # JAX starts its devices at their first use, which may be anywhere. If that failed, replace the error
+                # by a clear one.
                 if "jax" in sys.modules:
                     from mars_jax.mesh import hosts
 
@@ -199,6 +208,8 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
                 raise
             finally:
                 try:
+                    # Flush now. If the flush at the exit of Python failed, it would print several lines and change
+                    # the exit code.
                     out.flush()
                 except OSError as error:
                     _discard(out)
@@ -214,6 +225,7 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
     except BrokenPipeError:
         return BROKEN_PIPE
     except (Exception, SystemExit) as error:
+        # SystemExit in a user's file is an error. After --help it comes from argparse, and is raised again below.
         # Keep tracebacks of bugs in this package.
         problem = user_code.failure(error, user_code.frames_in(user_code.MODULES, error))
         if problem is not None:

@@ -55,6 +55,7 @@ class _Activities:
 @contextlib.contextmanager
 def busy(name: str) -> Iterator[None]:
     """Show a spinner on a terminal during work whose progress cannot be measured."""
+    # Every command imports this module, so import rich only when there is something to show.
     from mars_jax.cli.generate.terminal import console
 
     screen = console(sys.stderr)
@@ -77,6 +78,7 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
     from mars_jax.cli.generate.terminal import console
 
     screen = console(sys.stderr)
+    # A disabled bar draws nothing, but it still estimates the remaining time, which the heartbeat prints.
     bars = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -92,6 +94,7 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
         [task] = bars.tasks
 
         def show(num_done: int, total: int | None, text: str = "") -> None:
+            # Update the count first, because the remaining time is estimated from it.
             bars.update(task.id, completed=num_done, total=total)
             parts = []
             if total is not None:

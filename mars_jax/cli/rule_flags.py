@@ -38,6 +38,7 @@ def add_rule_flags(
     for name, settings in _flags().items():
         if name in instead:
             continue
+        # Rules that share a setting agree on its type, so the first rule determines the form of the flag.
         flag, help_text, (_, setting) = flag_of(name), _help(name, settings), settings[0]
         if setting.kind is bool:
             group.add_argument(flag, action="store_true", default=None, help=help_text)
@@ -77,6 +78,7 @@ def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) ->
       MarsError: see `choose_with_weights` and `lab.theta.rule_of_file`.
     """
     if "theta" in given and not is_number(given["theta"].text):
+        # Look up the function by name, because `cli.generate` must not import `lab`.
         return load_function("mars_jax.lab.theta:rule_of_file")(spec, given)
     return choose_with_weights(spec or default, given), None
 
@@ -128,6 +130,7 @@ def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
     """Return the help text of a setting, for the rules that use it. Rules with the same meaning share one text."""
     rules_by_text: dict[str, list[str]] = {}
     for rule, setting in settings:
+        # The short help ends at the first semicolon, so the choices and the default go before it.
         text, semicolon, details = setting.help.partition("; ")
         if setting.choices:
             text += ": " + ", ".join(f"{choice} ({means})" for choice, means in setting.choices.items())
@@ -137,6 +140,7 @@ def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
     help_text = "; ".join(f"{', '.join(rules)}: {text}" for text, rules in rules_by_text.items())
     if name == "theta":
         help_text += "; or a file that calibrate wrote, with which its rule goes"
+    # argparse applies % formatting to help texts.
     return help_text.replace("%", "%%")
 
 

@@ -48,12 +48,15 @@ def handle() -> None:
 
     Call it from the main thread before any slow work, such as imports.
     """
+    # A signal that is ignored, as under nohup, or that another program already handles keeps its handler.
     numbers = [number for number, default in _DEFAULTS.items() if signal.getsignal(number) == default]
     reading, _state.writing = os.pipe()
+    # Python writes to the pipe inside the C handler of a signal, which must never block.
     os.set_blocking(_state.writing, False)
     signal.set_wakeup_fd(_state.writing, warn_on_full_buffer=False)
     for number in numbers:
         signal.signal(number, _on_signal)
+    # Keep the terminal's settings, which `readline` changes while it reads a line. stdin need not be a terminal.
     with contextlib.suppress(termios.error):
         _state.terminal = termios.tcgetattr(0)
     for _ in range(2):  # the second thread reads signals that arrive while the first one ends the process
@@ -108,6 +111,7 @@ def stoppable() -> Iterator[threading.Event]:
 @contextlib.contextmanager
 def raising() -> Iterator[None]:
     """Raise KeyboardInterrupt on Ctrl-C, for a block that waits for a line of input."""
+    # `stoppable` keeps `_watch` from ending the process at the first Ctrl-C.
     with stoppable():
         try:
             _state.raises = True
@@ -118,6 +122,8 @@ def raising() -> Iterator[None]:
 
 def _watch(reading: int) -> None:
     while True:
+        # Read and react in one turn. Otherwise both threads could read a Ctrl-C before either sets `stop`, and the
+        # second Ctrl-C would have no effect.
         with _state.turn:
             # Python writes the number of each signal as one byte.
             number = os.read(reading, 1)[0]
@@ -146,12 +152,14 @@ def _end(number: signal.Signals) -> None:
         if _state.printing.acquire(blocking=False):
             _print(text)
     finally:
+        # A normal exit would wait for the main thread, which may be compiling. Shells use the same exit code.
         os._exit(128 + number)
 
 
 def _print(text: str) -> None:
     """Restore the terminal and write the last line directly to stderr, because the main thread may hold its lock."""
     with contextlib.suppress(OSError, termios.error):
+        # The kernel would stop a background process that changes the terminal's settings.
         if _state.terminal is not None and os.tcgetpgrp(0) == os.getpgrp():
             termios.tcsetattr(0, termios.TCSADRAIN, _state.terminal)
     with contextlib.suppress(OSError):

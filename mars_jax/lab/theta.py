@@ -69,6 +69,7 @@ class ThetaFile(NamedTuple):
     def check_weights(self, target: Pretrained, drafter: LoadedDrafter, rule: LoadedRule) -> None:
         """Raise MarsError if the weights of a run are not those of the calibration; see `pair_fingerprints`."""
         run_weights = pair_fingerprints(target, drafter, rule)
+        # A component may have weights on one side only, such as a rule with a trained head.
         for name in self.weights | run_weights:
             if self.weights.get(name) != run_weights.get(name):
                 raise MarsError(
@@ -102,6 +103,7 @@ def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoi
         )
     else:
         spec = file.spec
+    # Flags may repeat settings of the file, but not contradict them.
     file.check_settings(choose(spec, {k: v for k, v in given.items() if k != "theta"}).settings)
     return RuleChoice(spec, file.rule).but(theta=file.theta), file
 

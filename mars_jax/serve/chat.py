@@ -89,6 +89,7 @@ class Running:
         """Grow the buffer to hold `length` tokens, or the model's whole context if that is shorter."""
         context = self.session.target.config.max_positions
         if self._width < min(length, context):
+            # At least double the width, so that a growing conversation rarely triggers a compilation.
             self._width = bucket(min(max(length, WIDTH, 2 * self._width), context))
             self._queue = None
 
@@ -174,6 +175,7 @@ class Chat:
     @classmethod
     def over(cls, running: Running, ask: Ask) -> Self:
         """Make a conversation that uses an existing `Running` and builds its requests with `ask`."""
+        # `__init__` would open a second session.
         chat = cls.__new__(cls)
         chat._begin(running, ask)
         return chat
@@ -239,6 +241,7 @@ class Chat:
                         answer = ""
                     yield event
         except GeneratorExit:
+            # The caller closed the stream early, so the answer is the text so far.
             if answer:
                 self._add(turns, answer)
             raise

@@ -172,5 +172,6 @@ def _requests_and_rule(
     check_relaxes(rule, requests)
     if samples == 1:
         return requests, rule
+    # Request i is a sample of prompt i // samples, and takes the rule's values for that prompt.
     prompt_indices = [i // samples for i in range(len(requests))]
     return requests, rule._replace(rule=take_rows(rule.rule, prompt_indices, len(requests) // samples))

@@ -84,11 +84,13 @@ def score(
             raise MarsError(
                 f"text {number} has {len(text)} tokens and '{target.name}' a context of {context}: cut it."
             )
+    # Batches come in order of length, so collect the scores by the index of the text.
     results: dict[int, Scored] = {}
     for indices, tokens in _batches_by_length(texts, of_mesh(target, rows), context):
         with target.on_mesh():
             log_p, stats = fetch(_score(target.model, target.params, jnp.asarray(tokens)))
         for row, i in enumerate(indices):
+            # The last token predicts no other, and the columns after it are padding.
             n = len(texts[i]) - 1
             columns = (log_p, stats.id1, stats.id2, stats.top1, stats.top2)
             results[i] = Scored(*(column[row, :n] for column in columns), tokens=tuple(texts[i]))
@@ -133,7 +135,9 @@ def _score_rows(model: LanguageModel, params, tokens):
         stats = node_stats(logits, logsumexp=True)
         targets = jax.lax.dynamic_slice_in_dim(next_tokens, first, size, axis=1)
         assert stats.logsumexp is not None
+        # log p(token) = z[token] - logsumexp(z)
         return jnp.take_along_axis(logits, targets[..., None], axis=2)[..., 0] - stats.logsumexp, stats
 
+    # Join the parts: [parts, R, size] becomes [R, L - 1].
     scores = jax.lax.map(part, jnp.arange(0, next_tokens.shape[1], size, dtype=jnp.int32))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1)[:, : length - 1], scores)

@@ -67,6 +67,7 @@ class RequestGuides(NamedTuple):
         spans = [request.spans for request in requests]
         start_states = [FIRST] * len(requests)
         for row, (request, span) in enumerate(zip(requests, spans, strict=True)):
+            # A prompt may end inside a span, so the completion starts in the state after the prompt.
             if span is not None and self.words is not None:
                 start_states[row] = span.table(self.words).run(request.prompt_tokens)
         return GuideRows(
@@ -86,6 +87,7 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
     if not constraints and not spans:
         return RequestGuides()
     size = target.config.vocab_size
+    # A constraint on token ids reads no text, so it also works without a tokenizer.
     words = Vocabulary(tokens=(None,) * size)
     if spans or any(constraint.kind != "tokens" for constraint in constraints):
         if not target.has_tokenizer:
@@ -128,6 +130,7 @@ class Prepared:
         requests = [self.requests[i] if i is not None else _FILL for i in entries]
         lengths = np.array([len(r.prompt_tokens) for r in requests], np.int32)
         context = self.target.config.max_positions
+        # A limit counts the tokens of the prompt as well.
         limits = np.minimum(lengths + np.array([r.max_new_tokens for r in requests]), context)
         tokens = np.zeros((len(requests), self.width), np.int32)
         for row, request in enumerate(requests):
@@ -135,6 +138,8 @@ class Prepared:
         # Round up to a multiple of four, so that one more stop token rarely changes a shape.
         max_stop_tokens = max(4, *(len(r.stop_tokens) for r in self.requests))
         num_stop_tokens = max_stop_tokens + -max_stop_tokens % 4
+        # Without a row that samples, temperature None removes sampling from the program. A row with a constraint is
+        # strict unless the constraint may be relaxed.
         controls = make_controls(
             len(requests),
             limit=limits,
@@ -231,6 +236,7 @@ def prepared(
     guides = guides_of(target, requests)
     tables = guides.tables
     if tables is not None and target.mesh is not None:
+        # Every device of a mesh holds the whole tables.
         replicated = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
         tables = put(tables, jax.tree.map(lambda _: replicated, tables))
     # A drafter with a reduced vocabulary reads bit masks over its own token ids.
@@ -302,5 +308,6 @@ def bucket(length: int) -> int:
     """
     size = 64
     while size < length:
+        # Powers of two alternate with 1.5 times a power of two. Above 64, less than a third of a buffer is padding.
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return size

@@ -123,10 +123,13 @@ class Queue:
             # a few steps at a time.
             state, stats, steps = self._advanced(state, stats, early)
             yield from completions
+            # Wait for the device. These copies outlive the state, whose buffers the next call donates.
             parts, steps = fetch(((state.tokens, state.length, state.failed, state.done, stats), steps))
             rows = Rows(*parts)
             finished = rows.done.copy()
             stopped, new_texts = self._read_texts(rows)
+            # Only the host searches for stop strings, so mark these rows as done on the device. A drafter that runs
+            # its own steps keeps the state to itself, and its rows decode further unseen.
             if stopped.any() and self._steps is None:
                 with self._prepared.target.on_mesh():
                     state = refill.end(state, stopped & ~finished)
@@ -161,6 +164,7 @@ class Queue:
                 prompt = request.prompt_tokens[:1] * (2 + i % 2)
             requests.append(dataclasses.replace(request, prompt_tokens=prompt, max_new_tokens=1))
         rows = len(self._holds)
+        # One more request than there are rows compiles the refill of a row as well.
         queue = Queue(
             dataclasses.replace(self._prepared, requests=requests),
             rows,
@@ -219,6 +223,7 @@ class Queue:
         for row, (index, text) in enumerate(zip(self._holds, self._texts, strict=True)):
             if index is None or text is None:
                 continue
+            # The row's text has read `text.count` new tokens so far.
             start = len(self._prepared.requests[index].prompt_tokens) + text.count
             tokens = rows.tokens[row, start : rows.length[row]].tolist()
             strings = text.feed_all(tokens, last=bool(rows.done[row]))
@@ -239,6 +244,7 @@ class Queue:
 
     def _first(self) -> tuple[DecodeState, DecodeStats]:
         entries: list[int | None] = [None] * len(self._holds)
+        # With shared prompts, all rows start empty, and `_put` fills them from a row that has read the prompt.
         if not self._shares:
             for row in range(min(len(self._holds), len(self._waiting))):
                 entries[row] = self._next(row)
@@ -272,6 +278,7 @@ class Queue:
         while self._waiting and None in self._holds:
             rows = [NO_ROW] * parts
             entries: list[int | None] = [None] * parts
+            # Shard `part` holds the `size` rows from part * size. In each pass it starts one row, or none.
             for part in range(parts):
                 free = (row for row in range(part * size, (part + 1) * size) if self._holds[row] is None)
                 row = next(free, NO_ROW)
@@ -307,6 +314,7 @@ class Queue:
         if previous is not None and previous.prompt == prompt:
             return previous
         self._read = None  # free its memory before allocating another row
+        # `extend` donates the state of the last prompt. Rows that began from that state hold copies of it.
         if previous is not None and self._continues(previous, prompt):
             with prepared.target.on_mesh():
                 state, _ = decode.extend(
@@ -409,6 +417,7 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """
     low, high = 0, min(len(a), len(b))
     while low < high:
+        # The first `low` tokens are equal, and at most `high` are.
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:
             low = middle

@@ -225,6 +225,7 @@ def make_requests(
     _check_names(options.keys())
     if ignore_eos and "stop_tokens" in options:
         raise MarsError("ignore_eos and stop_tokens contradict each other: leave one of them out.")
+    # Bring all options to one value per prompt. Bans become biases, and every kind of constraint one option.
     count = len(prompt_list)
     settings = _with_constraints(_with_bans(target, {"seed": 0, **options}, count), count)
     by_prompt = {name: _spread(name, value, count) for name, value in settings.items()}
@@ -261,6 +262,7 @@ def _as_list(prompts: AnyPrompts) -> list[Any]:
     prompt_list = list(prompts)
     if not prompt_list:
         raise MarsError("there are no prompts: give at least one.")
+    # A list of turns is one conversation, not one prompt per turn.
     is_one_conversation = all(isinstance(turn, Mapping) for turn in prompt_list)
     return [prompt_list] if is_one_conversation else prompt_list
 
@@ -377,6 +379,8 @@ def _spread(name: str, value: Any, count: int) -> list[Any]:
     """Return the value of an option for each of `count` prompts."""
     if hasattr(value, "tolist"):  # an array
         value = value.tolist()
+    # A list holds one value per prompt, except for spans, which apply to all prompts. If one value is itself a list,
+    # as for `_SEQUENCES`, only a list of lists holds one per prompt.
     per_prompt = isinstance(value, list | tuple) and name not in ("relax_in", "strict_in")
     if name in _SEQUENCES:
         per_prompt = per_prompt and any(
@@ -396,6 +400,7 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
       MarsError: the value has the wrong type or is out of range.
     """
     if name in REQUEST:
+        # `from_json` compares types exactly, so convert scalars of NumPy and JAX to Python numbers.
         return REQUEST[name].from_json(value.item() if isinstance(value, np.generic | jax.Array) else value)
     if name == "stop_tokens":
         return _ids(target, name, value)

@@ -119,6 +119,7 @@ class RowFile:
             recorded = self._data and compare_settings(
                 self._settings_path, self._settings, self.path, self._flag
             )
+            # Each whole line ends in a newline, so the part after the last newline is empty or torn.
             *lines, torn = hosts.broadcast_bytes(self._data).split(b"\n")
             if lines and b"\0" in lines[-1]:
                 # After a power cut, a file may have its new length and NUL bytes in place of its last line.
@@ -133,6 +134,7 @@ class RowFile:
                         "settings, weights and prompts of the run that wrote it."
                     )
                 self.rows.append(row)
+            # Bytes of the whole lines, to which `begin` cuts the file.
             self._intact = sum(len(line) + 1 for line in lines)
             on_error.pop_all()
 
@@ -163,6 +165,7 @@ class RowFile:
                     self._lock.write(line.encode("utf-8", errors="replace") + b"\n")
             except OSError as error:
                 raise self._unwritable(error) from None
+            # Keep the row as a later run will read it: with lists in place of tuples, and null for NaN.
             self.rows.append(json.loads(line))
 
     def _unwritable(self, error: OSError) -> MarsError:
@@ -191,6 +194,7 @@ class RowFile:
 
     def stop(self) -> int:
         """Close the file when a signal ends the process, so that no more rows are written. Return the row count."""
+        # Never release this lock: an `append` in the main thread must not write to the closed file.
         self._writing.acquire()
         self.close()
         return len(self.rows)
@@ -276,6 +280,7 @@ def compare_settings(
             f"{flag} '{owner}' was begun by mars-jax {version}, and this is {settings['version']}: finish it with that "
             f"version, or choose another {flag}."
         )
+    # Include names from both sides, because a setting at its default may be left out.
     for name in [*settings, *recorded]:
         if name != but and (text := difference(name, recorded.get(name), settings.get(name))):
             raise MarsError(
@@ -302,6 +307,7 @@ def difference(name: str, recorded: object, current: object) -> str | None:
         changed = [part for part in sorted(current | recorded) if recorded.get(part) != current.get(part)]
         return f"other weights of the {changed[0]}" if changed else None
     name = name.replace("_", " ")
+    # These are digests, whose values mean nothing to the user.
     if all(isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) for value in (recorded, current)):
         return f"other {name}"
     return f"{name} {_brief(recorded)}, not {_brief(current)}"
@@ -398,6 +404,7 @@ def _some_rows(weight: Array | np.ndarray) -> Array | np.ndarray:
     if weight.ndim < 2 or not weight.size:
         return weight
     outer = weight.shape[:-1]
+    # With fewer than `ROWS` rows, some numbers occur twice.
     rows = np.unique(np.linspace(0, math.prod(outer) - 1, ROWS).round().astype(np.int64))
     index = tuple(axis.astype(np.int32) for axis in np.unravel_index(rows, outer))
     if isinstance(weight, jax.Array) and (mesh := jax.typeof(weight).sharding.mesh).explicit_axes:

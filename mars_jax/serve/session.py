@@ -78,6 +78,7 @@ def row_bytes(prepared: Prepared) -> int:
     config, model = target.config, target.model
     # A user's model may have a config without these fields.
     wide = 2 * getattr(config, "intermediate_size", 0) + 4 * getattr(config, "hidden_size", 0)
+    # Activations of one layer in float32: `wide` numbers for each prompt token of a chunk.
     reading = min(model.prefill_chunk or WIDE_CHUNK, state.tokens.shape[1]) * wide * 4
     return max(4 * nodes * vocab * 4, reading) + sum(map(_device_bytes, leaves, shardings))
 
@@ -162,6 +163,7 @@ class Session:
         """Warn, once per session, if a sequence may become longer than the drafter was trained for."""
         longest = max(len(request.prompt_tokens) + request.max_new_tokens for request in requests)
         longest, trained = min(longest, self.target.config.max_positions), self.drafter.max_positions
+        # `using` passes the same `_warned` on, so a pair warns once under all of its rules.
         name = self.drafter.drafter.name
         if trained is not None and longest > trained and name not in self._warned:
             self._warned.add(name)

@@ -150,6 +150,7 @@ def ends_in_loop(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool
     for period in range(1, min(LONGEST_PERIOD, len(text) // 3) + 1):
         span = max(3 * period, LOOP_TOKENS)
         tail = text[-span:]
+        # A tail that equals itself, shifted by `period`, repeats its first `period` tokens.
         if len(tail) == span and tail[period:] == tail[:-period]:
             return True
     return False

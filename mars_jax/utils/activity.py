@@ -40,6 +40,7 @@ def describe() -> str:
     'prompts: 3 of 9; compiling ... (0 s)'
     """
     texts = {}
+    # Copy the list, because the heartbeat calls this in another thread while activities start and end.
     for activity in list(_running):
         name = activity.name
         if activity.detail:

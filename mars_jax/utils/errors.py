@@ -33,6 +33,7 @@ class MarsWarning(UserWarning):
 
 def warn(sentence: str) -> None:
     """Issue a MarsWarning that points to the caller of this package."""
+    # Count the frames inside this package, so that the warning shows the caller's line.
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mars_jax."):
         frame, level = frame.f_back, level + 1

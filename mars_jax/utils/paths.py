@@ -137,6 +137,7 @@ def unpacked(path: str | os.PathLike[str]) -> bytes:
         return read_bytes(path)
     decompress = lzma.open if suffix == ".xz" else gzip.open
     with open_file(path) as packed, decompress(packed, "rb") as file:
+        # One byte past the limit shows that the data is too large. A small archive may expand to any size.
         data = file.read(FILE_BYTES + 1)
     if len(data) > FILE_BYTES:
         raise OSError(errno.EFBIG, f"it holds more than {FILE_BYTES:,} bytes")

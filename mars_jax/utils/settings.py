@@ -123,6 +123,7 @@ class Setting:
             return False
         if self.kind is int and isinstance(value, float) and not value.is_integer():
             return False
+        # Python compares a huge integer with a float, but cannot convert it to one.
         if self.kind is float and isinstance(value, int) and abs(value) > LARGEST_FLOAT:
             return False
         return value in self.range(**structural)
@@ -189,6 +190,7 @@ class Setting:
 
 def _each(value: Any) -> list[Any]:
     """Flatten an array, a list or a single number into a list of numbers; a traced value yields an empty list."""
+    # A value can be traced only if JAX has been imported.
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(value, jax.core.Tracer):
         return []
@@ -253,6 +255,7 @@ def setting(
 def settings_of(cls: type) -> dict[str, Setting]:
     """Return the settings that a class's fields declare, by name: its own settings before inherited ones."""
     fields = {f.name: f for f in dataclasses.fields(cls) if "setting" in f.metadata}
+    # `dataclasses.fields` lists inherited fields first, and the MRO begins with the class itself.
     names = [name for owner in cls.__mro__ for name in inspect.get_annotations(owner)]
     return {
         name: dataclasses.replace(fields[name].metadata["setting"], name=name)

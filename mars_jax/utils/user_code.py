@@ -101,6 +101,7 @@ def load_function(spec: str, kind: str = "rule") -> Callable[..., Any]:
     Raises:
       MarsError: the file, module or name does not exist, its value is not callable, or the file raises an error.
     """
+    # A path may contain colons, and a name cannot.
     where, _, name = spec.rpartition(":")
     module = _from_file(where, kind) if where.endswith(".py") else _from_module(where, spec, kind)
     target = getattr(module, name, None)

@@ -50,6 +50,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     draft_size = _draft_size(args, draft, rule)
     if args.draft_size == "fixed":
         args.draft_size = None  # rows do not record a flag at its default
+    # A draft that learns needs finished completions, so with --refine the text does not stream.
     shows_text = not (args.json or args.output or args.compare)
     return Choices(
         draft=draft,
@@ -148,8 +149,10 @@ def _check_file(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
     """Check that a run with a calibrated threshold uses the settings of the calibration."""
     if args.theta_file is None:
         return
+    # Leave out the temperature, which a prompt may set: the loop compares it for each prompt.
     args.theta_file.check({name: value for name, value in vars(args).items() if name != "temperature"})
     for row in rows:
+        # A prompt with its own theta does not use the calibrated one.
         if "theta" in row.numbers:
             continue
         try:

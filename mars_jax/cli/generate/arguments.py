@@ -287,8 +287,10 @@ def _check_constraints(args: argparse.Namespace) -> None:
     from mars_jax import constraints
     from mars_jax.constraints.spans import checked_spans
 
+    # This call only raises errors. The constraints themselves are built with the requests.
     constraints.from_fields({"regex": args.regex, "choice": args.choice})
     if args.json_schema is not None:
+        # The settings of a run then record the schema, not a path whose content may change.
         args.json_schema = json.loads(constraints.json_schema(Path(args.json_schema)).content)
     for spans in (args.relax_in, args.strict_in):
         checked_spans(spans or ())
@@ -328,9 +330,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.stop_strings is not None and not all(args.stop_strings):
         raise MarsError("--stop-string is empty: give at least one character.")
     _check_constraints(args)
-    # The default rule is mars for the embedded pair and if a rule setting is given; otherwise it is exact.
+    # The default rule is mars for the embedded pair, with --compare, and if a rule setting is given. Otherwise, and
+    # without a draft, it is exact.
     shows = args.target is None and args.draft is None
     args.target = args.target or assets.TARGET
+    # A default draft may adapt its length on a CPU, see `check_flags`; that of the embedded pair does not.
     args.draft_is_default = args.draft is None and not shows
     args.draft = draft_or_default(args.draft, args.target)
     rule_settings = given_settings(args)

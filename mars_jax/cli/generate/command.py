@@ -48,6 +48,7 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
         return
     rows = from_texts(args.prompts) if file is None else read_prompts(file, args.rule)
     choices = check_flags(args, rows)
+    # Each sample is a separate row with a separate seed, next to the other samples of its prompt.
     rows = [row for row in rows for _ in range(args.samples or 1)]
     if args.part is not None and not rows[args.part]:
         raise MarsError(f"--part has none of the {len(rows)} rows: divide them into fewer parts.")
@@ -80,14 +81,17 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
     with contextlib.ExitStack() as stack:
         file = None
         if args.output is not None:
+            # Open the file before the weights load, so that a file of another run is refused at once.
             file = RowFile(args.output, recorded(args, choices, rows), resume=args.resume)
             stack.callback(file.close)
             stack.enter_context(signals.ending(functools.partial(_stop, file, len(share))))
         with busy("loading"):
             job = open_job(args, choices, share)
         if file is not None:
+            # Fingerprints need the weights, so the existing rows are compared only now.
             file.start(fingerprints(job.session, choices.draft))
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
+            # JSON is UTF-8 in every locale.
             if args.json:
                 reconfigure(encoding="utf-8", errors="strict")
             else:

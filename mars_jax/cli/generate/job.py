@@ -75,6 +75,7 @@ class JobCompletions:
             self._job.finished.append(completion)
             any_succeeded = any_succeeded or completion.finish_reason != "failed"
             waiting.append(completion)
+            # Hold back all completions until one has succeeded, so that broken weights produce no output.
             if any_succeeded:
                 yield from waiting
                 waiting.clear()
@@ -150,6 +151,7 @@ def open_job(
     Raises:
       MarsError: the checkpoints, the rule or the prompts are invalid.
     """
+    # Check everything that needs only configs and tokenizers.
     sketch = target or hub.outline(args.target)
     requests = make_job_requests(sketch, args, rows)
     rule = load_rule(choices.rule, sketch, rows)
@@ -162,10 +164,12 @@ def open_job(
             f"'{args.target}' has no tokenizer and so no text to show: put its files next to the weights, or add "
             "--json for token ids."
         )
+    # Load the weights of the target and of the draft.
     target = target or open_target(args, sketch)
     if target.mesh is not None:
         # Place the weights of the rule on the target's mesh.
         rule = load_rule(choices.rule, target, rows)
+    # A default draft of "usual" size is short and adaptive on a CPU, and has its fixed length elsewhere.
     draft_size, length = choices.draft_size, args.num_draft_tokens
     if draft_size == "usual":
         draft_size = "fixed"
@@ -198,6 +202,7 @@ def open_job(
     if simulated:
         _check_tau(choices.rule, rows, drafter.drafter.max_depth + 1)
     default_rows = 1 if choices.streams else 8  # streamed text is shown one prompt after another
+    # A draft that learns reads the kind of each token, which is recorded with the log-probabilities.
     session = Session(
         target=target,
         drafter=drafter,
@@ -231,12 +236,14 @@ def _dtype(params: PyTree) -> str:
     """Return the narrowest dtype of the weights: int4, int8 or a floating-point type."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int4))
     dtypes = {"int4" if isinstance(leaf, Int4) else str(leaf.dtype) for leaf in leaves}
+    # DTYPES runs from wide to narrow.
     return next((name for name in DTYPES[::-1] if name in dtypes), "")
 
 
 def load_rule(choice: RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:
     """Return the rule. A setting that some rows choose becomes a list with one value per prompt."""
     names = dict.fromkeys(name for row in rows for name in row.numbers)
+    # Prompts that do not choose a setting get the value of its flag, or its default.
     common = {name: setting.default for name, setting in choice.options.items()} | dict(choice.settings)
     per_row = {name: [row.numbers.get(name, common[name]) for row in rows] for name in names}
     for name, values in per_row.items():
@@ -272,6 +279,7 @@ def make_job_requests(
     # The rows' numbers in the whole run, which determine their seeds.
     numbers = range(part.start, part.start + part.step * len(rows), part.step)
     for number, row, tokens in zip(numbers, rows, _tokens(target, rows, args), strict=True):
+        # Later entries win: the flags, then the seed of this row number, then the row's own settings.
         settings = common | {"seed": ((args.seed or 0) + number) % 2**32} | row.settings
         if any(name in row.settings for name in CONSTRAINTS):
             # A row's constraint replaces the one from the flags.

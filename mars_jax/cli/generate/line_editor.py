@@ -33,10 +33,12 @@ def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]
       out: the terminal.
       words: completions that the tab key offers at the beginning of a line.
     """
+    # By default a slash is a delimiter, and completing /s would insert /set after the slash.
     readline.set_completer_delims(" \t\n")
     readline.set_completer(lambda text, state: _completion(readline.get_line_buffer(), words, state))
     readline.parse_and_bind("tab: complete")
     readline.set_history_length(HISTORY_LINES)
+    # The history is global to the process: drop lines of an earlier session.
     readline.clear_history()
     path = history_file()
     with contextlib.suppress(OSError):
@@ -51,6 +53,7 @@ def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]
             line = input(prompt)
         if path is not None and line.strip():
             with contextlib.suppress(OSError):
+                # Append only the new line, because several sessions may share the file.
                 readline.append_history_file(1, path)
         return line
 

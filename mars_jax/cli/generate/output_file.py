@@ -60,6 +60,7 @@ def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
     for name, value in rule.settings.items():
         if value != rule.options[name].default:
             settings[name] = plain(value)
+    # Leave out the origin of each prompt, so that a run can continue after its prompts file was moved.
     prompts = [dataclasses.astuple(dataclasses.replace(row, where="")) for row in rows]
     return settings | {"prompts": digest(repr(prompts).encode())}
 
@@ -116,6 +117,7 @@ def missing_rows(file: RowFile, requests: Sequence[Request]) -> list[int]:
     """
     numbers: dict[str, list[int]] = {}
     for number, request in enumerate(requests):
+        # Compare rows in the form of JSON, which is how the file stores them.
         key = to_line(
             {"id": request.id, "prompt_tokens": request.prompt_tokens, "sampling": sampling(request)}
         )
@@ -127,6 +129,7 @@ def missing_rows(file: RowFile, requests: Sequence[Request]) -> list[int]:
                 f"line {line} of '{file.path}' repeats another line or belongs to another --part: remove the line, or "
                 "choose another --output."
             )
+        # Equal requests share a key, and each row on file accounts for one of them.
         numbers[key].pop(0)
     return sorted(itertools.chain.from_iterable(numbers.values()))
 

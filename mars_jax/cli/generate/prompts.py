@@ -137,6 +137,8 @@ def _of_dataset(
     """Yield the prompts and ids of a dataset, and print the names of its other columns."""
     other_columns: set[str] = set()
     for where, values in columns:
+        # Use the first form of a prompt that the dataset has. Its other columns are never settings, even if one has
+        # the name of a setting.
         prompt_columns = [key for key in _PROMPTS if values.get(key) is not None]
         if not prompt_columns:
             raise MarsError(
@@ -175,6 +177,7 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
         # Split bytes into lines: str.splitlines would also split at other characters, which prompts may contain.
         for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
             where = f"{name}, line {number}"
+            # `readline` stops one byte past the limit, so a huge line is never in memory as a whole.
             if len(line) > LINE_BYTES:
                 raise MarsError(
                     f"{where}: it has more than {LINE_BYTES:,} bytes: give shorter prompts, one a line."
@@ -211,6 +214,7 @@ def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
 
 def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> PromptRow:
     """Return the prompt of a JSON object; `row` holds its origin."""
+    # Refuse values that JSON or UTF-8 cannot represent. They come from tables, and from escapes in JSON.
     for key, value in fields.items():
         try:
             json.dumps({key: value}, ensure_ascii=False).encode()
@@ -223,11 +227,13 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
     known_keys = (*_KEYS, *rule_keys)
     for name in sorted(fields.keys() - set(known_keys)):
         raise row.error(_unknown(name, rule, known_keys))
+    # Read the prompt, which has exactly one of three forms.
     if sum(key in fields for key in _PROMPTS) != 1:
         raise row.error("it needs one of prompt, messages and prompt_tokens, and no two of them.")
     prompt, tokens, messages = (fields.get(key) for key in ("prompt", "prompt_tokens", "messages"))
     if "prompt" in fields and not isinstance(prompt, str):
         raise row.error(f"prompt is {prompt!r}: expected a text.")
+    # `type(i) is int` also refuses true and false, which are integers in Python.
     if "prompt_tokens" in fields and not (isinstance(tokens, list) and all(type(i) is int for i in tokens)):
         raise row.error("prompt_tokens is not a list of whole numbers: give token ids.")
     row_id = fields.get("id")
@@ -236,6 +242,7 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
     try:
         if "messages" in fields:
             as_conversation(messages)
+        # Read the settings of the request, then those of the rule.
         settings = {key: row.from_json(fields[key]) for key, row in REQUEST.items() if key in fields}
         if "stop_strings" in fields:
             settings["stop_strings"] = fields["stop_strings"]

@@ -74,6 +74,7 @@ def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     choices = check_flags(args, _ROW)
     keep_compilations()
     with joined(args, _ROW, out):
+        # On a cluster, JAX may have found other processes without any flags for hosts.
         if jax.process_count() > 1:
             raise MarsError("one process answers on a terminal, and this run has several: give prompts.")
         with busy("loading"):
@@ -175,6 +176,8 @@ class Talk:
     def _answer(self, text: str) -> None:
         printer = TextPrinter(self._out, colours=self._job.drafts)
         completion = None
+        # Ctrl-C ends the answer after the current step. In a chat, closing the stream then adds the text so far as
+        # the answer.
         with signals.stoppable() as stop, contextlib.closing(self._events(text)) as events:
             self._last, self._count = text, self._count + 1
             # A prompt without a chat is repeated, so that its continuation follows it.
@@ -248,6 +251,7 @@ class Talk:
             )
         argv = [*self._argv, flag_of(name), words[1]]  # the last of two equal flags counts
         args, choices = _parsed(argv)
+        # Settings of a request take effect with the next line. A setting of the rule needs a new rule.
         if name in options:
             session = self._job.session
             self._running.session = session.using(load_rule(choices.rule, session.target, _ROW))
@@ -261,11 +265,13 @@ class Talk:
             raise MarsError(
                 f"{name} takes a name first, {COMMANDS[name].partition(', ')[2]}: expected {', '.join(names)}."
             )
+        # A word such as -1 or -.5 is a value.
         for flag in (word.partition("=")[0] for word in words if re.match(r"-[^\d.]", word)):
             if flag not in flags:
                 raise MarsError(
                     f"{name} takes no {flag}{did_you_mean(flag, flags)}: expected {', '.join(flags[1:])}."
                 )
+        # Flags of the old rule or draft must not apply to the new one.
         argv = without(self._argv, flags)
         if name == "/draft" and not any(word.partition("=")[0] == "--verify" for word in argv):
             argv += ["--verify", self._choices.rule.spec]  # keep the rule: its default depends on the draft

@@ -139,6 +139,7 @@ def compare_ways(job: Job, show: Show) -> JsonObject:
         show(number, num_runs, "")
     rows = [_row(name, results) for name, results in runs.items()]
     for row in rows:
+        # The first row is the target without a draft.
         row["speedup"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
     return {"prompts": len(requests), "batch_size": pair.batch_size, "repeats": REPEATS, "rules": rows}
 

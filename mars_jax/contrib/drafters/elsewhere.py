@@ -121,6 +121,7 @@ def _load(
     mixture = getattr(target.config, "num_experts", 0) > 0
     length = options.pop("num_draft_tokens", None) or definition(kind).usual(mixture=mixture)[0]
     assert length is not None  # the row of `model` has a default length
+    # Weights for a mesh are sharded as they load. Those for a single device are moved there afterwards.
     mesh = draft_device if isinstance(draft_device, Mesh) else None
     loaded = drafters.load(
         spec, dataclasses.replace(target, mesh=mesh), num_draft_tokens=length + 1, **options

@@ -111,6 +111,7 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
             )
     shape = tensors[f"0.{layers}.weight"].shape if f"0.{layers}.weight" in tensors else ()
     sizes = (("vocabulary", target.vocab_size), ("hidden size", target.hidden_size))
+    # The unembedding is [V, E]. If it is missing, `shape` is empty, and `_read` reports the tensor.
     for head_size, (part, target_size) in zip(shape, sizes, strict=False):
         if head_size != target_size:
             raise MarsError(

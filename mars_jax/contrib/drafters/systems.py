@@ -105,6 +105,7 @@ def _cascade(
             f"the proxy of '{system.directory}' has a vocabulary of {proxy.vocab_size} tokens and "
             f"'{asked.target.name}' one of {asked.target.config.vocab_size}: use a proxy of the same size."
         )
+    # In the order of `NUMBERS`: accept and escalate for the gate "ratio", or one margin.
     thresholds = tuple(map(np.float32, system.numbers.values()))
     drafter = cascade(inner, proxy, asked.chain, gate=gate)
     cascade_params = CascadeParams(params, weights, thresholds if gate == "ratio" else thresholds[0])

@@ -98,6 +98,7 @@ def search(
         p = predict(model, params, tokens, segments)
         q = predict(model, leave_out(params, mask), tokens, segments)
         same = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
+        # optax takes the predictions first: this is KL(p || q) for the target's p and the slim model's q.
         divergence = optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(q), jax.nn.log_softmax(p))
         return jnp.mean(divergence), jnp.mean(same.astype(jnp.float32))
 

@@ -59,6 +59,7 @@ def surrogate(
     log_q = jax.nn.log_softmax(draft.unembed(params[1], drafted.hidden))
     log_p, log_q, hidden, draft_hidden = jax.lax.stop_gradient((log_p, log_q, output.hidden, drafted.hidden))
     odds = mixer.weight_log_odds(head, hidden, log_p, log_q, draft_hidden)[..., None]
+    # v = w p + (1 - w) q, in logarithms, for the target's weight w = sigmoid(odds).
     log_v = jnp.logaddexp(jax.nn.log_sigmoid(odds) + log_p, jax.nn.log_sigmoid(-odds) + log_q)
     written = rollouts.written[:, 1:].astype(jnp.float32)
     count = jnp.maximum(jnp.sum(written), 1.0)

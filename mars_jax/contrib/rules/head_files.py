@@ -81,6 +81,7 @@ def read_weights(
         open_file(directory / WEIGHTS).close()  # refuses a pipe, on which `load_file` would block
         arrays = load_file(directory / WEIGHTS)
         sizes = {name: size for name, size in config.items() if name not in ("model_type", "hidden_size")}
+        # Only shapes are computed, so a damaged config with huge sizes allocates nothing.
         expected = jax.eval_shape(lambda key: init(config["hidden_size"], key, **sizes), jax.random.key(0))
         shapes = {name: leaf.shape for name, leaf in expected.items()}
         if {name: leaf.shape for name, leaf in arrays.items()} != shapes:

@@ -118,6 +118,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
       SystemExit: after --help and --version.
     """
     args = parser().parse_args(argv)
+    # A recipe calls `parse` again, once for each of its parts.
     if args.recipe is not None:
         return _parse_recipe(args, list(sys.argv[1:] if argv is None else argv))
     pair.convert_pair_flags(args)
@@ -221,6 +222,7 @@ def _follow(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.lab.folder import check_folder
     from mars_jax.lab.recipes.needs import check_memory
 
+    # Check the folders and the memory for both parts before the first part begins.
     for part in args.parts.values():
         check_folder(part.output)
     memory = check_memory(args.parts["tuned"], args.recipe.name, args.recipe.slice.get("topology", ""))

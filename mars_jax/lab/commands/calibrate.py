@@ -198,9 +198,11 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
 
     if hosts.is_first():
         check_writable(args.output)
+    # --output must not exist until the end, so the rows go to a folder next to it.
     work = args.output.with_name(f"{args.output.name}-rows")
     bounds = {"risk": args.risk, "bound": args.bound, "confidence": args.confidence}
     check = functools.partial(calibration.check_certifiable, **bounds)
+    # By default, take as many problems as certify the bound if the mean loss is a tenth of it.
     enough = FACTORS[0.1] * fewest(args.bound, args.confidence)
     problems, target, drafter = open_study(args, work, check, arithmetic=enough)
     session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
@@ -211,6 +213,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
     if args.judge is not None:
         promise["judge"] = args.judge
         judge, judge_source = load_function(args.judge, "judge"), source_digest(args.judge)
+    # These settings also become part of the output file.
     study_settings = {
         "settings": run_settings(args, temperature=args.temperature),
         "promise": promise,
@@ -282,6 +285,7 @@ def _table(report: JsonObject, value: float, args: argparse.Namespace) -> str:
     promise = f"{args.risk} below {args.bound:g} {units[args.risk]} with confidence {args.confidence:g}"
     if value == math.inf:
         lines.append(f"no {word} is certified for {promise}: the file has inf, which is strict")
+        # Testing stops at the first value that fails, and here it was the strictest one.
         risk = report["trials"][0]["risk"]
         if factors := [factor for share, factor in FACTORS.items() if risk / args.bound <= share]:
             needed = factors[0] * fewest(args.bound, args.confidence)

@@ -200,6 +200,7 @@ def check_distill_flags(args: argparse.Namespace) -> None:
     if args.features is not None:
         _refuse(args, ("length", "mesh", "write"), "--features")
     Present(args).refuse_alone()
+    # Every number except the seed must be positive. Flags that the kind does not have are None.
     for flag, options in _FLAGS.items():
         if options.get("type") in (int, float) and flag != "--seed":
             value = getattr(args, flag[2:].replace("-", "_"))
@@ -212,6 +213,7 @@ def check_distill_flags(args: argparse.Namespace) -> None:
     REQUEST["seed"].check(args.seed, shown="--seed")
     if args.kind in ("model", "sprinter", "diversed") and args.first is None:
         raise MarsError(f"distill {args.kind} needs a checkpoint to start from: name it with --from.")
+    # The kind features continues in a folder that already holds shards.
     if args.kind == "features":
         return
     # os.path returns False for paths that the system rejects; `free_directory` reports those later.
@@ -235,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
     check_distill_flags(args)
-    # jax is imported only after the checks, so that wrong flags are refused immediately.
+    # Import the training code only after the checks, so that wrong flags are refused immediately.
     keep_compilations()
     if args.kind == "features":
         from mars_jax.lab.commands.distill_features import write_features

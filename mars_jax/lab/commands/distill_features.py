@@ -128,6 +128,7 @@ def _texts(
     """Return the tokens of documents, or of chats in which the target answers, alternating temperatures 0 and 1."""
     if not args.chat:
         return target.encode_many(documents)
+    # An answer gets at least a quarter of the row.
     prompts = [ids for ids in target.encode_many(documents, chat=True) if len(ids) <= args.length * 3 // 4]
     if not prompts:
         return []

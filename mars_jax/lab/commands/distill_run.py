@@ -138,6 +138,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
 def _open_first(args: argparse.Namespace, target: Pretrained) -> Pretrained | TrainedHead:
     """Load the checkpoint of --from."""
     if args.kind != "eagle3":
+        # The kind model trains this checkpoint, in float32. Other kinds only draft with it, in its own dtype.
         return hub.load(args.first, dtype="float32" if args.kind == "model" else None)
     config, params = hub.load_eagle(args.first, target.config, target.params, dtype="float32")
     if config.version != 3:
@@ -156,6 +157,7 @@ def _train(
     }
     if args.write is not None:
         documents = _write_texts(args, target, documents, work)
+    # With --features, text is only needed to choose a draft vocabulary.
     streams = []
     if documents or args.features is None:
         streams = [data.make_stream(documents, target.tokenizer.backend_tokenizer)]

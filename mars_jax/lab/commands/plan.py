@@ -135,7 +135,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
             f"--verify {rule.name} needs {NEEDS[min(needs)]}, which a plan does not have: choose another rule."
         )
 
-    # Import JAX only after the checks above, so that they fail fast.
+    # Import the planning code only after the checks above, so that they fail fast.
     from mars_jax import verify
     from mars_jax.lab import planning
     from mars_jax.lab.folder import check_writable
@@ -263,6 +263,7 @@ def _step_rows(plan: Plan, batch: int) -> list[tuple[str, str]]:
     ]
     if step == autoregressive_step:
         return [*rows, ("tokens/s", _speeds(step, batch))]
+    # A step with a draft pays if it emits more tokens than steps without one would in the same time.
     first, last = sorted(step[end] / autoregressive_step[end] for end in ("low_seconds", "high_seconds"))
     rows.append(("a draft pays above tau", f"{first:.2f} to {last:.2f}"))
     return rows + [(f"tokens/s at tau {tau}", _speeds(step, tau * batch)) for tau in TAUS]

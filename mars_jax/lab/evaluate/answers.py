@@ -71,6 +71,7 @@ class Decoding:
         conversations: list[list[Completion]] = [[] for _ in problems]
         seconds = [0.0] * len(problems)
         full = [False] * len(problems)
+        # Decode turn by turn. A problem drops out after its last turn, or when a turn no longer fits the context.
         for turn in range(max(len(turns_asked(p, self.chat)) for p in problems)):
             # Prompts of this turn, keyed by the number of the problem.
             prompts: dict[int, list[int]] = {}
@@ -87,6 +88,7 @@ class Decoding:
             turn_seeds = [seeds[number] for number in prompts]
             requests = self.requests(list(prompts.values()), turn_seeds, temperature, top_k=arm.top_k)
             completions, turn_seconds = self._run(arm, requests)
+            # The rows decode in parallel, so each problem gets an equal share of the time.
             for number, completion in zip(prompts, completions, strict=True):
                 conversations[number].append(completion)
                 seconds[number] += turn_seconds / len(requests)

@@ -126,6 +126,7 @@ def calibrate(
             for strict_row, row in zip(strict_rows, decoded, strict=True)
             if strict_row["worth"] is not None and row["worth"] is not None
         ]
+        # Scale the losses to the range of the test; the bound is scaled in the same way below.
         return np.clip(np.asarray(losses) / CLIP, -1, 1), tau_of(decoded)
 
     loosest, trials = choose_threshold(values, losses_at, bound=bound / CLIP, confidence=confidence)

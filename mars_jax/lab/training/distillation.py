@@ -50,6 +50,7 @@ def small_model(
     def loss(params: PyTree, batch: Batch, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
         tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
         teacher_model = language_model(target, dtype="bfloat16")
+        # Logits f32[B, L, V] of the target and the draft. Row j predicts token j + 1.
         p = jax.lax.stop_gradient(predict(teacher_model, teacher, tokens, segments))
         q = predict(language_model(draft, dtype="bfloat16"), cast(params, jnp.bfloat16), tokens, segments)
         same = (jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)).astype(jnp.float32)

@@ -62,6 +62,7 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
 
     def matrices(params: PyTree) -> PyTree:
         def dimensions(path: jax.tree_util.KeyPath, x: Array) -> optax.contrib.MuonDimensionNumbers | None:
+            # Params without dimension numbers are updated by Adam.
             if x.ndim == 2 and "embed" not in jax.tree_util.keystr(path):
                 return optax.contrib.MuonDimensionNumbers()
             return None
@@ -127,12 +128,14 @@ def fit(
     opt_state = jax.jit(training.optimizer.init)(params)  # same placement as params
     # Batches are small and in memory, so prefetching threads would not pay off.
     batches = iter(training.batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
+    # A template of the checkpoints, with the structure, shapes and placement to restore.
     state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
     deadline = time.monotonic() + 60 * (minutes or 0)
     checkpoints = Checkpoints(directory, training.steps)
     with progress(description) as show, contextlib.closing(checkpoints):
         completed_steps, state = checkpoints.restore(state)
         params, opt_state = state["params"], state["opt_state"]
+        # grain expects integers, and a checkpoint may return arrays.
         batches.set_state(jax.tree.map(int, state["data"]))
         show(completed_steps, training.steps, "")
         step = make_step(training.loss, training.optimizer)
@@ -141,6 +144,7 @@ def fit(
                 began = time.perf_counter()
                 batch = prepare(params, next(batches))
                 params, opt_state, figures = step(params, opt_state, batch, teacher)
+                # `float` waits for the step, so the rate below covers its work on the device.
                 figures = {name: float(value) for name, value in figures.items()}
                 rate = round(training.step_tokens / (time.perf_counter() - began))
                 log.write(json.dumps({"step": i, "tokens_per_s": rate, **figures}) + "\n")
@@ -180,6 +184,8 @@ class Checkpoints:
         self._directory, self._steps, self._manager = directory, steps, None
         if hosts.is_first():
             (directory / CHECKPOINTS).mkdir(exist_ok=True)
+            # By default Orbax synchronises all processes, but only the first one calls it. In this mode it cannot
+            # create the directory.
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=2,
                 create=False,
@@ -203,12 +209,14 @@ class Checkpoints:
         completed_steps = hosts.broadcast(step or 0)
         if not completed_steps:
             return 0, state
+        # Every process must call `fetch`, because the arrays may be sharded over processes.
         host_state, message = hosts.fetch(state), ""
         if self._manager is not None:
             try:
                 host_state = self._read(completed_steps, host_state)
             except MarsError as error:
                 message = str(error)
+        # Raise the error in all processes: the others would wait in the broadcast of the state.
         if message := hosts.broadcast_bytes(message.encode()).decode():
             raise MarsError(message)
         if jax.process_count() > 1:

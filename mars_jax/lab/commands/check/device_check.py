@@ -112,6 +112,7 @@ def make_report(save: Callable[[JsonObject], None]) -> JsonObject:
             except Exception as error:
                 report[name] = None
                 report["wrong"].append(f"{name}: {large.error_summary(error)}")
+        # The large model is only timed, and no time is wrong.
         if name != "large":
             report["wrong"] += wrong_rows(report[name] or [])
         report["seconds"] = round(time.perf_counter() - began, 1)
@@ -195,6 +196,7 @@ def _large_table(large: JsonObject) -> Table:
         reads, speed = None, ""
         if "bytes" in row:
             reads, speed = 1e3 * row["bytes"] / copy, f"{row['tokens_per_second']:.0f}"
+        # Milliseconds of the step, and those of its reads and products at the measured rates.
         figures = (row["milliseconds"], reads, 1e3 * row["flops"] / product, row.get("tau"))
         table.add_row(row["arm"], str(row["rows"]), *map(_number, figures), speed)
     return table

@@ -103,6 +103,7 @@ def _speed_quality(axis: Axes, arms: Sequence[JsonObject]) -> None:
         axis.set_ylabel("100 x score")
     else:
         honest_limits(axis, [0.0, *ends], least=0.05)
+        # Put the lowest regret, which is best, at the top.
         axis.invert_yaxis()
         axis.set_ylabel("regret, nats per token")
 

@@ -52,6 +52,7 @@ def make_summary(
     summaries = []
     for task, metric in {problem.task: problem.metric for problem in problems}.items():
         for temperature in settings["temperatures"]:
+            # In reverse order, the first arm of each role is kept: the rule at its first threshold.
             rows_of = {arm.role: by_arm[task, temperature, arm.name] for arm in reversed(arms[temperature])}
             arm_summaries = []
             for arm in arms[temperature]:

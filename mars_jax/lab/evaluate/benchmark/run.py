@@ -48,6 +48,7 @@ class Study:
 
     def settings(self, *draft_params: PyTree) -> JsonObject:
         """Return all settings that determine the rows. `draft_params` are the weights of the drafters."""
+        # A rule may have weights, which determine the rows as well.
         loaded_rule = verify.load(self.rule.spec, self.target, **self.rule.settings)
         return {
             "target": self.target.name,
@@ -70,6 +71,7 @@ class Study:
 
     def decoding(self, drafter: drafters.LoadedDrafter, refiner: Refiner | None = None) -> Decoding:
         """Return the decoding settings with a drafter."""
+        # Tasks are decoded one after another, so a batch never holds more problems than the largest task has.
         largest = max(len(group) for group in by_task(self.problems).values())
         session = Session(target=self.target, drafter=drafter, batch_size=min(self.batch_size, largest))
         return Decoding(session=session, chat=self.chat, max_new_tokens=self.max_new_tokens, refiner=refiner)

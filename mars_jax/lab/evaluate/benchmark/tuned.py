@@ -67,6 +67,8 @@ def arms_at(
         rules += [RuleChoice("rejection", {}), RuleChoice("rejection", {"block": True})]
         if "base" in rule.definition.settings and rule.settled()["base"] == "exact":
             rules.append(rule.but(base="rejection"))
+    # `make_arms` returns the autoregressive arm first, which is dropped here. Strict arms that several rules share
+    # have equal names, so each is measured once.
     arms: dict[str, Arm] = {}
     for choice in rules:
         own_thetas = thetas if choice.spec == rule.spec else ()
@@ -115,6 +117,8 @@ def tuned(
         temperature: arms_at(study.rule, study.thetas, temperature, study.target, samples=True in drafters)
         for temperature in study.temperatures
     }
+    # Count the turns of all decodes for the progress bar: every arm at every length on the first problems of a task,
+    # then every arm once on the others.
     turns, num_arms = 0, sum(map(len, arms.values()))
     for group in tasks.values():
         split = _split(group)
@@ -203,6 +207,7 @@ class _Run:
         if self.cost is None:
             times = [row["seconds"] for row in rows]
         else:
+            # A step takes one target forward, plus `cost` forwards for each drafted token.
             times = [row["steps"] * (1 + self.cost * length) for row in rows]
         return np.asarray([[row["emitted"] for row in rows], times], np.float64).T
 
@@ -220,6 +225,7 @@ class _Run:
     ) -> dict[tuple[str, int], list[Row]]:
         """Return the rows of every arm and length. `begin` is the index of the first problem in its task."""
         all_rows: dict[tuple[str, int], list[Row]] = {(arm.name, n): [] for arm, n in arms}
+        # The group depends only on the batch size, which all arms share.
         size = self._decoding(*arms[-1]).group
         for first in range(0, len(problems), size):
             group = problems[first : first + size]

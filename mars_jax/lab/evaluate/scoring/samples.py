@@ -41,6 +41,7 @@ def with_results(folder: Path, problems: Sequence[Problem], rows: Sequence[Row])
     Raises:
       MarsError: a results file belongs to different samples or cannot be read.
     """
+    # Write the problems of each code task, with their tests.
     programs: dict[str, dict[str, Code]] = {}
     for problem in problems:
         if problem.code is not None:
@@ -48,6 +49,7 @@ def with_results(folder: Path, problems: Sequence[Problem], rows: Sequence[Row])
     for task, codes in programs.items():
         lines = [{"task_id": task_id, **code._asdict()} for task_id, code in codes.items()]
         _write_jsonl(folder / f"problems-{task}.jsonl", lines)
+    # Write the completions of each arm and temperature, and read their results if the evaluator has run.
     samples: dict[str, dict[str, str]] = {}
     for row in rows:
         if code := programs.get(row["task"], {}).get(row["id"]):

@@ -80,6 +80,7 @@ def _id(fields: Fields, number: int) -> str | int:
 
 
 def _check(problems: Sequence[Problem], path: str) -> None:
+    # A task with two metrics makes more pairs of task and metric than there are tasks.
     if len(metrics := {(p.task, p.metric) for p in problems}) > len({task for task, _ in metrics}):
         raise MarsError(f"'{path}' mixes metrics, which have no common mean: make a file of each.")
     (task, name), count = Counter((p.task, p.id) for p in problems).most_common(1)[0]
@@ -92,6 +93,7 @@ def _stories(path: str) -> Iterator[Problem]:
     opening = re.compile(rf"\s*(?:\S+\s+){{{STORY_WORDS - 1}}}\S+")
     has_story = False
     for number, document in enumerate(documents(path)):
+        # `maxsplit` limits the work on a long document: its remainder counts as one word.
         if len(document.split(maxsplit=2 * STORY_WORDS)) <= 2 * STORY_WORDS:
             continue
         if head := opening.match(document):

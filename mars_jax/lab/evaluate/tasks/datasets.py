@@ -78,6 +78,7 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
         name, config, split = path, "", ""
         cure = "give a file of JSON lines"
     else:
+        # Missing parts become empty, and then get the defaults of `PARTS`.
         name, config, split = (*path.split(":"), "", "")[:3]
         cure = "write OWNER/NAME:CONFIG:SPLIT, or give a local file"
     part = PARTS.get(task, Part(None, "test"))

@@ -113,6 +113,7 @@ def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
     if not isinstance(texts, dict) or len(texts) != 2 or not all(isinstance(t, str) for t in texts.values()):
         raise fields.error("it has neither turns nor a translation of two languages: give one.")
     # Models answer best in English, and the published figures are for translation into English.
+    # False sorts before True, so English comes second, as the language to translate into.
     (source, text), (target, reference) = sorted(texts.items(), key=lambda item: item[0] == "en")
     languages = f"{_LANGUAGES.get(source, source)} text to {_LANGUAGES.get(target, target)}"
     prompt = f"Translate the following {languages}.\n\n{text}"
