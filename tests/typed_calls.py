@@ -1,4 +1,4 @@
-"""Calls that pyright allows, and calls that it refuses. Nobody runs them: `.ci/run types` checks them.
+"""Calls that pyright allows, and calls that it refuses. They never run: `.ci/run types` checks them.
 
 Each `ignore` below names the one complaint that is expected there, and pyright complains of an ignore without one. So
 a wrong call that passes fails, as does a right one that does not.

@@ -51,7 +51,7 @@ def randomize(model):
 
 
 def layer_settings(config: ModelConfig) -> dict:
-    """Return the settings with which transformers' Llama and Qwen3 layers are those of a config."""
+    """Return the settings of transformers' Llama and Qwen3 layers that match a config."""
     rope = {"rope_type": "default", "rope_theta": config.rope.theta}
     if config.rope.kind == "llama3":
         rope |= {"rope_type": "llama3", "factor": config.rope.factor}
