@@ -87,7 +87,7 @@ def index(case: bytes, folder: Path) -> None:
     _read_all(folder / "in")
 
 
-def converted(case: tuple[str, bytes], folder: Path) -> None:
+def conversion(case: tuple[str, bytes], folder: Path) -> None:
     """Convert a checkpoint with a damaged file: it writes either nothing or a complete checkpoint."""
     place, output = folder / "damaged", folder / "made"
     shutil.copytree(folder / "in", place)
@@ -169,7 +169,7 @@ SURFACES = {
             st.deferred(_weights).map(lambda data: ("model.safetensors", data)),
             damaged_json(CONFIGS[0]).map(lambda data: ("config.json", data)),
         ),
-        converted,
+        conversion,
         200,
         _prepared,
     ),

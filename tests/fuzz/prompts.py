@@ -58,7 +58,7 @@ def lines(case: tuple[bytes, RuleChoice], folder: Path) -> None:
     _read(folder / "in" / "prompts.jsonl", *case)
 
 
-def replayed(case: bytes, folder: Path) -> None:
+def replay(case: bytes, folder: Path) -> None:
     """Read a corpus for replay; check that it holds the tokens of its rows in order, all in the target's vocabulary."""
     path = folder / "in" / "rows.jsonl"
     path.write_bytes(case)
@@ -92,7 +92,7 @@ _PAIR = st.tuples(st.sampled_from(ROWS), st.sampled_from(ROWS).flatmap(damaged))
 
 SURFACES = {
     "prompts file, plain": Surface(_TEXTS, plain, 1500, empty),
-    "rows to replay": Surface(st.lists(_CORPUS_LINE, max_size=3).map(b"\n".join), replayed, 1500, empty),
+    "rows to replay": Surface(st.lists(_CORPUS_LINE, max_size=3).map(b"\n".join), replay, 1500, empty),
     "prompts file, JSON lines": Surface(
         st.tuples(st.one_of(_LINE, _LINE, _PAIR), st.sampled_from(RULES)), lines, 4000, empty
     ),

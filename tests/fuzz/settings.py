@@ -117,7 +117,7 @@ _ROWS = st.one_of(
 )
 
 
-def resumed(case: tuple[bytes, bytes], folder: Path) -> None:
+def resume(case: tuple[bytes, bytes], folder: Path) -> None:
     """Resume an --output file with its settings. Accepted or rejected, both files stay unchanged."""
     path = folder / "in" / "rows.jsonl"
     settings = folder / "in" / "rows.jsonl.settings.json"
@@ -160,5 +160,5 @@ SURFACES = {
     "settings of rules, as values": Surface(_RULE_SETTINGS, rule_settings, 2000),
     "drafters and trees": Surface(_DRAFTS, drafts, 1000),
     "command lines": Surface(_ARGV, command_line, 3500),
-    "output to resume": Surface(_RESUMED, resumed, 500, empty),
+    "output to resume": Surface(_RESUMED, resume, 500, empty),
 }

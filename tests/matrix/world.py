@@ -62,21 +62,21 @@ def world() -> World:
     def normal(x):
         return draw.normal(size=x.shape)
 
-    def drawn(shapes, scale):
+    def random_weights(shapes, scale):
         """Draw weights with numpy, which needs no compilation. Norms stay near 1."""
         return jax.tree.map(lambda x: (normal(x) * scale + (x.ndim == 1)).astype(np.float32), shapes)
 
-    def noisy(params, share):
+    def add_noise(params, share):
         return jax.tree.map(lambda x: x + share * np.std(x) * normal(x).astype(np.float32), params)
 
     def heads(init, *arguments):
-        arrays = drawn(jax.eval_shape(lambda key: init(*arguments, key), jax.random.key(0)), 0.2)
+        arrays = random_weights(jax.eval_shape(lambda key: init(*arguments, key), jax.random.key(0)), 0.2)
         return arrays | {"ids": draft_ids.astype(np.int32)} if "ids" in arrays else arrays
 
     # Heads draft from all tokens of the target except 8.
     draft_ids = np.setdiff1d(np.arange(vocab), np.random.default_rng(1).choice(vocab, 8, replace=False))
 
-    params = drawn(shapes, 0.5)
+    params = random_weights(shapes, 0.5)
     # The target prefers letters and spaces, so that stop strings, spans and constraints occur in its output.
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     letters = {i for i in range(vocab) if set(tokenizer.decode([i])) <= set(string.ascii_lowercase + " ,")}
@@ -84,7 +84,7 @@ def world() -> World:
     hub.save(folder / "target", config, params, overwrite=True)
     for name, share in (("draft", 0.03), ("proxy", 0.02)):
         shutil.copytree(folder / "target", folder / name)
-        hub.save(folder / name, config, noisy(params, share), overwrite=True)
+        hub.save(folder / name, config, add_noise(params, share), overwrite=True)
     head = EagleConfig(
         version=3, layer=config, target_hidden_size=32, draft_vocab_size=len(draft_ids), feature_layers=(0,)
     )
