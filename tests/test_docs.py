@@ -105,8 +105,8 @@ def test_the_pictures_show_their_json(tmp_path, script, options, name):
     if "rules" in name:
         # Compare positions to a hundredth of a point, since other versions of matplotlib write other digits.
         positions = re.compile(r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)"')
-        marks = [np.asarray(positions.findall(svg), float) for svg in (drawn, committed)]
-        np.testing.assert_allclose(*marks, atol=0.01)
+        actual, expected = (np.asarray(positions.findall(svg), float) for svg in (drawn, committed))
+        np.testing.assert_allclose(actual, expected, atol=0.01)
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, *REPORTS], ids=lambda path: str(path.relative_to(ROOT)))
