@@ -118,7 +118,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.timeout(SECONDS[speed]))
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+@pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_xdist_make_scheduler(config, log):
     """Run the fast tests of a scope on one worker, where they reuse traced functions and fixtures of the module."""
     from xdist.scheduler import LoadScopeScheduling
@@ -167,7 +167,7 @@ def _refuse_skip(report):
 MEMORY_LIMIT = 0.95 * 2**30
 """Bytes of resident memory above which a worker drops its compiled programs."""
 LEAST_GROWTH = 0.2 * 2**30
-"""Bytes by which memory must have grown since the last drop, so that a large baseline does not trigger one per test."""
+"""Minimum growth in bytes since the last drop, so that a large baseline does not trigger a drop per test."""
 _memory_after_drop = 0.0
 
 
@@ -181,7 +181,7 @@ def pytest_collection_finish():
 def pytest_runtest_teardown():
     """Drop compiled programs before a worker grows large.
 
-    A compiled decode loop takes some 20 MB and hundreds of memory maps, of which Linux allows a process 65,530
+    A compiled decode loop takes some 20 MB and hundreds of memory maps, and Linux allows a process 65,530
     (vm.max_map_count). The cache folder still has the programs. glibc returns freed memory only on request.
     """
     global _memory_after_drop

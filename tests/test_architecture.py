@@ -59,12 +59,12 @@ def ring(module):
 
 def modules():
     """Return the paths of all modules by dotted name; `__init__` counts as its package."""
-    found = {}
+    paths = {}
     for top in ("mars_jax", "kernels_pallas"):
         for path in sorted((ROOT / top).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = path
-    return found
+            paths[name.removesuffix(".__init__")] = path
+    return paths
 
 
 def test_modules_of_the_library_import_only_from_the_layers_below():
@@ -103,13 +103,13 @@ def names_in(path):
 
 
 def test_no_modules_import_each_other():
-    known = modules()
+    paths = modules()
     imports = {}
-    for name, path in known.items():
-        found = {one if one in known else one.rpartition(".")[0] for one in names_in(path)}
-        imports[name] = found & set(known) - {name, "mars_jax"}
-    while leaves := {name for name, found in imports.items() if not found}:
-        imports = {name: found - leaves for name, found in imports.items() if name not in leaves}
+    for name, path in paths.items():
+        targets = {module if module in paths else module.rpartition(".")[0] for module in names_in(path)}
+        imports[name] = targets & set(paths) - {name, "mars_jax"}
+    while leaves := {name for name, targets in imports.items() if not targets}:
+        imports = {name: targets - leaves for name, targets in imports.items() if name not in leaves}
     assert set(imports) <= {"mars_jax"}, "these modules are part of a cycle, or import from one"
 
 
@@ -124,9 +124,9 @@ def test_every_module_has_a_layer_or_a_ring():
     assert parts == set(RANK) | (set(RINGS) - {"library"})
 
 
-@pytest.mark.parametrize(("folder", "more"), [("mars_jax/core", {"mars_jax"}), ("kernels_pallas", set())])
-def test_core_and_kernels_import_little(folder, more):
-    allowed = {"jax", "numpy", "kernels_pallas", *more, *sys.stdlib_module_names}
+@pytest.mark.parametrize(("folder", "extra"), [("mars_jax/core", {"mars_jax"}), ("kernels_pallas", set())])
+def test_core_and_kernels_import_little(folder, extra):
+    allowed = {"jax", "numpy", "kernels_pallas", *extra, *sys.stdlib_module_names}
     for path in sorted((ROOT / folder).rglob("*.py")):
         assert {module.split(".")[0] for module in imported(path)} <= allowed, path
 
@@ -146,6 +146,6 @@ def test_functions_of_the_core_are_short():
     for path in (ROOT / "mars_jax" / "core").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
-                statements = sum(isinstance(one, ast.stmt) for one in ast.walk(node))
+                statements = sum(isinstance(child, ast.stmt) for child in ast.walk(node))
                 assert statements <= (25 if node.name == "_step" else 60), f"{path.name}: {node.name}"
     assert sum(not name.startswith("_") for name in dir(Drafter)) <= 16

@@ -32,7 +32,7 @@ from mars_jax.verify.relaxed import Relaxed
 @register("within", paper="none")
 @struct.dataclass(kw_only=True)
 class Within(Relaxed):
-    """Also accept what is within a gap of the target's best token.
+    """Also accept tokens within a gap of the target's best token.
 
     >>> within(nats=0.2).name
     'within'
@@ -51,7 +51,7 @@ within = Within
 '''
 RULE_CASE = """    "within": Case(contrib.within(nats=1.5), verify.exact(), {"nats": 0.0}, {"nats": 0.4}, drafter=TREE),
 """
-DRAFTER = '''"""The last token again and again. B batch. Oracle: autoregression, in the matrix of all drafters."""
+DRAFTER = '''"""Repetition of the last token. B batch. Oracle: autoregression, in the matrix of all drafters."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ from mars_jax.drafters.registry import register
 
 @dataclasses.dataclass(frozen=True)
 class Repeat(Drafter):
-    """Draft the last token again and again."""
+    """Draft repetitions of the last token."""
 
     num_draft_tokens: int = 4
 
@@ -98,26 +98,26 @@ SETTING = """    heat: float = setting(
 """
 
 
-def insert(path: Path, text: str, *, before: str) -> None:
-    """Insert a text before the first line that begins with `before`."""
+def insert(path: Path, text: str, *, anchor: str) -> None:
+    """Insert a text before the first occurrence of `anchor`."""
     source = path.read_text()
-    assert before in source, path
-    path.write_text(source.replace(before, text + before, 1))
+    assert anchor in source, path
+    path.write_text(source.replace(anchor, text + anchor, 1))
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """Return a copy of the checkout with a new rule and its case, and a new drafter."""
     folder = tmp_path_factory.mktemp("copy") / "mars-jax"
-    left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", ".hypothesis")
-    shutil.copytree(ROOT, folder, ignore=left_out)
+    ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", ".hypothesis")
+    shutil.copytree(ROOT, folder, ignore=ignored)
     package = folder / "mars_jax"
     (package / "contrib/rules/within.py").write_text(RULE)
-    insert(folder / "tests/verify/test_rules.py", RULE_CASE, before='    "budget": Case(')
+    insert(folder / "tests/verify/test_rules.py", RULE_CASE, anchor='    "budget": Case(')
     (package / "contrib/drafters/repeat.py").write_text(DRAFTER)
-    insert(package / "utils/settings.py", SETTING, before="    # sample only from this many")
-    insert(package / "serve/requests.py", "    heat: Each[float]\n", before="    top_k: Each[int]")
-    insert(package / "serve/generation.py", "        heat,\n", before="        top_k, top_p, min_p")
+    insert(package / "utils/settings.py", SETTING, anchor="    # sample only from this many")
+    insert(package / "serve/requests.py", "    heat: Each[float]\n", anchor="    top_k: Each[int]")
+    insert(package / "serve/generation.py", "        heat,\n", anchor="        top_k, top_p, min_p")
     prepared = package / "serve/prepare.py"
     prepared.write_text(prepared.read_text().replace("[r.temperature for", "[r.temperature * r.heat for"))
     return folder
@@ -128,9 +128,9 @@ def run(copy: Path, *arguments: str) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     environment["PYTHONPATH"] = str(copy)
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    return done.stdout
+    process = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-2000:]
+    return process.stdout
 
 
 @pytest.mark.slow
@@ -169,5 +169,5 @@ def test_the_suite_of_all_rules_the_tables_the_documents_and_what_is_public(copy
     files = ("verify/test_rules", "test_tables", "test_public", "test_docs", "test_features", "test_architecture",
              "cli/test_commands", "cli/test_arguments", "serve/test_options")  # fmt: skip
     run(copy, "tests/test_public.py")  # lists the new field of `Request`
-    said = run(copy, "-m", "pytest", "-q", "-m", "not slow", *(f"tests/{name}.py" for name in files))
-    assert " passed" in said and "failed" not in said
+    output = run(copy, "-m", "pytest", "-q", "-m", "not slow", *(f"tests/{name}.py" for name in files))
+    assert " passed" in output and "failed" not in output

@@ -35,8 +35,8 @@ def prose(path: Path) -> str:
 
 def links(path: Path) -> list[str]:
     """Return the local files and anchors that a document links to or shows."""
-    found = re.findall(r"\]\(([^)\s]+)\)", prose(path))
-    return [link for link in found if not re.match(r"[a-z]+:", link)]
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose(path))
+    return [link for link in targets if not re.match(r"[a-z]+:", link)]
 
 
 def anchors(path: Path) -> set[str]:
@@ -60,8 +60,8 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_results_are_those_of_the_json():
-    done = run("results_page", "--check")
-    assert (done.returncode, done.stderr) == (0, "")
+    process = run("results_page", "--check")
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_drift_of_the_results_is_noticed(tmp_path):
@@ -73,9 +73,9 @@ def test_drift_of_the_results_is_noticed(tmp_path):
     drifted = text.replace("| none | 99 |", "| none | 98 |", 1)
     assert drifted != text
     (tmp_path / name).write_text(drifted, encoding="utf-8")
-    done = run("results_page", "--check", "--root", str(tmp_path))
-    assert done.returncode == 1
-    assert f"--- {name}" in done.stderr and "Run python -m scripts.results_page." in done.stderr
+    process = run("results_page", "--check", "--root", str(tmp_path))
+    assert process.returncode == 1
+    assert f"--- {name}" in process.stderr and "Run python -m scripts.results_page." in process.stderr
     assert (tmp_path / name).read_text(encoding="utf-8") == drifted, "--check must not write"
     assert run("results_page", "--root", str(tmp_path)).returncode == 0
     assert (tmp_path / name).read_text(encoding="utf-8") == text
@@ -83,8 +83,8 @@ def test_drift_of_the_results_is_noticed(tmp_path):
 
 @pytest.mark.parametrize("name", ["common", "results_page", "smollm2.torch_side"])
 def test_examples_of_the_scripts_run(name):
-    found = doctest.testmod(importlib.import_module(f"scripts.{name}"))
-    assert found.attempted and not found.failed
+    outcome = doctest.testmod(importlib.import_module(f"scripts.{name}"))
+    assert outcome.attempted and not outcome.failed
 
 
 PICTURES = [
@@ -97,16 +97,16 @@ PICTURES = [
 @pytest.mark.parametrize(("script", "options", "name"), slow_but(PICTURES, PICTURES[0]))
 def test_the_pictures_show_their_json(tmp_path, script, options, name):
     pytest.importorskip("matplotlib")
-    done = run(script, "--folder", str(tmp_path), *options)
-    assert done.returncode == 0, done.stderr
-    drawn, kept = ((folder / name).read_text(encoding="utf-8") for folder in (tmp_path, ROOT / "docs"))
-    drawn_text, kept_text = (re.findall(r"<text[^>]*>([^<]*)</text>", svg) for svg in (drawn, kept))
-    assert len(drawn_text) > 5 and drawn_text == kept_text
+    process = run(script, "--folder", str(tmp_path), *options)
+    assert process.returncode == 0, process.stderr
+    drawn, committed = ((folder / name).read_text(encoding="utf-8") for folder in (tmp_path, ROOT / "docs"))
+    drawn_text, committed_text = (re.findall(r"<text[^>]*>([^<]*)</text>", svg) for svg in (drawn, committed))
+    assert len(drawn_text) > 5 and drawn_text == committed_text
     if "rules" in name:
         # Compare positions to a hundredth of a point, since other versions of matplotlib write other digits.
         positions = re.compile(r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)"')
-        drawn_marks, kept_marks = (np.asarray(positions.findall(svg), float) for svg in (drawn, kept))
-        np.testing.assert_allclose(drawn_marks, kept_marks, atol=0.01)
+        actual, expected = (np.asarray(positions.findall(svg), float) for svg in (drawn, committed))
+        np.testing.assert_allclose(actual, expected, atol=0.01)
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, *REPORTS], ids=lambda path: str(path.relative_to(ROOT)))
@@ -114,8 +114,8 @@ def test_links_lead_somewhere(path):
     dead = []
     for link in links(path):
         name, _, anchor = link.partition("#")
-        there = (path.parent / name).resolve() if name else path
-        if not there.exists() or (anchor and anchor not in anchors(there)):
+        destination = (path.parent / name).resolve() if name else path
+        if not destination.exists() or (anchor and anchor not in anchors(destination)):
             dead.append(link)
     assert dead == []
 

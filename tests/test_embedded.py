@@ -42,17 +42,17 @@ def test_transformers_loads_it_unchanged_and_continues_alike(family, name):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    theirs = AutoModelForCausalLM.from_pretrained(assets.path(name), dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(assets.path(name), dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(assets.path(name))
-    ours = family[name]
-    assert type(ours.tokenizer) is type(tokenizer)
+    loaded = family[name]
+    assert type(loaded.tokenizer) is type(tokenizer)
     ids = tokenizer(PROMPT)["input_ids"]
-    assert ids == ours.encode(PROMPT)
-    assert ids[0] == ours.config.bos_token_id == ours.stop_tokens[0] == tokenizer.eos_token_id
+    assert ids == loaded.encode(PROMPT)
+    assert ids[0] == loaded.config.bos_token_id == loaded.stop_tokens[0] == tokenizer.eos_token_id
     with torch.no_grad():
-        whole = theirs.generate(torch.tensor([ids]), max_new_tokens=48, do_sample=False)
-    expected = whole[0, len(ids) :].tolist()
-    result = mj.generate(ours, "none", [PROMPT], max_new_tokens=48)
+        sequences = reference.generate(torch.tensor([ids]), max_new_tokens=48, do_sample=False)
+    expected = sequences[0, len(ids) :].tolist()
+    result = mj.generate(loaded, "none", [PROMPT], max_new_tokens=48)
     assert result.tokens[0] == expected
     assert result.text[0] == tokenizer.decode(expected, skip_special_tokens=True)
 
@@ -89,10 +89,10 @@ def test_its_chat_is_turns_of_user_and_assistant(family):
 def test_the_draft_and_the_head_are_worth_having_and_change_nothing(family, draft, least):
     target = family[assets.TARGET]
     prompts = [PROMPT, "One day, a girl named Sue", "The little dog was sad because"]
-    plain = mj.generate(target, "none", prompts, max_new_tokens=64)
+    undrafted = mj.generate(target, "none", prompts, max_new_tokens=64)
     drafter = mj.drafters.load(draft, target, dtype="float32")
     drafted = mj.generate(target, drafter, prompts, max_new_tokens=64)
-    assert drafted.tokens == plain.tokens and drafted.metrics.tau > least
+    assert drafted.tokens == undrafted.tokens and drafted.metrics.tau > least
 
 
 @pytest.mark.slow

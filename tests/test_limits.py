@@ -64,9 +64,9 @@ def path_arguments():
     for name in commands.COMMANDS:
         if (parser := commands.parser_of(name)) is None:
             continue
-        kinds = {f"{name} {kind}": one for kind, one in parser.kinds().items()}
-        for words, one in {name: parser, **kinds}.items():
-            for action in one._actions:
+        kinds = {f"{name} {kind}": subparser for kind, subparser in parser.kinds().items()}
+        for words, subparser in {name: parser, **kinds}.items():
+            for action in subparser._actions:
                 argument = [action.dest, *action.option_strings][-1]
                 for form in FORMS.get(argument, FORMS.get(str(action.metavar), [])):
                     cases.append((words, argument, form))
@@ -170,14 +170,14 @@ def test_prompts_come_through_a_pipe_that_is_open(pipe, monkeypatch):
     reader, writer = os.pipe()
     os.write(writer, b'{"prompt": "a"}\n\n{"prompt": "b"}' if pipe == "-" else b"a\r\n\nb")
     os.close(writer)
-    before = os.dup(0)
+    stdin = os.dup(0)
     os.dup2(reader, 0)
     monkeypatch.setattr("sys.stdin", open(0, closefd=False))  # noqa: SIM115
     try:
         rows = read_prompts(pipe.format(reader), choose("exact", {}))
     finally:
-        os.dup2(before, 0)
-        os.close(before)
+        os.dup2(stdin, 0)
+        os.close(stdin)
         os.close(reader)
     assert [row.prompt for row in rows] == ["a", "b"]
 
@@ -228,7 +228,7 @@ def gguf_header(path):
     return read_gguf(path)
 
 
-def config_alone(path):
+def config_only(path):
     """Create a checkpoint that has only a config, and return the name of an index in it."""
     path.mkdir()
     shutil.copy(TARGET / "config.json", path)
@@ -236,7 +236,7 @@ def config_alone(path):
 
 
 def safetensors_header(path):
-    config_alone(path)
+    config_only(path)
     with (path / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", limits.JSON_BYTES + 1))
         file.truncate(1 << 30)
@@ -245,12 +245,12 @@ def safetensors_header(path):
 
 def many_shards(path):
     names = {f"{i}": f"{i}.safetensors" for i in range(limits.SHARDS + 1)}
-    config_alone(path).write_text(json.dumps({"weight_map": names}))
+    config_only(path).write_text(json.dumps({"weight_map": names}))
     return hub.load(path)
 
 
 def large_index(path):
-    index = config_alone(path)
+    index = config_only(path)
     index.write_text("{" + " " * limits.JSON_BYTES + '"weight_map": {"model.norm.weight": "absent"}}')
     with pytest.raises(MarsError, match="lacks absent, which"):
         hub.load(path)
@@ -358,8 +358,8 @@ def test_a_refusal_takes_little_time_and_memory(inputs, tmp_path):
     """One process refuses all of them, so its peak bounds the peak of each."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     command = [sys.executable, "-c", MEASURED, inputs]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    measured = json.loads(process.stdout.splitlines()[-1])
     assert measured["peak"] < 1.5e9
     assert {name: time for name, time in measured["seconds"].items() if time > 5} == {}

@@ -68,9 +68,9 @@ def test_the_jobs_of_schedulers_are_commands_that_there_are():
     values = {"$(JOB_COMPLETION_INDEX)": "3", "$SLURM_ARRAY_TASK_ID": "3", "$PART": "3/16"}
     for command in (container["args"], slurm[1].split()):
         words = [re.sub(r"\$\(?\w+\)?", lambda name: values[name[0]], word) for word in command]
-        given = parser().parse_args(words[1:])
-        assert words[0] == "generate" and given.resume and "part-3" in str(given.output)
-        assert given.part == slice(3, None, spec["completions"])
+        arguments = parser().parse_args(words[1:])
+        assert words[0] == "generate" and arguments.resume and "part-3" in str(arguments.output)
+        assert arguments.part == slice(3, None, spec["completions"])
     assert spec["parallelism"] <= spec["completions"]
 
 

@@ -34,13 +34,13 @@ TEXTS = (
 @pytest.mark.parametrize("name", ["target", "draft", "proxy"])
 def test_the_plain_tokenizer_is_that_of_transformers(name):
     path = Path(assets.__file__).parent / "tiny" / name
-    plain, whole = read_plain(path), read_tokenizer(path)
+    direct, reference = read_plain(path), read_tokenizer(path)
     for text in TEXTS:
-        ids = whole(text)["input_ids"]
-        assert plain.encode(text).ids == ids
-        assert plain.decode(ids, skip_special_tokens=True) == whole.decode(ids, skip_special_tokens=True)
-    assert [e.ids for e in plain.encode_batch(list(TEXTS))] == whole(list(TEXTS))["input_ids"]
-    assert plain.get_vocab() == whole.get_vocab()
+        ids = reference(text)["input_ids"]
+        assert direct.encode(text).ids == ids
+        assert direct.decode(ids, skip_special_tokens=True) == reference.decode(ids, skip_special_tokens=True)
+    assert [e.ids for e in direct.encode_batch(list(TEXTS))] == reference(list(TEXTS))["input_ids"]
+    assert direct.get_vocab() == reference.get_vocab()
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ import sys, mars_jax as mj
 print(mj.generate(mj.load(), "model:tiny/draft", "Once upon a time", max_new_tokens=8).text)
 print("transformers" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith("False") and len(done.stdout) > 20
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip().endswith("False") and len(process.stdout) > 20
 
 
 CODE = """
@@ -113,11 +113,11 @@ def with_code(checkpoint, tmp_path):
 def test_no_code_of_a_checkpoint_runs_and_no_question_is_asked(with_code):
     checkpoint, trace = with_code
     command = [sys.executable, "-m", "mars_jax.generate", "--target", str(checkpoint), "--draft", "none"]
-    done = subprocess.run([*command, "hello"], input="y\n" * 9, capture_output=True, text=True)
+    run = subprocess.run([*command, "hello"], input="y\n" * 9, capture_output=True, text=True)
     assert not trace.exists()
-    assert done.returncode == 2 and done.stdout == ""
-    assert "(auto_map), which is never run" in done.stderr and "[y/N]" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"error: no tokenizer could be read from '{checkpoint}'")
+    assert run.returncode == 2 and run.stdout == ""
+    assert "(auto_map), which is never run" in run.stderr and "[y/N]" not in run.stderr
+    assert run.stderr.splitlines()[-1].startswith(f"error: no tokenizer could be read from '{checkpoint}'")
 
 
 def test_a_config_that_names_code_beside_a_plain_tokenizer_loads_without_it(with_code):
@@ -139,9 +139,9 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("what", TEMPLATES)
-def test_a_chat_template_that_cannot_be_applied_gets_a_sentence(checkpoint, what):
-    (checkpoint / "chat_template.jinja").write_text(TEMPLATES[what])
+@pytest.mark.parametrize("fault", TEMPLATES)
+def test_a_chat_template_that_cannot_be_applied_gets_a_sentence(checkpoint, fault):
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATES[fault])
     sketch = hub.outline(str(checkpoint))
     turns = Problem(task="t", id="0", turns=("hello", "and"))
     for call in (
@@ -199,28 +199,28 @@ def test_a_model_of_ones_own_decodes_as_a_loaded_one():
     """Include models with and without a config or a tokenizer, and a foreign model whose rows refill."""
     loaded = mj.load("tiny/draft")
     parts = (loaded.model, loaded.params)
-    own = mj.Pretrained.from_parts(*parts, loaded.tokenizer, config=loaded.config)
+    configured = mj.Pretrained.from_parts(*parts, loaded.tokenizer, config=loaded.config)
     bare = mj.Pretrained.from_parts(
         *parts, loaded.tokenizer, max_positions=loaded.config.max_positions, stop_tokens=loaded.stop_tokens
     )
-    assert own.stop_tokens == bare.stop_tokens == loaded.stop_tokens
+    assert configured.stop_tokens == bare.stop_tokens == loaded.stop_tokens
     options = {"max_new_tokens": 12, "stop_strings": "xyzzy"}
-    want = mj.generate(loaded, "ngram", ["Once upon a time", "The cat"], **options)
-    for made in (own, bare):
-        found = mj.generate(made, "ngram", ["Once upon a time", "The cat"], **options)
-        assert found.text == want.text and found.tokens == want.tokens
+    expected = mj.generate(loaded, "ngram", ["Once upon a time", "The cat"], **options)
+    for model in (configured, bare):
+        actual = mj.generate(model, "ngram", ["Once upon a time", "The cat"], **options)
+        assert actual.text == expected.text and actual.tokens == expected.tokens
     with pytest.raises(MarsError, match=r"has no config, by which the heads of 'x' are checked"):
         mj.drafters.load("eagle:x", bare)
     hashed = mj.Pretrained.from_parts(fake.hash_model(vocab_size=11), (), max_positions=48)
     with pytest.raises(MarsError, match="has no tokenizer: give from_parts one, or prompts as token ids"):
         mj.generate(hashed, "ngram", ["Once"])
     prompts = [[1, 2], [3], [4, 5, 6]]
-    one = mj.generate(hashed, "ngram", prompts, batch_size=1, max_new_tokens=9)
-    whole = mj.generate(hashed, "none", prompts, max_new_tokens=9)
-    assert one.tokens == whole.tokens and one.text == [""] * 3
-    for given in ({}, {"config": loaded.config, "max_positions": 9}):
+    refilled = mj.generate(hashed, "ngram", prompts, batch_size=1, max_new_tokens=9)
+    undrafted = mj.generate(hashed, "none", prompts, max_new_tokens=9)
+    assert refilled.tokens == undrafted.tokens and refilled.text == [""] * 3
+    for arguments in ({}, {"config": loaded.config, "max_positions": 9}):
         with pytest.raises(MarsError, match="from_parts takes either a config or max_positions"):
-            mj.Pretrained.from_parts(*parts, **given)
+            mj.Pretrained.from_parts(*parts, **arguments)
 
 
 # The BOS token.

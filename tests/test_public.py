@@ -40,19 +40,19 @@ def public():
     """Return the list for this checkout."""
     from mars_jax.cli.commands import COMMANDS, parser_of
 
-    made = {"names": {name: arguments(named(name)) for name in sorted(promised())}}
-    made["commands"] = {}
+    listing = {"names": {name: arguments(named(name)) for name in sorted(promised())}}
+    listing["commands"] = {}
     for name in COMMANDS:
         if (parser := parser_of(name)) is not None:
-            actions = [action for one in (parser, *parser.kinds().values()) for action in one._actions]
+            actions = [action for p in (parser, *parser.kinds().values()) for action in p._actions]
             flags = {flag for action in actions for flag in action.option_strings if flag.startswith("--")}
-            made["commands"][name] = sorted(flags)
-    ours = {name: rule for name, rule in rules().items() if ".contrib." not in rule.make.__module__}
-    made["rules"] = {name: sorted(row.settings) for name, row in ours.items()}
-    made["drafters"] = {
+            listing["commands"][name] = sorted(flags)
+    library_rules = {name: rule for name, rule in rules().items() if ".contrib." not in rule.make.__module__}
+    listing["rules"] = {name: sorted(row.settings) for name, row in library_rules.items()}
+    listing["drafters"] = {
         n: [row.spec] for n, row in definitions().items() if ".contrib." not in row.cls.__module__
     }
-    return made
+    return listing
 
 
 def test_the_public_names_are_listed():
@@ -83,21 +83,21 @@ def is_public(full):
 
 def used(source):
     """Return the dotted names of the package that a file imports or reaches by attributes."""
-    tree, homes, found = ast.parse(source), {}, set()
+    tree, homes, names = ast.parse(source), {}, set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            homes |= {one.asname or one.name.split(".")[0]: one.name for one in node.names}
-            found |= {one.name for one in node.names}
+            homes |= {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            homes |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
-            found |= {f"{node.module}.{one.name}" for one in node.names}
+            homes |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
     for node in ast.walk(tree):
         parts = []
         while isinstance(node, ast.Attribute):
             parts, node = [node.attr, *parts], node.value
         if parts and isinstance(node, ast.Name) and node.id in homes:
-            found.add(".".join([homes[node.id], *parts]))
-    return {name for name in found if name.split(".")[0] in ("mars_jax", "kernels_pallas")}
+            names.add(".".join([homes[node.id], *parts]))
+    return {name for name in names if name.split(".")[0] in ("mars_jax", "kernels_pallas")}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

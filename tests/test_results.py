@@ -25,8 +25,8 @@ PAGES = [
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(RESULTS)))
 def test_every_committed_report_says_where_it_comes_from(path):
-    found = origin(json.loads(path.read_text(encoding="utf-8")))
-    assert found.commit and (found.date or found.committed)
+    source = origin(json.loads(path.read_text(encoding="utf-8")))
+    assert source.commit and (source.date or source.committed)
 
 
 def test_a_report_without_an_origin_is_refused():
@@ -40,9 +40,9 @@ def test_a_report_without_an_origin_is_refused():
 def test_the_study_of_lengths_is_what_its_rows_say(file):
     from scripts.when_it_pays import fair_arms as study
 
-    told = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    report = json.loads((RESULTS / file).read_text(encoding="utf-8"))
     rows = study.packed_rows(RESULTS / file.replace(".json", ".jsonl.xz"))
-    assert study.report(study.STUDIES[told["study"]], rows, told["costs"]["steps"]) == told["tables"]
+    assert study.report(study.STUDIES[report["study"]], rows, report["costs"]["steps"]) == report["tables"]
 
 
 def test_every_committed_report_is_read_by_a_page_or_named_by_one(monkeypatch):

@@ -26,18 +26,18 @@ def test_every_flag_of_every_command_is_on_the_page():
     page = pages.flags_page()
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
     assert list(sections) == [name for name in COMMANDS if name != "lm_eval"]
-    for name, made in pages.parsers().items():
-        told = set(re.findall(r"^\| `([^`]*)`", sections[name], re.MULTILINE))
-        words = {word.strip(",") for cell in told for word in cell.split()}
-        every = (made, *made.kinds().values())
-        actions = [a for one in every for a in one._actions if a.help is not argparse.SUPPRESS]
-        assert {flag for a in actions for flag in a.option_strings} | made.kinds().keys() <= words, name
+    for name, parser in pages.parsers().items():
+        documented = set(re.findall(r"^\| `([^`]*)`", sections[name], re.MULTILINE))
+        words = {word.strip(",") for cell in documented for word in cell.split()}
+        parsers = (parser, *parser.kinds().values())
+        actions = [a for subparser in parsers for a in subparser._actions if a.help is not argparse.SUPPRESS]
+        assert {flag for a in actions for flag in a.option_strings} | parser.kinds().keys() <= words, name
         assert "%(" not in sections[name]
         assert "examples:" in sections[name] and re.search(rf"mars[-_]jax[. ]{name} ", sections[name]), name
         # Long commands group their help, so that few flags remain plain "options".
-        for one in every:
-            loose = [a for a in one._optionals._group_actions if a.option_strings]
-            assert len(loose) <= 5, one.prog
+        for subparser in parsers:
+            loose = [a for a in subparser._optionals._group_actions if a.option_strings]
+            assert len(loose) <= 5, subparser.prog
 
 
 def test_every_public_name_has_an_entry():
@@ -45,42 +45,42 @@ def test_every_public_name_has_an_entry():
     from mars_jax import contrib, drafters, verify
 
     names, entries = pages.api_names(), pages.api_pages()
-    shown = [name.shown for row in names.values() for name in row]
-    assert len(shown) == len(set(shown))
+    shown_names = [name.shown for row in names.values() for name in row]
+    assert len(shown_names) == len(set(shown_names))
     every = {f"mars_jax.{name}" for name in mars_jax._HOME}
     for package in (verify, drafters, contrib, kernels_pallas):
         every |= {f"{package.__name__}.{name}" for name in package.__all__}
-    assert set(shown) == every
+    assert set(shown_names) == every
     for module in mars_jax._MODULES.keys() - {"verify", "drafters"}:
         assert f"heading: mars_jax.{module}\n" in entries["api/modules.md"]
     for purpose, (page, _) in pages.REFERENCE.items():
         for name in names[purpose]:
             assert f"::: {name.home}\n" in entries[f"api/{page}.md"]
-            package, _, own = name.shown.rpartition(".")
-            assert at(name.home) is (
-                getattr(contrib, own) if package == "mars_jax.contrib" else named(name.shown)
+            package, _, attribute = name.shown.rpartition(".")
+            assert resolve(name.home) is (
+                getattr(contrib, attribute) if package == "mars_jax.contrib" else named(name.shown)
             )
 
 
-def at(home):
-    module, _, own = home.rpartition(".")
-    return getattr(importlib.import_module(module), own)
+def resolve(home):
+    module, _, attribute = home.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def test_every_field_of_a_public_class_has_its_meaning_and_every_array_its_shape():
     counted = 0
     for name in (name for row in pages.api_names().values() for name in row):
-        value, told = at(name.home), pages.fields(name.home)
+        value, fields = resolve(name.home), pages.fields(name.home)
         if not inspect.isclass(value):
             continue
-        made = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-        assert {*made, *getattr(value, "_fields", ())} <= {field.name for field in told}, name.shown
-        for field in told:
-            said = re.sub(r"\w*\[[^\]]*\]( or None| or \[B\]| each)?", "", field.meaning)
-            assert said.strip(" ;:"), f"{name.shown}.{field.name}"
+        names = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+        assert {*names, *getattr(value, "_fields", ())} <= {field.name for field in fields}, name.shown
+        for field in fields:
+            prose = re.sub(r"\w*\[[^\]]*\]( or None| or \[B\]| each)?", "", field.meaning)
+            assert prose.strip(" ;:"), f"{name.shown}.{field.name}"
             assert "Array" not in field.annotation or re.search(r"\[.*?\]|\(.*\)", field.meaning), field
-        assert all(f"  {f.name} (" in pages.site_docstring("", name.home) for f in told)
-        counted += len(told)
+        assert all(f"  {f.name} (" in pages.site_docstring("", name.home) for f in fields)
+        counted += len(fields)
     assert counted > 150
 
 

@@ -55,14 +55,14 @@ def test_a_model_is_what_its_row_says(name):
     assert row.family in FAMILIES and row.licence
     assert row.sha256 is None or (row.file and re.fullmatch("[0-9a-f]{64}", row.sha256))
     assert bool(row.repository) == (name not in assets.NAMES)
-    here = not row.repository or (row.package and hub.is_here(name))
-    config = hub.read_config(name) if here else CONFIGS.get(name)
+    is_local = not row.repository or (row.package and hub.is_here(name))
+    config = hub.read_config(name) if is_local else CONFIGS.get(name)
     assert config is None or (config.family, config.vocab_size) == (row.family, row.vocabulary)
 
 
 def test_every_draft_is_known_and_has_its_test_and_its_figure():
-    found = models.pairs()
-    for pair in found:
+    pairs = models.pairs()
+    for pair in pairs:
         draft = parse_draft(pair.draft)
         row = models.MODELS[pair.target]
         small = models.MODELS.get(draft.path)
@@ -72,9 +72,9 @@ def test_every_draft_is_known_and_has_its_test_and_its_figure():
         assert pair.loads in models.LOADS
         file, _, test = pair.test.partition("::")
         assert find_test(ROOT / "tests" / file, test), pair
-    heads = {(pair.target, pair.draft) for pair in found if not pair.draft.startswith("model:")}
+    heads = {(pair.target, pair.draft) for pair in pairs if not pair.draft.startswith("model:")}
     assert heads == {(head.target, draft) for draft, head in models.HEADS.items()}
-    assert {(pair.target, pair.draft) for pair in found} >= set(models.FIGURES)
+    assert {(pair.target, pair.draft) for pair in pairs} >= set(models.FIGURES)
     for figure in models.FIGURES.values():
         tau, page = re.fullmatch(r"tau ([\d.]+), (.*)", figure).groups()
         assert f" {tau} " in (ROOT / page).read_text(encoding="utf-8").replace(";", " ")

@@ -30,7 +30,7 @@ ROW = jnp.asarray([0])
 
 
 @functools.cache
-def usual():
+def valid():
     tokens = jnp.asarray([[3, 1, 4] + [0] * 29], jnp.int32)
     controls, keys = mj.make_controls(1, limit=8), mj.keys_from_seeds(jnp.arange(1))
     prompts = mj.Prompts(tokens, jnp.asarray([3]), controls, RULE, keys)
@@ -47,7 +47,7 @@ CALLS = {
     "start": (mj.decode.start, ["decoder", "params", "prompts"]),
     "run": (mj.run, ["decoder", "params", "state"]),
     "jitted_step": (mj.decode.jitted_step, ["decoder", "params", "state"]),
-    "stream": (lambda *given: next(mj.stream(*given)), ["decoder", "params", "state"]),
+    "stream": (lambda *arguments: next(mj.stream(*arguments)), ["decoder", "params", "state"]),
     "extend": (mj.decode.extend, ["decoder", "params", "state", "prompts"]),
     "advance": (refill.advance, ["decoder", "params", "state", "stats"]),
     "refill": (refill.refill, ["decoder", "params", "state", "stats", "rows", "prompts"]),
@@ -67,26 +67,26 @@ WRONG = {"a number": 3, "a text": "x", "an object": object(), "an array": jnp.on
 def test_a_wrong_type_is_told_in_one_sentence(name):
     function, arguments = CALLS[name]
     for place, argument in enumerate(arguments):
-        for value in (*WRONG.values(), usual()["target" if argument != "target" else "params"]):
-            given = [usual()[one] for one in arguments]
-            given[place] = value
+        for value in (*WRONG.values(), valid()["target" if argument != "target" else "params"]):
+            values = [valid()[name] for name in arguments]
+            values[place] = value
             with pytest.raises(MarsError, match=r"^[^\n]+: [^\n]+\.$"):
-                function(*given)
+                function(*values)
 
 
 @pytest.mark.parametrize("value", ["x", object(), 0.5])
 def test_a_number_of_steps_that_is_no_number_is_named(value):
-    state = usual()["state"]
+    state = valid()["state"]
     assert message(mj.run, DECODER, PARAMS, state, max_steps=value).startswith("max_steps ")
     assert message(next, mj.stream(DECODER, PARAMS, state, ahead=value)).startswith("ahead ")
 
 
 def test_a_state_that_was_given_away_is_told():
-    prompts = usual()["prompts"]
+    prompts = valid()["prompts"]
     state = mj.decode.start(DECODER, PARAMS, prompts)
     mj.run(DECODER, PARAMS, state)
     stats = zero_stats(1, DECODER.max_depth)
-    again = [
+    calls = [
         lambda: mj.run(DECODER, PARAMS, state),
         lambda: next(mj.stream(DECODER, PARAMS, state)),
         lambda: mj.decode.extend(DECODER, PARAMS, state, prompts),
@@ -94,26 +94,26 @@ def test_a_state_that_was_given_away_is_told():
         lambda: refill.refill(DECODER, PARAMS, state, stats, ROW, prompts),
         lambda: DECODER.step(PARAMS, state),
     ]
-    for use in again:
-        assert re.search("was given away before.*: go on with the state that it returned", message(use))
+    for call in calls:
+        assert re.search("was given away before.*: go on with the state that it returned", message(call))
 
 
 def test_weights_that_were_given_away_are_told_by_their_name():
     target = mj.load("tiny/draft", dtype="float32")
     decoder = mj.speculative_decoder(target.model, DRAFTER, RULE)
     params = mj.Params({**target.params, "embed": jnp.array(target.params["embed"])})
-    state = mj.decode.start(decoder, params, usual()["prompts"])
+    state = mj.decode.start(decoder, params, valid()["prompts"])
     params.target["embed"].delete()  # as a trainer's update does
     with pytest.raises(MarsError, match="the params given to run was given away before"):
         mj.run(decoder, params, state)
 
 
 def test_values_of_every_library_are_taken():
-    state = mj.decode.start(DECODER, PARAMS, usual()["prompts"])
+    state = mj.decode.start(DECODER, PARAMS, valid()["prompts"])
     state, _ = mj.run(DECODER, PARAMS, state=state, max_steps=np.asarray(1))
     state, _ = mj.run(DECODER, PARAMS, state, max_steps=jnp.int32(1))
     for limits in (jnp.asarray([3, 4]), np.asarray([3, 4]), [3, 4]):
-        requests = mj.make_requests(usual()["target"], [[1], [2]], max_new_tokens=limits, seed=jnp.arange(2))
+        requests = mj.make_requests(valid()["target"], [[1], [2]], max_new_tokens=limits, seed=jnp.arange(2))
         assert [(r.max_new_tokens, r.seed) for r in requests] == [(3, 0), (4, 1)]
 
 
@@ -137,12 +137,12 @@ def chatty():
     return mj.hub.outline("tiny/target")
 
 
-def option(name, **others):
-    return lambda value: mj.make_requests(chatty(), ["a", "b"], **others, **{name: value})
+def option(name, **options):
+    return lambda value: mj.make_requests(chatty(), ["a", "b"], **options, **{name: value})
 
 
-def argument(function, name, *args, **others):
-    return lambda value: function(*args, **others, **{name: value})
+def argument(function, name, *args, **options):
+    return lambda value: function(*args, **options, **{name: value})
 
 
 def turn(**fields):
@@ -150,7 +150,7 @@ def turn(**fields):
 
 
 def session(**arguments):
-    return Session.of(**({"target": usual()["target"]} | arguments))
+    return Session.of(**({"target": valid()["target"]} | arguments))
 
 
 def say(text, **changed):
@@ -180,8 +180,8 @@ ARGUMENTS = {
     "Session.log_probs": lambda x: session(log_probs=x),
     "Chat.messages": lambda x: say("x", messages=x),
     "Chat.stream": say,
-    "score.texts": lambda x: mj.score(usual()["target"], x),
-    "score.texts of one": lambda x: mj.score(usual()["target"], [x]),
+    "score.texts": lambda x: mj.score(valid()["target"], x),
+    "score.texts of one": lambda x: mj.score(valid()["target"], [x]),
     **{
         f"Pretrained.{name}": lambda x, name=name: getattr(chatty(), name)(x)
         for name in ("encode", "encode_chat", "encode_many", "decode", "check_tokens")
@@ -214,9 +214,9 @@ ARGUMENTS = {
     },
     "language_model.model": lambda x: mj.drafters.language_model(x),
     **{f"Dynamic.{name}": argument(mj.drafters.Dynamic, name) for name in ("top_k", "depth", "nodes")},
-    "drafters.load.spec": lambda x: mj.drafters.load(x, usual()["target"]),
+    "drafters.load.spec": lambda x: mj.drafters.load(x, valid()["target"]),
     **{
-        f"drafters.load.{name}": argument(mj.drafters.load, name, "ngram", usual()["target"])
+        f"drafters.load.{name}": argument(mj.drafters.load, name, "ngram", valid()["target"])
         for name in ("num_draft_tokens", "tree", "sample", "dtype", "draft_size", "any_rule", "head_embed")
     },
     "verify.load.spec": lambda x: mj.verify.load(x),
@@ -299,7 +299,7 @@ def test_a_mistake_in_a_request_is_named_with_its_value(options, sentence):
 def test_numbers_of_numpy_and_jax_are_taken_where_numbers_of_python_are():
     for number in (np.int32, np.int64, np.uint8, jnp.int32):
         [request] = mj.make_requests(
-            usual()["target"], [[number(1)]], seed=number(3), top_k=number(2), stop_tokens=number(4),
+            valid()["target"], [[number(1)]], seed=number(3), top_k=number(2), stop_tokens=number(4),
             temperature=np.float32(0.5), logit_bias={np.int64(5): np.float32(1)}, banned_tokens=[number(6)],
         )  # fmt: skip
         assert (request.seed, request.top_k, request.stop_tokens) == (3, 2, (4,))
@@ -320,5 +320,5 @@ def test_every_public_function_is_tried():
     names = json.loads(Path(__file__).with_name("public.json").read_text())["names"]
     functions = [name for name, arguments in names.items() if name.startswith("mars_jax.") and arguments]
     public = {name.rpartition(".")[2] for name in functions}
-    others = {"generate_iter", "generate_stream", "eagle", "enable_compilation_cache", "rejection"}
-    assert {name for name in public if name.islower()} - tried == others
+    untried = {"generate_iter", "generate_stream", "eagle", "enable_compilation_cache", "rejection"}
+    assert {name for name in public if name.islower()} - tried == untried

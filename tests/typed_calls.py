@@ -1,4 +1,4 @@
-"""Calls that pyright allows, and calls that it refuses. Nobody runs them: `.ci/run types` checks them.
+"""Calls that pyright allows, and calls that it refuses. They never run: `.ci/run types` checks them.
 
 Each `ignore` below names the one complaint that is expected there, and pyright complains of an ignore without one. So
 a wrong call that passes fails, as does a right one that does not.
@@ -34,8 +34,8 @@ def right_steps(decoder: mj.Decoder, params: mj.Params, prompts: mj.Prompts) -> 
     state = decoder.insert(params, state, jnp.asarray([0]), prompts)
     state, read = decoder.extend(params, state, prompts)
     state, stats = mj.run(decoder, params, state, record=True)
-    for now, info in mj.stream(decoder, params, state):
-        print(now.length, info.emitted, read, mj.summarize(stats).tau)
+    for current, info in mj.stream(decoder, params, state):
+        print(current.length, info.emitted, read, mj.summarize(stats).tau)
 
 
 def wrong(target: mj.Pretrained, drafter: mj.drafters.LoadedDrafter) -> None:

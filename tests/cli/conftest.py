@@ -87,8 +87,8 @@ def eagle(target, tmp_path_factory):
 @pytest.fixture(scope="session")
 def medusa(target, tmp_path_factory):
     """Return three random Medusa heads for the target."""
-    of = hub.read_config(target)
-    heads = MedusaConfig(num_heads=3, num_layers=1, hidden_size=of.hidden_size, vocab_size=of.vocab_size)
+    base = hub.read_config(target)
+    heads = MedusaConfig(num_heads=3, num_layers=1, hidden_size=base.hidden_size, vocab_size=base.vocab_size)
     params = medusa_layers.init_params(heads, jax.random.key(3), scale=0.3)
     return save_medusa(tmp_path_factory.mktemp("cli") / "medusa", heads, params)
 

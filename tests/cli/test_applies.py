@@ -98,7 +98,7 @@ def test_the_tables_name_flags_and_keys_that_there_are():
     flags = parser()._option_string_actions
     keys = {*REQUEST, *CONSTRAINTS, "messages", "prompt_tokens"}
     named = [name for names, *_ in (*WITHOUT, *WITH, *OF_DRAFT) for name in names]
-    named += [name for _, needed, _ in WITHOUT for name in needed] + [other for _, other, _ in WITH]
+    named += [name for _, needed, _ in WITHOUT for name in needed] + [conflict for _, conflict, _ in WITH]
     for name in named:
         flag, _, value = name.partition(" ")
         assert flag in (flags if flag.startswith("--") else keys), name
@@ -118,8 +118,8 @@ def plan(*argv):
 
 def test_text_streams_unless_it_is_switched_off():
     assert plan().streams
-    for other in (["--no-stream"], ["--json"], ["--output", "x"], ["--compare"]):
-        assert not plan(*other).streams
+    for flags in (["--no-stream"], ["--json"], ["--output", "x"], ["--compare"]):
+        assert not plan(*flags).streams
 
 
 def test_sampling_flags_apply_where_a_row_samples(tmp_path):

@@ -83,13 +83,13 @@ def printed(capsys, monkeypatch):
     """Return a function that returns the output of a flag that exits, such as --help, at 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
 
-    def printed(*flags):
+    def call(*flags):
         with pytest.raises(SystemExit) as caught:
             main(flags)
         assert caught.value.code == 0
         return capsys.readouterr().out
 
-    return printed
+    return call
 
 
 def flags_in(text):
@@ -108,6 +108,6 @@ def test_the_short_help_fits_one_screen(printed):
 
 def test_the_long_help_explains_every_flag(printed):
     text = printed("--help-all")
-    known = {f for a in parser()._actions for f in a.option_strings if f.startswith("--")}
-    assert flags_in(text) == {flag for flag in known if not flag.startswith("--no-")} | {"--no-check"}
+    flags = {flag for a in parser()._actions for flag in a.option_strings if flag.startswith("--")}
+    assert flags_in(text) == {flag for flag in flags if not flag.startswith("--no-")} | {"--no-check"}
     assert "A prompts file" in text

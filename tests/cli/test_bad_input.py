@@ -42,10 +42,10 @@ def prompts_file(tmp_path):
 
 
 def test_a_missing_path(refused_unwritten, tmp_path, target):
-    where = tmp_path / "nowhere"
-    for draft in ("none", f"model:{where}", f"eagle:{where}", f"medusa:{where}"):
-        argv = ["--target", where if draft == "none" else target, "--draft", draft, "hello"]
-        assert f"there is no directory '{where}'" in refused_unwritten(*argv)
+    missing = tmp_path / "nowhere"
+    for draft in ("none", f"model:{missing}", f"eagle:{missing}", f"medusa:{missing}"):
+        argv = ["--target", missing if draft == "none" else target, "--draft", draft, "hello"]
+        assert f"there is no directory '{missing}'" in refused_unwritten(*argv)
 
 
 def test_a_checkpoint_without_weights(refused_unwritten, broken):
@@ -138,13 +138,13 @@ def test_a_chat_template_that_cannot_be_applied(refused_unwritten, broken, templ
 
 @pytest.mark.slow
 def test_a_conversion_whose_bits_have_changed(refused_unwritten, run, target, tmp_path):
-    made = hub.convert(target, tmp_path / "made")
-    file = max(made.rglob("*.safetensors"), key=lambda f: f.stat().st_size)
+    converted = hub.convert(target, tmp_path / "made")
+    file = max(converted.rglob("*.safetensors"), key=lambda f: f.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1  # lowest bit of a weight; the output text does not change
     file.write_bytes(data)
-    assert "is damaged, its checksum differs" in refused_unwritten("--target", made, "hello")
-    assert run("--target", made, "--no-check", *FEW, "hello").code == 0
+    assert "is damaged, its checksum differs" in refused_unwritten("--target", converted, "hello")
+    assert run("--target", converted, "--no-check", *FEW, "hello").code == 0
     message = refused_unwritten("--target", target, "--no-check", "hello")
     assert f"--no-check does not apply to '{target}', which is no conversion" in message
 

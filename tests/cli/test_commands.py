@@ -21,28 +21,28 @@ def call(capsys, *argv):
     capsys.readouterr()
     try:
         code = commands.main(list(argv))
-    except SystemExit as ended:
-        code = ended.code
+    except SystemExit as exit:
+        code = exit.code
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
 
 def parsers():
     """Return the parser of each command and kind of command, by its words."""
-    found = {}
+    by_words = {}
     for name in commands.COMMANDS:
-        parser = commands.parser_of(name)
-        if parser is not None:
-            found |= {(name,): parser, **{(name, kind): one for kind, one in parser.kinds().items()}}
-    return found
+        if (parser := commands.parser_of(name)) is not None:
+            by_words[name,] = parser
+            by_words |= {(name, kind): subparser for kind, subparser in parser.kinds().items()}
+    return by_words
 
 
 def test_without_a_name_all_are_listed(capsys):
     for argv in ([], ["--help"], ["-h"]):
         code, out, _ = call(capsys, *argv)
         assert code == 0
-        for name, does in commands.COMMANDS.items():
-            assert f"  {name} " in out and does in out
+        for name, description in commands.COMMANDS.items():
+            assert f"  {name} " in out and description in out
 
 
 @pytest.mark.parametrize("name", [None, *commands.COMMANDS])
@@ -87,20 +87,20 @@ def test_the_table_of_rules_is_json(capsys):
 def test_the_table_of_rules_is_for_people_too(capsys):
     code, out, err = call(capsys, "generate", "--list-rules")
     assert (code, err) == (0, "")
-    told = " " + " ".join(out.split())
+    text = " " + " ".join(out.split())
     for row in rules().values():
         assert f"{row.name}: {row.help}\n  {'lossless' if row.lossless else 'lossy'}" in out
-        assert row.paper in told
+        assert row.paper in text
         for setting in row.settings.values():
-            assert f" {setting.name}: {setting.help}" in told
-    assert "a number above 0 for the margin gap (inf is strict); " in told and "default: any" in told
+            assert f" {setting.name}: {setting.help}" in text
+    assert "a number above 0 for the margin gap (inf is strict); " in text and "default: any" in text
     assert max(map(len, out.splitlines())) < 130
 
 
 def test_a_rule_of_ones_own_joins_the_table_when_it_is_named(capsys, tmp_path):
-    own = tmp_path / "gates.py"
-    own.write_text("def gate(entropy: float = 1.5):\n    'High entropy relaxes.'\n")
-    code, out, _ = call(capsys, "generate", "--list-rules", "--json", "--verify", f"{own}:gate")
+    file = tmp_path / "gates.py"
+    file.write_text("def gate(entropy: float = 1.5):\n    'High entropy relaxes.'\n")
+    code, out, _ = call(capsys, "generate", "--list-rules", "--json", "--verify", f"{file}:gate")
     row = json.loads(out)[-1]
     assert code == 0 and (row["name"], row["help"]) == ("gate", "High entropy relaxes")
     assert [(s["name"], s["type"], s["default"]) for s in row["settings"]] == [("entropy", "float", 1.5)]

@@ -34,5 +34,5 @@ def test_the_rows_are_the_same_with_a_draft_device(run):
     argv = ["--json", "--batch-size", 2, "--num-draft-tokens", 3, "--max-new-tokens", 24]
     argv += ["Once upon a time", "The sea", "Tom had"]
 
-    plain = timeless(run(*argv).out)
-    assert timeless(run(*argv, "--draft-device", 1).out) == plain and len(plain) == 3
+    rows = timeless(run(*argv).out)
+    assert timeless(run(*argv, "--draft-device", 1).out) == rows and len(rows) == 3

@@ -40,16 +40,16 @@ def test_json_that_is_nested_too_deeply_is_refused(flag, tmp_path, capsys):
     assert out == "" and err.splitlines()[-1].startswith("error: ") and len(err) < 1000
 
 
-@pytest.mark.parametrize("what", ["pipe", "device", "directory", "sparse"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "sparse"])
 @pytest.mark.parametrize("flag", FLAGS)
-def test_what_is_no_file_is_refused_at_once(flag, what, tmp_path, capsys):
+def test_what_is_no_file_is_refused_at_once(flag, kind, tmp_path, capsys):
     suffix = {"rule": ".py", "task": ".jsonl", "documents": ".txt"}.get(flag, ".json")
     path = tmp_path / ("config.json" if flag == "config" else f"named{suffix}")
-    if what == "pipe":
+    if kind == "pipe":
         os.mkfifo(path)
-    elif what == "device":
+    elif kind == "device":
         path.symlink_to("/dev/zero")
-    elif what == "directory":
+    elif kind == "directory":
         path.mkdir()
     else:
         path.touch()

@@ -24,7 +24,7 @@ ERRORS = {
 ERRORS["chained"].__cause__ = OSError(errno.ENOSPC, FULL)
 
 
-def failing(error):
+def fail_with(error):
     """Run a command that raises `error`; return its exit code."""
 
     def body(args, out):
@@ -36,14 +36,14 @@ def failing(error):
 @pytest.mark.parametrize("kind", ERRORS)
 def test_a_full_disk_gets_one_sentence_whatever_library_raises_it(kind, capsys):
     reason = QUOTA if kind == "without a name" else FULL
-    assert failing(ERRORS[kind]) == 2
+    assert fail_with(ERRORS[kind]) == 2
     sentence = f"error: cannot write to 'out': {reason}; make room, or choose another path.\n"
     assert capsys.readouterr() == ("", sentence)
 
 
 def test_other_errors_of_this_package_keep_their_traceback():
     with pytest.raises(OSError, match="a bug"):
-        failing(OSError("a bug"))
+        fail_with(OSError("a bug"))
 
 
 @pytest.mark.parametrize("hides", [False, True])
@@ -51,22 +51,22 @@ def test_a_bug_while_a_full_disk_is_handled_keeps_its_traceback(hides):
     bug = ZeroDivisionError("a bug")
     bug.__context__, bug.__suppress_context__ = OSError(errno.ENOSPC, FULL), hides
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        failing(bug)
+        fail_with(bug)
 
 
 def test_an_error_of_the_system_is_judged_by_its_number():
     # The file is named like the error message of a full disk.
     with pytest.raises(FileNotFoundError):
-        failing(OSError(errno.ENOENT, os.strerror(errno.ENOENT), FULL))
+        fail_with(OSError(errno.ENOENT, os.strerror(errno.ENOENT), FULL))
 
 
 LIMITED = """
 import resource, sys
 from mars_jax.__main__ import main
 sys.dont_write_bytecode = True
-most = int(sys.argv[1])
+limit = int(sys.argv[1])
 import mars_jax, jax, orbax.checkpoint, safetensors.numpy
-resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 sys.argv[1:] = sys.argv[2:]
 sys.exit(main())
 """
@@ -90,7 +90,7 @@ COMMANDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_whose_files_may_not_grow_ends_with_one_sentence(name, tmp_path):
-    most, *argv = COMMANDS[name]
+    limit, *argv = COMMANDS[name]
     prompts, documents, to = tmp_path / "prompts.jsonl", tmp_path / "documents.txt", tmp_path / "to"
     prompts.write_text("".join(json.dumps({"prompt": f"Once upon {i}"}) + "\n" for i in range(2)))
     documents.write_text("Once upon a time there was a cat who saw the sea. <|endoftext|>" * 400)
@@ -98,7 +98,7 @@ def test_a_command_whose_files_may_not_grow_ends_with_one_sentence(name, tmp_pat
     argv = [part.format(prompts=prompts, documents=documents, to=to) for part in argv]
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"}
     run = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(most), *argv], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", LIMITED, str(limit), *argv], capture_output=True, text=True, env=environment
     )
     assert run.returncode == 2, run.stderr
     assert "Traceback" not in run.stderr

@@ -79,10 +79,10 @@ def test_streamed_text_is_that_of_the_device_loop(run, target):
     argv = ["--target", target, *PLAIN, "the sea", "a story of"]
     texts = [row["prompt"] + row["text"] for row in rows_of(run(*argv, "--json").out)]
     lines = [text if text.endswith("\n") else text + "\n" for text in texts]
-    streamed, whole = run(*argv), run(*argv, "--no-stream")
-    assert streamed.code == whole.code == 0
-    assert streamed.out == whole.out == "\n".join(lines)
-    assert "tokens/s" in streamed.err and "tokens/s" in whole.err
+    streamed, unstreamed = run(*argv), run(*argv, "--no-stream")
+    assert streamed.code == unstreamed.code == 0
+    assert streamed.out == unstreamed.out == "\n".join(lines)
+    assert "tokens/s" in streamed.err and "tokens/s" in unstreamed.err
     # Rows of one batch are also printed one after the other.
     assert run(*argv, "--batch-size", "2").out == streamed.out
 
@@ -91,12 +91,12 @@ def test_streamed_text_is_that_of_the_device_loop(run, target):
 def drafter(target):
     """Return a function that returns the drafter that the command opens for some flags."""
 
-    def opened(*flags):
+    def open_drafter(*flags):
         args = parse(["--target", str(target), *FEW, *flags, "the sea"])
         prompts = from_texts(args.prompts)
         return open_job(args, check_flags(args, prompts), prompts).session.drafter
 
-    return opened
+    return open_drafter
 
 
 def test_a_draft_that_nobody_named_is_as_long_as_pays(drafter):
@@ -123,16 +123,16 @@ def test_heads_draft_by_default_what_suits_them_and_the_rule(drafter, request, d
 
 
 def test_copied_drafts_under_a_lossy_rule_are_warned_of(run, target):
-    said = run("--target", target, *FEW, "--theta", 0.9, "--json", "the sea").err
-    assert said.startswith("note: the draft is ngram, which copies from the text: mars accepts repetitions")
+    err = run("--target", target, *FEW, "--theta", 0.9, "--json", "the sea").err
+    assert err.startswith("note: the draft is ngram, which copies from the text: mars accepts repetitions")
 
 
 @pytest.mark.slow
 def test_a_draft_with_another_tokenizer_drafts_and_says_so(run, target, foreign):
     flags = ["--target", target, "--verify", "exact", "--json", "the sea"]
-    [plain], found = rows_of(run(*flags, *PLAIN).out), run(*flags, *FEW, "--draft", f"model:{foreign}")
-    assert rows_of(found.out)[0]["tokens"] == plain["tokens"]
-    assert f"note: '{foreign}' has another tokenizer and drafts the 25" in found.err
+    [reference], outcome = rows_of(run(*flags, *PLAIN).out), run(*flags, *FEW, "--draft", f"model:{foreign}")
+    assert rows_of(outcome.out)[0]["tokens"] == reference["tokens"]
+    assert f"note: '{foreign}' has another tokenizer and drafts the 25" in outcome.err
 
 
 def test_a_draft_with_another_tokenizer_cannot_be_refined(run, target, foreign, tmp_path):
@@ -148,10 +148,10 @@ def test_a_row_stops_its_own_draft(run, target, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "the sea", "draft_stop": 0}\n{"prompt": "the sea"}\n')
     argv = ["--target", target, "--draft", f"model:{target}", "--num-draft-tokens", "3", "--ignore-eos", *FEW]
-    stopped, other = rows_of(run(*argv, "--verify", "exact", "--json", "--prompts-file", file).out)
-    assert stopped["tokens"] == other["tokens"]
+    stopped, unstopped = rows_of(run(*argv, "--verify", "exact", "--json", "--prompts-file", file).out)
+    assert stopped["tokens"] == unstopped["tokens"]
     assert (stopped["proposed"], stopped["steps"]) == (0, 8)
-    assert (other["proposed"], other["steps"]) == (6, 2)
+    assert (unstopped["proposed"], unstopped["steps"]) == (6, 2)
 
 
 @pytest.mark.slow
@@ -162,9 +162,9 @@ def test_the_comparison_is_a_table(run, target):
     words = ("autoregressive", "exact", "mars", "speedup", "tau", "relaxed", "tokens/s", "loops")
     assert all(word in table.out for word in words)
     [comparison] = rows_of(run(*argv, "--json").out)
-    plain, exact, mars = comparison["rules"]
-    assert [row["rule"] for row in (plain, exact, mars)] == ["autoregressive", "exact", "mars"]
-    assert plain["speedup"] == 1.0 and plain["tau"] == 1.0 and plain["tokens"] == exact["tokens"]
+    baseline, exact, mars = comparison["rules"]
+    assert [row["rule"] for row in (baseline, exact, mars)] == ["autoregressive", "exact", "mars"]
+    assert baseline["speedup"] == 1.0 and baseline["tau"] == 1.0 and baseline["tokens"] == exact["tokens"]
     assert exact["relaxed_share"] == 0.0 <= mars["relaxed_share"] <= 1.0
     assert all(0.0 <= row["loop_rate"] <= 1.0 for row in comparison["rules"])
 
@@ -174,8 +174,8 @@ def test_output_equals_what_json_prints(run, target, tmp_path):
     written = run(*argv, "--output", output)
     assert written.code == 0 and written.out == ""
     assert timeless(output.read_text()) == timeless(run(*argv, "--json").out)
-    again = run(*argv, "--output", output, "--resume")
-    assert again.code == 0 and "nothing to do" in again.err
+    resumed = run(*argv, "--output", output, "--resume")
+    assert resumed.code == 0 and "nothing to do" in resumed.err
     both = run(*argv, "--output", tmp_path / "other.jsonl", "--json")
     assert both.out == (tmp_path / "other.jsonl").read_text()
 
@@ -183,14 +183,14 @@ def test_output_equals_what_json_prints(run, target, tmp_path):
 def test_what_a_run_wrote_is_drafted_in_the_next_one(run, refused, target, tmp_path):
     first, argv = tmp_path / "first.jsonl", ["--target", target, *FEW, "the sea", "--verify", "exact"]
     assert run(*argv, "--draft", "none", "--output", first).code == 0
-    again = [*argv, "--draft", f"replay:{first}"]
-    [before], [now] = rows_of(first.read_text()), rows_of(run(*again, "--json").out)
-    assert now["tokens"] == before["tokens"] and now["steps"] < before["steps"]
-    assert run(*again, "--output", tmp_path / "second.jsonl").code == 0
-    assert "nothing to do" in run(*again, "--output", tmp_path / "second.jsonl", "--resume").err
+    replay = [*argv, "--draft", f"replay:{first}"]
+    [recorded], [replayed] = rows_of(first.read_text()), rows_of(run(*replay, "--json").out)
+    assert replayed["tokens"] == recorded["tokens"] and replayed["steps"] < recorded["steps"]
+    assert run(*replay, "--output", tmp_path / "second.jsonl").code == 0
+    assert "nothing to do" in run(*replay, "--output", tmp_path / "second.jsonl", "--resume").err
     first.write_text(first.read_text().replace('"tokens": [', '"tokens": [1, 1, '))
-    other = refused(*again, "--output", tmp_path / "second.jsonl", "--resume")
-    assert "draft" in other and "second.jsonl" in other
+    message = refused(*replay, "--output", tmp_path / "second.jsonl", "--resume")
+    assert "draft" in message and "second.jsonl" in message
     assert "there is no such file" in refused(*argv, "--draft", f"replay:{tmp_path / 'nowhere.jsonl'}")
 
 
@@ -237,18 +237,18 @@ def test_a_killed_run_resumes_without_losing_or_repeating_a_row(run, refused, ta
 @pytest.mark.parametrize("changed", ["weights of the target", "config of the draft"])
 def test_rows_of_other_weights_are_refused_by_what_differs(run, refused, target, draft, tmp_path, changed):
     """Change the weights or config at the same path, as further training of a checkpoint does."""
-    ours, drafts = (Path(shutil.copytree(path, tmp_path / path.name)) for path in (target, draft))
+    target, draft = (Path(shutil.copytree(path, tmp_path / path.name)) for path in (target, draft))
     output = tmp_path / "rows.jsonl"
-    argv = ["--target", ours, "--draft", f"model:{drafts}", *FEW, "--batch-size", 2, "--output", output]
+    argv = ["--target", target, "--draft", f"model:{draft}", *FEW, "--batch-size", 2, "--output", output]
     assert run(*argv, "the sea", "a story").code == 0
 
     def change(tensors):
-        tensors["model.layers.0.mlp.up_proj.weight"][-1] *= 1.01  # only the last row
+        tensors["model.layers.0.mlp.up_proj.weight"][-1] *= 1.01
 
     if changed == "weights of the target":
-        edit_weights(ours, change)
+        edit_weights(target, change)
     else:
-        edit_config(drafts, rms_norm_eps=0.1)
+        edit_config(draft, rms_norm_eps=0.1)
     message = refused(*argv, "--resume", "the sea", "a story")
     part = changed.split()[-1]
     assert f"'{output}' was begun with other weights of the {part}: choose another" in message

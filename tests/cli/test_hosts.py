@@ -44,13 +44,13 @@ def arguments(tmp_path_factory):
     return (command + f"--prompts-file {folder / 'prompts.jsonl'} --json").split()
 
 
-def start(arguments, *own, command="generate", devices=4):
+def start(arguments, *flags, command="generate", devices=4):
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "mars_jax", command, *arguments, *own],
+        [sys.executable, "-m", "mars_jax", command, *arguments, *flags],
         env=environment,
         cwd=ROOT,
         text=True,
@@ -65,9 +65,9 @@ def free_port():
         return free.getsockname()[1]
 
 
-def start_two(arguments, *own, **options):
-    flags = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2", "--process-id"]
-    return [start(arguments, *own, *flags, str(i), **options) for i in range(2)]
+def start_two(arguments, *flags, **options):
+    connection = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2", "--process-id"]
+    return [start(arguments, *flags, *connection, str(i), **options) for i in range(2)]
 
 
 def finish(*processes):
@@ -122,8 +122,8 @@ def study(path):
         rows = [json.loads(line) for line in (path / "rows.jsonl").read_text().splitlines()]
     else:
         rows = [json.loads(path.read_text())]
-    kept = {key for row in rows for key in row if "second" not in key} - {"date", "made"}
-    return [{key: value for key, value in row.items() if key in kept} for row in rows]
+    keys = {key for row in rows for key in row if "second" not in key} - {"date", "made"}
+    return [{key: value for key, value in row.items() if key in keys} for row in rows]
 
 
 @pytest.mark.slow
@@ -131,30 +131,30 @@ def study(path):
 def test_two_processes_measure_what_one_does(name, tmp_path):
     flags = "--task arithmetic --problems 4 --max-new-tokens 16 --draft ngram --dtype float32 --batch-size 2"
     flags = [*flags.split(), "--mesh", "data=2", *STUDIES[name].split(), "--output"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    finish(start([*flags, str(one)], command=name, devices=2))
-    printed = finish(*start_two([*flags, str(two)], command=name, devices=1))
-    assert study(two) == study(one)
+    single, double = tmp_path / "one", tmp_path / "two"
+    finish(start([*flags, str(single)], command=name, devices=2))
+    printed = finish(*start_two([*flags, str(double)], command=name, devices=1))
+    assert study(double) == study(single)
     assert printed[1][0] == "" and printed[0][0]
     if name == "benchmark":
         # Resume as if the run had been killed: both processes must skip the same rows, and only the first one writes.
-        rows = (two / "rows.jsonl").read_text().splitlines(keepends=True)
-        (two / "rows.jsonl").write_text("".join(rows[:-3]))
-        finish(*start_two([*flags, str(two)], command=name, devices=1))
-        assert study(two) == study(one)
+        rows = (double / "rows.jsonl").read_text().splitlines(keepends=True)
+        (double / "rows.jsonl").write_text("".join(rows[:-3]))
+        finish(*start_two([*flags, str(double)], command=name, devices=1))
+        assert study(double) == study(single)
 
 
 @pytest.mark.parametrize(
-    "given, expected",
+    "settings, expected",
     [
         ((None, 2, 0), "--coordinator is missing"),
         (("localhost:1", 2, None), "--process-id is missing"),
         (("localhost:1", 2, 2), "--process-id is 2: expected one from 0 to 1"),
     ],
 )
-def test_numbers_that_make_no_run_are_named(given, expected):
+def test_numbers_that_make_no_run_are_named(settings, expected):
     with pytest.raises(MarsError, match=expected):
-        hosts.connect(*given)
+        hosts.connect(*settings)
 
 
 FIRST = ["--target", "tiny/target", "--mesh", "data=2", "--num-processes", "2", "--process-id", "0"]
@@ -166,14 +166,14 @@ def test_the_first_process_listens_where_it_was_told_and_nowhere_else():
     port = free_port()
     process = start([*FIRST, f"127.0.0.1:{port}", "hello"])
     try:
-        found: set[str] = set()
-        while not found and process.poll() is None:
+        addresses: set[str] = set()
+        while not addresses and process.poll() is None:
             for table in ("/proc/net/tcp", "/proc/net/tcp6"):
                 sockets = [line.split() for line in Path(table).read_text().splitlines()[1:]]
                 local = [fields[1].split(":") for fields in sockets if fields[3] == "0A"]  # listening sockets
-                found |= {address for address, number in local if int(number, 16) == port}
+                addresses |= {address for address, number in local if int(number, 16) == port}
             time.sleep(0.05)
-        assert found in ({"0100007F"}, {"0000000000000000FFFF00000100007F"})
+        assert addresses in ({"0100007F"}, {"0000000000000000FFFF00000100007F"})
     finally:
         process.kill()
         process.communicate()
@@ -211,6 +211,6 @@ def test_two_processes_train_what_one_does(tmp_path):
     assert len(losses("one-work")) == len(losses("two-work")) == 8
     np.testing.assert_allclose(losses("two-work"), losses("one-work"), rtol=2e-3)
     target = hub.load("tiny/draft")
-    one, two, again = head("one"), head("two"), head("again")
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-2), one, two)
-    jax.tree.map(np.testing.assert_array_equal, two, again)
+    single, double, resumed = head("one"), head("two"), head("again")
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-2), single, double)
+    jax.tree.map(np.testing.assert_array_equal, double, resumed)

@@ -24,5 +24,5 @@ def test_a_command_killed_twice_at_random_ends_as_one_that_was_not(command, numb
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert run.returncode == 0, run.stderr
-    [found] = json.loads(results.read_text())
-    assert found["command"] == command and found["kills"] == 2 and found["equal"] == found["runs"] >= 1
+    [report] = json.loads(results.read_text())
+    assert report["command"] == command and report["kills"] == 2 and report["equal"] == report["runs"] >= 1

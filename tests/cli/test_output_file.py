@@ -34,7 +34,7 @@ def settings_of(*argv, prompts=("hello",)):
     return recorded(args, check_flags(args, rows), rows)
 
 
-def begun(tmp_path, settings):
+def begun_file(tmp_path, settings):
     """Return a file with one row of a run with these settings."""
     file = RowFile(tmp_path / "rows.jsonl", settings)
     file.start()
@@ -46,7 +46,7 @@ def begun(tmp_path, settings):
 @pytest.fixture
 def path(tmp_path):
     """Return a file with one row of a run without flags."""
-    return begun(tmp_path, settings_of())
+    return begun_file(tmp_path, settings_of())
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_other_prompts_are_refused(path):
 def test_an_edited_rule_is_another_rule(tmp_path):
     source = tmp_path / "own_rule.py"
     source.write_text("from mars_jax import verify\n\ndef own():\n    return verify.exact()\n")
-    path = begun(tmp_path, settings_of("--verify", f"{source}:own"))
+    path = begun_file(tmp_path, settings_of("--verify", f"{source}:own"))
     source.write_text("from mars_jax import verify\n\ndef own():\n    return verify.mars()\n")
     with pytest.raises(MarsError, match="was begun with other rule source"):
         RowFile(path, settings_of("--verify", f"{source}:own"))
@@ -97,17 +97,8 @@ def decode(tmp_path_factory):
 
     def run(name, *flags):
         argv = ["--target", "tiny/draft", "--draft", "ngram", "--prompts-file", str(folder / "in.jsonl")]
-        argv += [
-            "--temperature",
-            "1",
-            "--max-new-tokens",
-            "8",
-            "--batch-size",
-            "2",
-            "--output",
-            str(folder / name),
-            *flags,
-        ]
+        argv += ["--temperature", "1", "--max-new-tokens", "8", "--batch-size", "2"]
+        argv += ["--output", str(folder / name), *flags]
         assert command.main(argv) == 0
         return folder / name
 
@@ -116,27 +107,27 @@ def decode(tmp_path_factory):
 
 def test_joined_parts_are_the_rows_of_one_process(decode):
     """Join the parts with the command in docs/many-machines.md; `--resume` accepts the result."""
-    whole = decode("whole.jsonl")
+    single = decode("whole.jsonl")
     parts = [decode(f"part-{number}.jsonl", "--part", f"{number}/3") for number in range(3)]
     assert [row["id"] for row in timeless(parts[1].read_text())] == [1, 4]
     [join] = re.findall(r"^cat part.* > out\.jsonl$", PAGE.read_text(), re.MULTILINE)
-    subprocess.run(["sh", "-c", join], cwd=whole.parent, check=True)
-    out = whole.with_name("out.jsonl")
+    subprocess.run(["sh", "-c", join], cwd=single.parent, check=True)
+    out = single.with_name("out.jsonl")
     rows = timeless(out.read_text())
-    assert sorted(rows, key=lambda row: row["id"]) == timeless(whole.read_text())
-    before = out.read_bytes()
-    assert decode("out.jsonl", "--resume").read_bytes() == before
+    assert sorted(rows, key=lambda row: row["id"]) == timeless(single.read_text())
+    joined = out.read_bytes()
+    assert decode("out.jsonl", "--resume").read_bytes() == joined
 
 
 def test_a_repeated_row_and_the_row_of_another_part_are_refused(decode, capsys):
-    whole = decode("repeated.jsonl")
+    file = decode("repeated.jsonl")
     with pytest.raises(AssertionError):
         decode("repeated.jsonl", "--resume", "--part", "1/2")
-    assert f"line 1 of '{whole}' repeats another line or belongs to another --part" in capsys.readouterr().err
-    whole.write_bytes(2 * whole.read_bytes())
+    assert f"line 1 of '{file}' repeats another line or belongs to another --part" in capsys.readouterr().err
+    file.write_bytes(2 * file.read_bytes())
     with pytest.raises(AssertionError):
         decode("repeated.jsonl", "--resume")
-    assert f"line 6 of '{whole}' repeats another line" in capsys.readouterr().err
+    assert f"line 6 of '{file}' repeats another line" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,13 @@ def gates(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def near(target, tmp_path_factory):
+def noisy(target, tmp_path_factory):
     return noisy_copy(target, tmp_path_factory.mktemp("own") / "near")
 
 
 @pytest.fixture
-def pair(target, near):
-    return ["--target", target, "--draft", f"model:{near}", "--num-draft-tokens", "2"]
+def pair(target, noisy):
+    return ["--target", target, "--draft", f"model:{noisy}", "--num-draft-tokens", "2"]
 
 
 def rows(outcome):
@@ -66,10 +66,10 @@ PROMPTS = ["the sea", "a story of", "the sun"]
 
 def test_a_file_of_ones_own_decodes(run, pair, gates):
     flags = [*pair, "--ignore-eos", "--max-new-tokens", "24", "--json", *PROMPTS]
-    own = ["--verify", f"{gates}:entropy_gate"]
+    gate = ["--verify", f"{gates}:entropy_gate"]
     exact = rows(run(*flags, "--verify", "exact"))
-    never = rows(run(*flags, *own, "--rule-option", f"entropy={NEVER}"))
-    always = rows(run(*flags, *own, "--rule-option", f"entropy={ALWAYS}"))
+    never = rows(run(*flags, *gate, "--rule-option", f"entropy={NEVER}"))
+    always = rows(run(*flags, *gate, "--rule-option", f"entropy={ALWAYS}"))
     assert [row["tokens"] for row in never] == [row["tokens"] for row in exact]
     assert sum(row["accepted_relaxed"] for row in never) == 0 < sum(row["accepted_relaxed"] for row in always)
     assert sum(row["steps"] for row in always) < sum(row["steps"] for row in exact)
@@ -83,13 +83,13 @@ def test_rows_choose_the_numbers_of_a_rule_of_the_table(run, pair, tmp_path):
     file = tmp_path / "p.jsonl"
     lines = [{"theta": 0.5}, {"max_relaxed_run": 0}, {"theta": float("inf")}, {}, {"exact_prefix": 24}]
     file.write_text("".join(json.dumps({"prompt": "a story of"} | line) + "\n" for line in lines))
-    found = rows(run(*pair, *FLAGS, "--theta", "0.4", "--prompts-file", file))
+    mixed = rows(run(*pair, *FLAGS, "--theta", "0.4", "--prompts-file", file))
     flags = [["--theta", "0.5"], ["--verify", "exact"], ["--verify", "exact"], ["--theta", "0.4"]]
-    for row, flag in zip(found, [*flags, ["--theta", "0.4", "--exact-prefix", "24"]], strict=True):
-        [alone] = rows(run(*pair, *FLAGS, *flag, "a story of"))
-        assert row["tokens"] == alone["tokens"]
-    assert found[0]["accepted_relaxed"] > 0 == found[1]["accepted_relaxed"] == found[4]["accepted_relaxed"]
-    assert found[4]["tokens"] != found[3]["tokens"]
+    for row, flag in zip(mixed, [*flags, ["--theta", "0.4", "--exact-prefix", "24"]], strict=True):
+        [expected] = rows(run(*pair, *FLAGS, *flag, "a story of"))
+        assert row["tokens"] == expected["tokens"]
+    assert mixed[0]["accepted_relaxed"] > 0 == mixed[1]["accepted_relaxed"] == mixed[4]["accepted_relaxed"]
+    assert mixed[4]["tokens"] != mixed[3]["tokens"]
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_the_benchmark_measures_it_with_the_same_controls(pair, gates, tmp_path)
     [table] = summary["tables"]
     arms = {arm["arm"]: arm for arm in table["arms"]}
     assert list(arms) == ["autoregressive", "exact", "entropy_gate entropy=0"]
-    ours = arms["entropy_gate entropy=0"]
-    assert ours["relaxed_share"] > 0 and ours["tau"] > arms["exact"]["tau"]
+    gate = arms["entropy_gate entropy=0"]
+    assert gate["relaxed_share"] > 0 and gate["tau"] > arms["exact"]["tau"]
     assert f"rule {gates}:entropy_gate (entropy 0" in (tmp_path / "out" / "table.md").read_text()
     # The same command may continue in its folder; a different rule setting is refused.
     assert measure(f"entropy={ALWAYS}") == 0 and measure("entropy=1") == 2
@@ -155,14 +155,14 @@ def test_its_theta_can_be_calibrated(run, pair, gates, tmp_path, capsys):
     def code(*words):
         return calibrate.main([str(x) for x in (*flags, *words)])
 
-    own = f"{gates}:thresholded"
-    assert code(own) == 2 and "has no thresholds of its own: give --thetas" in capsys.readouterr().err
+    spec = f"{gates}:thresholded"
+    assert code(spec) == 2 and "has no thresholds of its own: give --thetas" in capsys.readouterr().err
     assert code(f"{gates}:entropy_gate") == 2
     assert "--verify entropy_gate has no theta to calibrate" in capsys.readouterr().err
-    assert code(own, "--thetas", NEVER, ALWAYS) == 0
-    made = json.loads((tmp_path / "theta.json").read_text())
-    assert made["rule"] == {"verify": own, "settings": {}} and made["theta"] == ALWAYS
-    flags = [*pair, "--max-new-tokens", 8, "--json", "--verify", own, "the sea"]
+    assert code(spec, "--thetas", NEVER, ALWAYS) == 0
+    calibration = json.loads((tmp_path / "theta.json").read_text())
+    assert calibration["rule"] == {"verify": spec, "settings": {}} and calibration["theta"] == ALWAYS
+    flags = [*pair, "--max-new-tokens", 8, "--json", "--verify", spec, "the sea"]
     [row] = rows(run(*flags, "--theta", tmp_path / "theta.json"))
     [same] = rows(run(*flags, "--rule-option", "theta=0"))
     assert row["tokens"] == same["tokens"]

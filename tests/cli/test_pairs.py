@@ -12,7 +12,7 @@ from mars_jax.cli import commands
 
 
 @pytest.fixture
-def said(capsys):
+def stdout_of(capsys):
     """Return a function that calls a command, asserts that it succeeds, and returns its stdout."""
 
     def call(*argv):
@@ -25,43 +25,43 @@ def said(capsys):
     return call
 
 
-def test_every_model_is_listed_with_its_place(said, monkeypatch):
+def test_every_model_is_listed_with_its_place(stdout_of, monkeypatch):
     monkeypatch.setattr("mars_jax.hub.is_here", lambda name: name == "qwen3-8b")
-    header, *lines = said("models").splitlines()
+    header, *lines = stdout_of("models").splitlines()
     place = {line.split()[0]: line[header.index("where") :].split()[0] for line in lines}
     assert list(place) == list(MODELS)
     assert place["tiny/target"] == "embedded" and place["qwen3-8b"] == "cached"
     assert place["smollm2"] == place["qwen3-0.6b"] == "obtainable"
     assert lines[0].endswith("Apache-2.0      model:tiny/draft and 2 more")
-    rows = {row["name"]: row for row in json.loads(said("models", "--json"))}
+    rows = {row["name"]: row for row in json.loads(stdout_of("models", "--json"))}
     assert {name: row["where"] for name, row in rows.items()} == place
     assert rows["qwen3-8b"]["drafts"] == list(MODELS["qwen3-8b"].drafts)
     monkeypatch.setattr("mars_jax.hub.is_here", lambda name: True)
-    assert [row["where"] for row in json.loads(said("models", "--json"))[2:4]] == ["installed", "cached"]
+    assert [row["where"] for row in json.loads(stdout_of("models", "--json"))[2:4]] == ["installed", "cached"]
 
 
-def test_pairs_are_those_of_a_target_or_all(said):
-    header, *lines = said("pairs", "/data/Llama-3.1-8B-Instruct").splitlines()
+def test_pairs_are_those_of_a_target_or_all(stdout_of):
+    header, *lines = stdout_of("pairs", "/data/Llama-3.1-8B-Instruct").splitlines()
     assert header.split() == ["target", "draft", "layout", "vocabulary", "loads", "figure", "test"]
     assert [line.split()[1] for line in lines] == list(MODELS["llama-3.1-8b"].drafts)
-    assert len(said("pairs").splitlines()) == 1 + len(pairs())
+    assert len(stdout_of("pairs").splitlines()) == 1 + len(pairs())
     assert len({pair.target for pair in pairs()}) >= 20
-    [only] = json.loads(said("pairs", "smollm2", "--json"))
+    [only] = json.loads(stdout_of("pairs", "smollm2", "--json"))
     assert only["draft"] == "eagle:smollm2/eagle3" and only["loads"] == "runs"
 
 
-def test_a_head_that_the_wheel_leaves_out_is_not_listed(said, monkeypatch, tmp_path):
+def test_a_head_that_the_wheel_leaves_out_is_not_listed(stdout_of, monkeypatch, tmp_path):
     path, left_out = assets.path, tmp_path / "none"
     monkeypatch.setattr(assets, "path", lambda name: left_out if name == assets.DFLASH else path(name))
     drafts = ["model:tiny/draft", "eagle:tiny/eagle3"]
-    assert [pair["draft"] for pair in json.loads(said("pairs", "tiny/target", "--json"))] == drafts
-    assert json.loads(said("models", "--json"))[0]["drafts"] == drafts
+    assert [pair["draft"] for pair in json.loads(stdout_of("pairs", "tiny/target", "--json"))] == drafts
+    assert json.loads(stdout_of("models", "--json"))[0]["drafts"] == drafts
 
 
-@pytest.mark.parametrize(("name", "near"), [("qwen3-8", " (did you mean qwen3-8b?)"), ("qwen3-0.6b", "")])
-def test_a_target_that_nothing_drafts_for_is_one_sentence(capsys, name, near):
+@pytest.mark.parametrize(("name", "hint"), [("qwen3-8", " (did you mean qwen3-8b?)"), ("qwen3-0.6b", "")])
+def test_a_target_that_nothing_drafts_for_is_one_sentence(capsys, name, hint):
     assert commands.main(["pairs", name]) == 2
     expected = (
-        f"error: no head and no small model is known for '{name}'{near}: draft with ngram, or train one by "
+        f"error: no head and no small model is known for '{name}'{hint}: draft with ngram, or train one by "
     )
     assert capsys.readouterr() == ("", f"{expected}mars-jax distill.\n")

@@ -37,8 +37,8 @@ def shell(command, **environment):
 def test_a_switch_of_kernels_that_is_none_is_refused_before_anything_loads(monkeypatch, capsys):
     monkeypatch.setenv("MARS_JAX_PALLAS", "off")
     assert commands.main(["generate", "--list-rules"]) == 2
-    told = "error: MARS_JAX_PALLAS is 'off': expected 0, which turns Pallas kernels off, or 1.\n"
-    assert capsys.readouterr() == ("", told)
+    message = "error: MARS_JAX_PALLAS is 'off': expected 0, which turns Pallas kernels off, or 1.\n"
+    assert capsys.readouterr() == ("", message)
     monkeypatch.setenv("MARS_JAX_PALLAS", "0")
     assert commands.main(["generate", "--list-rules"]) == 0
 
@@ -78,17 +78,17 @@ def test_a_warning_is_one_line_on_stderr_with_any_filter(filters, capsys):
     "flags", slow_but(["--json 'the sea'", "--no-stream 'the sea'", "'the sea'", "--help"], "--help")
 )
 def test_a_full_disk_at_stdout_is_one_sentence(flags):
-    found = shell(f"{COMMAND} {flags} >/dev/full")
-    assert found.returncode == 2
+    run = shell(f"{COMMAND} {flags} >/dev/full")
+    assert run.returncode == 2
     last = "error: cannot write to the disk: No space left on device; make room, or choose another path."
-    assert found.stderr.splitlines()[-1] == last and "Traceback" not in found.stderr
+    assert run.stderr.splitlines()[-1] == last and "Traceback" not in run.stderr
 
 
 @pytest.mark.slow
 def test_no_file_gets_the_number_of_a_closed_stdout(tmp_path):
     """A file with descriptor 1 would receive the output of libraries that print to stdout."""
-    found = shell(f"{COMMAND} 'the sea' --output {tmp_path / 'rows.jsonl'} >&-")
-    assert found.returncode == 0 and (tmp_path / "rows.jsonl").read_text().count("\n") == 1
+    run = shell(f"{COMMAND} 'the sea' --output {tmp_path / 'rows.jsonl'} >&-")
+    assert run.returncode == 0 and (tmp_path / "rows.jsonl").read_text().count("\n") == 1
 
 
 @pytest.mark.slow
@@ -160,11 +160,11 @@ def test_what_the_environment_says_stands(users_environment, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("made", "expected"),
+    ("devices", "expected"),
     [([], False), (["dev/accel0"], True), (["dev/vfio/vfio"], False), (["dev/vfio/0"], True)],
 )
-def test_a_machine_that_may_have_a_tpu_is_left_alone(made, expected, tmp_path, users_environment):
-    for name in made:
+def test_a_machine_that_may_have_a_tpu_is_left_alone(devices, expected, tmp_path, users_environment):
+    for name in devices:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert quiet.may_have_tpu(tmp_path) is expected
@@ -196,20 +196,20 @@ def test_a_line_now_and_then_says_what_is_being_done(fast, capsys):
 def test_a_spinner_says_how_far_what_goes_on_inside_is(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with busy("loading"), activity.doing("downloading") as going:
+    with busy("loading"), activity.doing("downloading") as download:
         time.sleep(0.2)
-        going.detail = "3 of 9 MB"
+        download.detail = "3 of 9 MB"
         time.sleep(0.2)
-    said = capsys.readouterr().err
-    assert "; downloading: 3 of 9 MB" in said and "loading ... (0 s)" in said
+    err = capsys.readouterr().err
+    assert "; downloading: 3 of 9 MB" in err and "loading ... (0 s)" in err
 
 
 def test_the_time_left_is_that_of_the_rows_done_in_this_run(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("rich.console.monotonic", lambda: now[0])
+    clock = [100.0]
+    monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
     with progress.progress("prompts") as show:
         show(90, 100, "")
-        now[0] += 20
+        clock[0] += 20
         show(92, 100, progress.speed(40, 20, 2.0))
         assert activity.describe() == "prompts: 92 of 100, 0:01:20 left, 20 tokens/s, tau 2.00"
 
@@ -233,7 +233,7 @@ def test_a_command_shows_the_progress_of_each_part(run, target, fast, monkeypatc
 
     monkeypatch.setattr(owner, name, slow)
     monkeypatch.setattr(job, "CHUNK", 1)
-    few = ("--draft", "none", "--max-new-tokens", 8, "--batch-size", 1)
-    outcome = run("--target", target, *few, *flags, "the sea", "a story", "of the sun")
+    settings = ("--draft", "none", "--max-new-tokens", 8, "--batch-size", 1)
+    outcome = run("--target", target, *settings, *flags, "the sea", "a story", "of the sun")
     lines = outcome.err.splitlines()
-    assert outcome.code == 0 and any(re.match(line, one) for one in lines), outcome.err
+    assert outcome.code == 0 and any(re.match(line, printed) for printed in lines), outcome.err

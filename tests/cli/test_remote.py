@@ -18,7 +18,7 @@ from mars_jax.cli.generate.prompts import read_prompts
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify import RuleChoice
 from tests.cli.conftest import timeless
-from tests.helpers.shell import HEEDS
+from tests.helpers.shell import LAUNCHER
 
 ROOT = Path(mars_jax.__file__).parents[1]
 MARS = RuleChoice("mars", {})
@@ -61,7 +61,7 @@ def parquet(rows):
     return file.getvalue()
 
 
-def told(rows):
+def fields_of(rows):
     return [(row.prompt, row.messages, row.tokens, row.id, row.settings, row.numbers) for row in rows]
 
 
@@ -73,12 +73,12 @@ def test_prompts_are_the_same_from_jsonl_and_parquet_here_and_in_a_store(tmp_pat
     table = parquet([columns | row for row in PROMPTS])
     (tmp_path / "in.jsonl").write_bytes(jsonl(PROMPTS))
     (tmp_path / "in.parquet").write_bytes(table)
-    expected = told(read_prompts(str(tmp_path / "in.jsonl"), MARS))
+    expected = fields_of(read_prompts(str(tmp_path / "in.jsonl"), MARS))
     assert [row[3] for row in expected] == [None, 7, None]
     for name, data in (("in.jsonl", jsonl(PROMPTS)), ("in.parquet", table)):
         put(f"{store}/{name}", data)
         for path in (str(tmp_path / name), f"{store}/{name}", f"file://{tmp_path / name}"):
-            assert told(read_prompts(path, MARS)) == expected, path
+            assert fields_of(read_prompts(path, MARS)) == expected, path
     put(f"{store}/in.txt", b"one\n\ntwo\n")
     assert [row.prompt for row in read_prompts(f"{store}/in.txt", MARS)] == ["one", "two"]
     assert capsys.readouterr().err == ""
@@ -90,11 +90,11 @@ def test_columns_of_a_dataset_that_are_no_keys_are_left_out_and_named(tmp_path, 
     folder = tmp_path / "published"
     folder.mkdir()
     turns = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]
-    more = {"category": "math", "choice": "A", "messages": turns}
-    rows = [{"prompt": f"p{i}", "id": i, "seed": i, **more} for i in range(2)]
+    columns = {"category": "math", "choice": "A", "messages": turns}
+    rows = [{"prompt": f"p{i}", "id": i, "seed": i, **columns} for i in range(2)]
     (folder / "train.jsonl").write_bytes(jsonl(rows))
-    found = read_prompts(str(folder), MARS)
-    assert [(row.prompt, row.id, row.settings) for row in found] == [("p0", 0, {}), ("p1", 1, {})]
+    prompts = read_prompts(str(folder), MARS)
+    assert [(row.prompt, row.id, row.settings) for row in prompts] == [("p0", 0, {}), ("p1", 1, {})]
     note = f"other columns of '{folder}' are left out: category, choice, messages, seed."
     assert note in capsys.readouterr().err
     (folder / "train.jsonl").write_bytes(jsonl([{"question": "Why?", "answer": "So."}]))
@@ -176,18 +176,18 @@ def test_a_signal_keeps_the_finished_rows_and_the_run_resumes(number, word, run,
     output = str(tmp_path / "out.jsonl")
     argv = ["--target", str(target), *FEW, "--batch-size", "2"]
     argv += ["--prompts-file", str(tmp_path / "in.jsonl")]
-    command = [sys.executable, "-c", HEEDS, sys.executable, "-c", ENDS.format(number=int(number)), *argv]
-    ended = subprocess.run([*command, "--output", output], capture_output=True, text=True, cwd=ROOT)
-    assert ended.returncode == 128 + number
-    [last] = [line for line in ended.stderr.splitlines() if line.startswith(word)]
-    resumed, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
-    kept = resumed.read_bytes()
-    count = kept.count(b"\n")
+    command = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", ENDS.format(number=int(number)), *argv]
+    process = subprocess.run([*command, "--output", output], capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 128 + number
+    [last] = [line for line in process.stderr.splitlines() if line.startswith(word)]
+    resumed, uninterrupted = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    written = resumed.read_bytes()
+    count = written.count(b"\n")
     # The main thread may finish more rows before the other thread closes the file.
-    assert 3 <= count < 7 and kept.endswith(b"\n")
+    assert 3 <= count < 7 and written.endswith(b"\n")
     assert last == f"{word} with {count} of 7 rows in '{output}': run it again with --resume to continue."
 
     assert run(*argv, "--output", output, "--resume").code == 0
-    assert run(*argv, "--output", whole).code == 0
-    assert resumed.read_bytes().startswith(kept)
-    assert timeless(resumed.read_text()) == timeless(whole.read_text())
+    assert run(*argv, "--output", uninterrupted).code == 0
+    assert resumed.read_bytes().startswith(written)
+    assert timeless(resumed.read_text()) == timeless(uninterrupted.read_text())

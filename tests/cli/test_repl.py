@@ -19,7 +19,7 @@ from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main
 from mars_jax.cli.generate.terminal import _CONTROLS, TextPrinter
 from mars_jax.cli.open_target import open_target
-from tests.helpers.shell import Shell, plain
+from tests.helpers.shell import Shell, strip_escapes
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}a:"
 
@@ -40,7 +40,7 @@ def chatty(target, tmp_path_factory):
 def talk(monkeypatch, target):
     """Return a function that runs a session on `lines` and returns (stdout, stderr). None is Ctrl-C, the end Ctrl-D."""
 
-    def told(*flags, lines, target=target):
+    def run_session(*flags, lines, target=target):
         waiting = list(lines)
 
         def ask(prompt):
@@ -60,9 +60,9 @@ def talk(monkeypatch, target):
         argv = ["--target", str(target), "--draft", "ngram", *rule, "--max-new-tokens", "8", *flags]
         with contextlib.redirect_stderr(err):
             repl.talk(argv, parse(argv), out)
-        return plain(out.getvalue()), " ".join(plain(err.getvalue()).split())
+        return strip_escapes(out.getvalue()), " ".join(strip_escapes(err.getvalue()).split())
 
-    return told
+    return run_session
 
 
 def shown(text):
@@ -81,9 +81,9 @@ def test_a_line_is_a_prompt_of_its_own(talk, target):
     out, err = talk("--verify", "exact", lines=[prompts[0], "", prompts[1], None, "  ", prompts[2]])
     loaded = mj.load(str(target))
     texts = mj.generate(loaded, "ngram", prompts, max_new_tokens=8).text
-    one, two, three = (shown(prompt + text) for prompt, text in zip(prompts, texts, strict=True))
+    first, second, third = (shown(prompt + text) for prompt, text in zip(prompts, texts, strict=True))
     # A dropped line and the end of the input each print a newline.
-    assert out == f"{one}{two}\n{three}\n"
+    assert out == f"{first}{second}\n{third}\n"
     assert err.count("8 tokens in") == 3 and "rule exact; /help lists commands" in err
     unread = [length - read for read, length in reads_of(err)]
     assert unread[0] == unread[2] == 1 and unread[1] > 2
@@ -111,7 +111,7 @@ def test_settings_change_what_follows(talk):
 def test_the_rule_and_the_draft_change_over_the_same_target(talk, chatty, monkeypatch):
     """The new draft and rule answer with the conversation so far, and the target is not loaded again."""
     opened = []
-    monkeypatch.setattr(job, "open_target", lambda *given: opened.append(given) or open_target(*given))
+    monkeypatch.setattr(job, "open_target", lambda *args: opened.append(args) or open_target(*args))
     lines = ["the sun", "/draft none", "/rule exact", "/draft none", "and?"]
     lines += ["/draft ngram --num-draft-tokens 2", "so"]
     out, err = talk("--chat", "--theta", "0.5", lines=lines, target=chatty)
@@ -121,7 +121,7 @@ def test_the_rule_and_the_draft_change_over_the_same_target(talk, chatty, monkey
     assert pairs == [("ngram", "mars"), ("ngram", "exact"), ("none", "exact"), ("ngram", "exact")]
     # Each new pair starts with new caches.
     reads = reads_of(err)
-    assert len(reads) == 3 and all(read == of - 1 for read, of in reads)
+    assert len(reads) == 3 and all(read == total - 1 for read, total in reads)
     # Oracle: a chat whose turns are answered by the same drafts and rules.
     loaded, turns, answers = mj.load(str(chatty)), [], ""
     for text, draft, rule in (
@@ -190,9 +190,9 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_session(talk, chatty, monkeypatch)
     out, err = talk(*flags, lines=["the sun", "and?"], target=chatty)
     assert "stopped" in err and "12 tokens in" in err
     chat = mj.Chat(mj.load(str(chatty)), "none", max_new_tokens=12)
-    said = "".join(calls[:2])
-    chat.messages = [{"role": "user", "content": "the sun"}, {"role": "assistant", "content": said.strip()}]
-    assert out == shown(said) + shown(chat.say("and?").text) + "\n"
+    text = "".join(calls[:2])
+    chat.messages = [{"role": "user", "content": "the sun"}, {"role": "assistant", "content": text.strip()}]
+    assert out == shown(text) + shown(chat.say("and?").text) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_real_terminal(target, tmp_path):
     """Test colours, editing, history, interrupts, wide characters and the end of the input."""
     shell = session(target, tmp_path)
     greeting = shell.until(PROMPT)
-    greeting = " ".join(plain(greeting).split())
+    greeting = " ".join(strip_escapes(greeting).split())
     assert "/help lists commands, Ctrl-D leaves" in greeting and "corrected the target's own" in greeting
     shell.send("a storz\x7fy\n")  # a backspace
     assert re.search(r"\x1b\[3[26]m", shell.until(DONE))
@@ -240,13 +240,14 @@ def test_a_real_terminal(target, tmp_path):
     shell.send("a line that is dropped\x03")
     shell.until(PROMPT)
     shell.send("\x1b[A!\n")  # the previous line, extended
-    assert "a story!" in plain(shell.until(DONE))
+    assert "a story!" in strip_escapes(shell.until(DONE))
     shell.send("猫は赤い😀\n")
-    assert plain(shell.until(DONE)).count("猫は赤い😀") == 2  # echoed as typed, and before its continuation
+    # The prompt is echoed as typed, and printed again before its continuation.
+    assert strip_escapes(shell.until(DONE)).count("猫は赤い😀") == 2
     shell.send("/se\t\n")  # completes to /set, the common prefix of /set and /settings
-    assert "/set takes a name" in plain(shell.until(PROMPT))
+    assert "/set takes a name" in strip_escapes(shell.until(PROMPT))
     shell.send("\x04")
-    assert shell.ends() == 0
+    assert shell.wait() == 0
     assert (tmp_path / "mars_jax" / "history").read_text().split("\n")[:2] == ["a story", "a story!"]
 
 
@@ -259,6 +260,6 @@ def test_a_real_interrupt_stops_a_long_answer(tmp_path):
     shell.send("\x03")
     assert "stopped" in shell.until(rf"stopped[^>]*{PROMPT[2:]}")
     shell.send("/set max_new_tokens 4\nOnce upon\n")
-    assert "4 tokens in" in plain(shell.until(DONE))
+    assert "4 tokens in" in strip_escapes(shell.until(DONE))
     shell.send("\x04")
-    assert shell.ends() == 0
+    assert shell.wait() == 0

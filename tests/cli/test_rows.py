@@ -25,21 +25,21 @@ TYPES = {
 
 def schema(heading):
     """Return {key: (types, when the key is present)} from the table of a section."""
-    section = re.split(r"^#+ ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    [text] = [part for part in section if part.startswith(heading + "\n")]
+    sections = re.split(r"^#+ ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    [text] = [section for section in sections if section.startswith(heading + "\n")]
     rows = re.findall(r"^\| `(\w+)` \| ([\w ]+) \| ([^|]+) \|", text, flags=re.MULTILINE)
     return {key: (tuple(TYPES[name] for name in types.split(" or ")), when) for key, types, when in rows}
 
 
-def check(found, heading):
-    known = schema(heading)
-    assert set(found) <= set(known)
-    for key, (types, when) in known.items():
-        assert key in found or when != "always", key
-        if key in found:
-            assert any(isinstance(found[key], one) for one in types), key
+def check(row, heading):
+    documented = schema(heading)
+    assert set(row) <= set(documented)
+    for key, (types, when) in documented.items():
+        assert key in row or when != "always", key
+        if key in row:
+            assert any(isinstance(row[key], kind) for kind in types), key
             # True is an int in Python but not a number in JSON.
-            assert not isinstance(found[key], bool) or bool in types or object in types, key
+            assert not isinstance(row[key], bool) or bool in types or object in types, key
 
 
 def test_rows_are_those_of_the_page(run, target, tmp_path):

@@ -18,7 +18,7 @@ import pytest
 
 from mars_jax.cli import commands
 from tests.helpers import slow_but
-from tests.helpers.shell import HEEDS, Shell
+from tests.helpers.shell import LAUNCHER, Shell
 
 ROOT = Path(__file__).parent.parent.parent
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
@@ -26,10 +26,10 @@ SECONDS = 2.0
 """Maximum time from a signal to the end of the process."""
 
 
-def signalled(number, code, *argv, **environment):
+def run_and_signal(number, code, *argv, **environment):
     """Run code, send a signal once it prints "now", and return (exit code, stdout after that line, stderr)."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HEEDS, sys.executable, "-c", code, *argv],
+        [sys.executable, "-c", LAUNCHER, sys.executable, "-c", code, *argv],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -73,14 +73,14 @@ ENTRIES = {
 @pytest.mark.parametrize("name", commands.COMMANDS)
 def test_every_command_handles_signals_before_it_is_imported(name):
     code = AT_IMPORT + ENTRIES["python -m mars_jax"]
-    assert signalled(signal.SIGINT, code, commands._HOME[name], name) == (130, "", "interrupted\n")
+    assert run_and_signal(signal.SIGINT, code, commands._HOME[name], name) == (130, "", "interrupted\n")
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("number", WORDS)
 def test_every_entry_point_handles_signals_before_it_imports_commands(entry, number):
-    ended = signalled(number, AT_IMPORT + ENTRIES[entry], "mars_jax.cli.commands")
-    assert ended == (128 + number, "", f"{WORDS[number]}\n")
+    outcome = run_and_signal(number, AT_IMPORT + ENTRIES[entry], "mars_jax.cli.commands")
+    assert outcome == (128 + number, "", f"{WORDS[number]}\n")
 
 
 def test_the_console_script_is_the_entry_point_that_handles_signals():
@@ -107,7 +107,7 @@ def test_a_command_that_is_busy_in_xla_is_interrupted(doing):
     argv = ["generate", "--no-stream", "--draft", "none", "--max-new-tokens", "200", "--ignore-eos"]
     argv += ["--batch-size", "1", *["Once upon a time"] * 9]
     uncached = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    code, _, errors = signalled(signal.SIGINT, AT_ACTIVITY, doing, *argv, **uncached)
+    code, _, errors = run_and_signal(signal.SIGINT, AT_ACTIVITY, doing, *argv, **uncached)
     assert (code, errors) == (130, "interrupted\n")
 
 
@@ -145,7 +145,7 @@ ENDINGS = {
 @pytest.mark.parametrize("situation", ENDINGS)
 def test_a_signal_ends_a_command_with_one_line(situation):
     code, end = ENDINGS[situation]
-    assert signalled(signal.SIGINT, HANDLES + code) == (130, "", f"interrupted{end}\n")
+    assert run_and_signal(signal.SIGINT, HANDLES + code) == (130, "", f"interrupted{end}\n")
 
 
 IGNORE = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
@@ -159,7 +159,7 @@ SURVIVED = {
 
 @pytest.mark.parametrize("situation", SURVIVED)
 def test_a_command_continues_after_a_signal(situation):
-    assert signalled(signal.SIGTERM, SURVIVED[situation]) == (143, "", "terminated\n")
+    assert run_and_signal(signal.SIGTERM, SURVIVED[situation]) == (143, "", "terminated\n")
 
 
 AT_ENTRY = """
@@ -191,7 +191,7 @@ def test_a_command_that_a_program_calls_keeps_its_handlers_hooks_and_log_levels(
         return [signal.getsignal(number) for number in WORDS], sys.unraisablehook, levels
 
     module = commands.importlib.import_module(commands._HOME[name])
-    during, before = [], settings()
+    during, initial = [], settings()
     main, codes = module.main, []
     monkeypatch.setattr(module, "main", lambda argv: (during.append(settings()), main(argv))[1])
 
@@ -205,16 +205,16 @@ def test_a_command_that_a_program_calls_keeps_its_handlers_hooks_and_log_levels(
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert codes == [0, 0] and during == [before, before] and settings() == before
+    assert codes == [0, 0] and during == [initial, initial] and settings() == initial
 
 
 def test_the_terminal_is_as_the_command_found_it():
     code = HANDLES + 'import tty; tty.setraw(0); sys.stderr.write("\\x1b[?25l"); wait()'
     shell = Shell("-c", code)
-    before = termios.tcgetattr(shell._theirs)
+    attributes = termios.tcgetattr(shell._terminal)
     shell.until("now")
-    assert termios.tcgetattr(shell._theirs) != before
+    assert termios.tcgetattr(shell._terminal) != attributes
     os.kill(shell._process.pid, signal.SIGTERM)
     assert re.search(r"\x1b\[\?25h\r?\nterminated\r?\n", shell.until("terminated\r?\n"))
-    assert termios.tcgetattr(shell._theirs) == before
-    assert shell.ends() == 143
+    assert termios.tcgetattr(shell._terminal) == attributes
+    assert shell.wait() == 143

@@ -13,7 +13,7 @@ from mars_jax.cli.generate import terminal
 from mars_jax.cli.generate.terminal import TextPrinter, console, statistics
 from mars_jax.core.metrics import Metrics
 from mars_jax.serve.requests import KINDS
-from tests.helpers.shell import Shell, plain
+from tests.helpers.shell import Shell, strip_escapes
 
 
 class Terminal(io.StringIO):
@@ -99,8 +99,8 @@ def test_a_text_in_a_real_terminal(target, columns, env):
     """Show colours if supported, wide characters and brackets unchanged, and the statistics after the text."""
     shell = Shell(*one_shot(target), PROMPT, columns=columns, **{"TERM": "xterm-256color"} | env)
     text = shell.until("regret [0-9.]+ nats")
-    assert shell.ends() == 0
-    assert PROMPT in plain(text) and "12 tokens in" in plain(text)
+    assert shell.wait() == 0
+    assert PROMPT in strip_escapes(text) and "12 tokens in" in strip_escapes(text)
     assert bool(re.search(r"\x1b\[[0-9;]*m", text)) == (not env)
     assert ("corrected the target's own" in text.replace("\x1b[36m", "")) == (not env)
 

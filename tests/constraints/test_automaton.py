@@ -9,7 +9,7 @@ from mars_jax import constraints
 from mars_jax.constraints.automaton import automaton
 from mars_jax.constraints.pattern import parse_pattern
 from mars_jax.utils.errors import MarsError
-from tests.helpers.automata import said_by
+from tests.helpers.automata import accepted_strings
 
 PATTERNS = (
     r"(19|20)\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])",
@@ -28,15 +28,15 @@ PATTERNS = (
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_pattern_matches_what_re_matches(pattern):
     rng = random.Random(0)
-    made = automaton(parse_pattern(pattern))
+    compiled = automaton(parse_pattern(pattern))
     letters = sorted(set("ab01c-dfoox ſKẞK\n日本語人é") | set(re.sub(r"[\\^$.|?*+(){}\[\]]", "", pattern)))
     for _ in range(1500):
         text = "".join(rng.choice(letters) for _ in range(rng.randint(0, 8)))
-        assert made.matches(text) == bool(re.fullmatch(pattern, text)), text
-    for text in said_by(made, rng, 60):
+        assert compiled.matches(text) == bool(re.fullmatch(pattern, text)), text
+    for text in accepted_strings(compiled, rng, 60):
         assert re.fullmatch(pattern, text), text
         data = text.encode()
-        assert all(made.begins(data[:n]) for n in range(len(data) + 1))
+        assert all(compiled.begins(data[:n]) for n in range(len(data) + 1))
 
 
 @pytest.mark.parametrize(
@@ -75,5 +75,5 @@ def test_bad_constraints_get_a_sentence(make, sentence):
 
 @pytest.mark.parametrize("pattern", ["(){4000000000}a", "a(b{0}){7,}", "(()*(){2}){3000000000}a?"])
 def test_a_repeat_of_nothing_is_nothing_however_often(pattern):
-    made = constraints.regex(pattern).automaton
-    assert made.matches("a") and not made.matches("aa")
+    compiled = constraints.regex(pattern).automaton
+    assert compiled.matches("a") and not compiled.matches("aa")

@@ -9,7 +9,7 @@ import pytest
 
 from mars_jax import constraints
 from mars_jax.utils.errors import MarsError
-from tests.helpers.automata import said_by
+from tests.helpers.automata import accepted_strings
 from tests.helpers.schemas import SCHEMAS
 
 WRITTEN = (
@@ -24,17 +24,17 @@ WRITTEN = (
 def test_what_is_said_is_valid(schema, compact):
     jsonschema = pytest.importorskip("jsonschema")
     rng = random.Random(1)
-    made = constraints.json_schema(schema, compact=compact).automaton
-    for text in said_by(made, rng, 60, 60):
+    automaton = constraints.json_schema(schema, compact=compact).automaton
+    for text in accepted_strings(automaton, rng, 60, 60):
         jsonschema.validate(json.loads(text), schema)
 
 
 @pytest.mark.parametrize(("schema", "values"), WRITTEN)
 def test_what_python_writes_can_be_said(schema, values):
-    made = constraints.json_schema(schema)
+    constraint = constraints.json_schema(schema)
     for value in values:
-        assert made.automaton.matches(json.dumps(value, ensure_ascii=False)), value
-    assert not made.automaton.matches('{"a":1}')
+        assert constraint.automaton.matches(json.dumps(value, ensure_ascii=False)), value
+    assert not constraint.automaton.matches('{"a":1}')
 
 
 @pytest.mark.parametrize(
@@ -106,52 +106,53 @@ ALIKE = [
 """Types, each with keywords that apply to it."""
 
 
-def checked(schema, rng, count):
+def check_schema(schema, rng, count):
     """Return whether a schema is supported. Validate `count` of its strings, or check that one sentence refuses it."""
     jsonschema = pytest.importorskip("jsonschema")
     oracle = jsonschema.Draft202012Validator
     try:
-        made = constraints.json_schema(schema, compact=rng.random() < 0.5).automaton
+        automaton = constraints.json_schema(schema, compact=rng.random() < 0.5).automaton
     except MarsError as error:
-        said = str(error)
-        assert said.endswith(".") and len(said) < 300 and "\n" not in said, said
+        message = str(error)
+        assert message.endswith(".") and len(message) < 300 and "\n" not in message, message
         return False
     validator = oracle(schema, format_checker=oracle.FORMAT_CHECKER)
-    for text in said_by(made, rng, count):
+    for text in accepted_strings(automaton, rng, count):
         assert validator.is_valid(json.loads(text, parse_constant=pytest.fail)), (schema, text)
     return True
 
 
-def drawn(rng, depth=2, alike=None):
+def random_schema(rng, depth=2, alike=None):
     """Return a random schema. Most of its keywords apply to one type."""
     kind, *names = alike = alike or rng.choice(ALIKE)
     if rng.random() < 0.15:
         names = [*VALUES]
     names = rng.sample(names, rng.randint(1, min(3, len(names))))
     names += [name for name in ("anyOf", "allOf", "$ref") if rng.random() < 0.08]
-    made = {name: inside(rng, name, depth, alike) for name in names}
-    return {"type": kind, **made} if kind == "integer" or rng.random() < 0.6 else made
+    keywords = {name: random_value(rng, name, depth, alike) for name in names}
+    return {"type": kind, **keywords} if kind == "integer" or rng.random() < 0.6 else keywords
 
 
-def inside(rng, name, depth, alike):
+def random_value(rng, name, depth, alike):
     """Return a random value of a keyword."""
     if depth and rng.random() < 0.8:
         if name == "properties":
-            return {one: drawn(rng, depth - 1) for one in rng.sample("abc", rng.randint(1, 3))}
+            return {key: random_schema(rng, depth - 1) for key in rng.sample("abc", rng.randint(1, 3))}
         if name in ("items", "additionalProperties"):
-            return drawn(rng, depth - 1)
+            return random_schema(rng, depth - 1)
         if name == "prefixItems":
-            return [drawn(rng, depth - 1) for _ in range(rng.randint(1, 2))]
+            return [random_schema(rng, depth - 1) for _ in range(rng.randint(1, 2))]
         if name in ("anyOf", "allOf"):
-            return [drawn(rng, 0, alike) for _ in range(1 if name == "allOf" else rng.randint(1, 2))]
+            return [random_schema(rng, 0, alike) for _ in range(1 if name == "allOf" else rng.randint(1, 2))]
     return rng.choice(VALUES[name])
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_what_random_schemas_say_is_valid(count):
     rng = random.Random(count)
-    held = sum(checked({**drawn(rng), "$defs": {"A": A, "B": B}}, rng, 10) for _ in range(count))
-    assert held > count / 3
+    schemas = ({**random_schema(rng), "$defs": {"A": A, "B": B}} for _ in range(count))
+    supported = sum(check_schema(schema, rng, 10) for schema in schemas)
+    assert supported > count / 3
 
 
 @pytest.mark.parametrize(
@@ -186,8 +187,8 @@ def test_what_random_schemas_say_is_valid(count):
     ],
 )
 def test_keywords_say_together_what_each_says(schema, allowed, refused):
-    made = constraints.json_schema(schema).automaton
-    assert [text for text in allowed + refused if made.matches(text)] == allowed
+    automaton = constraints.json_schema(schema).automaton
+    assert [text for text in allowed + refused if automaton.matches(text)] == allowed
 
 
 REFERENCES = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(10)} | {"d10": {}}

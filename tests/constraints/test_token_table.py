@@ -27,25 +27,25 @@ def metaspace():
 
     pieces = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"Onceupatim", "▁time", "▁t", "im"]
     merges = [("▁", "t"), ("i", "m")]
-    made = Tokenizer(
+    bpe = Tokenizer(
         models.BPE(
             {p: i for i, p in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True
         )
     )
-    made.normalizer = normalizers.Replace(" ", "▁")
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="</s>")
+    bpe.normalizer = normalizers.Replace(" ", "▁")
+    bpe.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>", eos_token="</s>")
 
 
 @pytest.mark.parametrize("family", ["byte-level", "byte fallback"])
 def test_tokens_are_the_bytes_of_their_text(family, words):
     tokenizer = metaspace() if family == "byte fallback" else hub.outline("tiny/target").tokenizer
-    made = vocabulary(tokenizer, len(tokenizer) + 3)
-    assert made.tokens[-3:] == (None,) * 3 and made.marks
+    pieces = vocabulary(tokenizer, len(tokenizer) + 3)
+    assert pieces.tokens[-3:] == (None,) * 3 and pieces.marks
     for text in TEXTS:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert b"".join(made.tokens[i] or b"?" for i in ids).decode() == text
-        assert b"".join(made.tokens[i] for i in made.spell(text.encode())) == text.encode()
+        assert b"".join(pieces.tokens[i] or b"?" for i in ids).decode() == text
+        assert b"".join(pieces.tokens[i] for i in pieces.spell(text.encode())) == text.encode()
 
 
 @pytest.mark.parametrize(
@@ -53,33 +53,33 @@ def test_tokens_are_the_bytes_of_their_text(family, words):
     [r'\{"name": "[^"\\\n]{0,12}", "age": [0-9]{1,3}\}', r"(.|\n){0,30}#### -?[0-9]{1,6}", r"[\w ]+\."],
 )
 def test_every_token_leads_where_its_bytes_lead(pattern, words):
-    made = automaton(parse_pattern(pattern))
-    table = token_table(made, words)
+    compiled = automaton(parse_pattern(pattern))
+    table = token_table(compiled, words)
     states = np.arange(len(table.next))
     for token, data in enumerate(words.tokens):
-        to = states if data else np.zeros_like(states)
+        targets = states if data else np.zeros_like(states)
         for byte in data or b"":
-            to = made.next[to, made.classes[byte]]
-        assert np.array_equal(table.next[:, table.classes[token]], to), (token, data)
+            targets = compiled.next[targets, compiled.classes[byte]]
+        assert np.array_equal(table.next[:, table.classes[token]], targets), (token, data)
     for state in np.flatnonzero(table.forced >= 0).tolist():
         # Wherever a token is forced, all allowed tokens begin alike.
-        said = words.tokens[table.forced[state]]
+        forced = words.tokens[table.forced[state]]
         allowed = [words.tokens[v] for v in np.flatnonzero(table.next[state, table.classes])]
-        assert all(said.startswith(one) or one.startswith(said) for one in allowed)
+        assert all(forced.startswith(spelling) or spelling.startswith(forced) for spelling in allowed)
 
 
 def test_an_allow_list_is_the_pattern_of_its_letters(words):
     """Both allow the same tokens, accept at the same places, force no token and are never strict."""
     letters = [words.tokens.index(letter.encode()) for letter in "abc"]
-    table, wanted = constraints.tokens(letters).table(words), constraints.regex("[abc]*").table(words)
+    tables = constraints.tokens(letters).table(words), constraints.regex("[abc]*").table(words)
     single = [i for i, data in enumerate(words.tokens) if not data or len(data) == 1]
-    for said in ([], letters[:1], [*letters, letters[0]]):
-        here, there = table.run(said), wanted.run(said)
-        for which, state in ((table, here), (wanted, there)):
-            assert which.accepting[state] and which.forced[state] < 0 and not which.strict[state]
-        assert np.array_equal(
-            table.allowed[here, table.classes][single], wanted.allowed[there, wanted.classes][single]
-        )
+    for tokens in ([], letters[:1], [*letters, letters[0]]):
+        allowed = []
+        for table in tables:
+            state = table.run(tokens)
+            assert table.accepting[state] and table.forced[state] < 0 and not table.strict[state]
+            allowed.append(table.allowed[state, table.classes][single])
+        assert np.array_equal(*allowed)
 
 
 def test_a_text_that_no_token_says_gets_a_sentence():
@@ -93,9 +93,9 @@ def test_a_text_that_no_token_says_gets_a_sentence():
 
 def inside(text, opening, closing):
     """Return whether a text ends inside a span, by a search."""
-    at, open_ = 0, False
-    while (found := text.find(closing if open_ else opening, at)) >= 0:
-        at, open_ = found + len(closing if open_ else opening), not open_
+    position, open_ = 0, False
+    while (match := text.find(closing if open_ else opening, position)) >= 0:
+        position, open_ = match + len(closing if open_ else opening), not open_
     return open_
 
 
@@ -104,15 +104,15 @@ def test_spans_are_those_that_a_search_finds(words):
     pieces = ["<think>", "</think>", "```", "`", "<", "th", "ink>", "{", "}", '"', "\\", "a ", "[", "]", "/"]
     spans = Spans(relax_in=("think", "<th...`"), strict_in=("code", "json"))
     table = spans.table(words)
-    seen = set()
+    outcomes = set()
     for _ in range(200):
         text = "".join(rng.choice(pieces, 12))
         strict = table.strict[table.run(words.spell(text.encode()))]
-        may = inside(text, "<think>", "</think>") or inside(text, "<th", "`")
-        not_here = inside(text, "```", "```") or json_depth(text) > 0
-        assert strict == (not may or not_here), text
-        seen.add(bool(strict))
-    assert seen == {True, False}
+        relaxed = inside(text, "<think>", "</think>") or inside(text, "<th", "`")
+        strict_span = inside(text, "```", "```") or json_depth(text) > 0
+        assert strict == (not relaxed or strict_span), text
+        outcomes.add(bool(strict))
+    assert outcomes == {True, False}
     with pytest.raises(MarsError, match="the span is 'thought': expected think, code"):
         checked_spans("thought")
     with pytest.raises(MarsError, match="which is not valid Unicode"):

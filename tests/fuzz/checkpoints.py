@@ -64,10 +64,10 @@ def config(case: tuple[bytes, bytes | None], folder: Path) -> None:
     (place / "generation_config.json").unlink(missing_ok=True)
     if generation is not None:
         (place / "generation_config.json").write_bytes(generation)
-    found = read_directory(place)[0]
-    assert read_config(place) == found
-    language_model(found)
-    weights(found)
+    parsed = read_directory(place)[0]
+    assert read_config(place) == parsed
+    language_model(parsed)
+    weights(parsed)
 
 
 def _read_all(place: Path) -> None:
@@ -87,15 +87,15 @@ def index(case: bytes, folder: Path) -> None:
     _read_all(folder / "in")
 
 
-def converted(case: tuple[str, bytes], folder: Path) -> None:
-    """Convert a checkpoint with a damaged file: it writes nothing, or a whole checkpoint."""
-    place, made = folder / "damaged", folder / "made"
+def conversion(case: tuple[str, bytes], folder: Path) -> None:
+    """Convert a checkpoint with a damaged file: it writes either nothing or a complete checkpoint."""
+    place, output = folder / "damaged", folder / "made"
     shutil.copytree(folder / "in", place)
     (place / case[0]).write_bytes(case[1])
     try:
-        hub.convert(place, made)
-        hub.load(made)
-        shutil.rmtree(made)
+        hub.convert(place, output)
+        hub.load(output)
+        shutil.rmtree(output)
     finally:
         shutil.rmtree(place)
 
@@ -114,7 +114,7 @@ def head(case: tuple[str, bytes], folder: Path) -> None:
 
 
 def _base(write: Callable[[Path], None] = _prepared) -> Path:
-    """Return a checkpoint in a temporary folder of the process, from which strategies are made."""
+    """Write a valid checkpoint for strategies to damage, into a folder that is deleted when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="mars-jax-fuzz-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     write(folder)
@@ -141,7 +141,7 @@ def _index() -> st.SearchStrategy[bytes]:
 
 
 _CONFIG_FILES = st.one_of(*map(damaged_json, CONFIGS))
-_GENERATION = st.one_of(st.none(), damaged_json({"eos_token_id": [1, 2], "bos_token_id": 0}, most=1))
+_GENERATION = st.one_of(st.none(), damaged_json({"eos_token_id": [1, 2], "bos_token_id": 0}, max_edits=1))
 _TARGET = dataclasses.replace(CONFIG, num_layers=9, windows=())
 _DFLASH_SHAPES = {"fc.weight": (16, 32), "hidden_norm.weight": (16,)}
 _DFLASH = {"architectures": ["DFlashDraftModel"], "block_size": 4, "mask_token_id": 3, "num_target_layers": 9}
@@ -169,7 +169,7 @@ SURFACES = {
             st.deferred(_weights).map(lambda data: ("model.safetensors", data)),
             damaged_json(CONFIGS[0]).map(lambda data: ("config.json", data)),
         ),
-        converted,
+        conversion,
         200,
         _prepared,
     ),

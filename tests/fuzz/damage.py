@@ -48,37 +48,37 @@ _RAW = st.sampled_from((*DEEP, Raw("1e999"), Raw("-"), Raw("0x1")))
 HOSTILE_JSON = st.one_of(HOSTILE, HOSTILE, HOSTILE, _RAW)
 
 
-def paths(value: Any, at: tuple = ()) -> list[tuple]:
+def paths(value: Any, prefix: tuple = ()) -> list[tuple]:
     """Return the paths of all parts of a JSON value, including the value itself."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [at, *(path for key, one in inside for path in paths(one, (*at, key)))]
+    return [prefix, *(path for key, part in inside for path in paths(part, (*prefix, key)))]
 
 
 @st.composite
-def damaged(draw: st.DrawFn, value: Any, *, most: int = 3) -> Any:
-    """Replace, remove or add up to `most` leaves, keys or lists of a JSON value."""
-    made = copy.deepcopy(value)
-    for _ in range(draw(st.integers(1, most))):
-        found = [path for path in paths(made) if path]
-        if not found:
+def damaged(draw: st.DrawFn, value: Any, *, max_edits: int = 3) -> Any:
+    """Replace, remove or add up to `max_edits` leaves, keys or lists of a JSON value."""
+    edited = copy.deepcopy(value)
+    for _ in range(draw(st.integers(1, max_edits))):
+        candidates = [path for path in paths(edited) if path]
+        if not candidates:
             return draw(HOSTILE_JSON)
-        *before, key = draw(st.sampled_from(found))
-        holder = made
-        for step in before:
+        *parents, key = draw(st.sampled_from(candidates))
+        holder = edited
+        for step in parents:
             holder = holder[step]
-        how = draw(st.sampled_from(("put", "put", "put", "drop", "wrap", "twice", "rename", "add")))
-        if how == "put":
+        edit = draw(st.sampled_from(("put", "put", "put", "drop", "wrap", "twice", "rename", "add")))
+        if edit == "put":
             holder[key] = draw(HOSTILE_JSON)
-        elif how == "drop":
+        elif edit == "drop":
             del holder[key]
-        elif how == "wrap":
+        elif edit == "wrap":
             holder[key] = draw(st.sampled_from(([holder[key]], {"a": holder[key]}, [holder[key]] * 3)))
-        elif how == "twice" and isinstance(holder, dict):
+        elif edit == "twice" and isinstance(holder, dict):
             holder[key] = Twice(holder[key], draw(HOSTILE_JSON))
         elif isinstance(holder, dict):
             name = draw(st.sampled_from(TEXTS))
-            holder[name] = holder.pop(key) if how == "rename" else draw(HOSTILE_JSON)
-    return made
+            holder[name] = holder.pop(key) if edit == "rename" else draw(HOSTILE_JSON)
+    return edited
 
 
 def to_text(value: Any) -> str:
@@ -87,18 +87,18 @@ def to_text(value: Any) -> str:
         return value.text
     if isinstance(value, dict):
         parts = []
-        for key, one in value.items():
-            for each in one if isinstance(one, Twice) else (one,):
-                parts.append(f"{json.dumps(str(key))}: {to_text(each)}")
+        for key, entry in value.items():
+            for occurrence in entry if isinstance(entry, Twice) else (entry,):
+                parts.append(f"{json.dumps(str(key))}: {to_text(occurrence)}")
         return "{" + ", ".join(parts) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(to_text, value)) + "]"
     return json.dumps(value)
 
 
-def damaged_json(value: Any, *, most: int = 3) -> st.SearchStrategy[bytes]:
+def damaged_json(value: Any, *, max_edits: int = 3) -> st.SearchStrategy[bytes]:
     """Return the bytes of a JSON file of a damaged `value`, or of `value` with damaged bytes."""
-    text = damaged(value, most=most).map(lambda made: to_text(made).encode())
+    text = damaged(value, max_edits=max_edits).map(lambda edited: to_text(edited).encode())
     return st.one_of(text, text, text, damaged_bytes(json.dumps(value).encode()))
 
 
@@ -108,26 +108,26 @@ def damaged_bytes(draw: st.DrawFn, data: bytes, *, last: int | None = None) -> b
 
     Damage begins before the byte `last`; by default anywhere.
     """
-    made = bytearray(data)
+    edited = bytearray(data)
     for _ in range(draw(st.integers(1, 3))):
-        end = min(len(made), len(data) if last is None else last)
+        end = min(len(edited), len(data) if last is None else last)
         if end == 0:
             break
-        at = draw(st.integers(0, end - 1))
-        how = draw(st.sampled_from(("flip", "flip", "number", "number", "cut", "drop", "put", "double")))
-        if how == "flip":
-            made[at] ^= 1 << draw(st.integers(0, 7))
-        elif how == "number":
+        start = draw(st.integers(0, end - 1))
+        edit = draw(st.sampled_from(("flip", "flip", "number", "number", "cut", "drop", "put", "double")))
+        if edit == "flip":
+            edited[start] ^= 1 << draw(st.integers(0, 7))
+        elif edit == "number":
             number = draw(st.sampled_from((0, 1, 255, 2**16, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1)))
             width = draw(st.sampled_from(("<B", "<I", "<Q")))
             packed = struct.pack(width, number % (1 << 8 * struct.calcsize(width)))
-            made[at : at + len(packed)] = packed
-        elif how == "cut":
-            del made[at:]
-        elif how == "drop":
-            del made[at : at + draw(st.integers(1, 64))]
-        elif how == "put":
-            made[at:at] = draw(st.binary(min_size=1, max_size=16))
+            edited[start : start + len(packed)] = packed
+        elif edit == "cut":
+            del edited[start:]
+        elif edit == "drop":
+            del edited[start : start + draw(st.integers(1, 64))]
+        elif edit == "put":
+            edited[start:start] = draw(st.binary(min_size=1, max_size=16))
         else:
-            made[at:at] = made[at : at + draw(st.integers(1, 64))]
-    return bytes(made)
+            edited[start:start] = edited[start : start + draw(st.integers(1, 64))]
+    return bytes(edited)

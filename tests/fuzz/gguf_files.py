@@ -40,7 +40,7 @@ _TENSORS = ("token_embd.weight", "output_norm.weight", "blk.0.attn_q.weight", "b
 
 
 @functools.cache
-def _whole() -> bytes:
+def _valid_file() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         return write(Path(folder, "model.gguf"), "llama").read_bytes()
 
@@ -74,7 +74,7 @@ _CASES = st.one_of(
         st.dictionaries(st.sampled_from(KEYS), _VALUE, max_size=3),
         st.lists(st.sampled_from(_TENSORS), max_size=2),
     ),
-    st.deferred(lambda: damaged_bytes(_whole())),
-    st.deferred(lambda: damaged_bytes(_whole(), last=HEADER_BYTES)),
+    st.deferred(lambda: damaged_bytes(_valid_file())),
+    st.deferred(lambda: damaged_bytes(_valid_file(), last=HEADER_BYTES)),
 )
 SURFACES = {"GGUF": Surface(_CASES, read, 1500, _prepare)}

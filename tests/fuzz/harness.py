@@ -20,8 +20,8 @@ from mars_jax.utils.errors import MarsError
 SECONDS = 10
 """Time limit of a case. The slowest case that does not hang takes a tenth of it on two busy cores."""
 GIB = 4
-"""Memory that cases may allocate in addition to what the process uses at the start. A reader that trusts a size in a
-damaged file allocates more."""
+"""Memory that cases may allocate on top of the usage at the start. A reader that trusts a size in a damaged file
+allocates more."""
 SEED = "MARS_JAX_FUZZ_SEED"
 """Environment variable: an integer seed that selects other cases than the default ones."""
 
@@ -54,13 +54,13 @@ def in_time() -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
         raise Hang
 
-    before = signal.signal(signal.SIGALRM, stop)
+    previous = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ def lines(case: tuple[bytes, RuleChoice], folder: Path) -> None:
     _read(folder / "in" / "prompts.jsonl", *case)
 
 
-def replayed(case: bytes, folder: Path) -> None:
+def replay(case: bytes, folder: Path) -> None:
     """Read a corpus for replay; check that it holds the tokens of its rows in order, all in the target's vocabulary."""
     path = folder / "in" / "rows.jsonl"
     path.write_bytes(case)
@@ -85,15 +85,15 @@ _TEXTS = st.one_of(
     st.sampled_from(TEXTS).map(lambda t: t.encode(errors="surrogatepass")),
 )
 _LINE = st.one_of(*(damaged_json(row) for row in ROWS))
-_TWO = st.tuples(st.sampled_from(ROWS), st.sampled_from(ROWS).flatmap(damaged)).map(
+_PAIR = st.tuples(st.sampled_from(ROWS), st.sampled_from(ROWS).flatmap(damaged)).map(
     lambda rows: json.dumps(rows[0]).encode() + b"\n" + to_text(rows[1]).encode()
 )
 
 
 SURFACES = {
     "prompts file, plain": Surface(_TEXTS, plain, 1500, empty),
-    "rows to replay": Surface(st.lists(_CORPUS_LINE, max_size=3).map(b"\n".join), replayed, 1500, empty),
+    "rows to replay": Surface(st.lists(_CORPUS_LINE, max_size=3).map(b"\n".join), replay, 1500, empty),
     "prompts file, JSON lines": Surface(
-        st.tuples(st.one_of(_LINE, _LINE, _TWO), st.sampled_from(RULES)), lines, 4000, empty
+        st.tuples(st.one_of(_LINE, _LINE, _PAIR), st.sampled_from(RULES)), lines, 4000, empty
     ),
 }

@@ -33,15 +33,15 @@ _VALUE = st.one_of(HOSTILE, _TEXT, st.lists(st.sampled_from(NUMBERS), max_size=3
 
 def rule_settings(case: tuple[str, dict[str, Any]], folder: Path) -> None:
     """Choose a rule from values, as Python code and benchmark files do."""
-    spec, given = case
+    spec, values = case
     if is_own(spec):
         return
     choice = RuleChoice(spec, {})
-    for name in choice.options.keys() & given.keys():
+    for name in choice.options.keys() & values.keys():
         setting, structure = choice.setting(name)
         with contextlib.suppress(MarsError):
-            setting.from_json(given[name], **structure)
-    verify.load(spec, **given)
+            setting.from_json(values[name], **structure)
+    verify.load(spec, **values)
 
 
 def drafts(case: tuple[str, str], folder: Path) -> None:
@@ -72,8 +72,8 @@ def _argument(text: str) -> str:
 
 def _words(flag: str) -> st.SearchStrategy[list[str]]:
     values = st.sampled_from((*_GOOD.get(flag, ()) * 2, *_WORDS[:40], "0.5", "3")).map(_argument)
-    two = values.map(lambda v: [flag, v])
-    return st.one_of(st.just([flag]), two, two, values.map(lambda v: [f"{flag}={v}"]))
+    separate = values.map(lambda v: [flag, v])
+    return st.one_of(st.just([flag]), separate, separate, values.map(lambda v: [f"{flag}={v}"]))
 
 
 _ARGV = st.tuples(
@@ -85,14 +85,9 @@ _ARGV = st.tuples(
 
 def command_line(case: list[str], folder: Path) -> None:
     """Run `generate` with a target that does not exist: it must fail with one sentence and write nothing."""
-    output, *rest = case
-    argv = [
-        "--target",
-        str(folder / "no-such-checkpoint"),
-        "--output",
-        str(folder / output) if output else "",
-    ]
-    argv += rest
+    output, *arguments = case
+    argv = ["--target", str(folder / "no-such-checkpoint")]
+    argv += ["--output", str(folder / output) if output else "", *arguments]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -114,15 +109,15 @@ _RECORDED = _SETTINGS | {"fingerprints": {"target": "abc"}}
 _FINGERPRINT = digest(json.dumps(_RECORDED, sort_keys=True).encode())
 _ROW = {"prompt": "p", "prompt_tokens": [1, 2], "id": "q", "tokens": [3], "fingerprint": _FINGERPRINT}
 _ROW["sampling"] = sampling(_REQUEST)
-_OTHERS = damaged({"tokens": [3], "id": 1, "text": "x"}).map(
-    lambda own: to_text(_ROW | own if isinstance(own, dict) else own).encode()
+_EDITED_ROWS = damaged({"tokens": [3], "id": 1, "text": "x"}).map(
+    lambda fields: to_text(_ROW | fields if isinstance(fields, dict) else fields).encode()
 )
 _ROWS = st.one_of(
     damaged_json(_ROW), damaged_json(_ROW), damaged_bytes(json.dumps(_ROW).encode() + b"\n" + b'{"prompt": ')
 )
 
 
-def resumed(case: tuple[bytes, bytes], folder: Path) -> None:
+def resume(case: tuple[bytes, bytes], folder: Path) -> None:
     """Resume an --output file with its settings. Accepted or rejected, both files stay unchanged."""
     path = folder / "in" / "rows.jsonl"
     settings = folder / "in" / "rows.jsonl.settings.json"
@@ -140,7 +135,7 @@ def resumed(case: tuple[bytes, bytes], folder: Path) -> None:
 _VALID = st.just(json.dumps(_RECORDED).encode())
 _RESUMED = st.one_of(
     st.tuples(_ROWS, damaged_json(_RECORDED)),
-    st.tuples(st.one_of(_ROWS, _OTHERS), _VALID),
+    st.tuples(st.one_of(_ROWS, _EDITED_ROWS), _VALID),
     st.tuples(st.just(json.dumps(_ROW).encode()), damaged_json(_RECORDED)),
 )
 
@@ -149,7 +144,7 @@ def _settings(names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
     return st.dictionaries(st.sampled_from(names), _VALUE, max_size=3)
 
 
-_CHOSEN = st.one_of(
+_RULE_SETTINGS = st.one_of(
     *(st.tuples(st.just(row.name), _settings([*row.settings, "block"])) for row in rules().values()),
     st.tuples(_SPECS, _settings(_NAMES)),
 )
@@ -162,8 +157,8 @@ _DRAFTS = st.one_of(
     st.tuples(st.one_of(_DRAFT, st.text(max_size=6)), st.just("4-2-2-1")),
 )
 SURFACES = {
-    "settings of rules, as values": Surface(_CHOSEN, rule_settings, 2000),
+    "settings of rules, as values": Surface(_RULE_SETTINGS, rule_settings, 2000),
     "drafters and trees": Surface(_DRAFTS, drafts, 1000),
     "command lines": Surface(_ARGV, command_line, 3500),
-    "output to resume": Surface(_RESUMED, resumed, 500, empty),
+    "output to resume": Surface(_RESUMED, resume, 500, empty),
 }

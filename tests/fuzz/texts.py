@@ -34,9 +34,9 @@ _PATTERNS = st.one_of(_JOINED, _JOINED, st.text(max_size=12), st.sampled_from(_L
 
 def regex(case: str, folder: Path) -> None:
     """Compile a pattern, and its token table if the automaton is small."""
-    made = constraints.regex(case).automaton
-    if len(made.next) <= 300:
-        token_table(made, _VOCABULARY)
+    automaton = constraints.regex(case).automaton
+    if len(automaton.next) <= 300:
+        token_table(automaton, _VOCABULARY)
 
 
 def schema(case: tuple[bytes, bool], folder: Path) -> None:
@@ -46,7 +46,7 @@ def schema(case: tuple[bytes, bool], folder: Path) -> None:
     constraints.json_schema(path, compact=case[1])
 
 
-def others(case: tuple[str, Any], folder: Path) -> None:
+def list_constraint(case: tuple[str, Any], folder: Path) -> None:
     """Compile a list of choices, of tokens or of spans."""
     kind, value = case
     if kind == "choice":
@@ -65,9 +65,9 @@ def _target() -> Pretrained:
     from transformers import PreTrainedTokenizerFast
 
     words = {"<unk>": 0, "user": 1, "hello": 2}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
     return Pretrained.from_parts(fake.hash_model(vocab_size=3), (), tokenizer, max_positions=64)
 
 
@@ -96,7 +96,7 @@ _TEMPLATE = (
     "\ud800",
 )  # fmt: skip
 _TURNS = ({"role": "system", "content": "hello"}, {"role": "user", "content": "hello"})
-_SAID = st.one_of(st.just(list(_TURNS)), damaged(list(_TURNS), most=1).map(_read))
+_CONVERSATION = st.one_of(st.just(list(_TURNS)), damaged(list(_TURNS), max_edits=1).map(_read))
 
 
 _LISTS = st.lists(st.one_of(st.sampled_from(TEXTS), HOSTILE, st.integers(0, 260)), max_size=4)
@@ -110,10 +110,10 @@ SURFACES = {
             st.tuples(st.just("tokens"), _LISTS),
             st.tuples(st.just("spans"), st.one_of(_SPAN, st.lists(st.one_of(_SPAN, HOSTILE), max_size=3))),
         ),
-        others,
+        list_constraint,
         800,
     ),
     "chat templates": Surface(
-        st.tuples(st.lists(st.sampled_from(_TEMPLATE), max_size=6).map("".join), _SAID), template, 800
+        st.tuples(st.lists(st.sampled_from(_TEMPLATE), max_size=6).map("".join), _CONVERSATION), template, 800
     ),
 }

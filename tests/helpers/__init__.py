@@ -23,9 +23,9 @@ NO_WEIGHTS = Params(target=(), draft=())
 
 def ragged(lengths, buffer, vocab, seed=0):
     """Return random prompts of the given lengths, left-aligned in a buffer that is filled up with junk, not zeros."""
-    made = np.random.default_rng(seed).integers(0, vocab, (len(lengths), buffer))
+    tokens = np.random.default_rng(seed).integers(0, vocab, (len(lengths), buffer))
     # `jnp.asarray` compiles a program for every shape.
-    return jax.device_put((made.astype(np.int32), np.asarray(lengths, np.int32)))
+    return jax.device_put((tokens.astype(np.int32), np.asarray(lengths, np.int32)))
 
 
 def draft_input(state, keys=None):
@@ -48,8 +48,8 @@ class Rows(Controls):
 def make_rows(batch, **settings):
     """Return `make_controls` of the settings, together with the per-row numbers of a rule."""
     numbers = {name: settings.pop(name) for name in ("theta", "max_relaxed_run") if name in settings}
-    made = make_controls(batch, **settings)
-    fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
+    controls = make_controls(batch, **settings)
+    fields = {f.name: getattr(controls, f.name) for f in dataclasses.fields(controls)}
     dtypes = {"theta": jnp.float32, "max_relaxed_run": jnp.int32}
     spread = {n: jnp.broadcast_to(jnp.asarray(v, dtypes[n]), (batch,)) for n, v in numbers.items()}
     return Rows(**fields, **spread)
@@ -59,19 +59,19 @@ def with_numbers(rule, **numbers):
     """Return the rule with new values for those of the numbers that it has."""
     fields = {f.name for f in dataclasses.fields(rule)}
     dtypes = {"max_relaxed_run": jnp.int32}
-    given = {k: v for k, v in numbers.items() if k in fields and v is not None}
+    values = {k: v for k, v in numbers.items() if k in fields and v is not None}
     return dataclasses.replace(
-        rule, **{k: jnp.asarray(v, dtypes.get(k, jnp.float32)) for k, v in given.items()}
+        rule, **{k: jnp.asarray(v, dtypes.get(k, jnp.float32)) for k, v in values.items()}
     )
 
 
 def judge(rule):
     """Return `(keys, tree, logits, rows, hidden=, params=) -> Verdict` of a rule, with the numbers of the rows."""
 
-    def decide(keys, tree, logits, rows, **given):
+    def decide(keys, tree, logits, rows, **options):
         numbers = {name: getattr(rows, name, None) for name in NUMBERS}
-        made = for_rows(with_numbers(rule, **numbers), tree.tokens.shape[0])
-        return made(evidence(tree, logits, keys=keys, controls=rows, **given))[0]
+        row_rule = for_rows(with_numbers(rule, **numbers), tree.tokens.shape[0])
+        return row_rule(evidence(tree, logits, keys=keys, controls=rows, **options))[0]
 
     return decide
 
@@ -115,12 +115,12 @@ def decode_all(
     return decode.run(decoder, params, state)
 
 
-def decode_rows(target, drafter, rule, prompts, lengths, rows=slice(None), *, params, **chosen):
-    """Decode some rows of a batch; return their tokens and the counters. `chosen` holds values for all rows."""
+def decode_rows(target, drafter, rule, prompts, lengths, rows=slice(None), *, params, **settings):
+    """Decode some rows of a batch; return their tokens and the counters. `settings` holds values for all rows."""
     index = np.arange(len(lengths))[rows]
-    chosen = {name: [values[i] for i in index] for name, values in chosen.items()}
+    settings = {name: [values[i] for i in index] for name, values in settings.items()}
     state, stats = decode_all(
-        target, drafter, rule, prompts[index], lengths[index], seeds=index.tolist(), params=params, **chosen
+        target, drafter, rule, prompts[index], lengths[index], seeds=index.tolist(), params=params, **settings
     )
     return committed(state), stats
 

@@ -24,6 +24,6 @@ def check_best_children(tree, state, scores):
         assert tree.tokens[row, 0] == past[-1]
         paths = branches(tree, row)
         for path in paths.values():
-            children = [other[-1] for other in paths.values() if other and other[:-1] == path]
+            children = [child[-1] for child in paths.values() if child and child[:-1] == path]
             best = np.argsort(-scores([*past, *path]), kind="stable")[: len(children)]
             assert children == best.tolist()

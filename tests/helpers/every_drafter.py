@@ -93,11 +93,11 @@ def batch_of(texts, rule, *, limit=BUFFER, temperature=(0.9, 0.0, 1.3), stop_tok
     return Prompts(jnp.asarray(prompts), jnp.asarray(lengths), controls, rule, keys)
 
 
-def check_same(fresh, found):
+def check_same(expected, actual):
     """Check that tokens and counts are equal, and floats nearly so: forwards of other widths sum in another order."""
-    assert fresh[0] == found[0]
-    for ours, theirs in zip(*map(jax.tree.leaves, (found[1], fresh[1])), strict=True):
-        if np.issubdtype(ours.dtype, np.floating):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert expected[0] == actual[0]
+    for x, y in zip(*map(jax.tree.leaves, (actual[1], expected[1])), strict=True):
+        if np.issubdtype(x.dtype, np.floating):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
         else:
-            np.testing.assert_array_equal(ours, theirs)
+            np.testing.assert_array_equal(x, y)

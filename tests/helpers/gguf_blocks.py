@@ -10,14 +10,14 @@ from mars_jax.models.weights import weights
 def file_of(path, data, *, hidden, inner, layers, vocab):
     """Write a llama file. `data(name, shape)` returns the bytes of a matrix and their quantization type."""
     sizes = {"embedding_length": hidden, "feed_forward_length": inner, "block_count": layers}
-    given = {"model_type": "llama", "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner}
-    given |= {"num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 16}
+    config = {"model_type": "llama", "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner}
+    config |= {"num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 16}
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in (sizes | {"context_length": 128, "attention.head_count": 16}).items():
         writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
-    for row in weights(from_json(given | {"tie_word_embeddings": True})):
+    for row in weights(from_json(config | {"tie_word_embeddings": True})):
         name = names.get_name(row.name, try_suffixes=(".weight", ".bias"))
         if len(row.shape) > 1:
             array, kind = data(name, row.shape)

@@ -119,10 +119,10 @@ TOKENS = np.random.default_rng(1).integers(2, VOCAB, (2, 24))
 
 
 def our_logits(target):
-    seen = Visible.causal(jnp.zeros((2,), jnp.int32), TOKENS.shape[1])
+    visible = Visible.causal(jnp.zeros((2,), jnp.int32), TOKENS.shape[1])
     tokens = jnp.asarray(TOKENS, jnp.int32)
     cache = target.model.init_cache(2, TOKENS.shape[1])
-    out = jax.jit(target.model.forward)(target.params, tokens, seen, cache)
+    out = jax.jit(target.model.forward)(target.params, tokens, visible, cache)
     return np.asarray(target.model.unembed(target.params, out.hidden))
 
 

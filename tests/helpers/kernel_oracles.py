@@ -14,9 +14,9 @@ def top_two(logits):
         first.append(order[0])
         second.append(order[1] if vocab > 1 else -1)
     first, second = np.asarray(first, np.int32), np.asarray(second, np.int32)
-    at = np.arange(len(rows))
-    top2 = rows[at, second] if vocab > 1 else np.full(len(rows), -np.inf, np.float32)
-    top1 = rows[at, first]
+    index = np.arange(len(rows))
+    top2 = rows[index, second] if vocab > 1 else np.full(len(rows), -np.inf, np.float32)
+    top1 = rows[index, first]
     shift = np.where(np.isfinite(top1), top1, 0).astype(np.float64)
     with np.errstate(divide="ignore"):
         total = shift + np.log(np.exp(rows.astype(np.float64) - shift[:, None]).sum(axis=1))

@@ -10,6 +10,6 @@ def slow_lookup(tokens, count, max_ngram, min_ngram):
             continue
         for end in range(len(tokens) - 1, size - 1, -1):
             if tokens[end - size : end] == suffix:
-                again = tokens[end:]
-                return [again[i % len(again)] for i in range(count)]
+                continuation = tokens[end:]
+                return [continuation[i % len(continuation)] for i in range(count)]
     return [NO_TOKEN] * count

@@ -23,10 +23,10 @@ def packed(q, zero, scale, method):
 
     def rows(array, order=range(8)):
         """Pack [n, 8 m] into i32[n, m]."""
-        made = np.zeros((len(array), array.shape[1] // 8), np.uint32)
+        words = np.zeros((len(array), array.shape[1] // 8), np.uint32)
         for place, source in enumerate(order):
-            made |= array[:, source::8].astype(np.uint32) << np.uint32(4 * place)
-        return made.view(np.int32)
+            words |= array[:, source::8].astype(np.uint32) << np.uint32(4 * place)
+        return words.view(np.int32)
 
     if method == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)

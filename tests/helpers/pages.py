@@ -23,12 +23,12 @@ def blocks(path: Path) -> list[str]:
 
 def as_file(path: Path) -> str:
     """Return the blocks of a page as one file. Each keeps its line numbers, so that a checker reports the page's."""
-    made, inside = [], False
+    lines, inside = [], False
     for line in path.read_text(encoding="utf-8").splitlines():
         inside = inside and line != "```"
-        made.append(line if inside else "")
+        lines.append(line if inside else "")
         inside = inside or line == "```python"
-    return "\n".join(made) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def write(folder: Path) -> None:

@@ -18,7 +18,7 @@ SETTINGS = [
 ]
 
 
-def controls_of(rows, **more):
+def controls_of(rows, **settings):
     columns = np.asarray(rows, float).T
     return make_rows(
         len(rows),
@@ -27,7 +27,7 @@ def controls_of(rows, **more):
         top_k=columns[1].astype(int),
         top_p=columns[2],
         min_p=columns[3],
-        **more,
+        **settings,
     )
 
 

@@ -18,13 +18,13 @@ def probabilities(table):
 
 def sampled_chain(keys, q_table, settings, rows):
     """Return chains drawn from the processed draft tables, with their true q."""
-    drafted, seen = np.zeros((rows, 0), int), []
+    drafted, logits = np.zeros((rows, 0), int), []
     for i in range(len(q_table)):
-        node = rule_oracles.process(jnp.asarray(rule_oracles.after(q_table, drafted))[:, None], settings)
-        seen.append(node)
+        processed = rule_oracles.process(jnp.asarray(rule_oracles.after(q_table, drafted))[:, None], settings)
+        logits.append(processed)
         place = jnp.full((rows, 1), i, jnp.int32)
-        token = sampling.sample_processed(keys, place, node)
+        token = sampling.sample_processed(keys, place, processed)
         drafted = np.concatenate([drafted, np.asarray(token)], 1)
-    seen.append(jnp.zeros_like(seen[0]))
+    logits.append(jnp.zeros_like(logits[0]))
     tokens = np.concatenate([np.zeros((rows, 1), int), drafted], 1)
-    return trees.chain(jnp.asarray(tokens, jnp.int32), jnp.concatenate(seen, 1)), drafted
+    return trees.chain(jnp.asarray(tokens, jnp.int32), jnp.concatenate(logits, 1)), drafted

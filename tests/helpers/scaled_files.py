@@ -33,29 +33,28 @@ HOW = {
 }  # fmt: skip
 
 
-def rounded(w, how):
+def rounded(w, method):
     """Quantize a matrix in PyTorch; return the stored numbers, the scales and the dequantized matrix."""
-    tall, wide = {"blocks": BLOCK, "groups": [1, GROUP], "whole": w.shape}.get(how, [1, w.shape[1]])
-    most = 127 if how in ("int8", "groups") else 448
-    blocks = [[part.abs().max() / most for part in rows.split(wide, 1)] for rows in w.split(tall, 0)]
+    tall, wide = {"blocks": BLOCK, "groups": [1, GROUP], "whole": w.shape}.get(method, [1, w.shape[1]])
+    limit = 127 if method in ("int8", "groups") else 448
+    blocks = [[part.abs().max() / limit for part in rows.split(wide, 1)] for rows in w.split(tall, 0)]
     scale = torch.tensor(blocks)
     spread = scale.repeat_interleave(tall, 0)[: w.shape[0]].repeat_interleave(wide, 1)[:, : w.shape[1]]
-    numbers = (w / spread).round().to(torch.int8) if most == 127 else (w / spread).to(torch.float8_e4m3fn)
-    return numbers, scale.reshape(()) if how == "whole" else scale, numbers.float() * spread
+    numbers = (w / spread).round().to(torch.int8) if limit == 127 else (w / spread).to(torch.float8_e4m3fn)
+    return numbers, scale.reshape(()) if method == "whole" else scale, numbers.float() * spread
 
 
-def write(folder, how):
+def write(folder, method):
     """Write a checkpoint in two files, with the matrices of its layers in 8 bits; return PyTorch's weights."""
     save(folder, CONFIG, init_params(CONFIG, jax.random.key(0), "float32"))
-    plain = {name: torch.from_numpy(w.copy()) for name, w in load_file(folder / "model.safetensors").items()}
-    stored, meant = {}, {}
-    for name, w in plain.items():
-        stored[name], meant[name] = w, w
+    stored, dequantized = {}, {}
+    for name, array in load_file(folder / "model.safetensors").items():
+        w = stored[name] = dequantized[name] = torch.from_numpy(array.copy())
         if name.endswith("proj.weight"):
             base = name.removesuffix(".weight")
-            stored[name], scale, meant[name] = rounded(w, how)
-            stored[f"{base}.weight_scale{'_inv' * (how == 'blocks')}"] = scale
-            if how == "whole":
+            stored[name], scale, dequantized[name] = rounded(w, method)
+            stored[f"{base}.weight_scale{'_inv' * (method == 'blocks')}"] = scale
+            if method == "whole":
                 stored[f"{base}.input_scale"] = torch.ones(())
     shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     parts = {name: shards["scale" in name] for name in stored}
@@ -64,5 +63,5 @@ def write(folder, how):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": HOW[how]}))
-    return meant
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": HOW[method]}))
+    return dequantized

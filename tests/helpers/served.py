@@ -25,13 +25,13 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self):
-        at = self.server
-        at.asked.append((self.command, self.path, self.headers.get("Range")))
+        server = self.server
+        server.asked.append((self.command, self.path, self.headers.get("Range")))
         listing = re.match(r"/api/models/([^/]+/[^/?]+)(/tree)?", self.path)
         file = re.match(r"/([^/]+/[^/]+)/resolve/\w+/(.+)", self.path)
         repository = (listing or file)[1] if listing or file else ""
-        files = at.repositories.get(repository)
-        if repository in at.gated:
+        files = server.repositories.get(repository)
+        if repository in server.gated:
             self._answer(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
         elif files is None or (file and file[2] not in files):
             self._answer(404, b"", {"X-Error-Code": "EntryNotFound" if files else "RepoNotFound"})
@@ -43,23 +43,23 @@ class Handler(BaseHTTPRequestHandler):
             ]
             self._answer(200, json.dumps(rows).encode())
         else:
-            found = {"id": repository, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
-            self._answer(200, json.dumps(found).encode())
+            info = {"id": repository, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+            self._answer(200, json.dumps(info).encode())
 
-    def _file(self, whole):
+    def _file(self, content):
         first = int(re.findall(r"\d+", self.headers.get("Range") or "0")[0])
-        more = {"ETag": f'"{digest_of(whole)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{digest_of(content)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if first:
-            more["Content-Range"] = f"bytes {first}-{len(whole) - 1}/{len(whole)}"
+            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
         sent = None
-        if self.command == "GET" and len(whole) > 4096 and self.server.breaks:
+        if self.command == "GET" and len(content) > 4096 and self.server.breaks:
             self.server.breaks -= 1
-            sent = 0 if first else len(whole) // 2
-        self._answer(206 if first else 200, whole[first:], more, sent)
+            sent = 0 if first else len(content) // 2
+        self._answer(206 if first else 200, content[first:], headers, sent)
 
-    def _answer(self, status, body, more=(), sent=None):
+    def _answer(self, status, body, headers=(), sent=None):
         self.send_response(status)
-        for name, value in {"Content-Length": len(body), **dict(more)}.items():
+        for name, value in {"Content-Length": len(body), **dict(headers)}.items():
             self.send_header(name, str(value))
         self.end_headers()
         if self.command == "GET":
@@ -74,19 +74,19 @@ def digest_of(content: bytes) -> str:
 @contextlib.contextmanager
 def serving(cache, monkeypatch):
     """Serve a hub whose repositories are {name: {file: content}}, with a cache in a folder."""
-    served = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    served.repositories, served.asked, served.breaks, served.gated = {}, [], 0, set()
-    thread = threading.Thread(target=served.serve_forever, args=(0.02,), daemon=True)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.repositories, server.asked, server.breaks, server.gated = {}, [], 0, set()
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
-    served.url = f"http://127.0.0.1:{served.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", served.url)
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.url + "/{repo_id}/resolve/{revision}/{filename}"
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
     )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     huggingface_hub.close_session()
-    yield served
-    served.shutdown()
-    served.server_close()
+    yield server
+    server.shutdown()
+    server.server_close()
     huggingface_hub.close_session()

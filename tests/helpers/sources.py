@@ -16,7 +16,7 @@ def find_test(path: Path, name: str) -> ast.FunctionDef | None:
         if scope[0] not in classes:
             return None
         bases = [classes[base.id] for base in classes[scope[0]].bases if getattr(base, "id", "") in classes]
-        bodies = [one.body for one in (classes[scope[0]], *bases)]
+        bodies = [cls.body for cls in (classes[scope[0]], *bases)]
     for body in bodies:
         for node in body:
             if isinstance(node, ast.FunctionDef) and node.name == function:

@@ -62,7 +62,7 @@ def scored_drafts(make_loss, params, text):
 
 
 def train(loss, params, steps):
-    """Train on texts of the target; return the metrics of each step."""
+    """Train on completions of the target; return the metrics of each step."""
     tokens = target_texts(16, 33)
     batch = Batch(tokens=tokens, segments=jnp.zeros(tokens.shape, jnp.int32))
     optimizer = optax.adam(3e-3)

@@ -51,7 +51,7 @@ def randomize(model):
 
 
 def layer_settings(config: ModelConfig) -> dict:
-    """Return the settings with which transformers' Llama and Qwen3 layers are those of a config."""
+    """Return the settings of transformers' Llama and Qwen3 layers that match a config."""
     rope = {"rope_type": "default", "rope_theta": config.rope.theta}
     if config.rope.kind == "llama3":
         rope |= {"rope_type": "llama3", "factor": config.rope.factor}
@@ -129,8 +129,8 @@ def logits_and_greedy(checkpoint: Pretrained, tokens: np.ndarray, count: int, le
 
         last = jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)
         first = jnp.argmax(last, axis=-1).astype(jnp.int32)
-        _, chosen = lax.scan(body, (out.cache, first), jnp.arange(count, dtype=jnp.int32))
-        return logits, chosen.T
+        _, greedy = lax.scan(body, (out.cache, first), jnp.arange(count, dtype=jnp.int32))
+        return logits, greedy.T
 
-    logits, chosen = program(checkpoint.params, jnp.asarray(tokens, jnp.int32))
-    return np.asarray(logits), np.asarray(chosen)
+    logits, greedy = program(checkpoint.params, jnp.asarray(tokens, jnp.int32))
+    return np.asarray(logits), np.asarray(greedy)

@@ -38,26 +38,26 @@ class Rule:
     """A row of the table with at most one structural choice: a base, a margin, whole blocks."""
 
     definition: Definition
-    chosen: tuple[tuple[str, Any], ...]
+    choices: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
-        return " ".join([self.definition.name, *(f"{name}={value}" for name, value in self.chosen)])
+        return " ".join([self.definition.name, *(f"{name}={value}" for name, value in self.choices)])
 
     @functools.cached_property
     def needs(self) -> frozenset[str]:
-        return RuleChoice(self.definition.name, dict(self.chosen)).needs
+        return RuleChoice(self.definition.name, dict(self.choices)).needs
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that relax often: the loosest value in the grid of the first number, and fixed values."""
-        settings = dict(self.chosen)
+        settings = dict(self.choices)
         structure = {n: s.default for n, s in self.definition.settings.items() if s.choices} | settings
         for name, setting in self.definition.settings.items():
             if name == "window":
                 settings[name] = WINDOW
             elif setting.default is None:
                 settings[name] = TAU
-            elif (grid := setting.range(**structure).grid) and len(settings) == len(self.chosen):
+            elif (grid := setting.range(**structure).grid) and len(settings) == len(self.choices):
                 settings[name] = grid[-1]
         return settings
 
@@ -135,7 +135,7 @@ def _rules(drafter: str, shape: str, drawn: bool) -> tuple[Rule, ...]:
     """Return the rules of a case. Trusted tokens never reach a rule, so trusting drafters only need the defaults."""
     row = definition(drafter)
     rules = [rule for rule in RULES if refusal(row, shape, rule) is None and ("q" in rule.needs) == drawn]
-    return tuple(rule for rule in rules if not (row.trusts and rule.chosen))
+    return tuple(rule for rule in rules if not (row.trusts and rule.choices))
 
 
 @functools.cache

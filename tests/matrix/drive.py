@@ -102,27 +102,27 @@ def _decoded(completion: Any) -> Decoded:
 def options(case: Case) -> dict[str, Any]:
     """Return the options of `generate` for one prompt of each kind and rule."""
     kinds = [(rule, kind) for rule in case.rules for kind in KINDS]
-    chosen: dict[str, Any] = {"max_new_tokens": NEW, "seed": [3 + i % 7 for i in range(len(kinds))]}
-    chosen["log_probs"] = case.log_probs
-    chosen["temperature"] = [case.temperature * (i % 4 != 3) for i in range(len(kinds))]
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "seed": [3 + i % 7 for i in range(len(kinds))]}
+    settings["log_probs"] = case.log_probs
+    settings["temperature"] = [case.temperature * (i % 4 != 3) for i in range(len(kinds))]
     if case.edits == "bans":
-        chosen["banned_tokens"] = list(BANNED)
+        settings["banned_tokens"] = list(BANNED)
     if case.edits == "penalties":
-        chosen |= {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1}
+        settings |= {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1}
     if case.stop_strings:
-        chosen["stop_strings"] = ["nd", "qq"]
+        settings["stop_strings"] = ["nd", "qq"]
     lossy = [not rule.definition.lossless for rule, _ in kinds]
     if case.constraint:
         value = CONSTRAINTS[case.constraint]
-        chosen[case.constraint] = [value if "constrained" in kind else None for _, kind in kinds]
+        settings[case.constraint] = [value if "constrained" in kind else None for _, kind in kinds]
         if any(lossy):
-            chosen["relax_constrained"] = lossy
+            settings["relax_constrained"] = lossy
     if case.span and any(lossy):
-        chosen[case.span] = "think" if case.span == "relax_in" else "code"
+        settings[case.span] = "think" if case.span == "relax_in" else "code"
     if any(lossy) or case.definition.trusts:
         can_be_strict = [case.definition.trusts or is_lossy for is_lossy in lossy]
-        chosen["strict"] = ["strict" in kinds[i][1] and can_be_strict[i] for i in range(len(kinds))]
-    return chosen
+        settings["strict"] = ["strict" in kinds[i][1] and can_be_strict[i] for i in range(len(kinds))]
+    return settings
 
 
 def _options_of(case: Case, rows: list[int]) -> dict[str, Any]:
@@ -160,14 +160,14 @@ def rule_of(case: Case, prompt_numbers: list[int]) -> LoadedRule:
         return loaded[0]
     which = np.asarray([number // len(KINDS) for number in prompt_numbers], np.int32)
     needs = tuple(sorted({need for rule in case.rules for need in rule.needs}))
-    rule = Among(rules=tuple(one.rule for one in loaded), which=which, needs=needs)
-    return LoadedRule(rule, tuple(one.params for one in loaded))
+    rule = Among(rules=tuple(entry.rule for entry in loaded), which=which, needs=needs)
+    return LoadedRule(rule, tuple(entry.params for entry in loaded))
 
 
-def _generate(case: Case, rows: list[int], **more: Any) -> list[Decoded]:
-    texts, chosen = prompts(case), _options_of(case, rows) | more
+def _generate(case: Case, rows: list[int], **overrides: Any) -> list[Decoded]:
+    texts, settings = prompts(case), _options_of(case, rows) | overrides
     pair = target_of(case), drafter_of(case)
-    result = mj.generate(*pair, [texts[i] for i in rows], verify=rule_of(case, rows), **chosen)
+    result = mj.generate(*pair, [texts[i] for i in rows], verify=rule_of(case, rows), **settings)
     return [_decoded(c) for c in result.completions]
 
 
@@ -175,8 +175,8 @@ def _generate(case: Case, rows: list[int], **more: Any) -> list[Decoded]:
 def without_draft(case: Case) -> list[Decoded]:
     """Decode the same requests with the target only."""
     lossy_only = ("strict", "relax_constrained", "relax_in", "strict_in", "log_probs")
-    chosen = {name: value for name, value in options(case).items() if name not in lossy_only}
-    result = mj.generate(target_of(case), "none", prompts(case), **chosen)
+    settings = {name: value for name, value in options(case).items() if name not in lossy_only}
+    result = mj.generate(target_of(case), "none", prompts(case), **settings)
     return [_decoded(c) for c in result.completions]
 
 
@@ -210,18 +210,18 @@ def _chat(case: Case) -> list[tuple[Decoded, Decoded]]:
     turns = []
     for number in range(len(case.rules)):
         index = len(KINDS) * number + number % len(KINDS)
-        chosen = _options_of(case, [index])
-        for name in chosen.keys() & set(PER_ROW):
-            chosen[name] = chosen[name][0] if isinstance(chosen[name], list) else chosen[name]
-        chosen = {k: v for k, v in chosen.items() if v is not None} | {"temperature": case.temperature}
-        del chosen["log_probs"]
-        if not chosen.keys() & CONSTRAINTS.keys():
-            chosen.pop("relax_constrained", None)
+        settings = _options_of(case, [index])
+        for name in settings.keys() & set(PER_ROW):
+            settings[name] = settings[name][0] if isinstance(settings[name], list) else settings[name]
+        settings = {k: v for k, v in settings.items() if v is not None} | {"temperature": case.temperature}
+        del settings["log_probs"]
+        if not settings.keys() & CONSTRAINTS.keys():
+            settings.pop("relax_constrained", None)
         rule = rule_of(case, [index])
-        chat, reread = (mj.Chat(target_of(case), drafter_of(case), verify=rule, **chosen) for _ in range(2))
+        chat, reread = (mj.Chat(target_of(case), drafter_of(case), verify=rule, **settings) for _ in range(2))
         chat.say("t")
         reread.messages = chat.messages
-        turns.append(tuple(_decoded(one.say("the sea and the sun")) for one in (chat, reread)))
+        turns.append(tuple(_decoded(session.say("the sea and the sun")) for session in (chat, reread)))
     return turns
 
 
@@ -273,18 +273,18 @@ def check_allowed(case: Case, result: Decoded) -> None:
         assert set(result.tokens) <= {0, *CONSTRAINTS["allowed_tokens"]}, result.tokens
 
 
-def check_same(case: Case, result: Decoded, other: Decoded, *, counted: bool = True) -> None:
+def check_same(case: Case, result: Decoded, expected: Decoded, *, counted: bool = True) -> None:
     """Check that tokens, steps and counts are equal."""
-    if result.tokens != other.tokens:
+    if result.tokens != expected.tokens:
         # With coarser rounding, or sums in another order on several devices, nearly tied tokens may swap places.
         # A sampled draft of adaptive length yields another sample if the recent acceptance differs.
         adaptive_sample = case.shape == "auto" and case.drawn
         exact = case.weights == "float32" and case.cache is None and case.mesh is None and not adaptive_sample
-        assert not exact, ("tokens", result, other)
+        assert not exact, ("tokens", result, expected)
     elif counted and case.shape == "auto":
-        assert abs(result.steps - other.steps) <= other.steps // 2, ("steps", result, other)
+        assert abs(result.steps - expected.steps) <= expected.steps // 2, ("steps", result, expected)
     elif counted:
-        assert (result.steps, result.counts) == (other.steps, other.counts), ("counts", result, other)
+        assert (result.steps, result.counts) == (expected.steps, expected.counts), ("count", result, expected)
 
 
 def check_log_probs(case: Case, result: Decoded) -> None:

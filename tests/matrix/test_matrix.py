@@ -77,15 +77,15 @@ def test_a_step_with_every_drafter_is_traced(row, shape, drawn):
     lossy = verify.exact() if shape == "auto" else verify.mars(theta=0.5)
     rule = verify.rejection() if drawn else lossy
     case = next(c for c in ALL if (c.drafter, c.shape, c.drawn) == (row.name, shape, drawn))
-    plain = dataclasses.replace(case, weights="float32", cache=None, mesh=None)
+    case = dataclasses.replace(case, weights="float32", cache=None, mesh=None)
     constraint = {} if drawn else {"allowed_tokens": CONSTRAINTS["allowed_tokens"]}
     options = {"max_new_tokens": 8, "temperature": 0.7} | constraint
-    requests = mj.make_requests(target_of(plain), ["the sea"], **options)
-    ready = prepared(target_of(plain), drafter_of(plain), requests, verify=rule)
+    requests = mj.make_requests(target_of(case), ["the sea"], **options)
+    ready = prepared(target_of(case), drafter_of(case), requests, verify=rule)
     state = decode.shapes(ready.decoder, ready.params, ready.prompts([0]))
-    after, info = jax.eval_shape(ready.decoder.step, ready.params, state)
-    before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (state, after))
-    assert before == after
+    next_state, info = jax.eval_shape(ready.decoder.step, ready.params, state)
+    shapes, next_shapes = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (state, next_state))
+    assert next_shapes == shapes
     assert info.emitted.shape[0] == 1 and (info.emitted.shape[1] > 1) == (row.name != "none")
 
 

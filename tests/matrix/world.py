@@ -62,49 +62,49 @@ def world() -> World:
     def normal(x):
         return draw.normal(size=x.shape)
 
-    def drawn(shapes, scale):
+    def random_weights(shapes, scale):
         """Draw weights with numpy, which needs no compilation. Norms stay near 1."""
         return jax.tree.map(lambda x: (normal(x) * scale + (x.ndim == 1)).astype(np.float32), shapes)
 
-    def noisy(params, share):
+    def add_noise(params, share):
         return jax.tree.map(lambda x: x + share * np.std(x) * normal(x).astype(np.float32), params)
 
-    def heads(init, *given):
-        made = drawn(jax.eval_shape(lambda key: init(*given, key), jax.random.key(0)), 0.2)
-        return made | {"ids": own.astype(np.int32)} if "ids" in made else made
+    def heads(init, *arguments):
+        arrays = random_weights(jax.eval_shape(lambda key: init(*arguments, key), jax.random.key(0)), 0.2)
+        return arrays | {"ids": draft_ids.astype(np.int32)} if "ids" in arrays else arrays
 
     # Heads draft from all tokens of the target except 8.
-    own = np.setdiff1d(np.arange(vocab), np.random.default_rng(1).choice(vocab, 8, replace=False))
+    draft_ids = np.setdiff1d(np.arange(vocab), np.random.default_rng(1).choice(vocab, 8, replace=False))
 
-    params = drawn(shapes, 0.5)
-    # The target prefers letters and spaces, so that stop strings, spans and constraints occur in its texts.
+    params = random_weights(shapes, 0.5)
+    # The target prefers letters and spaces, so that stop strings, spans and constraints occur in its output.
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     letters = {i for i in range(vocab) if set(tokenizer.decode([i])) <= set(string.ascii_lowercase + " ,")}
     params["unembed"] = params["unembed"] * np.isin(np.arange(vocab), [*letters])[:, None].astype(np.float32)
     hub.save(folder / "target", config, params, overwrite=True)
     for name, share in (("draft", 0.03), ("proxy", 0.02)):
         shutil.copytree(folder / "target", folder / name)
-        hub.save(folder / name, config, noisy(params, share), overwrite=True)
+        hub.save(folder / name, config, add_noise(params, share), overwrite=True)
     head = EagleConfig(
-        version=3, layer=config, target_hidden_size=32, draft_vocab_size=len(own), feature_layers=(0,)
+        version=3, layer=config, target_hidden_size=32, draft_vocab_size=len(draft_ids), feature_layers=(0,)
     )
     hub.save_eagle(folder / "eagle", head, heads(eagle_head.init_params, head))
-    few = MedusaConfig(num_heads=3, num_layers=1, hidden_size=32, vocab_size=vocab)
-    save_medusa(folder / "medusa", few, heads(medusa_layers.init_params, few))
+    medusa = MedusaConfig(num_heads=3, num_layers=1, hidden_size=32, vocab_size=vocab)
+    save_medusa(folder / "medusa", medusa, heads(medusa_layers.init_params, medusa))
     layer = dataclasses.replace(config, family="qwen3", qk_norm=True)
     block = DFlashConfig(
         layer=layer, target_hidden_size=32, feature_layers=(0,), block_size=5, mask_token=1,
-        draft_vocab_size=len(own), own_unembed=True,
+        draft_vocab_size=len(draft_ids), own_unembed=True,
     )  # fmt: skip
     save_dflash(folder / "dflash", block, heads(dflash_head.init_params, block))
     arrays = {"weight": draw.normal(size=32).astype(np.float32), "bias": np.ones(1, np.float32)}
     mask = ((True, False),)
-    for system, more in (
+    for system, tensors in (
         (System(name="sprinter", draft="draft"), arrays),
         (System(name="trispec", draft="draft", proxy="proxy", draft_tokens=3), None),
         (System(name="via_sd", draft="draft", layers=mask, draft_tokens=3), None),
     ):
-        save_system(folder / system.name, system, more)
+        save_system(folder / system.name, system, tensors)
         for part in ("draft", "proxy"):
             shutil.copytree(folder / part, folder / system.name / part)
     rows = [{"tokens": draw.integers(1, vocab, 9).tolist() * 3}]
