@@ -1,4 +1,4 @@
-"""Compiled programs that are kept on disk for later processes."""
+"""The cache of compiled programs on disk, which later processes reuse."""
 
 import os
 import subprocess
@@ -27,20 +27,20 @@ except mars_jax.MarsError as error:
 
 
 def run(code, *args, cwd=None, **env):
-    clean = {
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("JAX_COMP", "JAX_PERS", "XLA_", "HOME", "XDG_CACHE"))
     }
     command = [sys.executable, "-c", code, *args]
-    done = subprocess.run(command, capture_output=True, text=True, env=clean | env, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    process = subprocess.run(command, capture_output=True, text=True, env=inherited | env, cwd=cwd)
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()
 
 
 @pytest.mark.slow
 def test_programs_compiled_from_now_on_are_kept(tmp_path):
-    """The process has compiled before. The folder is the argument, or the one that JAX's variable sets."""
+    """Enable the cache after a first compilation, in the folder of the argument or of JAX's variable."""
     assert run(CODE, str(tmp_path / "mine")) == str(tmp_path / "mine")
     assert any((tmp_path / "mine").iterdir())
     folder = run(CODE, XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_DIR=str(tmp_path / "set"))

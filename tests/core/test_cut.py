@@ -26,9 +26,9 @@ PATTERN = constraints.regex(r"[ab]+-[ab1]{1,9}")
 class Anything:
     """A user's rule that accepts every draft and emits the target's least likely token."""
 
-    def __call__(self, given):
-        path, accepted, relaxed = walk(given.tree, given.tree.tokens >= 0, None)
-        least = jnp.argmin(given.logits, axis=-1).astype(jnp.int32)
+    def __call__(self, evidence):
+        path, accepted, relaxed = walk(evidence.tree, evidence.tree.tokens >= 0, None)
+        least = jnp.argmin(evidence.logits, axis=-1).astype(jnp.int32)
         least = jnp.take_along_axis(least, path[:, -1:], axis=1)[:, 0]
         return Verdict(path=path, num_accepted=accepted, next_token=least, relaxed=relaxed), self
 
@@ -37,8 +37,8 @@ class Anything:
 class AnyEdge(verify.Relaxed):
     """A user's rule over edges that relaxes all of them."""
 
-    def relaxable(self, given):
-        return jnp.ones_like(given.tree.tokens, bool)
+    def relaxable(self, evidence):
+        return jnp.ones_like(evidence.tree.tokens, bool)
 
 
 RULES = {
@@ -56,17 +56,17 @@ class OneEach(Rule):
 
     rules: tuple
 
-    def __call__(self, given):
-        found = [rule(given)[0] for rule in self.rules]
+    def __call__(self, evidence):
+        verdicts = [rule(evidence)[0] for rule in self.rules]
 
-        def own(*all_rows):
+        def select_rows(*all_rows):
             return jnp.stack([all_rows[row // 2][row] for row in range(2 * len(all_rows))])
 
-        return jax.tree.map(own, *found), self
+        return jax.tree.map(select_rows, *verdicts), self
 
 
 class Unconstrained(drafters.language_model):
-    """A drafter of a user that ignores constraints."""
+    """A user's drafter that ignores constraints."""
 
     def propose(self, params, state, inputs):
         return super().propose(params, state, inputs.replace(guide=None))
@@ -74,12 +74,12 @@ class Unconstrained(drafters.language_model):
 
 def test_no_rule_emits_a_banned_token_or_breaks_a_constraint():
     rows, rule = 2 * len(RULES), OneEach(tuple(RULES.values()))
-    chosen = [None, PATTERN] * len(RULES)
-    tables = compiled(chosen, VOCABULARY)
+    row_constraints = [None, PATTERN] * len(RULES)
+    tables = compiled(row_constraints, VOCABULARY)
     tokens, lengths = ragged([1, 6, 12, 4, 3] * 2, 40, VOCAB)
     controls = make_controls(rows, limit=40, stop_tokens=[STOP], temperature=1.0).replace(
         edits=make_edits(rows, logit_bias=[dict.fromkeys(BANNED, -np.inf), {}] * len(RULES)),
-        guides=GuideRows(constraint=tables.rows(chosen)),
+        guides=GuideRows(constraint=tables.rows(row_constraints)),
     )
     drafter = Unconstrained(DRAFT, 5, sample=True)
     params = Params(target=(), draft=(), guides=GuideTables(constraint=tables.tables))
@@ -93,12 +93,12 @@ def test_no_rule_emits_a_banned_token_or_breaks_a_constraint():
             assert PATTERN.automaton.matches(text_of(new[:-1])), name
         else:
             assert PATTERN.automaton.begins(text_of(new).encode()), name
-    took = np.asarray(stats.accepted_exact + stats.accepted_relaxed)
-    assert np.all(took.reshape(-1, 2).sum(1) > 0), took
+    accepted = np.asarray(stats.accepted_exact + stats.accepted_relaxed)
+    assert np.all(accepted.reshape(-1, 2).sum(1) > 0), accepted
 
 
-def some_evidence(seed, temperature):
-    """Return random trees, with a third of the logits -inf."""
+def random_evidence(seed, temperature):
+    """Return evidence on random trees, with about 40% of the logits -inf."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(B, N, V)).astype(np.float32) * 2
     logits[..., 1:][rng.random((B, N, V - 1)) < 0.4] = -np.inf
@@ -109,30 +109,30 @@ def some_evidence(seed, temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_cut_is_that_of_a_python_loop_and_leaves_lossless_rules_unchanged(temperature):
-    lawful = [verify.exact()] if not temperature else [verify.exact(), verify.rejection()]
+    rules = [verify.exact()] if not temperature else [verify.exact(), verify.rejection()]
 
     @jax.jit
-    def verdicts(given):
-        lossy = Anything()(given)[0]
-        return lossy, cut(lossy, given), [(v, cut(v, given)) for v in (rule(given)[0] for rule in lawful)]
+    def verdicts(inputs):
+        lossy = Anything()(inputs)[0]
+        return lossy, cut(lossy, inputs), [(v, cut(v, inputs)) for v in (rule(inputs)[0] for rule in rules)]
 
     for seed in range(6):
-        given = some_evidence(10 * seed, temperature)
-        lossy, after, pairs = jax.device_get(verdicts(given))
-        for before, same in pairs:
-            jax.tree.map(np.testing.assert_array_equal, before, same)
-        tree, logits = jax.device_get((given.tree, given.logits))
+        inputs = random_evidence(10 * seed, temperature)
+        lossy, legal, pairs = jax.device_get(verdicts(inputs))
+        for lossless, same in pairs:
+            jax.tree.map(np.testing.assert_array_equal, lossless, same)
+        tree, logits = jax.device_get((inputs.tree, inputs.logits))
         for b in range(B):
-            kept = 0
+            count = 0
             for node in lossy.path[b, 1 : 1 + lossy.num_accepted[b]]:
                 if logits[b, tree.parents[b, node], tree.tokens[b, node]] == -np.inf:
                     break
-                kept += 1
-            last = lossy.path[b, kept]
-            assert after.num_accepted[b] == kept
-            assert after.path[b].tolist() == [*lossy.path[b, :kept], *[last] * (D + 1 - kept)]
-            assert np.isfinite(logits[b, last, after.next_token[b]])
+                count += 1
+            last = lossy.path[b, count]
+            assert legal.num_accepted[b] == count
+            assert legal.path[b].tolist() == [*lossy.path[b, :count], *[last] * (D + 1 - count)]
+            assert np.isfinite(logits[b, last, legal.next_token[b]])
             if last == lossy.path[b, -1] and np.isfinite(logits[b, last, lossy.next_token[b]]):
-                assert after.next_token[b] == lossy.next_token[b]
+                assert legal.next_token[b] == lossy.next_token[b]
             elif not temperature:
-                assert after.next_token[b] == np.argmax(logits[b, last])
+                assert legal.next_token[b] == np.argmax(logits[b, last])

@@ -38,8 +38,8 @@ PAIRS = [
 """Every drafter, every rule, and every rule that reads the q of a sampled chain."""
 
 
-def autoregressive(prompts, lengths, **chosen):
-    return decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths, **chosen)[0]
+def autoregressive(prompts, lengths, **settings):
+    return decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths, **settings)[0]
 
 
 @pytest.mark.parametrize(("drafter", "rule"), PAIRS)
@@ -51,16 +51,16 @@ def test_greedy_output_is_that_of_autoregression(drafter, rule):
 
 
 def test_autoregression_is_the_plain_loop_over_the_model():
-    """The oracle of the oracle: the hash of the whole prefix, recomputed for every token."""
+    """Check the oracle itself: recompute the hash of the whole prefix for every token."""
     prompts, lengths = ragged([1, 3, 9, 47], 48, VOCAB)
     state, stats = decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths)
-    got = committed(state)
-    assert got == committed(autoregressive(prompts, lengths)) and stats.tokens is None
+    decoded = committed(state)
+    assert decoded == committed(autoregressive(prompts, lengths)) and stats.tokens is None
     for row in range(4):
         tokens = prompts[row, : lengths[row]].tolist()
         while len(tokens) < 48:
             tokens.append(int(np.argmax(logits_after(TARGET, tokens, width=48))))
-        assert got[row] == tokens
+        assert decoded[row] == tokens
 
 
 @pytest.mark.parametrize("tree", [None, pytest.param((3, 2, 2, 1, 1), marks=pytest.mark.slow)])
@@ -118,7 +118,7 @@ def test_rows_stop_at_their_own_stop_tokens_and_limits():
 )
 def test_slots_past_the_length_are_never_read(drafter, name):
     prompts, lengths = ragged([1, 2, 3, 18], 48, VOCAB)
-    # Two stop tokens, as in `decode_all`: the same program.
+    # Use two stop tokens, as `decode_all` does, to run its program.
     decoder, state = begin(
         TARGET, DRAFTERS[drafter], RULES[name], prompts, lengths, stop_tokens=[NO_TOKEN, NO_TOKEN]
     )
@@ -135,14 +135,14 @@ def test_slots_past_the_length_are_never_read(drafter, name):
     dirty = jax.tree.map(poison, state, is_leaf=lambda leaf: isinstance(leaf, KVCache))
     tokens = jnp.where(jnp.arange(48)[None] < lengths[:, None], state.tokens, 77)
     dirty = dataclasses.replace(dirty, tokens=tokens)
-    assert len(caches) == 2, "that of the target and that of the draft"
+    assert len(caches) == 2, "one of the target and one of the draft"
     # `run` donates the buffers of its state.
     dirty = jax.tree.map(jnp.copy, dirty)
-    clean, counters = decode.run(decoder, NO_WEIGHTS, state)
-    again, recounted = decode.run(decoder, NO_WEIGHTS, dirty)
-    assert committed(again) == committed(clean)
+    clean_state, clean_counters = decode.run(decoder, NO_WEIGHTS, state)
+    dirty_state, dirty_counters = decode.run(decoder, NO_WEIGHTS, dirty)
+    assert committed(dirty_state) == committed(clean_state)
     # A wrong draft of a greedy row changes no token, only the number of accepted drafts.
-    jax.tree.map(np.testing.assert_array_equal, recounted, counters)
+    jax.tree.map(np.testing.assert_array_equal, dirty_counters, clean_counters)
 
 
 def test_chunked_prefill_equals_one_forward():
@@ -170,23 +170,23 @@ def test_values_that_change_compile_nothing():
     pair = TARGET, DRAFTERS["ngram"]
     decoder = decode.speculative_decoder(*pair, verify.mars(), prefill_chunk=16)
     once(0, lengths, stop_tokens=[1, 2])
-    before = decode.run._cache_size(), decode._start._cache_size()
+    cache_sizes = decode.run._cache_size(), decode._start._cache_size()
     filters = {"top_k": 3, "top_p": 0.7, "min_p": 0.1, "strict": [True, False], "temperature": 0.8}
     once(1, lengths + 5, limit=[20, 31], theta=0.5, stop_tokens=[3, 4], **filters)
     once(2, lengths - 2, temperature=[0.0, 2.0], theta=[np.inf, 0.8], max_relaxed_run=1, stop_tokens=[1, 2])
-    assert (decode.run._cache_size(), decode._start._cache_size()) == before
+    assert (decode.run._cache_size(), decode._start._cache_size()) == cache_sizes
 
 
 def test_the_step_embeds_in_a_program_of_its_user():
     """The step works in a jitted scan, and in a vmap, where every `cond` over rows becomes a select."""
     batches = [ragged([3, 9], 32, VOCAB, seed=seed) for seed in (0, 1)]
-    seeds, chosen = [[0, 1], [2, 3]], {"temperature": [0.0, 1.0]}
+    seeds, settings = [[0, 1], [2, 3]], {"temperature": [0.0, 1.0]}
     rule = verify.mars(theta=0.5)
     decoder = decode.speculative_decoder(TARGET, DRAFTERS["chain"], rule, prefill_chunk=16)
 
     @jax.jit
     def sample(prompts, lengths, keys):
-        controls = make_controls(2, limit=32, **chosen)
+        controls = make_controls(2, limit=32, **settings)
         state = decoder.init(NO_WEIGHTS, Prompts(prompts, lengths, controls, rule, keys))
         state, info = jax.lax.scan(lambda s, _: decoder.step(NO_WEIGHTS, s), state, length=29)
         return state.tokens, jnp.sum(info.num_emitted, axis=0)
@@ -197,7 +197,7 @@ def test_the_step_embeds_in_a_program_of_its_user():
     assert emitted.tolist() == [[29, 23]] * 2
     for i, (prompts, lengths) in enumerate(batches):
         batch = (TARGET, DRAFTERS["chain"], rule, prompts, lengths)
-        state, stats = decode_all(*batch, seeds=seeds[i], **chosen)
+        state, stats = decode_all(*batch, seeds=seeds[i], **settings)
         assert int(np.sum(stats.accepted_relaxed)) > 0
         assert sample(prompts, lengths, keys[i])[0].tolist() == together[i].tolist() == committed(state)
 
@@ -220,9 +220,9 @@ def test_another_default_prng_and_x64_change_nothing(setting):
 
 
 def test_vocabularies_are_checked_when_paired():
-    other = fake.hash_model(vocab_size=VOCAB + 2)
+    larger = fake.hash_model(vocab_size=VOCAB + 2)
     with pytest.raises(MarsError, match="vocabulary of 15 tokens and the target one of 13"):
-        decode.speculative_decoder(TARGET, drafters.language_model(other, 3), verify.exact())
+        decode.speculative_decoder(TARGET, drafters.language_model(larger, 3), verify.exact())
 
 
 @pytest.mark.slow
@@ -257,8 +257,8 @@ def test_a_step_without_a_draft_is_the_same_step(rule):
     for drafter in (drafters.ngram(4), Padded(4)):
         decoder, state = begin(TARGET, drafter, RULES[rule], prompts, lengths, temperature=[0.0, 1.0])
         runs.append([])
-        for after, info in decode.stream(decoder, NO_WEIGHTS, state):
-            runs[-1].append(jax.tree.map(np.asarray, (info, after.tokens, after.length, after.rule)))
+        for stepped, info in decode.stream(decoder, NO_WEIGHTS, state):
+            runs[-1].append(jax.tree.map(np.asarray, (info, stepped.tokens, stepped.length, stepped.rule)))
     jax.tree.map(np.testing.assert_array_equal, *runs)
     proposed = [info.num_proposed.sum() for info, *_ in runs[0]]
     assert min(proposed) == 0 < max(proposed), "both forms ran"
@@ -286,7 +286,7 @@ def test_a_cpu_runs_only_the_root_in_steps_without_a_draft():
     assert widths == expected and set(expected) == {1, 1 + length}
 
 
-WAYS = {
+SETUPS = {
     "a chain, exact": (drafters.language_model(SMALL, 4), verify.exact()),
     "a tree, mars": (drafters.language_model(SMALL, tree=(3, 2, 1)), verify.mars(theta=0.5)),
     "a rule with state": (drafters.ngram(4), contrib.budget(gap=1.0)),
@@ -299,31 +299,31 @@ def started(drafter, rule):
     return begin(TARGET, drafter, rule, prompts, lengths, **settings)
 
 
-@pytest.mark.parametrize("way", slow_but(WAYS, "a rule with state"))
-def test_steps_past_the_end_change_nothing(way):
+@pytest.mark.parametrize("setup", slow_but(SETUPS, "a rule with state"))
+def test_steps_past_the_end_change_nothing(setup):
     runs = []
     for ahead in (0, decode.AHEAD):
-        decoder, first = started(*WAYS[way])
+        decoder, first = started(*SETUPS[setup])
         stats, steps = zero_stats(3, decoder.max_depth, record=48), []
         for state, info in decode.stream(decoder, NO_WEIGHTS, first, ahead=ahead):
             stats = accumulate(stats, info, state.length)
             steps.append(jax.device_get(info))
         fields = ("tokens", "length", "done", "failed", "rule")
         runs.append((steps, stats, [getattr(state, name) for name in fields]))
-    (steps, *results), (more, *same_results) = runs
-    assert steps[-1].num_emitted.any() and len(more) == len(steps) + decode.AHEAD
-    assert not any(info.num_emitted.any() for info in more[len(steps) :])
-    jax.tree.map(np.testing.assert_array_equal, (more[: len(steps)], same_results), (steps, results))
+    (steps, *results), (ahead_steps, *ahead_results) = runs
+    assert steps[-1].num_emitted.any() and len(ahead_steps) == len(steps) + decode.AHEAD
+    assert not any(info.num_emitted.any() for info in ahead_steps[len(steps) :])
+    jax.tree.map(np.testing.assert_array_equal, (ahead_steps[: len(steps)], ahead_results), (steps, results))
 
 
 def test_only_accelerators_run_ahead_of_the_host():
-    _, state = started(*WAYS["a chain, exact"])
+    _, state = started(*SETUPS["a chain, exact"])
     assert decode.look_ahead(state) == 0
     tpu = types.SimpleNamespace(devices=lambda: [types.SimpleNamespace(platform="tpu")])
     assert decode.look_ahead(types.SimpleNamespace(done=tpu)) == decode.AHEAD
 
 
 def test_a_negative_number_of_steps_ahead_is_refused():
-    decoder, state = started(*WAYS["a chain, exact"])
+    decoder, state = started(*SETUPS["a chain, exact"])
     with pytest.raises(MarsError, match="ahead is -1: expected a whole number of at least 0"):
         next(decode.stream(decoder, NO_WEIGHTS, state, ahead=-1))

@@ -26,16 +26,16 @@ def test_every_node_is_edited_after_the_tokens_before_it():
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     rng = np.random.default_rng(0)
     tree = random_tree(rng, 3)
-    (tokens, lengths), prompt_lengths = ragged([6, 9, 17], 20, VOCAB), jnp.asarray([6, 4, 10], jnp.int32)
+    (tokens, lengths), prompt_length = ragged([6, 9, 17], 20, VOCAB), jnp.asarray([6, 4, 10], jnp.int32)
     root = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
     tree = tree.replace(tokens=jnp.concatenate([root, tree.tokens[:, 1:]], axis=1))
     logits = rng.normal(size=(3, N, VOCAB)).astype(np.float32) * 3
     # The first row has no output yet, the second has 5 tokens, and the third 7.
-    made = make_edits(3, logit_bias=BIAS, **PENALTIES, min_new_tokens=(least := [2, 0, 8]))
+    edits = make_edits(3, logit_bias=BIAS, **PENALTIES, min_new_tokens=(least := [2, 0, 8]))
     stops = [[1, 4], [2], [7]]
     stop_tokens = jnp.asarray([[1, 4], [2, -1], [7, -1]], jnp.int32)
-    found = np.asarray(edited(jnp.asarray(logits), made, tree, tokens, prompt_lengths, lengths, stop_tokens))
-    assert np.isneginf(found[[0, 2]]).sum() > 2
+    actual = np.asarray(edited(jnp.asarray(logits), edits, tree, tokens, prompt_length, lengths, stop_tokens))
+    assert np.isneginf(actual[[0, 2]]).sum() > 2
     for b in range(3):
         texts = {-1: tokens[b, : lengths[b] - 1].tolist()}
         for i, (token, parent) in enumerate(
@@ -49,14 +49,14 @@ def test_every_node_is_edited_after_the_tokens_before_it():
             if bias:
                 z = transformers.SequenceBiasLogitsProcessor(bias)(ids, z)
             z = transformers.RepetitionPenaltyLogitsProcessor(PENALTIES["repetition_penalty"][b])(ids, z)
-            counts = np.bincount(text[prompt_lengths[b] :], minlength=VOCAB)
-            want = z[0].numpy() - PENALTIES["presence_penalty"][b] * (counts > 0)
-            want = want - PENALTIES["frequency_penalty"][b] * counts
+            counts = np.bincount(text[prompt_length[b] :], minlength=VOCAB)
+            expected = z[0].numpy() - PENALTIES["presence_penalty"][b] * (counts > 0)
+            expected = expected - PENALTIES["frequency_penalty"][b] * counts
             minimum = transformers.MinNewTokensLengthLogitsProcessor(
-                int(prompt_lengths[b]), least[b], torch.tensor(stops[b]), device="cpu"
+                int(prompt_length[b]), least[b], torch.tensor(stops[b]), device="cpu"
             )
-            want = minimum(ids, torch.tensor(want[None]))[0].numpy()
-            np.testing.assert_allclose(found[b, i], want, atol=1e-5)
+            expected = minimum(ids, torch.tensor(expected[None]))[0].numpy()
+            np.testing.assert_allclose(actual[b, i], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.helpers import committed, draft_input, every_drafter, slow_but
 from tests.helpers.every_drafter import BUFFER, CHUNK, ROWS, batch_of, check_same, made_of
 from tests.helpers.fake_drafters import TARGET
 
-# Drafters of several sizes, and the drafter that they resize.
+# Names of sized drafters, and of the drafters that they resize.
 SIZED = {
     "sized model": "model chain",
     "sized n-grams": "ngram",
@@ -47,19 +47,19 @@ class States:
     """States of one drafter, all with the same shapes."""
 
     def __init__(self, name, rule=None, *, target=None):
-        own, drafter, self.params, self.idle, self.vocab = drafter_of(name)
+        default, drafter, self.params, self.idle, self.vocab = drafter_of(name)
         self.rule = rule or (verify.rejection() if "sampled" in name else verify.exact())
         loaded = drafter if name in SIZED else drafters.LoadedDrafter(drafter, ())
         self.drafter = loaded.drafter
-        self.decoder = dataclasses.replace(loaded.decoder(target or own, self.rule), prefill_chunk=CHUNK)
+        self.decoder = dataclasses.replace(loaded.decoder(target or default, self.rule), prefill_chunk=CHUNK)
         self.rng = np.random.default_rng(0)
 
     def texts(self, *lengths):
         return [self.rng.integers(0, self.vocab, n).tolist() for n in lengths]
 
-    def batch(self, texts, more=BUFFER, stop_tokens=()):
-        """Return prompts that may grow by some tokens."""
-        limit = np.minimum([len(text) + more for text in texts], BUFFER)
+    def batch(self, texts, max_new=BUFFER, stop_tokens=()):
+        """Return prompts that may grow by `max_new` tokens."""
+        limit = np.minimum([len(text) + max_new for text in texts], BUFFER)
         return batch_of(texts, self.rule, limit=limit, stop_tokens=stop_tokens)
 
     def start(self, batch, params=None):
@@ -71,11 +71,11 @@ class States:
     def extend(self, state, batch):
         return decode.extend(self.decoder, self.params, state, batch)
 
-    def run_like_a_fresh_one(self, state, batch, steps=99):
-        """Run a fresh state and the given one; check that they decode the same, and return the second."""
+    def run_and_compare(self, state, batch, steps=99):
+        """Run a fresh state and `state`, check that both decode the same, and return the end of the second run."""
         results = []
-        for one in (self.start(batch), state):
-            ended, stats = self.run(one, steps)
+        for initial in (self.start(batch), state):
+            ended, stats = self.run(initial, steps)
             results.append((committed(ended), jax.tree.map(np.asarray, stats)))
         check_same(*results)
         return ended
@@ -107,58 +107,58 @@ class States:
 
 
 states_of = functools.cache(States)
-PAIRS = [(way, name) for way in ("extended", "inserted", "one_token") for name in NAMES]
+PAIRS = [(origin, name) for origin in ("extended", "inserted", "one_token") for name in NAMES]
 FAST = [("extended", "sized model"), ("one_token", "sized model"), ("inserted", "ngram")]
 
 
-@pytest.mark.parametrize(("way", "name"), slow_but(PAIRS, *FAST))
-def test_a_state_drafts_like_a_fresh_one(way, name):
+@pytest.mark.parametrize(("origin", "name"), slow_but(PAIRS, *FAST))
+def test_a_state_drafts_like_a_fresh_one(origin, name):
     states = states_of(name)
-    state, texts = getattr(states, way)()
+    state, texts = getattr(states, origin)()
     batch = states.batch(texts)
     if states.drafter.reads is not None:
         np.testing.assert_array_equal(states.drafted(state), states.drafted(states.start(batch)))
-    states.run_like_a_fresh_one(state, batch)
+    states.run_and_compare(state, batch)
 
 
 def conversation(states):
-    """Check four turns: all texts grow, then one changes in the middle, then one is cut short, then nothing is new.
+    """Check four turns: all prompts grow, one changes in the middle, one is cut short, and none has new tokens.
 
-    Yield the texts before each turn, how many tokens each shares with its new prompt, the prompts, and the tokens read.
+    Yield the tokens before each turn, how many each shares with its new prompt, the prompts, and the tokens read.
     """
     stops = [[3]] * ROWS
     state, _ = states.run(states.start(states.batch(states.texts(5, 2, 17), 9, stops)))
     for change in range(4):
-        before = committed(state)
-        texts = [text + new for text, new in zip(before, states.texts(3, 1, 7), strict=True)]
+        previous = committed(state)
+        texts = [text + new for text, new in zip(previous, states.texts(3, 1, 7), strict=True)]
         if change == 1:
             texts[2] = [*texts[2][:11], (texts[2][11] + 1) % states.vocab, *texts[2][12:]]
         if change == 2:
-            texts[0] = before[0][:7]
+            texts[0] = previous[0][:7]
         if change == 3:
-            texts = before
+            texts = previous
         shared = [
             next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
-            for x, y in zip(before, texts, strict=True)
+            for x, y in zip(previous, texts, strict=True)
         ]
         batch = states.batch(texts, 6, stops)
         state, read = states.extend(state, batch)
-        # Stopped after one step, the rows are not done, and no step has fed their last tokens to the draft again.
-        state = states.run_like_a_fresh_one(state, batch, steps=99 if change % 2 else 1)
-        yield before, shared, texts, read.tolist()
+        # Rows that stop after one step are not done, and the draft has not read their last tokens yet.
+        state = states.run_and_compare(state, batch, steps=99 if change % 2 else 1)
+        yield previous, shared, texts, read.tolist()
 
 
 @pytest.mark.parametrize("name", slow_but(every_drafter.NAMES, "none", "model, dynamic tree"))
 def test_every_turn_decodes_like_a_fresh_state(name):
     """Tokens, steps, drafts and the kind of each token are equal, so the draft's own state equals a fresh one too."""
     states = States(name, None if "sampled" in name else verify.mars(theta=0.5))
-    again = states.drafter.reads is not None
-    for before, shared, texts, read in conversation(states):
+    overlap = states.drafter.reads is not None
+    for previous, shared, texts, read in conversation(states):
         assert read == [
-            len(text) - 1 - min(n - again, len(old) - 1, len(text) - 1 - again)
-            for text, old, n in zip(texts, before, shared, strict=True)
+            len(text) - 1 - min(n - overlap, len(old) - 1, len(text) - 1 - overlap)
+            for text, old, n in zip(texts, previous, shared, strict=True)
         ]
-        assert max(read) <= 1 + again + max(len(text) - n for text, n in zip(texts, shared, strict=True))
+        assert max(read) <= 1 + overlap + max(len(text) - n for text, n in zip(texts, shared, strict=True))
 
 
 def test_tokens_in_the_cache_are_not_read_again():
@@ -183,7 +183,7 @@ def test_tokens_in_the_cache_are_not_read_again():
     reads.clear()
     jax.block_until_ready(states.start(batch).tokens)
     jax.effects_barrier()
-    assert sorted(at[0] for at in reads) == [0, 16, 32]
+    assert sorted(slots[0] for slots in reads) == [0, 16, 32]
 
 
 class Rereading(drafters.language_model):

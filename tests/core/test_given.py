@@ -52,11 +52,11 @@ def state():
 
 def call(entry, **changes):
     """Call `insert`, `refill` or `extend` with some arguments replaced, or changed by a function."""
-    given = {"state": state(), "stats": zero_stats(ROWS, DECODER.max_depth), "rows": jnp.asarray([1])}
-    given |= arrays(ROWS if entry == "extend" else 1)
+    arguments = {"state": state(), "stats": zero_stats(ROWS, DECODER.max_depth), "rows": jnp.asarray([1])}
+    arguments |= arrays(ROWS if entry == "extend" else 1)
     for name, change in changes.items():
-        given[name] = change(given[name]) if callable(change) and name != "rule" else change
-    old, stats, rows, *new = given.values()
+        arguments[name] = change(arguments[name]) if callable(change) and name != "rule" else change
+    old, stats, rows, *new = arguments.values()
     if entry == "extend":
         return decode.extend(DECODER, NO_WEIGHTS, old, Prompts(*new))
     if entry == "insert":
@@ -175,37 +175,37 @@ def test_a_state_of_another_decoder_is_refused(entry, field):
     drafter, rule = OTHER_DECODERS[field]
     decoder = decode.speculative_decoder(TARGET, drafter, rule)
     shapes = decode.shapes(decoder, NO_WEIGHTS, prompts_of(ROWS, BUFFER, rule))
-    other = jax.tree.map(zeros, getattr(shapes, field))
+    foreign = jax.tree.map(zeros, getattr(shapes, field))
     with pytest.raises(MarsError, match=f"the field '{field}' of the state is not as this decoder makes it"):
-        call(entry, state=lambda state: dataclasses.replace(state, **{field: other}))
+        call(entry, state=lambda state: dataclasses.replace(state, **{field: foreign}))
 
 
 def test_under_jit_shapes_are_checked_without_values():
-    given = arrays(1)
-    one, settings = given["lengths"], {name: given[name] for name in ("controls", "rule", "keys")}
+    arguments = arrays(1)
+    single, settings = arguments["lengths"], {name: arguments[name] for name in ("controls", "rule", "keys")}
 
     def insert(rows, lengths):
-        prompts = Prompts(given["prompts"], lengths, **settings)
+        prompts = Prompts(arguments["prompts"], lengths, **settings)
         return jax.eval_shape(DECODER.insert, NO_WEIGHTS, state(), rows, prompts)
 
-    assert insert(one, one).tokens.shape == (ROWS, BUFFER)
+    assert insert(single, single).tokens.shape == (ROWS, BUFFER)
     with pytest.raises(MarsError, match="there are 2 rows for 1 prompts"):
-        insert(twice(one), one)
+        insert(twice(single), single)
     with pytest.raises(MarsError, match="lengths are float32"):
-        insert(one, one.astype(jnp.float32))
+        insert(single, single.astype(jnp.float32))
 
 
 STEPPING = {
     "run": decode.run,
-    "stream": lambda *given: next(decode.stream(*given)),
+    "stream": lambda *args: next(decode.stream(*args)),
     "jitted_step": decode.jitted_step,
-    "advance": lambda *given: refill.advance(*given, zero_stats(ROWS, 4)),
-    "refill": lambda *given: refill.refill(
-        *given, zero_stats(ROWS, 4), jnp.asarray([1]), prompts_of(1, rule=EXACT)
+    "advance": lambda *args: refill.advance(*args, zero_stats(ROWS, 4)),
+    "refill": lambda *args: refill.refill(
+        *args, zero_stats(ROWS, 4), jnp.asarray([1]), prompts_of(1, rule=EXACT)
     ),
-    "Decoder.step": lambda decoder, *given: decoder.step(*given),
-    "Decoder.insert": lambda decoder, *given: decoder.insert(
-        *given, jnp.asarray([1]), prompts_of(1, rule=EXACT)
+    "Decoder.step": lambda decoder, *args: decoder.step(*args),
+    "Decoder.insert": lambda decoder, *args: decoder.insert(
+        *args, jnp.asarray([1]), prompts_of(1, rule=EXACT)
     ),
 }
 

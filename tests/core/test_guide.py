@@ -1,4 +1,4 @@
-"""Constraints in the step: greedy texts and distributions equal the masked target's, for every draft and rule."""
+"""Constraints in the step: tokens and distributions are the masked target's, for every draft and rule."""
 
 import dataclasses
 import re
@@ -23,7 +23,7 @@ PATTERNS = (r"(abc)+ 1?2?", r"[ab]+-[ab1]{1,3}", r"abcabcabc(1|2| )*")
 
 
 def allowed(pattern, tokens):
-    """Return bool[V], the tokens that may follow a text. Without tables: test each with the pattern's automaton."""
+    """Return bool[V]: whether each token may come next, tested with the pattern's automaton and without tables."""
     automaton = constraints.regex(pattern).automaton
     text = text_of(tokens).encode()
     return [
@@ -32,19 +32,19 @@ def allowed(pattern, tokens):
     ]
 
 
-def start(drafter, rule, chosen, *, limit=40, prompts=None, stops=(STOP,), **settings):
-    made = [None if p is None else constraints.regex(p) for p in chosen]
-    found = compiled(made, VOCABULARY)
-    tokens, lengths = prompts or ragged([1, 6, 12, 4][: len(chosen)], limit, VOCAB)
-    controls = make_controls(len(chosen), limit=limit, stop_tokens=stops, **settings)
-    controls = controls.replace(guides=GuideRows(constraint=found.rows(made)))
-    params = Params(target=(), draft=(), guides=GuideTables(constraint=found.tables))
+def start(drafter, rule, patterns, *, limit=40, prompts=None, stops=(STOP,), **settings):
+    row_constraints = [None if p is None else constraints.regex(p) for p in patterns]
+    tables = compiled(row_constraints, VOCABULARY)
+    tokens, lengths = prompts or ragged([1, 6, 12, 4][: len(patterns)], limit, VOCAB)
+    controls = make_controls(len(patterns), limit=limit, stop_tokens=stops, **settings)
+    controls = controls.replace(guides=GuideRows(constraint=tables.rows(row_constraints)))
+    params = Params(target=(), draft=(), guides=GuideTables(constraint=tables.tables))
     decoder, state = begin(TARGET, drafter, rule, tokens, lengths, controls=controls, params=params)
     return decoder, params, state
 
 
-def decoded(*given, **settings):
-    decoder, params, state = start(*given, **settings)
+def decoded(*args, **settings):
+    decoder, params, state = start(*args, **settings)
     return decode.run(decoder, params, state, record=True)
 
 
@@ -54,24 +54,24 @@ def texts(state):
     ]
 
 
-CHOSEN = (PATTERNS[0], None, PATTERNS[1], PATTERNS[2])
+ROW_PATTERNS = (PATTERNS[0], None, PATTERNS[1], PATTERNS[2])
 
 
-def greedy_by_hand(index, limit):
-    """Decode autoregressively, one token at a time, with the unconstrained program and a mask made in Python."""
+def masked_greedy(index, limit):
+    """Decode autoregressively, one token at a time, with the unconstrained program and a mask computed in Python."""
     prompts, lengths = ragged([1, 6, 12, 4], limit, VOCAB)
     prompt, new = prompts[index, : lengths[index]].tolist(), []
     while len(prompt) + len(new) < limit and STOP not in new:
         z = logits_after(TARGET, prompt + new, width=limit)
-        if CHOSEN[index] is not None:
-            z = np.where(allowed(CHOSEN[index], new), z, -np.inf)
+        if ROW_PATTERNS[index] is not None:
+            z = np.where(allowed(ROW_PATTERNS[index], new), z, -np.inf)
         new.append(int(np.argmax(z)))
     return new
 
 
 @pytest.fixture(scope="module")
-def by_hand():
-    return [greedy_by_hand(i, 40) for i in range(4)]
+def references():
+    return [masked_greedy(i, 40) for i in range(4)]
 
 
 def test_after_a_forced_token_that_was_not_drafted_only_forced_tokens_follow():
@@ -83,21 +83,21 @@ def test_after_a_forced_token_that_was_not_drafted_only_forced_tokens_follow():
         state=guide.start,
         stop_tokens=jnp.asarray([[STOP]]),
     )
-    one, a, c, dash = (PIECES.index(text) for text in (b"1", b"a", b"c", b"-"))
-    for drafted, wanted in (
-        ([one, dash, c, dash, a], [one, dash, c, dash, a]),
-        ([one, a, c, dash, a], [one, dash, c, dash, -1]),
+    digit, a, c, dash = (PIECES.index(text) for text in (b"1", b"a", b"c", b"-"))
+    for drafted, expected in (
+        ([digit, dash, c, dash, a], [digit, dash, c, dash, a]),
+        ([digit, a, c, dash, a], [digit, dash, c, dash, -1]),
         ([dash, c, a, a, a], [dash, c, dash, -1, -1]),
     ):
         tree = chain(jnp.asarray([[0, *drafted]], jnp.int32))
-        assert guide.steered(tree, fill=True).tokens[0, 1:].tolist() == wanted
+        assert guide.steered(tree, fill=True).tokens[0, 1:].tolist() == expected
 
 
 @pytest.mark.parametrize("name", slow_but(DRAFTERS, "dynamic tree"))
-def test_greedy_texts_are_the_masked_targets(name, by_hand):
-    """Rows with and without constraints, under every kind of draft, equal masking by hand token for token."""
-    state, stats = decoded(DRAFTERS[name], verify.exact(), CHOSEN)
-    assert texts(state) == by_hand
+def test_greedy_texts_are_the_masked_targets(name, references):
+    """Under every kind of draft, rows with and without constraints equal their references token for token."""
+    state, stats = decoded(DRAFTERS[name], verify.exact(), ROW_PATTERNS)
+    assert texts(state) == references
     assert int(stats.accepted_exact.sum()) > 0
 
 
@@ -116,39 +116,38 @@ def test_a_text_that_no_token_may_follow_ends_and_fails_only_for_broken_weights(
 
 def test_a_draft_with_another_vocabulary_is_masked_by_its_own_bits():
     """Compare with the target's bits, picked one by one, and with the state after each token, stop tokens included."""
-    made = [constraints.regex(p) for p in PATTERNS]
-    found = compiled(made, VOCABULARY)
+    tables = compiled([constraints.regex(p) for p in PATTERNS], VOCABULARY)
     ids = jnp.asarray([9, 2, STOP, 7, 5], jnp.int32)
-    count = found.tables.next.shape[0]
+    count = tables.tables.next.shape[0]
     states = jnp.asarray([[s for s in range(count) if s != DEAD]] * 2, jnp.int32)
     guide = Guide(
-        tables=found.tables,
+        tables=tables.tables,
         group=jnp.asarray([1, 2]),
         state=states[:, 0],
         stop_tokens=jnp.asarray([[STOP, -1], [7, STOP]]),
     )
     logits = jax.random.normal(jax.random.key(0), (*states.shape, len(ids)))
-    plain = guide.masked(logits, states, ids=lambda: ids)
-    own = dataclasses.replace(guide, tables=narrowed(found.tables, ids))
-    np.testing.assert_array_equal(own.masked(logits, states, ids=lambda: ids), plain)
-    owned = {key: state for key, (state, _) in found.starts.items()}
+    expected = guide.masked(logits, states, ids=lambda: ids)
+    narrow = dataclasses.replace(guide, tables=narrowed(tables.tables, ids))
+    np.testing.assert_array_equal(narrow.masked(logits, states, ids=lambda: ids), expected)
+    start_states = {key: state for key, (state, _) in tables.starts.items()}
     for row, pattern in enumerate(PATTERNS[:2]):  # states of the row's own constraint
-        first = owned[constraints.regex(pattern)]
+        first = start_states[constraints.regex(pattern)]
         place = states[row].tolist().index(first)
         leads = [int(guide.moved(states[:, place : place + 1], jnp.full((2, 1), i))[row, 0]) for i in ids]
-        np.testing.assert_array_equal(np.asarray(plain[row, place]) > -np.inf, np.asarray(leads) != DEAD)
+        np.testing.assert_array_equal(np.asarray(expected[row, place]) > -np.inf, np.asarray(leads) != DEAD)
 
 
 def test_both_forms_keep_the_tokens_whose_bits_are_set():
     rng = np.random.default_rng(0)
     words = rng.integers(0, 1 << 32, (2, 3, 5), dtype=np.uint32)
     tokens = np.arange(160)
-    want = (words[..., tokens % 5] >> (tokens // 5).astype(np.uint32)) & 1
+    bits = (words[..., tokens % 5] >> (tokens // 5).astype(np.uint32)) & 1
     for count in (160, 150):
         logits = jnp.asarray(rng.normal(size=(2, 3, count)), jnp.float32)
         for form in (_mask, _mask_by_words):
-            made = np.asarray(form(jnp.asarray(words), logits))
-            np.testing.assert_array_equal(made, np.where(want[..., :count], logits, -np.inf))
+            masked = np.asarray(form(jnp.asarray(words), logits))
+            np.testing.assert_array_equal(masked, np.where(bits[..., :count], logits, -np.inf))
 
 
 LAWFUL = {
@@ -186,30 +185,30 @@ def padded(text):
 
 @pytest.mark.slow
 def test_the_law_is_the_masked_targets_for_every_lossless_rule():
-    rows, want = 4000, law()
-    assert abs(want.sum() - 1) < 1e-9 and np.sum(want * rows >= 5) > 8
+    rows, expected = 4000, law()
+    assert abs(expected.sum() - 1) < 1e-9 and np.sum(expected * rows >= 5) > 8
     width = len(LAW_PROMPT) + NEW
     prompts = jnp.asarray([[*LAW_PROMPT, *[0] * NEW]] * rows, jnp.int32)
     batch = (prompts, jnp.full((rows,), len(LAW_PROMPT), jnp.int32))
     for name, (drafter, rule) in LAWFUL.items():
         state, stats = decoded(drafter, rule, [LAW] * rows, limit=width, prompts=batch, temperature=1.0)
         emitted = np.asarray([padded(text) for text in texts(state)])
-        assert rule_oracles.chi_square(emitted, want) > 1e-4, name
+        assert rule_oracles.chi_square(emitted, expected) > 1e-4, name
         # Raw log-probabilities are the target's; tokens are drawn from the masked law.
         drawn = np.exp(np.asarray(stats.tokens.processed_log_prob, np.float64))[:50, len(LAW_PROMPT)]
         if rule.lossless:
-            first = want.sum((1, 2, 3))[emitted[:50, 0]]
+            first = expected.sum((1, 2, 3))[emitted[:50, 0]]
             np.testing.assert_allclose(drawn, first, rtol=1e-3, err_msg=name)
 
 
 @pytest.mark.slow
 def test_another_constraint_compiles_nothing():
-    """A constraint whose tables have the same shapes is another value of the same program."""
+    """Constraints whose tables have equal shapes share one program."""
     batch = DRAFTERS["chain"], verify.exact()
-    decoded(*batch, CHOSEN)
-    before = decode.run._cache_size(), decode._start._cache_size()
+    decoded(*batch, ROW_PATTERNS)
+    cache_sizes = decode.run._cache_size(), decode._start._cache_size()
     state, _ = decoded(*batch, ["c[ab]{3,9}"] * 4)
-    assert (decode.run._cache_size(), decode._start._cache_size()) == before
+    assert (decode.run._cache_size(), decode._start._cache_size()) == cache_sizes
     for tokens in texts(state):
         text = text_of(tokens)
         assert re.fullmatch("c[ab]{3,9}", text) if tokens[-1] == STOP else text[0] == "c"

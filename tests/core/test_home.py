@@ -22,8 +22,8 @@ NOBODY = "~no-such-user/model"
 )
 def test_the_home_of_an_unknown_user_gets_one_sentence(argv, tmp_path, capsys):
     assert commands.main([arg.format(folder=tmp_path) for arg in argv]) == 2
-    told = f"error: '{NOBODY}' begins with ~no-such-user, and no home folder is known for that: give the whole path.\n"
-    assert capsys.readouterr() == ("", told)
+    text = f"error: '{NOBODY}' begins with ~no-such-user, and no home folder is known for that: give the whole path.\n"
+    assert capsys.readouterr() == ("", text)
     assert not any(tmp_path.iterdir())
 
 

@@ -65,12 +65,12 @@ class Served:
     def start(self, requests):
         return decode.start(self.decoder, self.params, self.batch(requests))
 
-    def alone(self, i):
+    def decode_one(self, i):
         """Decode one request in a batch of one, through `run`."""
         state, stats = decode.run(self.decoder, self.params, self.start([i]), record=True)
         return committed(state)[0], row_of(stats, 0)
 
-    def together(self):
+    def decode_all(self):
         """Return (tokens, counters) of every request, and the number of steps of the whole batch."""
         state, stats, steps = (
             self.start([0, 1, 2]),
@@ -79,21 +79,21 @@ class Served:
         )
         in_rows, waiting, results = [0, 1, 2], [3, 4, 5, 6], {}
         while any(i is not None for i in in_rows):
-            state, stats, taken = refill.advance(self.decoder, self.params, state, stats)
-            steps += int(taken[0])
+            state, stats, num_steps = refill.advance(self.decoder, self.params, state, stats)
+            steps += int(num_steps[0])
             for row, i in enumerate(in_rows):
                 if i is None or not bool(state.done[row]):
                     continue
                 results[i] = committed(state)[row], row_of(stats, row)
                 in_rows[row] = waiting.pop(0) if waiting else None
                 if in_rows[row] is not None:
-                    before = jax.tree.map(np.asarray, without_keys(state))
+                    previous = jax.tree.map(np.asarray, without_keys(state))
                     batch = self.batch([in_rows[row]])
                     # Prompts may be narrower than the buffer of the state.
                     batch = dataclasses.replace(batch, tokens=batch.tokens[:, : max(int(batch.length[0]), 8)])
                     rows = jnp.asarray([row])
                     state, stats = refill.refill(self.decoder, self.params, state, stats, rows, batch)
-                    check_untouched(before, without_keys(state), row)
+                    check_untouched(previous, without_keys(state), row)
         return results, steps
 
 
@@ -108,29 +108,29 @@ def without_keys(state):
     )
 
 
-def check_untouched(before, after, row):
+def check_untouched(previous, current, row):
     """Check that every leaf of the other rows is unchanged, bit for bit."""
-    others = [r for r in range(ROWS) if r != row]
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        assert np.asarray(old)[others].tobytes() == np.asarray(new)[others].tobytes()
+    other_rows = [r for r in range(ROWS) if r != row]
+    for old, new in zip(jax.tree.leaves(previous), jax.tree.leaves(current), strict=True):
+        assert np.asarray(old)[other_rows].tobytes() == np.asarray(new)[other_rows].tobytes()
 
 
 @pytest.mark.parametrize("pair", slow_but(COVERING, "ngram, mars"))
 def test_a_row_put_into_a_running_state_decodes_as_it_does_alone(pair):
     """Compare tokens, counters and token kinds; the state of a rule and of a draft also starts again."""
     served = Served(TARGET, *COVERING[pair])
-    found, steps = served.together()
-    assert len(found) == len(LENGTHS)
-    for i, result in found.items():
+    results, steps = served.decode_all()
+    assert len(results) == len(LENGTHS)
+    for i, result in results.items():
         # Compare strings, since NaN does not equal NaN as a float.
-        assert repr(result) == repr(served.alone(i))
-    assert steps < sum(stats.steps for _, stats in found.values())
+        assert repr(result) == repr(served.decode_one(i))
+    assert steps < sum(stats.steps for _, stats in results.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle tree", "medusa tree"])
 def test_rows_are_put_into_each_part_of_a_mesh(name):
-    """The head reads the prompt's features, on two devices of rows with two of heads each, and on one device."""
+    """The head reads the prompt's features. Compare a mesh of two by two devices with one device."""
     target, drafter, params, vocab = of_model(name)
     served = Served(target, drafter, verify.mars(theta=0.5), params, vocab=vocab)
 
@@ -147,7 +147,7 @@ def test_rows_are_put_into_each_part_of_a_mesh(name):
         divided, steps = decoded()
     assert (divided, steps) == decoded()
     for row, request in enumerate((0, 3, 4, 6)):
-        assert divided[row] == served.alone(request)[0]
+        assert divided[row] == served.decode_one(request)[0]
 
 
 def test_an_advance_ends_when_the_first_row_ends():
@@ -170,7 +170,7 @@ def test_a_row_has_at_most_as_many_biased_tokens_as_the_state():
     batch = (TARGET, drafters.none(), verify.exact(), *ragged([3, 5], 12, VOCAB))
 
     def edits_of(state_bias, row_bias):
-        """Return the edits of a state of two rows after a row with another bias was put into it."""
+        """Return the edits of a state of two rows after the insertion of a row with another bias."""
         controls = make_controls(2, limit=12).replace(edits=make_edits(2, logit_bias=state_bias))
         decoder, state = begin(*batch, controls=controls)
         controls = make_controls(1, limit=12).replace(edits=make_edits(1, logit_bias=row_bias))

@@ -1,4 +1,4 @@
-"""Draws are keyed by position: the text and the law of a seed, and the reported values of its tokens."""
+"""Draws keyed by position: the tokens of a seed, their distribution, and the values reported for each token."""
 
 import numpy as np
 import pytest
@@ -26,11 +26,11 @@ from tests.helpers.fake_drafters import DRAFTERS, TARGET, VOCAB
 )
 def test_under_exact_a_seed_gives_the_same_text_with_any_deterministic_draft_and_with_none(drafter):
     prompts, lengths = ragged([1, 6, 21], 48, VOCAB)
-    chosen = {"temperature": [1.0, 0.7, 1.4], "top_p": [1.0, 0.9, 1.0]}
-    plain, _ = decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths, **chosen)
-    drafted, stats = decode_all(TARGET, DRAFTERS[drafter], verify.exact(), prompts, lengths, **chosen)
-    assert committed(drafted) == committed(plain)
-    assert int(stats.accepted_exact.sum()) > 5  # drafts do occur
+    settings = {"temperature": [1.0, 0.7, 1.4], "top_p": [1.0, 0.9, 1.0]}
+    oracle, _ = decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths, **settings)
+    drafted, stats = decode_all(TARGET, DRAFTERS[drafter], verify.exact(), prompts, lengths, **settings)
+    assert committed(drafted) == committed(oracle)
+    assert int(stats.accepted_exact.sum()) > 5, "drafts do occur"
 
 
 LOSSLESS = {
@@ -51,7 +51,7 @@ def test_texts_of_several_steps_follow_the_target(name):
     text, tau = sampled_texts.sampled(drafter, rule)
     law = rule_oracles.sequence_probabilities(sampled_texts.law(sampled_texts.TARGET))
     assert rule_oracles.chi_square(text, law) > 1e-3
-    assert 1.15 < tau < 2.5  # several steps, and accepted drafts
+    assert 1.15 < tau < 2.5, "several steps, and accepted drafts"
 
 
 def log_softmax(z):
@@ -91,16 +91,16 @@ def test_a_step_reports_the_log_probabilities_regret_and_kind_of_its_tokens(rule
             elif temperature == 0:
                 assert processed == 0.0
             else:
-                kept = z if not settings["top_k"][row] else np.where(z >= np.sort(z)[-4], z, -np.inf)
-                want = log_softmax(kept / temperature)[token]
-                np.testing.assert_allclose(processed, want, atol=1e-4)
+                filtered = z if not settings["top_k"][row] else np.where(z >= np.sort(z)[-4], z, -np.inf)
+                expected = log_softmax(filtered / temperature)[token]
+                np.testing.assert_allclose(processed, expected, atol=1e-4)
             kinds.add(kind)
             text.append(token)
     assert kinds == ({EXACT, RELAXED, CORRECTED} if lossy else {EXACT, CORRECTED})
 
 
 def test_a_row_fails_only_if_logits_on_its_own_path_are_broken():
-    """Put NaN after chosen tokens: some that only one row reads, and some that are only drafted and never walked."""
+    """Put NaN after a token that only one row reads, or after tokens that are drafted and never accepted."""
     vocab, tree = 97, (3, 2, 1)
     model = fake.hash_model(vocab_size=vocab, agree=0.6)
     drafter = drafters.language_model(fake.hash_model(vocab_size=vocab, seed=5, agree=0.6), tree=tree)

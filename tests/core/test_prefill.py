@@ -54,9 +54,9 @@ def test_a_draft_model_uses_its_own_chunk():
 def test_an_accelerator_is_filled(monkeypatch):
     monkeypatch.setattr(mesh, "device_kind", lambda: "TPU v5 lite")
     assert prefill.chunk_of(64) == prefill.chunk_of(4096) == 512
-    for axes, wanted in (("model=4", [2048, 512, 512]), ("data=2,model=2", [512] * 3)):
+    for axes, expected in (("model=4", [2048, 512, 512]), ("data=2,model=2", [512] * 3)):
         with jax.set_mesh(mesh.parse_mesh(axes)):
-            assert [prefill.chunk_of(4096, rows) for rows in (1, 3, 16)] == wanted
+            assert [prefill.chunk_of(4096, rows) for rows in (1, 3, 16)] == expected
             assert prefill.chunk_of(2048) == 512
 
 

@@ -30,18 +30,18 @@ process = jax.jit(sampling.process)
 
 
 def python_process(z, temperature, top_k, top_p, min_p):
-    """Process one node by sorting in float64; return (log weights, kept). Ties with the last kept token are kept."""
+    """Process one node by sorting in float64; return (log weights, mask). Ties with the last kept token are kept."""
     z = z.astype(np.float64)
     if temperature == 0:
         return None, np.arange(len(z)) == np.argmax(z)
     weights = np.exp((z - z.max()) / temperature)
-    kept = z >= np.sort(z)[::-1][(top_k or len(z)) - 1 if top_k < len(z) else -1]
+    mask = z >= np.sort(z)[::-1][(top_k or len(z)) - 1 if top_k < len(z) else -1]
     if top_p < 1:
-        weights = np.where(kept, weights, 0)
-        above = np.asarray([weights[z > value].sum() for value in z])
-        kept &= above < top_p * weights.sum()
-    kept &= weights >= min_p * weights.max()
-    return (z - z.max()) / temperature, kept & np.isfinite(z)
+        weights = np.where(mask, weights, 0)
+        mass_above = np.asarray([weights[z > value].sum() for value in z])
+        mask &= mass_above < top_p * weights.sum()
+    mask &= weights >= min_p * weights.max()
+    return (z - z.max()) / temperature, mask & np.isfinite(z)
 
 
 @pytest.mark.parametrize("vocab", [7, 300])
@@ -51,7 +51,7 @@ def test_process_equals_the_warpers_of_transformers(vocab):
 
     rows, nodes = SETTINGS, 6
     z = np.random.default_rng(vocab).normal(0, 3, (len(rows), nodes, vocab)).astype(np.float32)
-    got = np.asarray(process(jnp.asarray(z), controls_of(rows)))
+    actual = np.asarray(process(jnp.asarray(z), controls_of(rows)))
     for b, (temperature, top_k, top_p, min_p) in enumerate(rows):
         warpers = [hf.TemperatureLogitsWarper(temperature)]
         warpers += [hf.TopKLogitsWarper(top_k)] if top_k else []
@@ -61,9 +61,9 @@ def test_process_equals_the_warpers_of_transformers(vocab):
         for warper in warpers:
             expected = warper(None, expected)
         expected = expected.numpy()
-        np.testing.assert_array_equal(np.isneginf(got[b]), np.isneginf(expected), err_msg=str(rows[b]))
+        np.testing.assert_array_equal(np.isneginf(actual[b]), np.isneginf(expected), err_msg=str(rows[b]))
         # Ours are shifted so that the largest is 0. float32 rounds differently, since the operations differ in order.
-        np.testing.assert_allclose(got[b], expected - expected.max(-1, keepdims=True), atol=1e-5)
+        np.testing.assert_allclose(actual[b], expected - expected.max(-1, keepdims=True), atol=1e-5)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -84,16 +84,16 @@ def test_process_equals_the_sorting_reference_with_ties(seed):
         )
         for _ in range(batch)
     ]
-    got = np.asarray(process(jnp.asarray(z, jnp.float32), controls_of(rows)))
+    actual = np.asarray(process(jnp.asarray(z, jnp.float32), controls_of(rows)))
     for b in range(batch):
         for n in range(nodes):
-            logs, kept = python_process(z[b, n], *rows[b])
-            np.testing.assert_array_equal(np.isfinite(got[b, n]), kept, err_msg=str(rows[b]))
-            np.testing.assert_allclose(got[b, n][kept], 0.0 if logs is None else logs[kept], atol=1e-5)
+            logs, mask = python_process(z[b, n], *rows[b])
+            np.testing.assert_array_equal(np.isfinite(actual[b, n]), mask, err_msg=str(rows[b]))
+            np.testing.assert_allclose(actual[b, n][mask], 0.0 if logs is None else logs[mask], atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("top_p", "kept"),
+    ("top_p", "count"),
     [
         (0.5, 1),  # the mass above the second token is one half, which is not less than top_p
         (np.nextafter(np.float32(0.5), np.float32(1)), 2),
@@ -103,21 +103,21 @@ def test_process_equals_the_sorting_reference_with_ties(seed):
         (np.nextafter(np.float32(0.5), np.float32(0)), 1),
     ],
 )
-def test_top_p_at_the_boundary_of_a_partial_sum(top_p, kept):
+def test_top_p_at_the_boundary_of_a_partial_sum(top_p, count):
     """Halves, quarters and eighths have exact sums, so that `<` and `<=` differ."""
     weights = np.asarray([0.125, 0.5, 0.125, 0.25], np.float32)
     z = jnp.log(jnp.asarray(weights))[None, None]
     scaled = process(z, controls_of([(1.0, 0, 1.0, 0.0)]))
     # Otherwise the sums below would not be exact.
     np.testing.assert_array_equal(jnp.exp(scaled)[0, 0], 2 * weights)
-    got = process(z, controls_of([(1.0, 0, top_p, 0.0)]))[0, 0]
-    assert np.isfinite(got).tolist() == (np.argsort(np.argsort(-weights, kind="stable")) < kept).tolist()
+    actual = process(z, controls_of([(1.0, 0, top_p, 0.0)]))[0, 0]
+    assert np.isfinite(actual).tolist() == (np.argsort(np.argsort(-weights, kind="stable")) < count).tolist()
 
 
 def test_a_tiny_temperature_is_finite_and_a_zero_one_never_divides():
     z = jnp.asarray([[[1e4, 1e4 - 1, -np.inf]]] * 3, jnp.float32)
-    got = process(z, make_controls(3, limit=1, temperature=[0.0, 1e-30, 1e-42]))
-    np.testing.assert_array_equal(np.exp(got), [[[1, 0, 0]]] * 3)
+    actual = process(z, make_controls(3, limit=1, temperature=[0.0, 1e-30, 1e-42]))
+    np.testing.assert_array_equal(np.exp(actual), [[[1, 0, 0]]] * 3)
 
 
 @pytest.mark.parametrize("vocab", slow_but([5, 200], 5))

@@ -21,16 +21,16 @@ def decoded(drafter, rule, spans, **settings):
     controls = make_controls(4, limit=LIMIT, **settings)
     params = Params(target=(), draft=())
     if spans is not None:
-        found = join_tables({spans: spans.table(VOCABULARY)}, VOCAB)
-        after = [spans.table(VOCABULARY).run(prompts[b, :n].tolist()) for b, n in enumerate(LENGTHS)]
-        controls = controls.replace(guides=GuideRows(span=found.rows([spans] * 4, after)))
-        params = params._replace(guides=GuideTables(span=found.tables))
+        tables = join_tables({spans: spans.table(VOCABULARY)}, VOCAB)
+        row_states = [spans.table(VOCABULARY).run(prompts[b, :n].tolist()) for b, n in enumerate(LENGTHS)]
+        controls = controls.replace(guides=GuideRows(span=tables.rows([spans] * 4, row_states)))
+        params = params._replace(guides=GuideTables(span=tables.tables))
     decoder, state = begin(TARGET, drafter, rule, prompts, lengths, controls=controls, params=params)
     state, stats = decode.run(decoder, params, state, record=True)
     return state, np.asarray(stats.tokens.kind)
 
 
-def inside(tokens):
+def ends_in_span(tokens):
     """Return whether a text ends inside a span from "b" to "c"."""
     text = text_of(tokens)
     return text.rfind("b") > text.rfind("c")
@@ -54,7 +54,7 @@ def test_a_rule_relaxes_only_in_spans(name):
         row = state.tokens[b].tolist()
         for place in range(n, LIMIT):
             if kinds[b, place] == RELAXED:
-                assert inside(row[:place]), (b, place)
+                assert ends_in_span(row[:place]), (b, place)
                 relaxed_inside += 1
     if not sampled:
         assert relaxed_inside > 3

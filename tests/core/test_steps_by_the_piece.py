@@ -24,46 +24,46 @@ def begun(rows=4):
 
 
 @pytest.fixture(scope="module")
-def whole():
+def single_run():
     """Return (tokens, steps of the longest row)."""
     state, stats = decode.run(DECODER, NO_WEIGHTS, begun())
     return committed(state), int(stats.steps.max())
 
 
-def test_bounded_runs_take_the_steps_of_one_run(whole):
-    tokens, steps = whole
-    state, taken = begun(), 0
+def test_bounded_runs_take_the_steps_of_one_run(single_run):
+    tokens, steps = single_run
+    state, steps_taken = begun(), 0
     compiled = decode.run._cache_size()
-    for most in (1, 3, 2, 1000):
-        state, stats = decode.run(DECODER, NO_WEIGHTS, state, max_steps=most)
-        assert int(stats.steps.max()) == min(most, steps - taken)
-        taken += int(stats.steps.max())
-    assert committed(state) == tokens and taken == steps
-    assert decode.run._cache_size() <= compiled + 1, "another bound is another value"
+    for max_steps in (1, 3, 2, 1000):
+        state, stats = decode.run(DECODER, NO_WEIGHTS, state, max_steps=max_steps)
+        assert int(stats.steps.max()) == min(max_steps, steps - steps_taken)
+        steps_taken += int(stats.steps.max())
+    assert committed(state) == tokens and steps_taken == steps
+    assert decode.run._cache_size() <= compiled + 1, "another bound compiles nothing"
 
 
 def test_a_restored_state_equals_the_saved_one(tmp_path):
     hub.save_state(tmp_path / "state", begun())
     restored = hub.restore_state(tmp_path / "state", jax.eval_shape(lambda s: s, begun()))
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(*map(_plain, (a, b))), restored, begun())
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(*map(_as_numbers, (a, b))), restored, begun())
 
 
-def _plain(leaf):
+def _as_numbers(leaf):
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
 @pytest.mark.slow
-def test_a_state_goes_through_disk_and_onto_a_mesh(whole, tmp_path):
+def test_a_state_goes_through_disk_and_onto_a_mesh(single_run, tmp_path):
     state, _ = decode.run(DECODER, NO_WEIGHTS, begun(), max_steps=2)
     hub.save_state(tmp_path / "state", state)
-    back = hub.restore_state(tmp_path / "state", jax.eval_shape(lambda s: s, begun()))
-    assert committed(decode.run(DECODER, NO_WEIGHTS, back)[0]) == whole[0]
+    restored = hub.restore_state(tmp_path / "state", jax.eval_shape(lambda s: s, begun()))
+    assert committed(decode.run(DECODER, NO_WEIGHTS, restored)[0]) == single_run[0]
     mesh = parse_mesh("data=4")
-    like = jax.eval_shape(lambda s: s, state)
-    spread = hub.restore_state(tmp_path / "state", put(state, state_shardings(like, mesh)))
-    assert spread.tokens.sharding.spec[0] == "data"
+    shapes = jax.eval_shape(lambda s: s, state)
+    divided = hub.restore_state(tmp_path / "state", put(state, state_shardings(shapes, mesh)))
+    assert divided.tokens.sharding.spec[0] == "data"
     with jax.set_mesh(mesh):
-        assert committed(decode.run(DECODER, NO_WEIGHTS, spread)[0]) == whole[0]
+        assert committed(decode.run(DECODER, NO_WEIGHTS, divided)[0]) == single_run[0]
     with pytest.raises(MarsError, match="choose the name of a new folder"):
         hub.save_state(tmp_path / "state", state)
     with pytest.raises(MarsError, match="of another decoder or of other shapes"):

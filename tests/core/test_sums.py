@@ -14,10 +14,10 @@ from mars_jax.core.sums import total
 def test_a_row_has_the_same_sum_among_any_number_of_rows(width):
     x = np.exp(np.random.default_rng(0).normal(size=(16, width))).astype(np.float32)
     exact = [math.fsum(row) for row in x]
-    whole = np.asarray(jax.jit(total)(x))
-    np.testing.assert_allclose(whole, exact, rtol=1e-6)
+    sums = np.asarray(jax.jit(total)(x))
+    np.testing.assert_allclose(sums, exact, rtol=1e-6)
     for rows in (1, 2, 5):
-        np.testing.assert_array_equal(jax.jit(total)(x[:rows]), whole[:rows])
+        np.testing.assert_array_equal(jax.jit(total)(x[:rows]), sums[:rows])
 
 
 def test_its_gradient_is_ones_whatever_stands_before_the_last_axis():

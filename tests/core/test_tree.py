@@ -65,10 +65,10 @@ def test_attention_mask_shows_the_prefix_and_the_ancestors(seed):
     start = rng.integers(0, S - N + 1, B)
     mask = np.asarray(jax.jit(mask_of)(tree, jnp.asarray(start, jnp.int32)))
     for b in range(B):
-        seen = {-1: set(range(start[b]))}
+        visible_slots = {-1: set(range(start[b]))}
         for i, parent in enumerate(tree.parents[b].tolist()):
-            seen[i] = seen[parent] | {start[b] + i}
-            assert set(np.flatnonzero(mask[b, i])) == seen[i]
+            visible_slots[i] = visible_slots[parent] | {start[b] + i}
+            assert set(np.flatnonzero(mask[b, i])) == visible_slots[i]
 
 
 def test_a_chain_has_the_mask_of_the_same_tree():

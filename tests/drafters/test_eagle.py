@@ -47,7 +47,7 @@ def weights(name):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def afresh(name, tokens):
+def run_fresh(name, tokens):
     """Run the head over a whole text i32[1, n] at once, after the target; return hidden states, logits and cache."""
     config, params, n = HEADS[name], weights(name), tokens.shape[1]
     model = MODEL.with_features(config.feature_layers)
@@ -78,25 +78,25 @@ def test_it_is_lossless_and_its_cache_is_that_of_a_head_run_afresh(name, shape):
     padded = np.asarray(state.tokens)
     for row, tokens in enumerate(committed(state)):
         n = len(tokens)
-        hidden, logits, cache = afresh(name, padded[row : row + 1])
+        hidden, logits, cache = run_fresh(name, padded[row : row + 1])
         np.testing.assert_allclose(state.draft.feature[row, 0], hidden[n - 2], atol=2e-5)
-        for mine, fresh in ((state.draft.cache.k, cache.k), (state.draft.cache.v, cache.v)):
-            np.testing.assert_allclose(mine[0][row, : n - 1], fresh[0][0, : n - 1], atol=2e-5)
+        for cached, fresh in ((state.draft.cache.k, cache.k), (state.draft.cache.v, cache.v)):
+            np.testing.assert_allclose(cached[0][row, : n - 1], fresh[0][0, : n - 1], atol=2e-5)
 
     # The next draft must be that of the freshly run head.
     tree, _ = jax.jit(drafter.propose)(weights(name), state.draft, draft_input(state))
     width = 1 if shape == "chain" else 3
     for row, n in enumerate(state.length.tolist()):
-        _, logits, _ = afresh(name, padded[row : row + 1])
+        _, logits, _ = run_fresh(name, padded[row : row + 1])
         best = np.argsort(-np.asarray(logits[n - 2]), kind="stable")[:width]
         children = tree.tokens[row][tree.parents[row] == 0]
         assert set(children.tolist()) <= set(best.tolist()) and best[0] in children
 
     state, _ = decode.run(decoder, weights(name), state)
     settings["params"] = settings["params"]._replace(draft=())
-    plain, _ = decode_all(MODEL, drafters.none(), verify.exact(), prompts, lengths, **settings)
+    oracle, _ = decode_all(MODEL, drafters.none(), verify.exact(), prompts, lengths, **settings)
     # This includes the sampled row, since its draws are keyed by position.
-    assert committed(state) == committed(plain)
+    assert committed(state) == committed(oracle)
 
 
 @pytest.mark.slow
@@ -108,18 +108,18 @@ def test_rejection_of_a_sampled_chain_leaves_the_targets_distribution():
     batch = (prompts, lengths)
     state, stats = decode_all(MODEL, drafter, verify.rejection(), *batch, params=params, **settings)
     settings |= {"params": params._replace(draft=()), "seeds": range(rows, 2 * rows)}
-    plain, _ = decode_all(MODEL, drafters.none(), verify.exact(), *batch, **settings)
+    oracle, _ = decode_all(MODEL, drafters.none(), verify.exact(), *batch, **settings)
     assert int(jnp.sum(stats.accepted_exact)) > rows // 4
-    pairs = (np.asarray(run.tokens)[:, 5] * VOCAB + np.asarray(run.tokens)[:, 6] for run in (state, plain))
+    pairs = (np.asarray(run.tokens)[:, 5] * VOCAB + np.asarray(run.tokens)[:, 6] for run in (state, oracle))
     drafted, expected = (np.bincount(pair, minlength=VOCAB * VOCAB) for pair in pairs)
     common = drafted + expected >= 10
     assert chi2_contingency([drafted[common], expected[common]]).pvalue > 1e-4
 
 
 def test_a_head_that_does_not_fit_its_target_is_refused():
-    other = language_model(ModelConfig(num_layers=1, **(SIZES | {"vocab_size": 9})))
+    larger = language_model(ModelConfig(num_layers=1, **(SIZES | {"vocab_size": 9})))
     with pytest.raises(MarsError, match="vocabulary of 8 tokens and the target has 9"):
-        eagle(HEADS["eagle-1"], other)
+        eagle(HEADS["eagle-1"], larger)
     with pytest.raises(MarsError, match=r"LanguageModel\.embed"):
         eagle(HEADS["eagle-1"], fake.hash_model(vocab_size=VOCAB))
     with pytest.raises(MarsError, match=r"LanguageModel\.with_features"):

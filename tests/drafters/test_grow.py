@@ -18,14 +18,14 @@ from tests.helpers.fake_drafters import SMALL, VOCAB
 LENGTHS = [1, 2, 9]
 
 
-def propose(drafter, *, buffer=40, **chosen):
+def propose(drafter, *, buffer=40, **settings):
     """Return the first draft for three ragged prompts, and their tokens."""
     prompts, lengths = ragged(LENGTHS, buffer, VOCAB)
-    controls = make_controls(len(LENGTHS), limit=buffer, **chosen)
+    controls = make_controls(len(LENGTHS), limit=buffer, **settings)
     keys = keys_from_seeds(jnp.arange(len(LENGTHS), dtype=jnp.uint32))
     state = jax.jit(drafter.init)(NO_WEIGHTS, prompts, lengths)
-    given = DraftInput(keys=keys, tokens=prompts, length=lengths, controls=controls)
-    tree, _ = jax.jit(drafter.propose)(NO_WEIGHTS, state, given)
+    inputs = DraftInput(keys=keys, tokens=prompts, length=lengths, controls=controls)
+    tree, _ = jax.jit(drafter.propose)(NO_WEIGHTS, state, inputs)
     return tree, [prompts[row, :n].tolist() for row, n in enumerate(LENGTHS)]
 
 
@@ -46,7 +46,7 @@ def drafted(tree, row):
 
 def search(past, shape, stop=np.inf):
     """Search for EAGLE-2's tree in Python and return its branches, the likeliest first."""
-    frontier, found = {(): 0.0}, {}
+    frontier, scores = {(): 0.0}, {}
     for _ in range(shape.depth):
         level = {}
         for branch, score in frontier.items():
@@ -55,9 +55,9 @@ def search(past, shape, stop=np.inf):
             p = log_probs(past + list(branch))
             for token in np.argsort(-p, kind="stable")[: shape.top_k]:
                 level[(*branch, int(token))] = score + p[token]
-        found |= level
+        scores |= level
         frontier = dict(sorted(level.items(), key=lambda item: -item[1])[: shape.top_k])
-    return sorted(found, key=lambda branch: -found[branch])[: shape.nodes - 1]
+    return sorted(scores, key=lambda branch: -scores[branch])[: shape.nodes - 1]
 
 
 @pytest.mark.parametrize("shape", [Dynamic(3, 4, 12), Dynamic(2, 1, 9), Dynamic(4, 2, 60)], ids=str)
@@ -74,7 +74,7 @@ def test_a_drafter_that_is_certain_orphans_no_node():
     rng = np.random.default_rng(0)
 
     def certain(width):
-        """Return logits of any size, one or two of which are far above the others."""
+        """Return logits with one or two values far above the others."""
         z = np.full((batch, width, vocab), -40.0) + rng.uniform(-3, 3, (batch, width, 1))
         for _ in range(2):
             places = rng.integers(vocab, size=(batch, width, 1))
@@ -120,19 +120,19 @@ def test_an_unsure_drafter_stops_in_the_rows_that_ask_for_it(tree):
 @pytest.mark.parametrize("shape", [pytest.param((3, 2), marks=pytest.mark.slow), Dynamic(3, 3, 8)])
 def test_a_sampled_tree_of_a_greedy_row_is_the_plain_one_and_others_carry_their_q(shape):
     """Each node's row of `draft_logits` holds the processed logits of the model after its branch."""
-    plain, _ = propose(drafters.language_model(SMALL, tree=shape))
+    greedy, _ = propose(drafters.language_model(SMALL, tree=shape))
     drafter = drafters.language_model(SMALL, tree=shape, sample=True)
     mixed, texts = propose(drafter, temperature=[0.0, 1.5, 0.7], top_k=[0, 0, 2])
     for name in ("tokens", "parents", "depths"):
-        np.testing.assert_array_equal(getattr(mixed, name)[0], getattr(plain, name)[0])
-    for row, temperature, kept in ((1, 1.5, VOCAB), (2, 0.7, 2)):
+        np.testing.assert_array_equal(getattr(mixed, name)[0], getattr(greedy, name)[0])
+    for row, temperature, top_k in ((1, 1.5, VOCAB), (2, 0.7, 2)):
         paths = branches(mixed, row)
         for node, path in paths.items():
-            children = [other[-1] for other in paths.values() if other and other[:-1] == path]
+            children = [branch[-1] for branch in paths.values() if branch and branch[:-1] == path]
             if not children:
                 continue
-            assert len(set(children)) == len(children) <= kept
+            assert len(set(children)) == len(children) <= top_k
             z = logits_after(SMALL, [*texts[row], *path], width=48) / temperature
-            z[np.argsort(-z)[kept:]] = -np.inf
+            z[np.argsort(-z)[top_k:]] = -np.inf
             q = jax.nn.softmax(mixed.draft_logits[row, node])
             np.testing.assert_allclose(q, np.exp(z - z.max()) / np.exp(z - z.max()).sum(), atol=1e-5)

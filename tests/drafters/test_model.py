@@ -44,18 +44,18 @@ def test_sampled_drafts_follow_the_processed_distribution_they_report():
     drafter = drafters.language_model(SMALL, 2, sample=True)
     rows = 4000
     prompts, lengths = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in ragged([4], 12, VOCAB))
-    chosen = make_controls(rows, limit=12, temperature=0.7, top_k=4)
+    controls = make_controls(rows, limit=12, temperature=0.7, top_k=4)
     keys = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32))
     state = jax.jit(drafter.init)(NO_WEIGHTS, prompts, lengths)
-    given = DraftInput(keys=keys, tokens=prompts, length=lengths, controls=chosen)
-    tree, _ = jax.jit(drafter.propose)(NO_WEIGHTS, state, given)
+    inputs = DraftInput(keys=keys, tokens=prompts, length=lengths, controls=controls)
+    tree, _ = jax.jit(drafter.propose)(NO_WEIGHTS, state, inputs)
     z = scores(prompts[0, :4].tolist()) / 0.7
     z[np.argsort(-z)[4:]] = -np.inf
-    want = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
-    np.testing.assert_allclose(jax.nn.softmax(tree.draft_logits[0, 0]), want, atol=1e-6)
-    got = np.bincount(tree.tokens[:, 1], minlength=VOCAB) / rows
+    expected = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
+    np.testing.assert_allclose(jax.nn.softmax(tree.draft_logits[0, 0]), expected, atol=1e-6)
+    shares = np.bincount(tree.tokens[:, 1], minlength=VOCAB) / rows
     # Five standard deviations of a share estimated from 4000 draws.
-    np.testing.assert_allclose(got, want, atol=5 * 0.5 / rows**0.5)
+    np.testing.assert_allclose(shares, expected, atol=5 * 0.5 / rows**0.5)
 
 
 @pytest.mark.parametrize(
@@ -95,16 +95,16 @@ def loaded(*, spec="ngram", **options):
 @pytest.mark.parametrize("tree", ["dynamic", "dynamic:4-3-12", "3-2"])
 def test_a_tree_may_be_given_as_text(tree):
     target, specs = mj.load("tiny/target"), (tree, parse_tree(tree))
-    text, meant = (drafters.load("eagle:tiny/eagle3", target, tree=spec).drafter for spec in specs)
-    assert (text.num_nodes, text.max_depth) == (meant.num_nodes, meant.max_depth)
+    actual, expected = (drafters.load("eagle:tiny/eagle3", target, tree=spec).drafter for spec in specs)
+    assert (actual.num_nodes, actual.max_depth) == (expected.num_nodes, expected.max_depth)
 
 
 def test_head_embed_replaces_the_embedding_of_a_head_by_its_targets(tmp_path):
     """Give the head of the package an embedding that differs from its target's."""
     path = shutil.copytree(assets.path("tiny/eagle3"), tmp_path / "head")
     tensors, target = load_file(path / "model.safetensors"), mj.load("tiny/target")
-    other = np.asarray(target.params["embed"])[::-1].copy()
-    save_file(tensors | {"embed_tokens.weight": other}, path / "model.safetensors")
+    embedding = np.asarray(target.params["embed"])[::-1].copy()
+    save_file(tensors | {"embed_tokens.weight": embedding}, path / "model.safetensors")
     with pytest.warns(MarsWarning, match="is not the target's"):
         assert "embed" in drafters.load(f"eagle:{path}", target).params
     replaced = drafters.load(f"eagle:{path}", target, head_embed="target").params

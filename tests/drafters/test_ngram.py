@@ -20,15 +20,15 @@ from tests.helpers.ngram_oracle import slow_lookup
 def test_lookup_is_the_latest_of_the_longest_matches(tokens, sizes):
     buffer = np.full((1, 24), 2, np.int32)  # a plausible token past the length, which must not be found
     buffer[0, : len(tokens)] = tokens
-    got, _ = lookup(
+    drafts, _ = lookup(
         jnp.asarray(buffer), jnp.asarray([len(tokens)], jnp.int32), 5, max_ngram=sizes[0], min_ngram=sizes[1]
     )
-    assert got[0].tolist() == slow_lookup(tokens, 5, *sizes)
+    assert drafts[0].tolist() == slow_lookup(tokens, 5, *sizes)
 
 
 def test_for_a_mixture_of_experts_the_usual_chain_is_short():
-    plain = Pretrained.from_parts(hash_model(vocab_size=11), (), None, max_positions=32)
+    dense = Pretrained.from_parts(hash_model(vocab_size=11), (), None, max_positions=32)
     config = SimpleNamespace(num_experts=8)  # the only field that is read
-    mixture = dataclasses.replace(plain, config=config)  # pyright: ignore[reportArgumentType]
+    mixture = dataclasses.replace(dense, config=config)  # pyright: ignore[reportArgumentType]
     assert drafters.load("ngram", mixture).drafter.num_nodes == 4
     assert drafters.load("ngram", mixture, num_draft_tokens=8).drafter.num_nodes == 9

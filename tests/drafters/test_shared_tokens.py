@@ -32,9 +32,9 @@ PROMPTS = ["a story of the sea", "the sun and"]
 
 def scores(tokens):
     """Return the draft model's logits f32[V] after tokens of the target, indexed by the target's ids."""
-    made = np.full(VOCAB, -np.inf)
-    made[IDS[IDS >= 0]] = logits_after(SMALL, FED[tokens].tolist(), width=48)[IDS >= 0]
-    return made
+    logits = np.full(VOCAB, -np.inf)
+    logits[IDS[IDS >= 0]] = logits_after(SMALL, FED[tokens].tolist(), width=48)[IDS >= 0]
+    return logits
 
 
 @pytest.fixture(scope="module")
@@ -47,47 +47,47 @@ def shuffled(target, tmp_path_factory):
     """Return the path of a copy of the target with permuted token ids."""
     path = shutil.copytree(target, tmp_path_factory.mktemp("shared") / "shuffled")
     loaded, file = hub.load(target), path / "tokenizer.json"
-    to = np.random.default_rng(0).permutation(loaded.config.vocab_size)
+    new_ids = np.random.default_rng(0).permutation(loaded.config.vocab_size)
     data = json.loads(file.read_text())
-    data["model"]["vocab"] = {token: int(to[i]) for token, i in data["model"]["vocab"].items()}
+    data["model"]["vocab"] = {token: int(new_ids[i]) for token, i in data["model"]["vocab"].items()}
     for added in data["added_tokens"]:
-        added["id"] = int(to[added["id"]])
+        added["id"] = int(new_ids[added["id"]])
     file.write_text(json.dumps(data))
-    config = dataclasses.replace(loaded.config, eos_token_ids=(int(to[0]),))
-    rows = {name: np.asarray(loaded.params[name])[np.argsort(to)] for name in ("embed", "unembed")}
+    config = dataclasses.replace(loaded.config, eos_token_ids=(int(new_ids[0]),))
+    rows = {name: np.asarray(loaded.params[name])[np.argsort(new_ids)] for name in ("embed", "unembed")}
     hub.save(path, config, {**loaded.params, **rows}, overwrite=True)
     return path
 
 
 def test_tables_are_those_of_the_tokenizers(target, tmp_path):
     """Two tokenizers share letters and some words: equal strings pair up; others map to their longest shared ending."""
-    other = write_checkpoint(
+    draft = write_checkpoint(
         tmp_path / "other", seed=0, corpus="the sea is a star, the land is a stone", merges=30
     )
-    ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (target, other))
-    made = shared_tokens(hub.outline(target), hub.outline(other))
-    assert made is not None
-    pairs = {int(i): number for number, i in enumerate(made.ids) if i >= 0}
-    said, read = ours.get_vocab(), theirs.get_vocab()
-    assert pairs == {said[token]: read[token] for token in said.keys() & read.keys()}
-    assert 256 < len(pairs) < len(said)
-    for token, number in said.items():
-        endings = [token[at:] for at in range(len(token)) if token[at:] in read]
-        assert made.fed[number] == read[endings[0]]
+    target_tokenizer, draft_tokenizer = (AutoTokenizer.from_pretrained(path) for path in (target, draft))
+    shared = shared_tokens(hub.outline(target), hub.outline(draft))
+    assert shared is not None
+    pairs = {int(token_id): number for number, token_id in enumerate(shared.ids) if token_id >= 0}
+    target_ids, draft_ids = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    assert pairs == {target_ids[token]: draft_ids[token] for token in target_ids.keys() & draft_ids.keys()}
+    assert 256 < len(pairs) < len(target_ids)
+    for token, number in target_ids.items():
+        endings = [token[i:] for i in range(len(token)) if token[i:] in draft_ids]
+        assert shared.fed[number] == draft_ids[endings[0]]
     assert shared_tokens(hub.outline(target), hub.outline(target)) is None
 
 
 def test_one_token_of_a_text_is_shared_where_a_vocabulary_has_several():
-    made = tables(Vocabulary((b"a", b"b", b"a", None), marks=((3, b"</s>"),)), Vocabulary((b"c", b"a", b"a")))
-    assert made.ids.tolist() == [-1, 0, -1] and made.fed.tolist() == [1, 0, 1, 0]
+    maps = tables(Vocabulary((b"a", b"b", b"a", None), marks=((3, b"</s>"),)), Vocabulary((b"c", b"a", b"a")))
+    assert maps.ids.tolist() == [-1, 0, -1] and maps.fed.tolist() == [1, 0, 1, 0]
 
 
 def test_vocabularies_that_share_next_to_nothing_are_refused(target):
     words = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "\u4eba": 2}, merges=[]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-    few = mj.Pretrained.from_parts(fake.hash_model(vocab_size=3), (), tokenizer, max_positions=64)
+    small = mj.Pretrained.from_parts(fake.hash_model(vocab_size=3), (), tokenizer, max_positions=64)
     with pytest.raises(mj.MarsError, match="share 2 tokens, and drafting needs 100: pair models"):
-        shared_tokens(few, hub.outline(target))
+        shared_tokens(small, hub.outline(target))
 
 
 def test_models_with_different_tokenizers_are_refused(target, shuffled):
@@ -149,9 +149,9 @@ def test_a_target_with_other_numbers_for_its_tokens_is_a_perfect_draft(target, s
     draft = drafters.load(f"model:{shuffled}", loaded, **shape)
     if "costs" in options:
         draft = drafters.sized(draft, costs=options.pop("costs"))
-    plain = mj.generate(loaded, "none", PROMPTS, max_new_tokens=24, constraint=options["constraint"])
-    found = mj.generate(loaded, draft, PROMPTS, **options)
-    assert found.tokens == plain.tokens
+    baseline = mj.generate(loaded, "none", PROMPTS, max_new_tokens=24, constraint=options["constraint"])
+    drafted = mj.generate(loaded, draft, PROMPTS, **options)
+    assert drafted.tokens == baseline.tokens
     # The draft's entropy is above 1.8 squared everywhere, and a dynamic tree of six nodes seldom reaches depth 3.
-    tau = found.metrics.tau
+    tau = drafted.metrics.tau
     assert {"stopped": tau == 1, "dynamic tree": 1.5 < tau < 3.5}.get(form, tau > 3.5)

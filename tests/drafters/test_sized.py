@@ -33,14 +33,14 @@ from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
 
 CHAIN = drafters.language_model(SMALL, 4)
 CHAINS = drafters.LoadedDrafter(CHAIN, ())
-MADE = sized(CHAINS)
+ADAPTIVE = sized(CHAINS)
 TREE = drafters.language_model(SMALL, tree=(2, 1))
 RULE = verify.exact()
 WIDTH = 160
 
 
-def params_of(made):
-    return Params(target=(), draft=made.params)
+def params_of(loaded):
+    return Params(target=(), draft=loaded.params)
 
 
 def state_of(accepted, expected):
@@ -65,46 +65,46 @@ def begun(loaded, params, temperature=0.0):
 
 
 def test_the_text_is_the_fixed_chains_whatever_is_chosen():
-    """Decode greedily and with draws, at costs that make the drafter draft always, never and sometimes."""
+    """Decode greedily and with sampling, at costs that make the drafter draft always, never and sometimes."""
     drafted = []
     for temperature in (0.0, 0.9):
         decoder, state = begun(CHAINS, Params(target=()), temperature)
-        wanted, _ = decode.run(decoder, Params(target=()), state)
+        expected, _ = decode.run(decoder, Params(target=()), state)
         for costs in ([1.0, 1.01, 1.02], [1.0, 9.0, 9.0], [1.0, 1.4, 1.9]):
-            params = params_of(with_step_costs(MADE, costs))
-            decoder, state = begun(MADE, params, temperature)
-            found, stats = decode.run(decoder, params, state)
-            np.testing.assert_array_equal(found.tokens, wanted.tokens)
-            np.testing.assert_array_equal(found.length, wanted.length)
+            params = params_of(with_step_costs(ADAPTIVE, costs))
+            decoder, state = begun(ADAPTIVE, params, temperature)
+            final, stats = decode.run(decoder, params, state)
+            np.testing.assert_array_equal(final.tokens, expected.tokens)
+            np.testing.assert_array_equal(final.length, expected.length)
             drafted.append(int(stats.proposed.sum()))
     always, never, mixed = drafted[3:]
     assert never == 0 < mixed < always
 
 
-@pytest.mark.parametrize("found", [True, False])
-def test_what_finds_nothing_takes_nothing(found):
+@pytest.mark.parametrize("matches", [True, False])
+def test_what_finds_nothing_takes_nothing(matches):
     """A copied draft is looked up before its size is chosen: without a match, the step has only the root."""
     copies = sized(drafters.LoadedDrafter(drafters.ngram(3), ()), costs=[1.0, 1.01])
-    prompt = [1, 2, 3, 1, 2, 3] if found else [1, 2, 3, 4, 5, 6]
+    prompt = [1, 2, 3, 1, 2, 3] if matches else [1, 2, 3, 4, 5, 6]
     tokens = jnp.zeros((1, 40), jnp.int32).at[0, :6].set(jnp.asarray(prompt))
     batch = Prompts(
         tokens, jnp.asarray([6]), make_controls(1, limit=40), RULE, keys_from_seeds(jnp.arange(1))
     )
     decoder = copies.decoder(TARGET, RULE)
-    before = decode.start(decoder, params_of(copies), batch)
-    expected, idle = np.asarray(before.draft.expected), np.asarray(before.draft.idle)
-    after, info = decode.jitted_step(decoder, params_of(copies), before)
-    assert info.num_proposed.tolist() == [3 if found else 0]
-    assert after.draft.idle.tolist() == ([0] if found else [idle[0] + 1])
-    assert (after.draft.expected[0] == expected[0]) is not found
+    state = decode.start(decoder, params_of(copies), batch)
+    expected, idle = np.asarray(state.draft.expected), np.asarray(state.draft.idle)
+    next_state, info = decode.jitted_step(decoder, params_of(copies), state)
+    assert info.num_proposed.tolist() == [3 if matches else 0]
+    assert next_state.draft.idle.tolist() == ([0] if matches else [idle[0] + 1])
+    assert (next_state.draft.expected[0] == expected[0]) is not matches
 
 
 def test_a_copy_counts_as_its_match_is_long():
-    """Compare the size with that of a plain sum over rows, each with the estimate of its own draft."""
+    """Compare the size with that of a sum over rows in Python, each with the estimate of its draft."""
     rng = np.random.default_rng(3)
     lengths, costs = (0, 2, 4), np.asarray([1.0, 1.5, 2.1])
-    choose = jax.jit(lambda *given: best_size(given[0], lengths, *given[1:]))
-    seen = set()
+    choose = jax.jit(lambda params, *rows: best_size(params, lengths, *rows))
+    chosen_sizes = set()
     for _ in range(60):
         estimates = rng.choice([0.0, 0.3, 0.55, 0.8], 3)
         accepted, expected, live = rng.uniform(0, 9, 3), rng.uniform(0, 9, 3), rng.random(3) < 0.7
@@ -119,10 +119,10 @@ def test_a_copy_counts_as_its_match_is_long():
             speeds.append(np.mean(tokens) / cost * (1 if length else MARGIN))
         state = state_of(accepted, expected)
         params = SizedParams((), jnp.asarray(costs, jnp.float32))
-        found = int(choose(params, state, jnp.asarray(live), jnp.asarray(estimates, jnp.float32)))
-        assert found == int(np.argmax(speeds))
-        seen.add(found)
-    assert seen == {0, 1, 2}
+        size = int(choose(params, state, jnp.asarray(live), jnp.asarray(estimates, jnp.float32)))
+        assert size == int(np.argmax(speeds))
+        chosen_sizes.add(size)
+    assert chosen_sizes == {0, 1, 2}
 
 
 def test_a_trial_needs_a_draft():
@@ -136,10 +136,10 @@ def test_a_trial_needs_a_draft():
 @pytest.mark.slow
 def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
     order = [0, 2, 0, 0, 0, 1, 2, 2, 0, 1, *[0] * 70, 2]
-    params = params_of(with_size(MADE, 0))
-    decoder, state = begun(MADE, params)
-    propose = jax.jit(MADE.sizes.drafters[2].propose)
-    taken = []
+    params = params_of(with_size(ADAPTIVE, 0))
+    decoder, state = begun(ADAPTIVE, params)
+    propose = jax.jit(ADAPTIVE.sizes.drafters[2].propose)
+    emitted = []
     for turn, size in enumerate(order):
         if size:
             tree, _ = propose(params, state.draft, draft_input(state))
@@ -150,28 +150,28 @@ def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
                 for token in tree.tokens[row, 1:].tolist():
                     assert token == int(np.argmax(logits_after(SMALL, past, width=WIDTH + 8))), (turn, row)
                     past.append(token)
-        params = params_of(with_size(MADE, size))
+        params = params_of(with_size(ADAPTIVE, size))
         state, info = decode.jitted_step(decoder, params, state)
-        taken.append(int(info.num_emitted.max()))
-        assert taken[-1] <= 1 + (0, 2, 4)[size]
-    assert max(taken) > 3
+        emitted.append(int(info.num_emitted.max()))
+        assert emitted[-1] <= 1 + (0, 2, 4)[size]
+    assert max(emitted) > 3
 
 
 def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
     """If no draft is accepted, a step drafts as a trial after 100 steps without a draft."""
 
-    def steps(costs):
-        params = params_of(with_step_costs(MADE, costs))
+    def steps_with_drafts(costs):
+        params = params_of(with_step_costs(ADAPTIVE, costs))
         # The second row is done and does not count.
         state = state_of([70.0, 0.0], [80.0, 1e9])
         live, usual = jnp.asarray([True, False]), jnp.full((2,), USUAL_ACCEPTANCE)
-        choose = jax.jit(lambda state: best_size(params.draft, MADE.sizes.lengths, state, live, usual))
-        seen = []
+        choose = jax.jit(lambda state: best_size(params.draft, ADAPTIVE.sizes.lengths, state, live, usual))
+        trials = []
         for step in range(400):
             if not int(choose(state)):
                 state = dataclasses.replace(state, idle=state.idle + 1)
                 continue
-            seen.append(step)
+            trials.append(step)
             # Same as `update` for a draft that is rejected at once.
             keep = DECAY / 2 if int(state.idle[0]) >= PAUSE else DECAY
             state = dataclasses.replace(
@@ -180,30 +180,30 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
                 accepted=keep * state.accepted,
                 idle=jnp.zeros_like(state.idle),
             )
-        return seen
+        return trials
 
-    at_once = steps([1.0, 2.1, 2.9])  # pays at an acceptance of 0.8 but not at 0.7
-    assert at_once and at_once[0] == PAUSE
-    assert len(at_once) <= 3
-    assert steps([1.0, 5.0, 9.0]) == [], "nothing that could be seen would change this"
+    trial_steps = steps_with_drafts([1.0, 2.1, 2.9])  # pays at an acceptance of 0.8 but not at 0.7
+    assert trial_steps and trial_steps[0] == PAUSE
+    assert len(trial_steps) <= 3
+    assert steps_with_drafts([1.0, 5.0, 9.0]) == [], "no acceptance would make these costs pay"
 
 
 @pytest.mark.slow
 def test_costs_are_measured_once_for_a_shape_and_texts_are_the_same():
     target = mj.Pretrained.from_parts(TARGET, (), max_positions=256)
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11]]
-    how = {"verify": RULE, "max_new_tokens": 24, "temperature": [0.0, 0.8, 0.0, 1.0, 0.0]}
-    wanted = mj.generate(target, CHAINS, prompts, **how).tokens
-    before = len(sizes._MEASURED)
+    options = {"verify": RULE, "max_new_tokens": 24, "temperature": [0.0, 0.8, 0.0, 1.0, 0.0]}
+    expected = mj.generate(target, CHAINS, prompts, **options).tokens
+    measured = len(sizes._MEASURED)
     for rows in (2, 8, 2):  # through a queue, and in one batch
-        assert mj.generate(target, MADE, prompts, batch_size=rows, **how).tokens == wanted
-    assert len(sizes._MEASURED) == before + 2
+        assert mj.generate(target, ADAPTIVE, prompts, batch_size=rows, **options).tokens == expected
+    assert len(sizes._MEASURED) == measured + 2
     assert all(cost > 0 for costs in sizes._MEASURED.values() for cost in costs)
-    given = sized(CHAINS, costs=[1.0, 2.0, 3.0])
-    assert mj.generate(target, given, prompts, batch_size=2, **how).tokens == wanted
-    assert len(sizes._MEASURED) == before + 2, "costs that are given are taken"
+    with_costs = sized(CHAINS, costs=[1.0, 2.0, 3.0])
+    assert mj.generate(target, with_costs, prompts, batch_size=2, **options).tokens == expected
+    assert len(sizes._MEASURED) == measured + 2, "given costs are not measured"
     with pytest.raises(MarsError, match="with the lossy rule mars a text would depend"):
-        mj.generate(target, MADE, prompts, verify=verify.mars(theta=0.5))
+        mj.generate(target, ADAPTIVE, prompts, verify=verify.mars(theta=0.5))
     lossy = sized(CHAINS, costs=[1.0, 2.0, 3.0], any_rule=True)
     requests = mj.make_requests(target, prompts, max_new_tokens=4)
     assert prepared(target, lossy, requests, verify=verify.mars(theta=0.5)).drafter is lossy
@@ -213,14 +213,12 @@ def test_costs_are_those_of_steps_with_what_the_requests_ask_for(monkeypatch):
     """Edits and draws are compiled into a step, and make it more expensive."""
     measured_for = []
     monkeypatch.setattr(sizes, "_MEASURED", {})
-    monkeypatch.setattr(
-        sizes, "_measure", lambda made, *_, **__: measured_for.append(made) or [1.0, 2.0, 3.0]
-    )
+    monkeypatch.setattr(sizes, "_measure", lambda run, *_, **__: measured_for.append(run) or [1.0, 2.0, 3.0])
     target = mj.Pretrained.from_parts(TARGET, (), max_positions=256)
-    plain, edits, draws = {}, {"logit_bias": {3: 1.0}}, {"temperature": 0.5}
-    for options in (plain, edits, draws, {**edits, **draws}, plain, edits):
+    default, edits, draws = {}, {"logit_bias": {3: 1.0}}, {"temperature": 0.5}
+    for options in (default, edits, draws, {**edits, **draws}, default, edits):
         requests = mj.make_requests(target, [[1, 2]], max_new_tokens=8, **options)
-        sizes.with_costs(prepared(target, MADE, requests), 2)
+        sizes.with_costs(prepared(target, ADAPTIVE, requests), 2)
     assert len(measured_for) == 4
 
 
@@ -228,7 +226,7 @@ def test_costs_are_those_of_steps_with_what_the_requests_ask_for(monkeypatch):
     ("make", "message"),
     [
         (lambda: sized(CHAINS._replace(drafter=TREE)), "no chains of several lengths"),
-        (lambda: sized(MADE), "no chains of several lengths"),
+        (lambda: sized(ADAPTIVE), "no chains of several lengths"),
         (lambda: sized(CHAINS, [1, 4]), "rise from 0 to at most 4"),
         (lambda: sized(CHAINS, [0, 5]), "rise from 0 to at most 4"),
         (lambda: sized(CHAINS, costs=[1.0, 2.0]), "a positive number for each of the 3"),

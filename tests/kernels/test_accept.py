@@ -28,18 +28,18 @@ def accept_by(name):
 def check(name, logits, tokens, parents, y, controls, *, max_depth, margin="ratio", **options):
     """Compare every field exactly."""
     arguments = (logits, tokens, parents, y, controls)
-    got = jax.device_get(accept_by(name)(*arguments, max_depth=max_depth, margin=margin, **options))
-    want = accept(logits, *jax.tree.map(np.asarray, arguments[1:]), max_depth, margin)
-    assert got.relaxed.dtype == bool and got.relaxed.shape == (len(want), max_depth)
-    for b, (path, count, token, relaxed) in enumerate(want):
-        assert got.path[b].tolist() == path
-        assert (int(got.num_accepted[b]), int(got.next_token[b])) == (count, token)
-        assert got.relaxed[b].tolist() == relaxed
-    for value, expected in zip(got.stats[:4], top_two(logits)[:4], strict=True):
+    verdict = jax.device_get(accept_by(name)(*arguments, max_depth=max_depth, margin=margin, **options))
+    walks = accept(logits, *jax.tree.map(np.asarray, arguments[1:]), max_depth, margin)
+    assert verdict.relaxed.dtype == bool and verdict.relaxed.shape == (len(walks), max_depth)
+    for b, (path, count, token, relaxed) in enumerate(walks):
+        assert verdict.path[b].tolist() == path
+        assert (int(verdict.num_accepted[b]), int(verdict.next_token[b])) == (count, token)
+        assert verdict.relaxed[b].tolist() == relaxed
+    for value, expected in zip(verdict.stats[:4], top_two(logits)[:4], strict=True):
         np.testing.assert_array_equal(value, expected)
     if name == "mosaic_simulated":
         assert_no_races()
-    return got
+    return verdict
 
 
 @every_implementation
@@ -93,9 +93,9 @@ def test_the_first_edges_of_a_row_may_be_strict(name):
     )
     for strict in (0, 1, 2, 4, 2**31 - 1):
         edges = controls._replace(strict=jnp.full((24,), strict, jnp.int32))
-        got = check(name, logits, tokens, parents, y, edges, **options)
-        assert not got.relaxed[:, :strict].any()
-        assert bool(got.relaxed[:, strict:].any()) == (strict < 3)
+        verdict = check(name, logits, tokens, parents, y, edges, **options)
+        assert not verdict.relaxed[:, :strict].any()
+        assert bool(verdict.relaxed[:, strict:].any()) == (strict < 3)
 
 
 def row_controls(*stop_tokens):
@@ -109,8 +109,8 @@ def row_controls(*stop_tokens):
 def test_an_exact_sibling_goes_before_a_relaxed_one_with_a_lower_id(name):
     logits = jnp.zeros((1, 4, 9)).at[0, 0, jnp.asarray([2, 5])].set(jnp.asarray([9.5, 10.0]))
     tokens, parents = jnp.asarray([[0, 2, 5, 5]]), jnp.asarray([[-1, 0, 0, 0]])
-    got = check(name, logits, tokens, parents, None, row_controls(-1), max_depth=1)
-    assert got.path.tolist() == [[0, 2]] and not got.relaxed.any()
+    verdict = check(name, logits, tokens, parents, None, row_controls(-1), max_depth=1)
+    assert verdict.path.tolist() == [[0, 2]] and not verdict.relaxed.any()
 
 
 @every_implementation
@@ -120,8 +120,8 @@ def test_stop_tokens_are_never_relaxed_over_on_any_side(name):
     tokens, parents, y = jnp.asarray([[0, 2]]), jnp.asarray([[-1, 0]]), jnp.asarray([[7, 7]])
     for stop, expected in ((2, 0), (5, 0), (7, 0), (3, 1), (-1, 1)):
         for stops in ([-1, stop], [stop, -1], [stop, 8]):
-            got = check(name, logits, tokens, parents, y, row_controls(*stops), max_depth=1)
-            assert int(got.num_accepted[0]) == expected
+            verdict = check(name, logits, tokens, parents, y, row_controls(*stops), max_depth=1)
+            assert int(verdict.num_accepted[0]) == expected
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.helpers.implementations import IMPLEMENTATIONS, assert_no_races
 
 DIM = 128
 SMALL = AttentionBlocks(16, 4, 3)
-"""Blocks so small that a small case has many blocks and tiles."""
+"""Blocks that divide even a small case into many blocks and tiles."""
 
 
 class Case(NamedTuple):
@@ -25,17 +25,17 @@ class Case(NamedTuple):
 
 
 def random_tree(rng, n):
-    """Return bool[N, N], in which each node of a random tree sees itself and its ancestors, and the depths i32[N]."""
-    seen, depth = np.eye(n, dtype=bool), np.zeros(n, int)
+    """Return the mask bool[N, N] of a random tree, whose nodes see themselves and their ancestors, and its depths."""
+    mask, depth = np.eye(n, dtype=bool), np.zeros(n, int)
     for i in range(1, n):
         parent = rng.integers(0, i)
-        seen[i] |= seen[parent]
+        mask[i] |= mask[parent]
         depth[i] = depth[parent] + 1
-    return seen, depth
+    return mask, depth
 
 
 def make(seed, *, b=3, n=6, k=2, g=2, d=DIM, s=53, dtype="float32", tree=True, int8=False, **options):
-    """Return rows of ragged lengths, with large numbers in the unwritten slots, which no query may see."""
+    """Return ragged rows, with large numbers in the unwritten slots, which no query may see."""
     rng = np.random.default_rng(seed)
     first = rng.integers(0, s - n + 1, b)
     first[0], first[-1] = 0, s - n  # an empty row and a full one
@@ -51,7 +51,7 @@ def make(seed, *, b=3, n=6, k=2, g=2, d=DIM, s=53, dtype="float32", tree=True, i
         keys, values = (jnp.asarray(x, dtype) for x in cache)
     if tree:
         trees = [random_tree(rng, n) for _ in range(b)]
-        options["seen"] = jnp.asarray(np.stack([seen for seen, _ in trees]))
+        options["seen"] = jnp.asarray(np.stack([mask for mask, _ in trees]))
         options["positions"] = jnp.asarray(first[:, None] + np.stack([x for _, x in trees]), jnp.int32)
     return Case(q, keys, values, jnp.asarray(first, jnp.int32), options)
 
@@ -59,15 +59,15 @@ def make(seed, *, b=3, n=6, k=2, g=2, d=DIM, s=53, dtype="float32", tree=True, i
 def visible(case: Case) -> np.ndarray:
     """Return bool[B, N, S], computed slot by slot."""
     (b, n), s, first = case.q.shape[:2], case.k.shape[1], np.asarray(case.first)
-    given = {name: np.asarray(x) for name, x in case.options.items() if hasattr(x, "shape")}
-    positions = given.get("positions", first[:, None] + np.arange(n))
-    rows, seen = given.get("seen_positions", positions), given.get("seen", np.tril(np.ones((b, n, n), bool)))
+    extra = {name: np.asarray(x) for name, x in case.options.items() if hasattr(x, "shape")}
+    positions = extra.get("positions", first[:, None] + np.arange(n))
+    rows, mask = extra.get("seen_positions", positions), extra.get("seen", np.tril(np.ones((b, n, n), bool)))
     window, out = case.options.get("window"), np.zeros((b, n, s), bool)
     for i, j, slot in np.ndindex(out.shape):
         row = slot - first[i]
-        if row < seen.shape[2]:
+        if row < mask.shape[2]:
             key = slot if row < 0 else rows[i, row]
-            out[i, j, slot] = (row < 0 or seen[i, j, row]) and (
+            out[i, j, slot] = (row < 0 or mask[i, j, row]) and (
                 window is None or key > positions[i, j] - window
             )
     return out
@@ -105,13 +105,13 @@ def run(name, case, blocks=None, new=None):
 
 
 def check(implementation, case, blocks=None):
-    got = run(implementation, case, blocks)
-    assert got.shape == case.q.shape and got.dtype == case.q.dtype
+    output = run(implementation, case, blocks)
+    assert output.shape == case.q.shape and output.dtype == case.q.dtype
     # The weights are rounded to the dtype of the values before the sum, and the result after it: two roundings of
     # 2^-9 each.
-    exact = got.dtype == jnp.float32 and case.k.dtype == jnp.float32
+    exact = output.dtype == jnp.float32 and case.k.dtype == jnp.float32
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if exact else {"atol": 2**-6, "rtol": 2**-7}
-    np.testing.assert_allclose(got.astype(jnp.float32), softmax(case), **tolerance)
+    np.testing.assert_allclose(output.astype(jnp.float32), softmax(case), **tolerance)
     if implementation == "mosaic_simulated":
         assert_no_races()
 
@@ -130,9 +130,9 @@ def region_with_positions_of_its_own():
 def query_that_sees_nothing():
     """Return a case whose first row has no token before its tree, so that the result of a blind query is zeros."""
     case = make(9, b=2)
-    seen = np.asarray(case.options["seen"]).copy()
-    seen[0, 3] = False
-    return case._replace(options=case.options | {"seen": jnp.asarray(seen)})
+    mask = np.asarray(case.options["seen"]).copy()
+    mask[0, 3] = False
+    return case._replace(options=case.options | {"seen": jnp.asarray(mask)})
 
 
 CASES = {
@@ -180,15 +180,15 @@ WRITTEN = {
 @pytest.mark.parametrize("implementation", slow_but(["xla", "mosaic", "mosaic_simulated"], "xla", "mosaic"))
 def test_new_rows_are_written_and_seen(implementation, name):
     """The result equals that over a cache with the new rows, which are cast from float32 to the cache's dtype."""
-    options, before = WRITTEN[name]
+    options, offset = WRITTEN[name]
     case = make(12, **options)
     row, n = np.arange(case.q.shape[0])[:, None], case.q.shape[1]
-    slot = case.first + before
-    at = np.asarray(slot)[:, None] + np.arange(n - before)
-    new = NewRows(*(x[row, at].astype(jnp.float32) for x in (case.k, case.v)), slot)
-    empty = case._replace(k=case.k.at[row, at].set(40), v=case.v.at[row, at].set(40))
-    got, k, v = run(implementation, empty, new=new)
-    np.testing.assert_array_equal(got, run(implementation, case))
+    slot = case.first + offset
+    slots = np.asarray(slot)[:, None] + np.arange(n - offset)
+    new = NewRows(*(x[row, slots].astype(jnp.float32) for x in (case.k, case.v)), slot)
+    empty = case._replace(k=case.k.at[row, slots].set(40), v=case.v.at[row, slots].set(40))
+    output, k, v = run(implementation, empty, new=new)
+    np.testing.assert_array_equal(output, run(implementation, case))
     np.testing.assert_array_equal(k, case.k)
     np.testing.assert_array_equal(v, case.v)
     if implementation == "mosaic_simulated":
@@ -241,8 +241,8 @@ def test_the_kernel_reads_no_block_after_the_end_of_a_row():
     options = case.options | {"positions": first[:, None] + jnp.arange(6, dtype=jnp.int32)[None]}
     # The trees end at slots 6, 16, 32 and 64.
     hidden = [slice(16, None), slice(16, None), slice(32, None), slice(64, None)]
-    got = run("mosaic", with_nan(case._replace(options=options), first, hidden), SMALL)
-    assert np.isfinite(got).all()
+    output = run("mosaic", with_nan(case._replace(options=options), first, hidden), SMALL)
+    assert np.isfinite(output).all()
 
 
 def test_the_kernel_reads_no_slot_before_a_window():
@@ -255,5 +255,5 @@ def test_the_kernel_reads_no_slot_before_a_window():
 def test_a_tile_of_a_prompt_reads_no_block_after_its_last_query():
     """The second of two tiles of 8 queries sees 8 more slots."""
     broken = with_nan(make(12, b=1, n=16, k=1, s=96, tree=False), [16], [slice(24, None)])
-    got = run("mosaic", broken, AttentionBlocks(8, 8))
-    assert np.isfinite(got[:, :8]).all() and not np.isfinite(got[:, 8:]).any()
+    output = run("mosaic", broken, AttentionBlocks(8, 8))
+    assert np.isfinite(output[:, :8]).all() and not np.isfinite(output[:, 8:]).any()

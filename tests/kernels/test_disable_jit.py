@@ -62,8 +62,8 @@ def test_an_operation_computes_the_same_without_jit(operation):
     with jax.disable_jit():
         eager = function(*arguments)
     assert jax.tree.structure(eager) == jax.tree.structure(compiled)
-    for one, other in zip(jax.tree.leaves(eager), jax.tree.leaves(compiled), strict=True):
-        np.testing.assert_allclose(np.asarray(one, np.float64), np.asarray(other, np.float64), atol=1e-4)
+    for a, b in zip(jax.tree.leaves(eager), jax.tree.leaves(compiled), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), atol=1e-4)
 
 
 @pytest.mark.slow

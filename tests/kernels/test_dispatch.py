@@ -42,17 +42,17 @@ def test_the_default_lowers_to_one_kernel_on_tpu_and_to_none_elsewhere(program):
 
 
 @pytest.mark.parametrize(
-    ("platform", "form", "other"),
+    ("platform", "form", "other_form"),
     [("cuda", "partitioned", "xla"), ("rocm", "partitioned", "xla"), ("cpu", "xla", "partitioned")],
 )
-def test_a_gpu_takes_the_form_that_xla_can_partition(platform, form, other):
+def test_a_gpu_takes_the_form_that_xla_can_partition(platform, form, other_form):
     """Distinguish programs by their number of reductions, which is higher for the search over blocks."""
 
     def reductions(**options):
         programs = [statistics(**options), acceptance(**options)]
         return [lowered(f, *args, platform=platform).count("stablehlo.reduce") for f, args in programs]
 
-    assert reductions() == reductions(implementation=form) != reductions(implementation=other)
+    assert reductions() == reductions(implementation=form) != reductions(implementation=other_form)
 
 
 def test_a_named_kernel_fails_where_it_cannot_run():
@@ -103,8 +103,8 @@ def test_every_named_shape_has_legal_default_blocks(dtype):
     for vocab, draft in itertools.product(VOCABULARIES.values(), DRAFTS.values()):
         options = {"vocab": vocab, "dtype": dtype}
         for group, nodes in ((1, draft.nodes), (8, draft.nodes), (16, 1)):
-            found = tpu_blocks(None, trees=draft.batch, nodes=nodes, group=group, **options)
-            assert found == tpu_blocks(found, trees=draft.batch, nodes=nodes, group=group, **options)
+            blocks = tpu_blocks(None, trees=draft.batch, nodes=nodes, group=group, **options)
+            assert blocks == tpu_blocks(blocks, trees=draft.batch, nodes=nodes, group=group, **options)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_where_xla_partitions_the_vocabulary_there_is_no_kernel_and_the_same_ver
     (logits, tokens, _, _, rows), _ = accept_case(4, 5, 4, 3, 512, chain=True)
     controls = make_rows(5, limit=9, **rows._asdict())
     rule, keys = judge(verify.mars()), keys_from_seeds(jnp.arange(5))
-    want = jax.jit(rule)(keys, chain(tokens), logits, controls)
+    expected = jax.jit(rule)(keys, chain(tokens), logits, controls)
     spread = jax.device_put(logits, NamedSharding(mesh_of(model=2), P(None, None, "model")))
     arguments = (keys, chain(tokens), spread, controls)
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(rule)(*arguments), want)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(rule)(*arguments), expected)
     assert "tpu_custom_call" not in lowered(rule, *arguments, platform="tpu")

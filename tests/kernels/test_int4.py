@@ -41,13 +41,13 @@ def test_it_is_the_product_of_the_dequantised_matrix(rows, inputs, outputs, size
     stored, wide = matrix(rng, inputs, outputs, size)
     x = jnp.asarray(rng.normal(size=(rows, inputs)) + 0.5, jnp.bfloat16)
     assert mosaic.supports_product(rows, inputs, outputs, size)
-    made = mosaic.dense_int4(x, *stored, chip=CHIPS[chip], interpret=True)
+    product = mosaic.dense_int4(x, *stored, chip=CHIPS[chip], interpret=True)
     exact = np.asarray(x, np.float64) @ wide
     # With few rows, or groups as deep as a matrix unit, scales apply after the product; else weights round to bfloat16.
     by_group = size == 128 or rows * 128 // size <= mosaic.ROWS
     rounded = 2.0**-14 if by_group else 2.0**-8
     size_of = np.abs(np.asarray(x, np.float64)) @ np.abs(wide)
-    assert np.all(np.abs(np.asarray(made) - exact) <= rounded * size_of)
+    assert np.all(np.abs(np.asarray(product) - exact) <= rounded * size_of)
 
 
 def test_a_named_kernel_has_the_gradient_of_the_product():
@@ -71,13 +71,13 @@ def test_nothing_races(rows, size, monkeypatch):
     rng = np.random.default_rng(0)
     stored, wide = matrix(rng, 256, 256, size)
     x = jnp.asarray(rng.normal(size=(rows, 256)), jnp.bfloat16)
-    made = mosaic.dense_int4(x, *stored, chip="TPU v6 lite", interpret=RACES)
-    np.testing.assert_allclose(made, np.asarray(x, np.float64) @ wide, atol=0.5)
+    product = mosaic.dense_int4(x, *stored, chip="TPU v6 lite", interpret=RACES)
+    np.testing.assert_allclose(product, np.asarray(x, np.float64) @ wide, atol=0.5)
     assert_no_races()
 
 
 def test_float16_numbers_are_decoded_to_the_bit():
     every = np.arange(1 << 16, dtype=np.uint16)
     every = every[np.isfinite(every.view(np.float16))]
-    made = jax.jit(mosaic._float32)(jnp.asarray(every))
-    np.testing.assert_array_equal(made, every.view(np.float16).astype(np.float32))
+    decoded = jax.jit(mosaic._float32)(jnp.asarray(every))
+    np.testing.assert_array_equal(decoded, every.view(np.float16).astype(np.float32))

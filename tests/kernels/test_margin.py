@@ -78,15 +78,15 @@ def stats_of(form):
 
 def check(form, logits, *, logsumexp=True, **options):
     """Compare with numpy: values and ids exactly; only the logsumexp may differ by rounding."""
-    got = stats_of(form)(logits, logsumexp=logsumexp, **options)
-    assert [x.dtype for x in got[:4]] == [jnp.float32, jnp.int32, jnp.float32, jnp.int32]
-    want = top_two(logits)
-    for field, value, expected in zip(MarginStats._fields, got[:4], want[:4], strict=False):
+    stats = stats_of(form)(logits, logsumexp=logsumexp, **options)
+    assert [x.dtype for x in stats[:4]] == [jnp.float32, jnp.int32, jnp.float32, jnp.int32]
+    reference = top_two(logits)
+    for field, value, expected in zip(MarginStats._fields, stats[:4], reference[:4], strict=False):
         np.testing.assert_array_equal(value, expected, err_msg=field)
     if logsumexp:
-        np.testing.assert_allclose(got.logsumexp, want[4], atol=TOLERANCE, rtol=1e-6)
+        np.testing.assert_allclose(stats.logsumexp, reference[4], atol=TOLERANCE, rtol=1e-6)
     else:
-        assert got.logsumexp is None
+        assert stats.logsumexp is None
     if form == "mosaic_simulated":
         assert_no_races()
 

@@ -39,28 +39,28 @@ def few_values(*shape):
 
 def check(stats, logits):
     """Compare with numpy. Sums of 4096 float32 exponentials have another order."""
-    want = top_two(logits)
-    for value, expected in zip(stats[:4], want[:4], strict=True):
+    reference = top_two(logits)
+    for value, expected in zip(stats[:4], reference[:4], strict=True):
         np.testing.assert_array_equal(value, expected)
-    np.testing.assert_allclose(stats.logsumexp, want[4], rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(stats.logsumexp, reference[4], rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_ids_do_not_depend_on_the_number_of_shards(shards):
     mesh, logits = mesh_of(model=shards), few_values(3, 4, VOCAB)
     placed = jax.device_put(logits, NamedSharding(mesh, P(None, None, "model")))
-    got = jax.jit(functools.partial(sharded_margin_stats, mesh=mesh, axis="model", logsumexp=True))(placed)
-    check(got, logits)
+    stats = jax.jit(functools.partial(sharded_margin_stats, mesh=mesh, axis="model", logsumexp=True))(placed)
+    check(stats, logits)
 
 
 def test_verdicts_equal_those_of_one_device_with_the_batch_spread_as_well():
     mesh = mesh_of(data=2, model=4)
     (logits, tokens, parents, y, controls), options = accept_case(4, 6, 9, 4, 512, sampled=True)
-    want = jax.jit(functools.partial(margin_accept, **options))(logits, tokens, parents, y, controls)
+    expected = jax.jit(functools.partial(margin_accept, **options))(logits, tokens, parents, y, controls)
     placed = jax.device_put(logits, NamedSharding(mesh, P("data", None, "model")))
     spread = functools.partial(sharded_margin_accept, mesh=mesh, axis="model", batch_axis="data", **options)
-    got = jax.jit(spread)(placed, tokens, parents, y, controls)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    actual = jax.jit(spread)(placed, tokens, parents, y, controls)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def test_both_axes_of_a_mesh_can_hold_the_vocabulary():
@@ -73,8 +73,8 @@ def test_both_axes_of_a_mesh_can_hold_the_vocabulary():
 def collectives(program):
     """Return (name, elements of the largest result) of every collective in an HLO text."""
     names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
-    found = re.findall(rf" = (.*?) ({names})(?:-start)?\(", program)
-    shapes = [(name, re.findall(r"\[([\d,]*)\]", result)) for result, name in found]
+    matches = re.findall(rf" = (.*?) ({names})(?:-start)?\(", program)
+    shapes = [(name, re.findall(r"\[([\d,]*)\]", result)) for result, name in matches]
     return [(name, max(math.prod(map(int, filter(None, s.split(",")))) for s in all)) for name, all in shapes]
 
 
@@ -116,8 +116,8 @@ def test_without_shard_map_the_default_is_partitioned_without_gathering_the_voca
     placed = jax.device_put(weight, NamedSharding(mesh, P(None, "model")))
     compiled = jax.jit(program).lower(hidden, placed).compile()
     assert 0 < max(elements for _, elements in collectives(compiled.as_text())) <= shards * batch * nodes
-    got = compiled(hidden, placed)
-    check(got, np.einsum("bne,ev->bnv", hidden, weight))  # small integers: exact in any order
+    stats = compiled(hidden, placed)
+    check(stats, np.einsum("bne,ev->bnv", hidden, weight))  # small integers: exact in any order
 
 
 def test_a_vocabulary_or_axis_that_does_not_divide_is_named():
@@ -159,10 +159,10 @@ def test_any_split_in_any_order_gives_the_whole(seed, first, second):
     logits = rows(seed)
     order = np.random.default_rng(seed).permutation(12)
     a, b, c = (part(logits, tokens) for tokens in np.split(order, [first, first + second]))
-    whole = part(logits, range(12))
-    assert_same(merge(merge(a, b), c), whole)
-    assert_same(merge(a, merge(b, c)), whole)
-    assert_same(merge(merge(c, a), b), whole)
+    expected = part(logits, range(12))
+    assert_same(merge(merge(a, b), c), expected)
+    assert_same(merge(a, merge(b, c)), expected)
+    assert_same(merge(merge(c, a), b), expected)
     nothing = empty((6,), logsumexp=True)
     assert_same(merge(nothing, a), a)
     assert_same(merge(a, nothing), a)

@@ -28,12 +28,12 @@ def few_values(*shape: int) -> jax.Array:
     return jnp.asarray(z)
 
 
-def check(found, logits, k):
+def check(actual, logits, k):
     values, ids = jax.lax.top_k(logits.astype(jnp.float32), k)
-    np.testing.assert_array_equal(found.values, values)
-    np.testing.assert_array_equal(found.ids, ids)
-    want = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
-    np.testing.assert_allclose(found.logsumexp, want, rtol=1e-6)
+    np.testing.assert_array_equal(actual.values, values)
+    np.testing.assert_array_equal(actual.ids, ids)
+    expected = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+    np.testing.assert_allclose(actual.logsumexp, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -56,19 +56,19 @@ def test_normal_logits_of_either_dtype(form, dtype):
     check(top_k(logits, 8, **IMPLEMENTATIONS[form]), logits, 8)
 
 
-def check_joined(found, logits, k):
+def check_joined(actual, logits, k):
     values, ids = jax.lax.top_k(logits, k)
-    np.testing.assert_array_equal(found.values, values)
+    np.testing.assert_array_equal(actual.values, values)
     # Among masked tokens, parts of fewer than k tokens may name one token twice.
     real = values > -jnp.inf
-    np.testing.assert_array_equal(jnp.where(real, found.ids, 0), jnp.where(real, ids, 0))
-    np.testing.assert_allclose(found.logsumexp, jax.nn.logsumexp(logits, axis=-1), rtol=1e-6)
+    np.testing.assert_array_equal(jnp.where(real, actual.ids, 0), jnp.where(real, ids, 0))
+    np.testing.assert_allclose(actual.logsumexp, jax.nn.logsumexp(logits, axis=-1), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("interpret", "parts", "size"),
     slow_but(
-        [(how, *cut) for how in (None, True, RACES) for cut in [(1, 300), (4, 200), (8, 5), (2, 2000)]],
+        [(mode, *cut) for mode in (None, True, RACES) for cut in [(1, 300), (4, 200), (8, 5), (2, 2000)]],
         (None, 4, 200), (None, 8, 5), (True, 4, 200),
     ),
 )  # fmt: skip
@@ -95,8 +95,8 @@ def test_a_vocabulary_that_is_divided_over_devices(form):
 
 @pytest.mark.parametrize("form", ["mosaic", "xla"])
 def test_rows_of_nan_still_name_tokens(form):
-    found = top_k(jnp.full((2, 300), jnp.nan), 5, **IMPLEMENTATIONS[form])
-    assert ((found.ids >= 0) & (found.ids < 300)).all()
+    largest = top_k(jnp.full((2, 300), jnp.nan), 5, **IMPLEMENTATIONS[form])
+    assert ((largest.ids >= 0) & (largest.ids < 300)).all()
 
 
 def test_a_named_kernel_refuses_a_vocabulary_that_does_not_fit():

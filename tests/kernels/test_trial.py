@@ -19,19 +19,19 @@ from tests.helpers.meshes import mesh_of
 @pytest.fixture
 def trials(monkeypatch):
     """Reset all trials; return (kernel, shape) of every later trial."""
-    made = []
+    recorded = []
     untried = dispatch._failure.__wrapped__
 
     @functools.cache
     def counting(function, options, structure, shapes):
-        made.append((function.__name__, shapes[0].shape))
+        recorded.append((function.__name__, shapes[0].shape))
         return untried(function, options, structure, shapes)
 
     monkeypatch.setattr(dispatch, "_failure", counting)
     monkeypatch.setattr(dispatch, "_logged", set())
     # Programs compiled with another choice of kernels must not reach other tests.
     jax.clear_caches()
-    yield made
+    yield recorded
     jax.clear_caches()
 
 
@@ -49,10 +49,10 @@ def random_logits(*shape):
 def test_a_kernel_that_does_not_compile_is_one_line_and_the_xla_form(on_a_chip_that_refuses, caplog):
     logits = random_logits(4, 3, 300)
     with caplog.at_level(logging.WARNING, logger="kernels_pallas"):
-        found = [jax.jit(margin_stats)(logits) for _ in range(2)] + [margin_stats(logits[:2])]
-    want = margin_stats(logits, implementation="reference")
-    jax.tree.map(np.testing.assert_array_equal, found[0], want)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[:2]), found[2], want)
+        runs = [jax.jit(margin_stats)(logits) for _ in range(2)] + [margin_stats(logits[:2])]
+    expected = margin_stats(logits, implementation="reference")
+    jax.tree.map(np.testing.assert_array_equal, runs[0], expected)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[:2]), runs[2], expected)
     assert on_a_chip_that_refuses == [("margin_stats", (4, 3, 300)), ("margin_stats", (2, 3, 300))]
     (line,) = caplog.messages
     assert line.startswith(
@@ -66,10 +66,10 @@ def test_kernels_with_a_collective_between_them_are_tried_without_it(on_a_chip_t
     mesh = mesh_of(model=4)
     local = functools.partial(sharded_top_k, k=5, axis="model")
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P(None, "model"), out_specs=P(), check_vma=False)
-    found = jax.jit(mapped)(logits)
+    largest = jax.jit(mapped)(logits)
     values, ids = jax.lax.top_k(logits, 5)
-    np.testing.assert_array_equal(found.values, values)
-    np.testing.assert_array_equal(found.ids, ids)
+    np.testing.assert_array_equal(largest.values, values)
+    np.testing.assert_array_equal(largest.ids, ids)
     assert on_a_chip_that_refuses == [("_top_k_of_parts", (3, 200))] and len(caplog.messages) == 1
     jax.eval_shape(functools.partial(top_k, k=5), jax.ShapeDtypeStruct((8, 2**18), jnp.float32))
     assert len(on_a_chip_that_refuses) == 1  # shapes that do not fit the kernel need no trial
@@ -78,9 +78,9 @@ def test_kernels_with_a_collective_between_them_are_tried_without_it(on_a_chip_t
 def test_inside_shard_map_the_trial_is_of_one_devices_part(on_a_chip_that_refuses):
     logits = random_logits(8, 300)
     with jax.set_mesh(mesh_of(data=8)):
-        found = jax.jit(jax.shard_map(margin_stats, in_specs=P("data"), out_specs=P("data")))(logits)
-    want = margin_stats(logits, implementation="reference")
-    jax.tree.map(np.testing.assert_array_equal, found, want)
+        actual = jax.jit(jax.shard_map(margin_stats, in_specs=P("data"), out_specs=P("data")))(logits)
+    expected = margin_stats(logits, implementation="reference")
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
     assert on_a_chip_that_refuses == [("margin_stats", (1, 300))]
 
 

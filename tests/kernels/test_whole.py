@@ -21,7 +21,7 @@ def form_of(x):
     return whole_or_partitioned(lambda x: x + WHOLE, lambda x: x + PARTITIONED)(x)
 
 
-def runs(function, x, form):
+def check(function, x, form):
     np.testing.assert_array_equal(function(x), jnp.full(x.shape, form))
 
 
@@ -30,12 +30,12 @@ ZEROS = jnp.zeros((8, 4))
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.vmap, lambda f: jax.jit(jax.vmap(f))])
 def test_on_one_device_it_is_whole(wrap):
-    runs(wrap(form_of), ZEROS, WHOLE)
+    check(wrap(form_of), ZEROS, WHOLE)
 
 
 @pytest.mark.parametrize("spec", [P("data"), P()], ids=["divided", "copied"])
 def test_over_the_devices_of_a_mesh_it_is_partitioned(spec):
-    runs(jax.jit(form_of), jax.device_put(ZEROS, NamedSharding(mesh_of(data=8), spec)), PARTITIONED)
+    check(jax.jit(form_of), jax.device_put(ZEROS, NamedSharding(mesh_of(data=8), spec)), PARTITIONED)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_over_the_devices_of_a_mesh_it_is_partitioned(spec):
 )
 def test_inside_shard_map(spec, options, form):
     mesh = mesh_of(data=2, model=4)
-    runs(jax.jit(jax.shard_map(form_of, mesh=mesh, in_specs=spec, out_specs=spec, **options)), ZEROS, form)
+    check(jax.jit(jax.shard_map(form_of, mesh=mesh, in_specs=spec, out_specs=spec, **options)), ZEROS, form)
 
 
 @pytest.mark.parametrize("spec", [P("data", "model"), P()])
@@ -72,7 +72,7 @@ def test_one_shard_map_inside_another_over_the_axes_that_it_left_is_whole():
     with jax.set_mesh(mesh_of(data=2, model=4)):
         spread = jax.shard_map(outer, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
         # There, jax before 0.10.2 sees only the inner axes, and refuses a Mosaic call.
-        runs(jax.jit(spread), ZEROS, PARTITIONED if jax.__version_info__ < (0, 10, 2) else WHOLE)
+        check(jax.jit(spread), ZEROS, PARTITIONED if jax.__version_info__ < (0, 10, 2) else WHOLE)
 
 
 @pytest.mark.parametrize("ctx", [SimpleNamespace(), SimpleNamespace(module_context=SimpleNamespace())])

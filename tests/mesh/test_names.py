@@ -25,8 +25,8 @@ DECODER = decode.speculative_decoder(MODEL, drafters.ngram(2), RULE, prefill_chu
 def decoded(params, mesh=None):
     prompts, lengths = ragged([1, 6, 12, 9], 32, 128)
     controls = make_controls(4, limit=32, temperature=[0.0, 0.9, 0.0, 1.3])
-    given = (prompts, lengths, controls, RULE, keys_from_seeds(jnp.arange(4)))
-    state = decode.start(DECODER, Params(params), Prompts(*given))
+    batch = Prompts(prompts, lengths, controls, RULE, keys_from_seeds(jnp.arange(4)))
+    state = decode.start(DECODER, Params(params), batch)
     return committed(decode.run(DECODER, Params(params), state)[0])
 
 
@@ -34,7 +34,7 @@ def decoded(params, mesh=None):
 @pytest.mark.parametrize("names", [("fsdp", "tp"), ("replica", "fsdp", "tp")])
 def test_axes_of_other_names_decode_as_one_device(names):
     params = init_params(CONFIG, jax.random.key(0), scale=0.3)
-    alone = decoded(params)
+    expected = decoded(params)
     name_axes(data=("replica", "fsdp"), model="tp")
     mesh = mesh_of(**dict.fromkeys(names, 2))
     # Trainers divide every matrix over both axes.
@@ -44,7 +44,7 @@ def test_axes_of_other_names_decode_as_one_device(names):
     placed = shardings.place(spread, CONFIG, mesh)
     assert placed["layers"][0]["up"].sharding.spec == P("tp", None)
     with jax.set_mesh(mesh):
-        assert decoded(placed) == alone
+        assert decoded(placed) == expected
 
 
 def test_an_axis_without_a_role_is_an_error():

@@ -100,19 +100,19 @@ def peaked(table):
 def weights(config):
     """Return random params."""
     if isinstance(config, MedusaConfig):
-        made = medusa_layers.init_params(config, jax.random.key(2), scale=0.3)
-        heads = tuple(head | {"unembed": peaked(head["unembed"])} for head in made["heads"])
+        params = medusa_layers.init_params(config, jax.random.key(2), scale=0.3)
+        heads = tuple(head | {"unembed": peaked(head["unembed"])} for head in params["heads"])
         return {"heads": heads}
     if isinstance(config, DFlashConfig):
         return dflash_head.init_params(config, jax.random.key(1), scale=0.3)
     if isinstance(config, EagleConfig):
-        made = eagle_head.init_params(config, jax.random.key(1), scale=0.3)
+        params = eagle_head.init_params(config, jax.random.key(1), scale=0.3)
         if config.version == 3:
-            made["ids"] = jnp.arange(0, VOCAB, VOCAB // config.draft_vocab_size, dtype=jnp.int32)
-            made["unembed"] = peaked(made["unembed"])
-        return made
-    made = init_params(config, jax.random.key(0), scale=0.3)
-    return made | {"unembed": peaked(made["unembed"])}
+            params["ids"] = jnp.arange(0, VOCAB, VOCAB // config.draft_vocab_size, dtype=jnp.int32)
+            params["unembed"] = peaked(params["unembed"])
+        return params
+    params = init_params(config, jax.random.key(0), scale=0.3)
+    return params | {"unembed": peaked(params["unembed"])}
 
 
 def params_of(target, draft):
@@ -149,8 +149,8 @@ def decoder_of(case):
 @functools.cache
 def on_one_device(case):
     decoder, params = decoder_of(case)
-    given = rows(CASES[case][3])
-    state = compiled(decode._start, decoder, params, given)(params, given)
+    batch = rows(CASES[case][3])
+    state = compiled(decode._start, decoder, params, batch)(params, batch)
     state, stats = compiled(decode.run, decoder, params, state)(params, state)
     return committed(state), stats
 
@@ -179,17 +179,17 @@ def on_mesh(case, mesh, *, named=True):
 
 
 def assert_placed(state, mesh):
-    wanted = sharding.state_shardings(state, mesh)
-    for x, place in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+    expected = sharding.state_shardings(state, mesh)
+    for x, place in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         assert x.sharding.is_equivalent_to(place, x.ndim)
 
 
 def collectives(program):
     """Count every (name, elements of the largest result) of the collectives in an HLO text."""
     names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
-    found = re.findall(rf" = (.*?) ({names})(?:-start)?\(", program)
+    matches = re.findall(rf" = (.*?) ({names})(?:-start)?\(", program)
     counter = collections.Counter()
-    for result, name in found:
+    for result, name in matches:
         shapes = [map(int, filter(None, sizes.split(","))) for sizes in re.findall(r"\[([\d,]*)\]", result)]
         counter[name, max(map(math.prod, shapes))] += 1
     return counter
@@ -212,7 +212,7 @@ ALL += [
 
 @pytest.mark.parametrize(
     ("case", "axes", "kind"),
-    [*FAST, *[pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in FAST]],
+    [*FAST, *[pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in FAST]],
 )
 def test_tokens_are_those_of_one_device(case, axes, kind):
     mesh = mesh_of(axes, kind)
@@ -221,31 +221,31 @@ def test_tokens_are_those_of_one_device(case, axes, kind):
     assert tokens == expected
     for name in ("steps", "emitted", "accepted_exact", "accepted_relaxed"):
         np.testing.assert_array_equal(getattr(stats, name), getattr(expected_stats, name))
-    found = collectives(program)
+    transfers = collectives(program)
     if mesh.shape.get("model", 1) == mesh.shape.get("expert", 1) == 1:
-        assert not found
+        assert not transfers
         return
-    assert {name for name, _ in found} <= {"all-gather", "all-reduce"}
+    assert {name for name, _ in transfers} <= {"all-gather", "all-reduce"}
     # No vocabulary, cache or weights travel: at most the output of a layer for the nodes, or the few numbers per node
     # and device that join a divided vocabulary.
     _, drafter, _, _ = CASES[case]
     nodes = BATCH // mesh.shape.get("data", 1) * max(drafter.num_nodes, 2)
-    most = max(elements for _, elements in found)
+    largest = max(elements for _, elements in transfers)
     if case == "ngram, mars":  # all forwards are the target's
         # One sum for the embedding, one after each attention and one after each MLP.
-        assert found["all-reduce", nodes * HIDDEN] == 1 + 2 * ONE_LAYER.num_layers
+        assert transfers["all-reduce", nodes * HIDDEN] == 1 + 2 * ONE_LAYER.num_layers
     allowed = (math.ceil(nodes / 8) * 8) * HIDDEN
     if case == "eagle-3 chain":  # the whole draft vocabulary, one node at a time
         allowed = BATCH // mesh.shape.get("data", 1) * EAGLE_3.draft_vocab_size
-    assert most <= allowed < nodes * VOCAB / 4
+    assert largest <= allowed < nodes * VOCAB / 4
 
 
 def test_sampling_from_a_divided_vocabulary_sends_a_few_numbers_per_node():
     """Check each function that reads [.., V]: the same tokens and filters, and no transfer of a vocabulary's size."""
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.integers(-9, 9, (BATCH, 3, VOCAB)), jnp.float32)  # ties on every device
-    given = rows(verify.exact())
-    controls, keys = given.controls, given.keys
+    batch = rows(verify.exact())
+    controls, keys = batch.controls, batch.keys
     places = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (BATCH, 3))
     tokens = jnp.asarray(rng.integers(0, VOCAB, (BATCH, 4)), jnp.int32)
     nodes = jnp.asarray(rng.integers(0, 3, (BATCH, 4)), jnp.int32)
@@ -263,22 +263,22 @@ def test_sampling_from_a_divided_vocabulary_sends_a_few_numbers_per_node():
 
     mesh = mesh_of("data=2,model=4")
     arguments = ((), logits, controls, keys, places, nodes, tokens)
-    wanted = jax.jit(everything)(*arguments)
-    spread = {name: P("data") for name in wanted} | {"processed": P("data", None, "model")}
+    expected = jax.jit(everything)(*arguments)
+    spread = {name: P("data") for name in expected} | {"processed": P("data", None, "model")}
     with jax.set_mesh(mesh):
         placed = jax.device_put(arguments, sharding.state_shardings(arguments, mesh))
         logits = jax.device_put(logits, NamedSharding(mesh, P("data", None, "model")))
         function = jax.jit(by_rows(everything), out_shardings=spread)
         program = compiled(function, (), logits, *placed[2:])
-        got = program((), logits, *placed[2:])
+        actual = program((), logits, *placed[2:])
     for name in ("argmax", "sample", "top_k", "at_tokens"):
-        jax.tree.map(np.testing.assert_array_equal, got[name], wanted[name])
+        jax.tree.map(np.testing.assert_array_equal, actual[name], expected[name])
     for name in ("processed", "logsumexp", "log_prob"):
-        np.testing.assert_allclose(got[name], wanted[name], rtol=1e-6)
-    found = collectives(program.as_text())
-    assert {name for name, _ in found} <= {"all-gather", "all-reduce"}
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-6)
+    transfers = collectives(program.as_text())
+    assert {name for name, _ in transfers} <= {"all-gather", "all-reduce"}
     # Two numbers for each of five candidates and for the sum on four devices, of 4 rows with 3 nodes.
-    assert max(elements for _, elements in found) == 2 * 6 * 4 * 12
+    assert max(elements for _, elements in transfers) == 2 * 6 * 4 * 12
 
 
 @pytest.mark.slow
@@ -325,7 +325,7 @@ def test_experts_are_divided_whole_before_their_hidden_units(axes, up, down):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "sentence"),
     [
         ("data=2,tensor=4", "expected axes among data, model, expert"),
         ("data=2,data=4", "each once"),
@@ -333,8 +333,8 @@ def test_experts_are_divided_whole_before_their_hidden_units(axes, up, down):
         ("data=3,model=4", "of 12 devices and there are 8"),
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused(text, said):
-    with pytest.raises(MarsError, match=said):
+def test_a_mesh_that_cannot_be_is_refused(text, sentence):
+    with pytest.raises(MarsError, match=sentence):
         sharding.parse_mesh(text)
 
 

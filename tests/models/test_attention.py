@@ -29,11 +29,11 @@ def numpy_attention(q, k, v, mask):
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out = np.zeros_like(q)
     for b, n, h, g in np.ndindex(q.shape[:4]):
-        seen = np.asarray(mask[b, n])
-        if seen.any():
-            scores = k[b, seen, h] @ q[b, n, h, g] / np.sqrt(q.shape[-1])
+        visible = np.asarray(mask[b, n])
+        if visible.any():
+            scores = k[b, visible, h] @ q[b, n, h, g] / np.sqrt(q.shape[-1])
             weights = np.exp(scores - scores.max())
-            out[b, n, h, g] = weights @ v[b, seen, h] / weights.sum()
+            out[b, n, h, g] = weights @ v[b, visible, h] / weights.sum()
     return out
 
 
@@ -41,9 +41,9 @@ def numpy_attention(q, k, v, mask):
 @pytest.mark.parametrize("form", [attend, attend_all])
 def test_both_forms_equal_the_textbook_formula(form, slots):
     for live in {1, (slots + 1) // 2, slots}:
-        given = case(slots, slots=slots, live=live)
+        operands = case(slots, slots=slots, live=live)
         # 1e-5: float32 sums of at most 400 terms of size one.
-        np.testing.assert_allclose(jax.jit(form)(*given), numpy_attention(*given[:4]), atol=1e-5)
+        np.testing.assert_allclose(jax.jit(form)(*operands), numpy_attention(*operands[:4]), atol=1e-5)
 
 
 def test_what_the_mask_hides_does_not_matter_and_a_blind_query_gets_zeros():
@@ -64,10 +64,10 @@ def test_what_the_mask_hides_does_not_matter_and_a_blind_query_gets_zeros():
 )
 def test_large_scores_and_bfloat16_inputs_give_the_textbook_formula(dtype, size, atol):
     q, k, v, mask, live = case(2, dtype=dtype)
-    given = (q * size, k * size, v, mask, live)
-    out = blocked(*given)
+    operands = (q * size, k * size, v, mask, live)
+    out = blocked(*operands)
     assert out.dtype == dtype
-    np.testing.assert_allclose(out.astype(jnp.float32), numpy_attention(*given[:4]), atol=atol)
+    np.testing.assert_allclose(out.astype(jnp.float32), numpy_attention(*operands[:4]), atol=atol)
 
 
 def test_gradients_equal_those_of_the_plain_form_also_with_a_blind_query():
@@ -77,9 +77,9 @@ def test_gradients_equal_those_of_the_plain_form_also_with_a_blind_query():
     def loss(form):
         return lambda q, k, v: jnp.sum(jnp.sin(form(q, k, v, mask, live)))
 
-    ours = jax.jit(jax.grad(loss(attend), argnums=(0, 1, 2)))(q, k, v)
-    plain = jax.jit(jax.grad(loss(attend_all), argnums=(0, 1, 2)))(q, k, v)
-    for a, b in zip(ours, plain, strict=True):
+    actual = jax.jit(jax.grad(loss(attend), argnums=(0, 1, 2)))(q, k, v)
+    expected = jax.jit(jax.grad(loss(attend_all), argnums=(0, 1, 2)))(q, k, v)
+    for a, b in zip(actual, expected, strict=True):
         assert np.isfinite(a).all()
         np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -87,8 +87,8 @@ def test_gradients_equal_those_of_the_plain_form_also_with_a_blind_query():
 def test_vmap_maps_over_ragged_live_lengths():
     cases = [case(s, live=live) for s, live in ((4, 10), (5, 290))]
     out = jax.jit(jax.vmap(attend))(*jax.tree.map(lambda *x: jnp.stack(x), *cases))
-    for row, given in zip(out, cases, strict=True):
-        np.testing.assert_allclose(row, numpy_attention(*given[:4]), atol=1e-5)
+    for row, operands in zip(out, cases, strict=True):
+        np.testing.assert_allclose(row, numpy_attention(*operands[:4]), atol=1e-5)
 
 
 def test_the_cost_on_cpu_follows_the_live_length():
@@ -101,7 +101,7 @@ def test_the_cost_on_cpu_follows_the_live_length():
 
 def lowered(platform: str, shapes, **options) -> str:
     """Return the program for a platform."""
-    traced = jax.jit(lambda *given: attend(*given, **options)).trace(*shapes)
+    traced = jax.jit(lambda *args: attend(*args, **options)).trace(*shapes)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -130,8 +130,8 @@ def test_attention_of_cudnn_is_asked_for_the_same(nodes):
     """Replace cuDNN with XLA's form of the same public function, for queries of a group together and separately."""
     q, k, v, mask, live = case(3, n=nodes, slots=300, live=280)
     mask = mask.at[0, 0].set(False)
-    got = attention._flash(q, k, v, mask, live, scale=0.2, implementation="xla")
-    np.testing.assert_allclose(got, attend_all(q, k, v, mask, live, scale=0.2), atol=2e-6)
+    actual = attention._flash(q, k, v, mask, live, scale=0.2, implementation="xla")
+    np.testing.assert_allclose(actual, attend_all(q, k, v, mask, live, scale=0.2), atol=2e-6)
 
 
 def test_a_program_for_one_gpu_has_attention_of_cudnn(monkeypatch):
@@ -139,8 +139,8 @@ def test_a_program_for_one_gpu_has_attention_of_cudnn(monkeypatch):
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91300)
-    monkeypatch.setattr(cudnn, "check_compute_capability", lambda least: True)
-    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda other: False)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda capability: False)
 
     def calls(batch: int) -> int:
         sizes = {"batch": batch, "n": 60, "heads": 8, "group": 4, "dim": 128}

@@ -12,7 +12,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import rms_norm
 from mars_jax.models.transformer import language_model
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="promised for a CPU alone")
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="guaranteed only on a CPU")
 
 
 def test_attention_of_a_node_does_not_depend_on_how_many_there_are():
@@ -23,16 +23,16 @@ def test_attention_of_a_node_does_not_depend_on_how_many_there_are():
     )
     mask = (jnp.arange(2 * BLOCK)[None] < jnp.arange(live - nodes + 1, live + 1)[:, None])[None]
     attending = jax.jit(attend)
-    whole = attending(q, k, v, mask, jnp.int32(live))
+    full = attending(q, k, v, mask, jnp.int32(live))
     for n in (1, 3, 4):
-        np.testing.assert_array_equal(attending(q[:, :n], k, v, mask[:, :n], jnp.int32(live)), whole[:, :n])
+        np.testing.assert_array_equal(attending(q[:, :n], k, v, mask[:, :n], jnp.int32(live)), full[:, :n])
 
 
 def test_a_norm_does_not_depend_on_how_many_rows_there_are():
     x, scale, norm = jax.random.normal(jax.random.key(0), (1, 16, 576)), jnp.ones((576,)), jax.jit(rms_norm)
-    whole = norm(x, scale, 1e-5)
+    full = norm(x, scale, 1e-5)
     for n in (1, 3):
-        np.testing.assert_array_equal(norm(x[:, :n], scale, 1e-5), whole[:, :n])
+        np.testing.assert_array_equal(norm(x[:, :n], scale, 1e-5), full[:, :n])
 
 
 def test_a_cache_has_whole_blocks():

@@ -113,8 +113,8 @@ def torch_head(config: EagleConfig, target):
                 if c.num_layers == 1:
                     self.midlayer = Layer()
                 else:
-                    plain = (llama.LlamaDecoderLayer(described, i) for i in range(1, c.num_layers))
-                    self.layers = nn.ModuleList([Layer(), *plain])
+                    later = (llama.LlamaDecoderLayer(described, i) for i in range(1, c.num_layers))
+                    self.layers = nn.ModuleList([Layer(), *later])
                 self.norm = llama.LlamaRMSNorm(hidden, c.norm_eps)
                 if config.input_norm:
                     self.input_norm = llama.LlamaRMSNorm(features * width, c.norm_eps)
@@ -128,12 +128,12 @@ def torch_head(config: EagleConfig, target):
                 self.layers = nn.ModuleList([layer])
             self.rotary = llama.LlamaRotaryEmbedding(described)
 
-        def fuse(self, taken):
+        def fuse(self, outputs):
             if config.version == 1:
-                return taken[0]
+                return outputs[0]
             if config.fc_norm:
-                taken = [norm(x) for norm, x in zip(self.fc_norm, taken, strict=True)]
-            joined = torch.cat(list(taken), dim=-1)
+                outputs = [norm(x) for norm, x in zip(self.fc_norm, outputs, strict=True)]
+            joined = torch.cat(list(outputs), dim=-1)
             return self.fc(self.input_norm(joined) if config.input_norm else joined)
 
         def forward(self, feature, tokens):
@@ -146,9 +146,9 @@ def torch_head(config: EagleConfig, target):
                 "position_embeddings": self.rotary(word, torch.arange(n)[None]),
             }
             if config.version == 3:
-                first, *others = [self.midlayer] if c.num_layers == 1 else self.layers
+                first, *later = [self.midlayer] if c.num_layers == 1 else self.layers
                 h = first(word, feature, **attention)
-                for layer in others:
+                for layer in later:
                     h = layer(h, **attention)
                 normed = self.norm(h)
                 following = normed if config.norm_output else h
@@ -192,28 +192,28 @@ def test_a_head_equals_its_transcription_in_pytorch(name):
         out, cache = eagle_head.forward(config, model, params, feature, tokens, visible, cache)
         return out, eagle_head.unembed(config, model, params, out), cache
 
-    ours = fuse(jnp.asarray(features))
+    fused = fuse(jnp.asarray(features))
     with torch.no_grad(), transformers_oracle.third_party():
-        theirs = reference.fuse([torch.tensor(x) for x in features])
+        torch_fused = reference.fuse([torch.tensor(x) for x in features])
         # 1e-5: float32 products summed in another order; a wrong term would differ by 1e-2 or more.
-        np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
+        np.testing.assert_allclose(fused, torch_fused, atol=1e-5, rtol=0)
         cache, first = config.init_cache(BATCH, SLOTS, "float32"), 0
         for last in range(N, N + MORE + 1):
             new_tokens = jnp.asarray(tokens[:, first:last], jnp.int32)
-            ours, logits, cache = forward(ours, new_tokens, jnp.full((BATCH,), first, jnp.int32), cache)
-            following, expected = reference(theirs, torch.tensor(tokens[:, :last]))
-            np.testing.assert_allclose(ours, following[:, first:], atol=1e-5, rtol=0)
+            fused, logits, cache = forward(fused, new_tokens, jnp.full((BATCH,), first, jnp.int32), cache)
+            following, expected = reference(torch_fused, torch.tensor(tokens[:, :last]))
+            np.testing.assert_allclose(fused, following[:, first:], atol=1e-5, rtol=0)
             np.testing.assert_allclose(logits, expected[:, first:], atol=1e-5, rtol=0)
-            ours, first = ours[:, -1:], last
-            theirs = torch.cat([theirs, following[:, -1:]], dim=1)
+            fused, first = fused[:, -1:], last
+            torch_fused = torch.cat([torch_fused, following[:, -1:]], dim=1)
 
 
 def test_draft_tokens_and_logits_map_to_the_targets():
     ids = jnp.asarray([4, 1, 9], jnp.int32)
     config = vary(EAGLE_3, draft_vocab_size=3)
     params = Params(target=(), draft={"ids": ids})
-    chosen = config.to_target(params, jnp.asarray([[2, 0]], jnp.int32))
-    np.testing.assert_array_equal(chosen, [[9, 4]])
+    target_ids = config.to_target(params, jnp.asarray([[2, 0]], jnp.int32))
+    np.testing.assert_array_equal(target_ids, [[9, 4]])
     wide = config.widen(params, jnp.asarray([[[0.5, 1.5, 2.5]]]))
     expected = np.full((1, 1, VOCAB), -np.inf)
     expected[0, 0, [4, 1, 9]] = [0.5, 1.5, 2.5]

@@ -129,16 +129,16 @@ def test_transformers_loads_what_was_loaded_and_saved(name, tmp_path):
     hub.save(tmp_path / "ours", checkpoint.config, checkpoint.params)
     assert hub.read_config(tmp_path / "ours") == checkpoint.config
     # Exact equality: the same numbers in the same order.
-    again = transformers_oracle.torch_logits(transformers_oracle.load_torch(tmp_path / "ours"), PROMPTS)
-    np.testing.assert_array_equal(again, transformers_oracle.torch_logits(model, PROMPTS))
+    actual = transformers_oracle.torch_logits(transformers_oracle.load_torch(tmp_path / "ours"), PROMPTS)
+    np.testing.assert_array_equal(actual, transformers_oracle.torch_logits(model, PROMPTS))
 
 
 def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
     text = transformers_config("Gemma3Text", GEMMA | FULL_IN_THE_MIDDLE | {"rope_parameters": ROPES})
     vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
-    whole = {"vision_config": vision | {"hidden_size": 16, "intermediate_size": 16}, "mm_tokens_per_image": 4}
+    media = {"vision_config": vision | {"hidden_size": 16, "intermediate_size": 16}, "mm_tokens_per_image": 4}
     special = {"image_token_index": 61, "boi_token_index": 62, "eoi_token_index": 63}
-    config = transformers_config("Gemma3", {"text_config": text, **whole, **special})
+    config = transformers_config("Gemma3", {"text_config": text, **media, **special})
     model, checkpoint = saved(config, tmp_path)
     logits, greedy = transformers_oracle.logits_and_greedy(checkpoint, PROMPTS, 16)
     assert_close(logits, transformers_oracle.torch_logits(model, PROMPTS))

@@ -29,11 +29,11 @@ def floats(x: Int8Rows) -> jax.Array:
 
 
 def test_no_number_moves_by_more_than_half_of_its_scale():
-    given = rows(0, 3, 7, 2, 16).at[0, 0].set(0.0)
-    made = Int8Rows.of(given)
-    assert (jnp.abs(floats(made) - given) <= 0.5001 * made.scale[..., None]).all()
-    assert jnp.abs(made.values.astype(jnp.int32)).max() == 127
-    np.testing.assert_array_equal(made.scale, jnp.abs(given).max(-1) / 127)
+    exact = rows(0, 3, 7, 2, 16).at[0, 0].set(0.0)
+    rounded = Int8Rows.of(exact)
+    assert (jnp.abs(floats(rounded) - exact) <= 0.5001 * rounded.scale[..., None]).all()
+    assert jnp.abs(rounded.values.astype(jnp.int32)).max() == 127
+    np.testing.assert_array_equal(rounded.scale, jnp.abs(exact).max(-1) / 127)
 
 
 @pytest.mark.parametrize("form", ["all", "blocks", "wide blocks", "chosen", "kernel"])
@@ -43,12 +43,12 @@ def test_attention_is_that_over_the_rounded_numbers(form):
     k, v = (Int8Rows.of(rows(seed, batch, slots, 4, 16)) for seed in (2, 3))
     visible = Visible.causal(jnp.asarray([live - n, 90], jnp.int32), n)
     mask = visible.dense(slots)
-    want = attention.attend_all(q, floats(k), floats(v), mask, jnp.int32(live), cap=20.0)
+    expected = attention.attend_all(q, floats(k), floats(v), mask, jnp.int32(live), cap=20.0)
 
-    def own(*caches):
+    def node_rows(*caches):
         """Return the rows of the nodes, which are already in the cache."""
-        at = np.asarray(visible.slot)[:, None] + np.arange(n)
-        return tuple(floats(cache)[np.arange(batch)[:, None], at] for cache in caches)
+        places = np.asarray(visible.slot)[:, None] + np.arange(n)
+        return tuple(floats(cache)[np.arange(batch)[:, None], places] for cache in caches)
 
     forms = {
         "all": functools.partial(attention.attend_all, mask=mask, live=jnp.int32(live), cap=20.0),
@@ -56,10 +56,10 @@ def test_attention_is_that_over_the_rounded_numbers(form):
         "wide blocks": lambda q, k, v: attention._attend_blocks(q, k, v, mask, None, None, 20.0, 96),
         "chosen": functools.partial(attention.attend, mask=mask, live=jnp.int32(live), cap=20.0),
         "kernel": lambda q, k, v: attention.attending("interpret", visible, slots, None)(
-            q, k, v, own(k, v), scale=16**-0.5, cap=20.0
+            q, k, v, node_rows(k, v), scale=16**-0.5, cap=20.0
         )[0],
     }
-    np.testing.assert_allclose(forms[form](q, k, v), want, atol=2e-5)
+    np.testing.assert_allclose(forms[form](q, k, v), expected, atol=2e-5)
 
 
 def test_every_way_to_move_rows_moves_their_scales():
@@ -71,8 +71,8 @@ def test_every_way_to_move_rows_moves_their_scales():
     moved = commit_path(cache.replace(k=(written,)), start, jnp.asarray([[0, 2], [0, 1]], jnp.int32)).k[0]
     np.testing.assert_array_equal(floats(moved)[0, 2], floats(written)[0, 3])
     np.testing.assert_array_equal(floats(moved)[1], floats(written)[1])
-    chosen = put_rows(written, jnp.asarray([0]), jax.tree.map(lambda x: x[:1], moved))
-    np.testing.assert_array_equal(floats(chosen), np.stack([floats(moved)[0], floats(written)[1]]))
+    replaced = put_rows(written, jnp.asarray([0]), jax.tree.map(lambda x: x[:1], moved))
+    np.testing.assert_array_equal(floats(replaced), np.stack([floats(moved)[0], floats(written)[1]]))
 
 
 @pytest.mark.slow
@@ -82,10 +82,10 @@ def test_drafts_and_autoregression_read_the_same_numbers(tree):
     target = language_model(CONFIG, cache_dtype="int8")
     prompts, lengths = ragged([3, 11], 40, CONFIG.vocab_size)
     params = Params(PARAMS, PARAMS)
-    plain, _ = decode_all(target, drafters.none(), verify.exact(), prompts, lengths, params=params)
+    oracle, _ = decode_all(target, drafters.none(), verify.exact(), prompts, lengths, params=params)
     drafter = drafters.language_model(language_model(CONFIG), 4, tree=tree)
     drafted, stats = decode_all(target, drafter, verify.exact(), prompts, lengths, params=params)
-    assert committed(drafted) == committed(plain)
+    assert committed(drafted) == committed(oracle)
     assert stats.steps.max() < 20  # most drafts were accepted
 
 

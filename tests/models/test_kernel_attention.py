@@ -44,15 +44,15 @@ def decoded(name, attention, mesh=None):
     prompts, lengths = ragged([1, 12, 7, 3], BUFFER, CONFIG.vocab_size)
     rows = (prompts, lengths, make_controls(BATCH, limit=BUFFER), verify.for_rows(verify.mars(), BATCH))
     rows = Prompts(*rows, keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32)))
-    given = params()
+    weights = params()
     if mesh is not None:
-        given = Params(*(shardings.place(part, CONFIG, mesh) for part in given[:2]))
+        weights = Params(*(shardings.place(part, CONFIG, mesh) for part in weights[:2]))
         rows = jax.device_put(rows, shardings.state_shardings(rows, mesh))
     quick = {"xla_backend_optimization_level": 0}
     with jax.set_mesh(mesh):
-        state = decode._start.lower(decoder, given, rows).compile(quick)(given, rows)
-        program = decode.run.lower(decoder, given, state).compile(quick)
-        state, stats = program(given, state)
+        state = decode._start.lower(decoder, weights, rows).compile(quick)(weights, rows)
+        program = decode.run.lower(decoder, weights, state).compile(quick)
+        state, stats = program(weights, state)
     return committed(state), stats.steps.tolist(), program.as_text()
 
 
@@ -60,8 +60,8 @@ def decoded(name, attention, mesh=None):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_tokens_are_those_without_the_kernel(name):
     tokens, steps, _ = decoded(name, "interpret")
-    wanted, counted, _ = decoded(name, "xla")
-    assert tokens == wanted and steps == counted
+    expected, expected_steps, _ = decoded(name, "xla")
+    assert tokens == expected and steps == expected_steps
     assert all(len(row) == BUFFER for row in tokens)
 
 
@@ -71,8 +71,8 @@ def test_on_a_mesh_each_device_attends_with_its_own_heads(axes):
     """Divide two heads over two devices; with four devices, every device has both heads."""
     mesh = shardings.parse_mesh(axes)
     tokens, steps, with_kernel = decoded("tree", "interpret", mesh)
-    wanted, counted, without = decoded("tree", "xla", mesh)
-    assert tokens == wanted and steps == counted
+    expected, expected_steps, without = decoded("tree", "xla", mesh)
+    assert tokens == expected and steps == expected_steps
     collectives = re.compile(r" (?:all-reduce|all-gather|all-to-all)(?:-start)?\(")
     if axes == "data=2,model=2":
         assert len(collectives.findall(with_kernel)) == len(collectives.findall(without))
@@ -92,32 +92,32 @@ def lowered(attention, platform, *, rows=2, nodes=4, kv_heads=2, slots=300, diff
         return model.forward(params, tokens, Visible.causal(first, nodes), cache)
 
     if differentiated:
-        whole = forward
-        forward = jax.grad(lambda *given: jnp.sum(whole(*given).hidden.astype(jnp.float32)))
+        inference = forward
+        forward = jax.grad(lambda *args: jnp.sum(inference(*args).hidden.astype(jnp.float32)))
     traced = jax.jit(forward).trace(params, tokens, cache, first)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 def test_on_tpu_it_is_one_kernel_a_layer_without_a_mask_and_elsewhere_none():
-    kernel, plain = (lowered(attention, "tpu") for attention in ("pallas", "xla"))
+    kernel, xla = (lowered(attention, "tpu") for attention in ("pallas", "xla"))
     # The layers are alike, so they are lowered once.
     assert kernel.count("tpu_custom_call") == 1 and kernel.count("call @_layer(") == 2
-    assert plain.count("tpu_custom_call") == 0
+    assert xla.count("tpu_custom_call") == 0
     mask = re.compile(r"tensor<2x4x(300|384)xi1>")
-    assert mask.search(plain) and not mask.search(kernel)
+    assert mask.search(xla) and not mask.search(kernel)
     for platform in ("cpu", "cuda"):
         assert "tpu_custom_call" not in lowered("pallas", platform)
 
 
 @pytest.fixture
-def elsewhere(monkeypatch):
+def as_on_tpu(monkeypatch):
     """Trace as for a TPU."""
     for module in (attention_module, transformer):
         monkeypatch.setattr(module, "on_tpu", lambda: True)
     monkeypatch.setattr(attention_module, "device_kind", lambda: "TPU v6 lite")
 
 
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("as_on_tpu")
 def test_from_8_rows_or_where_xla_takes_turns_a_tpu_takes_the_kernel_unasked(monkeypatch):
     calls = {
         name: lowered("auto", **{"platform": "tpu", "rows": 8} | case).count("tpu_custom_call")
@@ -133,7 +133,7 @@ def test_from_8_rows_or_where_xla_takes_turns_a_tpu_takes_the_kernel_unasked(mon
     }
     once = ("a step", "few rows of a long cache", "a chunk of a prompt")
     assert calls == dict.fromkeys(calls, 0) | dict.fromkeys(once, 1)
-    # A device with two cores, one of which would be idle.
+    # A single row leaves one of two cores idle, which slows down a single query.
     monkeypatch.setattr(attention_module, "device_kind", lambda: "TPU v5")
     jax.clear_caches()
     for nodes in (1, 4):
@@ -141,7 +141,7 @@ def test_from_8_rows_or_where_xla_takes_turns_a_tpu_takes_the_kernel_unasked(mon
         assert ("tpu_custom_call" in text) == (nodes == 4)
 
 
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("as_on_tpu")
 def test_a_kernel_that_is_switched_off_or_does_not_compile_gives_way(monkeypatch):
     monkeypatch.setenv("MARS_JAX_PALLAS", "0")
     jax.clear_caches()  # a layer that was traced with the switch on stays cached

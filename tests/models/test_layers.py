@@ -29,9 +29,9 @@ def test_dense_is_x_times_w_transposed_plus_bias(lead, dtype, tolerance):
     out = jax.jit(dense)(x, w, b)
     assert out.dtype == x.dtype and out.shape == (*lead, 5)
     np.testing.assert_allclose(wide(out), expected, atol=tolerance)
-    whole = dense(x, w, b, dtype=jnp.float32)
-    assert whole.dtype == jnp.float32
-    np.testing.assert_allclose(wide(whole), expected, atol=1e-5)
+    float32_out = dense(x, w, b, dtype=jnp.float32)
+    assert float32_out.dtype == jnp.float32
+    np.testing.assert_allclose(wide(float32_out), expected, atol=1e-5)
 
 
 def test_dense_is_differentiable_in_both_modes_and_maps():

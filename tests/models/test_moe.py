@@ -64,9 +64,9 @@ def test_a_tpu_multiplies_in_tiles_rows_that_may_be_of_experts_elsewhere(case):
     x, w = normal(0, rows, inner), normal(1, len(sizes), outer, inner)
     out = jax.jit(megablox)(x, w, jnp.asarray(sizes, jnp.int32))
     assert out.shape == (rows, outer)
-    here = sum(sizes)
+    count = sum(sizes)
     # 3e-4: float32 sums of 1,040 products, of standard deviation 32.
-    np.testing.assert_allclose(out[:here], by_definition(x[:here], w, sizes), atol=3e-4)
+    np.testing.assert_allclose(out[:count], by_definition(x[:count], w, sizes), atol=3e-4)
 
 
 @pytest.mark.parametrize("case", [*SIZES, *WIDER, "by columns"])
@@ -78,12 +78,12 @@ def test_the_kernel_of_8_bits_multiplies_what_it_dequantises(case, dtype, monkey
     monkeypatch.setattr(in_8_bits, "WEIGHT_BYTES", 128 * inner)
     monkeypatch.setattr(in_8_bits, "ROWS", 32)
     w, x = quantize(np.asarray(normal(1, len(sizes), outer, inner))), normal(0, rows, inner, dtype=dtype)
-    given = (x, jnp.asarray(w.values), jnp.asarray(w.scale), jnp.asarray(sizes, jnp.int32))
-    out = jax.jit(functools.partial(in_8_bits.dense_by_expert_int8, interpret=True))(*given)
+    operands = (x, jnp.asarray(w.values), jnp.asarray(w.scale), jnp.asarray(sizes, jnp.int32))
+    out = jax.jit(functools.partial(in_8_bits.dense_by_expert_int8, interpret=True))(*operands)
     assert out.shape == (rows, outer) and out.dtype == jnp.float32
-    here = sum(sizes)
-    wide = by_definition(x[:here], w.values.astype("float64") * w.scale[..., None], sizes)
-    np.testing.assert_allclose(out[:here], wide, atol=5e-4)  # as in the test above
+    count = sum(sizes)
+    wide = by_definition(x[:count], w.values.astype("float64") * w.scale[..., None], sizes)
+    np.testing.assert_allclose(out[:count], wide, atol=5e-4)  # as in the test above
 
 
 def test_gradients_are_those_of_the_definition():
@@ -94,9 +94,9 @@ def test_gradients_are_those_of_the_definition():
         return lambda x, w: jnp.sum(jnp.sin(form(x, w)))
 
     for form in (moe.dense_by_expert, experts_xla.ragged_product, moe._megablox):
-        ours = jax.jit(jax.grad(loss(functools.partial(form, sizes=sizes)), argnums=(0, 1)))(x, w)
-        plain = jax.grad(loss(lambda x, w: jnp.einsum("ri,roi->ro", x, w[owner])), argnums=(0, 1))(x, w)
-        for a, b in zip(ours, plain, strict=True):
+        actual = jax.jit(jax.grad(loss(functools.partial(form, sizes=sizes)), argnums=(0, 1)))(x, w)
+        expected = jax.grad(loss(lambda x, w: jnp.einsum("ri,roi->ro", x, w[owner])), argnums=(0, 1))(x, w)
+        for a, b in zip(actual, expected, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -116,22 +116,22 @@ def test_a_token_gets_its_likeliest_experts_by_their_probabilities(count, normal
         token = np.asarray(x[b, n], np.float64)
         probability = np.exp(wide["router"] @ token)
         probability /= probability.sum()
-        chosen = np.argsort(-probability)[:count]
-        share = probability[chosen] / (probability[chosen].sum() if normalize else 1.0)
-        for e, weight in zip(chosen, share, strict=True):
+        top = np.argsort(-probability)[:count]
+        share = probability[top] / (probability[top].sum() if normalize else 1.0)
+        for e, weight in zip(top, share, strict=True):
             gate, up = wide["expert_gate"][e] @ token, wide["expert_up"][e] @ token
             expected[b, n] += weight * (wide["expert_down"][e] @ (gate / (1 + np.exp(-gate)) * up))
-    ours = jax.jit(lambda p, x: moe.experts_mlp(p, x, "silu", count=count, normalize=normalize))(p, x)
+    actual = jax.jit(lambda p, x: moe.experts_mlp(p, x, "silu", count=count, normalize=normalize))(p, x)
     # 1e-4: products of four random numbers each, of size up to a hundred.
-    np.testing.assert_allclose(ours, expected, atol=1e-4)
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
 def test_a_broken_row_breaks_no_other():
     x = normal(9, 1, 6, 8)
     mlp = jax.jit(functools.partial(moe.experts_mlp, activation="silu", count=2, normalize=True))
     clean, broken = mlp(layer(), x), mlp(layer(), x.at[0, 2].set(jnp.nan))
-    others = np.asarray([0, 1, 3, 4, 5])
-    np.testing.assert_allclose(broken[0, others], clean[0, others], atol=1e-6)
+    intact = np.asarray([0, 1, 3, 4, 5])
+    np.testing.assert_allclose(broken[0, intact], clean[0, intact], atol=1e-6)
     assert np.isnan(broken[0, 2]).all()
 
 
@@ -145,8 +145,8 @@ def test_on_cpu_the_weights_are_read_where_they_are(dtype):
 
 
 def lowered(platform, experts):
-    given = (jax.ShapeDtypeStruct((4, 8), "float32"), experts, jax.ShapeDtypeStruct((3,), "int32"))
-    return jax.jit(moe.dense_by_expert).trace(*given).lower(lowering_platforms=(platform,)).as_text()
+    operands = (jax.ShapeDtypeStruct((4, 8), "float32"), experts, jax.ShapeDtypeStruct((3,), "int32"))
+    return jax.jit(moe.dense_by_expert).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
 
 
 def test_elsewhere_the_compiler_gets_one_ragged_product_and_on_a_tpu_one_kernel():

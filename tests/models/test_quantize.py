@@ -33,19 +33,19 @@ def dequantized(params):
 def test_no_weight_moves_by_more_than_half_a_step_of_its_channel(dtype):
     w = np.array(normal(0, 6, 5, 33, dtype=dtype))
     w[2, 3] = 0
-    made = quantize(w)
+    packed = quantize(w)
     wide = w.astype(np.float32)
-    assert made.values.dtype == np.int8 and made.scale.shape == (6, 5) and made.shape == w.shape
-    np.testing.assert_allclose(made.scale, np.abs(wide).max(-1) / 127, rtol=1e-6)
-    error = np.abs(made.values * made.scale[..., None] - wide)
-    assert np.all(error <= made.scale[..., None] * 0.5001) and not made.values[2, 3].any()
+    assert packed.values.dtype == np.int8 and packed.scale.shape == (6, 5) and packed.shape == w.shape
+    np.testing.assert_allclose(packed.scale, np.abs(wide).max(-1) / 127, rtol=1e-6)
+    error = np.abs(packed.values * packed.scale[..., None] - wide)
+    assert np.all(error <= packed.scale[..., None] * 0.5001) and not packed.values[2, 3].any()
     on_device = quantize(jnp.asarray(w))
-    np.testing.assert_array_equal(on_device.values, made.values)
+    np.testing.assert_array_equal(on_device.values, packed.values)
 
 
 def test_a_channel_that_is_no_number_stays_none():
-    made = quantize(np.asarray([[1.0, np.nan], [np.inf, 1.0], [1.0, 2.0]], np.float32))
-    assert np.isfinite(made.scale).tolist() == [False, False, True]
+    packed = quantize(np.asarray([[1.0, np.nan], [np.inf, 1.0], [1.0, 2.0]], np.float32))
+    assert np.isfinite(packed.scale).tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("rows", [1, 5, 12])
@@ -70,8 +70,8 @@ def test_products_by_blocks_are_those_of_the_whole_matrix_bit_for_bit(monkeypatc
     x = jnp.asarray(draw.integers(-9, 10, (rows, 24)), dtype)
     values = draw.integers(-127, 128, (out, 24)).astype(np.int8)
     w = Int8(jnp.asarray(values), jnp.ones((out,), jnp.float32), jnp.dtype(dtype))
-    got = jax.jit(lambda x, w: dense(x, w, dtype=jnp.float32))(x, w)
-    np.testing.assert_array_equal(got, np.asarray(x, np.float32) @ values.T.astype(np.float32))
+    product = jax.jit(lambda x, w: dense(x, w, dtype=jnp.float32))(x, w)
+    np.testing.assert_array_equal(product, np.asarray(x, np.float32) @ values.T.astype(np.float32))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -79,12 +79,12 @@ def test_products_by_blocks_are_those_of_the_whole_matrix_bit_for_bit(monkeypatc
 def test_in_4_bits_no_weight_moves_by_more_than_half_a_step_of_its_group(inputs, group, dtype):
     w = np.array(normal(0, 5, inputs, dtype=dtype))
     w[2, :group] = w[2, 0]  # a group of one value
-    made = quantize_4(w)
-    assert made.shape == w.shape and made.dtype == w.dtype and made.scale.shape == (inputs // group, 5)
-    assert made.values.min() == -8 and made.values.max() == 7
+    packed = quantize_4(w)
+    assert packed.shape == w.shape and packed.dtype == w.dtype and packed.scale.shape == (inputs // group, 5)
+    assert packed.values.min() == -8 and packed.values.max() == 7
     wide = w.astype(np.float32).reshape(5, -1, group)
     step = (wide.max(-1) - wide.min(-1)) / 15
-    error = np.abs(np.asarray(made.astype("float32")).reshape(wide.shape) - wide).max(-1)
+    error = np.abs(np.asarray(packed.astype("float32")).reshape(wide.shape) - wide).max(-1)
     assert np.all(error <= 0.5001 * step + 15 * 2.0**-11 * step + 1e-6)  # float16 scale rounding, 15 times
 
 
@@ -94,8 +94,8 @@ def test_in_4_bits_no_weight_moves_by_more_than_half_a_step_of_its_group(inputs,
 def test_products_in_4_bits_are_those_of_the_dequantised_matrix(rows, dtype, tolerance, product):
     x = normal(0, rows, 96, dtype=dtype)
     w = jax.device_put(quantize_4(np.asarray(normal(1, 7, 96, dtype=dtype))))
-    want = np.asarray(x, np.float32) @ np.asarray(w.astype("float32")).T
-    np.testing.assert_allclose(jax.jit(product)(x, w).astype("float32"), want, atol=tolerance)
+    expected = np.asarray(x, np.float32) @ np.asarray(w.astype("float32")).T
+    np.testing.assert_allclose(jax.jit(product)(x, w).astype("float32"), expected, atol=tolerance)
 
 
 def test_in_4_bits_some_matrices_have_8():
@@ -132,8 +132,8 @@ def test_a_family_loaded_in_few_bits_is_the_model_of_its_dequantised_weights(nam
     checkpoint = hub.load(saved, dtype=dtype)
     kinds = {type(x) for x in jax.tree.leaves(checkpoint.params["layers"], is_leaf=is_quantized)}
     # Under int4, Qwen's experts have 8 bits.
-    wanted = {"int8": {Int8}, "int4": {Int4, Int8} if config.num_experts else {Int4}}
-    assert kinds & {Int4, Int8} == wanted[dtype] and len(kinds) > len(wanted[dtype])
+    expected = {"int8": {Int8}, "int4": {Int4, Int8} if config.num_experts else {Int4}}
+    assert kinds & {Int4, Int8} == expected[dtype] and len(kinds) > len(expected[dtype])
     assert isinstance(checkpoint.params["embed"], Int8)
     tokens, start = np.random.default_rng(0).integers(0, 29, (2, 6)), jnp.zeros((2,), jnp.int32)
     model = language_model(config)
@@ -144,10 +144,10 @@ def test_a_family_loaded_in_few_bits_is_the_model_of_its_dequantised_weights(nam
         out = model.forward(params, jnp.asarray(tokens, jnp.int32), Visible.causal(start, 6), cache)
         return model.unembed(params, out.hidden)
 
-    got = logits(checkpoint.params)
+    actual = logits(checkpoint.params)
     # The scale is applied after the product, in float32.
-    np.testing.assert_allclose(got, logits(dequantized(checkpoint.params)), atol=1e-3)
-    assert np.abs(got - logits(hub.load(saved).params)).max() > 1e-4  # the weights are not the same
+    np.testing.assert_allclose(actual, logits(dequantized(checkpoint.params)), atol=1e-3)
+    assert np.abs(actual - logits(hub.load(saved).params)).max() > 1e-4  # the weights are not the same
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
@@ -159,11 +159,11 @@ def test_heads_load_in_int8_beside_a_target_in_few_bits(dtype, tmp_path):
         version=1, layer=layer, target_hidden_size=32, draft_vocab_size=29, own_embed=True
     )
     head = eagle_head.init_params(config, jax.random.key(2), scale=0.3)
-    whole = hub.load(target.path).params
-    own = {"embed": whole["embed"], "unembed": whole["unembed"] * 1.5}
-    saved = hub.save_eagle(tmp_path / "head", config, head | own)
+    exact = hub.load(target.path).params
+    tensors = {"embed": exact["embed"], "unembed": exact["unembed"] * 1.5}
+    saved = hub.save_eagle(tmp_path / "head", config, head | tensors)
     config, loaded = hub.load_eagle(saved, target.config, target.params, dtype=dtype)
-    # The head shares tensors that repeat the target's, although the target's are rounded by now.
+    # The head shares tensors that equal the target's, although the loaded target is rounded.
     assert not config.own_embed and config.own_unembed and isinstance(loaded["unembed"], Int8)
     x = normal(0, 1, 3, 64)
     np.testing.assert_allclose(dense(x, loaded["fc"]), dense(x, dequantized(loaded)["fc"]), atol=1e-5)
@@ -199,21 +199,21 @@ def test_on_a_tpu_a_product_in_4_bits_is_a_kernel_where_it_takes_the_shapes(case
 @pytest.fixture
 def calls(monkeypatch):
     """Use the TPU's form of a product with an interpreted kernel; list the kernel calls and the dtypes of sums."""
-    made = []
+    events = []
 
     def kernel(*operands, **options):
-        made.append("kernel")
+        events.append("kernel")
         return dense_int4(*operands, **options, interpret=True)
 
     def psum(x, axes):
-        made.append(x.dtype.name)
+        events.append(x.dtype.name)
         return add(x, axes)
 
     dense_int4, add = mosaic.dense_int4, jax.lax.psum
     monkeypatch.setattr(mosaic, "dense_int4", kernel)
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, tpu, **others: tpu(*arrays))
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, tpu, **_: tpu(*arrays))
     monkeypatch.setattr(jax.lax, "psum", psum)
-    return made
+    return events
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_on_a_mesh_the_kernel_multiplies_by_a_devices_part_of_a_matrix_in_4_bits
     w = Int4(jnp.asarray(wide.values, "int4"), wide.scale, wide.offset, dtype="bfloat16")
     product = jax.jit(by_rows(lambda w, x: dense(x, w, **divided)))
     with jax.set_mesh(parse_mesh(axes)):
-        made = product(w, x)
+        actual = product(w, x)
     assert calls == expected
     x, wide = np.asarray(x, np.float64), np.asarray(wide.astype("float32"), np.float64).T
-    assert np.all(np.abs(np.asarray(made, np.float64) - x @ wide) <= 2.0**-8 * np.abs(x) @ np.abs(wide))
+    assert np.all(np.abs(np.asarray(actual, np.float64) - x @ wide) <= 2.0**-8 * np.abs(x) @ np.abs(wide))

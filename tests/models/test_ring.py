@@ -22,17 +22,17 @@ SMALL = {
 
 
 @pytest.fixture
-def elsewhere(monkeypatch):
+def as_on_tpu(monkeypatch):
     """Trace as for a TPU, whose kernel falls back on this machine."""
     monkeypatch.setattr(transformer, "on_tpu", lambda: True)
     monkeypatch.setattr(transformer, "RING_ROWS", 8)
 
 
-def forwards(config, mesh=None, *, bits=None, batch=1, kept=None, **options):
+def forwards(config, mesh=None, *, bits=None, batch=1, layer_mask=None, **options):
     """Return the outputs of two consecutive chunks, and the number of times rows were sent."""
     model = language_model(config, feature_layers=(0, config.num_layers - 1), **options)
-    if kept is not None:
-        model = model.with_layers(kept)
+    if layer_mask is not None:
+        model = model.with_layers(layer_mask)
     params = init_params(config, jax.random.key(0), scale=0.2)
     if bits is not None:
         params = quantized(config, params, bits)
@@ -65,9 +65,9 @@ GEMMA = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("as_on_tpu")
 @pytest.mark.parametrize(
-    ("more", "options", "devices"),
+    ("changes", "options", "devices"),
     [
         pytest.param({}, {}, 2, marks=pytest.mark.slow),
         ({}, {}, 4),
@@ -80,22 +80,22 @@ GEMMA = {
             marks=pytest.mark.slow,
         ),
         ({"head_dim": 32, "intermediate_size": 256}, {"bits": 4}, 2),
-        ({}, {"kept": ((True, False), (False, True))}, 2),
+        ({}, {"layer_mask": ((True, False), (False, True))}, 2),
     ],
     ids=["plain", "four devices", "norms and windows", "the kernel", "8 bits", "4 bits", "some sublayers"],
 )
-def test_a_chunk_is_that_of_one_device(more, options, devices):
-    config = ModelConfig(**SMALL | more)
-    wanted, _ = forwards(config, **options)
-    found, sent = forwards(config, shardings.parse_mesh(f"model={devices}"), **options)
+def test_a_chunk_is_that_of_one_device(changes, options, devices):
+    config = ModelConfig(**SMALL | changes)
+    expected, _ = forwards(config, **options)
+    actual, sent = forwards(config, shardings.parse_mesh(f"model={devices}"), **options)
     assert sent > 0
-    for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-4)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
 
 
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("as_on_tpu")
 @pytest.mark.parametrize(
-    ("more", "axes"),
+    ("changes", "axes"),
     [
         ({}, "data=2,model=2"),  # a loop over chunks ends with its rows, not on all devices at once
         ({}, "expert=2,model=2"),  # heads are ordered differently from the devices that rows would go to
@@ -105,27 +105,27 @@ def test_a_chunk_is_that_of_one_device(more, options, devices):
     ],
     ids=["rows are divided", "another order", "heads are not", "a bias after the sum", "experts"],
 )
-def test_other_meshes_and_layers_do_without(more, axes):
-    _, sent = forwards(ModelConfig(**SMALL | more), shardings.parse_mesh(axes), batch=2)
+def test_other_meshes_and_layers_do_without(changes, axes):
+    _, sent = forwards(ModelConfig(**SMALL | changes), shardings.parse_mesh(axes), batch=2)
     assert sent == 0
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("as_on_tpu")
 def test_a_text_goes_on_from_a_prompt_that_went_around(monkeypatch):
     """Use a head that reads its target's layers, through the same entry point as the command."""
     mesh, sent = shardings.parse_mesh("model=2"), []
     passed = ring._passed
-    monkeypatch.setattr(ring, "_passed", lambda *given: sent.append(1) or passed(*given))
+    monkeypatch.setattr(ring, "_passed", lambda *args: sent.append(1) or passed(*args))
 
     def tokens(rows):
         monkeypatch.setattr(transformer, "RING_ROWS", rows)
         jax.clear_caches()
         target = mj.load("tiny/target", dtype="float32", mesh=mesh, prefill_chunk=32)
         prompt = "Once upon a time there was a little girl who loved to play in the garden with her dog. "
-        made = mj.generate(target, "eagle:tiny/eagle3", [2 * prompt], max_new_tokens=24, temperature=0.0)
-        return made.tokens[0]
+        output = mj.generate(target, "eagle:tiny/eagle3", [2 * prompt], max_new_tokens=24, temperature=0.0)
+        return output.tokens[0]
 
-    whole = tokens(1 << 20)
+    expected = tokens(1 << 20)
     assert not sent
-    assert tokens(8) == whole and sent
+    assert tokens(8) == expected and sent

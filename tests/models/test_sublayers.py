@@ -22,16 +22,16 @@ def test_it_equals_the_model_whose_sublayers_add_zero():
         {**layer, "o": layer["o"] * float(attention), "down": layer["down"] * float(mlp)}
         for layer, (attention, mlp) in zip(params["layers"], MASK, strict=True)
     )
-    cache, whole = slim.init_cache(1, 8), model.init_cache(1, 8)
-    assert len(cache.k) == 2 and len(whole.k) == 3
+    cache, full_cache = slim.init_cache(1, 8), model.init_cache(1, 8)
+    assert len(cache.k) == 2 and len(full_cache.k) == 3
     for ids in ([3, 5, 7], [9]):
         first = jnp.asarray([0 if len(ids) == 3 else 3], jnp.int32)
         visible, tokens = Visible.causal(first, len(ids)), jnp.asarray([ids], jnp.int32)
-        found = slim.forward(params, tokens, visible, cache)
-        expected = model.forward({**params, "layers": zeroed}, tokens, visible, whole)
-        cache, whole = found.cache, expected.cache
-        np.testing.assert_allclose(found.hidden, expected.hidden, atol=1e-6)
-    np.testing.assert_array_equal(cache.k[1], whole.k[2])
+        actual = slim.forward(params, tokens, visible, cache)
+        expected = model.forward({**params, "layers": zeroed}, tokens, visible, full_cache)
+        cache, full_cache = actual.cache, expected.cache
+        np.testing.assert_allclose(actual.hidden, expected.hidden, atol=1e-6)
+    np.testing.assert_array_equal(cache.k[1], full_cache.k[2])
     assert model.with_layers(((True, True),) * 3) is model.with_features(())
 
 

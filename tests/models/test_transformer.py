@@ -90,8 +90,8 @@ def test_a_committed_branch_continues_as_the_chain_would(forward, params):
     path = branch(6)
     cache = commit_path(out.cache, jnp.full((1,), PREFIX, jnp.int32), jnp.asarray([path], jnp.int32))
     moved = run_chain(forward, params, [[7]], PREFIX + len(path), cache)
-    whole = run_chain(forward, params, np.concatenate([prefix, tree.tokens[:, path], [[7]]], axis=1))
-    np.testing.assert_allclose(moved.hidden[0, 0], whole.hidden[0, -1], atol=1e-5)
+    expected = run_chain(forward, params, np.concatenate([prefix, tree.tokens[:, path], [[7]]], axis=1))
+    np.testing.assert_allclose(moved.hidden[0, 0], expected.hidden[0, -1], atol=1e-5)
 
 
 def test_a_row_alone_equals_the_row_in_a_ragged_batch(forward, params):
@@ -101,8 +101,8 @@ def test_a_row_alone_equals_the_row_in_a_ragged_batch(forward, params):
     both = forward(params, tree.tokens, visible(tree, starts), cache).hidden
     for b in range(3):
         row = one_row((tree.tokens, visible(tree, starts), cache), b)
-        alone = forward(params, *row).hidden
-        np.testing.assert_allclose(both[b], alone[0], atol=1e-5)
+        single = forward(params, *row).hidden
+        np.testing.assert_allclose(both[b], single[0], atol=1e-5)
 
 
 def test_unread_slots_do_not_matter(forward, params):
@@ -118,8 +118,8 @@ def test_features_are_the_outputs_of_the_layers_asked_for_in_their_order(forward
     np.testing.assert_allclose(rms_norm(last, params["norm"], CONFIG.norm_eps), out.hidden, atol=1e-5)
     config = ModelConfig(**{**vars(CONFIG), "num_layers": 1, "windows": (None,)})
     shallow = jax.jit(language_model(config, feature_layers=[0]).forward)
-    alone = run_chain(shallow, {**params, "layers": params["layers"][:1]}, [[1, 2, 3]])
-    np.testing.assert_allclose(alone.features[0], first, atol=1e-5)
+    shallow_out = run_chain(shallow, {**params, "layers": params["layers"][:1]}, [[1, 2, 3]])
+    np.testing.assert_allclose(shallow_out.features[0], first, atol=1e-5)
     with pytest.raises(MarsError, match="feature layer 2 does not exist: the model has layers 0 to 1"):
         language_model(CONFIG, feature_layers=(2,))
 
@@ -154,10 +154,10 @@ def test_the_forward_is_differentiable_through_the_cache(params):
 def test_the_cache_is_updated_in_place(n, batch):
     config = ModelConfig(num_layers=3, **SIZES | {"num_kv_heads": 4, "hidden_size": 64})
     model = language_model(config)
-    seen = Visible.causal(jnp.zeros((batch,), jnp.int32), n)
+    causal = Visible.causal(jnp.zeros((batch,), jnp.int32), n)
     cache = model.init_cache(batch, 2048)
-    given = (init_params(config, jax.random.key(0)), jnp.zeros((batch, n), jnp.int32), seen, cache)
-    memory = jax.jit(model.forward, donate_argnums=3).lower(*given).compile().memory_analysis()
+    operands = (init_params(config, jax.random.key(0)), jnp.zeros((batch, n), jnp.int32), causal, cache)
+    memory = jax.jit(model.forward, donate_argnums=3).lower(*operands).compile().memory_analysis()
     size = sum(x.nbytes for x in jax.tree.leaves(cache))
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes <= 0.2 * size
@@ -171,9 +171,9 @@ def test_the_table_names_every_leaf_of_params_once(params):
 
 def test_equal_configs_give_the_same_functions():
     """Otherwise every load would recompile everything."""
-    again = ModelConfig(**vars(CONFIG))
-    assert again is not CONFIG and hash(again) == hash(CONFIG)
-    assert language_model(again, feature_layers=[1, 0]).forward is MODEL.forward
+    copy = ModelConfig(**vars(CONFIG))
+    assert copy is not CONFIG and hash(copy) == hash(CONFIG)
+    assert language_model(copy, feature_layers=[1, 0]).forward is MODEL.forward
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Ahead-of-time compilation for TPUs on a machine without one: libtpu compiles for a named topology.
 
-Mosaic compiles for real and rejects what a TPU would reject; nothing is executed.
+Mosaic compiles for real and rejects every program that a TPU would reject; nothing is executed.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Instruction(NamedTuple):
 def instructions(program: str) -> list[Instruction]:
     """Return the instructions of an HLO text whose result is an array or begins with one."""
     pattern = re.compile(r"^\s+(?:ROOT )?%[\w.\-]+ = \(*(\w+)\[([\d,]*)\].*? ([a-z][\w\-]*)\(.*$", re.M)
-    found = []
+    parsed = []
     for match in pattern.finditer(program):
         dtype, sizes, opcode = match.groups()
         dims = tuple(int(size) for size in sizes.split(",") if size)
-        found.append(Instruction(opcode, dtype, math.prod(dims), dims, match[0]))
-    return found
+        parsed.append(Instruction(opcode, dtype, math.prod(dims), dims, match[0]))
+    return parsed
 
 
 def hbm_bytes(generation: str) -> int:
@@ -81,8 +81,8 @@ def hbm_bytes(generation: str) -> int:
 
 def mesh(generation: str, *, devices: int = 1, axis: str = "model") -> Mesh:
     """Return the first devices of a topology of `generation` as a mesh of one axis."""
-    found = topology((TOPOLOGIES | NEW)[generation] if devices <= 4 else LARGER[generation]).devices
-    return Mesh(np.array(found[:devices]), (axis,))
+    chips = topology((TOPOLOGIES | NEW)[generation] if devices <= 4 else LARGER[generation]).devices
+    return Mesh(np.array(chips[:devices]), (axis,))
 
 
 def abstract(tree: Any, on: Mesh, spec: PartitionSpec | None = None) -> Any:

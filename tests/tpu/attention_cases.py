@@ -60,11 +60,11 @@ SOME = (
     Case("gemma3-4b", "tree", 2, "bfloat16"),
 )
 ALL = tuple(
-    Case(heads, queries, 2, dtype)
-    for heads, of in HEADS.items()
+    Case(name, queries, 2, dtype)
+    for name, heads in HEADS.items()
     for queries in QUERIES
     for dtype in ("bfloat16", "float32", "int8")
-    if dtype != "int8" or of.kv_heads == 1 or of.kv_heads % 4 == 0
+    if dtype != "int8" or heads.kv_heads == 1 or heads.kv_heads % 4 == 0
 )
 
 
@@ -74,38 +74,37 @@ def compile_case(case: Case, generation: str, *, writes: bool = False) -> dict[s
     In the report, `arrays_of_logits` counts the program's copies of keys or values, and `cache_bytes` is the size of
     both.
     """
-    on, of, n = aot.mesh(generation), HEADS[case.heads], QUERIES[case.queries]
+    on, n = aot.mesh(generation), QUERIES[case.queries]
+    kv_heads, group, dim, window, cap = HEADS[case.heads]
     dtype, scaled = jnp.dtype(case.dtype), case.dtype == "int8"
 
-    def array(*dims: int, of: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, of)
+    def array(*dims: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype)
 
-    given = {
-        "q": array(case.batch, n, of.kv_heads, of.group, of.dim, of=jnp.bfloat16 if scaled else dtype),
+    operands = {
+        "q": array(case.batch, n, kv_heads, group, dim, dtype=jnp.bfloat16 if scaled else dtype),
         "first": array(case.batch),
         "positions": array(case.batch, n),
     }
     for side in ("k", "v"):
-        given[side] = array(case.batch, case.slots, of.kv_heads, of.dim, of=dtype)
+        operands[side] = array(case.batch, case.slots, kv_heads, dim, dtype=dtype)
         if scaled:
-            given[f"{side}_scale"] = array(case.batch, case.slots, of.kv_heads, of=jnp.float32)
+            operands[f"{side}_scale"] = array(case.batch, case.slots, kv_heads, dtype=jnp.float32)
     if case.queries.startswith("tree"):
-        given["seen"] = array(case.batch, n, n, of=bool)
-
+        operands["seen"] = array(case.batch, n, n, dtype=bool)
     if writes:
-        rows = array(case.batch, n, of.kv_heads, of.dim, of=jnp.bfloat16)
-        given["new"] = NewRows(rows, rows, array(case.batch))
+        rows = array(case.batch, n, kv_heads, dim, dtype=jnp.bfloat16)
+        operands["new"] = NewRows(rows, rows, array(case.batch))
 
-    def attend(caches: dict[str, Any], given: dict[str, Any]) -> Any:
+    def attend(caches: dict[str, Any], operands: dict[str, Any]) -> Any:
         form = write_and_attend if writes else tree_attention
-        return form(**caches, **given, window=of.window, cap=of.cap, implementation="pallas_tpu")
+        return form(**caches, **operands, window=window, cap=cap, implementation="pallas_tpu")
 
-    caches = {side: given.pop(side) for side in ("k", "v")}
-
-    elements = case.batch * case.slots * of.kv_heads * of.dim
+    caches = {side: operands.pop(side) for side in ("k", "v")}
+    elements = case.batch * case.slots * kv_heads * dim
     report = aot.compile_for(
         attend,
-        *(aot.abstract(tree, on) for tree in (caches, given)),
+        *(aot.abstract(tree, on) for tree in (caches, operands)),
         watch=elements,
         donate_argnums=(0,) if writes else (),
     )
@@ -131,7 +130,7 @@ def layouts_of_scales(form: str, batch: int, generation: str) -> set[str]:
 
         return lax.fori_loop(0, 10, step, (cache, start, q))
 
-    given = aot.abstract((cache, q, new, jax.ShapeDtypeStruct((batch,), jnp.int32)), on)
+    operands = aot.abstract((cache, q, new, jax.ShapeDtypeStruct((batch,), jnp.int32)), on)
     pattern = re.compile(rf"f32\[{batch},{slots},{heads.kv_heads}\]{{([\d,]+)")
-    lowered = jax.jit(loop, donate_argnums=0).lower(*given)
+    lowered = jax.jit(loop, donate_argnums=0).lower(*operands)
     return aot.compile_program(lowered, read=lambda text: set(pattern.findall(text)))["read"]

@@ -29,7 +29,7 @@ BUFFER = 2048
 class Case(NamedTuple):
     name: str
     batch: int
-    branching: tuple[int, ...]  # of the small model's tree; () is plain autoregression
+    branching: tuple[int, ...]  # of the draft model's tree; () is plain autoregression
 
 
 CASES = (
@@ -105,9 +105,9 @@ def prompt(context: int) -> str:
         controls, keys = make_controls(1, limit=context), keys_from_seeds(jnp.zeros(1, jnp.uint32))
         return decoder.init(params, Prompts(tokens, lengths, controls, verify.mars(), keys))
 
-    given = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, context), (1,))]
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, context), (1,))]
     with jax.set_mesh(on):
-        text = jax.jit(start).lower(params, *aot.abstract(given, on)).compile().as_text()
+        text = jax.jit(start).lower(params, *aot.abstract(shapes, on)).compile().as_text()
     assert text is not None
     return text
 

@@ -66,8 +66,8 @@ def compile_kernel(case: Case, generation: str) -> dict[str, Any]:
     dtype = jnp.dtype(case.dtype)
     on = aot.mesh(generation)
 
-    def shape(*dims: int, of: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, of)
+    def shape(*dims: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype)
 
     def unembed(hidden: jax.Array, weight: jax.Array) -> jax.Array:
         return jnp.einsum("bne,ev->bnv", hidden, weight, preferred_element_type=jnp.float32).astype(dtype)
@@ -89,17 +89,17 @@ def compile_kernel(case: Case, generation: str) -> dict[str, Any]:
 
     b, n = draft.batch, draft.nodes
     producer = aot.abstract(
-        (shape(b, n, HIDDEN, of=jnp.bfloat16), shape(HIDDEN, case.vocab, of=jnp.bfloat16)), on
+        (shape(b, n, HIDDEN, dtype=jnp.bfloat16), shape(HIDDEN, case.vocab, dtype=jnp.bfloat16)), on
     )
     elements = b * n * case.vocab
-    controls = AcceptControls(shape(b, of=jnp.float32), shape(b, of=bool), shape(b), shape(b, 4))
-    rest = aot.abstract((shape(b, n), shape(b, n), shape(b, n), controls), on)
+    controls = AcceptControls(shape(b, dtype=jnp.float32), shape(b, dtype=bool), shape(b), shape(b, 4))
+    draft_operands = aot.abstract((shape(b, n), shape(b, n), shape(b, n), controls), on)
     if case.kernel == "margin_stats":
         report = aot.compile_for(stats, *producer, watch=elements)
     else:
-        report = aot.compile_for(accept, *producer, *rest, watch=elements)
+        report = aot.compile_for(accept, *producer, *draft_operands, watch=elements)
     # Let the matmul choose the layout of the logits, so that no copy into another layout counts.
-    alone = aot.compile_for(unembed, *producer, out_shardings=Format(Layout.AUTO))
+    unembedding = aot.compile_for(unembed, *producer, out_shardings=Format(Layout.AUTO))
     logits = elements * dtype.itemsize
-    added = report["bytes_accessed"] - alone["bytes_accessed"]
+    added = report["bytes_accessed"] - unembedding["bytes_accessed"]
     return {"rows": b * n, "logits_bytes": logits, "added_bytes": added, **report}

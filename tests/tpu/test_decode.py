@@ -80,8 +80,8 @@ def test_a_loop_has_no_serial_gathers_large_sorts_or_copies(tree):
     ]
     assert max(single, default=0) < slots
     # Attention's loop over blocks of slots has no known trip count; the only loop with one is over the draft's levels.
-    known = {int(n) for n in re.findall(r'"known_trip_count":\{"n":"(\d+)"', program)}
-    assert known <= {levels}
+    trip_counts = {int(n) for n in re.findall(r'"known_trip_count":\{"n":"(\d+)"', program)}
+    assert trip_counts <= {levels}
     assert temporaries < embedding
 
 
@@ -97,5 +97,5 @@ def test_a_prompt_is_passed_around_four_chips_and_read_by_the_kernel():
 def test_neighbours_of_a_mesh_are_neighbours_on_the_slice():
     """The rows of a prompt travel around the mesh."""
     places = [chip.coords for chip in parse_mesh("model=4", topology("v5e:2x2").devices).devices]
-    for one, other in zip(places, places[1:] + places[:1], strict=True):
-        assert sum(abs(a - b) for a, b in zip(one, other, strict=True)) == 1
+    for place, neighbour in zip(places, places[1:] + places[:1], strict=True):
+        assert sum(abs(a - b) for a, b in zip(place, neighbour, strict=True)) == 1

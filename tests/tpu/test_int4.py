@@ -70,8 +70,8 @@ def test_on_four_chips_each_multiplies_by_its_part_and_no_matrix_travels():
         return model.forward(params, tokens, Visible.causal(start, rows), cache).hidden
 
     with jax.set_mesh(on):
-        others = [aot.abstract(x, on) for x in (tokens, start, cache)]
-        report = aot.compile_for(by_rows(forward), params, *others)
+        operands = [aot.abstract(x, on) for x in (tokens, start, cache)]
+        report = aot.compile_for(by_rows(forward), params, *operands)
     assert report["mosaic_kernels"] == 7
     # The sums after `o` and after `down`. The other collectives belong to the embeddings, which are in 8 bits.
     collectives = report["collectives"]
