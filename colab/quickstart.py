@@ -59,7 +59,7 @@ from mars_jax.lab.evaluate.scoring.scores import score_answer
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from mars_jax.lab.pictures import look, no_grid, picture, whiskers
 
-PROBLEMS = int(os.environ.get("PROBLEMS", "32"))  # of the sweep below; more make its curves smoother
+PROBLEMS = int(os.environ.get("PROBLEMS", "32"))  # in the sweep below; more problems give smoother curves
 print(
     f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.device_count()} x {jax.devices()[0].device_kind}"
 )

@@ -113,7 +113,7 @@ optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-4))
 
 
 def arrays(result):
-    """tokens i32[B, WIDTH], mask f32[B, WIDTH] of new tokens, their log-probabilities, and advantages f32[B]."""
+    """Return (tokens, mask of new tokens, log-probabilities [B, WIDTH], advantages f32[B]), and the mean reward."""
     count = len(result.completions)
     tokens, mask = np.zeros((count, WIDTH), np.int32), np.zeros((count, WIDTH), np.float32)
     old = np.zeros((count, WIDTH), np.float32)

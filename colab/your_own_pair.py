@@ -79,7 +79,7 @@ else:
         text=True,
         capture_output=True,
     )
-    print(plan.stdout or plan.stderr)  # exit code 1 says that it does not fit, and what would
+    print(plan.stdout or plan.stderr)  # exit code 1 means that the pair does not fit
 
 # %% [markdown]
 # ## Load and decode
@@ -113,7 +113,7 @@ prompts = (
 
 
 def timed(arms):
-    """(the result, its three speeds from low to high) of each way."""
+    """Return (result, three speeds from low to high) by arm."""
 
     def run(drafter, rule):
         began = time.perf_counter()

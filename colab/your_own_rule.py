@@ -72,7 +72,7 @@ import flax.struct
 
 @flax.struct.dataclass
 class Unsure(mj.verify.Relaxed):
-    """Relaxed where the entropy of the target's distribution is above `bound` nats."""
+    """Relaxed rule for positions where the target's entropy is above `bound` nats."""
 
     bound: Any
 

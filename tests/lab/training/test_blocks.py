@@ -31,7 +31,7 @@ FEATURES = TARGET.with_features((0, 2))
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [DFLASH, DSPARK], ids=["dflash", "dspark"])
 def test_what_is_scored_is_what_is_drafted(config):
-    """If the drafts of a chain equal the text, training scores the distributions from which they were drawn."""
+    """If the drafts of a chain equal the text, training scores the distributions of those draws."""
     params = head.init_params(config, jax.random.key(1), scale=0.4)
     ids = IDS if "ids" in params else None
     both = Params(target=WEIGHTS, draft=params if ids is None else params | {"ids": ids})
