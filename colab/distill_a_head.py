@@ -67,8 +67,8 @@ print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.devices()[0].devi
 # separated by lines of `<|endoftext|>`.
 
 # %%
-who = ["Lily", "Tim", "Sue", "Tom", "Ben", "Mia", "Sam", "Anna"]
-where = [
+names = ["Lily", "Tim", "Sue", "Tom", "Ben", "Mia", "Sam", "Anna"]
+places = [
     "the park",
     "the garden",
     "the big house",
@@ -78,9 +78,9 @@ where = [
     "the farm",
     "school",
 ]
-what = ["found a red ball", "saw a little bird", "met a big dog", "wanted to play"]
-begun = [f"One day, {a} went to {b}. {a} {c}." for a in who for b in where for c in what]
-_ = Path("beginnings.txt").write_text("\n<|endoftext|>\n".join(begun), encoding="utf-8")
+events = ["found a red ball", "saw a little bird", "met a big dog", "wanted to play"]
+openings = [f"One day, {a} went to {b}. {a} {c}." for a in names for b in places for c in events]
+_ = Path("beginnings.txt").write_text("\n<|endoftext|>\n".join(openings), encoding="utf-8")
 
 # %% [markdown]
 # ## Train
@@ -117,13 +117,13 @@ print(
 target = mj.load(TARGET, dtype="float32")
 prompts = ["Once upon a time, a boy", "The cat and the bird", "Mom said it was time", "In the sun, the frog"]
 options = {"verify": mj.verify.exact(), "max_new_tokens": 48}
-plain = mj.generate(target, "none", prompts, **options)
-for prompt, text in zip(prompts, plain.text, strict=True):
+reference = mj.generate(target, "none", prompts, **options)
+for prompt, text in zip(prompts, reference.text, strict=True):
     print(f"{prompt}|{text}\n")
 for spec in ["ngram", "eagle:head"] + (["eagle:tiny/eagle3"] if TARGET == "tiny/target" else []):
-    given = {"num_draft_tokens": 4} | ({"dtype": "float32"} if ":" in spec else {})
-    result = mj.generate(target, mj.drafters.load(spec, target, **given), prompts, **options)
-    same = sum(a == b for a, b in zip(result.tokens, plain.tokens, strict=True))
+    load_options = {"num_draft_tokens": 4} | ({"dtype": "float32"} if ":" in spec else {})
+    result = mj.generate(target, mj.drafters.load(spec, target, **load_options), prompts, **options)
+    same = sum(a == b for a, b in zip(result.tokens, reference.tokens, strict=True))
     print(f"{spec:18} tau {result.metrics.tau:.2f}, {same} of {len(prompts)} texts those without a draft")
 
 # %% [markdown]

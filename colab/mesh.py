@@ -74,11 +74,10 @@ jax.debug.visualize_array_sharding(target.params["layers"][0]["up"])
 # %%
 options = {"verify": mj.verify.exact(), "max_new_tokens": int(os.environ.get("NEW_TOKENS", "48"))}
 divided = mj.generate(target, draft, prompts, **options)
-one = mj.load("tiny/target", dtype="float32")
-alone = mj.generate(
-    one, mj.drafters.load("model:tiny/draft", one, num_draft_tokens=3, dtype="float32"), prompts, **options
-)
-same = sum(a == b for a, b in zip(divided.tokens, alone.tokens, strict=True))
+single = mj.load("tiny/target", dtype="float32")
+single_draft = mj.drafters.load("model:tiny/draft", single, num_draft_tokens=3, dtype="float32")
+expected = mj.generate(single, single_draft, prompts, **options)
+same = sum(a == b for a, b in zip(divided.tokens, expected.tokens, strict=True))
 for prompt, text in zip(prompts, divided.text, strict=True):
     print(f"{prompt}|{text}\n")
 print(f"{same} of {len(prompts)} texts are those of one device")
@@ -102,13 +101,13 @@ trainers = Mesh(
     axis_types=(AxisType.Auto,) * 2,
 )
 trained = jax.tree.map(
-    lambda x: jax.device_put(x, NamedSharding(trainers, P("fsdp") if x.ndim == 2 else P())), one.params
+    lambda x: jax.device_put(x, NamedSharding(trainers, P("fsdp") if x.ndim == 2 else P())), single.params
 )
-placed = mj.sharding.place(trained, one.config, trainers)
+placed = mj.sharding.place(trained, single.config, trainers)
 print(trained["layers"][0]["up"].sharding.spec, "->", placed["layers"][0]["up"].sharding.spec)
-policy = mj.Pretrained.from_parts(one.model, placed, one.tokenizer, config=one.config, mesh=trainers)
+policy = mj.Pretrained.from_parts(single.model, placed, single.tokenizer, config=single.config, mesh=trainers)
 result = mj.generate(policy, "ngram", prompts, **options)
-same = sum(a == b for a, b in zip(result.tokens, alone.tokens, strict=True))
+same = sum(a == b for a, b in zip(result.tokens, expected.tokens, strict=True))
 print(f"{same} of {len(prompts)} texts are those of one device")
 
 # %% [markdown]

@@ -59,7 +59,7 @@ from mars_jax.lab.evaluate.scoring.scores import score_answer
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from mars_jax.lab.pictures import look, no_grid, picture, whiskers
 
-PROBLEMS = int(os.environ.get("PROBLEMS", "32"))  # of the sweep below; more make its curves smoother
+PROBLEMS = int(os.environ.get("PROBLEMS", "32"))  # in the sweep below; more problems give smoother curves
 print(
     f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.device_count()} x {jax.devices()[0].device_kind}"
 )
@@ -92,13 +92,13 @@ print(f"regret {m.regret_per_token:.3f} nats per token")
 # %%
 COLOURS = {"exact": "inherit", "relaxed": "#b58900", "corrected": "#268bd2"}
 
-begun = "The old dog and the small cat"
+prompt = "The old dog and the small cat"
 pieces = [
     f'<span style="color:{COLOURS[kind]}">{html.escape(text)}</span>'
-    for event in mj.generate_stream(target, drafter, [begun], verify=mars, max_new_tokens=120)
+    for event in mj.generate_stream(target, drafter, [prompt], verify=mars, max_new_tokens=120)
     for kind, text in getattr(event, "pieces", ())  # the last event is the completion
 ]
-display(HTML((f"<b>{begun}</b>" + "".join(pieces)).replace("\n", "<br>")))
+display(HTML((f"<b>{prompt}</b>" + "".join(pieces)).replace("\n", "<br>")))
 
 # %% [markdown]
 # The model solves word problems through its chat template. The result follows `####`.
@@ -124,8 +124,8 @@ if RUN_LARGE:
         target,
         tree=mj.drafters.Dynamic(top_k=10, depth=7, nodes=60),
     )
-    told = mj.generate(target, drafter, ["Why is the sky blue?"], verify=mars, chat=True, temperature=1.0)
-    print(told.text[0], f"\n\ntau {told.metrics.tau:.2f}")
+    answer = mj.generate(target, drafter, ["Why is the sky blue?"], verify=mars, chat=True, temperature=1.0)
+    print(answer.text[0], f"\n\ntau {answer.metrics.tau:.2f}")
 
 # %% [markdown]
 # ## Sweep theta
@@ -143,7 +143,7 @@ THETAS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 problems = read_arithmetic("eval", PROBLEMS)
 ending = " End with the result after ####." if RUN_LARGE else ""
 questions = [p.turns[0] + ending for p in problems]
-ways = {
+arms = {
     "autoregressive": ("none", mj.verify.exact()),
     "exact": (drafter, mj.verify.exact()),
     **{f"theta {theta:g}": (drafter, mj.verify.mars(theta=theta)) for theta in THETAS},
@@ -164,23 +164,23 @@ def run(draft, rule):
 
 
 for kind in ("autoregressive", "exact", "theta 0.9"):
-    run(*ways[kind])  # compiles
-seconds, found = {name: [] for name in ways}, {}
+    run(*arms[kind])  # compiles
+seconds, results = {name: [] for name in arms}, {}
 for _ in range(3):
-    for name, way in ways.items():
+    for name, arm in arms.items():
         began = time.perf_counter()
-        found[name] = run(*way)
+        results[name] = run(*arm)
         seconds[name].append(time.perf_counter() - began)
 
-speeds = {name: sorted(found[name].metrics.emitted / s for s in seconds[name]) for name in ways}
+speeds = {name: sorted(results[name].metrics.emitted / s for s in seconds[name]) for name in arms}
 right = {
     name: 100
-    * sum(score_answer(p, text) == [1.0] for p, text in zip(problems, found[name].text, strict=True))
+    * sum(score_answer(p, text) == [1.0] for p, text in zip(problems, results[name].text, strict=True))
     / PROBLEMS
-    for name in ways
+    for name in arms
 }
 for name, (low, middle, high) in speeds.items():
-    m = found[name].metrics
+    m = results[name].metrics
     print(
         f"{name:16} {middle:6.0f} [{low:.0f}, {high:.0f}] tokens/s   tau {m.tau:.2f}   "
         f"{right[name]:.0f}% right   regret {m.regret_per_token:.3f} nats per token"
@@ -199,13 +199,13 @@ caption = f"{PROBLEMS} word problems at temperature 1; three rounds on {jax.devi
 with picture([Path("theta.png")], columns=3, panel=(3.4, 3), caption=caption, sharey=True) as (panels,):
     for place, (name, (low, middle, high)) in enumerate(speeds.items()):
         line = look("mars" if name.startswith("theta") else name).line
-        panels[0].plot([found[name].metrics.tau], [place], **line)
+        panels[0].plot([results[name].metrics.tau], [place], **line)
         panels[1].errorbar([middle], [place], xerr=whiskers([middle], [(low, high)]), **line)
         panels[2].plot([right[name]], [place], **line)
-    for panel, told in zip(
+    for panel, label in zip(
         panels, ("tau, tokens per target forward", "tokens/s", "problems right, %"), strict=True
     ):
-        panel.set(xlabel=told, xlim=(0, None))
+        panel.set(xlabel=label, xlim=(0, None))
         no_grid(panel, "y")
     panels[2].set(xlim=(0, 105))
     panels[0].set_yticks(range(len(speeds)), list(speeds))

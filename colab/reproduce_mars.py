@@ -65,8 +65,8 @@ from mars_jax.lab.recipes.needs import check_memory
 from mars_jax.utils.errors import MarsError
 
 OUTPUT = Path(os.environ.get("OUTPUT", "reproduce"))
-PROBLEMS = int(os.environ.get("PROBLEMS", "24"))  # of each question set
-LENGTHS = os.environ.get("LENGTHS", "3 5 8").split()  # of drafts, that are tried
+PROBLEMS = int(os.environ.get("PROBLEMS", "24"))  # per question set
+LENGTHS = os.environ.get("LENGTHS", "3 5 8").split()  # draft lengths to try
 LARGEST_FIRST = ("llama-3.3-70b", "qwen3-32b", "vicuna-13b", "llama-3.1-8b", "qwen3-8b", "qwen2.5-coder-1.5b")
 accelerated = jax.default_backend() != "cpu"
 mesh = ["--mesh", f"model={jax.device_count()}"] if jax.device_count() > 1 else []

@@ -113,7 +113,7 @@ optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-4))
 
 
 def arrays(result):
-    """tokens i32[B, WIDTH], mask f32[B, WIDTH] of new tokens, their log-probabilities, and advantages f32[B]."""
+    """Return (tokens, mask of new tokens, log-probabilities [B, WIDTH], advantages f32[B]), and the mean reward."""
     count = len(result.completions)
     tokens, mask = np.zeros((count, WIDTH), np.int32), np.zeros((count, WIDTH), np.float32)
     old = np.zeros((count, WIDTH), np.float32)
@@ -210,12 +210,12 @@ print(f"tau with the stale draft {stale.metrics.tau:.2f}, refreshed {renewed.met
 
 # %%
 caption = f"tiny/target drafted by tiny/draft, {len(prompts)} prompts, {SAMPLES} samples of each"
-with picture([Path("rollouts.png")], columns=2, panel=(4.6, 3.2), caption=caption) as ((left, right),):
-    left.plot(rewards, "o-", color=BLUE)
-    left.set(xlabel="update", ylabel="mean reward", ylim=(0, 1), title="the policy learns")
-    right.plot([*taus, stale.metrics.tau], "o-", color=BLUE, label="the draft as it was")
-    right.plot([UPDATES], [renewed.metrics.tau], "s", color=VERMILLION, label="refreshed")
-    right.set(xlabel="update", ylabel="tau, tokens per forward of the policy", title="its draft falls behind")
+with picture([Path("rollouts.png")], columns=2, panel=(4.6, 3.2), caption=caption) as ((ax1, ax2),):
+    ax1.plot(rewards, "o-", color=BLUE)
+    ax1.set(xlabel="update", ylabel="mean reward", ylim=(0, 1), title="the policy learns")
+    ax2.plot([*taus, stale.metrics.tau], "o-", color=BLUE, label="the draft as it was")
+    ax2.plot([UPDATES], [renewed.metrics.tau], "s", color=VERMILLION, label="refreshed")
+    ax2.set(xlabel="update", ylabel="tau, tokens per forward of the policy", title="its draft falls behind")
 display(Image("rollouts.png"))
 
 # %% [markdown]

@@ -79,7 +79,7 @@ else:
         text=True,
         capture_output=True,
     )
-    print(plan.stdout or plan.stderr)  # exit code 1 says that it does not fit, and what would
+    print(plan.stdout or plan.stderr)  # exit code 1 means that the pair does not fit
 
 # %% [markdown]
 # ## Load and decode
@@ -112,34 +112,34 @@ prompts = (
 )
 
 
-def timed(ways):
-    """(the result, its three speeds from low to high) of each way."""
+def timed(arms):
+    """Return (result, three speeds from low to high) by arm."""
 
     def run(drafter, rule):
         began = time.perf_counter()
-        done = mj.generate(target, drafter, prompts, verify=rule, max_new_tokens=NEW, chat=chat)
-        return done, done.metrics.emitted / (time.perf_counter() - began)
+        decoded = mj.generate(target, drafter, prompts, verify=rule, max_new_tokens=NEW, chat=chat)
+        return decoded, decoded.metrics.emitted / (time.perf_counter() - began)
 
-    found = {name: run(*way)[0] for name, way in ways.items()}
-    rounds = [{name: run(*way)[1] for name, way in ways.items()} for _ in range(3)]
-    return {name: (found[name], sorted(one[name] for one in rounds)) for name in ways}
+    results = {name: run(*arm)[0] for name, arm in arms.items()}
+    rounds = [{name: run(*arm)[1] for name, arm in arms.items()} for _ in range(3)]
+    return {name: (results[name], sorted(speeds[name] for speeds in rounds)) for name in arms}
 
 
-def show(found):
-    for name, (result, (low, middle, high)) in found.items():
+def show(results):
+    for name, (result, (low, middle, high)) in results.items():
         print(
             f"{name:9} {middle:6.0f} [{low:.0f}, {high:.0f}] tokens/s   tau {result.metrics.tau:.2f}   "
             f"regret {result.metrics.regret_per_token:.3f} nats per token"
         )
 
 
-ways = {
+arms = {
     "no draft": ("none", mj.verify.exact()),
     "exact": (draft, mj.verify.exact()),
     "mars 0.9": (draft, mj.verify.mars(theta=0.9)),
 }
-found = timed(ways)
-show(found)
+results = timed(arms)
+show(results)
 
 # %% [markdown]
 # The value of a draft is its speedup on this machine, so the plot shows speed with the range of the rounds.
@@ -148,18 +148,18 @@ show(found)
 caption = f"{TARGET} drafted by {DRAFT}, {len(prompts)} rows, {jax.devices()[0].device_kind}, three rounds"
 looks = {"no draft": look("autoregressive"), "exact": look("exact"), "mars 0.9": look("mars")}
 with picture([Path("speed.png")], panel=(6, 2.2), caption=caption) as ((axis,),):
-    for place, (name, (_, (low, middle, high))) in enumerate(found.items()):
+    for place, (name, (_, (low, middle, high))) in enumerate(results.items()):
         axis.errorbar([middle], [place], xerr=whiskers([middle], [(low, high)]), **looks[name].line)
-    axis.set_yticks(range(len(found)), list(found))
+    axis.set_yticks(range(len(results)), list(results))
     axis.invert_yaxis()
-    axis.set(xlabel="tokens/s", xlim=(0, None), ylim=(len(found) - 0.5, -0.5))
+    axis.set(xlabel="tokens/s", xlim=(0, None), ylim=(len(results) - 0.5, -0.5))
     no_grid(axis, "y")
 display(Image("speed.png"))
 
 # %%
-for prompt, text in zip(prompts, found["mars 0.9"][0].text, strict=True):
+for prompt, text in zip(prompts, results["mars 0.9"][0].text, strict=True):
     print(f"{prompt}|{text}\n")
-same = sum(a == b for a, b in zip(found["exact"][0].tokens, found["no draft"][0].tokens, strict=True))
+same = sum(a == b for a, b in zip(results["exact"][0].tokens, results["no draft"][0].tokens, strict=True))
 print(f"{same} of {len(prompts)} texts of exact are those without a draft")
 
 # %% [markdown]

@@ -72,7 +72,7 @@ import flax.struct
 
 @flax.struct.dataclass
 class Unsure(mj.verify.Relaxed):
-    """Relaxed where the entropy of the target's distribution is above `bound` nats."""
+    """Relaxed rule for positions where the target's entropy is above `bound` nats."""
 
     bound: Any
 
@@ -113,11 +113,11 @@ rules = {
     "entropy": {f"{b:g}": Unsure(bound=jnp.float32(b)) for b in (2.5, 2.0, 1.5, 1.0, 0.5)},
     "mars": {f"{t:g}": mj.verify.mars(theta=t) for t in (0.95, 0.9, 0.8, 0.7)},
 }
-found = {}
+curves = {}
 for name, settings in rules.items():
     for setting, rule in settings.items():
         metrics = run(rule).metrics
-        found.setdefault(name, []).append((metrics.tau, metrics.regret_per_token, setting))
+        curves.setdefault(name, []).append((metrics.tau, metrics.regret_per_token, setting))
         print(
             f"{name:8} {setting:>6}   tau {metrics.tau:.2f}   regret {metrics.regret_per_token:.3f} nats per token"
         )
@@ -131,7 +131,7 @@ for name, settings in rules.items():
 looks = {"exact": look("exact"), "entropy": OTHER, "mars": look("mars")}
 caption = f"tiny/target drafted by tiny/draft, {len(prompts)} prompts of {NEW} new tokens, temperature 0"
 with picture([Path("rules.png")], panel=(6, 3.8), caption=caption) as ((axis,),):
-    for name, points in found.items():
+    for name, points in curves.items():
         taus, regrets, settings = zip(*points, strict=True)
         axis.plot(taus, regrets, label=name, **looks[name].line)
         for tau, regret, setting in points[: len(points) * (name != "exact")]:

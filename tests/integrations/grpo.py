@@ -34,8 +34,8 @@ def actor(seed: int) -> nnx.Module:
     qwen3 = part("models.qwen3.model")
     sizes = {"num_layers": 2, "vocab_size": 64, "embed_dim": 32, "hidden_dim": 64}
     heads = {"num_heads": 4, "head_dim": 16, "num_kv_heads": 2}
-    others = {"rope_theta": 10_000, "norm_eps": 1e-6, "use_tied_embedding": True}
-    return qwen3.Qwen3(qwen3.ModelConfig(**sizes, **heads, **others), rngs=nnx.Rngs(seed))
+    settings = {"rope_theta": 10_000, "norm_eps": 1e-6, "use_tied_embedding": True}
+    return qwen3.Qwen3(qwen3.ModelConfig(**sizes, **heads, **settings), rngs=nnx.Rngs(seed))
 
 
 def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
@@ -100,7 +100,7 @@ def engines() -> tuple[type, type, list[Any]]:
             record.append(super().generate(prompts, rollout_config, **kwargs))
             return record[-1]
 
-    class Again(vanilla_rollout.VanillaRollout):
+    class Replayed(vanilla_rollout.VanillaRollout):
         def __init__(self, *, rollout_actor, tokenizer, mesh, rollout_config):
             adapter = part("generate.tokenizer_adapter").TokenizerAdapter(tokenizer)
             model = rollout_actor.config
@@ -111,36 +111,36 @@ def engines() -> tuple[type, type, list[Any]]:
             graph, state = nnx.split(rollout_actor)
             copied = nnx.merge(graph, jax.tree.map(jnp.copy, state))
             super().__init__(copied, adapter, size)
-            self._given = iter(list(record))
+            self._outputs = iter(list(record))
 
         def generate(self, prompts, rollout_config, **kwargs):
-            return next(self._given)
+            return next(self._outputs)
 
-    return Recorded, Again, record
+    return Recorded, Replayed, record
 
 
 def compare(steps: int) -> dict[str, Any]:
     """Return the losses of both, and the largest differences of their log-probabilities and weights."""
-    recorded, again, record = engines()
-    ours, mine, rollout = job(partial(recorded, drafter="ngram"), steps=steps)
-    theirs, other, vanilla = job(again, steps=steps)
+    recorded, replayed, record = engines()
+    mars_losses, mars_actor, rollout = job(partial(recorded, drafter="ngram"), steps=steps)
+    vanilla_losses, vanilla_actor, vanilla = job(replayed, steps=steps)
     last = record[-1]
     completions = np.zeros((len(last.tokens), 16), np.int32)
     for row, tokens in enumerate(last.tokens):
         completions[row, : len(tokens)] = tokens
-    given = jnp.asarray(last.left_padded_prompt_tokens), jnp.asarray(completions)
+    inputs = jnp.asarray(last.left_padded_prompt_tokens), jnp.asarray(completions)
     mask = completions != 0
-    apart = np.abs(np.asarray(rollout.get_per_token_logps(*given) - vanilla.get_per_token_logps(*given)))
-    trained = (nnx.state(model, nnx.Param) for model in (mine, other))
+    gap = np.abs(np.asarray(rollout.get_per_token_logps(*inputs) - vanilla.get_per_token_logps(*inputs)))
+    trained = (nnx.state(model, nnx.Param) for model in (mars_actor, vanilla_actor))
     weights = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), *trained)
-    said = np.concatenate(last.logprobs)
+    logps = np.concatenate(last.logprobs)
     return {
-        "losses with MarsRollout": ours,
-        "losses with VanillaRollout on the same tokens": theirs,
-        "largest difference of losses": float(np.max(np.abs(np.array(ours) - np.array(theirs)))),
+        "losses with MarsRollout": mars_losses,
+        "losses with VanillaRollout on the same tokens": vanilla_losses,
+        "largest difference of losses": float(np.max(np.abs(np.subtract(mars_losses, vanilla_losses)))),
         "largest difference of trained weights": max(jax.tree.leaves(weights)),
-        "largest difference of per-token log-probabilities": float(apart[mask].max()),
-        "log-probabilities of samples are numbers": bool(np.isfinite(said).all() and (said <= 0).all()),
+        "largest difference of per-token log-probabilities": float(gap[mask].max()),
+        "log-probabilities of samples are numbers": bool(np.isfinite(logps).all() and (logps <= 0).all()),
         "tau of the last rollout": rollout.metrics.tau,
     }
 

@@ -40,9 +40,9 @@ def test_a_module_decodes_as_the_functions_that_it_calls():
     drafter = drafters.language_model(fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8), tree=(2, 2))
     rule = verify.mars(theta=0.5)
     batch, temperature = (drafter, rule, prompts, lengths), [0.0, 0.9, 1.2]
-    ours, _ = decode_all(model, *batch, params=Params(params), temperature=temperature)
-    plain, _ = decode_all(HASH, *batch, temperature=temperature)
-    assert committed(ours) == committed(plain)
+    actual, _ = decode_all(model, *batch, params=Params(params), temperature=temperature)
+    expected, _ = decode_all(HASH, *batch, temperature=temperature)
+    assert committed(actual) == committed(expected)
     # Modules that differ only in weights share one model, so that nothing recompiles.
     assert bridge.from_nnx(Hash(), vocab_size=VOCAB, init_cache=HASH.init_cache)[0] is model
 
@@ -108,10 +108,10 @@ def test_our_params_go_to_nnx_and_back():
     ids = jnp.asarray([[3, 5, 8]], jnp.int32)
     gradient = nnx.grad(lambda m: jnp.sum(jnp.sin(m(ids))))(module)
 
-    def plain(params):
+    def loss(params):
         visible = Visible.causal(jnp.zeros((1,), jnp.int32), 3)
         out = model.forward(params, ids, visible, model.init_cache(1, 3))
         return jnp.sum(jnp.sin(model.unembed(params, out.hidden)))
 
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    jax.tree.map(close, bridge.params_of(module, gradient), jax.grad(plain)(params))
+    jax.tree.map(close, bridge.params_of(module, gradient), jax.grad(loss)(params))

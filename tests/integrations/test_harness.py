@@ -42,28 +42,28 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def theirs(checkpoint):
+def oracle(checkpoint):
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32").eval()
 
 
 @pytest.fixture(scope="module")
-def ours(checkpoint):
+def lm(checkpoint):
     return MarsJax(target=str(checkpoint), draft="ngram", verify="exact", batch_size=2, max_gen_toks=12)
 
 
-def greedy(ours, theirs, prompt):
-    ids = torch.tensor([ours.tok_encode(prompt)])
+def greedy(lm, oracle, prompt):
+    ids = torch.tensor([lm.tok_encode(prompt)])
     with torch.inference_mode():
-        out = theirs.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
-    return ours.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        out = oracle.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    return lm.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def log_likelihood(theirs, ids, first):
+def log_likelihood(oracle, ids, first):
     """Return the log-likelihood of `ids[first:]`, and whether each of these tokens is the most likely one."""
     with torch.inference_mode():
-        log_p = torch.log_softmax(theirs(torch.tensor([ids])).logits[0].double(), -1)
-    at = range(first, len(ids))
-    return sum(log_p[i - 1, ids[i]].item() for i in at), all(log_p[i - 1].argmax() == ids[i] for i in at)
+        log_p = torch.log_softmax(oracle(torch.tensor([ids])).logits[0].double(), -1)
+    span = range(first, len(ids))
+    return sum(log_p[i - 1, ids[i]].item() for i in span), all(log_p[i - 1].argmax() == ids[i] for i in span)
 
 
 def instances(kind, *arguments):
@@ -93,61 +93,61 @@ def evaluate(checkpoint, folder, rows, tasks, **options):
     )
 
 
-def test_tasks_of_the_harness_have_the_scores_of_transformers(checkpoint, ours, theirs, tmp_path):
-    answers = [greedy(ours, theirs, p) for p in PROMPTS]
+def test_tasks_of_the_harness_have_the_scores_of_transformers(checkpoint, lm, oracle, tmp_path):
+    answers = [greedy(lm, oracle, p) for p in PROMPTS]
     answers[1] = "something else"
     likelier = []
     for p in PROMPTS:
-        first = len(ours.tok_encode(p))
-        sea, sun = (ours.tok_encode(p + choice) for choice in (" sea", " sun and the story"))
-        likelier.append(int(log_likelihood(theirs, sun, first)[0] > log_likelihood(theirs, sea, first)[0]))
+        first = len(lm.tok_encode(p))
+        sea, sun = (lm.tok_encode(p + choice) for choice in (" sea", " sun and the story"))
+        likelier.append(int(log_likelihood(oracle, sun, first)[0] > log_likelihood(oracle, sea, first)[0]))
     labels = [likelier[0], 1 - likelier[1], likelier[2]]
     rows = [
         {"prompt": p, "answer": answer, "label": label, "text": p * 3}
         for p, answer, label in zip(PROMPTS, answers, labels, strict=True)
     ]
-    found = evaluate(checkpoint, tmp_path, rows, TASKS)["results"]
-    assert found["said"]["exact_match,none"] == pytest.approx(2 / 3)
-    assert found["chosen"]["acc,none"] == pytest.approx(2 / 3)
+    results = evaluate(checkpoint, tmp_path, rows, TASKS)["results"]
+    assert results["said"]["exact_match,none"] == pytest.approx(2 / 3)
+    assert results["chosen"]["acc,none"] == pytest.approx(2 / 3)
     bits = sum(
-        log_likelihood(theirs, [0, *ours.tok_encode(p * 3, add_special_tokens=False)], 1)[0] for p in PROMPTS
+        log_likelihood(oracle, [0, *lm.tok_encode(p * 3, add_special_tokens=False)], 1)[0] for p in PROMPTS
     ) / -sum(len((p * 3).encode()) for p in PROMPTS)
-    assert found["rolled"]["bits_per_byte,none"] == pytest.approx(bits / 0.6931471805599453, rel=1e-4)
+    assert results["rolled"]["bits_per_byte,none"] == pytest.approx(bits / 0.6931471805599453, rel=1e-4)
 
 
-def test_likelihoods_are_those_of_transformers_and_say_what_is_greedy(ours, theirs):
+def test_likelihoods_are_those_of_transformers_and_say_what_is_greedy(lm, oracle):
     context = "the sea"
-    said = greedy(ours, theirs, context)[:3]
-    pairs = [(context, " and the sun"), ("", "a story"), (LONG, " sun"), (context, said)]
-    found = ours.loglikelihood(instances("loglikelihood", *pairs), disable_tqdm=True)
-    for (before, rest), (log_p, is_greedy) in zip(pairs, found, strict=True):
-        if before:
-            first, ids = ours._encode_pair(before, rest)
+    greedy_text = greedy(lm, oracle, context)[:3]
+    pairs = [(context, " and the sun"), ("", "a story"), (LONG, " sun"), (context, greedy_text)]
+    likelihoods = lm.loglikelihood(instances("loglikelihood", *pairs), disable_tqdm=True)
+    for (prompt, ending), (log_p, is_greedy) in zip(pairs, likelihoods, strict=True):
+        if prompt:
+            first, ids = lm._encode_pair(prompt, ending)
         else:
-            first, ids = [ours.prefix_token_id], ours.tok_encode(rest)
-        whole = [*first, *ids][-CONTEXT:]
-        expected, best = log_likelihood(theirs, whole, len(whole) - len(ids))
+            first, ids = [lm.prefix_token_id], lm.tok_encode(ending)
+        sequence = [*first, *ids][-CONTEXT:]
+        expected, best = log_likelihood(oracle, sequence, len(sequence) - len(ids))
         assert log_p == pytest.approx(expected, abs=1e-3) and is_greedy == best
 
 
-def test_texts_longer_than_the_context_are_scored_token_by_token_once(ours, theirs):
-    [found] = ours.loglikelihood_rolling(instances("loglikelihood_rolling", (LONG,)))
-    ids = ours.tok_encode(LONG, add_special_tokens=False)
+def test_texts_longer_than_the_context_are_scored_token_by_token_once(lm, oracle):
+    [actual] = lm.loglikelihood_rolling(instances("loglikelihood_rolling", (LONG,)))
+    ids = lm.tok_encode(LONG, add_special_tokens=False)
     assert len(ids) > CONTEXT
-    window, total, at = CONTEXT - 1, 0.0, 0
-    while at < len(ids):
-        count = min(window, len(ids) - at)
-        before = [ours.prefix_token_id] if at == 0 else ids[at + count - 1 - window : at]
-        total += log_likelihood(theirs, [*before, *ids[at : at + count]], len(before))[0]
-        at += count
-    assert found == pytest.approx(total, rel=1e-4)
+    window, total, start = CONTEXT - 1, 0.0, 0
+    while start < len(ids):
+        count = min(window, len(ids) - start)
+        context = [lm.prefix_token_id] if start == 0 else ids[start + count - 1 - window : start]
+        total += log_likelihood(oracle, [*context, *ids[start : start + count]], len(context))[0]
+        start += count
+    assert actual == pytest.approx(total, rel=1e-4)
 
 
-def test_texts_end_at_the_first_stop_string_and_keep_their_order(ours, theirs):
-    whole = [greedy(ours, theirs, p) for p in PROMPTS]
-    stop = whole[0][4:6]
-    found = answers_of(ours, *[(p, {"until": [stop], "max_gen_toks": 12}) for p in PROMPTS])
-    assert found == [text.partition(stop)[0] for text in whole] and found[0] != whole[0]
+def test_texts_end_at_the_first_stop_string_and_keep_their_order(lm, oracle):
+    answers = [greedy(lm, oracle, p) for p in PROMPTS]
+    stop = answers[0][4:6]
+    stopped = answers_of(lm, *[(p, {"until": [stop], "max_gen_toks": 12}) for p in PROMPTS])
+    assert stopped == [text.partition(stop)[0] for text in answers] and stopped[0] != answers[0]
 
 
 @pytest.mark.parametrize(
@@ -169,32 +169,32 @@ def test_arguments_out_of_range_are_named(checkpoint, arguments, message):
 
 
 def test_any_rule_is_an_argument(checkpoint, tmp_path):
-    own = tmp_path / "gates.py"
-    own.write_text(
+    rule_file = tmp_path / "gates.py"
+    rule_file.write_text(
         "from mars_jax import verify\n\ndef gate(level: float = 1.0):\n    return verify.mars(theta=level)\n"
     )
     draft = {"target": str(checkpoint), "draft": f"model:{checkpoint}", "num_draft_tokens": 2}
-    asked = [(p, {"until": [], "max_gen_toks": 12}) for p in PROMPTS]
+    requests = [(p, {"until": [], "max_gen_toks": 12}) for p in PROMPTS]
     # At level inf, the value that the harness would parse, the user's rule is strict.
-    ours = MarsJax(**draft, verify=f"{own}:gate", level=float("inf"))
-    assert answers_of(ours, *asked) == answers_of(MarsJax(**draft, verify="exact"), *asked)
+    gated = MarsJax(**draft, verify=f"{rule_file}:gate", level=float("inf"))
+    assert answers_of(gated, *requests) == answers_of(MarsJax(**draft, verify="exact"), *requests)
     blocks = MarsJax(**draft, verify="mars", base="rejection", block=True, margin="gap", theta="1.5")
     pair = blocks._session
     assert pair.rule_name == "mars(gap) over block" and pair.drafter.drafter.name.endswith("sampled)")
 
 
-def test_gen_kwargs_that_mean_nothing_here_are_refused(ours):
+def test_gen_kwargs_that_mean_nothing_here_are_refused(lm):
     with pytest.raises(MarsError, match="the task asks for num_beams"):
-        answers_of(ours, ("the sea", {"num_beams": 4}))
+        answers_of(lm, ("the sea", {"num_beams": 4}))
 
 
 def test_a_model_and_a_task_say_what_answers_are_to_be(checkpoint):
-    held = MarsJax(target=str(checkpoint), draft="ngram", verify="exact", regex="(sun|sea){2}!")
-    asked = ("the sea", {"until": [], "max_gen_toks": 12})
-    first, second = answers_of(held, asked, ("sun", {"until": [], "choice": ["a story", "yes"]}))
+    by_regex = MarsJax(target=str(checkpoint), draft="ngram", verify="exact", regex="(sun|sea){2}!")
+    request = ("the sea", {"until": [], "max_gen_toks": 12})
+    first, second = answers_of(by_regex, request, ("sun", {"until": [], "choice": ["a story", "yes"]}))
     assert re.fullmatch("(sun|sea){2}!", first) and second in ("a story", "yes")
-    chosen = MarsJax(target=str(checkpoint), draft="ngram", verify="exact", choice="up|down")
-    assert answers_of(chosen, asked)[0] in ("up", "down")
+    by_choice = MarsJax(target=str(checkpoint), draft="ngram", verify="exact", choice="up|down")
+    assert answers_of(by_choice, request)[0] in ("up", "down")
 
 
 # Chat templates.
@@ -220,17 +220,17 @@ def chatty(checkpoint, tmp_path_factory):
     return path
 
 
-def test_a_task_goes_through_the_chat_template(chatty, theirs, tmp_path):
+def test_a_task_goes_through_the_chat_template(chatty, oracle, tmp_path):
     model = MarsJax(target=str(chatty), draft="ngram", verify="exact")
     assert model.chat_template(True) == TEMPLATE
     texts = [model.apply_chat_template([{"role": "user", "content": p}]) for p in PROMPTS]
     assert texts[0] == "[user]the sea[assistant]"
-    answers = [greedy(model, theirs, text) for text in texts]
-    assert answers != [greedy(model, theirs, p) for p in PROMPTS]
+    answers = [greedy(model, oracle, text) for text in texts]
+    assert answers != [greedy(model, oracle, p) for p in PROMPTS]
     rows = [{"prompt": p, "answer": answer} for p, answer in zip(PROMPTS, answers, strict=True)]
-    found = evaluate(chatty, tmp_path, rows, ["said"], apply_chat_template=True)
-    assert found["results"]["said"]["exact_match,none"] == 1.0
-    assert found["config"]["model"] == "mars_jax"
+    report = evaluate(chatty, tmp_path, rows, ["said"], apply_chat_template=True)
+    assert report["results"]["said"]["exact_match,none"] == 1.0
+    assert report["config"]["model"] == "mars_jax"
 
 
 def test_a_template_by_its_name_and_a_turn_that_is_continued(chatty):
@@ -246,9 +246,9 @@ def test_a_template_by_its_name_and_a_turn_that_is_continued(chatty):
     assert model.tok_encode(text)[1] != 0
 
 
-def test_templates_that_cannot_be_applied_are_sentences(ours, chatty):
+def test_templates_that_cannot_be_applied_are_sentences(lm, chatty):
     with pytest.raises(MarsError, match=r"no chat template 'default' \(it has none at all\)"):
-        ours.apply_chat_template([{"role": "user", "content": "the sea"}])
+        lm.apply_chat_template([{"role": "user", "content": "the sea"}])
     model = MarsJax(target=str(chatty), draft="none", verify="exact")
     with pytest.raises(MarsError, match=r"no chat template 'long' \(it has default, short\)"):
         model.chat_template("long")

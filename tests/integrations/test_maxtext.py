@@ -26,19 +26,19 @@ from maxtext.configs import pyconfig
 from maxtext.utils.model_creation_utils import from_pretrained
 import mars_jax as mj
 
-made = from_pretrained(pyconfig.initialize(["", *sys.argv[1:]]))
-theirs = made[0] if isinstance(made, tuple) else made
-ours = mj.load("exported", dtype="float32")
+loaded = from_pretrained(pyconfig.initialize(["", *sys.argv[1:]]))
+maxtext_model = loaded[0] if isinstance(loaded, tuple) else loaded
+target = mj.load("exported", dtype="float32")
 prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7, 8]]
-tokens = mj.generate(ours, "ngram", prompts, max_new_tokens=24).tokens
+tokens = mj.generate(target, "ngram", prompts, max_new_tokens=24).tokens
 greedy, gap = [], 0.0
 for prompt, new in zip(prompts, tokens):
     ids = jnp.asarray([prompt + list(new)])
     positions, ones = jnp.arange(ids.shape[1])[None], jnp.ones_like(ids)
-    logits = theirs(ids, positions, decoder_segment_ids=ones, enable_dropout=False)[0]
+    logits = maxtext_model(ids, positions, decoder_segment_ids=ones, enable_dropout=False)[0]
     greedy.append(logits[len(prompt) - 1 : -1].argmax(-1).tolist())
     log_p = jax.nn.log_softmax(logits)[jnp.arange(ids.shape[1] - 1), ids[0, 1:]]
-    gap = max(gap, float(abs(log_p - mj.score(ours, ids.tolist())[0].log_p).max()))
+    gap = max(gap, float(abs(log_p - mj.score(target, ids.tolist())[0].log_p).max()))
 print(json.dumps({"tokens": [list(map(int, new)) for new in tokens], "greedy": greedy, "gap": gap}))
 """
 
@@ -62,12 +62,12 @@ def test_a_checkpoint_of_maxtext_decodes_as_its_own_forward_says(tmp_path):
     (tmp_path / "forward.py").write_text(FORWARD)
     loads = "load_parameters_path=$PWD/trained/mine/checkpoints/2/items base_output_directory=$PWD/read"
     lines = ["set -e", model, train, export, generate]
-    lines += [f"python forward.py $MODEL {loads} | tail -n 1 > found.json"]
-    done = subprocess.run(
+    lines += [f"python forward.py $MODEL {loads} | tail -n 1 > comparison.json"]
+    process = subprocess.run(
         ["bash", "-o", "pipefail", "-c", "\n".join(lines)],
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["tokens"] == found["greedy"] and len({*found["tokens"][0]}) > 4
-    assert found["gap"] < 1e-5
+    assert process.returncode == 0, process.stderr[-3000:] + process.stdout[-1000:]
+    comparison = json.loads((tmp_path / "comparison.json").read_text())
+    assert comparison["tokens"] == comparison["greedy"] and len({*comparison["tokens"][0]}) > 4
+    assert comparison["gap"] < 1e-5

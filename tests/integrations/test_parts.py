@@ -30,44 +30,44 @@ ASKED = 10 + 10 + 5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("lm_eval")
-    write_checkpoint(made / "target", seed=0)
-    file = made / "docs.jsonl"
+    root = tmp_path_factory.mktemp("lm_eval")
+    write_checkpoint(root / "target", seed=0)
+    file = root / "docs.jsonl"
     file.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
     shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}}
     shared |= {"test_split": "test", "doc_to_text": "{{prompt}}"}
     for name, task in TASKS.items():
-        (made / f"{name}.yaml").write_text(json.dumps({"task": name} | shared | task))
-    return made
+        (root / f"{name}.yaml").write_text(json.dumps({"task": name} | shared | task))
+    return root
 
 
 @pytest.fixture
 def evaluate(folder, capsys, monkeypatch):
-    index = TaskManager.__init__
+    original = TaskManager.__init__
 
-    def few(*given, **options):
-        index(*given, **options | {"include_defaults": False})
+    def without_defaults(*arguments, **options):
+        original(*arguments, **options | {"include_defaults": False})
 
     # Listing the harness's thousands of tasks takes seconds.
-    monkeypatch.setattr(TaskManager, "__init__", few)
+    monkeypatch.setattr(TaskManager, "__init__", without_defaults)
 
     def run(*flags, code=0):
         argv = ["--model", "mars_jax", "--model_args", f"target={folder / 'target'},draft=ngram"]
         argv += ["--tasks", *TASKS, "--include_path", str(folder), "--batch_size", "2", *map(str, flags)]
         monkeypatch.setattr("sys.argv", ["mars-jax"])
         assert lm_eval.main(argv) == code
-        said = capsys.readouterr()
+        captured = capsys.readouterr()
         if code:
-            return said.err.splitlines()[-1]
-        return said.out[max(said.out.find("|Tasks"), 0) :]  # drop the line that repeats the arguments
+            return captured.err.splitlines()[-1]
+        return captured.out[max(captured.out.find("|Tasks"), 0) :]  # drop the line that repeats the arguments
 
     return run
 
 
 def test_rows_of_parts_have_the_scores_of_one_run(folder, evaluate, monkeypatch):
     table = evaluate()
-    whole, out = folder / "whole.jsonl", folder / "out.jsonl"
-    assert evaluate("--rows", whole) == table and "bits_per_byte" in table
+    single, out = folder / "whole.jsonl", folder / "out.jsonl"
+    assert evaluate("--rows", single) == table and "bits_per_byte" in table
 
     def killed(*_, **__):
         raise KeyboardInterrupt
@@ -76,15 +76,15 @@ def test_rows_of_parts_have_the_scores_of_one_run(folder, evaluate, monkeypatch)
     with monkeypatch.context() as patched:
         patched.setattr(harness.utils, "get_rolling_token_windows", killed)
         evaluate("--rows", parts[1], "--part", "1/2", code=130)
-    kept = parts[1].read_bytes()
-    assert 0 < kept.count(b"\n") < ASKED // 2
-    parts[1].write_bytes(kept[:-20])
+    first_rows = parts[1].read_bytes()
+    assert 0 < first_rows.count(b"\n") < ASKED // 2
+    parts[1].write_bytes(first_rows[:-20])
     evaluate("--rows", parts[1], "--part", "1/2")
-    assert parts[1].read_bytes().startswith(kept)
+    assert parts[1].read_bytes().startswith(first_rows)
     assert evaluate("--rows", parts[0], "--part", "0/2") == f"{parts[0]}: 13 of {ASKED} rows\n"
 
     rows = [line for part in parts for line in part.read_bytes().splitlines()]
-    assert sorted(rows) == sorted(whole.read_bytes().splitlines())
+    assert sorted(rows) == sorted(single.read_bytes().splitlines())
     out.write_bytes(b"\n".join(rows) + b"\n")
     # The scores come from the rows, without a step of the model.
     monkeypatch.setattr(harness, "score", None)

@@ -81,14 +81,14 @@ def test_four_actors_give_the_rows_of_one_process_though_one_is_killed(tmp_path,
         arguments = {"target": "tiny/target", "draft": "ngram", "verify": rule, **settings}
         arguments["marker"] = str(tmp_path / "killed")
         mapped = rows.map_batches(Mortal, fn_constructor_kwargs=arguments, concurrency=4, batch_size=3)
-        done = sorted(mapped.take_all(), key=lambda row: row["id"])
+        decoded = sorted(mapped.take_all(), key=lambda row: row["id"])
     finally:
         ray.shutdown()
     assert (tmp_path / "killed").exists()
     target = mars_jax.load("tiny/target", dtype="float32")
     result = mars_jax.generate(target, "ngram", prompts, verify=rule, seed=7, **SETTINGS)
-    assert [list(row["tokens"]) for row in done] == result.tokens
-    assert [row["text"] for row in done] == result.text
-    assert [row["finish_reason"] for row in done] == [one.finish_reason for one in result.completions]
-    for row, one in zip(done, result.completions, strict=True):
-        np.testing.assert_allclose(row["log_probs"], one.log_probs.log_prob, atol=1e-5)
+    assert [list(row["tokens"]) for row in decoded] == result.tokens
+    assert [row["text"] for row in decoded] == result.text
+    assert [row["finish_reason"] for row in decoded] == [c.finish_reason for c in result.completions]
+    for row, completion in zip(decoded, result.completions, strict=True):
+        np.testing.assert_allclose(row["log_probs"], completion.log_probs.log_prob, atol=1e-5)

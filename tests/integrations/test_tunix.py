@@ -21,7 +21,7 @@ PROMPTS = ["abcabc", "xyz", "the cat sat", "the cat sat"]
 
 
 @pytest.fixture(params=["qwen", pytest.param("llama", marks=pytest.mark.slow)])
-def made(request, monkeypatch):
+def base_and_actor(request, monkeypatch):
     """Return the stand-in module and an actor."""
     # User modules rely on JAX's default promotion.
     monkeypatch.setattr(tunix, "_rollout_class", functools.cache(tunix._rollout_class.__wrapped__))
@@ -53,8 +53,8 @@ def teacher_forced(actor, prompt, tokens, temperature):
 
 
 @pytest.mark.slow
-def test_samples_and_log_probabilities_are_the_actors(made):
-    base, actor = made
+def test_samples_and_log_probabilities_are_the_actors(base_and_actor):
+    base, actor = base_and_actor
     rollout = rollout_of(actor)
     assert isinstance(rollout, base.BaseRollout)
     lengths = {"max_tokens_to_generate": 12, "max_prompt_length": 16}
@@ -65,23 +65,23 @@ def test_samples_and_log_probabilities_are_the_actors(made):
         prompt = [x for x in out.left_padded_prompt_tokens[row].tolist() if x != 0]
         assert prompt[0] == 1 and 0 not in tokens.tolist()  # one BOS token and no padding
         assert len(tokens) == 12 or tokens[-1] == 2
-        wanted = teacher_forced(actor, prompt, tokens.tolist(), 0.8)
-        np.testing.assert_allclose(out.logprobs[row], wanted, atol=2e-4)
+        expected = teacher_forced(actor, prompt, tokens.tolist(), 0.8)
+        np.testing.assert_allclose(out.logprobs[row], expected, atol=2e-4)
         completion = jnp.asarray([tokens.tolist() + [0] * (12 - len(tokens))])
         padded_prompt = out.left_padded_prompt_tokens[row : row + 1]
-        found = rollout.get_per_token_logps(padded_prompt, completion)
-        wanted = teacher_forced(actor, prompt, tokens.tolist(), 1.0)
-        np.testing.assert_allclose(found[0, : len(tokens)], wanted, atol=2e-4)
-    again = rollout.generate(PROMPTS, config)
-    assert any(a.tolist() != b.tolist() for a, b in zip(out.tokens, again.tokens, strict=True)), "other draws"
+        log_probs = rollout.get_per_token_logps(padded_prompt, completion)
+        expected = teacher_forced(actor, prompt, tokens.tolist(), 1.0)
+        np.testing.assert_allclose(log_probs[0, : len(tokens)], expected, atol=2e-4)
+    later = rollout.generate(PROMPTS, config)
+    assert any(a.tolist() != b.tolist() for a, b in zip(out.tokens, later.tokens, strict=True)), "other draws"
     same_seed = rollout_of(actor).generate(PROMPTS, dataclasses.replace(config, return_logprobs=False))
     assert same_seed.tokens[2].tolist() == out.tokens[2].tolist() and same_seed.logprobs is None
     assert rollout.metrics.tau >= 1
 
 
 @pytest.mark.slow
-def test_an_update_is_device_work_and_compiles_nothing(made):
-    base, actor = made
+def test_an_update_is_device_work_and_compiles_nothing(base_and_actor):
+    base, actor = base_and_actor
     rollout = rollout_of(actor)
     lengths = {"max_tokens_to_generate": 8, "max_prompt_length": 16}
     config = base.RolloutConfig(**lengths, temperature=0.0, return_logprobs=True)
@@ -91,23 +91,23 @@ def test_an_update_is_device_work_and_compiles_nothing(made):
         rollout.update_params(state, (nnx.Param,))
     jax.tree.map(lambda x: x.delete(), state)  # like a trainer that donates its weights
     # Tunix syncs weights only if these arrays are not the actor's.
-    ours = {id(x) for x in jax.tree.leaves(nnx.state(rollout.model()))}
-    assert ours and not ours & {id(x) for x in jax.tree.leaves(nnx.state(actor))}
+    rollout_ids = {id(x) for x in jax.tree.leaves(nnx.state(rollout.model()))}
+    assert rollout_ids and not rollout_ids & {id(x) for x in jax.tree.leaves(nnx.state(actor))}
     rollout.update_params(nnx.state(rollout.model()))
     compiled = decode._start._cache_size()
     second = rollout.generate([*PROMPTS, "a longer prompt"][1:], config)
     assert decode._start._cache_size() == compiled
     nnx.update(actor, jax.tree.map(lambda x: x * 1.5, nnx.state(actor, nnx.Param)))
     prompt = [x for x in second.left_padded_prompt_tokens[0].tolist() if x != 0]
-    wanted = teacher_forced(actor, prompt, second.tokens[0].tolist(), 1.0)
-    np.testing.assert_allclose(second.logprobs[0], wanted, atol=2e-4)
+    expected = teacher_forced(actor, prompt, second.tokens[0].tolist(), 1.0)
+    np.testing.assert_allclose(second.logprobs[0], expected, atol=2e-4)
     assert first.tokens[1].tolist() != second.tokens[0].tolist()
 
 
 @pytest.mark.slow
-def test_a_completion_mask_hides_tokens_from_the_others(made):
+def test_a_completion_mask_hides_tokens_from_the_others(base_and_actor):
     """Hidden tokens take no position, so the other tokens have the log-probabilities of the text without them."""
-    _, actor = made
+    _, actor = base_and_actor
     rollout = rollout_of(actor)
     prompt, tokens = [1, 5, 9], [7, 2, 8, 11]  # an end-of-text token between two turns
     prompts = jnp.asarray([[0, *prompt]])
@@ -117,14 +117,14 @@ def test_a_completion_mask_hides_tokens_from_the_others(made):
     np.testing.assert_allclose(unmasked[0, :4], expected, atol=2e-4)
     with_junk = jnp.asarray([[7, 33, 2, 8, 11, 44]])
     mask = jnp.asarray([[1, 0, 1, 1, 1, 0]])
-    found = rollout.get_per_token_logps(prompts, with_junk, completion_mask=mask)
-    np.testing.assert_allclose(found[0, jnp.asarray([0, 3, 4])], expected[jnp.asarray([0, 2, 3])], atol=2e-4)
+    masked = rollout.get_per_token_logps(prompts, with_junk, completion_mask=mask)
+    np.testing.assert_allclose(masked[0, jnp.asarray([0, 3, 4])], expected[jnp.asarray([0, 2, 3])], atol=2e-4)
     with pytest.raises(MarsError, match=r"completion_mask has shape \(1, 2\): expected \(1, 6\)"):
         rollout.get_per_token_logps(prompts, with_junk, completion_mask=mask[:, :2])
 
 
-def test_what_it_refuses(made):
-    _, actor = made
+def test_what_it_refuses(base_and_actor):
+    _, actor = base_and_actor
     with pytest.raises(MarsError, match="is lossy: its samples are not the policy's"):
         rollout_of(actor, verify=verify.mars(theta=0.5))
     assert rollout_of(actor, verify=verify.mars(theta=0.5), lossy=True)

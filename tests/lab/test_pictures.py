@@ -27,8 +27,8 @@ def draw(folder):
 
 @pytest.mark.slow
 def test_a_picture_has_the_same_bytes_every_time_and_text_that_can_be_searched(tmp_path):
-    files, again = draw(tmp_path / "a"), draw(tmp_path / "b")
-    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in again]
+    files, redrawn = draw(tmp_path / "a"), draw(tmp_path / "b")
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in redrawn]
     svg = files[1].read_text()
     assert "tiny/target &lt;&amp;&gt; $5 and $6; n = 3" in svg
     assert svg.count(">exact</text>") == svg.count(">target alone</text>") == 1

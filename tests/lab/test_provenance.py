@@ -17,8 +17,8 @@ def checkout(tmp_path, monkeypatch):
     """Use a temporary repository with one commit in place of this one."""
 
     def git(*arguments):
-        told = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
-        return subprocess.run(told, check=True, capture_output=True, text=True).stdout.strip()
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "bench.py").write_text("pass\n")
@@ -39,19 +39,19 @@ def test_a_report_names_its_commit_script_command_and_weights(checkout, monkeypa
     data = root / "eval"
     data.mkdir()
     (data / "a.txt").write_text("one\n")
-    found = provenance.provenance("numpy", data=[data, data / "a.txt"], target=params)
+    report = provenance.provenance("numpy", data=[data, data / "a.txt"], target=params)
     (data / "a.txt").write_text("two\n")
-    again = provenance.provenance(data=[data, data / "a.txt"])["data"]
-    assert found["data"].keys() == again.keys() == {"eval", "a.txt"}
-    assert all(found["data"][name] != again[name] for name in again)
-    assert git("rev-parse", "HEAD").startswith(found["commit"]) and found["dirty"] is False
-    assert found["command"] == "python -m scripts.bench --data eval --turns 3"
-    assert found["script"] == {"scripts/bench.py": hashlib.sha256(b"pass\n").hexdigest()[:12]}
-    assert found["weights"] == {"target": fingerprint(params)} and found["numpy"] == np.__version__
-    assert found["cores"] == len(found["affinity"]) and found["processor"]
-    minutes = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(found["date"])
+    edited = provenance.provenance(data=[data, data / "a.txt"])["data"]
+    assert report["data"].keys() == edited.keys() == {"eval", "a.txt"}
+    assert all(report["data"][name] != edited[name] for name in edited)
+    assert git("rev-parse", "HEAD").startswith(report["commit"]) and report["dirty"] is False
+    assert report["command"] == "python -m scripts.bench --data eval --turns 3"
+    assert report["script"] == {"scripts/bench.py": hashlib.sha256(b"pass\n").hexdigest()[:12]}
+    assert report["weights"] == {"target": fingerprint(params)} and report["numpy"] == np.__version__
+    assert report["cores"] == len(report["affinity"]) and report["processor"]
+    minutes = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(report["date"])
     assert minutes < datetime.timedelta(minutes=2)
-    assert str(root) not in str(found)
+    assert str(root) not in str(report)
 
 
 @pytest.mark.parametrize(("name", "dirty"), [("report.json", False), ("scripts/new.py", True)])

@@ -120,8 +120,8 @@ def _layer(c, keys, qk_norm):
         up_proj=Part(kernel=_random(keys[5], c.embed_dim, c.hidden_dim)),
         down_proj=Part(kernel=_random(keys[6], c.hidden_dim, c.embed_dim)),
     )
-    before, after = _norm(c.embed_dim), _norm(c.embed_dim)
-    return Part(attn=attn, mlp=mlp, input_layernorm=before, post_attention_layernorm=after)
+    input_norm, attention_norm = _norm(c.embed_dim), _norm(c.embed_dim)
+    return Part(attn=attn, mlp=mlp, input_layernorm=input_norm, post_attention_layernorm=attention_norm)
 
 
 class Qwen3(nnx.Module):
@@ -147,15 +147,15 @@ class Qwen3(nnx.Module):
 
         x = self.embedder.input_embedding[...][tokens]
         for layer in self.layers:
-            y, own = norm(x, layer.input_layernorm), layer.attn
-            q, k, v = (jnp.einsum("btd,dnh->btnh", y, p.w[...]) for p in (own.q_proj, own.k_proj, own.v_proj))
+            y, att = norm(x, layer.input_layernorm), layer.attn
+            q, k, v = (jnp.einsum("btd,dnh->btnh", y, p.w[...]) for p in (att.q_proj, att.k_proj, att.v_proj))
             if self.qk_norm:
-                q, k = norm(q, own.q_norm), norm(k, own.k_norm)
+                q, k = norm(q, att.q_norm), norm(k, att.k_norm)
             q, k = apply_rope(q, positions, c.head_dim), apply_rope(k, positions, c.head_dim)
             k, v = (jnp.repeat(z, c.num_heads // c.num_kv_heads, axis=2) for z in (k, v))
             scores = jnp.einsum("btnh,bsnh->bnts", q, k) * c.head_dim**-0.5
             weights = jax.nn.softmax(jnp.where(attention_mask[:, None], scores, -1e30), axis=-1)
-            x = x + jnp.einsum("bnts,bsnh,nhd->btd", weights, v, own.o_proj.w[...])
+            x = x + jnp.einsum("bnts,bsnh,nhd->btd", weights, v, att.o_proj.w[...])
             y, mlp = norm(x, layer.post_attention_layernorm), layer.mlp
             gate, up = y @ mlp.gate_proj.kernel[...], y @ mlp.up_proj.kernel[...]
             x = x + (jax.nn.silu(gate) * up) @ mlp.down_proj.kernel[...]

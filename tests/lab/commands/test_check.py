@@ -153,11 +153,11 @@ def test_a_large_model_is_timed_with_simulated_acceptance(dtype, monkeypatch):
     assert len(taus) == 5 and taus["plain", 1] == taus["plain", 2] == 1
     assert taus["chain of 5", 1] == pytest.approx(large.CHAIN.tau, abs=1)
     assert taus["tree 10-7-60", 2] == pytest.approx(large.TREE.tau, abs=1.5)
-    plain, *_, many, _ = report["steps"]
+    single, *_, double, _ = report["steps"]
     bits = {"bfloat16": 16, "int4": 4}[dtype]
     # For any number of rows, a step reads all weights except the embedding once. The head's weights are wide.
-    assert plain["bytes"] < many["bytes"] < 2 * plain["bytes"] and many["flops"] == 2 * plain["flops"]
-    assert plain["bytes"] * 8 / (plain["flops"] / 2) > bits
+    assert single["bytes"] < double["bytes"] < 2 * single["bytes"] and double["flops"] == 2 * single["flops"]
+    assert single["bytes"] * 8 / (single["flops"] / 2) > bits
 
 
 def test_a_section_that_fails_is_reported_and_the_others_run(sections, monkeypatch, capsys, tmp_path):
@@ -183,9 +183,9 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(monkeypatch
 @pytest.mark.slow
 def test_on_this_machine_nothing_is_wrong(tmp_path):
     argv = [sys.executable, "-m", "mars_jax", "check", "--json", "--output", str(tmp_path / "check.json")]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
+    process = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    report = json.loads(process.stdout)
     rows = report["kernels"]
     assert {row["status"] for row in rows} == {"equal"} and len(rows) == 27
     assert {row["implementation"] for row in rows} == {"xla", "partitioned", "pallas_tpu", "default"}

@@ -169,17 +169,17 @@ def test_features_are_of_the_targets_answers(call, tmp_path):
 def test_the_help_of_a_kind_has_its_own_flags(kind, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
-    def printed(*flags):
+    def help_text(*flags):
         with pytest.raises(SystemExit):
             distill.main(flags)
         return capsys.readouterr().out
 
     row = distill.KINDS[kind]
-    assert row.help in printed("--help")
-    own = printed(kind, "--help")
+    assert row.help in help_text("--help")
+    kind_help = help_text(kind, "--help")
     flags = set(row.flags)
-    assert {flag for flag in distill._FLAGS if re.search(rf"^  {flag}\b", own, re.MULTILINE)} == flags
-    assert "--mesh" in flags or "--process-id" not in own
+    assert {flag for flag in distill._FLAGS if re.search(rf"^  {flag}\b", kind_help, re.MULTILINE)} == flags
+    assert "--mesh" in flags or "--process-id" not in kind_help
 
 
 @pytest.mark.slow
@@ -202,25 +202,25 @@ def test_a_target_divided_over_a_mesh_teaches_the_same(kind, target, draft, tmp_
         config = pretrained.config
         if kind == "eagle3":
             options = {"layers": (0, 0, 0), "steps": 2, "divergence": forward_kl}
-            made = eagle_training.new_eagle3(config, pretrained.params, **options)
+            task = eagle_training.new_eagle3(config, pretrained.params, **options)
         else:
             small = mj.load(str(draft), dtype="float32")
-            made = distillation.small_model(config, small.config, small.params, divergence=forward_kl)
+            task = distillation.small_model(config, small.config, small.params, divergence=forward_kl)
         sizes = {"tokens": 256, "step_tokens": 128, "length": 32}
         work = tmp_path / ("mesh" if mesh else "one")
-        return made.init(), distillation.train(made, pretrained.params, [stream], work, mesh=mesh, **sizes)
+        return task.init(), distillation.train(task, pretrained.params, [stream], work, mesh=mesh, **sizes)
 
-    (first, one), (_, four) = train(None), train(parse_mesh("data=2,model=2"))
-    for begun, a, b in zip(*map(jax.tree.leaves, (first, one, four)), strict=True):
+    (initial, single), (_, meshed) = train(None), train(parse_mesh("data=2,model=2"))
+    for start, a, b in zip(*map(jax.tree.leaves, (initial, single, meshed)), strict=True):
         # The mesh sums bfloat16 gradients in another order. Adam's first steps have the same size for any gradient.
-        moved, apart = (np.linalg.norm(np.asarray(x) - np.asarray(y)) for x, y in ((a, begun), (a, b)))
+        moved, apart = (np.linalg.norm(np.asarray(x) - np.asarray(y)) for x, y in ((a, start), (a, b)))
         assert apart < 0.1 * moved
     losses = []
     for name in ("one", "mesh"):
         rows = (tmp_path / name / "log.jsonl").read_text().splitlines()
         losses.append([json.loads(row)["loss"] for row in rows])
     np.testing.assert_allclose(*losses, rtol=2e-2)
-    assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(four))
+    assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(meshed))
 
 
 SMALL = ("--tokens", 128, "--step-tokens", 64, "--length", 32)

@@ -55,14 +55,14 @@ def flags(target, prompts):
 
 def dying_after(groups: int, run=answers._decoded):
     """Return a version of `answers._decoded` that is interrupted after the given number of groups of problems."""
-    left = iter(range(groups))
+    remaining = iter(range(groups))
 
-    def dying(*args, **options):
-        if next(left, None) is None:
+    def interrupted(*args, **options):
+        if next(remaining, None) is None:
             raise KeyboardInterrupt
         return run(*args, **options)
 
-    return dying
+    return interrupted
 
 
 class Folder(NamedTuple):

@@ -38,19 +38,19 @@ def arms(temperature=0.0):
 
 @pytest.mark.slow
 def test_a_follow_up_turn_sees_the_answer_before_it(chatty, decoding):
-    two, one = problem("sea", "sun"), problem("the")
-    first, second = decoding.answer(arms()["exact"], [two, one], [0, 1], temperature=0.0)
+    dialogue, question = problem("sea", "sun"), problem("the")
+    first, second = decoding.answer(arms()["exact"], [dialogue, question], [0, 1], temperature=0.0)
     assert len(first.texts) == 2 and len(second.texts) == 1
     expected = chatty.tokenizer(f"u:sea;a:{first.texts[0]};u:sun;a:")["input_ids"]
-    assert prompt_tokens(chatty, two, first.texts[:1], chat=True) == expected
+    assert prompt_tokens(chatty, dialogue, first.texts[:1], chat=True) == expected
     assert first.metrics.emitted == sum(map(len, first.tokens))
-    again, _ = decoding.answer(arms()["autoregressive"], [two, one], [0, 1], temperature=0.0)
-    assert again.tokens == first.tokens and again.metrics.tau == 1.0
+    undrafted, _ = decoding.answer(arms()["autoregressive"], [dialogue, question], [0, 1], temperature=0.0)
+    assert undrafted.tokens == first.tokens and undrafted.metrics.tau == 1.0
 
 
 def test_without_a_template_the_first_turn_alone_is_asked(chatty, decoding):
-    plain = Decoding(session=decoding.session, max_new_tokens=8)
-    [answer] = plain.answer(arms()["exact"], [problem("sea", "sun")], [0], temperature=0.0)
+    without_chat = Decoding(session=decoding.session, max_new_tokens=8)
+    [answer] = without_chat.answer(arms()["exact"], [problem("sea", "sun")], [0], temperature=0.0)
     assert len(answer.texts) == 1
     assert prompt_tokens(chatty, problem("sea"), chat=False) == chatty.tokenizer("sea")["input_ids"]
     continued = problem("sea", continues=True)
@@ -58,8 +58,8 @@ def test_without_a_template_the_first_turn_alone_is_asked(chatty, decoding):
 
 
 def test_a_turn_that_does_not_fit_is_left_out(decoding):
-    asked = problem("sea", "sun " * 60, "sea")
-    [answer] = decoding.answer(arms()["exact"], [asked], [0], temperature=0.0)
+    too_long = problem("sea", "sun " * 60, "sea")
+    [answer] = decoding.answer(arms()["exact"], [too_long], [0], temperature=0.0)
     assert len(answer.texts) == 1 and answer.finish_reason == "context"
 
 

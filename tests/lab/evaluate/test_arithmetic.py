@@ -40,8 +40,8 @@ def test_every_equation_is_true_and_within_the_limits(exercises):
         steps = [(int(a), sign, int(b), int(c)) for a, sign, b, c in EQUATION.findall(exercise.answer)]
         assert 1 <= len(steps) <= 3 and exercise.answer.count("=") == len(steps)
         assert steps[-1][3] == exercise.result
-        assert all(before[3] == after[0] for before, after in pairwise(steps))
-        assert all(SIGNS[sign](left, right) == result <= 100 for left, sign, right, result in steps)
+        assert all(previous[3] == step[0] for previous, step in pairwise(steps))
+        assert all(SIGNS[sign](a, b) == result <= 100 for a, sign, b, result in steps)
 
 
 def test_the_splits_share_no_question():

@@ -111,8 +111,8 @@ def test_a_lossless_rule_has_no_quality_to_control_for():
 
 def test_fewer_controls():
     def names(choice, controls, *thetas):
-        made = make_arms(choice, thetas, temperature=1.0, refined=True, controls=controls)
-        return [arm.name for arm in made]
+        arms = make_arms(choice, thetas, temperature=1.0, refined=True, controls=controls)
+        return [arm.name for arm in arms]
 
     swept = ["mars theta=0.9", "mars theta=0.8"]
     assert names(MARS, "none", 0.9, 0.8) == [AUTOREGRESSIVE, *swept, "exact refined"]
@@ -126,12 +126,12 @@ def test_the_exact_prefix_of_the_rule_is_its_controls_too():
     """A node decides about the token after it, so the root decides about the first of the remaining strict tokens."""
     z = jnp.broadcast_to(jnp.asarray(LOW, jnp.float32), (4, 2, 4))
     tree, start = chain(jnp.full((4, 2), 2, jnp.int32)), jnp.asarray([5, 6, 7, 8], jnp.int32)
-    given = verify.evidence(tree, z, start=start, prompt_length=jnp.full((4,), 6, jnp.int32))
+    evidence = verify.evidence(tree, z, start=start, prompt_length=jnp.full((4,), 6, jnp.int32))
     rule = low_margin_sampling(theta=0.5, exact_prefix=2)
     drawn = []
     for seed in range(30):
-        keys = verify.evidence(given.tree, z, seeds=[seed * 4 + i for i in range(4)]).keys
-        verdict, _ = verify.for_rows(rule, 4)(given.replace(keys=keys))
+        keys = verify.evidence(evidence.tree, z, seeds=[seed * 4 + i for i in range(4)]).keys
+        verdict, _ = verify.for_rows(rule, 4)(evidence.replace(keys=keys))
         drawn.append(list(zip(verdict.num_accepted.tolist(), verdict.next_token.tolist(), strict=True)))
     first, second, third, fourth = (set(column) for column in zip(*drawn, strict=True))
     assert first == {(1, 2)}  # both tokens of the step are strict, so they are the target's best

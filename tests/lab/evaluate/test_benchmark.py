@@ -48,9 +48,9 @@ def test_there_is_a_row_for_every_prompt_and_arm(finished):
 
 
 def test_progress_counts_every_decode_and_ends_at_its_total(finished):
-    done, totals, _ = zip(*finished.progress, strict=True)
-    assert done[-1] == len(finished.rows) and set(totals) == {len(finished.rows)}
-    assert all(np.diff(done) > 0)
+    counts, totals, _ = zip(*finished.progress, strict=True)
+    assert counts[-1] == len(finished.rows) and set(totals) == {len(finished.rows)}
+    assert all(np.diff(counts) > 0)
 
 
 def test_the_table_is_for_people(finished):
@@ -107,11 +107,11 @@ def test_plots_and_table_of_a_run_without_scores_and_thresholds(finished, tmp_pa
 def test_a_note_explains_rows_and_settings(changes, row, message):
     turns = Problem(task="mt_bench", id="0", turns=("One?", "Two?"))
     code = Problem(task="mbpp", id="0", turns=("Add.",), metric="pass@1")
-    plain = {"task": "mt_bench", "finish_reason": "stop", "score": None}
-    plain |= {"date": "2026-11-24T01:00", "commit": "a"}
+    usual_row = {"task": "mt_bench", "finish_reason": "stop", "score": None}
+    usual_row |= {"date": "2026-11-24T01:00", "commit": "a"}
     settings = {"chat": True, "batch_size": 1}
-    assert report.notes(settings, [turns, code], [plain]) == []
-    [note] = report.notes(settings | changes, [turns, code], [plain, plain | row])
+    assert report.notes(settings, [turns, code], [usual_row]) == []
+    [note] = report.notes(settings | changes, [turns, code], [usual_row, usual_row | row])
     assert message in note
 
 
@@ -135,17 +135,17 @@ def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatc
     assert not (output / "summary.json").exists()
     rows = output / "rows.jsonl"
     if torn:
-        before = rows.read_bytes()
-        assert len(before.splitlines()) < len(finished.rows)
-        rows.write_bytes(before[:-torn])
-    kept = b"".join(rows.read_bytes().rpartition(b"\n")[:2]) if rows.exists() else b""
+        content = rows.read_bytes()
+        assert len(content.splitlines()) < len(finished.rows)
+        rows.write_bytes(content[:-torn])
+    complete_lines = b"".join(rows.read_bytes().rpartition(b"\n")[:2]) if rows.exists() else b""
     if torn == 500:
-        assert kept.count(b"\n") % 4  # the cut removes part of a group of four rows
+        assert complete_lines.count(b"\n") % 4  # the cut removes part of a group of four rows
     assert call(*flags, "--output", output) == 0
-    assert rows.read_bytes().startswith(kept)
-    again = read_folder(output)
-    assert timeless(again.rows) == timeless(finished.rows)
-    assert timeless(again.summary) == timeless(finished.summary)
+    assert rows.read_bytes().startswith(complete_lines)
+    resumed = read_folder(output)
+    assert timeless(resumed.rows) == timeless(finished.rows)
+    assert timeless(resumed.summary) == timeless(finished.summary)
     assert sorted(p.name for p in output.iterdir()) == sorted(p.name for p in finished.path.iterdir())
 
 
@@ -174,16 +174,16 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
     flags += ["--task", f"stories={stories}", "--task", f"jsonl={prompts}", "--problems", 3]
     flags += ["--batch-size", 3, "--max-new-tokens", 12, "--controls", "all"]
     assert call(*flags, "--output", tmp_path / "output") == 0
-    made = read_folder(tmp_path / "output")
-    tables = [(t["task"], t["temperature"]) for t in made.summary["tables"]]
+    folder = read_folder(tmp_path / "output")
+    tables = [(t["task"], t["temperature"]) for t in folder.summary["tables"]]
     assert tables == [("stories", 0.0), ("stories", 1.0), ("jsonl", 0.0), ("jsonl", 1.0)]
-    for part in made.summary["tables"]:
+    for part in folder.summary["tables"]:
         names = [a["arm"] for a in part["arms"]]
         assert names[1:3] == ["rejection", "mars over rejection theta=0.9"]
         assert part["arms"][1]["tau"] > 2  # at most 3: the target drafts for itself, so q = p
-    sizes = {(row["task"], len(row["score"])) for row in made.rows}
+    sizes = {(row["task"], len(row["score"])) for row in folder.rows}
     assert sizes == {("stories", 2), ("jsonl", 1)}
-    stories = made.summary["tables"][0]["arms"]
+    stories = folder.summary["tables"][0]["arms"]
     # A tiny random model is nearly uniform over its vocabulary, so relaxed tokens are no less likely than others.
     assert all(0 < arm["score"] < 1 for arm in stories) and stories[0]["recovered"] == 1.0
 

@@ -44,16 +44,16 @@ def test_the_bound_holds_as_often_as_promised_over_resamplings(kind, confidence)
     truth = dict(zip(thetas, (p.mean() for p in population), strict=True))
     truth[math.inf] = 0.0
     columns = dict(zip(thetas, population, strict=True))
-    held = relaxed = 0
+    within_bound = relaxed = 0
     for _ in range(RESAMPLINGS):
         rows = rng.integers(0, 20_000, 400)
         theta, trials = choose_threshold(
             thetas, lambda t, rows=rows: (columns[t][rows], 2.0), bound=bound, confidence=confidence
         )
-        held += truth[theta] <= bound
+        within_bound += truth[theta] <= bound
         relaxed += theta <= 0.9
         assert [t.passed for t in trials[:-1]] == [True] * (len(trials) - 1)
-    assert held / RESAMPLINGS >= confidence
+    assert within_bound / RESAMPLINGS >= confidence
     # The bound must not hold only because the rule never relaxes.
     assert relaxed / RESAMPLINGS >= (0.9 if kind == "regret" else 0.15)
 
@@ -72,16 +72,16 @@ def test_the_p_value_is_that_of_a_bet_written_out():
     """Oracle: the capital from the loop of the paper. Each bet depends only on past losses."""
     rng = np.random.default_rng(1)
     losses, bound, confidence = rng.choice([0.0, 0.0, 0.0, 0.2, -0.1], 300), 0.04, 0.9
-    capital, most, seen = 1.0, 1.0, []
+    capital, highest, past_losses = 1.0, 1.0, []
     for loss in losses:
-        x, r, past = (loss + 1) / 2, (bound + 1) / 2, [(s + 1) / 2 for s in seen]
+        x, r, past = (loss + 1) / 2, (bound + 1) / 2, [(s + 1) / 2 for s in past_losses]
         means = [(0.5 + sum(past[: i + 1])) / (2 + i) for i in range(len(past))]
         variance = (0.25 + sum((a - m) ** 2 for a, m in zip(past, means, strict=True))) / (1 + len(past))
         bet = min(math.sqrt(2 * math.log(1 / (1 - confidence)) / (len(losses) * variance)), 0.75 / (1 - r))
         capital *= 1 - bet * (x - r)
-        most = max(most, capital)
-        seen.append(loss)
-    assert p_value(losses, bound, confidence) == pytest.approx(1 / most)
+        highest = max(highest, capital)
+        past_losses.append(loss)
+    assert p_value(losses, bound, confidence) == pytest.approx(1 / highest)
 
 
 def test_too_few_problems_are_known_beforehand():
@@ -91,13 +91,13 @@ def test_too_few_problems_are_known_beforehand():
 
 def test_a_loss_that_was_not_certified_says_how_many_problems_it_takes():
     args = SimpleNamespace(setting="theta", risk="regret", bound=0.02, confidence=0.95)
-    said = {}
+    messages = {}
     for risk in (0.001, 0.004, 0.015):
         trial = {"theta": 0.9, "risk": risk, "p_value": 0.2, "tau": 2.0, "passed": False}
-        said[risk] = calibrate._table({"trials": [trial]}, math.inf, args).splitlines()[-1]
-    assert said[0.001] == "a risk of 0.001 takes about 408 problems"
-    assert said[0.004] == "a risk of 0.004 takes about 816 problems"
-    assert said[0.015].startswith("no theta is certified")
+        messages[risk] = calibrate._table({"trials": [trial]}, math.inf, args).splitlines()[-1]
+    assert messages[0.001] == "a risk of 0.001 takes about 408 problems"
+    assert messages[0.004] == "a risk of 0.004 takes about 816 problems"
+    assert messages[0.015].startswith("no theta is certified")
 
 
 # The command and its file.
@@ -157,9 +157,9 @@ def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, capsys
     monkeypatch.setattr(answers, "_decoded", counting)
     capsys.readouterr()
     assert call(*flags, "--output", output) == 0
-    again, before = (json.loads(path.read_text()) for path in (output, theta_file))
-    assert again.pop("made").keys() == before.pop("made").keys()
-    assert again == before
+    resumed, uninterrupted = (json.loads(path.read_text()) for path in (output, theta_file))
+    assert resumed.pop("made").keys() == uninterrupted.pop("made").keys()
+    assert resumed == uninterrupted
     assert len(decoded) == 3 - groups + bool(torn) and not rows.exists()
 
 
@@ -174,17 +174,17 @@ def test_a_path_that_takes_no_file_is_refused(tmp_path, capsys, path):
 
 def test_the_shortest_prefix_that_a_judge_lets_pass_is_chosen(flags, target, tmp_path, capsys):
     """All prefixes pass such a weak bound, so the last one is chosen. A strict first token keeps the first letter."""
-    at = flags.index("--thetas")
-    flags = [*flags[:at], *flags[at + 3 :], "--prefixes", 2, 1, "--theta", 0.5]
+    index = flags.index("--thetas")
+    flags = [*flags[:index], *flags[index + 3 :], "--prefixes", 2, 1, "--theta", 0.5]
     judge, output = tmp_path / "judges.py", tmp_path / "prefix.json"
     judge.write_text("def first(prompt, answer):\n    return 'the sea' in prompt and answer[:1].isalpha()\n")
     assert call(*flags, "--risk", f"{judge}:first", "--output", output) == 0
     assert "prefix 1: judge below 0.9 of the judge's number with confidence 0.5" in capsys.readouterr().out
-    made = json.loads(output.read_text())
-    assert made["theta"] == 0.5 and made["rule"]["settings"]["exact_prefix"] == 1
-    made["promise"].pop("meaning")
-    assert made["promise"] == {"risk": "judge", "judge": f"{judge}:first", "bound": 0.9, "confidence": 0.5}
-    assert [(t["exact_prefix"], t["risk"]) for t in made["trials"]] == [(2, 0.0), (1, 0.0)]
+    report = json.loads(output.read_text())
+    assert report["theta"] == 0.5 and report["rule"]["settings"]["exact_prefix"] == 1
+    report["promise"].pop("meaning")
+    assert report["promise"] == {"risk": "judge", "judge": f"{judge}:first", "bound": 0.9, "confidence": 0.5}
+    assert [(t["exact_prefix"], t["risk"]) for t in report["trials"]] == [(2, 0.0), (1, 0.0)]
     args = parse([*pair_of(target), "--theta", str(output), "hello"])
     assert args.rule.settled()["exact_prefix"] == 1
 
@@ -220,18 +220,18 @@ def edited(theta_file, tmp_path):
 @pytest.mark.parametrize("replaced", slow_but(["target", "draft", None], "target", "draft"))
 def test_the_file_holds_for_its_weights_wherever_they_are(theta_file, target, tmp_path, capsys, replaced):
     """Weights are identified by content: other weights are refused even in a folder of the same name."""
-    here = {}
+    folders = {}
     for name in ("target", "draft"):
-        here[name] = tmp_path / name / target.name
-        shutil.copytree(target, here[name])
+        folders[name] = tmp_path / name / target.name
+        shutil.copytree(target, folders[name])
         if name == replaced:
-            with (here[name] / "model.safetensors").open("r+b") as file:
+            with (folders[name] / "model.safetensors").open("r+b") as file:
                 file.seek(-4, 2)
                 file.write(b"\0\0\0\x3f")
-    pair = pair_of(here["target"], draft=f"model:{here['draft']}")
+    pair = pair_of(folders["target"], draft=f"model:{folders['draft']}")
     code = generate([*pair, "--max-new-tokens", "1", "--theta", str(theta_file), "the sea"])
-    told = f"error: '{theta_file}' was calibrated with other weights of the {replaced}, or in another --dtype"
-    assert code == (2 if replaced else 0) and capsys.readouterr().err.startswith(told if replaced else "")
+    line = f"error: '{theta_file}' was calibrated with other weights of the {replaced}, or in another --dtype"
+    assert code == (2 if replaced else 0) and capsys.readouterr().err.startswith(line if replaced else "")
 
 
 def test_the_benchmark_refuses_the_file_for_other_weights_too(edited, flags, target, tmp_path, capsys):
@@ -252,17 +252,17 @@ def test_a_setting_that_is_newer_than_a_file_had_its_default(edited, target):
 
 
 def test_a_file_for_somebodys_own_rule_runs_nothing_until_it_is_named(edited, target, tmp_path):
-    marker, own = tmp_path / "ran", tmp_path / "gates.py"
-    own.write_text(
+    marker, rule_file = tmp_path / "ran", tmp_path / "gates.py"
+    rule_file.write_text(
         f"import pathlib\npathlib.Path({str(marker)!r}).touch()\nfrom mars_jax import verify\n"
         "def gate(theta: float = 1.0, most: int = 3):\n    return verify.exact()\n"
     )
-    file = edited(lambda data: data.update(rule={"verify": f"{own}:gate", "settings": {"most": 2}}))
+    file = edited(lambda data: data.update(rule={"verify": f"{rule_file}:gate", "settings": {"most": 2}}))
     flags = [*pair_of(target), "--theta", str(file), "hello"]
     with pytest.raises(MarsError, match="name it as --verify too, since that runs its code"):
         parse(flags)
     assert not marker.exists()
-    flags += ["--verify", f"{own}:gate"]
+    flags += ["--verify", f"{rule_file}:gate"]
     assert dict(parse(flags).rule.settings) == {"most": 2, "theta": 0.5}
     with pytest.raises(MarsError, match="calibrated for the most 2, and this run has 3"):
         parse([*flags, "--rule-option", "most=3"])

@@ -33,9 +33,9 @@ TURNS = {
 @pytest.fixture(autouse=True)
 def datasets(tmp_path, monkeypatch):
     """Import `datasets` with a temporary cache. The first of these tests pays for the import."""
-    found = pytest.importorskip("datasets", reason="pip install 'mars-jax[evaluate]'")
-    monkeypatch.setattr(found.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    return found
+    package = pytest.importorskip("datasets", reason="pip install 'mars-jax[evaluate]'")
+    monkeypatch.setattr(package.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return package
 
 
 @pytest.fixture
@@ -64,17 +64,17 @@ def test_the_layouts_of_the_hub_are_problems(published, task):
 
 
 def test_a_name_says_dataset_config_and_split(datasets, monkeypatch):
-    asked = []
+    calls = []
 
-    def load(*args, **more):
-        asked.append((*args, more))
+    def load(*args, **options):
+        calls.append((*args, options))
         return [GSM8K]
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     for path in ("openai/gsm8k", "openai/gsm8k:socratic", "openai/gsm8k::train", "a/b:c:d"):
         [problem] = read_problems("gsm8k", path, chat=True)
         assert problem.references == ("12",)
-    names = [(name, config, more["split"]) for name, config, more in asked]
+    names = [(name, config, options["split"]) for name, config, options in calls]
     main = ("openai/gsm8k", "main")
     assert names == [
         (*main, "test"),
@@ -82,7 +82,7 @@ def test_a_name_says_dataset_config_and_split(datasets, monkeypatch):
         (*main, "train"),
         ("a/b", "c", "d"),
     ]
-    assert all(more["streaming"] for _, _, more in asked)
+    assert all(options["streaming"] for _, _, options in calls)
 
 
 @pytest.mark.parametrize("path", ["a/missing.jsonl", "missing", "a:b"])
@@ -100,7 +100,7 @@ def test_what_datasets_cannot_read_is_said(datasets, published, monkeypatch):
     with pytest.raises(MarsError, match=r"cannot be read \(.*\): give a file of JSON lines"):
         read_problems("mbpp", str(broken), chat=True)
 
-    def refuse(*args, **more):
+    def refuse(*args, **options):
         raise datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist on the Hub.\nMore.")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)

@@ -14,12 +14,12 @@ def row(tokens, score, seconds=1.0, **changes):
 
 
 def test_a_summary_by_hand():
-    alone = [row([1, 2, 3, 4], [1.0], 4.0), row([1, 2], [1.0], 2.0), row([1, 2], [0.0], 2.0)]
+    autoregressive = [row([1, 2, 3, 4], [1.0], 4.0), row([1, 2], [1.0], 2.0), row([1, 2], [0.0], 2.0)]
     cut = row([1, 2], [0.5], finish_reason="length")
     rows = [row([1, 2, 3, 4], [1.0]), row([5, 6], [0.0], loops=True), cut]
     strict = [row([5, 6], [0.0])] * 3
-    made = arm_figures(rows, alone, strict, metric="rouge_l")
-    spans = made.pop("intervals")
+    figures = arm_figures(rows, autoregressive, strict, metric="rouge_l")
+    spans = figures.pop("intervals")
     counts = {"problems": 3, "theta": None, "tau": 8 / 6, "tokens_per_task": 8 / 3}
     drafts = {"depth_histogram": [3, 0, 3], "acceptance_by_depth": [0.5, 1.0], "relaxed_share": 0.5}
     times = {"tokens_per_second": 8 / 3, "speedup": 8 / 3, "seconds_per_task": 1.0, "task_speedup": 8 / 3}
@@ -27,11 +27,11 @@ def test_a_summary_by_hand():
     shares |= {"same_as_autoregressive": 2 / 3, "same_as_strict": 1 / 3}
     quality = {"score": 0.5, "score_change": 0.5 - 2 / 3, "recovered": 0.75, "regret_per_token": 1.5 / 8}
     expected = counts | drafts | times | shares | quality
-    assert made.keys() == expected.keys()
+    assert figures.keys() == expected.keys()
     for name, value in expected.items():
-        assert made[name] == pytest.approx(value), name
+        assert figures[name] == pytest.approx(value), name
     for name in ("tau", "tokens_per_second", "speedup", "regret_per_token", "score", "score_change"):
-        assert spans[name][0] <= made[name] <= spans[name][1], name
+        assert spans[name][0] <= figures[name] <= spans[name][1], name
     assert spans["acceptance_by_depth"] == [[0.5, 0.5], [1.0, 1.0]]  # all rows have the same acceptance
 
 
@@ -59,18 +59,18 @@ def test_the_interval_is_paired():
 
 
 def test_a_single_problem_has_no_intervals():
-    made = intervals([row([1, 2], [1.0])], [row([1, 2], [1.0])], metric="final_answer")
-    assert made.pop("acceptance_by_depth") == [None, None] and {*made.values()} == {None}
+    spans = intervals([row([1, 2], [1.0])], [row([1, 2], [1.0])], metric="final_answer")
+    assert spans.pop("acceptance_by_depth") == [None, None] and {*spans.values()} == {None}
 
 
 def test_without_scores_there_is_no_quality():
     rows = [row([1], None), row([2], None)]
-    made = arm_figures(rows, rows, rows, metric="none")
-    assert made["score"] is None and made["recovered"] is None
-    assert made["intervals"]["score"] is None and made["intervals"]["tau"] is not None
+    figures = arm_figures(rows, rows, rows, metric="none")
+    assert figures["score"] is None and figures["recovered"] is None
+    assert figures["intervals"]["score"] is None and figures["intervals"]["tau"] is not None
 
 
 def test_nothing_is_recovered_of_a_score_of_zero():
     zero = [row([1], [0.0]), row([2], [0.0])]
-    made = arm_figures([row([1], [1.0]), row([2], [0.0])], zero, zero, metric="final_answer")
-    assert made["score"] == 0.5 and made["recovered"] is made["intervals"]["recovered"] is None
+    figures = arm_figures([row([1], [1.0]), row([2], [0.0])], zero, zero, metric="final_answer")
+    assert figures["score"] == 0.5 and figures["recovered"] is figures["intervals"]["recovered"] is None

@@ -31,14 +31,14 @@ class Element:
 
     def find(self, tag=None, **attributes):
         """Return all descendants with these attributes; `kind` stands for `class`."""
-        wanted = {("class" if k == "kind" else k.replace("_", "-")): v for k, v in attributes.items()}
-        found = []
+        required = {("class" if k == "kind" else k.replace("_", "-")): v for k, v in attributes.items()}
+        matches = []
         for child in self.children:
             if isinstance(child, Element):
-                if tag in (None, child.tag) and wanted.items() <= child.attributes.items():
-                    found.append(child)
-                found += child.find(tag, **attributes)
-        return found
+                if tag in (None, child.tag) and required.items() <= child.attributes.items():
+                    matches.append(child)
+                matches += child.find(tag, **attributes)
+        return matches
 
 
 class Strict(HTMLParser):
@@ -83,7 +83,7 @@ def texts(finished):
     return json.loads((finished.path / "texts.json").read_text())
 
 
-def said(root):
+def completions_of(root):
     """Yield the arm of each completion on the page, in order, with the (kind, text) pairs of its tokens."""
     for arm in root.find("section", kind="arm"):
         [name], [line] = arm.find("h4"), arm.find("p", kind="completion")
@@ -93,7 +93,7 @@ def said(root):
 
 def test_the_coloured_tokens_are_those_of_the_rows(finished, root, texts):
     rows = {(row["temperature"], row["arm"], row["id"]): row for row in finished.rows}
-    shown = said(root)
+    completions = completions_of(root)
     relaxed = 0
     for table in finished.summary["tables"]:
         for problem in texts[f"jsonl, temperature {table['temperature']:g}"]:
@@ -102,9 +102,9 @@ def test_the_coloured_tokens_are_those_of_the_rows(finished, root, texts):
                 assert "".join(piece for _, piece in pieces) == row["text"][0]
                 kinds = [kind for kind, _ in pieces]
                 assert kinds.count("relaxed") == row["accepted_relaxed"]
-                assert next(shown) == (name, [(kind, report._plain(piece)) for kind, piece in pieces])
+                assert next(completions) == (name, [(kind, report._plain(piece)) for kind, piece in pieces])
                 relaxed += row["accepted_relaxed"]
-    assert relaxed > 0 and next(shown, None) is None
+    assert relaxed > 0 and next(completions, None) is None
 
 
 def test_relaxed_tokens_are_marked_and_not_by_colour_alone(root):
@@ -154,7 +154,7 @@ def test_the_page_can_be_read_by_everybody(root):
     assert [picture.attributes["alt"] for picture in root.find("img")] == list(plots.PICTURES.values())
     levels = [int(e.tag[1]) for e in root.find() if re.fullmatch(r"h\d", e.tag)]
     assert levels[0] == 1 and levels.count(1) == 1
-    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    assert all(level <= previous + 1 for previous, level in itertools.pairwise(levels))
 
 
 def test_texts_that_are_markup_stay_texts(finished, texts):
@@ -167,13 +167,13 @@ def test_texts_that_are_markup_stay_texts(finished, texts):
         table["arms"][2]["arm"] = table["arms"][2]["meaning"] = HOSTILE
     pieces = [("relaxed", HOSTILE), ("corrected", chr(0xD800))]
     problem = {"id": HOSTILE, "prompt": HOSTILE, "arms": {HOSTILE: pieces}}
-    made = report.page(summary, {f"{HOSTILE}, temperature 1": [problem]}, PICTURES)
-    made.encode("utf-8")
-    root = Strict(made).root
+    page = report.page(summary, {f"{HOSTILE}, temperature 1": [problem]}, PICTURES)
+    page.encode("utf-8")
+    root = Strict(page).root
     assert not root.find("script") and len(root.find("img")) == len(PICTURES)
     assert "49" not in root.find("h1")[0].text
-    assert list(said(root)) == [(SHOWN, [("relaxed", SHOWN), ("corrected", "?")])]
+    assert list(completions_of(root)) == [(SHOWN, [("relaxed", SHOWN), ("corrected", "?")])]
     assert [p.text for p in root.find("p", kind="prompt")] == [SHOWN]
     assert root.find("h3")[0].text == f"Problem {SHOWN}" and SHOWN in root.find("title")[0].text
     assert [c.text for c in root.find("th", scope="row")].count(SHOWN) == 2
-    assert "\x1b" not in made
+    assert "\x1b" not in page

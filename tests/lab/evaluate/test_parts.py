@@ -36,8 +36,8 @@ def flags(target, tmp_path):
 def test_joined_rows_of_parts_are_summarised_without_a_decode(flags, tmp_path, monkeypatch, batch_size):
     monkeypatch.setattr(plots, "draw", blank)
     flags = [*flags, "--batch-size", batch_size]
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    assert call(*flags, "--output", whole) == 0
+    single, out = tmp_path / "whole", tmp_path / "out"
+    assert call(*flags, "--output", single) == 0
     parts = [tmp_path / f"part-{number}" for number in range(PARTS)]
     for number, part in enumerate(parts):
         with monkeypatch.context() as patched:
@@ -45,18 +45,18 @@ def test_joined_rows_of_parts_are_summarised_without_a_decode(flags, tmp_path, m
                 patched.setattr(answers, "_decoded", dying_after(1))
             code = call(*flags, "--output", part, "--part", f"{number}/{PARTS}")
             assert code == (130 if number == 1 else 0)
-    before = (parts[1] / "rows.jsonl").read_bytes()
+    first_rows = (parts[1] / "rows.jsonl").read_bytes()
     assert call(*flags, "--output", parts[1], "--part", f"1/{PARTS}") == 0
-    assert (parts[1] / "rows.jsonl").read_bytes().startswith(before)
+    assert (parts[1] / "rows.jsonl").read_bytes().startswith(first_rows)
 
     out.mkdir()
     (out / "rows.jsonl").write_bytes(b"".join((part / "rows.jsonl").read_bytes() for part in parts))
     monkeypatch.setattr(answers, "_decoded", lambda *args, **options: pytest.fail("decoded"))
     assert call(*flags, "--output", out) == 0
-    one, joined = read_folder(whole), read_folder(out)
-    assert timeless(joined.summary) == timeless(one.summary)
-    assert sorted(map(str, timeless(joined.rows))) == sorted(map(str, timeless(one.rows)))
-    assert (out / "settings.json").read_bytes() == (whole / "settings.json").read_bytes()
+    expected, joined = read_folder(single), read_folder(out)
+    assert timeless(joined.summary) == timeless(expected.summary)
+    assert sorted(map(str, timeless(joined.rows))) == sorted(map(str, timeless(expected.rows)))
+    assert (out / "settings.json").read_bytes() == (single / "settings.json").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def test_every_recipe_parses_and_its_pair_is_known(name):
 
 
 def test_flags_that_are_given_count_instead_of_the_recipe_s():
-    given = ["--task", "arithmetic", "--draft", "ngram", "--num-draft-tokens", "3", "--tune", "2", "4"]
-    args = parse(["--recipe", "qwen3-8b", *given, "--problems=7", "--output=x"])
+    overrides = ["--task", "arithmetic", "--draft", "ngram", "--num-draft-tokens", "3", "--tune", "2", "4"]
+    args = parse(["--recipe", "qwen3-8b", *overrides, "--problems=7", "--output=x"])
     paper, tuned = args.parts["paper"], args.parts["tuned"]
     assert (paper.draft, paper.num_draft_tokens, paper.tree) == ("ngram", 3, None)
     assert (tuned.tune, tuned.num_draft_tokens, tuned.task) == ([2, 4], None, ["arithmetic"])
@@ -96,13 +96,13 @@ def test_a_recipe_runs_from_a_server_to_its_table(tmp_path, monkeypatch, capsys)
         flags += ["--max-new-tokens", "4", "--tune", "1", "2", "--controls", "paper", "--dtype", "float32"]
         assert main([*flags, "--output", str(tmp_path / "out")]) == 0
         template = hub.outline("vicuna-13b")
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert "USER: a story ASSISTANT:" in template.tokenizer.decode(template.encode("a story", chat=True))
-    assert "recipe vicuna-13b: 0.0 GiB of weights" in said.err
+    assert "recipe vicuna-13b: 0.0 GiB of weights" in captured.err
     summary = json.loads((tmp_path / "out" / "paper" / "summary.json").read_text())
     arms = {arm["role"]: arm for arm in summary["tables"][0]["arms"]}
     table = (tmp_path / "out" / "recipe.md").read_text()
-    assert said.out.endswith(table) and "| 3.12x -> 3.74x |" in table and "| 5.64 -> 7.20 |" in table
+    assert captured.out.endswith(table) and "| 3.12x -> 3.74x |" in table and "| 5.64 -> 7.20 |" in table
     assert f"| tau | {arms['strict']['tau']:.2f} -> {arms['rule']['tau']:.2f} |" in table
     tuned = json.loads((tmp_path / "out" / "tuned" / "tuned.json").read_text())
     assert {arm["length"] for arm in tuned["tables"][0]["arms"]} <= {1, 2}

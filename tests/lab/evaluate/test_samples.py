@@ -73,7 +73,7 @@ SAMPLES = "samples-humaneval-t0-mars-theta=0.9.jsonl"
 def evaluate(path, *passed):
     """Write the file of results that HumanEval's evaluator would write."""
     samples = [json.loads(line) for line in path.read_text().splitlines()]
-    rows = [sample | {"passed": one} for sample, one in zip(samples, passed, strict=True)]
+    rows = [sample | {"passed": result} for sample, result in zip(samples, passed, strict=True)]
     path.with_name(f"{path.name}_results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

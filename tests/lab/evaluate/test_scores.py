@@ -76,8 +76,8 @@ def test_bleu_is_that_of_sacrebleu(rows):
     sacrebleu = pytest.importorskip("sacrebleu")
     hypotheses, references = [HYPOTHESES[i] for i in rows], [REFERENCES[i] for i in rows]
     counts = np.sum([bleu_counts(h, [r]) for h, r in zip(hypotheses, references, strict=True)], axis=0)
-    ours = total_score("bleu", np.append(counts, len(rows))[None])[0]
-    assert 100 * ours == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score, abs=1e-9)
+    score = total_score("bleu", np.append(counts, len(rows))[None])[0]
+    assert 100 * score == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score, abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ def write(tmp_path):
     return call
 
 
-def turns(number, *asked, category="", **more):
-    return {"question_id": number, "category": category, "turns": list(asked)} | more
+def turns(number, *prompts, category="", **fields):
+    return {"question_id": number, "category": category, "turns": list(prompts)} | fields
 
 
 def test_arithmetic_needs_no_file():
@@ -59,8 +59,8 @@ def test_gsm8k(write):
     chat, _ = read_problems("gsm8k", path, chat=True)
     assert chat.turns[0].startswith("How many?\n") and "####" in chat.turns[0]
     assert chat.metric == "final_answer" and chat.references == ("1200",)
-    [plain] = read_problems("gsm8k", path, chat=False, limit=1)
-    assert plain.turns[0].endswith("Question: How many?\nAnswer:") and plain.turns[0].count("####") == 2
+    [raw] = read_problems("gsm8k", path, chat=False, limit=1)
+    assert raw.turns[0].endswith("Question: How many?\nAnswer:") and raw.turns[0].count("####") == 2
     with pytest.raises(MarsError, match=r"line 1: its answer does not end in ####"):
         read_problems("gsm8k", write({"question": "How many?", "answer": "12"}), chat=True)
 
@@ -68,9 +68,9 @@ def test_gsm8k(write):
 def test_humaneval_in_its_own_layout_has_tests(write):
     prompt = 'def one():\n    """Return 1."""\n'
     row = {"task_id": "HumanEval/0", "prompt": prompt, "entry_point": "one", "test": "def check(f): ..."}
-    [plain] = read_problems("humaneval", write(row), chat=False)
-    assert plain.id == "HumanEval/0" and plain.turns == (prompt,) and plain.metric == "pass@1"
-    assert plain.code == (prompt, "one", "def check(f): ...")
+    [raw] = read_problems("humaneval", write(row), chat=False)
+    assert raw.id == "HumanEval/0" and raw.turns == (prompt,) and raw.metric == "pass@1"
+    assert raw.code == (prompt, "one", "def check(f): ...")
     [chat] = read_problems("humaneval", write(row), chat=True)
     assert chat.turns[0] == f"Complete the code I provided.\n\n{prompt}"
 
@@ -117,8 +117,8 @@ def test_spec_bench_is_six_tasks(write):
         turns(4, "e", "f", category="stem"),
         turns(5, "g", category="rag", reference=[["nested"]]),
     ]
-    found = read_problems("spec_bench", write(*rows), chat=True)
-    assert [(p.task.partition("/")[2], p.id, p.metric) for p in found] == [
+    problems = read_problems("spec_bench", write(*rows), chat=True)
+    assert [(p.task.partition("/")[2], p.id, p.metric) for p in problems] == [
         ("mt_bench", "1", "likelihood"),
         ("mt_bench", "4", "likelihood"),
         ("math_reasoning", "2", "last_number"),
@@ -194,5 +194,5 @@ def test_the_published_files():
 def test_the_data_of_other_people_is_what_its_page_says():
     row = re.compile(r"^\| `([^`]+)` \|.*\| `([0-9a-f]{64})` \|$", re.MULTILINE)
     listed = dict(row.findall((DATA / "README.md").read_text()))
-    found = {str(path.relative_to(DATA)): path for path in DATA.rglob("*.xz")}
-    assert listed == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items()}
+    files = {str(path.relative_to(DATA)): path for path in DATA.rglob("*.xz")}
+    assert listed == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}

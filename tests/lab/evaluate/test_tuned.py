@@ -21,8 +21,8 @@ def flags(target, prompts):
     return [*pair, "--tune", *LENGTHS, "--task", f"jsonl={prompts}", "--max-new-tokens", 6]
 
 
-def run(flags, output, *more):
-    assert call(*flags, *more, "--output", output) == 0
+def run(flags, output, *extra_flags):
+    assert call(*flags, *extra_flags, "--output", output) == 0
     rows = [json.loads(line) for line in (output / "rows.jsonl").read_text().splitlines()]
     return json.loads((output / "tuned.json").read_text()), rows
 
@@ -39,17 +39,17 @@ def finished(flags, request, tmp_path_factory):
 
 
 def test_what_is_told_follows_from_the_rows(finished):
-    temperature, made, rows = finished
-    [table] = made["tables"]
-    chosen = tuned.math.ceil(len(PROMPTS) / tuned.SHARE)
-    assert (table["chosen_on"], table["problems"]) == (chosen, len(PROMPTS) - chosen)
+    temperature, report, rows = finished
+    [table] = report["tables"]
+    num_choosing = tuned.math.ceil(len(PROMPTS) / tuned.SHARE)
+    assert (table["chosen_on"], table["problems"]) == (num_choosing, len(PROMPTS) - num_choosing)
     names = [arm["arm"] for arm in table["arms"]]
     assert names == ARMS[temperature]
 
     def tau(arm, length, choosing):
-        mine = [r for r in rows if (r["arm"], r["length"]) == (arm, length) and (r["id"] == "0") == choosing]
-        assert len(mine) == (chosen if choosing else len(PROMPTS) - chosen)
-        return sum(r["emitted"] for r in mine) / sum(r["steps"] for r in mine)
+        used = [r for r in rows if (r["arm"], r["length"]) == (arm, length) and (r["id"] == "0") == choosing]
+        assert len(used) == (num_choosing if choosing else len(PROMPTS) - num_choosing)
+        return sum(r["emitted"] for r in used) / sum(r["steps"] for r in used)
 
     rates = {}
     for arm in table["arms"]:
@@ -68,7 +68,7 @@ def test_what_is_told_follows_from_the_rows(finished):
         assert low <= value <= high
     scored = [arm["score"] - table["alone"]["score"] for arm in table["arms"]]
     assert [arm["score_change"] for arm in table["arms"]] == pytest.approx(scored)
-    assert f"The best lossless arm is {table['best_lossless']}." in tuned.tuned_markdown(made)
+    assert f"The best lossless arm is {table['best_lossless']}." in tuned.tuned_markdown(report)
 
 
 def test_rows_are_those_of_a_decode_at_that_length(finished, target):
@@ -78,25 +78,25 @@ def test_rows_are_those_of_a_decode_at_that_length(finished, target):
     name, rule = ("rejection", mj.verify.rejection()) if sampled else ("mars theta=0.9", mj.verify.mars())
     drafter = mj.drafters.load(f"model:{target}", model, num_draft_tokens=3, sample=sampled)
     options = {"temperature": temperature, "seed": [0], "max_new_tokens": 6}
-    done = mj.generate(model, drafter, PROMPTS[:1], verify=rule, **options)
+    decoded = mj.generate(model, drafter, PROMPTS[:1], verify=rule, **options)
     [row] = [r for r in rows if (r["arm"], r["length"], r["id"]) == (name, 3, "0")]
-    assert row["tokens"] == [list(done.tokens[0])]
+    assert row["tokens"] == [list(decoded.tokens[0])]
 
 
 @pytest.mark.slow
 def test_it_goes_on_after_a_kill(flags, tmp_path):
     """Existing rows are kept, and the other rows equal those of an uninterrupted run."""
-    more = ["--draft-cost", "0.3", "--temperatures", "0"]
-    whole = run(flags, tmp_path / "whole", *more)
+    extra_flags = ["--draft-cost", "0.3", "--temperatures", "0"]
+    _, expected = run(flags, tmp_path / "whole", *extra_flags)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(answers, "_decoded", dying_after(5))
-        assert call(*flags, *more, "--output", tmp_path / "out") == 130
-    kept = (tmp_path / "out" / "rows.jsonl").read_bytes()
-    assert kept.count(b"\n") == 5
-    _, rows = run(flags, tmp_path / "out", *more)
-    assert (tmp_path / "out" / "rows.jsonl").read_bytes().startswith(kept)
+        assert call(*flags, *extra_flags, "--output", tmp_path / "out") == 130
+    first_rows = (tmp_path / "out" / "rows.jsonl").read_bytes()
+    assert first_rows.count(b"\n") == 5
+    _, rows = run(flags, tmp_path / "out", *extra_flags)
+    assert (tmp_path / "out" / "rows.jsonl").read_bytes().startswith(first_rows)
     same = ("arm", "length", "id", "tokens", "steps", "score")
-    assert [[r[k] for k in same] for r in rows] == [[r[k] for k in same] for r in whole[1]]
+    assert [[r[k] for k in same] for r in rows] == [[r[k] for k in same] for r in expected]
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ def time_of(**changes):
 
 def test_an_estimate_adds_the_measured_overheads_to_the_bytes():
     table = estimate.overheads()["v5e"]
-    layer, rest = table["layers"]["bfloat16"]["1"], table["drafts"]["none"]
-    launches = 32 * layer["launches"] + rest["step_launches"]
-    seconds = (layer["stretch"] * 3e9 + 1e8) / 819e9 + rest["step_seconds"]
+    layer, step = table["layers"]["bfloat16"]["1"], table["drafts"]["none"]
+    launches = 32 * layer["launches"] + step["step_launches"]
+    seconds = (layer["stretch"] * 3e9 + 1e8) / 819e9 + step["step_seconds"]
     time = time_of()
     expected = [seconds + launches * launch for launch in LAUNCH_SECONDS]
     assert [time.low_seconds, time.high_seconds] == pytest.approx(expected)

@@ -34,12 +34,12 @@ MATRICES = 512 * 256 + 4 * 256 * 256 + 3 * 256 * 512
 
 def planned(config, text, mesh=None, dump=lambda name, text: None, **options):
     """Return the plan of autoregression on a slice."""
-    where = topology(text)
+    tpu_slice = topology(text)
     options = {"batch": 1, "context": 256, "dtype": "bfloat16"} | options
-    mesh = mesh or default_mesh(config, len(where.devices), options["batch"])
-    on = parse_mesh(",".join(f"{name}={size}" for name, size in mesh.items()), where.devices)
-    program = Programs(config, draft_of("none"), on, verify.exact(), **options)
-    return make_plan(program, program, where, dump)
+    mesh = mesh or default_mesh(config, len(tpu_slice.devices), options["batch"])
+    device_mesh = parse_mesh(",".join(f"{name}={size}" for name, size in mesh.items()), tpu_slice.devices)
+    program = Programs(config, draft_of("none"), device_mesh, verify.exact(), **options)
+    return make_plan(program, program, tpu_slice, dump)
 
 
 @pytest.mark.slow
@@ -57,8 +57,8 @@ def test_a_model_over_four_chips_holds_and_reads_a_quarter_of_the_matrices():
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_the_layers_are_summed_over_the_chips_in_bfloat16(dtype):
     texts = {}
-    made = planned(TINY, "v5e:2x2", dtype=dtype, batch=8, mesh={"model": 4}, dump=texts.__setitem__)
-    assert not made.notes
+    plan_of_layers = planned(TINY, "v5e:2x2", dtype=dtype, batch=8, mesh={"model": 4}, dump=texts.__setitem__)
+    assert not plan_of_layers.notes
     instructions = aot.instructions(texts["decode.hlo.txt"])
     large_sums = (i for i in instructions if i.opcode.startswith("all-reduce") and i.size >= 8 * 256)
     sums = [instruction.dtype for instruction in large_sums]
@@ -68,22 +68,23 @@ def test_the_layers_are_summed_over_the_chips_in_bfloat16(dtype):
 @pytest.mark.slow
 def test_a_model_that_is_too_large_does_not_fit():
     large = dataclasses.replace(TINY, vocab_size=2**20, hidden_size=8192)
-    made = planned(large, "v5e:1x1")
-    assert not made.fits and made.weight_bytes > made.hbm_bytes
+    too_large = planned(large, "v5e:1x1")
+    assert not too_large.fits and too_large.weight_bytes > too_large.hbm_bytes
 
 
 @pytest.mark.slow
 def test_in_8_and_4_bits_a_model_reads_its_weights_and_their_scales():
-    made = planned(TINY, "v5e:2x2", dtype="int8")
-    fewer = planned(TINY, "v5e:2x2", dtype="int4")
-    divided, whole = 512 + 3 * 256 + 2 * 512, 2 * 256  # channels; every chip holds those of `o` and `down`
+    int8 = planned(TINY, "v5e:2x2", dtype="int8")
+    int4 = planned(TINY, "v5e:2x2", dtype="int4")
+    # Channels with scales. Every chip holds those of `o` and `down`.
+    divided, copied = 512 + 3 * 256 + 2 * 512, 2 * 256
     cache = 2 * 2 * (256 + 1) * 64
-    assert made.fits
-    assert made.read_bytes == MATRICES // 4 + 4 * (divided // 4 + whole) + 2 * 3 * 256 + cache
+    assert int8.fits
+    assert int8.read_bytes == MATRICES // 4 + 4 * (divided // 4 + copied) + 2 * 3 * 256 + cache
     # Half a byte per weight and 6 bytes per group of 128; the unembedding has 8 bits.
     out = 256 * 256  # its two input groups cannot be divided among four chips, so every chip holds it
     numbers = (MATRICES - 512 * 256 - out) // 4 + out
-    assert fewer.read_bytes == numbers // 2 + 6 * numbers // 128 + 512 * (256 + 4) // 4 + 2 * 3 * 256 + cache
+    assert int4.read_bytes == numbers // 2 + 6 * numbers // 128 + 512 * (256 + 4) // 4 + 2 * 3 * 256 + cache
 
 
 EXPERTS = {"family": "mixtral", "num_experts": 8, "experts_per_token": 2, "expert_size": 512}
@@ -91,9 +92,9 @@ EXPERTS = {"family": "mixtral", "num_experts": 8, "experts_per_token": 2, "exper
 
 @pytest.mark.slow
 def test_experts_that_nobody_chose_are_not_read():
-    made = planned(dataclasses.replace(TINY, **EXPERTS), "v5e:1x1")
-    others = 2 * (512 * 256 + 4 * 256 * 256 + 8 * 256 + 3 * 256) + 2 * 2 * (256 + 1) * 4 * 64
-    assert made.read_bytes == others + 2 * 2 * 3 * 256 * 512  # 2 of 8 for one token
+    mixture = planned(dataclasses.replace(TINY, **EXPERTS), "v5e:1x1")
+    shared_bytes = 2 * (512 * 256 + 4 * 256 * 256 + 8 * 256 + 3 * 256) + 2 * 2 * (256 + 1) * 4 * 64
+    assert mixture.read_bytes == shared_bytes + 2 * 2 * 3 * 256 * 512  # 2 of 8 for one token
 
 
 def test_the_message_of_the_compiler_is_read():
@@ -117,11 +118,11 @@ def test_named_models_have_the_sizes_that_their_names_say():
     def billions(config):
         return sum(math.prod(row.shape) for row in weights(config)) / 1e9
 
-    said = {
+    expected = {
         "vicuna-13b": 13.0, "llama-3.1-8b": 8.03, "llama-3.2-1b": 1.24, "llama-3.3-70b": 70.55, "qwen3-8b": 8.19,
         "qwen3-32b": 32.76, "qwen3-235b-a22b": 235.1,
     }  # fmt: skip
-    assert {name: billions(c) for name, c in CONFIGS.items()} == pytest.approx(said, rel=0.005)
+    assert {name: billions(c) for name, c in CONFIGS.items()} == pytest.approx(expected, rel=0.005)
     assert all(EagleConfig.outline(config).draft_vocab_size == 32000 for config in CONFIGS.values())
 
 
@@ -132,9 +133,9 @@ def test_the_command_prints_json_and_writes_the_programs(capsys, tmp_path):
     code = plan.main(["--target", "tiny/draft", *flags])
     row = json.loads(capsys.readouterr().out)
     assert code == 0 and row["fits"] and row["topology"] == "v5e:1x1" and row["collectives"] == {}
-    step, alone = row["step"], row["autoregressive_step"]
-    assert alone["high_seconds"] > alone["low_seconds"] > row["autoregressive_floor_seconds"] > 0
-    assert step["low_seconds"] > alone["low_seconds"]
+    step, baseline = row["step"], row["autoregressive_step"]
+    assert baseline["high_seconds"] > baseline["low_seconds"] > row["autoregressive_floor_seconds"] > 0
+    assert step["low_seconds"] > baseline["low_seconds"]
     compiled = (folder / "decode.hlo.txt").read_text()
     assert compiled.startswith("HloModule jit_run") and "while(" in compiled and "tpu_custom_call" in compiled
     assert "stablehlo.while" in (folder / "decode.stablehlo.txt").read_text()
@@ -145,9 +146,9 @@ def test_the_command_prints_json_and_writes_the_programs(capsys, tmp_path):
     [("v5litepod-1", "v5e:1x1", 1), ("v6e-16", "v6e:4x4", 16), ("tpu7x-8", "tpu7x:2x2x1", 4)],
 )
 def test_slices_have_the_names_of_the_cloud_too(name, shape, chips):
-    found = topology(name)
-    assert (found.name, found.chips) == (shape, chips)
-    assert len(found.devices) == len(topology(shape).devices)
+    tpu_slice = topology(name)
+    assert (tpu_slice.name, tpu_slice.chips) == (shape, chips)
+    assert len(tpu_slice.devices) == len(topology(shape).devices)
 
 
 @pytest.mark.parametrize("name", ["v5litepod-3", "v5p-4", "v6e-", "v4-8x"])
@@ -164,10 +165,10 @@ def large(layers):
 
 def attempt_of(config):
     def attempt(name, dtype):
-        where = topology(name or "v5e:1x1")
-        mesh = parse_mesh(f"model={len(where.devices)}", where.devices)
+        tpu_slice = topology(name or "v5e:1x1")
+        mesh = parse_mesh(f"model={len(tpu_slice.devices)}", tpu_slice.devices)
         program = Programs(config, draft_of("none"), mesh, verify.exact(), batch=1, context=128, dtype=dtype)
-        return advice.try_fit(program, where)
+        return advice.try_fit(program, tpu_slice)
 
     return attempt
 
@@ -178,24 +179,24 @@ def test_what_is_recommended_was_compiled_and_fits():
     assert (eight.topology, eight.dtype, eight.fits) == ("v5e:1x1", "int8", True)
     assert (larger_slice.topology, larger_slice.dtype, larger_slice.fits) == ("v5e:2x2", "bfloat16", True)
     assert larger_slice.mesh == {"model": 4} and larger_slice.held_bytes < eight.held_bytes < eight.hbm_bytes
-    again = planned(large(3), "v5e:1x1", context=128, dtype="int8")
-    assert again.fits and again.held_bytes == eight.held_bytes
+    recompiled = planned(large(3), "v5e:1x1", context=128, dtype="int8")
+    assert recompiled.fits and recompiled.held_bytes == eight.held_bytes
 
 
 def test_what_does_not_fit_either_is_not_recommended():
     """The weights already exceed the memory, so nothing is compiled. Slices are tried until one fits."""
     tried = advice.advise(attempt_of(large(40)), "bfloat16", ["v5e:2x2"])
-    forms = [(one.topology, one.dtype) for one in tried if not one.fits]
+    forms = [(trial.topology, trial.dtype) for trial in tried if not trial.fits]
     assert forms == [("v5e:1x1", "int8"), ("v5e:1x1", "int4"), ("v5e:2x2", "bfloat16")]
-    assert all(one.held_bytes > one.hbm_bytes for one in tried)
+    assert all(trial.held_bytes > trial.hbm_bytes for trial in tried)
 
     def attempt(name, dtype):
         if name == "odd":
             raise MarsError("3 chips")
         return advice.Attempt(name, dtype, {}, name == "fits", 1, 1)
 
-    found = advice.advise(attempt, "int4", ["small", "odd", "fits", "larger"])
-    assert [one.topology for one in found] == ["small", "fits"]
+    until_fit = advice.advise(attempt, "int4", ["small", "odd", "fits", "larger"])
+    assert [trial.topology for trial in until_fit] == ["small", "fits"]
 
 
 @pytest.mark.slow
@@ -217,28 +218,28 @@ def test_the_command_prints_what_to_try(capsys, monkeypatch):
 
 
 def test_drafts_are_compared_by_what_they_give_for_what_they_cost():
-    alone = StepTime(1.0, 2.0, 4.0)
+    baseline = StepTime(1.0, 2.0, 4.0)
     costs = {3: 1.5, 5: 1.6, None: 6.0}
 
     def step(shape):
         if shape.length == 5:
             return None  # does not fit
-        return StepTime(*(costs[shape.length] * seconds for seconds in alone[:3]))
+        return StepTime(*(costs[shape.length] * seconds for seconds in baseline[:3]))
 
-    chain, tree = advice.compare_drafts(step, alone, [0.5])
+    chain, tree = advice.compare_drafts(step, baseline, [0.5])
     assert chain.flags == "--num-draft-tokens 3" and chain.pays_above == pytest.approx((1.5, 1.5))
     assert chain.tau == 1.875 and chain.gain == pytest.approx(1.875 / 1.5)
     # By hand: 7 levels, each accepted with probability 3/4.
     assert tree.tau == pytest.approx(4 * (1 - 0.75**8)) and tree.gain == pytest.approx(tree.tau / 6)
-    assert advice.compare_drafts(lambda shape: None, alone, [0.5]) == []
+    assert advice.compare_drafts(lambda shape: None, baseline, [0.5]) == []
     # With likely drafts, an additional level pays for its cost. With unlikely drafts, no level does.
     levels = {None: 1.0, 7: 1.2, 10: 1.3}
 
     def deeper(shape):
-        return StepTime(*(levels[shape.tree and shape.tree.depth] * seconds for seconds in alone[:3]))
+        return StepTime(*(levels[shape.tree and shape.tree.depth] * seconds for seconds in baseline[:3]))
 
     for likely, first in (([0.9, 0.8], 10), ([0.4], 7), ([0.1], None)):
-        best = advice.compare_drafts(deeper, alone, likely, advice.DEEPER)[0]
+        best = advice.compare_drafts(deeper, baseline, likely, advice.DEEPER)[0]
         assert best.flags == (f"--tree dynamic:10-{first}-60" if first else "--num-draft-tokens 5")
 
 

@@ -36,12 +36,12 @@ def lowered():
 @pytest.mark.slow
 def test_every_part_of_the_step_has_operations_and_almost_all_operations_a_part():
     names = re.findall(r'op_name="(jit\(run\)/[^"]*)"', lowered().compile().as_text())
-    found = {part(name) for name in names}
+    parts = {part(name) for name in names}
     for phase in PHASES:
-        assert any(name and name.split("/")[0] == phase for name in found), phase
+        assert any(name and name.split("/")[0] == phase for name in parts), phase
     expected = {f"target/{name}" for name in COMPONENTS if name != "fuse"}
     # The levels of a draft are a separate function until XLA inlines it.
     expected |= {"draft/unembed", "update/attention", "update/mlp", "update/fuse", "commit", "verify", "emit"}
-    assert expected <= found
+    assert expected <= parts
     body = [part(name) for name in set(names) if "/while/body/" in name]
     assert sum(name is not None for name in body) > 0.95 * len(body)

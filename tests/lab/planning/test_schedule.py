@@ -82,7 +82,7 @@ def test_a_collective_of_the_sparse_cores_of_a_tpu7x_counts_once():
 KERNEL = """
      0   :  {{ %s1_s0 = smov 0 }} /* Start region 1 */
    0x1 LB: > {{ %s3_s2 = sphi %s1_s0, %s4_s0  ;;  %s4_s0 = sadd.s32 1, %s3_s2 }} /* Start region 7 */
-   0x2   : > {{ %p5_p0 = scmp.{test}.s32.totalorder %s3_s2, {of}  ;;  %20 = sst [smem:[#allocation1_spill]] %s4_s0 }}
+   0x2   : > {{ %p5_p0 = scmp.{test}.s32.totalorder %s3_s2, {bound}  ;;  %20 = sst [smem:[#allocation1_spill]] %s4_s0 }}
    0x3   : > {{ %6 = sbr.rel ({predicate}) target = $region9 }}
    0x4   : > {{}}
    0x5   : > {{}}
@@ -101,7 +101,7 @@ KERNEL = """
 
 
 @pytest.mark.parametrize(
-    ("test", "of", "predicate", "skipped"),
+    ("test", "bound", "predicate", "skipped"),
     [
         ("ne", "0", "%p5_p0", 9),
         ("ne", "0", "!%p5_p0", 1),
@@ -110,8 +110,8 @@ KERNEL = """
     ],
     ids=["the first turn", "all but the first turn", "the last three turns", "not taken if unknown"],
 )
-def test_a_predicated_region_counts_in_the_turns_in_which_it_runs(test, of, predicate, skipped):
-    routine = bundles.parse(KERNEL.format(test=test, of=of, predicate=predicate))
+def test_a_predicated_region_counts_in_the_turns_in_which_it_runs(test, bound, predicate, skipped):
+    routine = bundles.parse(KERNEL.format(test=test, bound=bound, predicate=predicate))
     # A turn has 15 bundles and skips one: the four bundles after a branch run before the jump.
     assert routine.executed == 2 + 15 * 10 - skipped
 

@@ -31,7 +31,7 @@ FEATURES = TARGET.with_features((0, 2))
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [DFLASH, DSPARK], ids=["dflash", "dspark"])
 def test_what_is_scored_is_what_is_drafted(config):
-    """If the drafts of a chain equal the text, training scores the distributions from which they were drawn."""
+    """If the drafts of a chain equal the text, training scores the distributions of those draws."""
     params = head.init_params(config, jax.random.key(1), scale=0.4)
     ids = IDS if "ids" in params else None
     both = Params(target=WEIGHTS, draft=params if ids is None else params | {"ids": ids})
@@ -58,7 +58,7 @@ def test_documents_do_not_see_each_other():
     both = Params(target=WEIGHTS, draft=params)
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, 16, (1, 24)), jnp.int32)
-    other = tokens.at[:, :12].set(jnp.asarray(rng.integers(0, 16, (1, 12)), jnp.int32))
+    changed_tokens = tokens.at[:, :12].set(jnp.asarray(rng.integers(0, 16, (1, 12)), jnp.int32))
     segments = jnp.asarray(np.repeat([0, 1], 12)[None], jnp.int32)
     places = jnp.asarray([[3, 15, 20]], jnp.int32)
 
@@ -67,9 +67,9 @@ def test_documents_do_not_see_each_other():
         output = forward_packed(FEATURES, WEIGHTS, tokens, segments)
         return dflash_training.block_hidden(DFLASH, TARGET, both, output, tokens, segments, places)
 
-    mine, changed = hidden(tokens), hidden(other)
-    np.testing.assert_allclose(mine[:, 1:], changed[:, 1:], atol=1e-5)
-    assert np.abs(mine[:, 0] - changed[:, 0]).max() > 0.01
+    original, changed = hidden(tokens), hidden(changed_tokens)
+    np.testing.assert_allclose(original[:, 1:], changed[:, 1:], atol=1e-5)
+    assert np.abs(original[:, 0] - changed[:, 0]).max() > 0.01
 
 
 @pytest.mark.slow

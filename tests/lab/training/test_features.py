@@ -21,8 +21,8 @@ def test_a_record_teaches_what_the_target_teaches(tmp_path):
     tokens, segments = features.pack_documents(texts, 24)
     record = features.reader(FEATURES)(WEIGHTS, jnp.asarray(tokens), jnp.asarray(segments))
     features.write_shard(tmp_path / "00000", record)
-    again = features.read_shard(tmp_path / "00000")
-    jax.tree.map(np.testing.assert_array_equal, again, jax.tree.map(np.asarray, record))
+    restored = features.read_shard(tmp_path / "00000")
+    jax.tree.map(np.testing.assert_array_equal, restored, jax.tree.map(np.asarray, record))
 
     params = head.init_params(EAGLE3, jax.random.key(1), scale=0.4)
     params.pop("ids")
@@ -30,19 +30,19 @@ def test_a_record_teaches_what_the_target_teaches(tmp_path):
     # The loss does not read the token after a row, and ignores padding.
     ended = np.pad(np.where(segments < 0, 99 + np.arange(24), segments), ((0, 0), (0, 1)))
     text = Batch(np.pad(tokens, ((0, 0), (0, 1))), ended)
-    theirs, ours = loss(params, text, WEIGHTS), loss(params, again, WEIGHTS)
+    forward, recorded = loss(params, text, WEIGHTS), loss(params, restored, WEIGHTS)
     # The record holds features in bfloat16 and log-probabilities in float16.
-    np.testing.assert_allclose(ours[0], theirs[0], rtol=0.01)
-    for name, figure in theirs[1].items():
-        np.testing.assert_allclose(ours[1][name], figure, atol=0.03, err_msg=name)
+    np.testing.assert_allclose(recorded[0], forward[0], rtol=0.01)
+    for name, figure in forward[1].items():
+        np.testing.assert_allclose(recorded[1][name], figure, atol=0.03, err_msg=name)
 
 
 def shard(folder, number):
     rows, length = 4, 8
     tokens = np.full((rows, length), number, np.int32) + 100 * np.arange(rows, dtype=np.int32)[:, None]
     hidden, top = jnp.zeros((rows, length, 6), jnp.bfloat16), np.zeros((rows, length, 2), np.int32)
-    made = features.Recorded(tokens, np.zeros_like(tokens), hidden, top, top.astype(np.float16))
-    features.write_shard(folder / f"{number:05d}", made)
+    record = features.Recorded(tokens, np.zeros_like(tokens), hidden, top, top.astype(np.float16))
+    features.write_shard(folder / f"{number:05d}", record)
 
 
 def test_an_epoch_has_every_row_but_those_held_out(tmp_path):
@@ -63,11 +63,11 @@ def test_too_few_features_are_a_sentence(tmp_path):
         features.dump_batches([tmp_path], step_tokens=16, seed=0)
 
 
-@pytest.mark.parametrize("kept", [0, 40, 150])
-def test_a_shard_that_was_cut_short_is_a_sentence(tmp_path, kept):
+@pytest.mark.parametrize("size", [0, 40, 150])
+def test_a_shard_that_was_cut_short_is_a_sentence(tmp_path, size):
     shard(tmp_path, 0)
     path = tmp_path / "00000" / "top.npy"
-    path.write_bytes(path.read_bytes()[:kept])
+    path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(MarsError, match=r"is no shard of features .*: remove it, or write it again"):
         features.read_shard(tmp_path / "00000")
 

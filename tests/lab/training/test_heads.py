@@ -40,11 +40,11 @@ def test_documents_do_not_see_each_other():
     loss = eagle_training.eagle3(EAGLE3, FEATURES, ids=IDS, steps=3, dtype="float32")
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 16, (1, 25)).astype(np.int32)
-    other = tokens.copy()
-    other[0, :12] = rng.integers(0, 16, 12)
+    changed = tokens.copy()
+    changed[0, :12] = rng.integers(0, 16, 12)
     # Each token of the first document is a separate document, which has no loss.
-    segments = np.concatenate([np.arange(100, 112), np.ones(13)])[None].astype(np.int32)
-    losses = [loss(params, Batch(jnp.asarray(x), jnp.asarray(segments)), WEIGHTS)[0] for x in (tokens, other)]
+    segments = jnp.asarray(np.concatenate([np.arange(100, 112), np.ones(13)])[None], jnp.int32)
+    losses = [loss(params, Batch(jnp.asarray(x), segments), WEIGHTS)[0] for x in (tokens, changed)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 

@@ -57,27 +57,27 @@ def log_of(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_a_killed_run_continues_bit_for_bit(tmp_path, step):
-    whole = train(tmp_path / "whole")
+    uninterrupted = train(tmp_path / "whole")
     with pytest.raises(Killed):
         train(tmp_path / "killed", prepare=killing_at(step))
     resumed = train(tmp_path / "killed")
-    np.testing.assert_array_equal(resumed["w"], whole["w"])
+    np.testing.assert_array_equal(resumed["w"], uninterrupted["w"])
     log = log_of(tmp_path / "killed")
     assert log == log_of(tmp_path / "whole") and [row["step"] for row in log] == list(range(1, STEPS + 1))
     assert log[-1]["loss"] < log[0]["loss"]
 
 
 def test_a_run_without_time_left_ends_after_a_step_and_continues_bit_for_bit(tmp_path):
-    whole = train(tmp_path / "whole")
+    uninterrupted = train(tmp_path / "whole")
     train(tmp_path / "short", minutes=1e-9)
     assert [row["step"] for row in log_of(tmp_path / "short")] == [1]
-    jax.tree.map(np.testing.assert_array_equal, train(tmp_path / "short"), whole)
+    jax.tree.map(np.testing.assert_array_equal, train(tmp_path / "short"), uninterrupted)
 
 
 def test_a_finished_run_is_not_run_again(tmp_path):
     first = train(tmp_path)
-    again = train(tmp_path, prepare=killing_at(0))
-    jax.tree.map(np.testing.assert_array_equal, first, again)
+    second = train(tmp_path, prepare=killing_at(0))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
 def test_another_number_of_steps_is_another_training(tmp_path):

@@ -22,17 +22,17 @@ def test_losses_and_their_gradients_are_those_of_torch():
     torch = pytest.importorskip("torch")
     tp, tq = (torch.tensor(np.asarray(x), requires_grad=True) for x in (p, q))
     log_p, log_q = torch.log_softmax(tp.detach(), -1), torch.log_softmax(tq, -1)
-    theirs = {
+    torch_losses = {
         "kl": torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1),
         "tv": 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1),
     }
-    ours = {"kl": forward_kl, "tv": total_variation}
-    for name, value in theirs.items():
-        divergence = functools.partial(ours[name], p)
+    losses = {"kl": forward_kl, "tv": total_variation}
+    for name, value in torch_losses.items():
+        divergence = functools.partial(losses[name], p)
         np.testing.assert_allclose(divergence(q), value.detach().numpy(), rtol=1e-5, atol=1e-5, err_msg=name)
         [gradient] = torch.autograd.grad(value.sum(), tq, retain_graph=True)
-        mine = jax.vjp(divergence, q)[1](jnp.ones((2, 5)))[0]
-        np.testing.assert_allclose(mine, gradient.numpy(), rtol=1e-4, atol=1e-5, err_msg=name)
+        vjp_gradient = jax.vjp(divergence, q)[1](jnp.ones((2, 5)))[0]
+        np.testing.assert_allclose(vjp_gradient, gradient.numpy(), rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow
@@ -42,6 +42,6 @@ def test_a_document_is_read_as_if_it_stood_alone():
     segments = jnp.asarray([[0] * 5 + [1] * 7], jnp.int32)
     packed = predict(model, params, tokens, segments)
     for part in (slice(0, 5), slice(5, 12)):
-        alone = predict(model, params, tokens[:, part], segments[:, part] * 0)
+        separate = predict(model, params, tokens[:, part], segments[:, part] * 0)
         # Rotary embeddings are relative, so the start of a document has no effect.
-        np.testing.assert_allclose(packed[:, part], alone, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(packed[:, part], separate, rtol=1e-4, atol=1e-4)

@@ -58,9 +58,9 @@ def check_that_it_learns(refiner, target, draft, decoded, steps, factor):
     refined = refine(refiner, target, steps)
     assert refined.kept and refined.after > refined.before
     compiled = decode.run._cache_size(), decode._start._cache_size()
-    again = mj.generate(target, draft._replace(params=refined.params), PROMPTS, log_probs=True, **OPTIONS)
+    replay = mj.generate(target, draft._replace(params=refined.params), PROMPTS, log_probs=True, **OPTIONS)
     assert (decode.run._cache_size(), decode._start._cache_size()) == compiled
-    assert again.tokens == decoded.tokens and again.metrics.tau > factor * decoded.metrics.tau
+    assert replay.tokens == decoded.tokens and replay.metrics.tau > factor * decoded.metrics.tau
     return refined
 
 
@@ -73,18 +73,18 @@ def test_failures_are_the_corrections_of_the_steps(pair):
     draft = draft._replace(params=close)
     requests = mj.make_requests(target, PROMPTS[:3], **options)
     decoder, params, begun = prepare(target, draft, requests)
-    wanted = [[False] * 20 for _ in range(3)]
+    expected = [[False] * 20 for _ in range(3)]
     first = np.asarray(begun.prompt_length)
     for state, info in decode.stream(decoder, params, begun, ahead=0):
         for row in range(3):
             # Mark the last token of a step that rejected a draft, unless the limit cut the step.
             count, accepted = int(info.num_emitted[row]), int(info.verdict.num_accepted[row])
             if count == accepted + 1 and accepted < DEPTH:
-                wanted[row][int(state.length[row]) - 1 - first[row]] = True
+                expected[row][int(state.length[row]) - 1 - first[row]] = True
     result = mj.generate(target, draft, PROMPTS[:3], log_probs=True, verify=mj.verify.exact(), **options)
     kinds = [completion.log_probs.kind for completion in result.completions]
-    assert [online.rejected_places(row, DEPTH) for row in kinds] == wanted
-    assert any(map(any, wanted)) and any(row.count("exact") for row in kinds)
+    assert [online.rejected_places(row, DEPTH) for row in kinds] == expected
+    assert any(map(any, expected)) and any(row.count("exact") for row in kinds)
 
 
 @pytest.mark.slow
@@ -93,8 +93,8 @@ def test_a_draft_model_learns_and_nothing_that_decodes_compiles(pair, decoded):
     held_out = texts_of(decoded)[6:]
     refiner = make_refiner(target, MODEL, draft.params, held_out, temperature=1.0, optimizer=optax.adam(1e-2))
     refined = check_that_it_learns(refiner, target, draft, decoded, steps=60, factor=1.2)
-    again = refine(refiner, target, 2)
-    assert again.before == pytest.approx(refined.after, abs=1e-4), "it continues with the refined weights"
+    continued = refine(refiner, target, 2)
+    assert continued.before == pytest.approx(refined.after, abs=1e-4), "it continues with the refined weights"
 
 
 @pytest.mark.slow
