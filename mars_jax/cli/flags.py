@@ -181,7 +181,7 @@ WITHOUT = [
     (["--system", "--template-arg"], ["--chat", "messages"], ", which have a chat template"),
     (["--resume"], ["--output"], ", the file that it continues"),
     (["--part"], ["--output"], ", the file of its rows"),
-    (["--log-probs"], ["--json", "--output"], ", whose rows it adds to"),
+    (["--log-probs", "--top-log-probs"], ["--json", "--output"], ", whose rows it adds to"),
 ]
 """Flags that have no effect without any of the flags in the second list, and an explanation of the latter."""
 WITH = [

@@ -168,7 +168,8 @@ def run(
             return live if carry.steps_left is None else live & (carry.steps_left > 0)
 
         batch, buffer = rows_of(state), state.tokens.shape[1]
-        stats = zero_stats(batch, decoder.max_depth, record=buffer if record else None)
+        width = buffer if record else None
+        stats = zero_stats(batch, decoder.max_depth, record=width, num_top=decoder.top_log_probs)
         # The whole state is the carry, so XLA updates the caches in place from step to step.
         end = lax.while_loop(keep_going, body, _Decoding(state, stats, max_steps))
         return end.state, end.stats

@@ -36,6 +36,7 @@ from mars_jax.core.step import commit, emit, judge, propose, score_tree, step_ke
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, StepInfo
 from mars_jax.mesh.axes import by_rows
 from mars_jax.utils.errors import MarsError, check_count
+from mars_jax.utils.limits import TOP_LOG_PROBS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Decoder:
     drafter: Drafter  # proposes the draft trees
     rule_structure: Structure  # static part of the rule; its parameters are in the state
     prefill_chunk: int | None = None  # prompt tokens per forward of the target; see `prefill.chunk_of`
+    top_log_probs: int = 0  # number of most probable tokens that `StepInfo.top` reports; 0: no `top`
 
     @property
     def max_depth(self) -> int:
@@ -195,7 +197,14 @@ class Decoder:
             draft = self.drafter.update(params, draft, tree, verdict, scores.output, state.length)
         with jax.named_scope("emit"):
             emitted, info = emit(
-                state, tree, verdict, scores.raw, scores.logits, trusted, nodes.ended(verdict)
+                state,
+                tree,
+                verdict,
+                scores.raw,
+                scores.logits,
+                trusted,
+                nodes.ended(verdict),
+                self.top_log_probs,
             )
         # The forward has cached the whole tree; move the accepted path to where a chain would have been written.
         next_state = commit(
@@ -318,7 +327,12 @@ def _common_prefix(state: DecodeState, tokens: Array, lengths: Array) -> Array:
 
 
 def speculative_decoder(
-    target: LanguageModel, drafter: Drafter, verify: Rule, *, prefill_chunk: int | None = None
+    target: LanguageModel,
+    drafter: Drafter,
+    verify: Rule,
+    *,
+    prefill_chunk: int | None = None,
+    top_log_probs: int = 0,
 ) -> Decoder:
     """Build a speculative decoder (Leviathan et al. 2211.17192) from any drafter and any rule.
 
@@ -331,10 +345,11 @@ def speculative_decoder(
       verify: the rule, which decides how much of a draft is accepted; see `mars_jax.verify`.
       prefill_chunk: prompt tokens per prefill forward of the target. Default: `target.prefill_chunk`, or else
         `prefill.chunk_of` for the backend. A draft model uses its own `prefill_chunk`.
+      top_log_probs: number of the target's most probable tokens that each step reports as `StepInfo.top`.
 
     Raises:
       MarsError: the drafter's vocabulary differs from the target's, or it needs features that the target does not
-        provide; `verify` is not a rule; prefill_chunk is below 1.
+        provide; `verify` is not a rule; prefill_chunk is below 1; top_log_probs is below 0 or above `TOP_LOG_PROBS`.
 
     Example:
       >>> from mars_jax import drafters, fake, verify
@@ -352,6 +367,7 @@ def speculative_decoder(
     check_pair(target, drafter)
     if prefill_chunk is not None:
         check_count("prefill_chunk", prefill_chunk)
+    check_count("top_log_probs", top_log_probs, 0, min(TOP_LOG_PROBS, target.vocab_size))
     if drafter.vocab_size is not None and drafter.vocab_size != target.vocab_size:
         raise MarsError(
             f"the drafter '{drafter.name}' has a vocabulary of {drafter.vocab_size} tokens and the target one of "
@@ -364,7 +380,7 @@ def speculative_decoder(
                 "this target gives none: set LanguageModel.with_features."
             )
         target = _with_features(target, drafter.reads)
-    return Decoder(target, drafter, structure(verify), prefill_chunk)
+    return Decoder(target, drafter, structure(verify), prefill_chunk, top_log_probs)
 
 
 @functools.lru_cache(maxsize=64)

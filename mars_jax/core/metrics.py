@@ -16,7 +16,7 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.pick import append
-from mars_jax.core.types import NO_KIND, TRUSTED, StepInfo
+from mars_jax.core.types import NO_KIND, NO_TOKEN, TRUSTED, StepInfo, TopLogProbs
 from mars_jax.utils.errors import MarsError, check_type, short_repr
 
 COUNTERS = ("steps", "emitted", "proposed", "accepted_exact", "accepted_relaxed", "accepted_trusted")
@@ -38,6 +38,10 @@ class DecodeStats:
     tokens: TokenRecord | None = None  # only with `record`
 
 
+SCORES = ("regret", "log_prob", "temperature_log_prob", "processed_log_prob")
+"""Fields of `TokenRecord` with one float per token."""
+
+
 @struct.dataclass(kw_only=True)
 class TokenRecord:
     """A record of each new token. Entry [b, t] of each field describes `DecodeState.tokens[b, t]`; see `StepInfo`."""
@@ -47,16 +51,25 @@ class TokenRecord:
     log_prob: Array
     temperature_log_prob: Array
     processed_log_prob: Array
+    top: TopLogProbs | None = None  # [B, T, n] each; only if `Decoder.top_log_probs` is n
 
 
 # Jitted, so that one program allocates all counters in separate buffers: a donated argument must not repeat a buffer.
-@functools.partial(jax.jit, static_argnames=("batch", "max_depth", "record"))
-def zero_stats(batch: int, max_depth: int, record: int | None = None) -> DecodeStats:
-    """Return zero counters for `batch` rows and trees of depth `max_depth`; `record` is the T of `TokenRecord`."""
+@functools.partial(jax.jit, static_argnames=("batch", "max_depth", "record", "num_top"))
+def zero_stats(batch: int, max_depth: int, record: int | None = None, num_top: int = 0) -> DecodeStats:
+    """Return zero counters for `batch` rows and trees of depth `max_depth`.
+
+    `record` is the T of `TokenRecord`, and `num_top` the n of its `top`.
+    """
     tokens = None
     if record is not None:
-        zeros = {f.name: jnp.zeros((batch, record), jnp.float32) for f in dataclasses.fields(TokenRecord)}
-        tokens = TokenRecord(**zeros | {"kind": jnp.full((batch, record), NO_KIND, jnp.int32)})
+        kinds = jnp.full((batch, record), NO_KIND, jnp.int32)
+        zeros = {name: jnp.zeros((batch, record), jnp.float32) for name in SCORES}
+        tokens = TokenRecord(kind=kinds, **zeros)
+        if num_top:
+            fills = TopLogProbs(NO_TOKEN, 0.0, NO_TOKEN, 0.0)
+            top = jax.tree.map(lambda fill: jnp.full((batch, record, num_top), fill), fills)
+            tokens = dataclasses.replace(tokens, top=top)
     return DecodeStats(
         **{name: jnp.zeros((batch,), jnp.int32) for name in COUNTERS},
         depth_histogram=jnp.zeros((batch, max_depth + 1), jnp.int32),

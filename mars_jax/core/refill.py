@@ -134,7 +134,8 @@ def _refill(
 ) -> tuple[DecodeState, DecodeStats]:
     state = decoder.insert(params, state, rows, prompts, read)
     batch, buffer = state.tokens.shape
-    empty = zero_stats(batch, decoder.max_depth, record=None if stats.tokens is None else buffer)
+    width = None if stats.tokens is None else buffer
+    empty = zero_stats(batch, decoder.max_depth, record=width, num_top=decoder.top_log_probs)
     if jax.tree.map(jnp.shape, empty) != jax.tree.map(jnp.shape, stats):
         raise MarsError(
             f"stats are counters of other rows or of another drafter: begin with zero_stats({batch}, "

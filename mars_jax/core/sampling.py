@@ -405,6 +405,17 @@ def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) 
     return LogProbs(of_token(z), of_token(scaled), processed)
 
 
+def top_log_probs(logits: Array, count: int) -> tuple[Array, Array]:
+    """Return the ids and log-probabilities in nats of the most probable tokens, i32 and f32[..., count].
+
+    >>> ids, scores = top_log_probs(jnp.log(jnp.asarray([0.25, 0.5, 0.25])), 2)
+    >>> ids.tolist(), [round(float(x), 4) for x in scores]
+    ([1, 0], [-0.6931, -1.3863])
+    """
+    largest = top_k_logits(logits, count)
+    return largest.ids, largest.values - largest.logsumexp[..., None]
+
+
 def entropy(logits: Array) -> Array:
     """Compute the entropy of softmax(logits) in nats: [..., V] -> f32[...].
 

@@ -18,7 +18,7 @@ from mars_jax.core.controls import is_stop
 from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.pick import append, in_rows, leading, pick
 from mars_jax.core.rule import Evidence, decide, impossible
-from mars_jax.core.sampling import at_tokens, log_probs, sample
+from mars_jax.core.sampling import at_tokens, log_probs, process, sample, top_log_probs
 from mars_jax.core.tree import chain, step_tokens, visible
 from mars_jax.core.trusted import judge_after_trusted
 from mars_jax.core.types import (
@@ -36,6 +36,7 @@ from mars_jax.core.types import (
     Params,
     PyTree,
     StepInfo,
+    TopLogProbs,
     Verdict,
 )
 
@@ -203,6 +204,7 @@ def emit(
     decided: Array,
     trusted: Array | None = None,
     ended: Array | None = None,
+    num_top: int = 0,
 ) -> tuple[DecodeState, StepInfo]:
     """Append the accepted path and `next_token`, cut at the first stop token and at the limit.
 
@@ -214,6 +216,7 @@ def emit(
       decided: f32[B, N, V]; target logits with edits and constraints, which the rule has judged.
       trusted: i32[B]; number of tokens accepted without a test, or None if the drafter has no trusted nodes.
       ended: bool[B]; the row's constraint allows no token after the path. None without a constraint.
+      num_top: n of `StepInfo.top`; 0 for none.
 
     Returns:
       The state with the new tokens (its cache, draft and rule unchanged), and the `StepInfo`.
@@ -248,11 +251,16 @@ def emit(
     lossless = state.rule.lossless and trusted is None
     # Node d of the path predicts entry d: its row of logits is p(. | the tokens before that entry).
     emitted_logit = at_tokens(logits, verdict.path, jnp.maximum(emitted, 0))
-    logprobs = log_probs(pick(logits, verdict.path), emitted, state.controls, lossless)
+    path_logits = path_decided = pick(logits, verdict.path)
+    logprobs = log_probs(path_logits, emitted, state.controls, lossless)
     if decided is not logits:
         # Edits and constraints change the sampling distribution; the other log-probabilities stay those of the model.
-        sampled_from = log_probs(pick(decided, verdict.path), emitted, state.controls, lossless)
+        path_decided = pick(decided, verdict.path)
+        sampled_from = log_probs(path_decided, emitted, state.controls, lossless)
         logprobs = logprobs._replace(processed_log_prob=sampled_from.processed_log_prob)
+    top_tokens = None
+    if num_top:
+        top_tokens = _most_probable(path_logits, path_decided, state.controls, num_top, lossless, written)
     info = StepInfo(
         verdict=verdict,
         emitted=jnp.where(written, emitted, NO_TOKEN),
@@ -261,6 +269,7 @@ def emit(
         kind=jnp.where(written, _kinds(verdict, place, trusted), NO_KIND),
         regret=jnp.where(written, top - emitted_logit, 0.0),
         **{name: jnp.where(written, value, 0.0) for name, value in logprobs._asdict().items()},
+        top=top_tokens,
     )
     done = state.done | broken | jnp.any(stops & written, axis=1)
     done |= length >= jnp.minimum(state.controls.limit, buffer)
@@ -270,6 +279,19 @@ def emit(
         state, tokens=tokens, length=length, done=done, failed=state.failed | broken
     )
     return next_state, info
+
+
+def _most_probable(
+    logits: Array, decided: Array, controls: Controls, count: int, lossless: bool, written: Array
+) -> TopLogProbs:
+    """Return the `count` most probable tokens at the nodes of the path, whose logits are f32[B, D + 1, V]."""
+    tokens, log_prob = top_log_probs(logits, count)
+    processed_tokens, processed = top_log_probs(process(decided, controls), count)
+    if not lossless:
+        processed = jnp.where(controls.strict[:, None, None], processed, jnp.nan)
+    fills = TopLogProbs(NO_TOKEN, 0.0, NO_TOKEN, 0.0)
+    columns = TopLogProbs(tokens, log_prob, processed_tokens, processed)
+    return jax.tree.map(lambda x, fill: jnp.where(written[..., None], x, fill), columns, fills)
 
 
 def _count_emitted(

@@ -275,6 +275,17 @@ class StepInfo:
     # f32[B, D + 1]; log-probability under the distribution that the token was drawn from, after the filters; NaN in
     # non-strict rows of a lossy rule, whose output does not follow p
     processed_log_prob: Array
+    top: TopLogProbs | None = None  # only if `Decoder.top_log_probs` is positive
+
+
+class TopLogProbs(NamedTuple):
+    """The target's n most probable tokens in place of each emitted token; NO_TOKEN and 0 from num_emitted on."""
+
+    tokens: Array  # i32[B, D + 1, n]; of the raw target, most probable first
+    log_prob: Array  # f32[B, D + 1, n]; log softmax(z) of these tokens
+    processed_tokens: Array  # i32[B, D + 1, n]; of the distribution that the token was drawn from
+    # f32[B, D + 1, n]; -inf for tokens that the filters exclude; NaN where `StepInfo.processed_log_prob` is
+    processed_log_prob: Array
 
 
 class Params(NamedTuple):

@@ -199,7 +199,7 @@ class SizedDecoder(Decoder):
             acceptance = self._expected_acceptance(params, state)
             index = best_size(params.draft, self.sizes.lengths, state.draft, ~state.done, acceptance)
         decoders = [
-            Decoder(self.target, drafter, self.rule_structure, self.prefill_chunk)
+            Decoder(self.target, drafter, self.rule_structure, self.prefill_chunk, self.top_log_probs)
             for drafter in self.sizes.drafters
         ]
         info_shapes = jax.eval_shape(decoders[-1]._step, params, state)[1]
@@ -243,7 +243,7 @@ def _run_if_chosen(number: int, decoder: Decoder, params: Params, turn: _Turn) -
 
 def _pad_info(info: StepInfo, longest: StepInfo) -> StepInfo:
     """Pad the info of a short draft to the shapes of the longest, as if the missing depths had not been drafted."""
-    fills = {"emitted": NO_TOKEN, "kind": NO_KIND}
+    fills = {"kind": NO_KIND} | dict.fromkeys(("emitted", "tokens", "processed_tokens"), NO_TOKEN)
 
     def pad(path: jax.tree_util.KeyPath, x: Array, like: Array) -> Array:
         widths = [(0, size - length) for length, size in zip(x.shape, like.shape, strict=True)]

@@ -29,6 +29,7 @@ def generate(
     template_args: Mapping[str, object] | None = None,
     ignore_eos: bool = False,
     log_probs: bool = False,
+    top_log_probs: int = 0,
     samples: int = 1,
     **options: Unpack[Options],
 ) -> Result:
@@ -56,6 +57,8 @@ def generate(
       samples: completions per prompt, which are adjacent in the result. A prompt is read once for all of its samples,
         except on a mesh that shards rows. More than one sample needs a temperature above 0.
       log_probs: also return log-probabilities, regret and kind of each new token, as `Completion.log_probs`.
+      top_log_probs: also return this many of the target's most probable tokens in place of each new token, at most 100,
+        as `Completion.log_probs.top` and `processed_top`; implies log_probs.
       **options: fields of `Request`, each one value for all prompts or a sequence with one per prompt: temperature,
         top_k, top_p, min_p, strict (not for lossless rules), draft_stop (see `make_controls`; not for n-grams), seed,
         max_new_tokens (default 256), min_new_tokens (as in transformers: no stop token before that many tokens; not
@@ -92,7 +95,9 @@ def generate(
         samples=samples,
         **options,
     )
-    return Session.of(target, drafter, verify, batch_size=batch_size, log_probs=log_probs).decode(requests)
+    return Session.of(
+        target, drafter, verify, batch_size=batch_size, log_probs=log_probs, top_log_probs=top_log_probs
+    ).decode(requests)
 
 
 def generate_iter(
@@ -103,12 +108,13 @@ def generate_iter(
     verify: AnyRule | None = None,
     batch_size: int | None = None,
     log_probs: bool = False,
+    top_log_probs: int = 0,
     **options: Unpack[CallOptions],
 ) -> Iterator[Finished]:
     """Generate as `generate` does, and yield each completion as soon as it ends, as `Finished(index, completion)`.
 
     Args:
-      target, drafter, prompts, verify, batch_size, log_probs: as for `generate`.
+      target, drafter, prompts, verify, batch_size, log_probs, top_log_probs: as for `generate`.
       **options: other arguments of `generate`.
 
     Returns:
@@ -122,7 +128,9 @@ def generate_iter(
     ...     print(index, completion.text)
     """
     requests, verify = _requests_and_rule(target, prompts, verify, **options)
-    session = Session.of(target, drafter, verify, batch_size=batch_size, log_probs=log_probs)
+    session = Session.of(
+        target, drafter, verify, batch_size=batch_size, log_probs=log_probs, top_log_probs=top_log_probs
+    )
     return iter(session.queue(requests, order=longest_first(requests)))
 
 
@@ -134,6 +142,7 @@ def generate_stream(
     verify: AnyRule | None = None,
     batch_size: int | None = None,
     log_probs: bool = False,
+    top_log_probs: int = 0,
     **options: Unpack[CallOptions],
 ) -> Iterator[Said | Finished]:
     """Yield text as it is decoded, and each completion as it ends; rows refill as in `generate`.
@@ -141,7 +150,7 @@ def generate_stream(
     The host reads the tokens after every step, or after every fourth step on accelerators.
 
     Args:
-      target, drafter, prompts, verify, batch_size, log_probs: as for `generate`.
+      target, drafter, prompts, verify, batch_size, log_probs, top_log_probs: as for `generate`.
       **options: other arguments of `generate`.
 
     Returns:
@@ -156,7 +165,9 @@ def generate_stream(
     ...     print(event.index, getattr(event, "text", "is done"))
     """
     requests, verify = _requests_and_rule(target, prompts, verify, **options)
-    session = Session.of(target, drafter, verify, batch_size=batch_size, log_probs=log_probs)
+    session = Session.of(
+        target, drafter, verify, batch_size=batch_size, log_probs=log_probs, top_log_probs=top_log_probs
+    )
     return session.queue(requests, order=longest_first(requests), telling=True).events()
 
 

@@ -249,7 +249,8 @@ class Queue:
             for row in range(min(len(self._holds), len(self._waiting))):
                 entries[row] = self._next(row)
         record = self._prepared.width if self._log_probs or self._telling else None
-        stats = zero_stats(len(entries), self._prepared.decoder.max_depth, record=record)
+        decoder = self._prepared.decoder
+        stats = zero_stats(len(entries), decoder.max_depth, record=record, num_top=decoder.top_log_probs)
         mesh = self._prepared.target.mesh
         if mesh is not None:
             stats = put(stats, state_shardings(stats, mesh))

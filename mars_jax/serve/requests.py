@@ -138,6 +138,9 @@ class Request(RequestSettings):
         return bool(self.logit_bias or self.min_new_tokens) or penalties != (1.0, 0.0, 0.0)
 
 
+TopTokens = tuple[tuple[int, float], ...]
+
+
 class TokenLogProbs(NamedTuple):
     """Log-probabilities of each new token under the target, in nats; see `core.types.StepInfo`."""
 
@@ -146,6 +149,11 @@ class TokenLogProbs(NamedTuple):
     processed_log_prob: tuple[float, ...]  # NaN if the rule is not lossless
     regret: tuple[float, ...]
     kind: tuple[str, ...]  # entries of KINDS
+    # With `top_log_probs=n`: for each new token, up to n pairs (token id, log-probability), most probable first.
+    top: tuple[TopTokens, ...] = ()  # of the raw target, as in `log_prob`
+    # Of the distribution that the token was drawn from, without tokens that filters exclude; no pairs if the rule is
+    # not lossless.
+    processed_top: tuple[TopTokens, ...] = ()
 
 
 KINDS = ("exact", "relaxed", "corrected", "trusted")

@@ -32,7 +32,7 @@ from mars_jax.serve.requests import Completion, Request, Result, total_metrics
 from mars_jax.serve.sizes import with_costs
 from mars_jax.utils import activity
 from mars_jax.utils.errors import MarsError, check_count, check_switch, warn
-from mars_jax.utils.limits import BATCH_ROWS
+from mars_jax.utils.limits import BATCH_ROWS, TOP_LOG_PROBS
 from mars_jax.verify import exact
 
 MOST, MOST_ON_CPU = 128, 16
@@ -112,6 +112,9 @@ class Session:
     loaded_rule: LoadedRule = dataclasses.field(default_factory=lambda: LoadedRule(exact()))
     batch_size: int = 1  # rows decoded in parallel; 0: as many as fit in memory
     log_probs: bool = False  # record log-probabilities of each token
+    top_log_probs: int = (
+        0  # record also this many of the target's most probable tokens in place of each token
+    )
     _warned: set[str] = dataclasses.field(default_factory=set, repr=False)  # drafters already warned about
 
     @classmethod
@@ -123,25 +126,28 @@ class Session:
         *,
         batch_size: int | None = 1,
         log_probs: bool = False,
+        top_log_probs: int = 0,
     ) -> Session:
         """Make a session from the arguments of `mars_jax.generate`.
 
         Args:
-          target, drafter, verify, batch_size, log_probs: as for `mars_jax.generate`.
+          target, drafter, verify, batch_size, log_probs, top_log_probs: as for `mars_jax.generate`.
 
         Raises:
-          MarsError: see `drafters.load`; or batch_size is out of range.
+          MarsError: see `drafters.load`; or batch_size or top_log_probs is out of range.
         """
         if batch_size is not None:
             check_count("batch_size", batch_size, most=BATCH_ROWS)
         check_switch("log_probs", log_probs)
+        check_count("top_log_probs", top_log_probs, 0, TOP_LOG_PROBS)
         rule = loaded_rule(verify)  # refuse a wrong rule before a draft loads
         return cls(
             target=target,
             drafter=drafters.loaded(drafter, target),
             loaded_rule=rule,
             batch_size=batch_size or 0,
-            log_probs=log_probs,
+            log_probs=log_probs or top_log_probs > 0,
+            top_log_probs=top_log_probs,
         )
 
     @property
@@ -176,7 +182,10 @@ class Session:
         """Return requests that fit the pair, with their decoder; see `serve.prepare.prepared`."""
         prepared_requests = prepared(self.target, self.drafter, requests, verify=self.loaded_rule)
         self._check_length(requests)
-        return prepared_requests
+        # A vocabulary may have fewer tokens than the caller wants.
+        num_top = min(self.top_log_probs, self.target.model.vocab_size)
+        decoder = dataclasses.replace(prepared_requests.decoder, top_log_probs=num_top)
+        return dataclasses.replace(prepared_requests, decoder=decoder)
 
     def queue(
         self, requests: Sequence[Request], *, order: Sequence[int] | None = None, telling: bool = False

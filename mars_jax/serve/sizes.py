@@ -85,7 +85,7 @@ def _step_seconds(prepared: Prepared, entries: list[int], *, log_probs: bool) ->
     decoder, params = prepared.decoder, prepared.params
     state = prepared.start(entries)
     record = prepared.width if log_probs else None
-    stats = zero_stats(len(entries), decoder.max_depth, record=record)
+    stats = zero_stats(len(entries), decoder.max_depth, record=record, num_top=decoder.top_log_probs)
     if (mesh := prepared.target.mesh) is not None:
         stats = hosts.put(stats, state_shardings(stats, mesh))
     with prepared.target.on_mesh():

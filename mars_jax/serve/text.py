@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 from mars_jax.core.metrics import DecodeStats, TokenRecord, summarize
 from mars_jax.hub.detokenizer import REPLACEMENT, Detokenizer
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.serve.requests import KINDS, Completion, Request, TokenLogProbs
+from mars_jax.serve.requests import KINDS, Completion, Request, TokenLogProbs, TopTokens
 
 LONGEST_PERIOD, LOOP_TOKENS = 90, 12
 """Maximum length of a loop's phrase, and minimum length of a loop, in tokens."""
@@ -82,7 +83,18 @@ def token_log_probs(record: TokenRecord, row: int, first: int, count: int) -> To
     columns = slice(first, first + count)
     names = ("log_prob", "temperature_log_prob", "processed_log_prob", "regret")
     values = {name: tuple(getattr(record, name)[row, columns].tolist()) for name in names}
+    if (top := record.top) is not None:
+        values["top"] = _pairs(top.tokens[row, columns], top.log_prob[row, columns])
+        values["processed_top"] = _pairs(
+            top.processed_tokens[row, columns], top.processed_log_prob[row, columns]
+        )
     return TokenLogProbs(**values, kind=tuple(KINDS[k] for k in record.kind[row, columns]))
+
+
+def _pairs(ids: np.ndarray, scores: np.ndarray) -> tuple[TopTokens, ...]:
+    """Return the pairs (token id, log-probability) of each token, without scores of NaN and -inf."""
+    rows = zip(ids.tolist(), scores.tolist(), strict=True)
+    return tuple(tuple(pair for pair in zip(*row, strict=True) if math.isfinite(pair[1])) for row in rows)
 
 
 class Rows(NamedTuple):

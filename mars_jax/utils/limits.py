@@ -53,6 +53,8 @@ TREE_NODES = 1024
 """Nodes of a draft tree, for the same reason."""
 BATCH_ROWS = 1 << 16
 """Prompts decoded at once."""
+TOP_LOG_PROBS = 100
+"""Most probable tokens reported for each new token. Each is an entry in memory and in a row of the output."""
 SAMPLES = 1 << 16
 """Completions of one prompt. Each is a separate request."""
 NGRAM_TOKENS = 64

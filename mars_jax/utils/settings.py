@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mars_jax.utils.errors import MarsError, did_you_mean, short_repr
-from mars_jax.utils.limits import BATCH_ROWS, DRAFT_TOKENS, SAMPLES
+from mars_jax.utils.limits import BATCH_ROWS, DRAFT_TOKENS, SAMPLES, TOP_LOG_PROBS
 from mars_jax.utils.types import JsonObject
 
 LARGEST_INT = 2**31 - 1
@@ -375,6 +375,11 @@ BATCH = by_name(
         "samples",
         SAMPLES,
         "completions of each prompt, which follow each other; they need a temperature (default: 1)",
+    ),
+    _count(
+        "top_log_probs",
+        TOP_LOG_PROBS,
+        "with --json or --output: also the target's N most probable tokens in place of every token",
     ),
     _count(
         "prefill_chunk",

@@ -248,6 +248,7 @@ def _add_output(command_parser: Parser) -> None:
         action="store_true",
         help="with --json or --output: three log-probabilities, the regret and the kind of every token",
     )
+    add_settings(group, "top_log_probs")
     group.add_argument(
         "--json", action="store_true", help="print one JSON object per prompt; with --list-rules the table"
     )

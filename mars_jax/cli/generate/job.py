@@ -208,7 +208,8 @@ def open_job(
         drafter=drafter,
         loaded_rule=rule,
         batch_size=min(args.batch_size or default_rows, len(requests)),
-        log_probs=args.log_probs or args.refine is not None,
+        log_probs=args.log_probs or args.top_log_probs is not None or args.refine is not None,
+        top_log_probs=args.top_log_probs or 0,
     )
     refining = None
     if args.refine is not None:

@@ -15,7 +15,7 @@ from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.rule_flags import FLAGS
 from mars_jax.drafters.registry import DraftSpec
 from mars_jax.hub.files import resolve
-from mars_jax.serve.requests import Completion, Request
+from mars_jax.serve.requests import Completion, Request, TokenLogProbs
 from mars_jax.serve.rows import RowFile, digest, fingerprint, plain, to_line
 from mars_jax.serve.session import Session
 from mars_jax.utils.errors import MarsError
@@ -98,10 +98,17 @@ def to_row(completion: Completion, rule: str, run: JsonObject) -> JsonObject:
         "rule": rule,
         "sampling": sampling(request),
         "run": run,
-        "log_probs": completion.log_probs and completion.log_probs._asdict(),
+        "log_probs": completion.log_probs and _columns(completion.log_probs),
     }
     # A prompt of token ids keeps its key, with null.
     return {name: value for name, value in row.items() if value is not None or name == "prompt"}
+
+
+def _columns(log_probs: TokenLogProbs) -> JsonObject:
+    columns = log_probs._asdict()
+    if not log_probs.top:  # no --top-log-probs
+        del columns["top"], columns["processed_top"]
+    return columns
 
 
 def sampling(request: Request) -> JsonObject:

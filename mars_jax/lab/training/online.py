@@ -371,7 +371,12 @@ def open_refining(
 ) -> Refining:
     """Open the refinement of `generate --refine`; see `open_refiner`."""
     refiner = open_refiner(args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples)
-    return Refining(refiner, target, every=args.refine_every or EVERY, keeps=args.log_probs)
+    return Refining(
+        refiner,
+        target,
+        every=args.refine_every or EVERY,
+        keeps=args.log_probs or args.top_log_probs is not None,
+    )
 
 
 class Refining:
