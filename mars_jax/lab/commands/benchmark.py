@@ -151,6 +151,12 @@ def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespa
         part: parse([*args.recipe.argv(part, user_flags), "--output", str(args.output / part)])
         for part in recipes.PARTS
     }
+    # The table of a recipe compares its rule with the strict one.
+    for part in args.parts.values():
+        if part.controls == "none" or part.rule.definition.lossless:
+            raise MarsError(
+                "--recipe needs a lossy rule and the strict one: leave out --controls none and --verify."
+            )
     return args
 
 

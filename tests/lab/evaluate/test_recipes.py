@@ -43,9 +43,14 @@ def test_flags_that_are_given_count_instead_of_the_recipe_s():
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [("--recipe qwen3-8 --output x", "no recipe 'qwen3-8'"), ("--recipe qwen3-8b", "there is no --output")],
+    [
+        ("--recipe qwen3-8 --output x", "no recipe 'qwen3-8'"),
+        ("--recipe qwen3-8b", "there is no --output"),
+        ("--recipe qwen3-8b --output x --controls none", "leave out --controls none"),
+        ("--recipe qwen3-8b --output x --verify exact", "needs a lossy rule"),
+    ],
 )
-def test_an_unknown_recipe_and_one_without_an_output_are_refused(flags, message):
+def test_flags_that_a_recipe_cannot_run_with_are_refused(flags, message):
     with pytest.raises(MarsError, match=message):
         parse(flags.split())
 
