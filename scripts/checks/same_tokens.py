@@ -5,11 +5,15 @@
 Both decode at temperatures 0 and 1. Draws are keyed by position, so sampled tokens must be equal too. The script needs
 git, and a checkout that contains the other commit. Everything runs in float32 on the embedded family. `--drafters` and
 `--rules` select cases; the figures of other cases are kept.
+
+`--programs` compares the StableHLO of prefill and step instead, which takes minutes and not hours: equal programs have
+equal tokens, at equal speed. Decode only the cases whose programs differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -103,11 +107,12 @@ def drafters(target: Any) -> dict[str, Any]:
     }
 
 
-def dump(path: Path, drafter_names: list[str], rule_names: list[str]) -> None:
-    """Decode with the imported mars_jax, and write {case: tokens of every prompt}."""
+def dump(path: Path, drafter_names: list[str], rule_names: list[str], programs: bool) -> None:
+    """Decode with the imported mars_jax, and write {case: tokens of every prompt}, or {case: digests of programs}."""
     import jax
 
     import mars_jax as mj
+    from mars_jax.serve.prepare import prepared
     from mars_jax.serve.session import prepare
 
     target = mj.load(dtype="float32")
@@ -126,18 +131,31 @@ def dump(path: Path, drafter_names: list[str], rule_names: list[str]) -> None:
             # A batch without sampling compiles to a different program.
             batches |= {"temperature 0 alone": greedy} if name in IN_GREEDY_BATCHES else {}
             for batch, requests in batches.items():
+                case = f"{draft}, {name}, {batch}"
                 try:
+                    if programs:
+                        decoded[case] = digests(prepared(target, drafter, requests, verify=rule))
+                        continue
                     decoder, params, state = prepare(target, drafter, requests, verify=rule)
                     state, _ = mj.run(decoder, params, state)
                 except mj.MarsError:  # the rule does not support the drafter
                     break
                 tokens, length = jax.device_get((state.tokens, state.length))
-                decoded[f"{draft}, {name}, {batch}"] = [
-                    row[:n].tolist() for row, n in zip(tokens, length, strict=True)
-                ]
+                decoded[case] = [row[:n].tolist() for row, n in zip(tokens, length, strict=True)]
         path.write_text(json.dumps(decoded))
         print(f"{draft}: {len(decoded)} cases", file=sys.stderr, flush=True)
         jax.clear_caches()
+
+
+def digests(requests: Any) -> list[str]:
+    """Return the digests of the lowered programs of prefill and step."""
+    import jax
+
+    decoder, params = requests.decoder, requests.params
+    prompts = requests.prompts(range(len(requests.requests)))
+    state = jax.eval_shape(decoder.init, params, prompts)
+    programs = jax.jit(decoder.init).lower(params, prompts), jax.jit(decoder.step).lower(params, state)
+    return [hashlib.sha256(program.as_text().encode()).hexdigest() for program in programs]
 
 
 def run(checkout: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -146,6 +164,7 @@ def run(checkout: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, script_of(checkout, "same_tokens.py"), "--dump", str(path)]
     command += ["--drafters", *args.drafters] if args.drafters else []
     command += ["--rules", *args.rules] if args.rules else []
+    command += ["--programs"] if args.programs else []
     subprocess.run(command, cwd=checkout, env=environment, check=True)
     return json.loads(path.read_text())
 
@@ -158,10 +177,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--drafters", nargs="+", default=[], help="default: all")
     parser.add_argument("--rules", nargs="+", default=[], help="default: all")
+    parser.add_argument("--programs", action="store_true", help="compare programs, not tokens")
     parser.add_argument("--dump", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.dump is not None:
-        dump(args.dump, args.drafters, args.rules)
+        dump(args.dump, args.drafters, args.rules, args.programs)
         return
     with tempfile.TemporaryDirectory() as work:
         old = Path(work) / "old"
@@ -179,10 +199,12 @@ def main() -> None:
         if case in old_tokens
     }
     earlier = common.earlier_report(args.output)
-    differ = (earlier.get("texts_that_differ", {}) if earlier.get("old") == args.old else {}) | counts
+    same_kind = (earlier.get("old"), earlier.get("programs", False)) == (args.old, args.programs)
+    differ = (earlier.get("texts_that_differ", {}) if same_kind else {}) | counts
     report = {
         "environment": common.provenance(),
         "old": args.old,
+        "programs": args.programs,
         "cases": len(differ),
         "prompts": len(next(iter(old_tokens.values()))),
         "new_tokens": NEW_TOKENS,
