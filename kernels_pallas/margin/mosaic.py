@@ -296,7 +296,7 @@ def _finish(state: tuple[Ref, ...], packed_ref: Ref, vocab: int) -> None:
     """Join the lanes: write the bits of top1, id1, top2, id2 and logsumexp to the first lanes of i32[..., 128]."""
 
     def largest(z: Array, ids: Array) -> tuple[Array, Array]:
-        # Lanes interleave the ids, so ties between lanes compare ids.
+        # Neighbouring ids are in different lanes, so among lanes with equal logits choose the smallest id.
         top = jnp.max(z, axis=1, keepdims=True)
         return top, jnp.min(jnp.where(z == top, ids, LAST_ID), axis=1, keepdims=True)
 

@@ -143,7 +143,7 @@ def _end(number: signal.Signals) -> None:
     try:
         text = _WORDS[number]
         actions = list(_state.actions)  # the main thread may remove one
-        # The first of the two threads runs the action, which may take long. A second signal ends the process meanwhile.
+        # The first of the two threads runs the action, which may take long. A second signal ends the process at once.
         if _state.ending.acquire(blocking=False) and actions:
             try:
                 text += actions[-1]()

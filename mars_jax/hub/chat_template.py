@@ -192,7 +192,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Run an operator after checking its operands."""
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        # `a ** b` has about b times as many bits as a. `_new` bounds sums and all other numbers afterwards.
+        # `a ** b` has about b times as many bits as a. Check before computing it; `_new` checks all other results.
         if numbers and operator == "**" and isinstance(left, int):
             if left.bit_length() * max(right, 0) > _NUMBER_BITS:
                 raise TemplateError(f"it computes a number of more than {_NUMBER_BITS:,} bits")

@@ -102,7 +102,7 @@ def gguf_to_json(file: GGUFFile) -> JsonObject:
         "rms_norm_eps": _decimal(file.of_model("attention.layer_norm_rms_epsilon")),
         "rope_theta": _decimal(file.of_model("rope.freq_base")),
         "rope_scaling": _scaling(file),
-        # No key lists tied embeddings or biases. The tensors show them.
+        # The metadata does not record tied embeddings and biases, so look for the tensors.
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),

@@ -102,7 +102,7 @@ def step_time(work: Work, generation: str, *, bandwidth: float, peak_flops: floa
     # The measured drafts have one layer per pass.
     extra_layers = work.passes * max(work.draft_layers - 1, 0)
 
-    # Reading: a layer takes `stretch` times as long as reading its bytes at full bandwidth.
+    # Time to read weights: a layer takes `stretch` times as long as reading its bytes at full bandwidth.
     seconds = layer["stretch"] * work.bytes.layers / bandwidth
     seconds += (work.bytes.unembed + work.bytes.draft) / bandwidth
     seconds += draft["step_seconds"] + work.passes * draft["pass_seconds"]
