@@ -65,7 +65,7 @@ class LayeredHead(HeadConfig):
 
     title: ClassVar[str]  # name in error messages
     cached: ClassVar[bool] = True
-    # `fc` reads replicated features and must return replicated ones. Shard it by its inputs, so that one sum joins the parts.
+    # `fc` reads replicated features and must return replicated ones. Shard it by its inputs: one sum joins the parts.
     axes: ClassVar[Axes] = {"fc": (None, "features")}
     layer: ModelConfig  # config of the head's layers; its vocab_size is the target's, V
     target_hidden_size: int  # F

@@ -41,7 +41,9 @@ def assert_are_the_best(pairs, logits):
     order = np.argsort(-log_probs, kind="stable")[: len(pairs)]
     ids, scores = zip(*pairs, strict=True)
     np.testing.assert_allclose(scores, log_probs[order], atol=1e-4)
-    np.testing.assert_allclose(log_probs[list(ids)], log_probs[order], atol=1e-4)  # ids may differ only in near ties
+    np.testing.assert_allclose(
+        log_probs[list(ids)], log_probs[order], atol=1e-4
+    )  # ids may differ only in near ties
 
 
 @pytest.mark.parametrize(
