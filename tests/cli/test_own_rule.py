@@ -79,6 +79,14 @@ FLAGS = ["--ignore-eos", "--max-new-tokens", "24", "--json"]
 
 
 @pytest.mark.slow
+def test_compare_shows_it_next_to_mars(run, pair, gates):
+    argv = [*pair, "--max-new-tokens", "4", "--compare", "--json", "the sea"]
+    [comparison] = rows(run(*argv, "--verify", f"{gates}:entropy_gate"))
+    assert [row["rule"] for row in comparison["rules"]][:2] == ["autoregressive", "exact"]
+    assert [row["rule"] for row in comparison["rules"]][3:] == ["mars"]
+
+
+@pytest.mark.slow
 def test_rows_choose_the_numbers_of_a_rule_of_the_table(run, pair, tmp_path):
     file = tmp_path / "p.jsonl"
     lines = [{"theta": 0.5}, {"max_relaxed_run": 0}, {"theta": float("inf")}, {}, {"exact_prefix": 24}]

@@ -122,7 +122,8 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
 def compare_ways(job: Job, show: Show) -> JsonObject:
     """Decode all requests `REPEATS` times in each way, in turn, so that slow phases of the machine affect all ways.
 
-    Compilation happens beforehand and is not timed. `show(done, total, "")` is called after every run.
+    A user's lossy rule is also compared with `mars` at its default theta. Compilation happens beforehand and is not
+    timed. `show(done, total, "")` is called after every run.
 
     Raises:
       MarsError: see `Session.decode`.
@@ -130,6 +131,8 @@ def compare_ways(job: Job, show: Show) -> JsonObject:
     pair, requests = job.session, job.requests
     exact = pair.using(LoadedRule(verify.exact()))
     sessions = {"autoregressive": pair.autoregressive, "exact": exact, pair.rule_name: pair}
+    if verify.is_own(job.run["verify"]) and not pair.loaded_rule.rule.lossless:
+        sessions.setdefault("mars", pair.using(LoadedRule(verify.mars())))
     for session in sessions.values():
         session.warm_up(requests)
     runs: dict[str, list[Result]] = {name: [] for name in sessions}
