@@ -79,6 +79,6 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
         )
     seconds = time.perf_counter() - began
     say(
-        f"{destination}: {size / 1e9:.2f} GB written in {seconds:.1f} s "
+        f"{destination}: {size / 1e9:.3g} GB written in {seconds:.1f} s "
         f"({size / seconds / 1e6:.0f} MB/s); decode with --target {destination}"
     )

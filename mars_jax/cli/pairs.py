@@ -54,8 +54,8 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     if not matches:
         suggestion = did_you_mean(args.target, MODELS)
         raise MarsError(
-            f"no head and no small model is known for '{args.target}'{suggestion}: draft with ngram, or train one by "
-            "mars-jax distill."
+            f"no head and no small model is known for '{args.target}'{suggestion}: draft with ngram, self or a "
+            "small model with its tokenizer, or train one by mars-jax distill."
         )
     if args.json:
         print(json.dumps([pair._asdict() for pair in matches], indent=2), file=out)

@@ -44,6 +44,16 @@ def is_converted(directory: Path) -> bool:
     return (directory / MANIFEST).is_file()
 
 
+def stored_dtype(directory: Path) -> str:
+    """Return the dtype that `convert` was called with: "int8" or "int4" for quantised matrices, else that of arrays.
+
+    Raises:
+      MarsError: conversion.json is damaged.
+    """
+    conversion = _read_manifest(directory)
+    return next((name for name, bits in settings.BITS.items() if bits == conversion.bits), conversion.dtype)
+
+
 def file_name(array: Weight) -> str:
     """Return the name of the file that holds an array of params."""
     return ".".join(map(str, array.path)) + ".safetensors"
@@ -66,9 +76,7 @@ def restore_params(
     Raises:
       MarsError: the conversion cannot be cast to `dtype`, is damaged, or does not fit its config.
     """
-    conversion = _read_manifest(directory)
-    # The dtype that `convert` was called with: "int8" or "int4" for quantised matrices, else the floating-point one.
-    stored = next((name for name, bits in settings.BITS.items() if bits == conversion.bits), conversion.dtype)
+    conversion, stored = _read_manifest(directory), stored_dtype(directory)
     # Loading casts only between floating-point dtypes. It neither rounds weights nor restores rounded ones.
     if dtype not in (None, stored) and (dtype in settings.BITS or stored in settings.BITS):
         raise MarsError(

@@ -52,6 +52,8 @@ means that the pair does not fit; weights in 8 bits and larger slices are then c
 one fits. With --acceptance a chain and trees of 7 and 10 levels are compared; for a mixture of
 experts, where a large draft reads most experts, always chains of 3 and 5 and a tree.
 """
+CONTEXT = 4096
+"""Default context, in tokens."""
 TAUS = (2, 3, 4)
 """Values of tau, in tokens per step, for which the table lists the speed."""
 _DRAFTS = f"{', '.join(published_heads())}, model:TARGET, ngram or none"
@@ -88,15 +90,14 @@ def parser() -> Parser:
     group.add_argument("--batch", default="1", metavar="N", help="rows (default: %(default)s)")
     group.add_argument(
         "--context",
-        default="4096",
         metavar="N",
-        help="tokens of a row, prompt and output (default: %(default)s)",
+        help=f"tokens of a row, prompt and output (default: {CONTEXT}, or the target's context if it is shorter)",
     )
     group.add_argument(
         "--dtype",
         choices=DTYPES,
-        default="bfloat16",
-        help="dtype of the weights; int8, int4: bits of the target's matrices (default: %(default)s)",
+        help="dtype of the weights; int8, int4: bits of the target's matrices (default: that of a conversion by "
+        "mars-jax convert, else bfloat16)",
     )
     group = plan_parser.add_argument_group("output")
     group.add_argument(
@@ -123,7 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     args.batch = number_of("batch_size", args.batch, shown="--batch")
-    args.context = number_of("max_new_tokens", args.context, shown="--context")
+    if args.context is not None:
+        args.context = number_of("max_new_tokens", args.context, shown="--context")
     numbers_of(args, ["num_draft_tokens"])
     if args.tree is not None:
         args.tree = parse_tree(args.tree)
@@ -148,6 +150,8 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         check_writable(args.dump, flag="--dump")
         args.dump.mkdir(parents=True, exist_ok=True)
     target = _config(args.target)
+    args.context = args.context or min(CONTEXT, target.max_positions)
+    args.dtype = args.dtype or _stored_dtype(args.target)
     requested_slice = topology(args.topology)
     draft = _draft(args.draft, target)
     row, mixture = definition(kind_of(draft)), target.num_experts > 0
@@ -238,6 +242,15 @@ def _config(name: str) -> ModelConfig:
     return hub.read_config(path.parent if path.name == "config.json" and path.is_file() else name)
 
 
+def _stored_dtype(name: str) -> str:
+    from mars_jax.hub import converted
+
+    path = Path(name)
+    if path.name == "config.json":
+        path = path.parent
+    return converted.stored_dtype(path) if converted.is_converted(path) else "bfloat16"
+
+
 def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
     """Return the argument of `draft_of` for `--draft`."""
     if spec in published_heads():
@@ -249,8 +262,8 @@ def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
     return _config(path) if kind == "model" else spec
 
 
-def _step_rows(plan: Plan, batch: int) -> list[tuple[str, str]]:
-    """Return the table rows of the estimates."""
+def _step_rows(plan: Plan, batch: int, max_depth: int) -> list[tuple[str, str]]:
+    """Return the table rows of the estimates, for drafts of at most `max_depth` tokens."""
     step, autoregressive_step = plan.step, plan.autoregressive_step
     # The table of overheads may cover the target's step but not the draft's. The reverse is impossible.
     if autoregressive_step is None:
@@ -265,7 +278,10 @@ def _step_rows(plan: Plan, batch: int) -> list[tuple[str, str]]:
         return [*rows, ("tokens/s", _speeds(step, batch))]
     # A step with a draft pays if it emits more tokens than steps without one would in the same time.
     first, last = sorted(step[end] / autoregressive_step[end] for end in ("low_seconds", "high_seconds"))
-    rows.append(("a draft pays above tau", f"{first:.2f} to {last:.2f}"))
+    pays = f"{first:.2f} to {last:.2f}"
+    if first >= max_depth + 1:
+        pays += f": never, since a step gives at most {max_depth + 1} tokens"
+    rows.append(("a draft pays above tau", pays))
     return rows + [(f"tokens/s at tau {tau}", _speeds(step, tau * batch)) for tau in TAUS]
 
 
@@ -280,7 +296,16 @@ def _shape(drafter: Drafter) -> str:
 
 
 def _milliseconds(step: dict[str, float]) -> str:
-    return f"{1e3 * step['low_seconds']:.2f} to {1e3 * step['high_seconds']:.2f} ms"
+    return f"{_ms(step['low_seconds'])} to {_ms(step['high_seconds'])} ms"
+
+
+def _ms(seconds: float) -> str:
+    """Return milliseconds with two decimals, or with two digits if there are fewer than 0.1.
+
+    >>> _ms(0.0123), _ms(0.0000123)
+    ('12.30', '0.012')
+    """
+    return f"{1e3 * seconds:.2f}" if seconds >= 1e-4 else f"{1e3 * seconds:.2g}"
 
 
 def _speeds(step: dict[str, float], tokens: int) -> str:
@@ -298,14 +323,14 @@ def _print_table(
     from rich.console import Console
     from rich.table import Table
 
-    def gib(count: int) -> str:
-        return f"{count / 2**30:.2f} GiB"
+    def size(count: int) -> str:
+        return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.2f} MiB"
 
     def memory(tried: Plan | Attempt) -> str:
         # If a program does not fit, the compiler does not always report how much memory it needs.
         if not tried.held_bytes:
             return "more than there is"
-        return f"{gib(tried.held_bytes)} of {gib(tried.hbm_bytes)}"
+        return f"{size(tried.held_bytes)} of {size(tried.hbm_bytes)}"
 
     mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.items())
     title = f"{args.target} with {args.draft} on {plan.topology}, {mesh}"
@@ -313,19 +338,19 @@ def _print_table(
     table = Table(title=title, show_header=False)
     table.add_row("fits", "yes" if plan.fits else "no")
     table.add_row("memory of a device", memory(plan))
-    table.add_row("  weights", gib(plan.weight_bytes))
-    table.add_row("  caches and state", gib(plan.cache_bytes))
-    table.add_row("read in a step, at least", gib(plan.read_bytes))
-    table.add_row("a step, at least", f"{1e3 * plan.floor_seconds:.2f} ms")
-    table.add_row("  without a draft", f"{1e3 * plan.autoregressive_floor_seconds:.2f} ms")
-    for row in _step_rows(plan, args.batch):
+    table.add_row("  weights", size(plan.weight_bytes))
+    table.add_row("  caches and state", size(plan.cache_bytes))
+    table.add_row("read in a step, at least", size(plan.read_bytes))
+    table.add_row("a step, at least", f"{_ms(plan.floor_seconds)} ms")
+    table.add_row("  without a draft", f"{_ms(plan.autoregressive_floor_seconds)} ms")
+    for row in _step_rows(plan, args.batch, drafter.max_depth):
         table.add_row(*row)
     table.add_row("compiled in", f"{plan.compile_seconds:.0f} s")
     for name, count in plan.collectives.items():
         table.add_row("collective", f"{count} x {name}")
     for draft in drafts:
         name = "draft with" if draft is drafts[0] else "  rather than"
-        times = f"{1e3 * draft.low_seconds:.2f} to {1e3 * draft.high_seconds:.2f} ms, pays above tau "
+        times = f"{_ms(draft.low_seconds)} to {_ms(draft.high_seconds)} ms, pays above tau "
         times += f"{draft.pays_above[0]:.2f} to {draft.pays_above[1]:.2f}, {draft.gain:.2f} x at tau {draft.tau:.2f}"
         table.add_row(name, f"{draft.flags} ({times})")
     for note in plan.notes:

@@ -3,11 +3,12 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import jax
 import pytest
 
-from mars_jax import MarsError, verify
+from mars_jax import MarsError, hub, verify
 from mars_jax.core.cache import slots
 from mars_jax.core.prefill import chunk_of
 from mars_jax.lab.commands import plan
@@ -294,3 +295,19 @@ def test_what_is_traced_for_a_slice_has_its_chunks_and_slots():
         short, long = (jax.eval_shape(lambda n=n: model.init_cache(1, n)) for n in (200, 1200))
     # The attention kernel reads 1,280 slots.
     assert slots(short) == 200 and slots(long) == 1280
+
+
+def test_a_conversion_is_planned_in_its_own_dtype(tmp_path):
+    hub.convert("tiny/draft", tmp_path / "draft8", dtype="int8")
+    assert (
+        plan._stored_dtype(str(tmp_path / "draft8")) == "int8"
+        and plan._stored_dtype("tiny/draft") == "bfloat16"
+    )
+
+
+def test_a_draft_that_can_never_pay_is_named():
+    seconds = lambda low, high: {"low_seconds": low, "high_seconds": high}  # noqa: E731
+    estimate = SimpleNamespace(step=seconds(5e-5, 9e-5), autoregressive_step=seconds(1e-5, 1e-5))
+    rows = dict(plan._step_rows(estimate, batch=1, max_depth=3))
+    assert rows["a draft pays above tau"] == "5.00 to 9.00: never, since a step gives at most 4 tokens"
+    assert rows["a step, estimated"] == "0.05 to 0.09 ms"
