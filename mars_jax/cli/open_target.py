@@ -16,7 +16,7 @@ from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.mesh import hosts
 from mars_jax.models import ModelConfig
-from mars_jax.models.shardings import parse_mesh, whole
+from mars_jax.models.shardings import parse_mesh, replication_notes
 from mars_jax.utils.errors import MarsError
 
 
@@ -53,7 +53,7 @@ def open_mesh(text: str | None, config: ModelConfig) -> Mesh | None:
         return None
     mesh = parse_mesh(text)
     hosts.check_mesh(mesh)
-    for sentence in whole(config, mesh):
+    for sentence in replication_notes(config, mesh):
         print(f"note: {sentence}", file=sys.stderr)
     return mesh
 

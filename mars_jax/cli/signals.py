@@ -31,7 +31,7 @@ class _State:
     def __init__(self) -> None:
         self.writing: int | None = None  # write end of the pipe; None without `handle`
         self.terminal: list[Any] | None = None  # attributes of stdin
-        self.stop: threading.Event | None = None  # event that the next Ctrl-C sets
+        self.interrupt_event: threading.Event | None = None  # event that the next Ctrl-C sets
         self.raises = False  # whether Ctrl-C raises KeyboardInterrupt in the main thread
         self.actions: list[Callable[[], str]] = []  # actions of the enclosing `ending` blocks
         self.turn = threading.Lock()  # held while reading the pipe
@@ -96,16 +96,16 @@ def ending(action: Callable[[], str]) -> Iterator[None]:
 @contextlib.contextmanager
 def stoppable() -> Iterator[threading.Event]:
     """Yield an event that the first Ctrl-C sets instead of ending the process. A second Ctrl-C ends it."""
-    _state.stop = threading.Event()
+    _state.interrupt_event = threading.Event()
     try:
-        yield _state.stop
+        yield _state.interrupt_event
     finally:
         if _state.writing is not None:  # wait until the signals of the block are read
             _state.marked.clear()
             os.write(_state.writing, bytes([_MARK]))
-            _state.marked.wait()  # `_watch` has set `stop` to None: the next Ctrl-C ends the process
+            _state.marked.wait()  # `_watch` has set `interrupt_event` to None: the next Ctrl-C ends the process
         else:
-            _state.stop = None
+            _state.interrupt_event = None
 
 
 @contextlib.contextmanager
@@ -122,18 +122,18 @@ def raising() -> Iterator[None]:
 
 def _watch(reading: int) -> None:
     while True:
-        # Read and react in one turn. Otherwise both threads could read a Ctrl-C before either sets `stop`, and the
+        # Read and react in one turn. Otherwise both threads could read a Ctrl-C before either sets the event, and the
         # second Ctrl-C would have no effect.
         with _state.turn:
             # Python writes the number of each signal as one byte.
             number = os.read(reading, 1)[0]
-            stop = _state.stop
+            interrupt_event = _state.interrupt_event
             if number == _MARK:
                 # All signals that arrived in the block of `stoppable` have been read.
-                _state.stop = None
+                _state.interrupt_event = None
                 _state.marked.set()
-            elif number == signal.SIGINT and stop is not None and not stop.is_set():
-                stop.set()
+            elif number == signal.SIGINT and interrupt_event is not None and not interrupt_event.is_set():
+                interrupt_event.set()
                 continue
         if number in _WORDS:
             _end(signal.Signals(number))

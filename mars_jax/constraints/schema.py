@@ -295,10 +295,10 @@ class _Writer:
         begun = first or [item]
         maximum = None if maximum is None else maximum - len(begun)
         further = Repeat(self._after_comma(item), max(least - len(begun), 0), maximum)
-        inside = sequence(*self._separated(begun), further)
+        contents = sequence(*self._separated(begun), further)
         if not first and not least:
-            inside = optional(inside)
-        return sequence(text("["), inside, text("]"))
+            contents = optional(contents)
+        return sequence(text("["), contents, text("]"))
 
     def _object(self, keywords: JsonObject, where: str, depth: int) -> Node:
         properties, required = keywords.get("properties"), keywords.get("required", [])

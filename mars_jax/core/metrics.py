@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,11 +65,11 @@ def zero_stats(batch: int, max_depth: int, record: int | None = None, num_top: i
     tokens = None
     if record is not None:
         kinds = jnp.full((batch, record), NO_KIND, jnp.int32)
-        zeros = {name: jnp.zeros((batch, record), jnp.float32) for name in SCORES}
+        zeros: dict[str, Any] = {name: jnp.zeros((batch, record), jnp.float32) for name in SCORES}
         tokens = TokenRecord(kind=kinds, **zeros)
         if num_top:
-            fills = TopLogProbs(NO_TOKEN, 0.0, NO_TOKEN, 0.0)
-            top = jax.tree.map(lambda fill: jnp.full((batch, record, num_top), fill), fills)
+            fills = (NO_TOKEN, 0.0, NO_TOKEN, 0.0)
+            top = TopLogProbs(*(jnp.full((batch, record, num_top), fill) for fill in fills))
             tokens = dataclasses.replace(tokens, top=top)
     return DecodeStats(
         **{name: jnp.zeros((batch,), jnp.int32) for name in COUNTERS},

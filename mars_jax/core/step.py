@@ -289,9 +289,16 @@ def _most_probable(
     processed_tokens, processed = top_log_probs(process(decided, controls), count)
     if not lossless:
         processed = jnp.where(controls.strict[:, None, None], processed, jnp.nan)
-    fills = TopLogProbs(NO_TOKEN, 0.0, NO_TOKEN, 0.0)
-    columns = TopLogProbs(tokens, log_prob, processed_tokens, processed)
-    return jax.tree.map(lambda x, fill: jnp.where(written[..., None], x, fill), columns, fills)
+
+    def in_written(x: Array, fill: float) -> Array:
+        return jnp.where(written[..., None], x, fill)
+
+    return TopLogProbs(
+        in_written(tokens, NO_TOKEN),
+        in_written(log_prob, 0.0),
+        in_written(processed_tokens, NO_TOKEN),
+        in_written(processed, 0.0),
+    )
 
 
 def _count_emitted(

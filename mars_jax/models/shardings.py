@@ -41,9 +41,9 @@ __all__ = [
     "params_shardings",
     "parse_mesh",
     "place",
+    "replication_notes",
     "state_shardings",
     "weight_spec",
-    "whole",
 ]
 
 AnyConfig = ModelConfig | HeadConfig
@@ -99,8 +99,8 @@ def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
 def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
     """Return `NamedSharding`s with the structure of the params of a model or head.
 
-    An array whose size is not divisible by its axis is replicated on every device; `whole` lists these arrays. Most
-    often they are those of key-value heads.
+    An array whose size cannot be divided by its axis is replicated on every device and listed by
+    `replication_notes`. Most often these are the arrays of key-value heads.
 
     Raises:
       MarsError: the number of experts is not divisible by the axis `expert`, or an axis has no role (`name_axes`).
@@ -167,14 +167,14 @@ def abstract_params(
     return params
 
 
-def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:
+def replication_notes(config: AnyConfig, mesh: AnyMesh) -> list[str]:
     """Return a sentence for each kind of array that is replicated although the mesh has an axis for it.
 
     >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4,
     ...                      num_kv_heads=2)
-    >>> whole(config, AbstractMesh((4,), ("model",)))
+    >>> replication_notes(config, AbstractMesh((4,), ("model",)))
     ['2 key-value heads do not divide over model=4: every device holds all of them.']
     """
     layer = config.layer if isinstance(config, LayeredHead) else config

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jax import Array
 
 from mars_jax.core.metrics import DecodeStats, TokenRecord, summarize
 from mars_jax.hub.detokenizer import REPLACEMENT, Detokenizer
@@ -91,7 +92,7 @@ def token_log_probs(record: TokenRecord, row: int, first: int, count: int) -> To
     return TokenLogProbs(**values, kind=tuple(KINDS[k] for k in record.kind[row, columns]))
 
 
-def _pairs(ids: np.ndarray, scores: np.ndarray) -> tuple[TopTokens, ...]:
+def _pairs(ids: Array, scores: Array) -> tuple[TopTokens, ...]:
     """Return the pairs (token id, log-probability) of each token, without scores of NaN and -inf."""
     rows = zip(ids.tolist(), scores.tolist(), strict=True)
     return tuple(tuple(pair for pair in zip(*row, strict=True) if math.isfinite(pair[1])) for row in rows)

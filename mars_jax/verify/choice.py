@@ -133,8 +133,8 @@ def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
             is_known = any(name in other.settings for other in rules().values())
             suggestion = "" if is_known else did_you_mean(name, choice.options)
             raise MarsError(f"{label}{suggestion} does not apply to {not_in(choice, name)}.")
-        setting, structure = choice.setting(name)
-        settings[name] = setting.from_text(text, shown=label, **structure)
+        setting, structural_settings = choice.setting(name)
+        settings[name] = setting.from_text(text, shown=label, **structural_settings)
     return RuleChoice(spec, settings)
 
 

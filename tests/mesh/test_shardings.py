@@ -292,7 +292,7 @@ def test_a_mesh_that_nobody_names(kind):
 
 def test_what_does_not_divide_is_whole_and_said():
     mesh = sharding.parse_mesh("data=2,model=4")
-    assert sharding.whole(CONFIG, mesh) == [
+    assert sharding.replication_notes(CONFIG, mesh) == [
         "2 key-value heads do not divide over model=4: every device holds all of them."
     ]
     placed = sharding.params_shardings(CONFIG, mesh)

@@ -138,11 +138,11 @@ def load_replay(asked: Asked) -> LoadedDrafter:
         raise MarsError(f"'{path}' cannot be read ({error}): give a file of texts or of rows.") from None
     if not lines:
         raise MarsError(f"'{path}' is empty: give a file of texts, or of rows with their tokens.")
-    texts = [_tokens(asked, path, number, line) for number, line in enumerate(lines, start=1)]
-    for text in texts:
-        asked.target.check_tokens(text)
-    room = max(CORPUS, 1 << (sum(map(len, texts)) + len(texts) - 1).bit_length())
-    corpus_ids = corpus(texts, min(room, 1 << 20))
+    documents = [_tokens(asked, path, number, line) for number, line in enumerate(lines, start=1)]
+    for document in documents:
+        asked.target.check_tokens(document)
+    room = max(CORPUS, 1 << (sum(map(len, documents)) + len(documents) - 1).bit_length())
+    corpus_ids = corpus(documents, min(room, 1 << 20))
     return LoadedDrafter(replay(asked.chain), corpus_ids)
 
 

@@ -76,7 +76,7 @@ def make_plan(
         used_bytes, fits = error.used, False
     work, time = planned_time(pair, topology)
     _, autoregressive_time = planned_time(autoregressive, topology)
-    notes = shardings.whole(pair.target, pair.mesh)
+    notes = shardings.replication_notes(pair.target, pair.mesh)
     if time.missing:
         notes.append(f"no estimate: {time.missing}; the times are lower bounds")
     return Plan(

@@ -104,14 +104,14 @@ def dflash(
         rows = tokens.shape[0]
         flat = hidden.reshape(rows, -1, hidden.shape[-1])
         previous_tokens = jnp.take_along_axis(tokens[:, None], inside, axis=2).reshape(rows, -1)
-        drafted = head.unembed(config, target, both, flat)
+        draft_logits = head.unembed(config, target, both, flat)
         if config.markov_rank:
-            drafted = drafted + head.markov(both.draft, previous_tokens)
-        drafted = drafted.reshape(*valid.shape, -1)
+            draft_logits = draft_logits + head.markov(both.draft, previous_tokens)
+        draft_logits = draft_logits.reshape(*valid.shape, -1)
 
-        drafted_tokens = config.to_target(both, jnp.argmax(drafted, axis=-1))
+        drafted_tokens = config.to_target(both, jnp.argmax(draft_logits, axis=-1))
         is_accepted = (drafted_tokens == jnp.argmax(target_logits, axis=-1)).astype(jnp.float32)
-        losses = mean(divergence(labels, drafted))
+        losses = mean(divergence(labels, draft_logits))
         total, figures = (
             objectives.chain_mean(losses, fade),
             objectives.chain_figures(losses, mean(is_accepted)),
@@ -119,7 +119,7 @@ def dflash(
         if config.confidence:
             logit = head.confidence(config, both.draft, flat, previous_tokens).reshape(valid.shape)
             # The probability that rejection accepts the draft is the overlap of the two distributions.
-            overlap = jax.lax.stop_gradient(1 - objectives.total_variation(labels, drafted))
+            overlap = jax.lax.stop_gradient(1 - objectives.total_variation(labels, draft_logits))
             # The cross entropy of a probability and its logit.
             entropy = jax.nn.softplus(logit) - overlap * logit
             figures["confidence"] = objectives.chain_mean(mean(entropy), fade)

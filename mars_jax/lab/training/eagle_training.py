@@ -59,19 +59,19 @@ def _recorded_labels(record: Recorded, vocab_size: int, layers: int, ids: Array 
     features = tuple(jnp.split(record.features[:, : length - 1], layers, axis=-1))
     top, log_probs = record.top[:, 1:], record.log_probs[:, 1:].astype(jnp.float32)
     remaining_prob = jnp.maximum(1 - jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True), 1e-6)
-    # Columns of the logits: the index of each token of `top` in the draft vocabulary.
-    size, columns = vocab_size, top
+    # The index of each token of `top` in the draft vocabulary, which is its column in the logits.
+    size, draft_ids = vocab_size, top
     if ids is not None:
         # Tokens outside the draft vocabulary map past its end, where the scatter drops them.
         size = len(ids)
-        column_of = jnp.full((vocab_size,), size, jnp.int32).at[ids].set(jnp.arange(size, dtype=jnp.int32))
-        columns = column_of[top]
+        draft_id_of = jnp.full((vocab_size,), size, jnp.int32).at[ids].set(jnp.arange(size, dtype=jnp.int32))
+        draft_ids = draft_id_of[top]
     logits = jnp.log(remaining_prob / (vocab_size - top.shape[-1]))
     logits = jnp.broadcast_to(logits, (rows, length - 1, size))
     row, entry = jnp.indices((rows, length - 1), dtype=jnp.int32, sparse=True)
-    logits = logits.at[row[..., None], entry[..., None], columns].set(log_probs, mode="drop")
+    logits = logits.at[row[..., None], entry[..., None], draft_ids].set(log_probs, mode="drop")
     no_hidden = jnp.zeros((rows, length - 1, 0), features[0].dtype)
-    return Labels(ForwardOutput(no_hidden, features, ()), logits, top[..., 0], columns[..., 0] < size)
+    return Labels(ForwardOutput(no_hidden, features, ()), logits, top[..., 0], draft_ids[..., 0] < size)
 
 
 def entries(output: ForwardOutput, count: int) -> ForwardOutput:

@@ -210,10 +210,10 @@ class Checkpoints:
         if not completed_steps:
             return 0, state
         # Every process must call `fetch`, because the arrays may be sharded over processes.
-        host_state, message = hosts.fetch(state), ""
+        state_on_host, message = hosts.fetch(state), ""
         if self._manager is not None:
             try:
-                host_state = self._read(completed_steps, host_state)
+                state_on_host = self._read(completed_steps, state_on_host)
             except MarsError as error:
                 message = str(error)
         # Raise the error in all processes: the others would wait in the broadcast of the state.
@@ -222,12 +222,12 @@ class Checkpoints:
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 
-            host_state = multihost_utils.broadcast_one_to_all(host_state)
+            state_on_host = multihost_utils.broadcast_one_to_all(state_on_host)
         placed = {
-            name: hosts.put(host_state[name], jax.tree.map(lambda x: x.sharding, state[name]))
+            name: hosts.put(state_on_host[name], jax.tree.map(lambda x: x.sharding, state[name]))
             for name in ("params", "opt_state")
         }
-        return completed_steps, placed | {"data": host_state["data"]}
+        return completed_steps, placed | {"data": state_on_host["data"]}
 
     def _read(self, step: int, state: dict[str, PyTree]) -> dict[str, PyTree]:
         import orbax.checkpoint as ocp
