@@ -260,8 +260,7 @@ def _add_output(command_parser: Parser) -> None:
     group.add_argument(
         "--compare",
         action="store_true",
-        help="compare speed: without a draft, by exact, by the rule, and a rule of your own by mars too; prints one "
-        "table, of acceptance too",
+        help="compare speed: without a draft, by exact, by the rule; prints one table, of acceptance too",
     )
 
 
