@@ -46,6 +46,7 @@ class Equivalent(Relaxed):
     The drafted token's regret must be below `gap` nats. The base is `exact()`. Lossy; at gap = 0 it equals `exact()`
     bit for bit.
 
+    >>> import jax
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.asarray([[[0.0, 2.0, 1.0], [0.0, 0.0, 9.0]]])
