@@ -103,6 +103,7 @@ class DraftModel(ShapedDrafter):
         missing = self._vocab - self.model.vocab_size
         if self.own_tokens or missing == 0:
             return logits
+        # Rows of padding at the end of an embedding differ between models of one tokenizer. Cut or fill them.
         if missing < 0:
             return logits[..., : self._vocab]
         return jnp.pad(logits, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
@@ -140,6 +141,7 @@ class DraftModel(ShapedDrafter):
     def catch_up(
         self, params: Params, state: ModelState, tokens: Array, cached: Array, length: Array
     ) -> ModelState:
+        # Read only the tokens from `cached` on. The last two are fed by the next draft.
         chunk = self.model.prefill_chunk or chunk_of()
         cache, _ = prefill(self._model, params.draft, tokens, cached, length - 2, state.cache, chunk=chunk)
         return dataclasses.replace(state, cache=cache)
@@ -153,6 +155,7 @@ class DraftModel(ShapedDrafter):
         output: ForwardOutput,
         length: Array,
     ) -> ModelState:
+        # A chain's keys and values are in the order of its tokens, so nothing moves.
         if state.rows is None:
             return state
         # i32[B, D + 1]. Row 1 is in slot `length` and the root, row 0, in slot `length - 1`, so `commit` can treat them
