@@ -80,6 +80,7 @@ def test_the_search_tries_all_masks_and_measures_what_the_slim_model_says(tmp_pa
     # The run was killed in the middle of a write.
     log.write_text("\n".join(lines[:3]) + '\n{"mask": [[tr')
     assert via_sd_training.search(MODEL, PARAMS, [BATCH], left_out=0.25, log=log).mask == best.mask
+    assert log.read_text().splitlines()[4:] == lines[3:]
 
 
 def test_a_guided_search_stays_within_its_evaluations(tmp_path):

@@ -150,7 +150,11 @@ def _evaluate(
 def _logged(log: Path) -> dict[Mask, Found]:
     """Read the masks that were tried before. Skip a line that a kill cut short."""
     evaluated: dict[Mask, Found] = {}
-    for line in log.read_text().splitlines() if log.exists() else ():
+    text = log.read_text() if log.exists() else ""
+    if text and not text.endswith("\n"):
+        with log.open("a") as file:
+            file.write("\n")  # so that the next row does not join the torn line
+    for line in text.splitlines():
         try:
             row = json.loads(line)
         except ValueError:

@@ -1,4 +1,4 @@
-"""`mars-jax distill KIND`: train a drafter for a target from the command line. This module does not import jax."""
+"""`mars-jax distill KIND`: train a drafter for a target from the command line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Recipes: the flags of `mars-jax benchmark` that reproduce a published table, in one file per pair of models.
 
 A recipe is measured twice: as in its table, with the rule and the strict rule using the same draft, and with every arm
-at its best draft length. This module does not import jax.
+at its best draft length.
 """
 
 from __future__ import annotations
