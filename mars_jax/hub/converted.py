@@ -38,20 +38,15 @@ class Conversion(NamedTuple):
     bits: int | None  # bits per weight of matrices; None if they are not quantised
     checksums: dict[str, int]  # CRC-32 by file in `WEIGHTS`
 
+    @property
+    def stored(self) -> str:
+        """The dtype that `convert` was called with: "int8" or "int4" for quantised matrices, else `dtype`."""
+        return next((name for name, bits in settings.BITS.items() if bits == self.bits), self.dtype)
+
 
 def is_converted(directory: Path) -> bool:
     """Return whether a directory holds a finished conversion."""
     return (directory / MANIFEST).is_file()
-
-
-def stored_dtype(directory: Path) -> str:
-    """Return the dtype that `convert` was called with: "int8" or "int4" for quantised matrices, else that of arrays.
-
-    Raises:
-      MarsError: conversion.json is damaged.
-    """
-    conversion = _read_manifest(directory)
-    return next((name for name, bits in settings.BITS.items() if bits == conversion.bits), conversion.dtype)
 
 
 def file_name(array: Weight) -> str:
@@ -76,7 +71,8 @@ def restore_params(
     Raises:
       MarsError: the conversion cannot be cast to `dtype`, is damaged, or does not fit its config.
     """
-    conversion, stored = _read_manifest(directory), stored_dtype(directory)
+    conversion = read_manifest(directory)
+    stored = conversion.stored
     # Loading casts only between floating-point dtypes. It neither rounds weights nor restores rounded ones.
     if dtype not in (None, stored) and (dtype in settings.BITS or stored in settings.BITS):
         raise MarsError(
@@ -106,7 +102,12 @@ def restore_params(
     return build_rows(table, read), floating
 
 
-def _read_manifest(directory: Path) -> Conversion:
+def read_manifest(directory: Path) -> Conversion:
+    """Read conversion.json.
+
+    Raises:
+      MarsError: the file is damaged.
+    """
     data = read_json(directory / MANIFEST)
     conversion = Conversion(data.get("dtype", ""), data.get("bits"), data.get("checksums", {}))
     valid_dtype = conversion.dtype in ("float32", "bfloat16") and conversion.bits in (None, 8, 4)

@@ -112,9 +112,7 @@ class Session:
     loaded_rule: LoadedRule = dataclasses.field(default_factory=lambda: LoadedRule(exact()))
     batch_size: int = 1  # rows decoded in parallel; 0: as many as fit in memory
     log_probs: bool = False  # record log-probabilities of each token
-    top_log_probs: int = (
-        0  # record also this many of the target's most probable tokens in place of each token
-    )
+    top_log_probs: int = 0  # also record this many of the target's most probable tokens
     _warned: set[str] = dataclasses.field(default_factory=set, repr=False)  # drafters already warned about
 
     @classmethod
@@ -182,7 +180,7 @@ class Session:
         """Return requests that fit the pair, with their decoder; see `serve.prepare.prepared`."""
         prepared_requests = prepared(self.target, self.drafter, requests, verify=self.loaded_rule)
         self._check_length(requests)
-        # A vocabulary may have fewer tokens than the caller wants.
+        # A small vocabulary has fewer tokens than requested.
         num_top = min(self.top_log_probs, self.target.model.vocab_size)
         decoder = dataclasses.replace(prepared_requests.decoder, top_log_probs=num_top)
         return dataclasses.replace(prepared_requests, decoder=decoder)

@@ -1,5 +1,6 @@
 """`generate`, compared with PyTorch transformers on the same checkpoint."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax import contrib, fake, hub, verify
-from mars_jax.cli.generate import job
+from mars_jax import contrib, drafters, fake, hub, verify
+from mars_jax.cli.generate import command, job
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.hub.detokenizer import Detokenizer
@@ -77,6 +78,91 @@ def test_log_probabilities_are_those_of_teacher_forcing_by_transformers(target, 
             np.testing.assert_allclose(scores.processed_log_prob, log_prob_of(filtered), atol=1e-4)
         assert len(scores.kind) == 30 and set(scores.kind) <= {"exact", "relaxed", "corrected"}
     assert mj.generate(target, "none", [[3]], max_new_tokens=2).completions[0].log_probs is None
+
+
+FOUR_PROMPTS = [*PROMPTS, [9, 9, 4, 2]]
+TEMPERATURES, TOP_K, PENALTIES = [0.0, 0.7, 1.3, 0.0], [0, 5, 0, 0], [1.0, 1.0, 1.3, 1.5]
+TOP = 7
+
+
+@pytest.fixture(scope="module")
+def reference(target):
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(target.path)
+
+
+def assert_are_the_best(pairs, logits):
+    """Check (token id, log-probability) pairs against the logits [V] of the reference."""
+    log_probs = logits.log_softmax(-1).numpy()
+    order = np.argsort(-log_probs, kind="stable")[: len(pairs)]
+    ids, scores = zip(*pairs, strict=True)
+    np.testing.assert_allclose(scores, log_probs[order], atol=1e-4)
+    np.testing.assert_allclose(
+        log_probs[list(ids)], log_probs[order], atol=1e-4
+    )  # ids may differ only in near ties
+
+
+@pytest.mark.parametrize(
+    "draft",
+    ["ngram", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "tree", "sampled", "sized"))],
+)
+def test_the_most_probable_tokens_are_those_of_teacher_forcing_by_transformers(target, reference, draft):
+    """Two rows take four prompts in turn, with penalties, filters and stop tokens."""
+    import torch
+    from transformers.generation import logits_process
+
+    model = f"model:{target.path}"
+    drafter = {
+        "tree": lambda: drafters.load(model, target, tree=(2, 2, 1)),
+        "sampled": lambda: drafters.load(model, target, num_draft_tokens=3, sample=True),
+        "sized": lambda: drafters.load(model, target, draft_size="auto"),
+    }.get(draft, lambda: draft)()
+    rule = verify.rejection() if draft == "sampled" else verify.exact()
+    result = mj.generate(
+        target, drafter, FOUR_PROMPTS, verify=rule, batch_size=2, max_new_tokens=20, stop_tokens=[11, 12],
+        temperature=TEMPERATURES, top_k=TOP_K, repetition_penalty=PENALTIES, top_log_probs=TOP,
+    )  # fmt: skip
+    for row, completion in enumerate(result.completions):
+        ids = torch.tensor([FOUR_PROMPTS[row] + completion.tokens])
+        with torch.inference_mode():
+            logits = reference(ids).logits[0, len(FOUR_PROMPTS[row]) - 1 : -1]
+        scores = completion.log_probs
+        assert len(scores.top) == len(scores.processed_top) == len(completion.tokens) > 0
+        penalty = logits_process.RepetitionPenaltyLogitsProcessor(PENALTIES[row])
+        for place, (top, processed) in enumerate(zip(scores.top, scores.processed_top, strict=True)):
+            assert len(top) == TOP
+            assert_are_the_best(top, logits[place])
+            before = ids[:, : len(FOUR_PROMPTS[row]) + place]
+            edited = penalty(before, logits[place : place + 1].clone())
+            if TEMPERATURES[row] == 0:
+                assert processed == ((completion.tokens[place], 0.0),)
+                continue
+            edited = edited / TEMPERATURES[row]
+            if TOP_K[row]:
+                edited = logits_process.TopKLogitsWarper(TOP_K[row])(before, edited)
+            assert len(processed) == (TOP_K[row] or TOP)
+            assert_are_the_best(processed, edited[0])
+
+
+def test_a_lossy_rule_has_no_processed_most_probable_tokens(target):
+    scores = mj.generate(target, "ngram", [[3]], verify=verify.mars(), max_new_tokens=3, top_log_probs=2)
+    log_probs = scores.completions[0].log_probs
+    assert [len(pairs) for pairs in log_probs.top] == [2] * 3 and log_probs.processed_top == ((),) * 3
+
+
+def test_the_most_probable_tokens_are_at_most_the_vocabulary(target):
+    result = mj.generate(target, "none", [[3]], max_new_tokens=1, top_log_probs=100)
+    (top,) = result.completions[0].log_probs.top
+    assert sorted(token for token, _ in top) == list(range(CONFIG.vocab_size))
+
+
+def test_the_command_writes_the_most_probable_tokens(capsys):
+    command.main(["Once", "--max-new-tokens", "2", "--json", "--top-log-probs", "3", "--verify", "exact"])
+    row = json.loads(capsys.readouterr().out)
+    (token, log_prob), *_ = row["log_probs"]["top"][0]
+    assert token == row["tokens"][0] and log_prob == pytest.approx(row["log_probs"]["log_prob"][0], abs=1e-5)
+    assert [len(pairs) for pairs in row["log_probs"]["top"]] == [3, 3]
+    assert row["log_probs"]["processed_top"][0] == [[token, 0.0]]
 
 
 @pytest.mark.slow

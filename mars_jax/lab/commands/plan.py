@@ -248,7 +248,7 @@ def _stored_dtype(name: str) -> str:
     path = Path(name)
     if path.name == "config.json":
         path = path.parent
-    return converted.stored_dtype(path) if converted.is_converted(path) else "bfloat16"
+    return converted.read_manifest(path).stored if converted.is_converted(path) else "bfloat16"
 
 
 def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
