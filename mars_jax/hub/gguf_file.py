@@ -7,8 +7,10 @@ its `dequantize` (tests/hub/test_gguf.py).
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import pickle
 import re
 import struct
 from pathlib import Path
@@ -56,6 +58,11 @@ class GGUFFile:
             return _decoded(self._values.get(key, default))
         except UnicodeDecodeError:
             raise MarsError(f"{key} of '{self.path}' is not valid UTF-8: download it again.") from None
+
+    def digest(self, prefix: str) -> str:
+        """Return a digest of all metadata values whose keys begin with `prefix`."""
+        values = {key: value for key, value in self._values.items() if key.startswith(prefix)}
+        return hashlib.sha256(pickle.dumps(values)).hexdigest()
 
     @property
     def architecture(self) -> str:

@@ -9,9 +9,11 @@ tokenizers that the metadata was written from, sentencepiece, and transformers' 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mars_jax.hub.gguf_file import GGUFFile
+from mars_jax.utils.compilations import keep_text, kept_text
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.limits import TOKEN_BYTES
 
@@ -67,14 +69,48 @@ _SPLITS = {
 }
 
 
-def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
-    """Return the transformers tokenizer that a file describes, including its chat template. PyTorch is not needed.
+def plain_tokenizer(file: GGUFFile) -> Tokenizer:
+    """Return the `tokenizers.Tokenizer` that a file describes. Later processes read it from the cache on disk.
 
     Raises:
       MarsError: the tokenizer's model or pre-tokenizer is not supported, or a token is too long.
     """
+    import tokenizers
+
+    code = Path(__file__).read_bytes()
+    key = (code, tokenizers.__version__, file.digest("tokenizer."))
+    if (text := kept_text("tokenizers", *key)) is not None:
+        return tokenizers.Tokenizer.from_str(text)
+    tokenizer = _build(file)
+    keep_text(tokenizer.to_str, "tokenizers", *key)
+    return tokenizer
+
+
+def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
+    """Return `plain_tokenizer` as a transformers tokenizer with its chat template. PyTorch is not needed.
+
+    Raises:
+      MarsError: see `plain_tokenizer`.
+    """
     import transformers
-    from tokenizers import AddedToken
+
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain_tokenizer(file),
+        chat_template=file.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **_special_tokens(file),
+    )
+
+
+def _special_tokens(file: GGUFFile) -> dict[str, str]:
+    """Return the special tokens of a file by their names in transformers."""
+    tokens = file.get("tokenizer.ggml.tokens")
+    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED.items()}
+    return {name: tokens[i] for name, i in ids.items() if i is not None}
+
+
+def _build(file: GGUFFile) -> Tokenizer:
+    from tokenizers import AddedToken, processors
 
     tokens = file.get("tokenizer.ggml.tokens")
     if longest := max((t for t in tokens if len(t.encode()) > TOKEN_BYTES), key=len, default=""):
@@ -95,18 +131,27 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
             if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
         ]
     )
-    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED.items()}
-    named: dict[str, Any] = {name: tokens[i] for name, i in ids.items() if i is not None}
+    named = _special_tokens(file)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in named.values()])
     # The default for BOS depends on the model and the pre-tokenizer. EOS is off by default.
-    for end, default in (("bos", bos), ("eos", False)):
-        if file.get(f"tokenizer.ggml.add_{end}_token", default):
-            named[f"add_{end}_token"] = True
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        chat_template=file.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-        **named,
+    ends = [
+        named.get(f"{end}_token") if file.get(f"tokenizer.ggml.add_{end}_token", default) else None
+        for end, default in (("bos", bos), ("eos", False))
+    ]
+    bos_part, eos_part = ([token] if token else [] for token in ends)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*bos_part, "$A", *eos_part],
+        pair=[
+            *bos_part,
+            "$A",
+            *eos_part,
+            *(f"{token}:1" for token in bos_part),
+            "$B:1",
+            *(f"{token}:1" for token in eos_part),
+        ],
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (*bos_part, *eos_part)],
     )
+    return tokenizer
 
 
 def _look_up(file: GGUFFile, key: str, table: Mapping[str, Value]) -> Value:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.gguf_file import gguf_parts, is_gguf, read_gguf
-from mars_jax.hub.gguf_tokenizer import gguf_tokenizer
+from mars_jax.hub.gguf_tokenizer import gguf_tokenizer, plain_tokenizer
 from mars_jax.hub.versions import cached_by_version
 from mars_jax.utils.errors import MarsError, first_line
 from mars_jax.utils.limits import TOKENIZER_BYTES
@@ -88,23 +88,27 @@ def read_tokenizer(path: Path) -> Any:
 
 @cached_by_version(_tokenizer_files)
 def read_plain(path: Path) -> Tokenizer | None:
-    """Read the `tokenizers.Tokenizer` of a directory; None if its files have settings that only transformers applies.
+    """Read the `tokenizers.Tokenizer` of a checkpoint; None if its files have settings that only transformers applies.
 
     It encodes and decodes exactly like `read_tokenizer`'s result, without the slow import of transformers.
     """
     _check_files(path)
+    os.environ.setdefault(_PARALLEL, "false")
+    try:
+        with catch_panics(path):
+            return plain_tokenizer(read_gguf(path)) if is_gguf(path) else _read_tokenizer_json(path)
+    except Exception:  # tokenizers raises nothing narrower; transformers will report the error
+        return None
+
+
+def _read_tokenizer_json(path: Path) -> Tokenizer | None:
+    import tokenizers
+
     data = _tokenizer_config(path)
     has_other_files = any((path / name).exists() for name in ("special_tokens_map.json", "added_tokens.json"))
     if data.get("tokenizer_class") not in _PLAIN or has_other_files or data.keys() - _HARMLESS - _NAMED:
         return None
-    os.environ.setdefault(_PARALLEL, "false")
-    import tokenizers
-
-    try:
-        with catch_panics(path):
-            tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    except Exception:  # tokenizers raises nothing narrower; transformers will report the error
-        return None
+    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     if any(data[name] not in (None, *special) for name in _NAMED & data.keys()):
         return None  # transformers would add it

@@ -1,17 +1,20 @@
-"""Costs of a step with each draft length, measured on the device before the first batch of a shape.
+"""Costs of a step with each draft length, measured on the device before the first batch of a shape and kept on disk.
 
 Oracle: the clock around steps of the fixed sizes (scripts/results/bench_sizes.json at commit 5336526).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import os
 import time
-from collections.abc import Hashable
 
 import jax
 import numpy as np
 
+from mars_jax import __version__
 from mars_jax.core import refill
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import NO_TOKEN
@@ -21,13 +24,14 @@ from mars_jax.mesh import hosts
 from mars_jax.mesh.axes import state_shardings
 from mars_jax.serve.prepare import Prepared
 from mars_jax.utils import activity
+from mars_jax.utils.compilations import keep_text, kept_text
 
 STEPS, ROUNDS = 4, 4
 """Steps of each size per round, and rounds. The first round compiles. The fastest round counts: other load on the
 machine only adds time."""
 
-_MEASURED: dict[Hashable, list[float]] = {}
-"""Costs measured by this process, keyed by everything that they depend on."""
+_MEASURED: dict[str, list[float]] = {}
+"""Costs that this process measured or read, by a text with everything that they depend on."""
 
 
 def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Prepared:
@@ -40,17 +44,41 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
     """
     if prepared.drafter.sizes is None or np.all(np.asarray(prepared.drafter.params.costs) > 0):
         return prepared
-    # These properties are compiled into the step but are not part of its shapes.
+    mesh, rule = prepared.target.mesh, prepared.loaded_rule.rule
     has_edits = any(request.edits for request in prepared.requests)
-    kinds = (jax.tree.structure(prepared.guides.tables), prepared.draws, has_edits)
-    weights = tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(prepared.params.target))
-    key = (prepared.decoder, rows, prepared.width, kinds, weights, log_probs)
-    if key not in _MEASURED:
-        with activity.doing("measuring what drafts cost"):
-            costs = np.asarray(_measure(prepared, rows, log_probs=log_probs))
-        # All processes of a mesh must choose the same sizes, so they share the costs of the first.
-        _MEASURED[key] = np.frombuffer(hosts.broadcast_bytes(costs.tobytes())).tolist()
-    return _with_drafter(prepared, with_step_costs(prepared.drafter, _MEASURED[key]))
+    # A decoder's functions differ between processes, so its configs and names stand for it.
+    key = (
+        (__version__, jax.devices()[0].device_kind, os.cpu_count(), mesh and dict(mesh.shape)),
+        (prepared.target.config, prepared.drafter.drafter.name, rule.name, log_probs),
+        (jax.tree.structure(prepared.guides.tables), prepared.draws, has_edits),
+        (rows, prepared.width, [(x.shape, x.dtype.name) for x in jax.tree.leaves(prepared.params)]),
+    )
+    key_text = repr(key)
+    if key_text not in _MEASURED:
+        _MEASURED[key_text] = _kept_costs(prepared, key_text) or _new_costs(
+            prepared, rows, key_text, log_probs=log_probs
+        )
+    return _with_drafter(prepared, with_step_costs(prepared.drafter, _MEASURED[key_text]))
+
+
+def _kept_costs(prepared: Prepared, key: str) -> list[float]:
+    """Return the costs that an earlier process measured; empty if there are none, or if several processes decode."""
+    text = None if jax.process_count() > 1 else kept_text("draft_costs", key)
+    with contextlib.suppress(ValueError):  # a damaged text
+        costs = [float(cost) for cost in json.loads(text or "[]")]
+        if len(costs) == len(prepared.drafter.params.costs):
+            return costs
+    return []
+
+
+def _new_costs(prepared: Prepared, rows: int, key: str, *, log_probs: bool) -> list[float]:
+    """Measure the costs, and keep them for later processes."""
+    with activity.doing("measuring what drafts cost"):
+        costs = np.asarray(_measure(prepared, rows, log_probs=log_probs))
+    # All processes of a mesh must choose the same sizes, so they share the costs of the first.
+    costs = np.frombuffer(hosts.broadcast_bytes(costs.tobytes())).tolist()
+    keep_text(lambda: json.dumps(costs), "draft_costs", key)
+    return costs
 
 
 def _with_drafter(prepared: Prepared, drafter: LoadedDrafter) -> Prepared:

@@ -1,8 +1,15 @@
-"""Persistent cache of compiled programs. Oracle: a second process's folder (tests/core/test_compilations.py)."""
+"""Persistent cache of compiled programs, and of other results that take long to compute, in the same folder.
+
+Oracle: a second process's folder (tests/core/test_compilations.py).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -52,3 +59,39 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
     # JAX reads the configured folder only at its first compilation, unless the cache is reset.
     compilation_cache.reset_cache()
     return path
+
+
+def _kept_path(folder: str, key: tuple[object, ...]) -> Path | None:
+    """Return the path of a result; None if programs are not cached, or in a bucket."""
+    root = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if root is None or "://" in root:
+        return None
+    digest = hashlib.sha256(repr((jax.__version__, *key)).encode()).hexdigest()
+    return Path(root, folder, digest)
+
+
+def kept_text(folder: str, *key: object) -> str | None:
+    """Return the text that an earlier call, perhaps of another process, kept under a key; None if there is none.
+
+    Args:
+      folder: folder inside that of the compiled programs.
+      key: everything that the text depends on. Each object's `repr` must be the same in every process.
+    """
+    path = _kept_path(folder, key)
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def keep_text(compute: Callable[[], str], folder: str, *key: object) -> None:
+    """Keep the text that `compute` returns under a key, if programs are cached; arguments as for `kept_text`."""
+    path = _kept_path(folder, key)
+    if path is None:
+        return
+    # Processes may write the same text at once. A text that cannot be written is computed again next time.
+    staged = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged.write_text(compute(), encoding="utf-8")
+        staged.replace(path)
