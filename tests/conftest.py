@@ -85,6 +85,15 @@ def standard_promotion():
         yield
 
 
+@pytest.fixture
+def own_cache(tmp_path):
+    """Keep programs and other results in an empty folder during the test. Return the folder."""
+    shared, path = jax.config.jax_compilation_cache_dir, tmp_path / "cache"
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    yield path
+    jax.config.update("jax_compilation_cache_dir", shared)
+
+
 def pytest_configure(config):
     # JAX writes cache entries in place. A worker that reads half an entry compiles the program itself.
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache:UserWarning")

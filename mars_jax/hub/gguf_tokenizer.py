@@ -8,6 +8,7 @@ tokenizers that the metadata was written from, sentencepiece, and transformers' 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -80,7 +81,8 @@ def plain_tokenizer(file: GGUFFile) -> Tokenizer:
     code = Path(__file__).read_bytes()
     key = (code, tokenizers.__version__, file.digest("tokenizer."))
     if (text := kept_text("tokenizers", *key)) is not None:
-        return tokenizers.Tokenizer.from_str(text)
+        with contextlib.suppress(Exception):  # a damaged text: tokenizers raises nothing narrower
+            return tokenizers.Tokenizer.from_str(text)
     tokenizer = _build(file)
     keep_text(tokenizer.to_str, "tokenizers", *key)
     return tokenizer

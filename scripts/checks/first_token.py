@@ -32,7 +32,12 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 def pieces(draw: np.random.Generator) -> Iterator[str]:
     """Yield distinct pieces of a sentencepiece vocabulary, each a character or a join of two earlier pieces."""
-    characters = [_SPACE, *map(chr, range(33, 127)), *map(chr, range(0xC0, 0x250)), *map(chr, range(0x4E00, 0x5600))]
+    characters = [
+        _SPACE,
+        *map(chr, range(33, 127)),
+        *map(chr, range(0xC0, 0x250)),
+        *map(chr, range(0x4E00, 0x5600)),
+    ]
     yield from characters
     known, listed = set(characters), characters[:95]
     while True:
@@ -56,7 +61,12 @@ def write_stand_in(path: Path) -> Path:
         return path
     draw = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path.with_suffix(".part"), "gemma3")
-    sizes = {"embedding_length": WIDTH, "feed_forward_length": INNER, "block_count": LAYERS, "context_length": 32768}
+    sizes = {
+        "embedding_length": WIDTH,
+        "feed_forward_length": INNER,
+        "block_count": LAYERS,
+        "context_length": 32768,
+    }
     heads = {"head_count": HEADS, "head_count_kv": 1, "key_length": HEAD_DIM, "value_length": HEAD_DIM}
     sizes |= {f"attention.{key}": count for key, count in (heads | {"sliding_window": 512}).items()}
     for key, count in sizes.items():
@@ -73,7 +83,12 @@ def write_stand_in(path: Path) -> Path:
     for name, token in {"bos": 2, "eos": 1, "unknown": 3, "padding": 0}.items():
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, LAYERS)
-    config = {"model_type": "gemma3_text", "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": INNER}
+    config = {
+        "model_type": "gemma3_text",
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+    }
     config |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": 1}
     for row in weights(from_json(config | {"head_dim": HEAD_DIM, "tie_word_embeddings": True})):
         name = names.get_name(row.name, try_suffixes=(".weight", ".bias"))
@@ -113,7 +128,9 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"default: {' '.join(MODELS)}")
     parser.add_argument("--repeats", type=int, default=5, help="warm runs of each model; default: 5")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the stand-in")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the stand-in"
+    )
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write the figures to this JSON file")
     args = parser.parse_args()
     report: dict[str, Any] = common.provenance() | {"models": {}}

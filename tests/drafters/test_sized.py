@@ -209,7 +209,7 @@ def test_costs_are_measured_once_for_a_shape_and_texts_are_the_same():
     assert prepared(target, lossy, requests, verify=verify.mars(theta=0.5)).drafter is lossy
 
 
-def test_costs_are_those_of_steps_with_what_the_requests_ask_for(monkeypatch):
+def test_costs_are_those_of_steps_with_what_the_requests_ask_for(monkeypatch, own_cache):
     """Edits and draws are compiled into a step, and make it more expensive."""
     measured_for = []
     monkeypatch.setattr(sizes, "_MEASURED", {})
@@ -220,6 +220,24 @@ def test_costs_are_those_of_steps_with_what_the_requests_ask_for(monkeypatch):
         requests = mj.make_requests(target, [[1, 2]], max_new_tokens=8, **options)
         sizes.with_costs(prepared(target, ADAPTIVE, requests), 2)
     assert len(measured_for) == 4
+
+
+def test_a_later_process_reads_the_costs_from_disk(monkeypatch, own_cache):
+    monkeypatch.setattr(sizes, "_measure", lambda *_, **__: [1.0, 2.0, 3.0])
+    target = mj.Pretrained.from_parts(TARGET, (), max_positions=256)
+    requests = mj.make_requests(target, [[1, 2]], max_new_tokens=8)
+
+    def costs():
+        monkeypatch.setattr(sizes, "_MEASURED", {})  # as in a new process
+        return sizes.with_costs(prepared(target, ADAPTIVE, requests), 2).params.draft.costs.tolist()
+
+    assert costs() == [1.0, 2.0, 3.0]
+    monkeypatch.setattr(sizes, "_measure", lambda *_, **__: [3.0, 4.0, 5.0])
+    assert costs() == [1.0, 2.0, 3.0]
+    [path] = (own_cache / "draft_costs").iterdir()
+    for damaged in ("", "[1.0]", "{"):
+        path.write_text(damaged)
+        assert costs() == [3.0, 4.0, 5.0]
 
 
 @pytest.mark.parametrize(

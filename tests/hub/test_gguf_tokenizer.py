@@ -14,6 +14,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mars_jax import assets, hub
+from mars_jax.hub import gguf_tokenizer
+from mars_jax.hub.gguf_file import read_gguf
 from mars_jax.hub.gguf_tokenizer import _SPLITS
 from mars_jax.hub.tokenizer import read_tokenizer
 from mars_jax.utils.errors import MarsError
@@ -105,6 +107,23 @@ def test_the_packages_own_tokenizer_comes_back(tmp_path):
     assert actual["input_ids"] == expected["input_ids"]
     for name in ("bos_token", "eos_token", "all_special_ids"):
         assert getattr(tokenizer, name) == getattr(packaged, name)
+
+
+def test_a_later_process_reads_the_same_tokenizer_from_disk(tmp_path, monkeypatch, own_cache):
+    original = tokenizers.Tokenizer.from_file(f"{assets.path(assets.TARGET)}/tokenizer.json")
+    ends = {"add_bos_token": True, "add_eos_token": True, "bos_token_id": 0, "eos_token_id": 1}
+    file = read_gguf(byte_level(tmp_path / "model.gguf", original, "smollm", **ends))
+    built = gguf_tokenizer.plain_tokenizer(file)
+    monkeypatch.setattr(gguf_tokenizer, "_build", lambda file: pytest.fail("it was built again"))
+    kept, reference = gguf_tokenizer.plain_tokenizer(file), gguf_tokenizer.gguf_tokenizer(file)
+    assert kept.to_str() == built.to_str()
+    assert kept.encode(TEXTS[0]).ids[0] == 0 and kept.encode(TEXTS[0]).ids[-1] == 1
+    assert_equal(reference, lambda text: kept.encode(text).ids, kept.decode)
+    assert reference.get_vocab() == kept.get_vocab()
+    [path] = (own_cache / "tokenizers").iterdir()
+    path.write_text("{}")  # damaged
+    with pytest.raises(pytest.fail.Exception, match="built again"):
+        gguf_tokenizer.plain_tokenizer(file)
 
 
 # The patterns in the tokenizer.json of each family.
