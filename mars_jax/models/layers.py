@@ -30,8 +30,6 @@ ACTIVATIONS = {
 """Activation functions by their names in `ModelConfig.activation`."""
 
 
-_BLOCK = 1 << 19
-"""Number of quantised weights that a CPU converts at a time: 2 MB as float32."""
 _FEW = 8
 """Minimum rows for which devices exchange partial sums in bfloat16."""
 
@@ -63,21 +61,30 @@ def _dense_int8(x: Array, values: Array) -> Array:
     return _dense(eights, values.astype(x.dtype))[: x.shape[0]]
 
 
-def _dense_int8_cpu(x: Array, values: Array) -> Array:
-    """Convert the weights in blocks of rows that fit in a core's cache.
+def _integer_products(x: Array, values: Array) -> Array:
+    """Multiply integers, for which CPUs have instructions: as fast as bfloat16 weights of half the bytes or faster.
 
-    XLA would first write the whole matrix as floats, and it multiplies 1 row, or 5 to 7, in scalar code that is ten
-    times slower. Products in float32 are as exact as in bfloat16, and the float32 kernels are faster.
+    Each row of x is split into two rows of 8 bits, x = scale * (high + low / 254), so it keeps about as many bits as in
+    bfloat16. Integer sums are exact, so they do not depend on the number of rows.
     """
-    (out, inner), x = values.shape, x.astype(jnp.float32)
-    size = min(out, max(8, _BLOCK // inner // 8 * 8))
+    count, x = x.shape[0], x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=1, keepdims=True)
+    scale = jnp.where(largest == 0, 1.0, largest / 127)
+    high = jnp.round(x / scale)
+    low = jnp.round((x / scale - high) * 254)
+    parts = [high.astype(jnp.int8), low.astype(jnp.int8)]
+    if count == 1:
+        parts = [jnp.concatenate(parts)]  # reads the weights once
+    # Fewer than four rows would be multiplied in scalar code.
+    padded = [jnp.pad(part, ((0, max(4 - len(part), 0)), (0, 0))) for part in parts]
+    sums = [_dense(values, part, jnp.int32).T for part in padded]
+    if count == 1:
+        sums = [sums[0][:1], sums[0][1:2]]
+    high_sums, low_sums = (part[:count].astype(jnp.float32) for part in lax.optimization_barrier(sums))
+    return (high_sums + low_sums / 254) * scale
 
-    def body(i: Array, y: Array) -> Array:
-        first = jnp.minimum(i * size, out - size)  # the last block may overlap the one before it
-        block = lax.dynamic_slice_in_dim(values, first, size).astype(jnp.float32)
-        return lax.dynamic_update_slice_in_dim(y, dense_cpu(x, block), first, 1)
 
-    return lax.fori_loop(0, -(-out // size), body, jnp.zeros((x.shape[0], out), jnp.float32))
+_dense_int8_cpu = with_gradient_of(_dense_int8, _integer_products)
 
 
 def _as_float(w: Array, dtype: DTypeLike) -> Array:
@@ -119,7 +126,7 @@ def _dense_int4_tpu(x: Array, w: Int4, *, outputs: AxisSize, inputs: AxisSize, d
 
 
 def _dense_int4_cpu(x: Array, w: Int4) -> Array:
-    """Convert one group at a time in a core's cache, like `_dense_int8_cpu`."""
+    """Convert one group at a time in a core's cache. XLA would first write the whole matrix as floats."""
     (count, size, _), x = w.values.shape, x.astype(jnp.float32)
     groups = x.reshape(x.shape[0], count, size)
 

@@ -49,7 +49,7 @@ def test_a_channel_that_is_no_number_stays_none():
 
 
 @pytest.mark.parametrize("rows", [1, 5, 12])
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 2**-5)])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 2**-5)])
 def test_products_are_those_of_the_dequantised_matrix(rows, dtype, tolerance):
     x, w = normal(0, rows, 7, dtype=dtype), quantize(normal(1, 5, 7, dtype=dtype))
     wide = np.asarray(w.astype("float32"))
@@ -60,18 +60,31 @@ def test_products_are_those_of_the_dequantised_matrix(rows, dtype, tolerance):
     np.testing.assert_allclose(embed(w, ids)[0].astype("float32"), wide[[4, 0, 4]], rtol=2**-8)
 
 
-@pytest.mark.parametrize("rows", [1, 6, 9])
-@pytest.mark.parametrize("out", [8, 40, 45])
+@pytest.mark.parametrize("rows", [1, 2, 6, 70])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_by_blocks_are_those_of_the_whole_matrix_bit_for_bit(monkeypatch, rows, out, dtype):
-    """Use whole numbers, whose sums are exact in any order: one block, several, and a last one that overlaps."""
-    monkeypatch.setattr(layers, "_BLOCK", 16 * 24)
+def test_a_product_of_8_bits_keeps_15_bits_of_its_input_and_does_not_depend_on_other_rows(rows, dtype):
     draw = np.random.default_rng(0)
-    x = jnp.asarray(draw.integers(-9, 10, (rows, 24)), dtype)
-    values = draw.integers(-127, 128, (out, 24)).astype(np.int8)
-    w = Int8(jnp.asarray(values), jnp.ones((out,), jnp.float32), jnp.dtype(dtype))
-    product = jax.jit(lambda x, w: dense(x, w, dtype=jnp.float32))(x, w)
-    np.testing.assert_array_equal(product, np.asarray(x, np.float32) @ values.T.astype(np.float32))
+    x = jnp.asarray(draw.standard_normal((rows, 96)) * 10.0 ** draw.integers(-3, 4, (rows, 1)), dtype)
+    values = draw.integers(-127, 128, (45, 96)).astype(np.int8)
+    w = Int8(jnp.asarray(values), jnp.ones((45,), jnp.float32), jnp.dtype(dtype))
+    product = jax.jit(lambda x: dense(x, w, dtype=jnp.float32))
+    actual, exact = np.asarray(product(x)), np.asarray(x, np.float64) @ values.T.astype(np.float64)
+    # Rounding moves an input by at most half a step, a 254th of a 127th of the largest input.
+    step = np.abs(np.asarray(x, np.float64)).max(axis=1, keepdims=True) / (127 * 254)
+    assert np.all(np.abs(actual - exact) <= 0.51 * step * np.abs(values).sum(axis=1, dtype=np.float64))
+    for row in range(min(rows, 6)):
+        np.testing.assert_array_equal(product(x[row : row + 1])[0], actual[row])
+
+
+def test_a_product_of_8_bits_has_the_gradient_of_its_matrix_and_passes_on_what_is_not_finite():
+    w = quantize(normal(0, 5, 16))
+    x = jnp.asarray(normal(1, 3, 16))
+    gradient = jax.grad(lambda x: jnp.sum(dense(x, w) ** 2) / 2)(x)
+    wide = np.asarray(w.astype("float32"))
+    np.testing.assert_allclose(gradient, np.asarray(x) @ wide.T @ wide, rtol=1e-5, atol=1e-5)
+    x = x.at[0, 3].set(jnp.nan).at[1, 4].set(jnp.inf).at[2].set(0.0)
+    product = np.asarray(jax.jit(dense)(x, w))
+    assert not np.isfinite(product[:2]).any() and not product[2].any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -166,7 +179,7 @@ def test_heads_load_in_int8_beside_a_target_in_few_bits(dtype, tmp_path):
     # The head shares tensors that equal the target's, although the loaded target is rounded.
     assert not config.own_embed and config.own_unembed and isinstance(loaded["unembed"], Int8)
     x = normal(0, 1, 3, 64)
-    np.testing.assert_allclose(dense(x, loaded["fc"]), dense(x, dequantized(loaded)["fc"]), atol=1e-5)
+    np.testing.assert_allclose(dense(x, loaded["fc"]), dense(x, dequantized(loaded)["fc"]), atol=5e-4)
 
 
 @pytest.mark.parametrize(
