@@ -144,8 +144,8 @@ def _key(text: str, alike: tuple[str, ...]) -> str:
     if "numbers" in alike:
         space = " " * text.startswith(" ")
         bare = text.removeprefix(" ")
-        words = _WORDS.split()
-        text = space + (str(words.index(bare)) if bare in words else bare)
+        digits = {word: str(number) for number, word in enumerate(_WORDS.split())}
+        text = space + digits.get(bare, bare)
     return text
 
 

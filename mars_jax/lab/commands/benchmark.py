@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -110,7 +109,7 @@ def parser() -> Parser:
     return command_parser
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the flags as values, checked one by one and against each other.
 
     Raises:
@@ -120,7 +119,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser().parse_args(argv)
     # A recipe calls `parse` again, once for each of its parts.
     if args.recipe is not None:
-        return _parse_recipe(args, list(sys.argv[1:] if argv is None else argv))
+        return _parse_recipe(args, list(argv))
     pair.convert_pair_flags(args)
     args.rule = pair.chosen_rule(args, instead=_SWEPT)
     args.theta_files = []
@@ -204,7 +203,7 @@ def _check_tuned(args: argparse.Namespace) -> None:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     return command(parse, _run, argv)
 

@@ -83,7 +83,7 @@ def parser() -> Parser:
     return command_parser
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the flags as values, checked one by one and against each other.
 
     Raises:
@@ -92,13 +92,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     args = parser().parse_args(argv)
     pair.convert_pair_flags(args)
-    settings = given_settings(args)
-    if args.prefixes is not None and "exact_prefix" in settings:
-        raise MarsError(
-            f"{settings['exact_prefix'].shown} does not apply with --prefixes: leave one of them out."
-        )
     # The thresholds to try are --thetas. With --prefixes, theta is a setting of the rule as usual.
-    args.rule = pair.chosen_rule(args, instead=("theta",) if args.prefixes is None else ())
+    instead = ("theta",)
+    if args.prefixes is not None:
+        instead = ()
+        if setting := given_settings(args).get("exact_prefix"):
+            raise MarsError(f"{setting.shown} does not apply with --prefixes: leave one of them out.")
+    args.rule = pair.chosen_rule(args, instead=instead)
     args.judge = None
     if args.risk not in ("regret", "accuracy"):
         if not is_own(args.risk):
@@ -173,7 +173,7 @@ def _thetas(args: argparse.Namespace) -> list[float]:
     return thetas
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     return command(parse, _run, argv)
 
@@ -251,12 +251,14 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
             progress=show,
         )
         theta = result["value"]
-        # Without a certified prefix the file has theta = inf, which is strict.
-        if args.setting == "exact_prefix" and theta != math.inf:
-            rule["settings"]["exact_prefix"], theta = theta, args.rule.settled()["theta"]
+        if theta == math.inf:
+            # No value is certified. The file has theta = inf, which is strict, in the form that JSON can store.
+            theta = "inf"
+        elif args.setting == "exact_prefix":
+            rule["settings"]["exact_prefix"], theta = theta, args.rule.as_json()["settings"]["theta"]
         report = study_settings | {
             "format": FORMAT,
-            "theta": "inf" if theta == math.inf else theta,
+            "theta": theta,
             "rule": rule,
             "weights": pair_fingerprints(target, drafter, loaded_rule),
             "tau": result["tau"],

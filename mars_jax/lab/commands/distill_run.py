@@ -30,6 +30,7 @@ from mars_jax.hub.durable import sync, writing
 from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.hub.save import free_directory
+from mars_jax.lab.commands.distill import DRAFTERS
 from mars_jax.lab.commands.distill_features import check_dump, dump_settings, layers_of
 from mars_jax.lab.evaluate.scoring.scores import score_answer
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
@@ -110,7 +111,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         first = None
         if args.first is not None and (args.kind, args.first) != ("via_sd", NGRAM):
             first = _open_first(args, target)
-    first_params = () if first is None else first.params
+    first_params = getattr(first, "params", ())
     settings = {name: plain(value) for name, value in vars(args).items() if name not in _NO_MATTER}
     # Text and weights are identified by their contents, wherever they are stored.
     settings |= {
@@ -131,7 +132,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     if args.kind == "diversed":
         say(f"{args.output}: verify with --verify diversed:{args.output}")
         return
-    spec = "eagle" if args.kind in ("eagle1", "eagle3") else args.kind
+    spec = DRAFTERS.get(args.kind, args.kind)
     say(f"{args.output}: draft with --draft {spec}:{args.output}; figures in {work}")
 
 
@@ -139,7 +140,7 @@ def _open_first(args: argparse.Namespace, target: Pretrained) -> Pretrained | Tr
     """Load the checkpoint of --from."""
     if args.kind != "eagle3":
         # The kind model trains this checkpoint, in float32. Other kinds only draft with it, in its own dtype.
-        return hub.load(args.first, dtype="float32" if args.kind == "model" else None)
+        return hub.load(args.first, dtype={"model": "float32"}.get(args.kind))
     config, params = hub.load_eagle(args.first, target.config, target.params, dtype="float32")
     if config.version != 3:
         raise MarsError(

@@ -84,10 +84,11 @@ def _words(name: str, value: object) -> list[str]:
     """
     if value is True:
         return [f"--{name}"]
-    values = list(map(str, value)) if isinstance(value, list | tuple) else [str(value)]
+    if not isinstance(value, list | tuple):
+        value = [value]
     if name == "task":
-        return [word for task in values for word in ("--task", task)]
-    return [f"--{name}", *values]
+        return [word for task in value for word in ("--task", str(task))]
+    return [f"--{name}", *map(str, value)]
 
 
 def names() -> list[str]:

@@ -141,7 +141,8 @@ class Refiner:
         self._params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
         optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
         self._state = optimizer.init(self._params)
-        self._held_out, self._old = list(held_out), list(old)
+        # Without old texts, learn an empty one, which has no predictions.
+        self._held_out, self._old = list(held_out), list(old) or [[]]
         self._update = jax.jit(_updater(learner, optimizer))
         self._measure = jax.jit(_measurer(learner))
         self._first = self.expected_tau(target_params)
@@ -214,7 +215,7 @@ class Refiner:
         """Draw rows to learn: (tokens i32[2 * BATCH, T], loss_mask bool[2 * BATCH, T])."""
         lessons = [self._texts[i] for i in self._random.choice(len(self._texts), BATCH)]
         for _ in range(BATCH):
-            text = self._old[self._random.integers(len(self._old))] if self._old else []
+            text = self._old[self._random.integers(len(self._old))]
             # Learn every token but the first, which has no prediction.
             lessons.append((list(text), [position > 0 for position in range(len(text))]))
         tokens, _ = self._padded([text for text, _ in lessons])

@@ -58,7 +58,7 @@ class Evaluation:
             for i, p in enumerate(group)
         }
         # If there are no rows, the folder may hold the completions of a run with different settings.
-        self.texts = (read_shared_json(folder / TEXTS) or {}) if file.rows else {}
+        self.texts = (file.rows and read_shared_json(folder / TEXTS)) or {}
 
     def _places(self) -> Iterator[tuple[str, float]]:
         return ((task, t) for task in self._tasks for t in self._settings["temperatures"])
