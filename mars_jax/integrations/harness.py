@@ -101,7 +101,7 @@ class MarsJax(TemplateLM):
         if rows is not None:
             remote.refuse(rows, "rows")
         REQUEST["max_new_tokens"].check(max_gen_toks, shown="max_gen_toks")
-        default_draft = f"model:{assets.DRAFT}" if target == assets.TARGET else "none"
+        default_draft = {assets.TARGET: f"model:{assets.DRAFT}"}.get(target, "none")
         # Make flags of `generate`, so that values are parsed and checked in the same way.
         argv = [f"--target={target}", f"--draft={draft or default_draft}"]
         if choice is not None:
@@ -210,9 +210,10 @@ class MarsJax(TemplateLM):
         """
         if not chat_template:
             return None
-        template = getattr(self.tokenizer, "chat_template", None)
         # transformers stores a single template as a string, and several as a dict by name.
-        templates = template if isinstance(template, dict) else {"default": template}
+        templates = getattr(self.tokenizer, "chat_template", None)
+        if not isinstance(templates, dict):
+            templates = {"default": templates}
         name = "default" if chat_template is True else chat_template
         if templates.get(name) is None:
             names = ", ".join(key for key, text in templates.items() if text) or "none at all"
@@ -327,10 +328,10 @@ class MarsJax(TemplateLM):
                     )
                 else:
                     answers[index] = row["answer"]
-            new_answers = answer(missing) if missing else ()
-            for index, value in zip(missing, new_answers, strict=True):
-                self._rows.append({"id": numbers[index], "request": keys[index], "answer": plain(value)})
-                answers[index] = self._rows.rows[-1]["answer"]
+            if missing:
+                for index, value in zip(missing, answer(missing), strict=True):
+                    self._rows.append({"id": numbers[index], "request": keys[index], "answer": plain(value)})
+                    answers[index] = self._rows.rows[-1]["answer"]
         except BaseException:
             self._close()
             raise

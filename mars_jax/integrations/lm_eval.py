@@ -19,11 +19,11 @@ mars-jax generate by their names, such as target=PATH,draft=model:SMALL,verify=m
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the harness's command line, and return the exit code."""
 
-    def run(argv: Sequence[str] | None, out: IO[str]) -> None:
-        args = list(sys.argv[1:] if argv is None else argv)
+    def run(argv: Sequence[str], out: IO[str]) -> None:
+        args = list(argv)
         if args == ["--version"]:
             print(f"mars-jax {__version__}", file=out)
             return

@@ -115,7 +115,7 @@ class Job:
     def decode(self, order: Sequence[int] | None = None) -> JobCompletions:
         """Compile, then decode all requests, or only those with the indices in `order`."""
         with busy("compiling"):
-            return JobCompletions(self, range(len(self.requests)) if order is None else order)
+            return JobCompletions(self, order or range(len(self.requests)))
 
     def stream(self) -> Iterator[Said | Finished]:
         """Compile, then decode the requests step by step."""
@@ -259,7 +259,9 @@ def _check_tau(choice: RuleChoice, rows: Sequence[PromptRow], limit: int) -> Non
         tau = row.numbers.get("tau") or choice.settings["tau"]
         if tau > limit:
             problem = f"is {tau:g}, and this draft gives {limit} tokens a step at most: ask for less, or draft deeper."
-            raise row.error(f"tau {problem}") if "tau" in row.numbers else MarsError(f"--tau {problem}")
+            if "tau" in row.numbers:
+                raise row.error(f"tau {problem}")
+            raise MarsError(f"--tau {problem}")
 
 
 def make_job_requests(
@@ -312,7 +314,7 @@ def _tokens(
             chunk = rows[first : first + CHUNK]
             texts = [row.prompt or row.messages or "" for row in chunk if row.tokens is None]
             try:
-                encoded = iter(target.encode_many(texts, **options) if texts else ())
+                encoded = iter(texts and target.encode_many(texts, **options))
             except MarsError:
                 encoded = None  # encode one at a time, to find the prompt at fault
             for row in chunk:

@@ -51,7 +51,7 @@ class PromptRow:
 
     def error(self, message: object) -> MarsError:
         """Return an error whose message begins with the origin of the prompt."""
-        return MarsError(f"{self.where}: {message}" if self.where else str(message))
+        return MarsError(": ".join(filter(None, (self.where, str(message)))))
 
 
 def from_texts(texts: list[str]) -> list[PromptRow]:
@@ -76,7 +76,7 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     Raises:
       MarsError: the file does not exist or contains no prompts, or a line is not a prompt.
     """
-    name = "stdin" if path == "-" else path
+    name = {"-": "stdin"}.get(path, path)
     stream = path == "-" or remote.is_url(path) or path.startswith(_PIPES)
     if not stream:
         check_path(path, "the prompts file")
@@ -183,7 +183,7 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
                     f"{where}: it has more than {LINE_BYTES:,} bytes: give shorter prompts, one a line."
                 )
             # Only the first line may begin with a byte order mark.
-            encoding = "utf-8-sig" if number == 1 else "utf-8"
+            encoding = {1: "utf-8-sig"}.get(number, "utf-8")
             try:
                 text = line.decode(encoding).removesuffix("\n").removesuffix("\r")
             except UnicodeDecodeError:
@@ -264,8 +264,8 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
     return PromptRow(
         where=row.where,
         prompt=prompt,
-        messages=None if messages is None else tuple(messages),
-        tokens=None if tokens is None else tuple(tokens),
+        messages=messages and tuple(messages),
+        tokens=tokens and tuple(tokens),
         id=row_id,
         settings=settings,
         numbers=rule_numbers,

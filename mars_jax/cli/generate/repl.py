@@ -260,7 +260,7 @@ class Talk:
     def _choose(self, name: str, words: list[str]) -> None:
         """Open the job again with a different rule or draft, reusing the loaded target."""
         flags = _CHOSEN[name]
-        names = rules() if name == "/rule" else definitions()
+        names = {"/rule": rules, "/draft": definitions}[name]()
         if not words or words[0].startswith("-"):
             raise MarsError(
                 f"{name} takes a name first, {COMMANDS[name].partition(', ')[2]}: expected {', '.join(names)}."

@@ -176,7 +176,7 @@ def _layer(data: JsonObject, shapes: Shapes, target: ModelConfig) -> ModelConfig
     norm = shapes.get("layers.0.self_attn.q_norm.weight")
     fields = {"vocab_size": target.vocab_size} | {k: v for k, v in data.items() if v is not None}
     if "head_dim" not in fields:
-        (fields["head_dim"],) = norm or (fields["hidden_size"] // fields["num_attention_heads"],)
+        fields["head_dim"] = (norm or [fields["hidden_size"] // fields["num_attention_heads"]])[0]
     config = from_json(fields | {"architectures": None, "model_type": "qwen3"})
 
     def has_tensor(name: str) -> bool:

@@ -52,7 +52,7 @@ def leave_out(params: PyTree, mask: Array) -> PyTree:
     layers = [dict(layer) for layer in params["layers"]]
     for i, layer in enumerate(layers):
         for name in [name for name in layer if name in _OUT]:
-            layer[name] *= mask[i, _OUT[name]].astype(layer[name].dtype)
+            layer[name] = layer[name] * mask[i, _OUT[name]].astype(layer[name].dtype)
     return {**params, "layers": tuple(layers)}
 
 
