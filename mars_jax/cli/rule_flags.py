@@ -196,6 +196,5 @@ def print_drafters(out: IO[str], *, as_json: bool) -> None:
             facts.append("default: a dynamic tree")
         elif row.length:
             facts.append(f"default: {row.length} tokens")
-        if row.paper:
-            facts.append(row.paper)
-        print(f"{row.spec}: {row.help}\n  {'; '.join(facts)}", file=out)
+        facts.append(row.paper)
+        print(f"{row.spec}: {row.help}\n  {'; '.join(filter(None, facts))}", file=out)

@@ -308,9 +308,8 @@ class MarsJax(TemplateLM):
         by_number = {row.get("id"): row for row in self._rows.rows}
         # The requests of this call have these numbers in the whole run.
         numbers = range(self._count, self._count + len(requests))
-        in_part = range(len(requests))
-        if self._part is not None:
-            in_part = [i for i, n in enumerate(numbers) if n % self._part.step == self._part.start]
+        part = self._part or slice(0, None, 1)
+        in_part = [i for i, n in enumerate(numbers) if n % part.step == part.start]
         self._count += len(requests)
         answers = [placeholder] * len(requests)
         # A digest of each request's arguments. With it, a later run detects rows of other tasks.
@@ -431,12 +430,12 @@ def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonOb
     limit = int(remaining.pop("max_gen_toks", remaining.pop("max_new_tokens", limit)))
     # A task that sets only a temperature above 0 also samples.
     sampled = bool(remaining.pop("do_sample", float(remaining.get("temperature") or 0) > 0))
-    sampling = {
-        name: remaining.pop(name) for name in ("temperature", "top_k", "top_p", "min_p") if name in remaining
-    }
-    constraint = {
-        name: remaining.pop(name) for name in ("regex", "json_schema", "choice") if name in remaining
-    }
+
+    def taken(*names: str) -> JsonObject:
+        return {name: remaining.pop(name) for name in names if name in remaining}
+
+    sampling = taken("temperature", "top_k", "top_p", "min_p")
+    constraint = taken("regex", "json_schema", "choice")
     if remaining:
         raise MarsError(
             f"the task asks for {', '.join(sorted(remaining))} in its gen_kwargs, which this model does not have: take "

@@ -37,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{parser.format_help()}\nand the flags of lm-evaluation-harness:\n", file=out)
         # The harness parses the remaining arguments.
         settings, args = argparse.ArgumentParser.parse_known_args(parser, args)
-        settings = {name: value for name, value in vars(settings).items() if value is not None}
-        if settings:
+        if settings := {name: value for name, value in vars(settings).items() if value is not None}:
             if any(flag in ("-C", "--config") or flag.startswith("--config=") for flag in args):
                 raise MarsError(
                     f"--{next(iter(settings))} does not apply with --config: put it among its model_args."

@@ -303,9 +303,7 @@ def _template_args(texts: Sequence[str]) -> JsonObject:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
-            raise MarsError(
-                f"--template-arg is {text!r}: expected NAME=VALUE, such as enable_thinking=false."
-            )
+            raise MarsError(f"--template-arg is {text!r}: expected NAME=VALUE, as in enable_thinking=false.")
         try:
             by_name[name] = json.loads(value)
         except ValueError:

@@ -62,9 +62,7 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
 def _list(args: argparse.Namespace, out: IO[str]) -> None:
     """Print the tables of rules and drafters."""
     if args.prompts or args.prompts_file is not None:
-        raise MarsError(
-            "--list-rules and --list-drafters print a table and decode nothing: leave out the prompts, or the flag."
-        )
+        raise MarsError("--list-rules and --list-drafters take no prompts: leave out one of the two.")
     if args.list_rules:
         print_rules(out, as_json=args.json, spec=args.verify)
     if args.list_drafters:

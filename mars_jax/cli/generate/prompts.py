@@ -203,9 +203,7 @@ def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
     try:
         fields = json.loads(line)
     except ValueError as error:
-        raise MarsError(
-            f"{where}: it is not JSON ({error}): a .jsonl file holds one object a line."
-        ) from None
+        raise MarsError(f"{where}: it is not JSON ({error}): a .jsonl file has one object a line.") from None
     row = PromptRow(where=where)
     if not isinstance(fields, dict):
         raise row.error('it is not an object: write {"prompt": "..."}.')

@@ -164,9 +164,7 @@ class Talk:
             self._again()
         elif name in ("/new", "/undo"):
             if self._chat is None:
-                raise MarsError(
-                    f"{name} does not apply without --chat, where every line is a prompt of its own."
-                )
+                raise MarsError(f"{name} does not apply without --chat, where every line is its own prompt.")
             if name == "/new":
                 self._chat.clear()
             else:

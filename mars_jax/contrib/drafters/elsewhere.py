@@ -49,9 +49,7 @@ def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> Draf
             cure = ""
             if devices[0].platform == "cpu":
                 cure = "; XLA_FLAGS=--xla_force_host_platform_device_count=2 makes two of a CPU"
-            raise MarsError(
-                f"there is no device {number} to draft on: the last one of this machine is {len(devices) - 1}{cure}."
-            )
+            raise MarsError(f"there is no device {number} to draft on; the last is {len(devices) - 1}{cure}.")
         if devices[number] in target_devices:
             raise MarsError(
                 f"the target works on device {number}, so the draft cannot be made there at the same time: name others."

@@ -130,7 +130,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         number_of("temperature", text, shown="--temperatures") + 0.0 for text in args.temperatures
     ]
     if args.draft_cost is not None:
-        args.draft_cost = _cost(args.draft_cost)
+        if not is_number(args.draft_cost) or not 0 <= float(args.draft_cost) < math.inf:
+            raise MarsError(
+                f"--draft-cost is {args.draft_cost}: expected a number of at least 0, such as 0.1."
+            )
+        args.draft_cost = float(args.draft_cost)
     if args.tune is not None:
         args.tune = sorted({number_of("num_draft_tokens", n, shown="--tune") for n in args.tune or LENGTHS})
     if args.part is not None:
@@ -157,12 +161,6 @@ def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespa
                 "--recipe needs a lossy rule and the strict one: leave out --controls none and --verify."
             )
     return args
-
-
-def _cost(text: str) -> float:
-    if not is_number(text) or not 0 <= float(text) < math.inf:
-        raise MarsError(f"--draft-cost is {text}: expected a number of at least 0, such as 0.1.")
-    return float(text)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -113,7 +113,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     pair.check_pair_flags(args, args.rule, output="name a file for the threshold")
     args.temperature = number_of("temperature", args.temperature) + 0.0
     for name in ("bound", "confidence"):
-        setattr(args, name, _share(name, getattr(args, name)))
+        text = getattr(args, name)
+        if not is_number(text) or not 0 < float(text) < 1:
+            raise MarsError(f"--{name} is {text}: expected a number between 0 and 1.")
+        setattr(args, name, float(text))
     args.theta_files = []
     if args.prefixes is not None:
         args.setting, args.values = "exact_prefix", _prefixes(args)
@@ -124,12 +127,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not args.output.parent.is_dir():
         raise MarsError(f"there is no directory '{args.output.parent}' for --output: make it first.")
     return args
-
-
-def _share(name: str, text: str) -> float:
-    if not is_number(text) or not 0 < float(text) < 1:
-        raise MarsError(f"--{name} is {text}: expected a number between 0 and 1.")
-    return float(text)
 
 
 def _prefixes(args: argparse.Namespace) -> list[int]:

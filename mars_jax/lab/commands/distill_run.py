@@ -179,6 +179,7 @@ def _write(args: argparse.Namespace, config: Any, params: PyTree, first: Any) ->
     params = jax.tree.map(
         lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, jax.device_get(params)
     )
+    layout = args.layout or DRAFTERS.get(args.kind, args.kind)
     folder = args.output.with_name(f".{args.output.name}.distilling")
     # A killed run may have left this folder. No other run uses it, because this process has locked --work.
     shutil.rmtree(folder, ignore_errors=True)
@@ -190,10 +191,8 @@ def _write(args: argparse.Namespace, config: Any, params: PyTree, first: Any) ->
             elif args.kind == "medusa":
                 save_medusa(folder, config, params)
             elif args.kind == "dflash":
-                layout = args.layout or "dflash"
                 contrib.save_dflash(folder, config, params, layout=layout, verifier=str(args.target))
             else:
-                layout = args.layout or "eagle"
                 hub.save_eagle(folder, config, params, layout=layout, verifier=str(args.target))
             folder.replace(args.output)
             sync(args.output.absolute().parent)
@@ -369,9 +368,7 @@ def _via_sd(
     if small is not None:
         check_same_vocabulary(target, small)
     if not isinstance(target.config, ModelConfig) or target.model.with_layers is None:
-        raise MarsError(
-            f"'{target.name}' cannot leave out layers: give a checkpoint of this library's models."
-        )
+        raise MarsError(f"'{target.name}' cannot leave out layers: give a checkpoint of this library.")
     best = via_sd_training.search(
         target.model,
         target.params,

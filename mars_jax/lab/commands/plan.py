@@ -226,9 +226,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
 def _acceptance(text: str) -> list[float]:
     parts = text.split(",")
     if not all(is_number(part) and 0 < float(part) < 1 for part in parts):
-        raise MarsError(
-            f"--acceptance is {text}: expected numbers above 0 and below 1, such as 0.8,0.75,0.7."
-        )
+        raise MarsError(f"--acceptance is {text}: expected numbers above 0 and below 1, such as 0.8,0.75.")
     return [float(part) for part in parts]
 
 

@@ -25,9 +25,7 @@ class OutOfMemory(Exception):
 
 
 @activity.doing("compiling")
-def compile_program(
-    lowered: jax.stages.Lowered, *, read: Callable[[str], Any] = lambda text: None
-) -> JsonObject:
+def compile_program(lowered: jax.stages.Lowered, *, read: Callable[[str], Any] | None = None) -> JsonObject:
     """Compile a program and report the compile time, the compiler's counts, and the collectives.
 
     Args:
@@ -49,7 +47,7 @@ def compile_program(
     # XLA's TPU compiler returns all three.
     assert memory is not None and text is not None and costs is not None
     return {
-        "read": read(text),
+        "read": None if read is None else read(text),
         "seconds": round(seconds, 2),
         "bytes_accessed": int(costs["bytes accessed"]),
         "argument_bytes": memory.argument_size_in_bytes,

@@ -47,12 +47,10 @@ class Recipe:
     about: str = ""
     source: str = ""  # source of the published figures
     flags: Mapping[str, object]  # flags of both parts
-    paper: Mapping[str, object] = dataclasses.field(
-        default_factory=dict
-    )  # additional flags of the first part
-    slice: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # a TPU slice that fits the pair, and its mesh
+    # Additional flags of the first part.
+    paper: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    # A TPU slice that fits the pair, and its mesh.
+    slice: Mapping[str, str] = dataclasses.field(default_factory=dict)
     published: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)  # strict -> relaxed
 
     def argv(self, part: str, user_flags: Sequence[str]) -> list[str]:

@@ -111,10 +111,8 @@ def dflash(
         drafted_tokens = config.to_target(both, jnp.argmax(draft_logits, axis=-1))
         is_accepted = (drafted_tokens == jnp.argmax(target_logits, axis=-1)).astype(jnp.float32)
         losses = mean(divergence(labels, draft_logits))
-        total, figures = (
-            objectives.chain_mean(losses, fade),
-            objectives.chain_figures(losses, mean(is_accepted)),
-        )
+        total = objectives.chain_mean(losses, fade)
+        figures = objectives.chain_figures(losses, mean(is_accepted))
         if config.confidence:
             logit = head.confidence(config, both.draft, flat, previous_tokens).reshape(valid.shape)
             # The probability that rejection accepts the draft is the overlap of the two distributions.

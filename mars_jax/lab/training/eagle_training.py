@@ -119,12 +119,11 @@ def eagle3(
     def loss(params: PyTree, batch: Batch | Recorded, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
         if isinstance(batch, Recorded):
             labels = _recorded_labels(batch, target.vocab_size, len(config.feature_layers), ids)
-            included = labels.in_vocabulary
         else:
             labels = _labels(target, teacher, batch, ids)
-            included = labels.in_vocabulary
-            if batch.wanted is not None:
-                included &= batch.wanted[:, 2:]
+        included = labels.in_vocabulary
+        if isinstance(batch, Batch) and batch.wanted is not None:
+            included &= batch.wanted[:, 2:]
         both = Params(target=teacher, draft=cast(params, dtype, ids))
         losses, accepted = [], []
         chain = drafted_ahead(config, target, both, labels.output, batch.tokens, batch.segments, steps)
@@ -241,7 +240,7 @@ def feature_layers(target: ModelConfig) -> tuple[int, ...]:
     return tuple(sorted({max(count * i // 3 - 1, 0) for i in (1, 2, 3)}))
 
 
-def unembedding(target: ModelConfig, params: PyTree) -> Array:
+def unembedding(params: PyTree) -> Array:
     """Return the target's unembedding f32[V, E]."""
     return params.get("unembed", params["embed"]).astype(jnp.float32)
 
@@ -259,7 +258,7 @@ def from_target(
     if "norm" in initial:
         initial["norm"] = jnp.array(params["norm"], jnp.float32)
     if config.own_unembed:
-        unembed = unembedding(target, params)
+        unembed = unembedding(params)
         # Copy it, because the optimizer overwrites the params.
         initial["unembed"] = jnp.array(objectives.select(unembed, ids, axis=0))
     size = target.hidden_size

@@ -218,9 +218,8 @@ class Refiner:
             text = self._old[self._random.integers(len(self._old))]
             # Learn every token but the first, which has no prediction.
             lessons.append((list(text), [position > 0 for position in range(len(text))]))
-        tokens, _ = self._padded([text for text, _ in lessons])
-        loss_mask, _ = self._padded([learned for _, learned in lessons])
-        return jnp.asarray(tokens), jnp.asarray(loss_mask, bool)
+        texts, masks = zip(*lessons, strict=True)
+        return jnp.asarray(self._padded(texts)[0]), jnp.asarray(self._padded(masks)[0], bool)
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Return rows i32[B, T], padded or cut to T, and lengths i32[B]. No token attends to padding, which is last."""

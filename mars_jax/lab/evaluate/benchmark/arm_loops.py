@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 from mars_jax.cli.progress import Show
@@ -60,15 +61,12 @@ class Evaluation:
         # If there are no rows, the folder may hold the completions of a run with different settings.
         self.texts = (file.rows and read_shared_json(folder / TEXTS)) or {}
 
-    def _places(self) -> Iterator[tuple[str, float]]:
-        return ((task, t) for task in self._tasks for t in self._settings["temperatures"])
-
     def decode(self, show: Show) -> None:
         """Decode all rows that are not on file."""
         size = self._decoding.group
         turns = sum(turns_of(problems, self._decoding.chat) for problems in self._tasks.values())
         recorder = Recorder(self._file, show, turns * sum(map(len, self.arms.values())))
-        for task, temperature in self._places():
+        for task, temperature in itertools.product(self._tasks, self._settings["temperatures"]):
             problems = self._tasks[task]
             for first in range(0, len(problems), size):
                 group = problems[first : first + size]
