@@ -153,7 +153,7 @@ class _Help(argparse.Action):
 
 
 def command(
-    parse: Callable[[Sequence[str] | None], argparse.Namespace],
+    parse: Callable[[Sequence[str]], argparse.Namespace],
     run: Callable[[argparse.Namespace, IO[str]], None],
     argv: Sequence[str],
 ) -> int:

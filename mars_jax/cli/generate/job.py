@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 import time
@@ -313,10 +314,11 @@ def _tokens(
         for first in range(0, len(rows), CHUNK):
             chunk = rows[first : first + CHUNK]
             texts = [row.prompt or row.messages or "" for row in chunk if row.tokens is None]
-            try:
-                encoded = iter(texts and target.encode_many(texts, **options))
-            except MarsError:
-                encoded = None  # encode one at a time, to find the prompt at fault
+            encoded = None
+            if texts:
+                # After an error, encode one at a time, to find the prompt at fault.
+                with contextlib.suppress(MarsError):
+                    encoded = iter(target.encode_many(texts, **options))
             for row in chunk:
                 if row.tokens is not None:
                     yield row.tokens

@@ -232,8 +232,10 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
     if "prompt" in fields and not isinstance(prompt, str):
         raise row.error(f"prompt is {prompt!r}: expected a text.")
     # `type(i) is int` also refuses true and false, which are integers in Python.
-    if "prompt_tokens" in fields and not (isinstance(tokens, list) and all(type(i) is int for i in tokens)):
-        raise row.error("prompt_tokens is not a list of whole numbers: give token ids.")
+    if "prompt_tokens" in fields:
+        if not (isinstance(tokens, list) and all(type(i) is int for i in tokens)):
+            raise row.error("prompt_tokens is not a list of whole numbers: give token ids.")
+        tokens = tuple(tokens)
     row_id = fields.get("id")
     if type(row_id) not in (str, int, type(None)):
         raise row.error(f"id is {row_id!r}: expected a text or a whole number.")
@@ -263,7 +265,7 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
         where=row.where,
         prompt=prompt,
         messages=messages and tuple(messages),
-        tokens=tokens and tuple(tokens),
+        tokens=tokens,
         id=row_id,
         settings=settings,
         numbers=rule_numbers,

@@ -179,7 +179,7 @@ def _write(args: argparse.Namespace, config: Any, params: PyTree, first: Any) ->
     params = jax.tree.map(
         lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, jax.device_get(params)
     )
-    layout = args.layout or DRAFTERS.get(args.kind, args.kind)
+    layout = args.layout or DRAFTERS.get(args.kind, str(args.kind))
     folder = args.output.with_name(f".{args.output.name}.distilling")
     # A killed run may have left this folder. No other run uses it, because this process has locked --work.
     shutil.rmtree(folder, ignore_errors=True)

@@ -57,7 +57,7 @@ def forms(platform: str) -> dict[str, str]:
     >>> forms("gpu"), forms("cpu")["pallas_tpu"]
     ({'xla': 'compiled', 'partitioned': 'compiled'}, 'interpreted')
     """
-    how_by_form = dict.fromkeys(("xla", "partitioned"), "compiled")
+    how_by_form = {"xla": "compiled", "partitioned": "compiled"}
     if platform == "cpu":
         how_by_form["pallas_tpu"] = "interpreted"
     elif platform == "tpu" and dispatch.switched_on():

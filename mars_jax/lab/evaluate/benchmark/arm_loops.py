@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,22 +58,24 @@ class Evaluation:
             for i, p in enumerate(group)
         }
         # If there are no rows, the folder may hold the completions of a run with different settings.
-        self.texts = (file.rows and read_shared_json(folder / TEXTS)) or {}
+        self.texts: JsonObject = {}
+        if file.rows:
+            self.texts = read_shared_json(folder / TEXTS) or {}
 
     def decode(self, show: Show) -> None:
         """Decode all rows that are not on file."""
         size = self._decoding.group
         turns = sum(turns_of(problems, self._decoding.chat) for problems in self._tasks.values())
         recorder = Recorder(self._file, show, turns * sum(map(len, self.arms.values())))
-        for task, temperature in itertools.product(self._tasks, self._settings["temperatures"]):
-            problems = self._tasks[task]
-            for first in range(0, len(problems), size):
-                group = problems[first : first + size]
-                seeds = [self._seeds[task, problem.id] for problem in group]
-                for arm in self.arms[temperature]:
-                    self.rows += recorder.rows(self._decoding, arm, temperature, group, seeds)
-            if not self._is_part:
-                self._keep_texts(task, temperature)
+        for task, problems in self._tasks.items():
+            for temperature, arms in self.arms.items():
+                for first in range(0, len(problems), size):
+                    group = problems[first : first + size]
+                    seeds = [self._seeds[task, problem.id] for problem in group]
+                    for arm in arms:
+                        self.rows += recorder.rows(self._decoding, arm, temperature, group, seeds)
+                if not self._is_part:
+                    self._keep_texts(task, temperature)
 
     def _shown(self, temperature: float) -> list[Arm]:
         """Return the arms whose completions the page shows: the strict rule, and the measured rule's first arm."""
