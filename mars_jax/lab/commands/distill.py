@@ -148,9 +148,6 @@ KINDS = {
     ),
 }
 
-DRAFTERS = {"eagle1": "eagle", "eagle3": "eagle"}
-"""Drafters of the kinds that do not have the name of their drafter. The authors' layout also has that name."""
-
 
 def parser() -> Parser:
     """Return the parser, with a subparser for each kind. Flags that do not apply to a kind are None."""
@@ -190,7 +187,8 @@ def check_distill_flags(args: argparse.Namespace) -> None:
         raise MarsError(
             "--data with --features is the text of a draft vocabulary: give --draft-vocab, or leave it out."
         )
-    layout = DRAFTERS.get(args.kind, args.kind)
+    # The authors' layout has the name of the drafter, which is eagle for eagle1 and eagle3.
+    layout = args.kind.rstrip("13")
     if args.layout not in (None, layout, "speculators"):
         raise MarsError(f"--layout is {args.layout}: expected {layout} or speculators.")
     if args.block_size is not None and args.block_size < 2:

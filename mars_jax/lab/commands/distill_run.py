@@ -30,7 +30,6 @@ from mars_jax.hub.durable import sync, writing
 from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.hub.save import free_directory
-from mars_jax.lab.commands.distill import DRAFTERS
 from mars_jax.lab.commands.distill_features import check_dump, dump_settings, layers_of
 from mars_jax.lab.evaluate.scoring.scores import score_answer
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
@@ -132,7 +131,8 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     if args.kind == "diversed":
         say(f"{args.output}: verify with --verify diversed:{args.output}")
         return
-    spec = DRAFTERS.get(args.kind, args.kind)
+    # The drafter of eagle1 and eagle3 is eagle.
+    spec = args.kind.rstrip("13")
     say(f"{args.output}: draft with --draft {spec}:{args.output}; figures in {work}")
 
 
@@ -179,7 +179,8 @@ def _write(args: argparse.Namespace, config: Any, params: PyTree, first: Any) ->
     params = jax.tree.map(
         lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, jax.device_get(params)
     )
-    layout = args.layout or DRAFTERS.get(args.kind, str(args.kind))
+    # The authors' layout has the name of the drafter.
+    layout = args.layout or args.kind.rstrip("13")
     folder = args.output.with_name(f".{args.output.name}.distilling")
     # A killed run may have left this folder. No other run uses it, because this process has locked --work.
     shutil.rmtree(folder, ignore_errors=True)
