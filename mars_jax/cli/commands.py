@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Sequence
 from typing import IO
 
@@ -46,17 +45,16 @@ def parser_of(name: str) -> Parser | None:
     return importlib.import_module(_HOME[name]).parser()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run one command, and return its exit code. Without a name, list the commands."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] not in COMMANDS:
-        return program(_answer, arguments)
-    return importlib.import_module(_HOME[arguments[0]]).main(arguments[1:])
+    if not argv or argv[0] not in COMMANDS:
+        return program(_answer, argv)
+    return importlib.import_module(_HOME[argv[0]]).main(argv[1:])
 
 
-def _answer(arguments: Sequence[str] | None, out: IO[str]) -> None:
+def _answer(argv: Sequence[str], out: IO[str]) -> None:
     """Print the help or the version of `mars-jax`, or refuse an unknown command."""
-    name, *_ = arguments or ["--help"]
+    name, *_ = argv or ["--help"]
     if name in ("-h", "--help"):
         print("usage: mars-jax COMMAND [flags]; each command explains its flags with --help\n", file=out)
         for command, does in COMMANDS.items():

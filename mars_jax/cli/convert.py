@@ -47,7 +47,7 @@ def parser() -> Parser:
     return command_parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line, and return the exit code."""
     return command(lambda argv: parser().parse_args(argv), _run, argv)
 

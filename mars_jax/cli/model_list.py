@@ -32,7 +32,7 @@ def parser() -> Parser:
     return command_parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line, and return the exit code."""
     return command(lambda argv: parser().parse_args(argv), _run, argv)
 
@@ -53,7 +53,9 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
             return "embedded"
         if not is_here(row.name):
             return "obtainable"
-        return "installed" if row.package else "cached"
+        if row.package:
+            return "installed"
+        return "cached"
 
     if args.json:
         entries = [

@@ -31,11 +31,10 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
             f"--no-check does not apply to '{args.target}', which is no conversion and holds no checksums: leave it "
             "out."
         )
-    mesh = open_mesh(args.mesh, sketch.config)
     return hub.load(
         args.target,
         dtype=args.dtype,
-        mesh=mesh,
+        mesh=open_mesh(args.mesh, sketch.config),
         check=not args.no_check,
         cache_dtype=args.cache_dtype,
         attention=args.attention or "auto",

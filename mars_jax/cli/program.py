@@ -56,7 +56,9 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|-inf$")
         self._positionals.title = "arguments"
         if add_help:
-            explained = "the flags" if short is None else "the flags that most people need"
+            explained = "the flags"
+            if short is not None:
+                explained = "the flags that most people need"
             self.add_argument("-h", "--help", action=_Help, nargs=0, help=f"explain {explained}")
             self.add_argument("--version", action="version", version=f"mars-jax {__version__}")
             if short is not None:
@@ -151,16 +153,16 @@ class _Help(argparse.Action):
 
 
 def command(
-    parse: Callable[[Sequence[str] | None], argparse.Namespace],
+    parse: Callable[[Sequence[str]], argparse.Namespace],
     run: Callable[[argparse.Namespace, IO[str]], None],
-    argv: Sequence[str] | None,
+    argv: Sequence[str],
 ) -> int:
     """Run `run(parse(argv), stdout)`, and return the exit code.
 
     `parse` may print, as for --help. `run` writes the result to stdout.
     """
 
-    def parsed(argv: Sequence[str] | None, out: IO[str]) -> None:
+    def parsed(argv: Sequence[str], out: IO[str]) -> None:
         # `_program` has redirected stdout to stderr, but --help and --version belong on stdout.
         with contextlib.redirect_stdout(out):
             args = parse(argv)
@@ -177,7 +179,7 @@ def command(
     return program(parsed, argv)
 
 
-def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence[str] | None) -> int:
+def program(run: Callable[[Sequence[str], IO[str]], None], argv: Sequence[str]) -> int:
     """Run `run(argv, stdout)`, and return the exit code."""
     quiet()
     with heartbeat():
@@ -190,7 +192,7 @@ def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence
     return code
 
 
-def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence[str] | None) -> int:
+def _program(run: Callable[[Sequence[str], IO[str]], None], argv: Sequence[str]) -> int:
     out = sys.stdout
     try:
         # Output of libraries must not mix with the result.

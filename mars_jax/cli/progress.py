@@ -101,9 +101,7 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
                 parts.append(f"{num_done:,} of {total:,}")
             if task.time_remaining:
                 parts.append(f"{timedelta(seconds=round(task.time_remaining))} left")
-            if text:
-                parts.append(text)
-            running.detail = ", ".join(parts)
+            running.detail = ", ".join(filter(None, (*parts, text)))
             bars.update(task.id, text=running.detail)
 
         yield show

@@ -41,7 +41,7 @@ def add_rule_flags(
         # Rules that share a setting agree on its type, so the first rule determines the form of the flag.
         flag, help_text, (_, setting) = flag_of(name), _help(name, settings), settings[0]
         if setting.kind is bool:
-            group.add_argument(flag, action="store_true", default=None, help=help_text)
+            group.add_argument(flag, action="store_const", const="true", help=help_text)
         else:
             group.add_argument(flag, metavar="NAME" if setting.choices else setting.metavar, help=help_text)
     group.add_argument(
@@ -98,7 +98,7 @@ def given_settings(args: argparse.Namespace) -> dict[str, Given]:
     for name in _flags():
         value = getattr(args, name, None)
         if value is not None:
-            settings[name] = Given("true" if value is True else value, flag_of(name))
+            settings[name] = Given(value, flag_of(name))
     for option in args.rule_option or ():
         name, equals, text = option.partition("=")
         if not (name and equals):
@@ -196,6 +196,5 @@ def print_drafters(out: IO[str], *, as_json: bool) -> None:
             facts.append("default: a dynamic tree")
         elif row.length:
             facts.append(f"default: {row.length} tokens")
-        if row.paper:
-            facts.append(row.paper)
-        print(f"{row.spec}: {row.help}\n  {'; '.join(facts)}", file=out)
+        facts.append(row.paper)
+        print(f"{row.spec}: {row.help}\n  {'; '.join(filter(None, facts))}", file=out)

@@ -101,7 +101,7 @@ class MarsJax(TemplateLM):
         if rows is not None:
             remote.refuse(rows, "rows")
         REQUEST["max_new_tokens"].check(max_gen_toks, shown="max_gen_toks")
-        default_draft = f"model:{assets.DRAFT}" if target == assets.TARGET else "none"
+        default_draft = {assets.TARGET: f"model:{assets.DRAFT}"}.get(target, "none")
         # Make flags of `generate`, so that values are parsed and checked in the same way.
         argv = [f"--target={target}", f"--draft={draft or default_draft}"]
         if choice is not None:
@@ -210,9 +210,10 @@ class MarsJax(TemplateLM):
         """
         if not chat_template:
             return None
-        template = getattr(self.tokenizer, "chat_template", None)
         # transformers stores a single template as a string, and several as a dict by name.
-        templates = template if isinstance(template, dict) else {"default": template}
+        templates = getattr(self.tokenizer, "chat_template", None)
+        if not isinstance(templates, dict):
+            templates = {"default": templates}
         name = "default" if chat_template is True else chat_template
         if templates.get(name) is None:
             names = ", ".join(key for key, text in templates.items() if text) or "none at all"
@@ -307,9 +308,8 @@ class MarsJax(TemplateLM):
         by_number = {row.get("id"): row for row in self._rows.rows}
         # The requests of this call have these numbers in the whole run.
         numbers = range(self._count, self._count + len(requests))
-        in_part = range(len(requests))
-        if self._part is not None:
-            in_part = [i for i, n in enumerate(numbers) if n % self._part.step == self._part.start]
+        part = self._part or slice(0, None, 1)
+        in_part = [i for i, n in enumerate(numbers) if n % part.step == part.start]
         self._count += len(requests)
         answers = [placeholder] * len(requests)
         # A digest of each request's arguments. With it, a later run detects rows of other tasks.
@@ -327,10 +327,10 @@ class MarsJax(TemplateLM):
                     )
                 else:
                     answers[index] = row["answer"]
-            new_answers = answer(missing) if missing else ()
-            for index, value in zip(missing, new_answers, strict=True):
-                self._rows.append({"id": numbers[index], "request": keys[index], "answer": plain(value)})
-                answers[index] = self._rows.rows[-1]["answer"]
+            if missing:
+                for index, value in zip(missing, answer(missing), strict=True):
+                    self._rows.append({"id": numbers[index], "request": keys[index], "answer": plain(value)})
+                    answers[index] = self._rows.rows[-1]["answer"]
         except BaseException:
             self._close()
             raise
@@ -430,12 +430,12 @@ def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonOb
     limit = int(remaining.pop("max_gen_toks", remaining.pop("max_new_tokens", limit)))
     # A task that sets only a temperature above 0 also samples.
     sampled = bool(remaining.pop("do_sample", float(remaining.get("temperature") or 0) > 0))
-    sampling = {
-        name: remaining.pop(name) for name in ("temperature", "top_k", "top_p", "min_p") if name in remaining
-    }
-    constraint = {
-        name: remaining.pop(name) for name in ("regex", "json_schema", "choice") if name in remaining
-    }
+
+    def taken(*names: str) -> JsonObject:
+        return {name: remaining.pop(name) for name in names if name in remaining}
+
+    sampling = taken("temperature", "top_k", "top_p", "min_p")
+    constraint = taken("regex", "json_schema", "choice")
     if remaining:
         raise MarsError(
             f"the task asks for {', '.join(sorted(remaining))} in its gen_kwargs, which this model does not have: take "

@@ -19,11 +19,11 @@ mars-jax generate by their names, such as target=PATH,draft=model:SMALL,verify=m
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the harness's command line, and return the exit code."""
 
-    def run(argv: Sequence[str] | None, out: IO[str]) -> None:
-        args = list(sys.argv[1:] if argv is None else argv)
+    def run(argv: Sequence[str], out: IO[str]) -> None:
+        args = list(argv)
         if args == ["--version"]:
             print(f"mars-jax {__version__}", file=out)
             return
@@ -37,8 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{parser.format_help()}\nand the flags of lm-evaluation-harness:\n", file=out)
         # The harness parses the remaining arguments.
         settings, args = argparse.ArgumentParser.parse_known_args(parser, args)
-        settings = {name: value for name, value in vars(settings).items() if value is not None}
-        if settings:
+        if settings := {name: value for name, value in vars(settings).items() if value is not None}:
             if any(flag in ("-C", "--config") or flag.startswith("--config=") for flag in args):
                 raise MarsError(
                     f"--{next(iter(settings))} does not apply with --config: put it among its model_args."

@@ -78,8 +78,7 @@ class Generate:
         # By default Ray passes a dict of numpy arrays; with batch_format="pyarrow" it passes a table.
         if not isinstance(batch, pyarrow.Table):
             batch = pyarrow.Table.from_pydict({name: list(column) for name, column in batch.items()})
-        clashes = [name for name in RESULTS if name in batch.column_names]
-        if clashes:
+        if clashes := [name for name in RESULTS if name in batch.column_names]:
             raise MarsError(f"the rows have a column '{clashes[0]}', which is a name of a result: rename it.")
         completions = generate(
             self.target,
@@ -89,12 +88,11 @@ class Generate:
             seed=self._seeds(batch),
             **self.settings,
         ).completions
-        columns = {
-            "text": [completion.text for completion in completions],
-            "tokens": [completion.tokens for completion in completions],
-            "finish_reason": [completion.finish_reason for completion in completions],
-            "tau": [completion.metrics.tau for completion in completions],
+        columns: dict[str, list[Any]] = {
+            name: [getattr(completion, name) for completion in completions]
+            for name in ("text", "tokens", "finish_reason")
         }
+        columns["tau"] = [completion.metrics.tau for completion in completions]
         if self.settings.get("log_probs"):
             log_probs = (completion.log_probs for completion in completions)
             # With log_probs=True every completion has scores, so the columns keep equal lengths.

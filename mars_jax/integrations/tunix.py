@@ -233,7 +233,7 @@ class Rollout:
                 top_k=max(int(rollout_config.top_k or 0), 0),
                 seed=seed,
                 stop_tokens=stops,
-                logit_bias=() if pad in stops else ((pad, -np.inf),),
+                logit_bias=tuple((token, -np.inf) for token in {pad}.difference(stops)),
             )
             for tokens, seed in zip(ids, self._seeds(rollout_config.seed, len(ids)), strict=True)
         ]
@@ -366,7 +366,7 @@ def _taker(config: ModelConfig, dtype: str, mesh: Mesh | None) -> Callable[[PyTr
     def take(state: PyTree) -> PyTree:
         return jax.tree.map(lambda x: x.astype(dtype), params_from_state(state, config))
 
-    return jax.jit(take, out_shardings=None if mesh is None else params_shardings(config, mesh))
+    return jax.jit(take, out_shardings=mesh and params_shardings(config, mesh))
 
 
 def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:

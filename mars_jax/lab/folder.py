@@ -130,8 +130,7 @@ def read_shared_json(path: Path) -> JsonObject | None:
     data = b""
     if hosts.is_first() and path.exists():
         data = path.read_bytes()
-    data = hosts.broadcast_bytes(data)
-    return json.loads(data) if data else None
+    return json.loads(hosts.broadcast_bytes(data) or "null")
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ def test_a_value_out_of_range_is_named(refused, argument):
         (["--verify", "learned", "x"], "the rule learned needs weights: name them, as learned:PATH"),
         (["--verify", "mars:x", "x"], "the rule is mars:x: mars has no weights, so name it alone"),
         (["--verify", "nowhere.py:gate", "x"], "the file of a rule 'nowhere.py' cannot be read"),
-        (["--list-rules", "x"], "--list-rules prints a table and decodes nothing"),
+        (["--list-rules", "x"], "take no prompts"),
         (["--list-rules", "--list-drafters"], "not allowed with"),
         (["--temp", "1", "x"], "unrecognized arguments: --temp"),
         (["--theta"], "--theta: expected one argument"),

@@ -171,5 +171,5 @@ def test_what_makes_no_cascade_is_refused():
     with pytest.raises(MarsError, match="can give 4 tokens: set num_draft_tokens to at least"):
         contrib.cascade(INNER, PROXY, 3)
     sampled = contrib.cascade(drafters.language_model(SMALL, K, sample=True), PROXY)
-    with pytest.raises(MarsError, match="samples: give a cascade a drafter that does not"):
+    with pytest.raises(MarsError, match="samples: give a cascade one that does not"):
         decoded(verify.exact(), drafter=sampled)

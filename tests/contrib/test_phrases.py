@@ -104,7 +104,7 @@ def test_groups_are_of_texts_that_are_alike(tmp_path):
         verify.load(f"equivalent:{tmp_path}/none.json", target)
     with pytest.raises(MarsError, match="needs weights: name them, as equivalent:PATH"):
         verify.load("equivalent", target)
-    with pytest.raises(MarsError, match="which is no single token"):
+    with pytest.raises(MarsError, match="which is not one token"):
         contrib.token_groups(target, groups=[["extraordinarily", " big"]])
 
 

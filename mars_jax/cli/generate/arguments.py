@@ -303,9 +303,7 @@ def _template_args(texts: Sequence[str]) -> JsonObject:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
-            raise MarsError(
-                f"--template-arg is {text!r}: expected NAME=VALUE, such as enable_thinking=false."
-            )
+            raise MarsError(f"--template-arg is {text!r}: expected NAME=VALUE, as in enable_thinking=false.")
         try:
             by_name[name] = json.loads(value)
         except ValueError:
@@ -315,7 +313,7 @@ def _template_args(texts: Sequence[str]) -> JsonObject:
     return by_name
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the parsed flags, with the chosen rule as `rule`. `check_flags` checks their combinations.
 
     Raises:
@@ -339,6 +337,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.draft_is_default = args.draft is None and not shows
     args.draft = draft_or_default(args.draft, args.target)
     rule_settings = given_settings(args)
-    relaxes = (shows or rule_settings or args.compare) and args.draft != "none"
-    args.rule, args.theta_file = rule_and_file(args.verify, rule_settings, "mars" if relaxes else "exact")
+    default_rule = "exact"
+    if (shows or rule_settings or args.compare) and args.draft != "none":
+        default_rule = "mars"
+    args.rule, args.theta_file = rule_and_file(args.verify, rule_settings, default_rule)
     return args

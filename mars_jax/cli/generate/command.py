@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from mars_jax.serve.rows import RowFile
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line, and return the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    return command(parse, functools.partial(_run, arguments), arguments)
+    return command(parse, functools.partial(_run, argv), argv)
 
 
 def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
@@ -63,8 +62,7 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
 def _list(args: argparse.Namespace, out: IO[str]) -> None:
     """Print the tables of rules and drafters."""
     if args.prompts or args.prompts_file is not None:
-        flag = "--list-rules" if args.list_rules else "--list-drafters"
-        raise MarsError(f"{flag} prints a table and decodes nothing: leave out the prompts, or the flag.")
+        raise MarsError("--list-rules and --list-drafters take no prompts: leave out one of the two.")
     if args.list_rules:
         print_rules(out, as_json=args.json, spec=args.verify)
     if args.list_drafters:
@@ -77,7 +75,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
     from mars_jax.cli.generate.output_file import fingerprints, recorded
     from mars_jax.serve.rows import RowFile
 
-    share = rows if args.part is None else rows[args.part]
+    share = rows[args.part or slice(None)]
     with contextlib.ExitStack() as stack:
         file = None
         if args.output is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 import time
@@ -115,7 +116,7 @@ class Job:
     def decode(self, order: Sequence[int] | None = None) -> JobCompletions:
         """Compile, then decode all requests, or only those with the indices in `order`."""
         with busy("compiling"):
-            return JobCompletions(self, range(len(self.requests)) if order is None else order)
+            return JobCompletions(self, order or range(len(self.requests)))
 
     def stream(self) -> Iterator[Said | Finished]:
         """Compile, then decode the requests step by step."""
@@ -259,7 +260,9 @@ def _check_tau(choice: RuleChoice, rows: Sequence[PromptRow], limit: int) -> Non
         tau = row.numbers.get("tau") or choice.settings["tau"]
         if tau > limit:
             problem = f"is {tau:g}, and this draft gives {limit} tokens a step at most: ask for less, or draft deeper."
-            raise row.error(f"tau {problem}") if "tau" in row.numbers else MarsError(f"--tau {problem}")
+            if "tau" in row.numbers:
+                raise row.error(f"tau {problem}")
+            raise MarsError(f"--tau {problem}")
 
 
 def make_job_requests(
@@ -311,10 +314,11 @@ def _tokens(
         for first in range(0, len(rows), CHUNK):
             chunk = rows[first : first + CHUNK]
             texts = [row.prompt or row.messages or "" for row in chunk if row.tokens is None]
-            try:
-                encoded = iter(target.encode_many(texts, **options) if texts else ())
-            except MarsError:
-                encoded = None  # encode one at a time, to find the prompt at fault
+            encoded = None
+            if texts:
+                # After an error, encode one at a time, to find the prompt at fault.
+                with contextlib.suppress(MarsError):
+                    encoded = iter(target.encode_many(texts, **options))
             for row in chunk:
                 if row.tokens is not None:
                     yield row.tokens

@@ -72,4 +72,4 @@ def _completion(line: str, words: Sequence[str], state: int) -> str | None:
     if not line.startswith("/"):
         return None
     candidates = [word for word in words if word.startswith(line)]
-    return candidates[state] if state < len(candidates) else None
+    return next(iter(candidates[state:]), None)

@@ -51,7 +51,7 @@ class PromptRow:
 
     def error(self, message: object) -> MarsError:
         """Return an error whose message begins with the origin of the prompt."""
-        return MarsError(f"{self.where}: {message}" if self.where else str(message))
+        return MarsError(": ".join(filter(None, (self.where, str(message)))))
 
 
 def from_texts(texts: list[str]) -> list[PromptRow]:
@@ -76,7 +76,7 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     Raises:
       MarsError: the file does not exist or contains no prompts, or a line is not a prompt.
     """
-    name = "stdin" if path == "-" else path
+    name = {"-": "stdin"}.get(path, path)
     stream = path == "-" or remote.is_url(path) or path.startswith(_PIPES)
     if not stream:
         check_path(path, "the prompts file")
@@ -183,7 +183,7 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
                     f"{where}: it has more than {LINE_BYTES:,} bytes: give shorter prompts, one a line."
                 )
             # Only the first line may begin with a byte order mark.
-            encoding = "utf-8-sig" if number == 1 else "utf-8"
+            encoding = {1: "utf-8-sig"}.get(number, "utf-8")
             try:
                 text = line.decode(encoding).removesuffix("\n").removesuffix("\r")
             except UnicodeDecodeError:
@@ -203,9 +203,7 @@ def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
     try:
         fields = json.loads(line)
     except ValueError as error:
-        raise MarsError(
-            f"{where}: it is not JSON ({error}): a .jsonl file holds one object a line."
-        ) from None
+        raise MarsError(f"{where}: it is not JSON ({error}): a .jsonl file has one object a line.") from None
     row = PromptRow(where=where)
     if not isinstance(fields, dict):
         raise row.error('it is not an object: write {"prompt": "..."}.')
@@ -234,8 +232,10 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
     if "prompt" in fields and not isinstance(prompt, str):
         raise row.error(f"prompt is {prompt!r}: expected a text.")
     # `type(i) is int` also refuses true and false, which are integers in Python.
-    if "prompt_tokens" in fields and not (isinstance(tokens, list) and all(type(i) is int for i in tokens)):
-        raise row.error("prompt_tokens is not a list of whole numbers: give token ids.")
+    if "prompt_tokens" in fields:
+        if not (isinstance(tokens, list) and all(type(i) is int for i in tokens)):
+            raise row.error("prompt_tokens is not a list of whole numbers: give token ids.")
+        tokens = tuple(tokens)
     row_id = fields.get("id")
     if type(row_id) not in (str, int, type(None)):
         raise row.error(f"id is {row_id!r}: expected a text or a whole number.")
@@ -264,8 +264,8 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
     return PromptRow(
         where=row.where,
         prompt=prompt,
-        messages=None if messages is None else tuple(messages),
-        tokens=None if tokens is None else tuple(tokens),
+        messages=messages and tuple(messages),
+        tokens=tokens,
         id=row_id,
         settings=settings,
         numbers=rule_numbers,

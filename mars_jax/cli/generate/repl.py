@@ -164,9 +164,7 @@ class Talk:
             self._again()
         elif name in ("/new", "/undo"):
             if self._chat is None:
-                raise MarsError(
-                    f"{name} does not apply without --chat, where every line is a prompt of its own."
-                )
+                raise MarsError(f"{name} does not apply without --chat, where every line is its own prompt.")
             if name == "/new":
                 self._chat.clear()
             else:
@@ -260,7 +258,7 @@ class Talk:
     def _choose(self, name: str, words: list[str]) -> None:
         """Open the job again with a different rule or draft, reusing the loaded target."""
         flags = _CHOSEN[name]
-        names = rules() if name == "/rule" else definitions()
+        names = {"/rule": rules, "/draft": definitions}[name]()
         if not words or words[0].startswith("-"):
             raise MarsError(
                 f"{name} takes a name first, {COMMANDS[name].partition(', ')[2]}: expected {', '.join(names)}."

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -191,7 +191,7 @@ def stream_ahead(
     Raises:
       MarsError: the drafter samples its drafts.
     """
-    guesses = Guesses() if guesses is None else guesses
+    guesses = guesses or Guesses()
     remote = _Drafter(pair.drafter, params.draft, state, draft_device)
     target_params, sharding = params._replace(draft=()), state.draft.sharding
     no_draft = jax.device_put(jnp.full_like(state.draft, NO_TOKEN), sharding)
@@ -237,21 +237,20 @@ class _Drafter:
 
     def __init__(self, drafter: Drafter, params: PyTree, state: DecodeState, draft_device: DraftDevice):
         self._drafter = drafter
+        # The context in which the drafter's arrays are used.
+        self._here: Callable[[], contextlib.AbstractContextManager]
         if isinstance(draft_device, Mesh):
-            self._mesh, self._place = draft_device, NamedSharding(draft_device, PartitionSpec())
-            self._params = params
+            self._here = functools.partial(jax.set_mesh, draft_device)
+            self._params, self._place = params, NamedSharding(draft_device, PartitionSpec())
         else:
-            self._mesh, self._place = None, draft_device
-            self._params = jax.device_put(params, draft_device)
+            self._here = contextlib.nullcontext
+            self._params, self._place = jax.device_put(params, draft_device), draft_device
         # Copy, because the next step donates the state's buffers.
         inputs = (state.controls, state.keys, Committed(state.tokens, state.length))
         copies = jax.tree.map(jnp.copy, inputs)
         self._controls, self._keys, text = jax.device_put(copies, self._place)
         with self._here():
             self._state = _begin(drafter, self._params, text)
-
-    def _here(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def part(self, drafted: Array, columns: slice) -> Array:
         """Return columns of a draft, sliced under the drafter's mesh, because the loop runs under the target's."""

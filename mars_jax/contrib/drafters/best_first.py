@@ -155,8 +155,10 @@ def _plan(m: int, depth: int, k: int) -> _CandidatePlan:
             level = begin + len(path) - 2
             if len(path) > 2:
                 parent = number_of[path[:-1]]
+            elif begin:
+                parent = -1 - (carried + path[0])
             else:
-                parent = -1 - (carried + path[0]) if begin else total
+                parent = total
             table.append((level * k + path[-1], parent, level + 1))
         last = next(i for i, path in enumerate(paths) if len(path) == 1 + end - begin)
         parts.append(_Part(begin, end, places, first, last, width))

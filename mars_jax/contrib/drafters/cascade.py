@@ -104,9 +104,7 @@ class Cascade(Drafter):
                 "draft with a model or with n-grams."
             )
         if inner.num_nodes != inner.max_depth + 1 or inner.max_depth < 1:
-            raise MarsError(
-                f"the drafter '{inner.name}' drafts no chain: give a cascade a drafter of chains."
-            )
+            raise MarsError(f"the drafter '{inner.name}' drafts no chain: give it a drafter of chains.")
         if inner.vocab_size is not None and inner.vocab_size != proxy.vocab_size:
             raise MarsError(
                 f"the drafter '{inner.name}' has a vocabulary of {inner.vocab_size} tokens and the proxy one of "
@@ -173,9 +171,7 @@ class Cascade(Drafter):
             draft_input = DraftInput(keys=inputs.keys, tokens=carry.tokens, length=length, controls=controls)
             tree, draft = inner.propose(inner_params, carry.state.inner, draft_input)
             if not tree.is_chain or tree.draft_logits is not None:
-                raise MarsError(
-                    f"the drafter '{inner.name}' samples: give a cascade a drafter that does not."
-                )
+                raise MarsError(f"the drafter '{inner.name}' samples: give a cascade one that does not.")
             output = proxy.forward(
                 params.draft.proxy, tree.tokens, Visible.causal(length - 1, k + 1), carry.state.cache
             )

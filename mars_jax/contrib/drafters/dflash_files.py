@@ -176,7 +176,7 @@ def _layer(data: JsonObject, shapes: Shapes, target: ModelConfig) -> ModelConfig
     norm = shapes.get("layers.0.self_attn.q_norm.weight")
     fields = {"vocab_size": target.vocab_size} | {k: v for k, v in data.items() if v is not None}
     if "head_dim" not in fields:
-        fields["head_dim"] = norm[0] if norm else fields["hidden_size"] // fields["num_attention_heads"]
+        fields["head_dim"] = (norm or [fields["hidden_size"] // fields["num_attention_heads"]])[0]
     config = from_json(fields | {"architectures": None, "model_type": "qwen3"})
 
     def has_tensor(name: str) -> bool:
@@ -228,10 +228,9 @@ def to_dflash_json(config: DFlashConfig, *, dtype: str, layout: str, verifier: s
         )
     layer = to_json(dataclasses.replace(layer_config, family="qwen3"), dtype=dtype) | {"architectures": None}
     # The values of `causal` among the layers with a window, and among those with full attention.
-    windowed: set[bool] = set()
-    full: set[bool] = set()
-    for window, causal in zip(layer_config.windows, config.causal, strict=True):
-        (full if window is None else windowed).add(causal)
+    layers = list(zip(layer_config.windows, config.causal, strict=True))
+    windowed = {causal for window, causal in layers if window is not None}
+    full = {causal for window, causal in layers if window is None}
     settings: JsonObject = {
         "block_size": config.block_size,
         "draft_vocab_size": config.draft_vocab_size,

@@ -46,11 +46,10 @@ def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> Draf
     target_devices = set(devices[:1] if target_mesh is None else target_mesh.devices.flat)
     for number in numbers:
         if number >= len(devices):
-            available = f"devices 0 to {len(devices) - 1}" if len(devices) > 1 else "one device, 0"
             cure = ""
             if devices[0].platform == "cpu":
                 cure = "; XLA_FLAGS=--xla_force_host_platform_device_count=2 makes two of a CPU"
-            raise MarsError(f"there is no device {number} to draft on: this machine has {available}{cure}.")
+            raise MarsError(f"there is no device {number} to draft on; the last is {len(devices) - 1}{cure}.")
         if devices[number] in target_devices:
             raise MarsError(
                 f"the target works on device {number}, so the draft cannot be made there at the same time: name others."

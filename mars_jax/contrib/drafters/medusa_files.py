@@ -52,7 +52,7 @@ def load_medusa(
     check_dtype(dtype)
     directory = _directory(name_or_path)
     file = directory / next(name for name in _FILES if (directory / name).is_file())
-    tensors = _bin(file) if file.suffix == ".pt" else _safetensors(file)
+    tensors = {".pt": _bin, ".safetensors": _safetensors}[file.suffix](file)
     prefixed = {name.removeprefix(_PREFIX): t for name, t in tensors.items() if name.startswith(_PREFIX)}
     if twice := sorted(prefixed.keys() & tensors.keys()):
         raise MarsError(f"'{file}' holds both {twice[0]} and {_PREFIX}{twice[0]}: delete one of them.")
@@ -109,7 +109,7 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
                 f"config.json in '{directory}' says {stated} {part} and the weights hold {count}: use the config the "
                 "heads came with."
             )
-    shape = tensors[f"0.{layers}.weight"].shape if f"0.{layers}.weight" in tensors else ()
+    shape = getattr(tensors.get(f"0.{layers}.weight"), "shape", ())
     sizes = (("vocabulary", target.vocab_size), ("hidden size", target.hidden_size))
     # The unembedding is [V, E]. If it is missing, `shape` is empty, and `_read` reports the tensor.
     for head_size, (part, target_size) in zip(shape, sizes, strict=False):

@@ -112,7 +112,11 @@ class Sprinter(Drafter):
         weights, controls, limit = params.draft.model, inputs.controls, self.num_draft_tokens
         batch = inputs.tokens.shape[0]
         # Strict rows also draft until the classifier rejects a token; the rule verifies all of their tokens.
-        may_trust = jnp.ones((batch,), bool) if self.sample else is_greedy(controls)
+        if self.sample:
+            may_trust, recorded = jnp.ones((batch,), bool), limit + 1
+        else:
+            # A greedy draft records no logits.
+            may_trust, recorded = is_greedy(controls), 0
 
         def pick(logits: Array, depth: Array) -> tuple[Array, Array]:
             """Return the next token i32[B, 1], and the logits f32[B, 1, V] that it was drawn from."""
@@ -147,8 +151,6 @@ class Sprinter(Drafter):
         hidden, cache = feed_last(self.model, weights, state, inputs.tokens, inputs.length)
         logits = self.model.unembed(weights, hidden)
         token, drawn_from = pick(logits, jnp.int32(1))
-        # A greedy draft records no logits.
-        rows = limit + 1 if self.sample else 0
         start = _DraftCarry(
             depth=jnp.int32(1),
             last=token,
@@ -156,7 +158,7 @@ class Sprinter(Drafter):
             trusted=jnp.zeros((batch,), jnp.int32),
             cache=cache,
             drawn_from=_put(
-                jnp.zeros((batch, rows, logits.shape[-1]), jnp.float32), drawn_from, jnp.int32(0)
+                jnp.zeros((batch, recorded, logits.shape[-1]), jnp.float32), drawn_from, jnp.int32(0)
             ),
         )
         final = lax.while_loop(should_continue, extend, start)

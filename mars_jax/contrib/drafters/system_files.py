@@ -63,8 +63,7 @@ def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
 
     if data.get("model_type") != kind:
         raise refuse("model_type", f"{kind}, or draft with what it names")
-    named_models = ("draft", "proxy") if kind == "trispec" else ("draft",)
-    for key in named_models:
+    for key in {"trispec": ("draft", "proxy")}.get(kind, ("draft",)):
         if not isinstance(data.get(key), str) or not data[key]:
             raise refuse(key, "the name of a checkpoint")
     tokens = data.get("draft_tokens", 5)

@@ -49,11 +49,11 @@ def leave_out(params: PyTree, mask: Array) -> PyTree:
     >>> [float(x.sum()) for x in leave_out(params, jnp.asarray([[0.0, 1.0]]))["layers"][0].values()]
     [0.0, 4.0]
     """
-    layers = tuple(
-        {name: x * mask[i, _OUT[name]].astype(x.dtype) if name in _OUT else x for name, x in layer.items()}
-        for i, layer in enumerate(params["layers"])
-    )
-    return {**params, "layers": layers}
+    layers = [dict(layer) for layer in params["layers"]]
+    for i, layer in enumerate(layers):
+        for name in [name for name in layer if name in _OUT]:
+            layer[name] = layer[name] * mask[i, _OUT[name]].astype(layer[name].dtype)
+    return {**params, "layers": tuple(layers)}
 
 
 def search(
@@ -150,9 +150,10 @@ def _evaluate(
 def _logged(log: Path) -> dict[Mask, Found]:
     """Read the masks that were tried before. Skip a line that a kill cut short."""
     evaluated: dict[Mask, Found] = {}
-    text = log.read_text() if log.exists() else ""
-    if text and not text.endswith("\n"):
-        with log.open("a") as file:
+    with log.open("a+") as file:
+        file.seek(0)
+        text = file.read()
+        if text and not text.endswith("\n"):
             file.write("\n")  # so that the next row does not join the torn line
     for line in text.splitlines():
         try:

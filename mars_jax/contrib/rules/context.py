@@ -150,13 +150,11 @@ def context(
     """
     check_kind(by)
     factors, edges = tuple(map(float, factors)), tuple(map(float, edges))
-    bins = len(CLASSES) if by == "class" else len(edges) + 1
+    bins = {"class": len(CLASSES)}.get(by, len(edges) + 1)
     if len(factors) != bins:
         raise MarsError(f"a context by {by} has {len(factors)} factors: expected {bins}, one for each bin.")
     if not all(math.isfinite(f) and f >= 0 for f in factors):
-        raise MarsError(
-            f"the factors of a context are {list(factors)}: expected finite numbers of at least 0."
-        )
+        raise MarsError(f"the factors of a context are {list(factors)}: expected finite numbers, at least 0.")
     if list(edges) != sorted(set(edges)) or (by == "class") == bool(edges):
         raise MarsError(
             f"the edges of a context by {by} are {list(edges)}: expected ascending numbers, or none for class."

@@ -115,7 +115,7 @@ def token_groups(
         for text in group:
             if text not in known_texts:
                 raise MarsError(
-                    f"the group {list(group)} has {text!r}, which is no single token: leave it out."
+                    f"the group {list(group)} has {text!r}, which is not one token: leave it out."
                 )
         first_root = root(_key(group[0], differences))
         for text in group[1:]:
@@ -144,8 +144,8 @@ def _key(text: str, alike: tuple[str, ...]) -> str:
     if "numbers" in alike:
         space = " " * text.startswith(" ")
         bare = text.removeprefix(" ")
-        words = _WORDS.split()
-        text = space + (str(words.index(bare)) if bare in words else bare)
+        digits = {word: str(number) for number, word in enumerate(_WORDS.split())}
+        text = space + digits.get(bare, bare)
     return text
 
 

@@ -107,5 +107,6 @@ def read_weights(
 
 def on_mesh(params: PyTree, target: Pretrained | None) -> PyTree:
     """Replicate a rule's weights over the mesh of its target, if it has one."""
-    mesh = None if target is None else target.mesh
-    return params if mesh is None else jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    if target is None or target.mesh is None:
+        return params
+    return jax.device_put(params, NamedSharding(target.mesh, PartitionSpec()))

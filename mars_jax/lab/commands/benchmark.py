@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -110,7 +109,7 @@ def parser() -> Parser:
     return command_parser
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the flags as values, checked one by one and against each other.
 
     Raises:
@@ -120,7 +119,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser().parse_args(argv)
     # A recipe calls `parse` again, once for each of its parts.
     if args.recipe is not None:
-        return _parse_recipe(args, list(sys.argv[1:] if argv is None else argv))
+        return _parse_recipe(args, list(argv))
     pair.convert_pair_flags(args)
     args.rule = pair.chosen_rule(args, instead=_SWEPT)
     args.theta_files = []
@@ -131,7 +130,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         number_of("temperature", text, shown="--temperatures") + 0.0 for text in args.temperatures
     ]
     if args.draft_cost is not None:
-        args.draft_cost = _cost(args.draft_cost)
+        if not is_number(args.draft_cost) or not 0 <= float(args.draft_cost) < math.inf:
+            raise MarsError(
+                f"--draft-cost is {args.draft_cost}: expected a number of at least 0, such as 0.1."
+            )
+        args.draft_cost = float(args.draft_cost)
     if args.tune is not None:
         args.tune = sorted({number_of("num_draft_tokens", n, shown="--tune") for n in args.tune or LENGTHS})
     if args.part is not None:
@@ -158,12 +161,6 @@ def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespa
                 "--recipe needs a lossy rule and the strict one: leave out --controls none and --verify."
             )
     return args
-
-
-def _cost(text: str) -> float:
-    if not is_number(text) or not 0 <= float(text) < math.inf:
-        raise MarsError(f"--draft-cost is {text}: expected a number of at least 0, such as 0.1.")
-    return float(text)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -204,7 +201,7 @@ def _check_tuned(args: argparse.Namespace) -> None:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     return command(parse, _run, argv)
 

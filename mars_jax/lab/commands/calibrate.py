@@ -83,7 +83,7 @@ def parser() -> Parser:
     return command_parser
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the flags as values, checked one by one and against each other.
 
     Raises:
@@ -92,13 +92,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     args = parser().parse_args(argv)
     pair.convert_pair_flags(args)
-    settings = given_settings(args)
-    if args.prefixes is not None and "exact_prefix" in settings:
-        raise MarsError(
-            f"{settings['exact_prefix'].shown} does not apply with --prefixes: leave one of them out."
-        )
     # The thresholds to try are --thetas. With --prefixes, theta is a setting of the rule as usual.
-    args.rule = pair.chosen_rule(args, instead=("theta",) if args.prefixes is None else ())
+    instead = ("theta",)
+    if args.prefixes is not None:
+        instead = ()
+        if setting := given_settings(args).get("exact_prefix"):
+            raise MarsError(f"{setting.shown} does not apply with --prefixes: leave one of them out.")
+    args.rule = pair.chosen_rule(args, instead=instead)
     args.judge = None
     if args.risk not in ("regret", "accuracy"):
         if not is_own(args.risk):
@@ -113,7 +113,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     pair.check_pair_flags(args, args.rule, output="name a file for the threshold")
     args.temperature = number_of("temperature", args.temperature) + 0.0
     for name in ("bound", "confidence"):
-        setattr(args, name, _share(name, getattr(args, name)))
+        text = getattr(args, name)
+        if not is_number(text) or not 0 < float(text) < 1:
+            raise MarsError(f"--{name} is {text}: expected a number between 0 and 1.")
+        setattr(args, name, float(text))
     args.theta_files = []
     if args.prefixes is not None:
         args.setting, args.values = "exact_prefix", _prefixes(args)
@@ -124,12 +127,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not args.output.parent.is_dir():
         raise MarsError(f"there is no directory '{args.output.parent}' for --output: make it first.")
     return args
-
-
-def _share(name: str, text: str) -> float:
-    if not is_number(text) or not 0 < float(text) < 1:
-        raise MarsError(f"--{name} is {text}: expected a number between 0 and 1.")
-    return float(text)
 
 
 def _prefixes(args: argparse.Namespace) -> list[int]:
@@ -173,7 +170,7 @@ def _thetas(args: argparse.Namespace) -> list[float]:
     return thetas
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     return command(parse, _run, argv)
 
@@ -251,12 +248,14 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
             progress=show,
         )
         theta = result["value"]
-        # Without a certified prefix the file has theta = inf, which is strict.
-        if args.setting == "exact_prefix" and theta != math.inf:
-            rule["settings"]["exact_prefix"], theta = theta, args.rule.settled()["theta"]
+        if theta == math.inf:
+            # No value is certified. The file has theta = inf, which is strict, in the form that JSON can store.
+            theta = "inf"
+        elif args.setting == "exact_prefix":
+            rule["settings"]["exact_prefix"], theta = theta, args.rule.as_json()["settings"]["theta"]
         report = study_settings | {
             "format": FORMAT,
-            "theta": "inf" if theta == math.inf else theta,
+            "theta": theta,
             "rule": rule,
             "weights": pair_fingerprints(target, drafter, loaded_rule),
             "tau": result["tau"],

@@ -180,14 +180,15 @@ def parser() -> Parser:
 
 def check_distill_flags(args: argparse.Namespace) -> None:
     """Raise MarsError for values out of range and for incompatible flags of a kind."""
-    if args.data is None and args.features is None and "--data" in KINDS[args.kind].flags:
-        either = " or --features" if args.kind == "eagle3" else ""
-        raise MarsError(f"there is no text to learn from: give --data{either}.")
+    sources = [flag for flag in ("--data", "--features") if flag in KINDS[args.kind].flags]
+    if sources and args.data is None and args.features is None:
+        raise MarsError(f"there is no text to learn from: give {' or '.join(sources)}.")
     if args.data is not None and args.features is not None and args.draft_vocab is None:
         raise MarsError(
             "--data with --features is the text of a draft vocabulary: give --draft-vocab, or leave it out."
         )
-    layout = "dflash" if args.kind == "dflash" else "eagle"
+    # The authors' layout has the name of the drafter, which is eagle for eagle1 and eagle3.
+    layout = args.kind.rstrip("13")
     if args.layout not in (None, layout, "speculators"):
         raise MarsError(f"--layout is {args.layout}: expected {layout} or speculators.")
     if args.block_size is not None and args.block_size < 2:
@@ -230,7 +231,7 @@ def _refuse(args: argparse.Namespace, names: Sequence[str], alternative: str) ->
             raise MarsError(f"{flag_of(name)} does not apply to {alternative}: leave it out.")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     return command(lambda argv: parser().parse_args(argv), _run, argv)
 

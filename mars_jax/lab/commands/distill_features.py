@@ -101,9 +101,7 @@ def check_dump(dump: Path, layers: Sequence[int], weights: str) -> str:
             "--feature-layers."
         )
     if settings.get("weights") != weights:
-        raise MarsError(
-            f"the features in '{dump}' are of another target: write new ones, or name that target."
-        )
+        raise MarsError(f"the features in '{dump}' are of another target: write new ones, or name that one.")
     names = [shard.name for shard in features.shards(dump)]
     return digest(json.dumps([settings, names], sort_keys=True).encode())
 

@@ -110,7 +110,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         first = None
         if args.first is not None and (args.kind, args.first) != ("via_sd", NGRAM):
             first = _open_first(args, target)
-    first_params = () if first is None else first.params
+    first_params = getattr(first, "params", ())
     settings = {name: plain(value) for name, value in vars(args).items() if name not in _NO_MATTER}
     # Text and weights are identified by their contents, wherever they are stored.
     settings |= {
@@ -131,7 +131,8 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     if args.kind == "diversed":
         say(f"{args.output}: verify with --verify diversed:{args.output}")
         return
-    spec = "eagle" if args.kind in ("eagle1", "eagle3") else args.kind
+    # The drafter of eagle1 and eagle3 is eagle.
+    spec = args.kind.rstrip("13")
     say(f"{args.output}: draft with --draft {spec}:{args.output}; figures in {work}")
 
 
@@ -139,7 +140,7 @@ def _open_first(args: argparse.Namespace, target: Pretrained) -> Pretrained | Tr
     """Load the checkpoint of --from."""
     if args.kind != "eagle3":
         # The kind model trains this checkpoint, in float32. Other kinds only draft with it, in its own dtype.
-        return hub.load(args.first, dtype="float32" if args.kind == "model" else None)
+        return hub.load(args.first, dtype={"model": "float32"}.get(args.kind))
     config, params = hub.load_eagle(args.first, target.config, target.params, dtype="float32")
     if config.version != 3:
         raise MarsError(
@@ -178,6 +179,8 @@ def _write(args: argparse.Namespace, config: Any, params: PyTree, first: Any) ->
     params = jax.tree.map(
         lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, jax.device_get(params)
     )
+    # The authors' layout has the name of the drafter.
+    layout = args.layout or args.kind.rstrip("13")
     folder = args.output.with_name(f".{args.output.name}.distilling")
     # A killed run may have left this folder. No other run uses it, because this process has locked --work.
     shutil.rmtree(folder, ignore_errors=True)
@@ -189,10 +192,8 @@ def _write(args: argparse.Namespace, config: Any, params: PyTree, first: Any) ->
             elif args.kind == "medusa":
                 save_medusa(folder, config, params)
             elif args.kind == "dflash":
-                layout = args.layout or "dflash"
                 contrib.save_dflash(folder, config, params, layout=layout, verifier=str(args.target))
             else:
-                layout = args.layout or "eagle"
                 hub.save_eagle(folder, config, params, layout=layout, verifier=str(args.target))
             folder.replace(args.output)
             sync(args.output.absolute().parent)
@@ -368,9 +369,7 @@ def _via_sd(
     if small is not None:
         check_same_vocabulary(target, small)
     if not isinstance(target.config, ModelConfig) or target.model.with_layers is None:
-        raise MarsError(
-            f"'{target.name}' cannot leave out layers: give a checkpoint of this library's models."
-        )
+        raise MarsError(f"'{target.name}' cannot leave out layers: give a checkpoint of this library.")
     best = via_sd_training.search(
         target.model,
         target.params,

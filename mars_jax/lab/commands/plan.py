@@ -111,7 +111,7 @@ def parser() -> Parser:
     return plan_parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     fits = True
 
@@ -226,9 +226,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
 def _acceptance(text: str) -> list[float]:
     parts = text.split(",")
     if not all(is_number(part) and 0 < float(part) < 1 for part in parts):
-        raise MarsError(
-            f"--acceptance is {text}: expected numbers above 0 and below 1, such as 0.8,0.75,0.7."
-        )
+        raise MarsError(f"--acceptance is {text}: expected numbers above 0 and below 1, such as 0.8,0.75.")
     return [float(part) for part in parts]
 
 
@@ -238,17 +236,24 @@ def _config(name: str) -> ModelConfig:
 
     if name in CONFIGS:
         return CONFIGS[name]
+    return hub.read_config(_directory(name))
+
+
+def _directory(name: str) -> Path:
+    """Return the path of a checkpoint, which may be given by its config.json."""
     path = Path(name)
-    return hub.read_config(path.parent if path.name == "config.json" and path.is_file() else name)
+    if path.name == "config.json" and path.is_file():
+        return path.parent
+    return path
 
 
 def _stored_dtype(name: str) -> str:
     from mars_jax.hub import converted
 
-    path = Path(name)
-    if path.name == "config.json":
-        path = path.parent
-    return converted.read_manifest(path).stored if converted.is_converted(path) else "bfloat16"
+    path = _directory(name)
+    if not converted.is_converted(path):
+        return "bfloat16"
+    return converted.read_manifest(path).stored
 
 
 def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
@@ -259,7 +264,9 @@ def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
         kind, path = parse_draft(spec, among=("none", "ngram", "model"))
     except MarsError:
         raise MarsError(f"--draft is {spec}: expected {_DRAFTS}.") from None
-    return _config(path) if kind == "model" else spec
+    if kind == "model":
+        return _config(path)
+    return spec
 
 
 def _step_rows(plan: Plan, batch: int, max_depth: int) -> list[tuple[str, str]]:
@@ -348,11 +355,12 @@ def _print_table(
     table.add_row("compiled in", f"{plan.compile_seconds:.0f} s")
     for name, count in plan.collectives.items():
         table.add_row("collective", f"{count} x {name}")
+    name = "draft with"
     for draft in drafts:
-        name = "draft with" if draft is drafts[0] else "  rather than"
         times = f"{_ms(draft.low_seconds)} to {_ms(draft.high_seconds)} ms, pays above tau "
         times += f"{draft.pays_above[0]:.2f} to {draft.pays_above[1]:.2f}, {draft.gain:.2f} x at tau {draft.tau:.2f}"
         table.add_row(name, f"{draft.flags} ({times})")
+        name = "  rather than"
     for note in plan.notes:
         table.add_row("note", note)
     for attempt in attempts:

@@ -58,12 +58,12 @@ def slice_of(name: str) -> str:
     ('v5e:2x4', 'v5p:2x2x1', 'v6e:2x2')
     """
     kind, dash, size = name.partition("-")
-    generation = "v5e" if kind == "v5litepod" else kind
+    generation = {"v5litepod": "v5e"}.get(kind, kind)
     if not dash or generation not in CHIPS:
         return name
     dims = CHIPS[generation].dims
     # Slices of three dimensions are counted in cores, two per chip, and those of two dimensions in chips.
-    cores, unit = (2, "cores, two a chip") if dims == 3 else (1, "chips")
+    cores, unit = {2: (1, "chips"), 3: (2, "cores, two a chip")}[dims]
     shapes = {str(chips * cores): shape for chips, shape in SHAPES[dims].items()}
     if size not in shapes:
         raise MarsError(

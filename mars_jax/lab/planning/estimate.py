@@ -91,8 +91,7 @@ def step_time(work: Work, generation: str, *, bandwidth: float, peak_flops: floa
       link: bytes per second of a link between chips, both directions together.
     """
     floor = max(work.bytes.total / bandwidth, work.flops / peak_flops)
-    missing = _missing(work, generation)
-    if missing:
+    if missing := _missing(work, generation):
         return StepTime(floor, floor, floor, missing)
     table = overheads()[generation]
     # Use the smallest measured number of tokens that is at least the step's.

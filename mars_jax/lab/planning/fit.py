@@ -186,7 +186,7 @@ def step_bytes(
       drafted: bytes of the drafter's live cache.
     """
     read = read_once(target, params.target, tokens=batch * drafter.num_nodes)
-    unembed = local_bytes(params.target["embed" if target.tie_embeddings else "unembed"])
+    unembed = local_bytes(params.target.get("unembed", params.target["embed"]))
     drafting = 0
     if draft.config is not None:
         passes = _passes(draft, drafter)

@@ -108,7 +108,7 @@ def kind_of(config: AnyConfig | str) -> str:
     """
     if isinstance(config, str):
         return config
-    return config.kind if isinstance(config, HeadConfig) else "model"
+    return getattr(config, "kind", "model")
 
 
 def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:

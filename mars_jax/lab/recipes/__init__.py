@@ -47,12 +47,10 @@ class Recipe:
     about: str = ""
     source: str = ""  # source of the published figures
     flags: Mapping[str, object]  # flags of both parts
-    paper: Mapping[str, object] = dataclasses.field(
-        default_factory=dict
-    )  # additional flags of the first part
-    slice: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # a TPU slice that fits the pair, and its mesh
+    # Additional flags of the first part.
+    paper: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    # A TPU slice that fits the pair, and its mesh.
+    slice: Mapping[str, str] = dataclasses.field(default_factory=dict)
     published: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)  # strict -> relaxed
 
     def argv(self, part: str, user_flags: Sequence[str]) -> list[str]:
@@ -84,10 +82,11 @@ def _words(name: str, value: object) -> list[str]:
     """
     if value is True:
         return [f"--{name}"]
-    values = list(map(str, value)) if isinstance(value, list | tuple) else [str(value)]
+    if not isinstance(value, list | tuple):
+        value = [value]
     if name == "task":
-        return [word for task in values for word in ("--task", task)]
-    return [f"--{name}", *values]
+        return [word for task in value for word in ("--task", str(task))]
+    return [f"--{name}", *map(str, value)]
 
 
 def names() -> list[str]:

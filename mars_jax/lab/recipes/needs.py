@@ -13,6 +13,7 @@ import jax
 
 from mars_jax import hub
 from mars_jax.drafters.registry import parse_draft
+from mars_jax.lab.planning.pair_programs import wide_dtype
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.quantize import num_bytes
 from mars_jax.models.shardings import AnyConfig, abstract_params, parse_mesh
@@ -62,7 +63,7 @@ def weight_bytes(args: argparse.Namespace) -> int:
     elif draft.kind == "eagle":
         configs[draft.path] = EagleConfig.outline(target)
     # Assume two bytes per number for the checkpoint's own dtype.
-    wide = "bfloat16" if args.dtype in (None, *BITS) else args.dtype
+    wide = wide_dtype(args.dtype or "bfloat16")
     params = [abstract_params(config, wide, bits=BITS.get(args.dtype or "")) for config in configs.values()]
     return sum(map(num_bytes, jax.tree.leaves(params)))
 

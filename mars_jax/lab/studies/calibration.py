@@ -85,8 +85,8 @@ def calibrate(
             return -answer.metrics.regret_per_token
         if judge is not None:
             return judged(judge, problem, answer.texts[-1])
-        numbers = scores.score_answer(problem, answer.texts[-1])
-        return None if numbers is None else numbers[0]
+        value, *_ = scores.score_answer(problem, answer.texts[-1]) or (None,)
+        return value
 
     def decode(loaded_rule: LoadedRule, name: str) -> list[Row]:
         # Every rule decodes the same problems with the same seeds, so losses are paired.

@@ -69,7 +69,7 @@ def make_stream(texts: Iterable[str], tokenizer: Tokenizer, *, weight: float = 1
         encoded = [e.ids for e in tokenizer.encode_batch(list(texts))]
     if not encoded:
         raise MarsError("there is no text to train on: name files with at least one document.")
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+    dtype = np.result_type(np.uint16, np.min_scalar_type(tokenizer.get_vocab_size() - 1))
     return Stream(
         tokens=np.fromiter((i for ids in encoded for i in ids), dtype),
         segments=np.repeat(np.arange(len(encoded), dtype=np.int32), [len(ids) for ids in encoded]),

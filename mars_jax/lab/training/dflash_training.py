@@ -39,9 +39,8 @@ def decay_of(block_size: int) -> float:
     >>> decay_of(16), decay_of(8)
     (7.0, 4.0)
     """
-    if block_size >= 16:
-        return 7.0
-    return 5.0 if block_size >= 10 else 4.0
+    decays = ((16, 7.0), (10, 5.0), (0, 4.0))
+    return next(decay for smallest, decay in decays if block_size >= smallest)
 
 
 def anchors(tokens: Array, count: int) -> Array:
@@ -98,7 +97,7 @@ def dflash(
             return objectives.masked_mean(values, valid, axis=(0, 1))
 
         target_logits = jax.vmap(lambda z, index: z[index])(lesson.logits, inside)  # [B, A, D, V]
-        labels = target_logits if ids is None else jnp.take(target_logits, ids, axis=-1)
+        labels = objectives.select(target_logits, ids)
 
         # The functions of the head take one axis of tokens, [B, A * D], instead of blocks [B, A, D].
         rows = tokens.shape[0]
@@ -112,10 +111,8 @@ def dflash(
         drafted_tokens = config.to_target(both, jnp.argmax(draft_logits, axis=-1))
         is_accepted = (drafted_tokens == jnp.argmax(target_logits, axis=-1)).astype(jnp.float32)
         losses = mean(divergence(labels, draft_logits))
-        total, figures = (
-            objectives.chain_mean(losses, fade),
-            objectives.chain_figures(losses, mean(is_accepted)),
-        )
+        total = objectives.chain_mean(losses, fade)
+        figures = objectives.chain_figures(losses, mean(is_accepted))
         if config.confidence:
             logit = head.confidence(config, both.draft, flat, previous_tokens).reshape(valid.shape)
             # The probability that rejection accepts the draft is the overlap of the two distributions.
@@ -213,17 +210,20 @@ def new_dflash(
       intermediate_size: width of the layers' MLPs; default: the target's.
       divergence: see `dflash`.
     """
-    layers = tuple(block_layers(target) if layers is None else layers)
+    layers = tuple(layers or block_layers(target))
     # Use the token that begins or ends a document.
     special_tokens = (target.bos_token_id, *target.eos_token_ids)
     mask_token = next((token for token in special_tokens if token is not None), 0)
+    draft_vocab_size, vocabulary = target.vocab_size, None
+    if ids is not None:
+        draft_vocab_size, vocabulary = len(ids), jnp.asarray(ids, jnp.int32)
     config = DFlashConfig(
         layer=layers_like(target, intermediate_size, family="qwen3", qk_norm=True, num_layers=depth),
         target_hidden_size=target.hidden_size,
         feature_layers=layers,
         block_size=block_size,
         mask_token=mask_token,
-        draft_vocab_size=target.vocab_size if ids is None else len(ids),
+        draft_vocab_size=draft_vocab_size,
         from_anchor=from_anchor,
         own_unembed=ids is not None,
         markov_rank=markov_rank,
@@ -231,7 +231,6 @@ def new_dflash(
         confidence_bias=confidence,
         confidence_markov=confidence and markov_rank > 0,
     )
-    vocabulary = None if ids is None else jnp.asarray(ids, jnp.int32)
 
     def init() -> PyTree:
         initial = from_target(config, target, params, vocabulary, seed)

@@ -20,7 +20,7 @@ from mars_jax.contrib.teaching import Batch, Training, predict
 from mars_jax.core.types import PyTree
 from mars_jax.lab.training import data, features
 from mars_jax.lab.training.loop import Apprentice, fit, muon
-from mars_jax.lab.training.objectives import Divergence, cast
+from mars_jax.lab.training.objectives import Divergence, cast, with_ids
 from mars_jax.mesh import hosts
 from mars_jax.mesh.axes import names_of, size_of
 from mars_jax.models.config import ModelConfig
@@ -99,7 +99,7 @@ def train(
       MarsError: the rows cannot be divided among the devices, or the text is shorter than a row.
     """
     rows = max(1, step_tokens // length)
-    parts = 1 if mesh is None else size_of("data", mesh)
+    parts = size_of("data", mesh)
     if rows % parts:
         raise MarsError(
             f"{rows} rows of {length} tokens cannot be divided among {parts} devices: choose a number of tokens "
@@ -110,7 +110,7 @@ def train(
     low = cast(teacher, jnp.bfloat16)
     if mesh is None:
         params = fit(training, work, teacher=low, minutes=minutes, description="distilling")
-        return _with_ids(params, apprentice)
+        return with_ids(params, apprentice.ids)
     replicated = NamedSharding(mesh, PartitionSpec())
     by_row = NamedSharding(mesh, PartitionSpec(names_of("data", mesh) or None))
 
@@ -120,12 +120,7 @@ def train(
     training = training._replace(init=lambda: _placed(apprentice.init(), replicated))
     with jax.set_mesh(mesh):
         params = fit(training, work, teacher=low, prepare=prepare, minutes=minutes, description="distilling")
-    return _with_ids(params, apprentice)
-
-
-def _with_ids(params: PyTree, apprentice: Apprentice) -> PyTree:
-    """Add the draft vocabulary, which is not trained, to trained params."""
-    return params if apprentice.ids is None else {**params, "ids": apprentice.ids}
+    return with_ids(params, apprentice.ids)
 
 
 def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
@@ -188,7 +183,7 @@ def train_on_features(
         held_out=measure,
         description="distilling",
     )
-    return _with_ids(params, apprentice)
+    return with_ids(params, apprentice.ids)
 
 
 def tau(figures: Mapping[str, float]) -> float:

@@ -47,7 +47,7 @@ def _labels(target: LanguageModel, teacher: PyTree, batch: Batch, ids: Array | N
     lesson = teach(target, teacher, batch)
     # Entry t embeds token t + 1, so its label is the target's distribution after token t + 1.
     target_logits = lesson.logits[:, 1:]
-    logits = target_logits if ids is None else jnp.take(target_logits, ids, axis=-1)
+    logits = objectives.select(target_logits, ids)
     in_vocabulary = jnp.max(logits, axis=-1) == jnp.max(target_logits, axis=-1)
     output = entries(lesson.output, target_logits.shape[1])
     return Labels(output, logits, jnp.argmax(target_logits, axis=-1), in_vocabulary)
@@ -119,12 +119,11 @@ def eagle3(
     def loss(params: PyTree, batch: Batch | Recorded, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
         if isinstance(batch, Recorded):
             labels = _recorded_labels(batch, target.vocab_size, len(config.feature_layers), ids)
-            included = labels.in_vocabulary
         else:
             labels = _labels(target, teacher, batch, ids)
-            included = labels.in_vocabulary
-            if batch.wanted is not None:
-                included &= batch.wanted[:, 2:]
+        included = labels.in_vocabulary
+        if isinstance(batch, Batch) and batch.wanted is not None:
+            included &= batch.wanted[:, 2:]
         both = Params(target=teacher, draft=cast(params, dtype, ids))
         losses, accepted = [], []
         chain = drafted_ahead(config, target, both, labels.output, batch.tokens, batch.segments, steps)
@@ -241,9 +240,9 @@ def feature_layers(target: ModelConfig) -> tuple[int, ...]:
     return tuple(sorted({max(count * i // 3 - 1, 0) for i in (1, 2, 3)}))
 
 
-def unembedding(target: ModelConfig, params: PyTree) -> Array:
+def unembedding(params: PyTree) -> Array:
     """Return the target's unembedding f32[V, E]."""
-    return params["embed" if target.tie_embeddings else "unembed"].astype(jnp.float32)
+    return params.get("unembed", params["embed"]).astype(jnp.float32)
 
 
 def from_target(
@@ -259,9 +258,9 @@ def from_target(
     if "norm" in initial:
         initial["norm"] = jnp.array(params["norm"], jnp.float32)
     if config.own_unembed:
-        unembed = unembedding(target, params)
+        unembed = unembedding(params)
         # Copy it, because the optimizer overwrites the params.
-        initial["unembed"] = jnp.array(unembed if ids is None else unembed[ids])
+        initial["unembed"] = jnp.array(objectives.select(unembed, ids, axis=0))
     size = target.hidden_size
     initial["fc"] = initial["fc"].at[:, -size:].add(jnp.eye(size))
     return initial
@@ -297,14 +296,16 @@ def new_eagle3(
         # Copy the params, because the optimizer overwrites them.
         init = functools.partial(jax.tree.map, lambda x: jnp.array(x, jnp.float32), weights)
     else:
+        draft_vocab_size, vocabulary = target.vocab_size, None
+        if ids is not None:
+            draft_vocab_size, vocabulary = len(ids), jnp.asarray(ids, jnp.int32)
         config = EagleConfig(
             version=3,
             layer=layers_like(target, intermediate_size),
             target_hidden_size=target.hidden_size,
-            draft_vocab_size=target.vocab_size if ids is None else len(ids),
-            feature_layers=tuple(feature_layers(target) if layers is None else layers),
+            draft_vocab_size=draft_vocab_size,
+            feature_layers=tuple(layers or feature_layers(target)),
         )
-        vocabulary = None if ids is None else jnp.asarray(ids, jnp.int32)
         init = functools.partial(from_target, config, target, params, vocabulary, seed)
     model = language_model(target, dtype="bfloat16", feature_layers=config.feature_layers)
     loss = eagle3(config, model, ids=vocabulary, steps=steps, divergence=divergence)

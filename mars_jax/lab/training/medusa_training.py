@@ -35,7 +35,7 @@ def new_medusa(
     def init() -> PyTree:
         initial = init_params(config, jax.random.key(seed))
         for head in initial["heads"]:
-            head["unembed"] = jnp.array(unembedding(target, params))
+            head["unembed"] = jnp.array(unembedding(params))
             head["blocks"][0]["weight"] = jnp.zeros_like(head["blocks"][0]["weight"])
         return initial
 

@@ -81,10 +81,21 @@ def divergence(names: str) -> Divergence:
 
 def cast(params: PyTree, dtype: DTypeLike, ids: Array | None = None) -> PyTree:
     """Cast float32 params to the dtype of the computation, and add the draft vocabulary i32[W] if there is one."""
-    low = jax.tree.map(lambda x: x.astype(dtype), params)
+    return with_ids(jax.tree.map(lambda x: x.astype(dtype), params), ids)
+
+
+def with_ids(params: PyTree, ids: Array | None) -> PyTree:
+    """Add the draft vocabulary i32[W], which is not trained, if there is one."""
     if ids is None:
-        return low
-    return {**low, "ids": ids}
+        return params
+    return {**params, "ids": ids}
+
+
+def select(values: Array, ids: Array | None, axis: int = -1) -> Array:
+    """Select the draft vocabulary i32[W] from an axis of size V, if there is one."""
+    if ids is None:
+        return values
+    return jnp.take(values, ids, axis=axis)
 
 
 def masked_mean(values: Array, valid: Array, axis: tuple[int, ...] | None = None) -> Array:

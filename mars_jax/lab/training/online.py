@@ -141,7 +141,8 @@ class Refiner:
         self._params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
         optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
         self._state = optimizer.init(self._params)
-        self._held_out, self._old = list(held_out), list(old)
+        # Without old texts, learn an empty one, which has no predictions.
+        self._held_out, self._old = list(held_out), list(old) or [[]]
         self._update = jax.jit(_updater(learner, optimizer))
         self._measure = jax.jit(_measurer(learner))
         self._first = self.expected_tau(target_params)
@@ -214,12 +215,11 @@ class Refiner:
         """Draw rows to learn: (tokens i32[2 * BATCH, T], loss_mask bool[2 * BATCH, T])."""
         lessons = [self._texts[i] for i in self._random.choice(len(self._texts), BATCH)]
         for _ in range(BATCH):
-            text = self._old[self._random.integers(len(self._old))] if self._old else []
+            text = self._old[self._random.integers(len(self._old))]
             # Learn every token but the first, which has no prediction.
             lessons.append((list(text), [position > 0 for position in range(len(text))]))
-        tokens, _ = self._padded([text for text, _ in lessons])
-        loss_mask, _ = self._padded([learned for _, learned in lessons])
-        return jnp.asarray(tokens), jnp.asarray(loss_mask, bool)
+        texts, masks = zip(*lessons, strict=True)
+        return jnp.asarray(self._padded(texts)[0]), jnp.asarray(self._padded(masks)[0], bool)
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Return rows i32[B, T], padded or cut to T, and lengths i32[B]. No token attends to padding, which is last."""

@@ -26,10 +26,8 @@ from mars_jax.models.layers import dense
 from mars_jax.models.quantize import Int4
 from mars_jax.utils.types import JsonObject
 
-INTERPRETED = 1500
-"""V for the interpreter; not a multiple of a register's width."""
-COMPILED = 32000
-"""V for compiled kernels."""
+VOCABULARIES = {"interpreted": 1500, "compiled": 32000}
+"""V for interpreted and for compiled kernels. The first is not a multiple of a register's width."""
 ROUNDS = 7
 """Timed runs of each compiled operation."""
 LOOPED = 50
@@ -53,16 +51,18 @@ class Case(NamedTuple):
     has_shards: bool = True  # whether a partitioned form exists
 
 
-def forms(platform: str) -> dict[str, bool]:
-    """Return the forms to check on a platform, and whether each is interpreted. A CPU interprets the TPU kernel.
+def forms(platform: str) -> dict[str, str]:
+    """Return the forms to check on a platform, each "compiled" or "interpreted". A CPU interprets the TPU kernel.
 
     >>> forms("gpu"), forms("cpu")["pallas_tpu"]
-    ({'xla': False, 'partitioned': False}, True)
+    ({'xla': 'compiled', 'partitioned': 'compiled'}, 'interpreted')
     """
-    interpreted_by_form = {"xla": False, "partitioned": False}
-    if platform == "cpu" or (platform == "tpu" and dispatch.switched_on()):
-        interpreted_by_form["pallas_tpu"] = platform == "cpu"
-    return interpreted_by_form
+    how_by_form = {"xla": "compiled", "partitioned": "compiled"}
+    if platform == "cpu":
+        how_by_form["pallas_tpu"] = "interpreted"
+    elif platform == "tpu" and dispatch.switched_on():
+        how_by_form["pallas_tpu"] = "compiled"
+    return how_by_form
 
 
 def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[JsonObject]:
@@ -72,11 +72,11 @@ def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[
       tick: called with the name of each operation before it runs.
     """
     rows = []
-    for form, interpret in forms(jax.default_backend()).items():
-        for case in cases(INTERPRETED if interpret else COMPILED):
+    for form, how in forms(jax.default_backend()).items():
+        for case in cases(VOCABULARIES[how]):
             if case.has_shards or form != "partitioned":
                 tick(f"{case.operation}, {form}")
-                rows.append(check_case(case, form, interpret=interpret))
+                rows.append(check_case(case, form, how))
     # These choose their implementation for the device, and have no partitioned form.
     for case in (_experts(), _attention_of_a_model(), *map(_int4, (1, 5, 60), (128, 32, 32))):
         tick(case.operation)
@@ -84,12 +84,12 @@ def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[
     return rows
 
 
-def check_case(case: Case, form: str = "default", *, interpret: bool = False) -> JsonObject:
+def check_case(case: Case, form: str = "default", how: str = "compiled") -> JsonObject:
     """Run a case in one form and return its row."""
     row = {
         "operation": case.operation,
         "implementation": form,
-        "how": "interpreted" if interpret else "compiled",
+        "how": how,
         "shape": case.shape,
         "dtype": case.dtype,
         "milliseconds": None,
@@ -97,15 +97,17 @@ def check_case(case: Case, form: str = "default", *, interpret: bool = False) ->
     options: JsonObject = {}
     if form != "default":
         options["implementation"] = form
-    if interpret:
+    if how == "interpreted":
         options["interpret"] = True
-    expected = _reference(case) if case.expected is None else case.expected
-    times = 1 if jax.default_backend() == "cpu" else LOOPED
+    expected = case.expected
+    if expected is None:
+        expected = _reference(case)
+    times = {"cpu": 1}.get(jax.default_backend(), LOOPED)
     try:
         run = looped(functools.partial(case.call, **options), times, tuple(jax.device_put(case.operands)))
         result = jax.device_get(run())
         # The speed of the interpreter is unrelated to that of the device.
-        if not interpret:
+        if how == "compiled":
             row["milliseconds"] = 1e3 * statistics.median(seconds_of(run, ROUNDS)) / times
     except Exception as error:  # compilers and drivers raise errors of many types
         return row | {"status": "failed", "detail": error_summary(error)}
@@ -138,7 +140,7 @@ def differences(expected: PyTree, result: PyTree, tolerance: float) -> list[str]
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(result), strict=True
     ):
-        name = path[-1].name if path else "result"
+        name = jax.tree_util.keystr(path[-1:], simple=True) or "result"
         if a.shape != b.shape:
             wrong.append(f"{name} (shape {b.shape} in place of {a.shape})")
             continue
@@ -198,9 +200,10 @@ def _accept(
     # The two best tokens of every node, i32[B, N]. The stable sort breaks ties as the kernels do, by the lower id.
     order = np.argsort(-logits.astype(np.float32), axis=-1, kind="stable").astype(np.int32)
     best, runner_up = order[..., 0], order[..., 1]
-    y = best
+    # y=None stands for the argmax.
+    y, y_operand = best, None
     if sampled:
-        y = np.where(random.random(y.shape) < 0.3, runner_up, best)
+        y = y_operand = np.where(random.random(y.shape) < 0.3, runner_up, best)
     parent_nodes = np.maximum(parents, 0)
     random_tokens = random.integers(0, vocab, (ROWS, nodes))
     no_tokens = np.full((ROWS, nodes), -1)
@@ -219,8 +222,7 @@ def _accept(
     )
     call = functools.partial(margin_accept, max_depth=depth, margin=margin, logsumexp=True)
     rows_of_parents = np.tile(parents.astype(np.int32), (ROWS, 1))
-    # y=None stands for the argmax.
-    operands = (logits, tokens, rows_of_parents, y if sampled else None, jax.device_get(controls))
+    operands = (logits, tokens, rows_of_parents, y_operand, jax.device_get(controls))
     return Case("margin_accept", f"{name} [{ROWS}, {nodes}, {vocab}], {margin}", dtype, call, operands)
 
 

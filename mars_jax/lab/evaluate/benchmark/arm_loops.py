@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mars_jax.cli.progress import Show
@@ -58,25 +58,24 @@ class Evaluation:
             for i, p in enumerate(group)
         }
         # If there are no rows, the folder may hold the completions of a run with different settings.
-        self.texts = (read_shared_json(folder / TEXTS) or {}) if file.rows else {}
-
-    def _places(self) -> Iterator[tuple[str, float]]:
-        return ((task, t) for task in self._tasks for t in self._settings["temperatures"])
+        self.texts: JsonObject = {}
+        if file.rows:
+            self.texts = read_shared_json(folder / TEXTS) or {}
 
     def decode(self, show: Show) -> None:
         """Decode all rows that are not on file."""
         size = self._decoding.group
         turns = sum(turns_of(problems, self._decoding.chat) for problems in self._tasks.values())
         recorder = Recorder(self._file, show, turns * sum(map(len, self.arms.values())))
-        for task, temperature in self._places():
-            problems = self._tasks[task]
-            for first in range(0, len(problems), size):
-                group = problems[first : first + size]
-                seeds = [self._seeds[task, problem.id] for problem in group]
-                for arm in self.arms[temperature]:
-                    self.rows += recorder.rows(self._decoding, arm, temperature, group, seeds)
-            if not self._is_part:
-                self._keep_texts(task, temperature)
+        for task, problems in self._tasks.items():
+            for temperature, arms in self.arms.items():
+                for first in range(0, len(problems), size):
+                    group = problems[first : first + size]
+                    seeds = [self._seeds[task, problem.id] for problem in group]
+                    for arm in arms:
+                        self.rows += recorder.rows(self._decoding, arm, temperature, group, seeds)
+                if not self._is_part:
+                    self._keep_texts(task, temperature)
 
     def _shown(self, temperature: float) -> list[Arm]:
         """Return the arms whose completions the page shows: the strict rule, and the measured rule's first arm."""

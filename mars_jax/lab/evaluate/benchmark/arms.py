@@ -109,8 +109,10 @@ def margin_of(choice: RuleChoice) -> str | None:
     >>> margin_of(RuleChoice("mars", {})), margin_of(RuleChoice("learned:PATH", {}))
     ('ratio', None)
     """
-    margin = None if is_own(choice.spec) else choice.settled().get("margin")
-    return margin if margin in MARGINS else None
+    margin = choice.settled().get("margin")
+    if is_own(choice.spec) or margin not in MARGINS:
+        return None
+    return margin
 
 
 def default_thetas(rule: RuleChoice) -> list[float]:

@@ -95,8 +95,9 @@ def final_answer(text: str) -> int | None:
     True
     """
     _, _, tail = text.partition("####")
-    match = re.match(r"[ \t]*\$?[ \t]*(-?(?:\d{1,3}(?:,\d{3})+|\d+))(?!\d|[.,]\d)", tail)
-    return int(match[1].replace(",", "")) if match else None
+    if match := re.match(r"[ \t]*\$?[ \t]*(-?(?:\d{1,3}(?:,\d{3})+|\d+))(?!\d|[.,]\d)", tail):
+        return int(match[1].replace(",", ""))
+    return None
 
 
 def last_number(text: str) -> int | None:
@@ -109,11 +110,11 @@ def last_number(text: str) -> int | None:
     """
     if (marked := final_answer(text)) is not None:
         return marked
-    numbers = re.findall(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?", text)
-    if not numbers:
-        return None
+    numbers = re.findall(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?", text) or ["nan"]
     value = float(numbers[-1].replace(",", ""))
-    return int(value) if value.is_integer() else None
+    if not value.is_integer():
+        return None
+    return int(value)
 
 
 @functools.cache

@@ -120,11 +120,15 @@ def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
     return Problem(task="wmt19", id=name, turns=(prompt,), metric="bleu", references=(reference,))
 
 
-def _turns(task: str, metric: str = "likelihood", otherwise: Reader | None = None) -> Reader:
-    """Return a reader of the MARS release's layout. Rows without `turns` go to `otherwise`.
+def _references(fields: Fields, metric: str) -> list[str]:
+    """Return the references. They are read only if the metric compares answers with them."""
+    if metric in UNJUDGED:
+        return []
+    return fields.texts("reference")
 
-    References are read only if the metric compares answers with them.
-    """
+
+def _turns(task: str, metric: str = "likelihood", otherwise: Reader | None = None) -> Reader:
+    """Return a reader of the MARS release's layout. Rows without `turns` go to `otherwise`."""
 
     def reader(fields: Fields, name: str, chat: bool) -> Problem:
         if otherwise is not None and not fields.has("turns"):
@@ -134,7 +138,7 @@ def _turns(task: str, metric: str = "likelihood", otherwise: Reader | None = Non
             id=name,
             turns=tuple(fields.texts("turns")),
             metric=metric,
-            references=() if metric in UNJUDGED else tuple(fields.texts("reference")),
+            references=tuple(_references(fields, metric)),
         )
 
     return reader
@@ -170,7 +174,7 @@ def _jsonl(fields: Fields, name: str, chat: bool) -> Problem:
     metric = fields.values.get("metric", "none")
     if metric not in (metrics := (*UNJUDGED, "final_answer", "last_number", "rouge_l", "bleu")):
         raise fields.error(f"metric is {metric!r}: expected one of {', '.join(metrics)}.")
-    references = [] if metric in UNJUDGED else fields.texts("reference")
+    references = _references(fields, metric)
     if metric in ("final_answer", "last_number") and not re.fullmatch(r"-?\d+", references[0].strip()):
         raise fields.error(f"reference is {references[0]!r}: expected a whole number, as {metric} compares.")
     return Problem(
