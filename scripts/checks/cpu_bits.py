@@ -30,7 +30,7 @@ DTYPES = ("float32", "bfloat16", "int8", "int4")
 MODELS = ("tiny/target", "smollm2", "qwen2.5-0.5b")
 PROMPT = "The history of the lighthouse begins with a storm in the year"
 TEXT = (
-    "When the mill closed, most people in the valley expected the town to empty within a year. Instead, the old workers "
+    "When the mill closed, most people in the valley expected the town to empty within a year. Instead, the workers "
     "pooled their savings, bought two of the looms at auction, and began to weave blankets for hotels along the coast. "
     "Within ten years they employed more people than the mill had. Visitors who ask for the secret are shown a ledger: "
     "every blanket that came back is listed with the reason, and next to each reason stands who fixed it."
