@@ -6,11 +6,13 @@ import argparse
 import json
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO
 
 from mars_jax.assets.catalogue import LOADS, MODELS, Pair, pairs
 from mars_jax.cli.model_list import print_columns
 from mars_jax.cli.program import Parser, command
+from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.utils.errors import MarsError, did_you_mean
 
 _DESCRIPTION = """\
@@ -38,7 +40,7 @@ def parser() -> Parser:
         metavar="TARGET",
         nargs="?",
         help="short name, owner/name on the Hugging Face hub, or a checkpoint whose file or directory has the "
-        "published name (default: all targets)",
+        "published name, or a GGUF file with it in its metadata (default: all targets)",
     )
     command_parser.add_argument("--json", action="store_true", help="print one JSON array")
     return command_parser
@@ -49,8 +51,20 @@ def main(argv: Sequence[str]) -> int:
     return command(lambda argv: parser().parse_args(argv), _run, argv)
 
 
+def _pairs_of_file(path: Path) -> list[Pair]:
+    """Return the pairs of a GGUF file, whatever its name, by the model's name in its metadata."""
+    if not is_gguf(path):
+        return []
+    file = read_gguf(path)
+    parts = [file.get(f"general.{key}", "") for key in ("basename", "size_label", "finetune")]
+    # Some files have only the full name. Files of a base model may have an empty or wrong finetune.
+    names = ("-".join(filter(None, parts)), "-".join(filter(None, parts[:2])), file.get("general.name", ""))
+    matches = (pairs(name.replace(" ", "-")) for name in names if name)
+    return next(filter(None, matches), [])
+
+
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    matches = pairs(args.target)
+    matches = pairs(args.target) or _pairs_of_file(Path(args.target or ""))
     if not matches:
         suggestion = did_you_mean(args.target, MODELS)
         raise MarsError(

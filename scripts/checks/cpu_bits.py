@@ -76,7 +76,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5, help="timed turns of each dtype; default: 5")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write the figures to this JSON file")
     args = parser.parse_args()
-    report: dict[str, Any] = common.provenance() | {"models": {}}
+    report: dict[str, Any] = common.provenance() | {
+        "new_tokens": args.new_tokens,
+        "turns": args.turns,
+        "models": {},
+    }
     for name in args.models:
         rows = report["models"][name] = measure(name, args)
         for dtype, row in rows.items():
@@ -88,7 +92,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return the figures of a model by dtype."""
     load = random_target if name == "qwen2.5-0.5b" else lambda dtype: mj.load(name, dtype=dtype)
     targets = {dtype: load(dtype) for dtype in DTYPES}
-    prompt = PROMPT if targets["float32"].has_tokenizer else list(range(100, 112))
+    prompt: Any = PROMPT if targets["float32"].has_tokenizer else list(range(100, 112))
     options = {"max_new_tokens": args.new_tokens, "stop_tokens": ()}
     seconds: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
     for turn in range(1 + args.turns):

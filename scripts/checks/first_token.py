@@ -133,12 +133,13 @@ def main() -> None:
     )
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write the figures to this JSON file")
     args = parser.parse_args()
-    report: dict[str, Any] = common.provenance() | {"models": {}}
+    millions = (VOCAB * WIDTH + LAYERS * (2 * WIDTH * (HEADS + 1) * HEAD_DIM + 3 * WIDTH * INNER)) // 10**6
+    report: dict[str, Any] = common.provenance() | {"stand_in_millions": millions, "models": {}}
     for model in args.models:
         name = str(write_stand_in(args.folder / "stand-in-270m.gguf")) if model == "stand-in" else model
         with tempfile.TemporaryDirectory() as cache:
             cold, *warm = [run(name, Path(cache)) for _ in range(1 + args.repeats)]
-        medians = {key: round(statistics.median(times[key] for times in warm), 2) for key in cold}
+        medians = {key: round(statistics.median([times[key] for times in warm]), 2) for key in cold}
         report["models"][model] = {"cold": cold, "warm": warm, "median": medians}
         print(model, "cold", cold, "warm", medians, flush=True)
     common.write(args.keep, report)

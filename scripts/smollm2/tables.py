@@ -14,7 +14,35 @@ def figures() -> dict[str, Any]:
         "head": _head(load("smollm2_head.json")),
         "peers": _peers(load("smollm2_peers.json")),
         "parity": _parity(load("smollm2_parity.json")),
+        "first": _first(load("first_token.json")),
+        "bits": _bits(load("cpu_bits.json")),
     }
+
+
+def _first(report: Mapping[str, Any]) -> dict[str, Any]:
+    rows = [
+        (
+            name,
+            f"{model['cold']['seconds']:.1f} s",
+            f"{model['median']['seconds']:.1f} s",
+            f"{model['median']['processor_seconds']:.1f} s",
+        )
+        for name, model in report["models"].items()
+    ]
+    repeats = len(report["models"]["smollm2"]["warm"])
+    return {"rows": rows, "repeats": repeats, "size": report["stand_in_millions"]}
+
+
+def _bits(report: Mapping[str, Any]) -> dict[str, Any]:
+    rows = []
+    for name, dtypes in report["models"].items():
+        base = dtypes["bfloat16"]["tokens_per_s"]
+        for dtype, row in dtypes.items():
+            rate, loss = row["tokens_per_s"], row["loss"]
+            rows.append(
+                (name, dtype, f"{rate:.1f}", f"{rate / base:.2f} x", "-" if loss is None else f"{loss:.3f}")
+            )
+    return {"rows": rows, "turns": report["turns"], "new_tokens": report["new_tokens"]}
 
 
 def _span(cell: Sequence[float], show: str = "{:.2f}") -> str:

@@ -9,6 +9,7 @@ import pytest
 from mars_jax import assets
 from mars_jax.assets.catalogue import MODELS, pairs
 from mars_jax.cli import commands
+from tests.helpers.gguf_files import write
 
 
 @pytest.fixture
@@ -48,6 +49,21 @@ def test_pairs_are_those_of_a_target_or_all(stdout_of):
     assert len({pair.target for pair in pairs()}) >= 20
     [only] = json.loads(stdout_of("pairs", "smollm2", "--json"))
     assert only["draft"] == "eagle:smollm2/eagle3" and only["loads"] == "runs"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"basename": "Llama-3.1", "size_label": "8B", "finetune": "Instruct"},
+        {"name": "Llama 3.1 8B Instruct"},
+        {"basename": "unknown", "name": "Llama 3.1 8B Instruct"},
+    ],
+)
+def test_a_gguf_file_with_another_name_is_known_by_its_metadata(stdout_of, tmp_path, fields):
+    path = write(
+        tmp_path / "mine.gguf", "llama", values={f"general.{key}": value for key, value in fields.items()}
+    )
+    assert stdout_of("pairs", str(path)) == stdout_of("pairs", "llama-3.1-8b")
 
 
 def test_a_head_that_the_wheel_leaves_out_is_not_listed(stdout_of, monkeypatch, tmp_path):
