@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -139,7 +138,7 @@ def main() -> None:
         name = str(write_stand_in(args.folder / "stand-in-270m.gguf")) if model == "stand-in" else model
         with tempfile.TemporaryDirectory() as cache:
             cold, *warm = [run(name, Path(cache)) for _ in range(1 + args.repeats)]
-        medians = {key: round(statistics.median([times[key] for times in warm]), 2) for key in cold}
+        medians = {key: round(float(np.median([times[key] for times in warm])), 2) for key in cold}
         report["models"][model] = {"cold": cold, "warm": warm, "median": medians}
         print(model, "cold", cold, "warm", medians, flush=True)
     common.write(args.keep, report)
