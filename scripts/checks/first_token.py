@@ -100,7 +100,7 @@ def write_stand_in(path: Path) -> Path:
         blocks = draw.integers(0, 256, (row.shape[0], row.shape[1] // 256, size), np.uint8)
         # The factors of the scales and of the minima, 7.5 times as large, so that weights are centred on 0.
         factors = draw.uniform(0.5, 1, (*blocks.shape[:2], 2)).astype(np.float16)
-        blocks[..., :4] = (factors * np.float16([2e-4, 1.5e-3])).view(np.uint8)
+        blocks[..., :4] = (factors * np.asarray([2e-4, 1.5e-3], np.float16)).view(np.uint8)
         writer.add_tensor(name, blocks.reshape(row.shape[0], -1), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
