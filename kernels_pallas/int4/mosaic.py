@@ -81,16 +81,19 @@ def dense_int4(
     groups_per_chunk = CHUNK // size
     # Scale the results of each group if the rows, one per group of a chunk, fit into a product; else the weights.
     by_group = groups_per_chunk * count <= ROWS or groups_per_chunk == 1
-    parts = groups_per_chunk if by_group else 1
-    if parts > 1:
-        # [R * parts, K]: row r of x becomes rows r * parts + g for the groups g of a chunk, 0 in the other groups.
-        k, group = (lax.broadcasted_iota(jnp.int32, (1, groups_per_chunk, inputs), axis) for axis in (2, 1))
-        x = jnp.where(k // size % groups_per_chunk == group, x[:, None], 0).reshape(-1, inputs)
-    rows = round_up(len(x), SUBLANES)
-    x = jnp.pad(x, ((0, rows - len(x)), (0, 0)))
     narrow = not chip.startswith(("TPU v4", "TPU v5"))
     inner, width = block_sizes(inputs, outputs, groups, narrow=narrow)
     steps, block_groups = inputs // inner, inner // size
+    parts, scale_rows = 1, block_groups
+    if by_group and groups_per_chunk > 1:
+        # [R * parts, K]: row r of x becomes rows r * parts + g for the groups g of a chunk, 0 in the other groups.
+        parts = groups_per_chunk
+        k, group = (lax.broadcasted_iota(jnp.int32, (1, parts, inputs), axis) for axis in (2, 1))
+        x = jnp.where(k // size % parts == group, x[:, None], 0).reshape(-1, inputs)
+        # 8 rows per chunk, to match 8 rows of a product; see `_start_total`.
+        scale_rows = inner // CHUNK * SUBLANES
+    rows = round_up(len(x), SUBLANES)
+    x = jnp.pad(x, ((0, rows - len(x)), (0, 0)))
     cores = 2 if chip in TWO_CORES and outputs // width % 2 == 0 else 1
     turns = outputs // width // cores
 
@@ -98,11 +101,6 @@ def dense_int4(
     def column(c: Array, j: Array, i: Array) -> tuple[int, Array]:
         return 0, c * turns + j
 
-    if parts > 1:
-        # 8 rows per chunk, to match 8 rows of a product; see `_start_total`.
-        scale_rows = inner // CHUNK * SUBLANES
-    else:
-        scale_rows = block_groups
     padded_product = pl.pallas_call(
         functools.partial(_kernel, by_group=by_group, narrow=narrow),
         grid=(cores, turns, steps),

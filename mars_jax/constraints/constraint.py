@@ -162,8 +162,10 @@ def _written(schema: object) -> str:
         raise too_deep() from None
 
 
-def _listed(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the entries of an iterable; () for any other value, also for an array without axes."""
+def _listed(values: Iterable[Any], *excluded: type) -> tuple[Any, ...]:
+    """Return the entries of an iterable; () for excluded types, other values, and arrays without axes."""
+    if isinstance(values, excluded):
+        return ()
     try:
         return tuple(values)
     except TypeError:
@@ -179,7 +181,7 @@ def choice(texts: Iterable[str]) -> Constraint:
     >>> choice(["yes", "no"]).automaton.matches("no")
     True
     """
-    listed_texts = () if isinstance(texts, str) else _listed(texts)
+    listed_texts = _listed(texts, str)
     if not listed_texts or not all(isinstance(item, str) and item for item in listed_texts):
         raise MarsError(
             f"the choice is {short_repr(texts)}: expected a list of texts of at least one character."
@@ -196,7 +198,7 @@ def tokens(ids: Iterable[int]) -> Constraint:
     >>> tokens([5, 7]).content
     (5, 7)
     """
-    listed_ids = () if isinstance(ids, bytes | Mapping) else _listed(ids)
+    listed_ids = _listed(ids, bytes, Mapping)
     if not listed_ids or not all(
         isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= 0 for i in listed_ids
     ):
@@ -228,7 +230,7 @@ def from_fields(fields: Mapping[str, object]) -> Constraint | None:
         raise MarsError(
             f"{kinds[0]} and {kinds[1]} are both given: a text follows one of them, so leave one out."
         )
-    return _FACTORIES[kinds[0]](fields[kinds[0]]) if kinds else None
+    return next((_FACTORIES[kind](fields[kind]) for kind in kinds), None)
 
 
 def without_relax(constraint: Constraint) -> Constraint:

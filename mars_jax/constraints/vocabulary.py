@@ -155,8 +155,9 @@ def _byte_level(piece: str) -> bytes:
 
 
 def _piece(piece: str) -> bytes:
-    byte_match = _BYTE.fullmatch(piece)
-    return bytes([int(byte_match[1], 16)]) if byte_match else piece.replace(_SPACE, " ").encode()
+    if byte_match := _BYTE.fullmatch(piece):
+        return bytes([int(byte_match[1], 16)])
+    return piece.replace(_SPACE, " ").encode()
 
 
 def _inside(tokenizer: Any) -> Callable[[str], list[int]]:

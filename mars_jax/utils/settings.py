@@ -68,19 +68,20 @@ class Setting:
     @property
     def metavar(self) -> str:
         """Name of the value in the help text."""
-        return "N" if self.kind is int else "X"
+        return {int: "N"}.get(self.kind, "X")
 
     def range(self, **structural: object) -> Range:
         """Return the range for the given structural choices."""
-        return self.ranges if isinstance(self.ranges, Range) else self.ranges[str(structural[self.by or ""])]
+        if isinstance(self.ranges, Range):
+            return self.ranges
+        return self.ranges[str(structural[self.by or ""])]
 
     def expected(self, **structural: object) -> str:
         """Describe the allowed values."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        if self.kind is bool:
-            return "true or false"
-        return "a text" if self.kind is str else self.range(**structural).words
+        words = {bool: "true or false", str: "a text"}
+        return words.get(self.kind) or self.range(**structural).words
 
     @property
     def default_words(self) -> str:
@@ -108,8 +109,10 @@ class Setting:
             items = [value]  # a structural setting has one value for all rows
         for item in items:
             if not self._is_valid(item, structural):
-                text = f"{item:g}" if type(item) is float else short_repr(item)
-                suggestion = did_you_mean(item if isinstance(item, str) else short_repr(item), self.choices)
+                text = short_repr(item)
+                suggestion = did_you_mean(text.strip("'"), self.choices)
+                if type(item) is float:
+                    text = f"{item:g}"
                 raise MarsError(
                     f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**structural)}."
                 )
