@@ -128,9 +128,7 @@ def write_and_attend(
     return _attend(operands, new, implementation, blocks, interpret)
 
 
-def _defaults(
-    q: Array, first: Array, positions: Array | None, scale: float | None
-) -> tuple[Array, float]:
+def _defaults(q: Array, first: Array, positions: Array | None, scale: float | None) -> tuple[Array, float]:
     """Return the positions i32[B, N], by default those of consecutive queries from `first` on, and the scale."""
     if positions is None:
         positions = first[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]

@@ -94,11 +94,12 @@ def checked_spans(spans: str | Iterable[str]) -> tuple[str, ...]:
     (('think',), ('<a>...</a>', 'json'))
     """
     check_type("the span", spans, (str, list, tuple), "a text, or a list of texts")
-    names = (spans,) if isinstance(spans, str) else tuple(spans)
-    for name in names:
+    if isinstance(spans, str):
+        spans = (spans,)
+    for name in spans:
         check_text("the span", name)
         _tracker(name)
-    return names
+    return tuple(spans)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -268,7 +268,7 @@ class Decoder:
         common = _common_prefix(state, tokens, length)
         # A draft head's entry for the last common token depends on the token after it, so a coupled drafter rereads
         # that one token.
-        reread = 0 if self.drafter.reads is None else 1
+        reread = int(self.drafter.reads is not None)
         # The last committed token is not cached. Nor will be the prompt's last token, which is the root of the next
         # step. So keep the target's cache up to `first`, and read [first, length - 1).
         first = jnp.minimum(common - reread, jnp.minimum(state.length - 1, length - 1 - reread))

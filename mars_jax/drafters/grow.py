@@ -151,7 +151,7 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
         # A row that has stopped stays stopped.
         following = jnp.where(level.tokens == NO_TOKEN, NO_TOKEN, following)
         next_level = _ChainLevel(following, steering.moved(level.states, following), carry)
-        return next_level, (following[:, 0], None if q is None else q[:, 0])
+        return next_level, jax.tree.map(lambda x: x[:, 0], (following, q))
 
     # Extend depths 1 .. D - 1. The leaf at depth D is drafted and never fed.
     depths = jnp.arange(1, shape.depth, dtype=jnp.int32)
@@ -339,7 +339,7 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
         parents = jnp.repeat(level.ids, k, axis=1)
         best_ranks, best = lax.top_k(new_children.rank, k)
         best_children = _Children(pick(new_children.tokens, best), best_ranks, pick(new_children.path, best))
-        parent_states = None if level.states is None else pick(level.states, best // k)
+        parent_states = jax.tree.map(lambda states: pick(states, best // k), level.states)
         next_level = _TreeLevel(
             carry=carry,
             nodes=best_children,

@@ -128,9 +128,9 @@ def sized(
             f"sizes are {list(lengths)}: expected two to four lengths that rise from 0 to at most {longest.max_depth}, "
             "the drafter's own."
         )
-    if costs is not None and (
-        len(costs) != len(lengths) or not all(0 < cost < float("inf") for cost in costs)
-    ):
+    if costs is None:
+        costs = [0.0] * len(lengths)
+    elif len(costs) != len(lengths) or not all(0 < cost < float("inf") for cost in costs):
         raise MarsError(
             f"costs are {list(costs)}: expected a positive number for each of the {len(lengths)} sizes."
         )
@@ -141,7 +141,7 @@ def sized(
         params=SizedParams(loaded.params, np.empty(0)),
         sizes=Sizes(drafters, lengths, any_rule),
     )
-    return with_step_costs(sized_drafter, [0.0] * len(lengths) if costs is None else costs)
+    return with_step_costs(sized_drafter, costs)
 
 
 def with_step_costs(loaded: LoadedDrafter, costs: Sequence[float]) -> LoadedDrafter:

@@ -92,7 +92,7 @@ def restore_params(
         try:
             if check and array in own_share and _checksum(path) != conversion.checksums[path.name]:
                 raise MarsError(f"'{path}' is damaged, its checksum differs: convert it again.")
-            sharding = None if shardings is None else get(shardings, array.path)
+            sharding = shardings and get(shardings, array.path)
             return jax.block_until_ready(_read_array(path, array, floating, sharding))
         except MarsError:
             raise

@@ -320,7 +320,7 @@ def read_params(
     named_tensors = find_tensors(directory, config)
     params: dict[Weight, jax.Array | Quantized] = {}
     for leaf, rows in leaves(config).items():
-        sharding = None if shardings is None else get(shardings, leaf.path)
+        sharding = shardings and get(shardings, leaf.path)
         arrays = read_leaf(
             directory, named_tensors, leaf, rows, dtype, bits, keep_packed=keep_packed, sharding=sharding
         )

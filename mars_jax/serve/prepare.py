@@ -25,6 +25,7 @@ from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.edits import Edits, make_edits
 from mars_jax.core.guide import narrowed
+from mars_jax.core.metrics import DecodeStats, zero_stats
 from mars_jax.core.rule import LoadedRule, Rule, for_rows, structure, take_rows, user_errors
 from mars_jax.core.types import (
     NO_TOKEN,
@@ -33,6 +34,7 @@ from mars_jax.core.types import (
     GuideTables,
     Params,
     Prompts,
+    PyTree,
     keys_from_seeds,
 )
 from mars_jax.drafters.registry import drafters_that
@@ -159,11 +161,23 @@ class Prepared:
         keys = keys_from_seeds(jnp.array(np.asarray([r.seed for r in requests], np.uint32)))
         # Rows that only fill the batch take the rule of request 0.
         numbers = take_rows(self.loaded_rule.rule, [i or 0 for i in entries], len(self.requests))
-        row_prompts = Prompts(
-            jnp.array(tokens), jnp.array(lengths), controls, for_rows(numbers, len(requests)), keys
+        return self.placed(
+            Prompts(jnp.array(tokens), jnp.array(lengths), controls, for_rows(numbers, len(requests)), keys)
         )
-        mesh = self.target.mesh
-        return row_prompts if mesh is None else put(row_prompts, state_shardings(row_prompts, mesh))
+
+    def zero_stats(self, rows: int, *, log_probs: bool) -> DecodeStats:
+        """Return the counters of new rows, which record the log-probabilities of each token if `log_probs`."""
+        record = None
+        if log_probs:
+            record = self.width
+        depth, num_top = self.decoder.max_depth, self.decoder.top_log_probs
+        return self.placed(zero_stats(rows, depth, record=record, num_top=num_top))
+
+    def placed(self, arrays: PyTree) -> PyTree:
+        """Shard arrays with rows over `data` on a mesh."""
+        if self.target.mesh is None:
+            return arrays
+        return put(arrays, state_shardings(arrays, self.target.mesh))
 
     def _edits(self, requests: Sequence[Request]) -> Edits:
         # The width covers all requests, so it is the same for any subset. It is rounded up, so that one more token
@@ -201,9 +215,10 @@ def loaded_rule(verify: AnyRule | None) -> LoadedRule:
     """
     if verify is None:
         verify = exact()
-    loaded = verify if isinstance(verify, LoadedRule) else LoadedRule(verify)
-    structure(loaded.rule)
-    return loaded
+    if not isinstance(verify, LoadedRule):
+        verify = LoadedRule(verify)
+    structure(verify.rule)
+    return verify
 
 
 def prepared(

@@ -304,8 +304,8 @@ def difference(name: str, recorded: object, current: object) -> str | None:
     if name == "fingerprints" and isinstance(current, dict):
         if not isinstance(recorded, dict):
             recorded = {}  # a damaged settings file
-        changed = [part for part in sorted(current | recorded) if recorded.get(part) != current.get(part)]
-        return f"other weights of the {changed[0]}" if changed else None
+        changed = (part for part in sorted(current | recorded) if recorded.get(part) != current.get(part))
+        return next((f"other weights of the {part}" for part in changed), None)
     name = name.replace("_", " ")
     # These are digests, whose values mean nothing to the user.
     if all(isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) for value in (recorded, current)):
@@ -391,8 +391,9 @@ def fingerprint(params: PyTree, *checkpoints: str | os.PathLike[str]) -> str:
             parts.append(json.dumps(config, sort_keys=True).encode())
         else:
             parts.append((checkpoint / "config.json").read_bytes())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        weight = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    for path, weight in jax.tree_util.tree_leaves_with_path(params):
+        if not isinstance(weight, jax.Array):
+            weight = np.asarray(weight)
         parts.append(f"{jax.tree_util.keystr(path)} {weight.shape} {weight.dtype}".encode())
         parts.append(fetch(_some_rows(weight)).tobytes())
     return digest(b"".join(parts))

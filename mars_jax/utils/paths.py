@@ -132,10 +132,9 @@ def unpacked(path: str | os.PathLike[str]) -> bytes:
       OSError: see `open_file`; or the decompressed data exceeds `FILE_BYTES`.
       EOFError, lzma.LZMAError, zlib.error: a compressed file is damaged or truncated.
     """
-    suffix = Path(path).suffix
-    if suffix not in (".xz", ".gz"):
+    decompress = {".xz": lzma.open, ".gz": gzip.open}.get(Path(path).suffix)
+    if decompress is None:
         return read_bytes(path)
-    decompress = lzma.open if suffix == ".xz" else gzip.open
     with open_file(path) as packed, decompress(packed, "rb") as file:
         # One byte past the limit shows that the data is too large. A small archive may expand to any size.
         data = file.read(FILE_BYTES + 1)

@@ -237,10 +237,12 @@ def setting(
       >>> settings_of(Rule)["theta"].expected()
       '0 to 1'
     """
-    is_leaf = kind in (float, int) and not choices
+    if choices:
+        kind = str
+    is_leaf = kind in (float, int)
     declared = Setting(
         name="",  # known once the class exists: `settings_of`
-        kind=str if choices else kind,
+        kind=kind,
         help=help,
         default=None if default is dataclasses.MISSING else default,
         ranges=ranges,
