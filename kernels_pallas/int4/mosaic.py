@@ -247,9 +247,16 @@ def _add_scaled_weights(memory: _Memory, product: Array, step: Array, narrow: bo
     """Add a block's product, scaling the weights and rounding them to bfloat16 first."""
     block_groups, inner = memory.values.shape[0], memory.ordered.shape[2]
     first_group = pl.multiple_of(step * block_groups, block_groups)
-    scale = _of_words(_float32(memory.bits[pl.ds(first_group, block_groups), :]), narrow)
-    # Matrix units of `narrow` chips are two chunks deep.
-    deep = 2 * CHUNK if narrow else CHUNK
+    scale = _float32(memory.bits[pl.ds(first_group, block_groups), :])
+    if narrow:
+        # Matrix units of these chips are two chunks deep. A word holds the bfloat16 scale twice, once for each number.
+        # The bits of a bfloat16 number are the upper half of those of the float32 number with the same value.
+        deep = 2 * CHUNK
+        high = lax.bitcast_convert_type(scale.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
+        scale = lax.bitcast_convert_type(high | lax.shift_right_logical(high, 16), jnp.float32)
+    else:
+        # `_scaled` leaves the numbers in the top bits of words, so they are too large by 2^28.
+        deep, scale = CHUNK, scale * 2.0**-28
     for first in range(0, inner, deep):
         last = min(first + deep, inner)
         chunks = range(first // CHUNK, last // CHUNK)
@@ -304,18 +311,6 @@ def _float32(bits: Array) -> Array:
     # For subnormal numbers the first term is 0; for normal numbers the second term is smaller.
     value = jnp.maximum(normal, size.astype(jnp.float32) * 2.0**-24)
     return jnp.where(bits >= 0x8000, -value, value)
-
-
-def _of_words(scale: Array, narrow: bool) -> Array:
-    """Return scales f32 in the form that multiplies words.
-
-    If `narrow`, a word holds the bfloat16 scale twice, once for each number; otherwise scales are divided by 2^28.
-    """
-    if not narrow:
-        return scale * 2.0**-28
-    # The bits of a bfloat16 number are the upper half of those of the float32 number with the same value.
-    high = lax.bitcast_convert_type(scale.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
-    return lax.bitcast_convert_type(high | lax.shift_right_logical(high, 16), jnp.float32)
 
 
 def _words(values: Ref, chunk: int) -> list[Array]:

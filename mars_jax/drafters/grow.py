@@ -377,8 +377,11 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
     row_of = scatter_integers(shape.candidates, extended, rows)
     node_rows = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), pick(row_of, kept_ids)], axis=1)
     if q is not None:
-        # Row 0 is the root's. Nodes that were not extended have no children, so their logits are never read.
-        tree = dataclasses.replace(tree, draft_logits=pick(_stack_q(q, levels.logits), node_rows))
+        # f32[B, 1 + R, V]: the logits that the children of the root and of each extended node were drawn from. Row 0 is
+        # the root's. Nodes that were not extended have no children, so their logits are never read.
+        later = jnp.moveaxis(levels.logits, 0, 1)
+        stacked = jnp.concatenate([q, later.reshape(batch, -1, later.shape[-1])], axis=1)
+        tree = dataclasses.replace(tree, draft_logits=pick(stacked, node_rows))
     return tree, node_rows, last_level.carry
 
 
@@ -412,10 +415,3 @@ def keep(shape: Dynamic, root: Array, candidates: Candidates) -> tuple[DraftTree
         is_chain=False,
     )
     return tree, kept_ids
-
-
-def _stack_q(first: Array, later: Array | None) -> Array:
-    """Return f32[B, 1 + R, V]: the logits that the children of the root and of each extended node were drawn from."""
-    assert later is not None  # all levels are sampled, or none
-    later = jnp.moveaxis(later, 0, 1)
-    return jnp.concatenate([first, later.reshape(later.shape[0], -1, later.shape[-1])], axis=1)

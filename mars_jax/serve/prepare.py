@@ -6,6 +6,7 @@ B batch, T token buffer.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -321,8 +322,6 @@ def bucket(length: int) -> int:
     >>> [bucket(n) for n in (1, 65, 128, 200)]
     [64, 96, 128, 256]
     """
-    size = 64
-    while size < length:
-        # Powers of two alternate with 1.5 times a power of two. Above 64, less than a third of a buffer is padding.
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return size
+    # Powers of two alternate with 1.5 times a power of two. Above 64, less than a third of a buffer is padding.
+    sizes = (size for power in itertools.count(6) for size in (2**power, 3 * 2 ** (power - 1)))
+    return next(size for size in sizes if size >= length)
