@@ -186,10 +186,18 @@ def _order_rows(memory: _Memory, pairs: bool) -> None:
     """Compute the rows in the order of the unpacked inputs, and their sums over groups."""
     x, ordered, added = memory.x, memory.ordered, memory.added
     steps, _, inner = ordered.shape
-    order = _order(pairs)
-    members = _members(inner, memory.values.shape[1])
+    # The permutation matrix bf16[CHUNK, CHUNK] from the inputs of a chunk to their unpacked order. Input 64h + 8s + k + 4t
+    # goes to column 64h + 16k + 2s + t if `pairs`, otherwise to 64h + 16k + 8t + s.
+    row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
+    s, t = ((column >> 1) & 7, column & 1) if pairs else (column & 7, (column >> 3) & 1)
+    input_row = (column & 64) + 8 * s + ((column >> 4) & 3) + 4 * t
+    order = (row == input_row).astype(jnp.bfloat16)
+    # The matrix bf16[inputs, groups] that adds up each group. Sizes are powers of two, so `row & -size` is the first
+    # input of the row's group.
+    size = memory.values.shape[1]
+    row, column = (lax.broadcasted_iota(jnp.int32, (inner, inner // size), axis) for axis in (0, 1))
+    members = ((row & -size) == column * size).astype(jnp.bfloat16)
 
-    # Both are products: one with a permutation of the lanes, one with a matrix of zeros and ones that adds up groups.
     @pl.loop(0, steps)
     def _(i: Array) -> None:
         block = x[:, pl.ds(pl.multiple_of(i * inner, CHUNK), inner)]
@@ -283,22 +291,6 @@ def _split(x: Array) -> tuple[Array, Array]:
     # The second number is the rounding error of the first, itself rounded to 8 bits of mantissa.
     high = x.astype(jnp.bfloat16)
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
-
-
-def _order(pairs: bool) -> Array:
-    """Return the permutation matrix bf16[CHUNK, CHUNK] from the inputs of a chunk to their unpacked order."""
-    row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
-    # Input 64h + 8s + k + 4t goes to column 64h + 16k + 2s + t if `pairs`, otherwise to 64h + 16k + 8t + s.
-    s, t = ((column >> 1) & 7, column & 1) if pairs else (column & 7, (column >> 3) & 1)
-    input_row = (column & 64) + 8 * s + ((column >> 4) & 3) + 4 * t
-    return (row == input_row).astype(jnp.bfloat16)
-
-
-def _members(inputs: int, size: int) -> Array:
-    """Return the matrix bf16[inputs, inputs / size] that adds up each group."""
-    row, column = (lax.broadcasted_iota(jnp.int32, (inputs, inputs // size), axis) for axis in (0, 1))
-    # Sizes are powers of two, so `row & -size` is the first input of the row's group.
-    return ((row & -size) == column * size).astype(jnp.bfloat16)
 
 
 def _float32(bits: Array) -> Array:

@@ -84,9 +84,7 @@ def _top_k_kernel(logits_ref: Ref, packed_ref: Ref, *, vocab: int, k: int) -> No
     def scan(body: Callable[..., Carry], start: Carry, merge: Callable[[Carry, Carry], Carry]) -> Carry:
         def chunk(first: Array | int, carry: Carry) -> Carry:
             """Fold vector number `first` of every row, which is static after the loop."""
-            offset = first * LANES
-            if not isinstance(first, int):
-                offset = pl.multiple_of(offset, LANES)
+            offset = first * LANES if isinstance(first, int) else pl.multiple_of(first * LANES, LANES)
             z = logits_ref[:, pl.ds(offset, LANES)].astype(jnp.float32)
             ids = lane + offset
             real = True

@@ -255,8 +255,7 @@ def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
     >>> default_draft("tiny/target", lambda name: True), default_draft("tiny/target", lambda name: False)
     ('model:tiny/draft', 'ngram')
     """
-    row = _of_target(target)
-    if row is not None and row.copies_pay:
+    if getattr(_of_target(target), "copies_pay", False):
         return "ngram"
     return next((spec for spec in drafts_for(target) if is_here(spec.partition(":")[2])), "ngram")
 
@@ -291,7 +290,7 @@ def pairs(name: str | None = None) -> list[Pair]:
     >>> [(pair.draft, pair.layout) for pair in pairs("gemma-3-1b")]
     [('model:gemma-3-270m', 'safetensors')]
     """
-    rows = MODELS.values() if name is None else filter(None, [_of_target(name)])
+    rows = [row for row in MODELS.values() if name is None or row is _of_target(name)]
     return [_pair(row, draft) for row in rows for draft in drafts_for(row.name)]
 
 

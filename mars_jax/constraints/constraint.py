@@ -162,10 +162,8 @@ def _written(schema: object) -> str:
         raise too_deep() from None
 
 
-def _listed(values: Iterable[Any], *excluded: type) -> tuple[Any, ...]:
-    """Return the entries of an iterable; () for excluded types, other values, and arrays without axes."""
-    if isinstance(values, excluded):
-        return ()
+def _listed(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the entries of an iterable; () for any other value, also for an array without axes."""
     try:
         return tuple(values)
     except TypeError:
@@ -181,12 +179,12 @@ def choice(texts: Iterable[str]) -> Constraint:
     >>> choice(["yes", "no"]).automaton.matches("no")
     True
     """
-    listed_texts = _listed(texts, str)
-    if not listed_texts or not all(isinstance(item, str) and item for item in listed_texts):
+    choices = _listed(texts)
+    if isinstance(texts, str) or not choices or not all(isinstance(item, str) and item for item in choices):
         raise MarsError(
             f"the choice is {short_repr(texts)}: expected a list of texts of at least one character."
         )
-    return _checked(Constraint("choice", tuple(dict.fromkeys(listed_texts))))
+    return _checked(Constraint("choice", tuple(dict.fromkeys(choices))))
 
 
 def tokens(ids: Iterable[int]) -> Constraint:
@@ -198,9 +196,11 @@ def tokens(ids: Iterable[int]) -> Constraint:
     >>> tokens([5, 7]).content
     (5, 7)
     """
-    listed_ids = _listed(ids, bytes, Mapping)
-    if not listed_ids or not all(
-        isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= 0 for i in listed_ids
+    listed_ids = _listed(ids)
+    if (
+        isinstance(ids, bytes | Mapping)
+        or not listed_ids
+        or not all(isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= 0 for i in listed_ids)
     ):
         raise MarsError(f"the tokens are {short_repr(ids)}: expected token ids, whole numbers of at least 0.")
     return Constraint("tokens", tuple(sorted({int(i) for i in listed_ids})))

@@ -77,8 +77,8 @@ def _naturals(low: int, high: int | None) -> Node:
         high = 10 ** max(18, len(str(low))) - 1
     parts: list[Node] = []
     for digits in range(len(str(low)), len(str(high)) + 1):
-        first, last = max(low, 10 ** (digits - 1) if digits > 1 else 0), min(high, 10**digits - 1)
-        parts.append(_same_length(str(first), str(last)))
+        parts.append(_same_length(str(low), str(min(high, 10**digits - 1))))
+        low = 10**digits
     return Either(tuple(parts))
 
 

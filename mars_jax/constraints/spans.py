@@ -40,7 +40,7 @@ class _Tags:
 
     def step(self, state: tuple[int, int], byte: int) -> tuple[int, int]:
         inside, read = state
-        awaited = self.closing if inside else self.opening
+        awaited = {0: self.opening, 1: self.closing}[inside]
         read_bytes = awaited[:read] + bytes([byte])
         # Length of the longest suffix of the bytes read that is a prefix of the awaited string.
         read = next(

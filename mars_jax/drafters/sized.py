@@ -196,7 +196,15 @@ class SizedDecoder(Decoder):
 
     def _step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
         with jax.named_scope("draft"):
-            acceptance = self._expected_acceptance(params, state)
+            # f32[B]: the drafter's expected acceptance of its next draft; 0 if a sparse drafter finds no draft.
+            if self.drafter.sparse:
+                # A sparse drafter costs next to nothing, but verifying its padding costs as much as verifying a draft.
+                # So draft before choosing a size.
+                draft_keys, _ = step_keys(state)
+                tree, _ = propose(self.drafter, params, state, Conditions.of(params, state), draft_keys)
+                acceptance = _acceptance_of(tree)
+            else:
+                acceptance = jnp.full(state.length.shape, USUAL_ACCEPTANCE)
             index = best_size(params.draft, self.sizes.lengths, state.draft, ~state.done, acceptance)
         decoders = [
             Decoder(self.target, drafter, self.rule_structure, self.prefill_chunk, self.top_log_probs)
@@ -207,16 +215,6 @@ class SizedDecoder(Decoder):
         for number, decoder in enumerate(decoders):
             turn = _run_if_chosen(number, decoder, params, turn)
         return turn.state, turn.info
-
-    def _expected_acceptance(self, params: Params, state: DecodeState) -> Array:
-        """Return f32[B]: the drafter's expected acceptance of its next draft; 0 if a sparse drafter finds no draft."""
-        if not self.drafter.sparse:
-            return jnp.full(state.length.shape, USUAL_ACCEPTANCE)
-        # A sparse drafter costs next to nothing, but verifying its padding costs as much as verifying a draft. So draft
-        # before choosing a size.
-        draft_keys, _ = step_keys(state)
-        tree, _ = propose(self.drafter, params, state, Conditions.of(params, state), draft_keys)
-        return _acceptance_of(tree)
 
 
 class _Turn(NamedTuple):

@@ -98,11 +98,12 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
                 f"'{target.name}' has no tokenizer, so the text of its tokens is unknown: constrain it by tokens only."
             )
         words = vocabulary(target.tokenizer, size)
-    return RequestGuides(
-        constraint=compiled(constraints, words) if constraints else None,
-        span=join_tables({span: span.table(words) for span in spans}, size) if spans else None,
-        words=words,
-    )
+    guides = RequestGuides(words=words)
+    if constraints:
+        guides = guides._replace(constraint=compiled(constraints, words))
+    if spans:
+        guides = guides._replace(span=join_tables({span: span.table(words) for span in spans}, size))
+    return guides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -417,7 +417,18 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
     if name == "stop_tokens":
         return _ids(target, name, value)
     if name == "stop_strings":
-        return _strings(value)
+        strings = value
+        if isinstance(value, str):
+            strings = [value]
+        if not isinstance(strings, list | tuple) or not all(
+            isinstance(text, str) and text for text in strings
+        ):
+            raise MarsError(f"stop_strings is {short_repr(value)}: expected texts of at least one character.")
+        for (
+            text
+        ) in strings:  # a lone surrogate never occurs in decoded text, so such a string would never match
+            check_text("stop_strings", text)
+        return tuple(strings)
     if name == "logit_bias":
         size = target.config.vocab_size
         expected = f"one of the {size} tokens of '{target.name}'"
@@ -425,16 +436,6 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
     if name in ("relax_in", "strict_in"):
         return checked_spans(value)
     return value  # a constraint
-
-
-def _strings(value: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the stop strings of an option that holds one string or several. Empty strings are an error."""
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
-        raise MarsError(f"stop_strings is {short_repr(value)}: expected texts of at least one character.")
-    for text in strings:  # a lone surrogate never occurs in decoded text, so such a string would never match
-        check_text("stop_strings", text)
-    return tuple(strings)
 
 
 def check_request(target: Pretrained, request: Request) -> None:

@@ -85,9 +85,7 @@ def row_bytes(prepared: Prepared) -> int:
 
 def _device_bytes(x: Array | jax.ShapeDtypeStruct, sharding: Sharding | None) -> int:
     """Return the bytes of an array, or of the part that a device holds."""
-    shape = x.shape
-    if sharding is not None:
-        shape = sharding.shard_shape(shape)
+    shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
 
 

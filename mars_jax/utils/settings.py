@@ -88,8 +88,7 @@ class Setting:
         """Description of the default."""
         if self.default is None:
             return "none" if self.optional else "must be given"
-        default = f"{self.default:g}" if self.kind is float else str(self.default).lower()
-        return self.word or default
+        return self.word or format(self.default, {float: "g"}.get(self.kind, "")).lower()
 
     def check(self, value: Any, *, shown: str | None = None, **structural: object) -> None:
         """Raise MarsError unless `value` is in range: a number, a choice, or an array or a list of them, one per row.
