@@ -186,8 +186,8 @@ def _order_rows(memory: _Memory, pairs: bool) -> None:
     """Compute the rows in the order of the unpacked inputs, and their sums over groups."""
     x, ordered, added = memory.x, memory.ordered, memory.added
     steps, _, inner = ordered.shape
-    # The permutation matrix bf16[CHUNK, CHUNK] from the inputs of a chunk to their unpacked order. Input 64h + 8s + k + 4t
-    # goes to column 64h + 16k + 2s + t if `pairs`, otherwise to 64h + 16k + 8t + s.
+    # The permutation matrix bf16[CHUNK, CHUNK] from the inputs of a chunk to their unpacked order. Input
+    # 64h + 8s + k + 4t goes to column 64h + 16k + 2s + t if `pairs`, otherwise to 64h + 16k + 8t + s.
     row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
     s, t = ((column >> 1) & 7, column & 1) if pairs else (column & 7, (column >> 3) & 1)
     input_row = (column & 64) + 8 * s + ((column >> 4) & 3) + 4 * t

@@ -236,8 +236,7 @@ def drafts_for(name: str) -> tuple[str, ...]:
     >>> drafts_for("/data/SmolLM2-135M-Instruct.Q4_1.gguf"), drafts_for("Qwen/Qwen2.5-Coder-1.5B-Instruct")
     (('eagle:smollm2/eagle3',), ('model:qwen2.5-coder-0.5b',))
     """
-    drafts = getattr(_of_target(name), "drafts", ())
-    return tuple(filter(_is_included, drafts))
+    return tuple(filter(_is_included, getattr(_of_target(name), "drafts", ())))
 
 
 def _is_included(draft: str) -> bool:

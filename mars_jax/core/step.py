@@ -163,8 +163,9 @@ def judge(
             verdict, rule = decide(state.rule, evidence)
         else:
             verdict, rule, trusted = judge_after_trusted(state.rule, evidence)
-        # A lossless rule never accepts a token of probability 0, so only lossy rules need the cut.
-        if nodes.forbid and not state.rule.lossless:
+        # Edits and a constraint may set logits to -inf. A lossless rule never accepts a token of probability 0, so only
+        # lossy rules need the cut.
+        if not state.rule.lossless and (nodes.edits is not None or nodes.constraint is not None):
             verdict = cut(verdict, evidence)
         return verdict, rule, trusted
 

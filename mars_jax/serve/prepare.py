@@ -169,9 +169,7 @@ class Prepared:
 
     def zero_stats(self, rows: int, *, log_probs: bool) -> DecodeStats:
         """Return the counters of new rows, which record the log-probabilities of each token if `log_probs`."""
-        record = None
-        if log_probs:
-            record = self.width
+        record = self.width if log_probs else None
         depth, num_top = self.decoder.max_depth, self.decoder.top_log_probs
         return self.placed(zero_stats(rows, depth, record=record, num_top=num_top))
 

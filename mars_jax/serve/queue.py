@@ -95,8 +95,7 @@ class Queue:
         self._telling, self._log_probs = telling, log_probs
         self._began_reading, self._compiling = began, compiling
         self.forwards = 0
-        if order is None:
-            order = range(len(prepared.requests))
+        order = range(len(prepared.requests)) if order is None else order
         self._waiting = collections.deque(order)
         batch = of_mesh(prepared.target, rows)
         self._prepared = with_costs(prepared, batch, log_probs=log_probs or telling)

@@ -391,9 +391,8 @@ def fingerprint(params: PyTree, *checkpoints: str | os.PathLike[str]) -> str:
             parts.append(json.dumps(config, sort_keys=True).encode())
         else:
             parts.append((checkpoint / "config.json").read_bytes())
-    for path, weight in jax.tree_util.tree_leaves_with_path(params):
-        if not isinstance(weight, jax.Array):
-            weight = np.asarray(weight)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        weight = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
         parts.append(f"{jax.tree_util.keystr(path)} {weight.shape} {weight.dtype}".encode())
         parts.append(fetch(_some_rows(weight)).tobytes())
     return digest(b"".join(parts))

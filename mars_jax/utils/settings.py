@@ -72,9 +72,7 @@ class Setting:
 
     def range(self, **structural: object) -> Range:
         """Return the range for the given structural choices."""
-        if isinstance(self.ranges, Range):
-            return self.ranges
-        return self.ranges[str(structural[self.by or ""])]
+        return self.ranges if isinstance(self.ranges, Range) else self.ranges[str(structural[self.by or ""])]
 
     def expected(self, **structural: object) -> str:
         """Describe the allowed values."""
