@@ -134,7 +134,7 @@ def _forced(
             state = int(automaton.next[state, kind[state]])
         key = bytes(forced_bytes)
         if key not in first_tokens:
-            first_tokens[key] = next(iter(vocabulary.spell(key)), NO_TOKEN)
+            first_tokens[key], *_ = [*vocabulary.spell(key), NO_TOKEN]
         token = first_tokens[key]
         if token != NO_TOKEN and next[first, classes[token]] != DEAD:
             forced_tokens[first] = token

@@ -376,7 +376,7 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
     # Inverse of `extended`: 1 + the row of each candidate, and 0 for candidates that were not extended.
     row_of = scatter_integers(shape.candidates, extended, rows)
     node_rows = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), pick(row_of, kept_ids)], axis=1)
-    if q is not None:
+    if q is not None and levels.logits is not None:
         # f32[B, 1 + R, V]: the logits that the children of the root and of each extended node were drawn from. Row 0 is
         # the root's. Nodes that were not extended have no children, so their logits are never read.
         later = jnp.moveaxis(levels.logits, 0, 1)
