@@ -247,7 +247,7 @@ class _Writer:
                 f"the string at {where} has {' and '.join(sorted(keywords))}: give one of them, since a text cannot "
                 "be held to both."
             )
-        pattern = json_text.FORMATS.get(keywords.get("format", ""), keywords.get("pattern"))
+        pattern = json_text.FORMATS.get(keywords.get("format", ""), str(keywords.get("pattern")))
         return sequence(text('"'), json_text.in_string(parse_pattern(pattern, self._budget)), text('"'))
 
     def _integer(self, keywords: JsonObject, where: str, depth: int) -> Node:
