@@ -217,7 +217,7 @@ def _failure(
     thread = threading.Thread(target=attempt, name="trial of a kernel")
     thread.start()
     thread.join()
-    return errors[0] if errors else None
+    return next(iter(errors), None)
 
 
 # A primitive, because only its lowering rule learns whether XLA partitions the program. Its parameters are both forms,

@@ -70,15 +70,15 @@ def dense_by_expert_int8(
     expert, tile, real = visits(sizes, tiles, rows)
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     # JAX picks the layout with the least padding: a matrix whose rows do not fill registers is stored by columns.
-    by_columns = inner % 128 != 0 and outer % 128 == 0
-    if by_columns:
+    if inner % 128 != 0 and outer % 128 == 0:
         # A view of the stored layout, [X, K, N], whose blocks are columns.
-        values = values.swapaxes(1, 2)
+        values, inner_axis = values.swapaxes(1, 2), 0
         block, block_index = (inner, width), lambda n: (0, n)
     else:
+        inner_axis = 1
         block, block_index = (width, inner), lambda n: (n, 0)
     padded_product = pl.pallas_call(
-        functools.partial(_kernel, by_columns=by_columns),
+        functools.partial(_kernel, inner_axis=inner_axis),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             # The visits and the bounds of the experts' rows are scalars, from which the block indices are computed.
             num_scalar_prefetch=4,
@@ -111,7 +111,7 @@ def _kernel(
     scale: Ref,
     out: Ref,
     *,
-    by_columns: bool,
+    inner_axis: int,
 ) -> None:
     """Compute one visit for one block of outputs.
 
@@ -119,7 +119,7 @@ def _kernel(
       expert, tile: i32[visits].
       begins, ends: i32[X]; the first row of each expert, and the row after its last one.
       x_ref: [rows, K].
-      w_ref: i8[width, K], or i8[K, width] if `by_columns`.
+      w_ref: i8[width, K], or i8[K, width] if `inner_axis` is 0.
       scale: f32[1, width].
       out: f32[rows, width].
     """
@@ -128,7 +128,7 @@ def _kernel(
     x = x_ref[...]
     # Products of int8 and bfloat16 numbers are exact in one pass of the matrix unit; float32 rows need several.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dimensions = (((1,), (0 if by_columns else 1,)), ((), ()))
+    dimensions = (((1,), (inner_axis,)), ((), ()))
     w = w_ref[...].astype(x.dtype)
     product = lax.dot_general(x, w, dimensions, precision=precision, preferred_element_type=jnp.float32)
     # Rows are sorted by expert, and a tile that holds rows of several experts is visited once for each.

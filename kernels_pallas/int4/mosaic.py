@@ -81,16 +81,19 @@ def dense_int4(
     groups_per_chunk = CHUNK // size
     # Scale the results of each group if the rows, one per group of a chunk, fit into a product; else the weights.
     by_group = groups_per_chunk * count <= ROWS or groups_per_chunk == 1
-    parts = groups_per_chunk if by_group else 1
-    if parts > 1:
-        # [R * parts, K]: row r of x becomes rows r * parts + g for the groups g of a chunk, 0 in the other groups.
-        k, group = (lax.broadcasted_iota(jnp.int32, (1, groups_per_chunk, inputs), axis) for axis in (2, 1))
-        x = jnp.where(k // size % groups_per_chunk == group, x[:, None], 0).reshape(-1, inputs)
-    rows = round_up(len(x), SUBLANES)
-    x = jnp.pad(x, ((0, rows - len(x)), (0, 0)))
     narrow = not chip.startswith(("TPU v4", "TPU v5"))
     inner, width = block_sizes(inputs, outputs, groups, narrow=narrow)
     steps, block_groups = inputs // inner, inner // size
+    parts, scale_rows = 1, block_groups
+    if by_group and groups_per_chunk > 1:
+        # [R * parts, K]: row r of x becomes rows r * parts + g for the groups g of a chunk, 0 in the other groups.
+        parts = groups_per_chunk
+        k, group = (lax.broadcasted_iota(jnp.int32, (1, parts, inputs), axis) for axis in (2, 1))
+        x = jnp.where(k // size % parts == group, x[:, None], 0).reshape(-1, inputs)
+        # 8 rows per chunk, to match 8 rows of a product; see `_start_total`.
+        scale_rows = inner // CHUNK * SUBLANES
+    rows = round_up(len(x), SUBLANES)
+    x = jnp.pad(x, ((0, rows - len(x)), (0, 0)))
     cores = 2 if chip in TWO_CORES and outputs // width % 2 == 0 else 1
     turns = outputs // width // cores
 
@@ -98,11 +101,6 @@ def dense_int4(
     def column(c: Array, j: Array, i: Array) -> tuple[int, Array]:
         return 0, c * turns + j
 
-    if parts > 1:
-        # 8 rows per chunk, to match 8 rows of a product; see `_start_total`.
-        scale_rows = inner // CHUNK * SUBLANES
-    else:
-        scale_rows = block_groups
     padded_product = pl.pallas_call(
         functools.partial(_kernel, by_group=by_group, narrow=narrow),
         grid=(cores, turns, steps),
@@ -188,10 +186,18 @@ def _order_rows(memory: _Memory, pairs: bool) -> None:
     """Compute the rows in the order of the unpacked inputs, and their sums over groups."""
     x, ordered, added = memory.x, memory.ordered, memory.added
     steps, _, inner = ordered.shape
-    order = _order(pairs)
-    members = _members(inner, memory.values.shape[1])
+    # The permutation matrix bf16[CHUNK, CHUNK] from the inputs of a chunk to their unpacked order. Input
+    # 64h + 8s + k + 4t goes to column 64h + 16k + 2s + t if `pairs`, otherwise to 64h + 16k + 8t + s.
+    row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
+    s, t = ((column >> 1) & 7, column & 1) if pairs else (column & 7, (column >> 3) & 1)
+    input_row = (column & 64) + 8 * s + ((column >> 4) & 3) + 4 * t
+    order = (row == input_row).astype(jnp.bfloat16)
+    # The matrix bf16[inputs, groups] that adds up each group. Sizes are powers of two, so `row & -size` is the first
+    # input of the row's group.
+    size = memory.values.shape[1]
+    row, column = (lax.broadcasted_iota(jnp.int32, (inner, inner // size), axis) for axis in (0, 1))
+    members = ((row & -size) == column * size).astype(jnp.bfloat16)
 
-    # Both are products: one with a permutation of the lanes, one with a matrix of zeros and ones that adds up groups.
     @pl.loop(0, steps)
     def _(i: Array) -> None:
         block = x[:, pl.ds(pl.multiple_of(i * inner, CHUNK), inner)]
@@ -249,9 +255,16 @@ def _add_scaled_weights(memory: _Memory, product: Array, step: Array, narrow: bo
     """Add a block's product, scaling the weights and rounding them to bfloat16 first."""
     block_groups, inner = memory.values.shape[0], memory.ordered.shape[2]
     first_group = pl.multiple_of(step * block_groups, block_groups)
-    scale = _of_words(_float32(memory.bits[pl.ds(first_group, block_groups), :]), narrow)
-    # Matrix units of `narrow` chips are two chunks deep.
-    deep = 2 * CHUNK if narrow else CHUNK
+    scale = _float32(memory.bits[pl.ds(first_group, block_groups), :])
+    if narrow:
+        # Matrix units of these chips are two chunks deep. A word holds the bfloat16 scale twice, once for each number.
+        # The bits of a bfloat16 number are the upper half of those of the float32 number with the same value.
+        deep = 2 * CHUNK
+        high = lax.bitcast_convert_type(scale.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
+        scale = lax.bitcast_convert_type(high | lax.shift_right_logical(high, 16), jnp.float32)
+    else:
+        # `_scaled` leaves the numbers in the top bits of words, so they are too large by 2^28.
+        deep, scale = CHUNK, scale * 2.0**-28
     for first in range(0, inner, deep):
         last = min(first + deep, inner)
         chunks = range(first // CHUNK, last // CHUNK)
@@ -280,22 +293,6 @@ def _split(x: Array) -> tuple[Array, Array]:
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-def _order(pairs: bool) -> Array:
-    """Return the permutation matrix bf16[CHUNK, CHUNK] from the inputs of a chunk to their unpacked order."""
-    row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
-    # Input 64h + 8s + k + 4t goes to column 64h + 16k + 2s + t if `pairs`, otherwise to 64h + 16k + 8t + s.
-    s, t = ((column >> 1) & 7, column & 1) if pairs else (column & 7, (column >> 3) & 1)
-    input_row = (column & 64) + 8 * s + ((column >> 4) & 3) + 4 * t
-    return (row == input_row).astype(jnp.bfloat16)
-
-
-def _members(inputs: int, size: int) -> Array:
-    """Return the matrix bf16[inputs, inputs / size] that adds up each group."""
-    row, column = (lax.broadcasted_iota(jnp.int32, (inputs, inputs // size), axis) for axis in (0, 1))
-    # Sizes are powers of two, so `row & -size` is the first input of the row's group.
-    return ((row & -size) == column * size).astype(jnp.bfloat16)
-
-
 def _float32(bits: Array) -> Array:
     """Convert the bits u16 of float16 numbers, subnormal ones included, to float32."""
     bits = bits.astype(jnp.int32)
@@ -306,18 +303,6 @@ def _float32(bits: Array) -> Array:
     # For subnormal numbers the first term is 0; for normal numbers the second term is smaller.
     value = jnp.maximum(normal, size.astype(jnp.float32) * 2.0**-24)
     return jnp.where(bits >= 0x8000, -value, value)
-
-
-def _of_words(scale: Array, narrow: bool) -> Array:
-    """Return scales f32 in the form that multiplies words.
-
-    If `narrow`, a word holds the bfloat16 scale twice, once for each number; otherwise scales are divided by 2^28.
-    """
-    if not narrow:
-        return scale * 2.0**-28
-    # The bits of a bfloat16 number are the upper half of those of the float32 number with the same value.
-    high = lax.bitcast_convert_type(scale.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
-    return lax.bitcast_convert_type(high | lax.shift_right_logical(high, 16), jnp.float32)
 
 
 def _words(values: Ref, chunk: int) -> list[Array]:

@@ -223,7 +223,7 @@ def _map(
     """Run a function on each device's shard of the logits [B, ..., V] and of other operands [B, ...]."""
     if logits.ndim < 2:
         raise ValueError(f"logits have shape {logits.shape}: expected [B, ..., V].")
-    devices = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    devices = mesh or jax.sharding.get_abstract_mesh()
     sizes = devices.shape
     names = (axis,) if isinstance(axis, str) else axis
     if not set(names) <= set(sizes):

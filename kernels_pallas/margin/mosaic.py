@@ -213,7 +213,7 @@ def _accept_kernel(
         stats = _per_tree(packed_ref, per_row_ref.shape[0], nodes)
         per_row = per_row_ref[...]
         tokens, parents, *optional = (ref[...] for ref in tree_refs)
-        y = optional[0] if optional else None
+        y = next(iter(optional), None)
         # Columns of the settings: theta's bits, strict, max_relaxed_run, then the stop tokens.
         theta = lax.bitcast_convert_type(per_row[:, 0:1], jnp.float32)
         controls = AcceptControls(theta, per_row[:, 1:2], per_row[:, 2:3], per_row[:, 3:])

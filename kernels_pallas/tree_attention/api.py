@@ -76,8 +76,7 @@ def tree_attention(
     >>> tree_attention(q, k, v, jnp.asarray([2], jnp.int32))[0, :, 0, 0, 0].tolist()  # means of 0..2 and of 0..3
     [1.0, 1.5]
     """
-    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    positions = _positions(q, first) if positions is None else positions
+    positions, scale = _defaults(q, first, positions, scale)
     operands = Operands(q, k, v, first, seen, positions, seen_positions, window, cap, scale, k_scale, v_scale)
     return _attend(operands, None, implementation, blocks, interpret)[0]
 
@@ -124,15 +123,18 @@ def write_and_attend(
     >>> k[0, :4, 0, 0].tolist()
     [0.0, 0.0, 1.0, 0.0]
     """
-    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    positions = _positions(q, first) if positions is None else positions
+    positions, scale = _defaults(q, first, positions, scale)
     operands = Operands(q, k, v, first, seen, positions, seen_positions, window, cap, scale)
     return _attend(operands, new, implementation, blocks, interpret)
 
 
-def _positions(q: Array, first: Array) -> Array:
-    """Return the positions i32[B, N] of consecutive queries, the first at `first`."""
-    return first[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+def _defaults(q: Array, first: Array, positions: Array | None, scale: float | None) -> tuple[Array, float]:
+    """Return the positions i32[B, N], by default those of consecutive queries from `first` on, and the scale."""
+    if positions is None:
+        positions = first[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+    if scale is None:
+        scale = float(q.shape[-1] ** -0.5)
+    return positions, scale
 
 
 def _attend(

@@ -7,6 +7,7 @@ region, W new rows, M = N * G queries per head and tile, T tiles. Oracle: `refer
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -71,7 +72,7 @@ def tree_attention(
     inside, last_hidden = operands.region()
     tiles, per_tile = pl.cdiv(n, blocks.queries), blocks.queries
     # Chips with two cores split the rows. On other chips both halves run on the single core.
-    cores = 2 if batch % 2 == 0 else 1
+    cores = math.gcd(batch, 2)
     shape = Shape(
         slots=k.shape[1],
         align=align,
@@ -121,10 +122,11 @@ def _call(
     sources, buffers = _sources(operands, shape, in_place=not interpret)
     # One number per query and head, in all lanes; see `_Folded`.
     replicated = pltpu.VMEM((heads, m, LANES), jnp.float32)
-    new_rows, caches = [], []
+    new_rows, caches, semaphores = [], [], []
     if new is not None:
         new_rows = [rows.astype(operands.k.dtype) for rows in (new.k, new.v)]
         caches = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands.k, operands.v)]
+        semaphores = [pltpu.SemaphoreType.DMA((2,))]
     out, caches = pl.pallas_call(
         functools.partial(_attend_rows, shape=shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -143,7 +145,7 @@ def _call(
                 (replicated, replicated, pltpu.VMEM((heads, m, dim), jnp.float32)),
                 pltpu.SMEM((5,), jnp.int32),
                 tuple(buffers),
-                [pltpu.SemaphoreType.DMA((2,))] if new_rows else [],
+                semaphores,
                 pltpu.SemaphoreType.DMA((shape.blocks.buffers, len(sources))),
             ],
         ),
@@ -171,7 +173,7 @@ def _sources(operands: Operands, shape: Shape, *, in_place: bool) -> tuple[list[
     else:
         # Heads wider than the lanes are copied in parts, because a strided load reads rows of one register's width.
         # Heads that are not a multiple of the lanes are narrower than them, see `attention_blocks`.
-        width = LANES if dim % LANES == 0 else dim
+        width = min(dim, LANES)
         buffer_shape = (dim // width, size, k.shape[2], width)
     if in_place:
         # Without this constraint XLA, given the cost estimate, would move a whole cache into fast memory if it fits.
@@ -532,4 +534,4 @@ def _of_head(ref: Ref, buffer: Array, head: int, dtype: DTypeLike, simulated: bo
             # Shift the byte to the top and back, which extends its sign.
             rows = (pltpu.bitcast(rows << (8 * (3 - place)), jnp.int32) >> 24).astype(jnp.float32)
         head_parts.append(rows.astype(dtype))
-    return head_parts[0] if parts == 1 else jnp.concatenate(head_parts, axis=1)
+    return jnp.concatenate(head_parts, axis=1)

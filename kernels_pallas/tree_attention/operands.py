@@ -64,15 +64,18 @@ def region(
     """
     n = positions.shape[1]
     # A key at position p is seen if p > position - window, so `position - window` is the last hidden position.
-    last_hidden = None if window is None else positions - window
-    if seen is None and seen_positions is None:
-        return None, last_hidden
+    last_hidden = None
+    if window is not None:
+        last_hidden = positions - window
     if seen is None:
+        if seen_positions is None:
+            return None, last_hidden
         seen = jnp.tril(jnp.ones((n, n), bool))[None]
+    if seen_positions is None:
+        seen_positions = positions
     if last_hidden is not None:
         # Rows of a region may be in any order, so compare their positions and not their slots.
-        rows = positions if seen_positions is None else seen_positions
-        seen = seen & (rows[:, None, :] > last_hidden[:, :, None])
+        seen = seen & (seen_positions[:, None, :] > last_hidden[:, :, None])
     return seen, last_hidden
 
 

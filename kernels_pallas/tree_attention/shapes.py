@@ -50,7 +50,7 @@ def attention_blocks(
     elif heads % packing or (heads // packing not in (1, 2, 4) and heads // packing % SUBLANES):
         raise BlockError(
             f"the cache has {heads} heads of {jnp.dtype(dtype).name} on a device: the kernel takes {packing} times "
-            f"1, 2, 4 or a multiple of {SUBLANES}" + (", or 1." if packing > 1 else ".")
+            f"1, 2, 4 or a multiple of {SUBLANES}, or 1."
         )
     if dim % LANES and dim > LANES:
         raise BlockError(f"heads are {dim} wide: the kernel takes multiples of {LANES}, or less than that.")

@@ -35,7 +35,7 @@ class ModelRow:
         path, base_name = PurePath(name), self.repository.rpartition("/")[2].lower().removesuffix("-gguf")
         # The hub's cache keeps a checkpoint in models--OWNER--NAME/snapshots/COMMIT.
         cached = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]
-        last = (cached[0] if cached else path.name).lower()
+        last = next(iter(cached), path.name).lower()
         if last.endswith(".gguf"):
             return bool(base_name) and last.startswith((f"{base_name}-", f"{base_name}."))
         return name == self.name or last in {self.name, base_name or self.name, f"{base_name}-gguf"}
@@ -217,8 +217,8 @@ def find_model_row(name: str) -> ModelRow | None:
     >>> find_model_row("qwen3-8b").repository, find_model_row("Qwen/Qwen3-8B").name, find_model_row("ngram")
     ('Qwen/Qwen3-8B', 'qwen3-8b', None)
     """
-    fetched = (row for row in MODELS.values() if row.repository == name and not row.package)
-    return MODELS.get(name) or (next(fetched, None) if name else None)
+    fetched = (row for row in MODELS.values() if name and row.repository == name and not row.package)
+    return MODELS.get(name) or next(fetched, None)
 
 
 def _of_target(name: str) -> ModelRow | None:
@@ -236,8 +236,7 @@ def drafts_for(name: str) -> tuple[str, ...]:
     >>> drafts_for("/data/SmolLM2-135M-Instruct.Q4_1.gguf"), drafts_for("Qwen/Qwen2.5-Coder-1.5B-Instruct")
     (('eagle:smollm2/eagle3',), ('model:qwen2.5-coder-0.5b',))
     """
-    row = _of_target(name)
-    return () if row is None else tuple(filter(_is_included, row.drafts))
+    return tuple(filter(_is_included, getattr(_of_target(name), "drafts", ())))
 
 
 def _is_included(draft: str) -> bool:
@@ -255,8 +254,7 @@ def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
     >>> default_draft("tiny/target", lambda name: True), default_draft("tiny/target", lambda name: False)
     ('model:tiny/draft', 'ngram')
     """
-    row = _of_target(target)
-    if row is not None and row.copies_pay:
+    if getattr(_of_target(target), "copies_pay", False):
         return "ngram"
     return next((spec for spec in drafts_for(target) if is_here(spec.partition(":")[2])), "ngram")
 
@@ -270,8 +268,7 @@ def template_of(name: str) -> str | None:
     >>> template_of("lmsys/vicuna-13b-v1.3")[:25], template_of("tiny/target")
     ('A chat between a curious ', None)
     """
-    row = _of_target(name)
-    return None if row is None else row.template or None
+    return getattr(_of_target(name), "template", None) or None
 
 
 class Pair(NamedTuple):
@@ -292,7 +289,7 @@ def pairs(name: str | None = None) -> list[Pair]:
     >>> [(pair.draft, pair.layout) for pair in pairs("gemma-3-1b")]
     [('model:gemma-3-270m', 'safetensors')]
     """
-    rows = MODELS.values() if name is None else filter(None, [_of_target(name)])
+    rows = [row for row in MODELS.values() if name is None or row is _of_target(name)]
     return [_pair(row, draft) for row in rows for draft in drafts_for(row.name)]
 
 

@@ -209,8 +209,8 @@ def _subsets(
         return frozenset(s for s in reached_states if by_class[s] or s == last)
 
     start = closed(frozenset([first]))
-    # A constraint that matches nothing has an empty start.
-    ids = {frozenset(): DEAD, start: FIRST} if start else {start: DEAD}
+    # A constraint that matches nothing has an empty start, which is DEAD.
+    ids = {start: FIRST, frozenset(): DEAD}
     state_of: dict[frozenset[int], int] = {}  # ids by the set of states before its closure
     todo = [start]
     rows = [[DEAD] * count, [DEAD] * count]

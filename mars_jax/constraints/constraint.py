@@ -179,12 +179,12 @@ def choice(texts: Iterable[str]) -> Constraint:
     >>> choice(["yes", "no"]).automaton.matches("no")
     True
     """
-    listed_texts = () if isinstance(texts, str) else _listed(texts)
-    if not listed_texts or not all(isinstance(item, str) and item for item in listed_texts):
+    choices = _listed(texts)
+    if isinstance(texts, str) or not choices or not all(isinstance(item, str) and item for item in choices):
         raise MarsError(
             f"the choice is {short_repr(texts)}: expected a list of texts of at least one character."
         )
-    return _checked(Constraint("choice", tuple(dict.fromkeys(listed_texts))))
+    return _checked(Constraint("choice", tuple(dict.fromkeys(choices))))
 
 
 def tokens(ids: Iterable[int]) -> Constraint:
@@ -196,9 +196,11 @@ def tokens(ids: Iterable[int]) -> Constraint:
     >>> tokens([5, 7]).content
     (5, 7)
     """
-    listed_ids = () if isinstance(ids, bytes | Mapping) else _listed(ids)
-    if not listed_ids or not all(
-        isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= 0 for i in listed_ids
+    listed_ids = _listed(ids)
+    if (
+        isinstance(ids, bytes | Mapping)
+        or not listed_ids
+        or not all(isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= 0 for i in listed_ids)
     ):
         raise MarsError(f"the tokens are {short_repr(ids)}: expected token ids, whole numbers of at least 0.")
     return Constraint("tokens", tuple(sorted({int(i) for i in listed_ids})))
@@ -228,7 +230,7 @@ def from_fields(fields: Mapping[str, object]) -> Constraint | None:
         raise MarsError(
             f"{kinds[0]} and {kinds[1]} are both given: a text follows one of them, so leave one out."
         )
-    return _FACTORIES[kinds[0]](fields[kinds[0]]) if kinds else None
+    return next((_FACTORIES[kind](fields[kind]) for kind in kinds), None)
 
 
 def without_relax(constraint: Constraint) -> Constraint:

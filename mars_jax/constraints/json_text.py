@@ -65,19 +65,20 @@ def integers(low: int | None, high: int | None) -> Node:
         parts.append(_naturals(max(low or 0, 0), high))
     if low is None or low < 0:
         # Leave out -0: the absolute value is at least 1, or at least -high if no number reaches 0.
-        least = 1 if high is None or high >= 0 else -high
-        parts.append(sequence(text("-"), _naturals(least, None if low is None else -low)))
+        least = max(1, -(high or 0))
+        parts.append(sequence(text("-"), _naturals(least, low and -low)))
     return Either(tuple(parts))
 
 
 @functools.lru_cache(maxsize=1024)
 def _naturals(low: int, high: int | None) -> Node:
     """Return whole numbers from `low` >= 0 to `high`; None allows 18 digits, or as many as `low` if it has more."""
-    high = 10 ** max(18, len(str(low))) - 1 if high is None else high
+    if high is None:
+        high = 10 ** max(18, len(str(low))) - 1
     parts: list[Node] = []
     for digits in range(len(str(low)), len(str(high)) + 1):
-        first, last = max(low, 10 ** (digits - 1) if digits > 1 else 0), min(high, 10**digits - 1)
-        parts.append(_same_length(str(first), str(last)))
+        parts.append(_same_length(str(low), str(min(high, 10**digits - 1))))
+        low = 10**digits
     return Either(tuple(parts))
 
 

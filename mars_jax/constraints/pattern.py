@@ -89,8 +89,7 @@ class _Reader:
         return self.sequence(items)
 
     def sequence(self, items: Iterable[Any]) -> Node:
-        parts = tuple(self.one(*item) for item in items)
-        return parts[0] if len(parts) == 1 else nodes.Sequence(parts)
+        return nodes.sequence(*(self.one(*item) for item in items))
 
     def one(self, op: object, argument: Any) -> Node:
         name = str(op)
@@ -102,9 +101,10 @@ class _Reader:
             return self._chars(self._cased([(argument, argument)]))
         if name == "NOT_LITERAL":
             return self._chars(complement(self._cased([(argument, argument)])))
+        if name == "ANY" and self._flags & re.DOTALL:
+            return Chars(complement(()))
         if name == "ANY":
-            excluded = () if self._flags & re.DOTALL else ((10, 10),)
-            return Chars(complement(excluded))
+            return Chars(complement(((10, 10),)))
         if name == "IN":
             return self._chars(self._members(argument))
         if name == "BRANCH":
@@ -115,9 +115,10 @@ class _Reader:
             return _Reader(self._pattern, (self._flags | add) & ~drop, self._budget).sequence(items)
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
             # Greedy and lazy repeats match the same whole strings.
-            least, maximum, items = argument
-            unlimited = maximum is _parser.MAXREPEAT or int(maximum) >= int(_parser.MAXREPEAT)
-            return Repeat(self.sequence(items), int(least), None if unlimited else int(maximum))
+            least, most, items = argument
+            if most >= _parser.MAXREPEAT:
+                most = None
+            return Repeat(self.sequence(items), least, most)
         if name == "FAILURE":
             # Python 3.13 parses `(?!)`, which matches nothing, into this.
             return Either(())

@@ -180,7 +180,7 @@ class _Writer:
                 )
         if "const" in keywords or "enum" in keywords:
             return self._one_of(keywords, where)
-        kinds = _types(keywords.pop("type")) if "type" in keywords else [_type_of(keywords, where)]
+        kinds = _types(keywords.pop("type", None) or _type_of(keywords, where))
         allowed_names = set().union(*(_OF_TYPE[kind] for kind in kinds))
         _only(keywords, allowed_names, f" beside the type {' or '.join(kinds)}", where)
         parts = []
@@ -247,7 +247,7 @@ class _Writer:
                 f"the string at {where} has {' and '.join(sorted(keywords))}: give one of them, since a text cannot "
                 "be held to both."
             )
-        pattern = keywords["pattern"] if "pattern" in keywords else json_text.FORMATS[keywords["format"]]
+        pattern = json_text.FORMATS.get(keywords.get("format", ""), str(keywords.get("pattern")))
         return sequence(text('"'), json_text.in_string(parse_pattern(pattern, self._budget)), text('"'))
 
     def _integer(self, keywords: JsonObject, where: str, depth: int) -> Node:
@@ -293,7 +293,8 @@ class _Writer:
         # Further items follow those at fixed positions. Without fixed items and a minimum, the array may be empty.
         item = self.value(items, f"{where}/items", depth + 1)
         begun = first or [item]
-        maximum = None if maximum is None else maximum - len(begun)
+        if maximum is not None:
+            maximum -= len(begun)
         further = Repeat(self._after_comma(item), max(least - len(begun), 0), maximum)
         contents = sequence(*self._separated(begun), further)
         if not first and not least:

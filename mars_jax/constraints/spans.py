@@ -40,7 +40,7 @@ class _Tags:
 
     def step(self, state: tuple[int, int], byte: int) -> tuple[int, int]:
         inside, read = state
-        awaited = self.closing if inside else self.opening
+        awaited = {0: self.opening, 1: self.closing}[inside]
         read_bytes = awaited[:read] + bytes([byte])
         # Length of the longest suffix of the bytes read that is a prefix of the awaited string.
         read = next(
@@ -94,11 +94,12 @@ def checked_spans(spans: str | Iterable[str]) -> tuple[str, ...]:
     (('think',), ('<a>...</a>', 'json'))
     """
     check_type("the span", spans, (str, list, tuple), "a text, or a list of texts")
-    names = (spans,) if isinstance(spans, str) else tuple(spans)
-    for name in names:
+    if isinstance(spans, str):
+        spans = (spans,)
+    for name in spans:
         check_text("the span", name)
         _tracker(name)
-    return names
+    return tuple(spans)
 
 
 @dataclasses.dataclass(frozen=True)

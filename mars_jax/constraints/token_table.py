@@ -134,8 +134,7 @@ def _forced(
             state = int(automaton.next[state, kind[state]])
         key = bytes(forced_bytes)
         if key not in first_tokens:
-            ids = vocabulary.spell(key)
-            first_tokens[key] = ids[0] if ids else NO_TOKEN
+            first_tokens[key], *_ = [*vocabulary.spell(key), NO_TOKEN]
         token = first_tokens[key]
         if token != NO_TOKEN and next[first, classes[token]] != DEAD:
             forced_tokens[first] = token

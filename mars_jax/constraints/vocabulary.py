@@ -44,10 +44,8 @@ class Vocabulary:
 
     def with_marks(self) -> Vocabulary:
         """Return the vocabulary with the names of special tokens as their text, because spans may be marked by them."""
-        tokens = list(self.tokens)
-        for number, mark in self.marks:
-            tokens[number] = mark
-        return Vocabulary(tokens=tuple(tokens))
+        marks = dict(self.marks)
+        return Vocabulary(tokens=tuple(marks.get(i, token) for i, token in enumerate(self.tokens)))
 
     def spell(self, data: bytes) -> list[int]:
         """Return token ids that spell these bytes, as the tokenizer would; forced text is drafted with them."""
@@ -155,8 +153,9 @@ def _byte_level(piece: str) -> bytes:
 
 
 def _piece(piece: str) -> bytes:
-    byte_match = _BYTE.fullmatch(piece)
-    return bytes([int(byte_match[1], 16)]) if byte_match else piece.replace(_SPACE, " ").encode()
+    if byte_match := _BYTE.fullmatch(piece):
+        return bytes([int(byte_match[1], 16)])
+    return piece.replace(_SPACE, " ").encode()
 
 
 def _inside(tokenizer: Any) -> Callable[[str], list[int]]:

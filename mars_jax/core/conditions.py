@@ -55,11 +55,6 @@ class Nodes(NamedTuple):
     span: Followed | None
 
     @property
-    def forbid(self) -> bool:
-        """True if edits or a constraint may set logits to -inf."""
-        return self.edits is not None or self.constraint is not None
-
-    @property
     def strict(self) -> Array | None:
         """bool[B, N]: nodes below which a span forbids relaxed acceptance; None without spans."""
         return self.span and self.span.strict

@@ -265,10 +265,13 @@ class Decoder:
         self._check_cache(state)
         check_same("draft", state.draft, jax.eval_shape(self.drafter.init, params, tokens, length))
         # i32[B]: the number of committed tokens that the new prompt repeats from its beginning.
-        common = _common_prefix(state, tokens, length)
+        place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        # Past either length the buffers hold garbage.
+        is_same = (tokens == state.tokens) & (place < jnp.minimum(state.length, length)[:, None])
+        common = leading(is_same)
         # A draft head's entry for the last common token depends on the token after it, so a coupled drafter rereads
         # that one token.
-        reread = 0 if self.drafter.reads is None else 1
+        reread = int(self.drafter.reads is not None)
         # The last committed token is not cached. Nor will be the prompt's last token, which is the root of the next
         # step. So keep the target's cache up to `first`, and read [first, length - 1).
         first = jnp.minimum(common - reread, jnp.minimum(state.length - 1, length - 1 - reread))
@@ -316,14 +319,6 @@ def _pad_tokens(prompts: Prompts, buffer: int) -> Prompts:
     """Widen the prompts to the token buffer."""
     room = buffer - prompts.tokens.shape[1]
     return dataclasses.replace(prompts, tokens=jnp.pad(prompts.tokens, ((0, 0), (0, room))))
-
-
-def _common_prefix(state: DecodeState, tokens: Array, lengths: Array) -> Array:
-    """Return i32[B]: length of the common prefix of each row's committed tokens and its prompt in tokens i32[B, T]."""
-    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    # Past either length the buffers hold garbage.
-    is_same = (tokens == state.tokens) & (place < jnp.minimum(state.length, lengths)[:, None])
-    return leading(is_same)
 
 
 def speculative_decoder(

@@ -169,7 +169,7 @@ class Rule:
                 continue
             setting.check(value, **chosen)
             if setting.per_row:
-                dtype = np.int32 if setting.kind is int else np.float32
+                dtype = {int: np.int32, float: np.float32}[setting.kind]
                 # A JAX array may be traced or on a device, so NumPy must not read it.
                 typed = value.astype(dtype) if isinstance(value, Array) else np.asarray(value, dtype)
                 object.__setattr__(self, name, typed)
@@ -370,8 +370,9 @@ def for_rows(rule: PyTree, batch: int) -> PyTree:
     [0.5, 0.5, 0.5]
     """
 
-    def broadcast(path: jax.tree_util.KeyPath, leaf: ArrayLike) -> Array:
-        value = leaf if isinstance(leaf, Array) else np.asarray(leaf)
+    def broadcast(path: jax.tree_util.KeyPath, value: ArrayLike) -> Array:
+        if not isinstance(value, Array):
+            value = np.asarray(value)
         if jnp.issubdtype(value.dtype, jnp.floating):
             value = value.astype(jnp.float32)
         elif jnp.issubdtype(value.dtype, jnp.integer):

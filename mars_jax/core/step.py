@@ -163,8 +163,9 @@ def judge(
             verdict, rule = decide(state.rule, evidence)
         else:
             verdict, rule, trusted = judge_after_trusted(state.rule, evidence)
-        # A lossless rule never accepts a token of probability 0, so only lossy rules need the cut.
-        if nodes.forbid and not state.rule.lossless:
+        # Edits and a constraint may set logits to -inf. A lossless rule never accepts a token of probability 0, so only
+        # lossy rules need the cut.
+        if not state.rule.lossless and (nodes.edits is not None or nodes.constraint is not None):
             verdict = cut(verdict, evidence)
         return verdict, rule, trusted
 
@@ -240,7 +241,11 @@ def emit(
 
     # Never write past the end of the buffer, even if the limit is larger.
     room = jnp.minimum(state.controls.limit, buffer) - state.length
-    count, stops = _count_emitted(verdict, emitted, state.controls, place, room)
+    # `next_token` is entry `num_accepted`; later entries are padding.
+    stops = is_stop(emitted, state.controls.stop_tokens) & (place <= verdict.num_accepted[:, None])
+    # Emit the stop token too (`place + 1`); D + 1 without a stop token.
+    until_stop = jnp.min(jnp.where(stops, place + 1, place.shape[1]), axis=1)
+    count = jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_stop), room)
     if ended is not None:  # the constraint allows no `next_token`
         count = jnp.where(ended, jnp.minimum(count, verdict.num_accepted), count)
     count = jnp.where(state.done | broken, 0, count)
@@ -299,17 +304,6 @@ def _most_probable(
         in_written(processed_tokens, NO_TOKEN),
         in_written(processed, 0.0),
     )
-
-
-def _count_emitted(
-    verdict: Verdict, emitted: Array, controls: Controls, place: Array, room: Array
-) -> tuple[Array, Array]:
-    """Return the number of tokens to emit, i32[B], and which of them are stop tokens, bool[B, D + 1]."""
-    # `next_token` is entry `num_accepted`; later entries are padding.
-    stops = is_stop(emitted, controls.stop_tokens) & (place <= verdict.num_accepted[:, None])
-    # Emit the stop token too (`place + 1`); D + 1 without a stop token.
-    until_stop = jnp.min(jnp.where(stops, place + 1, place.shape[1]), axis=1)
-    return jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_stop), room), stops
 
 
 def _kinds(verdict: Verdict, place: Array, trusted: Array | None) -> Array:

@@ -151,7 +151,7 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
         # A row that has stopped stays stopped.
         following = jnp.where(level.tokens == NO_TOKEN, NO_TOKEN, following)
         next_level = _ChainLevel(following, steering.moved(level.states, following), carry)
-        return next_level, (following[:, 0], None if q is None else q[:, 0])
+        return next_level, jax.tree.map(lambda x: x[:, 0], (following, q))
 
     # Extend depths 1 .. D - 1. The leaf at depth D is drafted and never fed.
     depths = jnp.arange(1, shape.depth, dtype=jnp.int32)
@@ -339,7 +339,7 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
         parents = jnp.repeat(level.ids, k, axis=1)
         best_ranks, best = lax.top_k(new_children.rank, k)
         best_children = _Children(pick(new_children.tokens, best), best_ranks, pick(new_children.path, best))
-        parent_states = None if level.states is None else pick(level.states, best // k)
+        parent_states = jax.tree.map(lambda states: pick(states, best // k), level.states)
         next_level = _TreeLevel(
             carry=carry,
             nodes=best_children,
@@ -376,9 +376,12 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
     # Inverse of `extended`: 1 + the row of each candidate, and 0 for candidates that were not extended.
     row_of = scatter_integers(shape.candidates, extended, rows)
     node_rows = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), pick(row_of, kept_ids)], axis=1)
-    if q is not None:
-        # Row 0 is the root's. Nodes that were not extended have no children, so their logits are never read.
-        tree = dataclasses.replace(tree, draft_logits=pick(_stack_q(q, levels.logits), node_rows))
+    if q is not None and levels.logits is not None:
+        # f32[B, 1 + R, V]: the logits that the children of the root and of each extended node were drawn from. Row 0 is
+        # the root's. Nodes that were not extended have no children, so their logits are never read.
+        later = jnp.moveaxis(levels.logits, 0, 1)
+        stacked = jnp.concatenate([q, later.reshape(batch, -1, later.shape[-1])], axis=1)
+        tree = dataclasses.replace(tree, draft_logits=pick(stacked, node_rows))
     return tree, node_rows, last_level.carry
 
 
@@ -412,10 +415,3 @@ def keep(shape: Dynamic, root: Array, candidates: Candidates) -> tuple[DraftTree
         is_chain=False,
     )
     return tree, kept_ids
-
-
-def _stack_q(first: Array, later: Array | None) -> Array:
-    """Return f32[B, 1 + R, V]: the logits that the children of the root and of each extended node were drawn from."""
-    assert later is not None  # all levels are sampled, or none
-    later = jnp.moveaxis(later, 0, 1)
-    return jnp.concatenate([first, later.reshape(later.shape[0], -1, later.shape[-1])], axis=1)

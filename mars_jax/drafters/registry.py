@@ -56,7 +56,7 @@ class DraftDefinition:
         >>> definition("model").spec
         'model:PATH'
         """
-        return f"{self.name}:{self.path}" if self.path else self.name
+        return f"{self.name}:{self.path}".removesuffix(":")
 
     @property
     def length(self) -> int | None:
@@ -168,7 +168,7 @@ def definitions() -> Mapping[str, DraftDefinition]:
 
 def definition(name: str) -> DraftDefinition:
     """Return the definition of a drafter. Looking up an unknown name loads the plugins first."""
-    return _DRAFTERS[name] if name in _DRAFTERS else definitions()[name]
+    return _DRAFTERS.get(name) or definitions()[name]
 
 
 class DraftSpec(NamedTuple):
@@ -194,8 +194,8 @@ def draft_words(names: Iterable[str] | None = None) -> str:
     >>> draft_words(["ngram", "model", "eagle"])
     'ngram, model:PATH or eagle:PATH'
     """
-    *earlier, last = (definition(name).spec for name in (definitions() if names is None else names))
-    return f"{', '.join(earlier)} or {last}" if earlier else last
+    *earlier, last = (definition(name).spec for name in names or definitions())
+    return " or ".join(filter(None, (", ".join(earlier), last)))
 
 
 def drafters_that(capability: str) -> str:
@@ -238,7 +238,7 @@ def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] |
         is_known = kind in among
     # A spec has a path exactly if the drafter reads one.
     if not is_known or bool(definition(kind).path) != bool(path) or (colon and not path):
-        suggestion = did_you_mean(kind, definitions() if among is None else among)
+        suggestion = did_you_mean(kind, among or definitions())
         raise MarsError(f"{shown} is {spec}{suggestion}: expected {draft_words(among)}.")
     check_path(path, shown)
     return DraftSpec(kind, path)

@@ -96,10 +96,10 @@ def tables(target: Vocabulary, draft: Vocabulary, stand_in: int = 0) -> Shared:
     for key in target_ids.keys() & draft_ids.keys():
         ids[draft_ids[key]] = target_ids[key]
     fed = np.full(len(target.tokens), stand_in, np.int32)
-    for number, token in enumerate(target.tokens):
+    for number, token in enumerate(token or b"" for token in target.tokens):
         # Feed the longest suffix of the token that is in the draft's vocabulary: the next token depends most on the
         # latest bytes.
-        suffixes = ((False, token[start:]) for start in range(len(token))) if token else ()
+        suffixes = ((False, token[start:]) for start in range(len(token)))
         fed[number] = next((draft_ids[suffix] for suffix in suffixes if suffix in draft_ids), stand_in)
     # A special token is fed only as the special token of the same name.
     for number, mark in target.marks:

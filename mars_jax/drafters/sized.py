@@ -128,9 +128,9 @@ def sized(
             f"sizes are {list(lengths)}: expected two to four lengths that rise from 0 to at most {longest.max_depth}, "
             "the drafter's own."
         )
-    if costs is not None and (
-        len(costs) != len(lengths) or not all(0 < cost < float("inf") for cost in costs)
-    ):
+    if costs is None:
+        costs = [0.0] * len(lengths)
+    elif len(costs) != len(lengths) or not all(0 < cost < float("inf") for cost in costs):
         raise MarsError(
             f"costs are {list(costs)}: expected a positive number for each of the {len(lengths)} sizes."
         )
@@ -141,7 +141,7 @@ def sized(
         params=SizedParams(loaded.params, np.empty(0)),
         sizes=Sizes(drafters, lengths, any_rule),
     )
-    return with_step_costs(sized_drafter, [0.0] * len(lengths) if costs is None else costs)
+    return with_step_costs(sized_drafter, costs)
 
 
 def with_step_costs(loaded: LoadedDrafter, costs: Sequence[float]) -> LoadedDrafter:
@@ -196,7 +196,15 @@ class SizedDecoder(Decoder):
 
     def _step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
         with jax.named_scope("draft"):
-            acceptance = self._expected_acceptance(params, state)
+            # f32[B]: the drafter's expected acceptance of its next draft; 0 if a sparse drafter finds no draft.
+            if self.drafter.sparse:
+                # A sparse drafter costs next to nothing, but verifying its padding costs as much as verifying a draft.
+                # So draft before choosing a size.
+                draft_keys, _ = step_keys(state)
+                tree, _ = propose(self.drafter, params, state, Conditions.of(params, state), draft_keys)
+                acceptance = _acceptance_of(tree)
+            else:
+                acceptance = jnp.full(state.length.shape, USUAL_ACCEPTANCE)
             index = best_size(params.draft, self.sizes.lengths, state.draft, ~state.done, acceptance)
         decoders = [
             Decoder(self.target, drafter, self.rule_structure, self.prefill_chunk, self.top_log_probs)
@@ -207,16 +215,6 @@ class SizedDecoder(Decoder):
         for number, decoder in enumerate(decoders):
             turn = _run_if_chosen(number, decoder, params, turn)
         return turn.state, turn.info
-
-    def _expected_acceptance(self, params: Params, state: DecodeState) -> Array:
-        """Return f32[B]: the drafter's expected acceptance of its next draft; 0 if a sparse drafter finds no draft."""
-        if not self.drafter.sparse:
-            return jnp.full(state.length.shape, USUAL_ACCEPTANCE)
-        # A sparse drafter costs next to nothing, but verifying its padding costs as much as verifying a draft. So draft
-        # before choosing a size.
-        draft_keys, _ = step_keys(state)
-        tree, _ = propose(self.drafter, params, state, Conditions.of(params, state), draft_keys)
-        return _acceptance_of(tree)
 
 
 class _Turn(NamedTuple):

@@ -44,10 +44,11 @@ class Steering(NamedTuple):
 
         If a sampled draft gives no probability to any allowed token, its q is uniform over the allowed tokens.
         """
-        wide = self.growth.widen(logits) if self.sample else logits
+        if self.sample:
+            logits = self.growth.widen(logits)
         if self.guide is None or states is None:
-            return wide
-        count = wide.shape[-1]
+            return logits
+        count = logits.shape[-1]
 
         def token_ids() -> Array:
             return self.growth.to_target(jnp.arange(count, dtype=jnp.int32))
@@ -55,12 +56,12 @@ class Steering(NamedTuple):
         # A draft vocabulary of a different size needs its token ids. So does one of the same size from a different
         # tokenizer; its tables are `narrowed`.
         narrowed = not self.sample and (count != self.guide.vocab or self.guide.tables.narrow is not None)
-        masked = self.guide.masked(wide, states, ids=token_ids if narrowed else None)
+        masked = self.guide.masked(logits, states, ids=token_ids if narrowed else None)
         if not self.sample:
             return masked
         # bool[B, W, 1]: q has no mass on allowed tokens. Masked zeros are the logits of a uniform q over them.
         nothing = jnp.max(masked, axis=-1, keepdims=True) == -jnp.inf
-        return jnp.where(nothing, self.guide.masked(jnp.zeros_like(wide), states), masked)
+        return jnp.where(nothing, self.guide.masked(jnp.zeros_like(logits), states), masked)
 
     def confidence_logits(self, raw_logits: Array, logits: Array) -> Array:
         """Return the logits that decide whether a drafter stops: its own, or the constrained ones under a guide."""

@@ -219,7 +219,9 @@ class ShapedDrafter(Drafter):
             text = str(self.shape.depth)
         else:
             text = "-".join(map(str, self.shape.branching))
-        return f"{self.kind}({text}{', sampled' if self.sample else ''})"
+        if self.sample:
+            text += ", sampled"
+        return f"{self.kind}({text})"
 
     @property
     def kind(self) -> str:

@@ -92,7 +92,7 @@ def restore_params(
         try:
             if check and array in own_share and _checksum(path) != conversion.checksums[path.name]:
                 raise MarsError(f"'{path}' is damaged, its checksum differs: convert it again.")
-            sharding = None if shardings is None else get(shardings, array.path)
+            sharding = shardings and get(shardings, array.path)
             return jax.block_until_ready(_read_array(path, array, floating, sharding))
         except MarsError:
             raise
@@ -131,13 +131,12 @@ def _read_array(path: Path, array: Weight, floating: str, sharding: Sharding | N
         names = list(file.keys())
         bits = BITS[len(names)]
         if bits is None:
-            expected = [Leaf(array.shape, floating, sharding)]
-        else:
-            # Values of a 4-bit matrix are [in / G, G, out]. `Int8.leaves` ignores the group.
-            group = file.get_slice(FIELDS[0]).get_shape()[1]
-            expected = FORMS[bits].leaves(array.shape, sharding, group)
+            return _place(file.get_slice(FIELDS[0]), Leaf(array.shape, floating, sharding))
+        # Values of a 4-bit matrix are [in / G, G, out]. `Int8.leaves` ignores the group.
+        group = file.get_slice(FIELDS[0]).get_shape()[1]
+        expected = FORMS[bits].leaves(array.shape, sharding, group)
         fields = [_place(file.get_slice(name), leaf) for name, leaf in zip(FIELDS, expected, strict=False)]
-    return fields[0] if bits is None else FORMS[bits](*fields, dtype=jnp.dtype(floating))
+    return FORMS[bits](*fields, dtype=jnp.dtype(floating))
 
 
 def _place(tensor: Any, leaf: Leaf) -> jax.Array:

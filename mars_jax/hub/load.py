@@ -144,7 +144,7 @@ def load(
         dtype, bits = resolve_dtype(dtype, stored_dtype)
         params = read_params(directory, config, dtype, bits, keep_packed=keep_packed, shardings=shardings)
     if cache_dtype is None:
-        cache_dtype = "float32" if jax.default_backend() == "cpu" else dtype
+        cache_dtype = {"cpu": "float32"}.get(jax.default_backend(), dtype)
     model = language_model(
         config, dtype=dtype, cache_dtype=cache_dtype, prefill_chunk=prefill_chunk, attention=attention
     )
@@ -320,7 +320,7 @@ def read_params(
     named_tensors = find_tensors(directory, config)
     params: dict[Weight, jax.Array | Quantized] = {}
     for leaf, rows in leaves(config).items():
-        sharding = None if shardings is None else get(shardings, leaf.path)
+        sharding = shardings and get(shardings, leaf.path)
         arrays = read_leaf(
             directory, named_tensors, leaf, rows, dtype, bits, keep_packed=keep_packed, sharding=sharding
         )

@@ -41,7 +41,7 @@ _HARMLESS = {
 }
 _NAMED = {"bos_token", "eos_token", "pad_token", "unk_token"}
 _PARALLEL = "TOKENIZERS_PARALLELISM"
-_USER_CHOSE = _PARALLEL in os.environ
+_ON_ALL_CORES = os.environ.get(_PARALLEL, "true")
 
 
 def _tokenizer_files(path: Path) -> list[Path]:
@@ -146,7 +146,7 @@ def on_all_cores() -> contextlib.AbstractContextManager[None]:
 
     The variable is reset afterwards, since tokenizers warns about a process that forks while it is true.
     """
-    return contextlib.nullcontext() if _USER_CHOSE else _environment(_PARALLEL, "true")
+    return _environment(_PARALLEL, _ON_ALL_CORES)
 
 
 @contextlib.contextmanager

@@ -128,7 +128,8 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
                 "such as data=2,model=4."
             )
         sizes[name] = int(size)
-    devices = jax.devices() if devices is None else list(devices)
+    if devices is None:
+        devices = jax.devices()
     count = math.prod(sizes.values())
     if count > len(devices):
         raise MarsError(
@@ -204,7 +205,8 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     @functools.wraps(function)
     def call(params: PyTree, *rows: PyTree) -> PyTree:
         # Arrays with explicit shardings bring their own mesh, whether or not one is set.
-        explicit = _explicit_mesh((params, rows))
+        meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves((params, rows))]
+        explicit = next((mesh for mesh in meshes if mesh.explicit_axes), None)
         if explicit is not None:
             return _as_auto(explicit, call, params, *rows)
         mesh = current()
@@ -298,8 +300,9 @@ def _spec(x: Array, axes: Axes, mesh: AnyMesh, *, rows: bool = True) -> P:
         if name is None or (name == "rows" and not rows):
             return None
         # `check_rows` raises for rows that do not divide, whereas other axes are then replicated.
-        mesh_axes = names_of("data", mesh) if name == "rows" else axes_of(name, size, mesh)
-        return mesh_axes or None
+        if name == "rows":
+            return names_of("data", mesh) or None
+        return axes_of(name, size, mesh) or None
 
     # Trailing dimensions without a logical axis are replicated.
     return P(*[of(name, size) for name, size in zip(axes, x.shape, strict=False)])
@@ -328,12 +331,6 @@ def hold_whole(x: Array) -> Array:
     concatenation by exchanging its parts.
     """
     return _hold(x, (None,) * x.ndim)
-
-
-def _explicit_mesh(arrays: PyTree) -> AbstractMesh | None:
-    """Return the mesh of arrays with explicit shardings in their types (`AxisType.Explicit`), if any."""
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
-    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
 def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:

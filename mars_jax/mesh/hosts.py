@@ -121,9 +121,9 @@ def check_devices() -> None:
     # JAX raises an AssertionError without a message if there is no plugin for a platform.
     except (RuntimeError, AssertionError) as error:
         # Drop the advice that JAX appends to its message.
-        reason = (
-            first_line(error).partition(". (set JAX_PLATFORMS")[0] if str(error) else "no plugin for them"
-        )
+        reason = first_line(error).partition(". (set JAX_PLATFORMS")[0]
+        if not str(error):
+            reason = "no plugin for them"
         platforms = getattr(jax.config, "jax_platforms", None) or ""
         raise MarsError(
             f"JAX finds none of the devices that JAX_PLATFORMS names, '{platforms}' ({reason}): install JAX for them, "

@@ -175,11 +175,8 @@ def _requests_and_rule(
     target: Pretrained, prompts: AnyPrompts, verify: AnyRule | None, **options: Unpack[CallOptions]
 ) -> tuple[list[Request], LoadedRule]:
     """Return the requests of a call, and the rule with its per-prompt values repeated for each sample."""
-    requests, samples, rule = (
-        make_requests(target, prompts, **options),
-        options.get("samples", 1),
-        loaded_rule(verify),
-    )
+    requests, samples = make_requests(target, prompts, **options), options.get("samples", 1)
+    rule = loaded_rule(verify)
     check_relaxes(rule, requests)
     if samples == 1:
         return requests, rule

@@ -6,6 +6,7 @@ B batch, T token buffer.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.edits import Edits, make_edits
 from mars_jax.core.guide import narrowed
+from mars_jax.core.metrics import DecodeStats, zero_stats
 from mars_jax.core.rule import LoadedRule, Rule, for_rows, structure, take_rows, user_errors
 from mars_jax.core.types import (
     NO_TOKEN,
@@ -33,6 +35,7 @@ from mars_jax.core.types import (
     GuideTables,
     Params,
     Prompts,
+    PyTree,
     keys_from_seeds,
 )
 from mars_jax.drafters.registry import drafters_that
@@ -95,11 +98,12 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
                 f"'{target.name}' has no tokenizer, so the text of its tokens is unknown: constrain it by tokens only."
             )
         words = vocabulary(target.tokenizer, size)
-    return RequestGuides(
-        constraint=compiled(constraints, words) if constraints else None,
-        span=join_tables({span: span.table(words) for span in spans}, size) if spans else None,
-        words=words,
-    )
+    guides = RequestGuides(words=words)
+    if constraints:
+        guides = guides._replace(constraint=compiled(constraints, words))
+    if spans:
+        guides = guides._replace(span=join_tables({span: span.table(words) for span in spans}, size))
+    return guides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,11 +163,21 @@ class Prepared:
         keys = keys_from_seeds(jnp.array(np.asarray([r.seed for r in requests], np.uint32)))
         # Rows that only fill the batch take the rule of request 0.
         numbers = take_rows(self.loaded_rule.rule, [i or 0 for i in entries], len(self.requests))
-        row_prompts = Prompts(
-            jnp.array(tokens), jnp.array(lengths), controls, for_rows(numbers, len(requests)), keys
+        return self.placed(
+            Prompts(jnp.array(tokens), jnp.array(lengths), controls, for_rows(numbers, len(requests)), keys)
         )
-        mesh = self.target.mesh
-        return row_prompts if mesh is None else put(row_prompts, state_shardings(row_prompts, mesh))
+
+    def zero_stats(self, rows: int, *, log_probs: bool) -> DecodeStats:
+        """Return the counters of new rows, which record the log-probabilities of each token if `log_probs`."""
+        record = self.width if log_probs else None
+        depth, num_top = self.decoder.max_depth, self.decoder.top_log_probs
+        return self.placed(zero_stats(rows, depth, record=record, num_top=num_top))
+
+    def placed(self, arrays: PyTree) -> PyTree:
+        """Shard arrays with rows over `data` on a mesh."""
+        if self.target.mesh is None:
+            return arrays
+        return put(arrays, state_shardings(arrays, self.target.mesh))
 
     def _edits(self, requests: Sequence[Request]) -> Edits:
         # The width covers all requests, so it is the same for any subset. It is rounded up, so that one more token
@@ -201,9 +215,10 @@ def loaded_rule(verify: AnyRule | None) -> LoadedRule:
     """
     if verify is None:
         verify = exact()
-    loaded = verify if isinstance(verify, LoadedRule) else LoadedRule(verify)
-    structure(loaded.rule)
-    return loaded
+    if not isinstance(verify, LoadedRule):
+        verify = LoadedRule(verify)
+    structure(verify.rule)
+    return verify
 
 
 def prepared(
@@ -306,8 +321,6 @@ def bucket(length: int) -> int:
     >>> [bucket(n) for n in (1, 65, 128, 200)]
     [64, 96, 128, 256]
     """
-    size = 64
-    while size < length:
-        # Powers of two alternate with 1.5 times a power of two. Above 64, less than a third of a buffer is padding.
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return size
+    # Powers of two alternate with 1.5 times a power of two. Above 64, less than a third of a buffer is padding.
+    sizes = (size for power in itertools.count(6) for size in (2**power, 3 * 2 ** (power - 1)))
+    return next(size for size in sizes if size >= length)

@@ -21,11 +21,11 @@ from jax import Array
 
 from mars_jax.core import decode, refill
 from mars_jax.core.given import NO_ROW
-from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
+from mars_jax.core.metrics import DecodeStats, accumulate
 from mars_jax.core.prefill import WIDE_CHUNK, chunk_of
 from mars_jax.core.types import DecodeState, PyTree, StepInfo
-from mars_jax.mesh.axes import size_of, state_shardings
-from mars_jax.mesh.hosts import fetch, put
+from mars_jax.mesh.axes import size_of
+from mars_jax.mesh.hosts import fetch
 from mars_jax.serve.prepare import Prepared, of_mesh
 from mars_jax.serve.requests import Completion, Request, TokenLogProbs
 from mars_jax.serve.sizes import with_costs
@@ -194,7 +194,7 @@ class Queue:
                 min_ended = len(self._holds)
             max_steps = 2**30
             if any(text is not None for text in self._texts):
-                max_steps = 1 if decode.look_ahead(state) == 0 else BETWEEN
+                max_steps = {0: 1}.get(decode.look_ahead(state), BETWEEN)
             return refill.advance(prepared.decoder, prepared.params, state, stats, min_ended, max_steps)
 
     def draft_with(self, params: PyTree) -> None:
@@ -213,8 +213,9 @@ class Queue:
         self._began[row] = time.perf_counter()
         self._holds[row] = index = self._waiting.popleft()
         request = self._prepared.requests[index]
-        reads_text = self._telling or request.stop_strings
-        self._texts[row] = RowText(self._prepared.target, request) if reads_text else None
+        self._texts[row] = None
+        if self._telling or request.stop_strings:
+            self._texts[row] = RowText(self._prepared.target, request)
         return index
 
     def _read_texts(self, rows: Rows) -> tuple[np.ndarray, list[Said]]:
@@ -248,12 +249,7 @@ class Queue:
         if not self._shares:
             for row in range(min(len(self._holds), len(self._waiting))):
                 entries[row] = self._next(row)
-        record = self._prepared.width if self._log_probs or self._telling else None
-        decoder = self._prepared.decoder
-        stats = zero_stats(len(entries), decoder.max_depth, record=record, num_top=decoder.top_log_probs)
-        mesh = self._prepared.target.mesh
-        if mesh is not None:
-            stats = put(stats, state_shardings(stats, mesh))
+        stats = self._prepared.zero_stats(len(entries), log_probs=self._log_probs or self._telling)
         if self.state is None:
             state = self._prepared.start(entries)
         else:
@@ -286,9 +282,7 @@ class Queue:
                 if row != NO_ROW and self._waiting:
                     rows[part], entries[part] = row, self._next(row)
             prompts, prepared = self._prepared.prompts(entries), self._prepared
-            row_indices = jnp.array(np.asarray(rows, np.int32))
-            if target.mesh is not None:
-                row_indices = put(row_indices, state_shardings(row_indices, target.mesh))
+            row_indices = prepared.placed(jnp.array(np.asarray(rows, np.int32)))
             with target.on_mesh():
                 state, stats = refill.refill(
                     prepared.decoder, prepared.params, state, stats, row_indices, prompts

@@ -241,8 +241,9 @@ def make_requests(
     for index, prompt in enumerate(prompt_list):
         prompt_options = {name: _checked(target, name, values[index]) for name, values in by_prompt.items()}
         if not ignore_eos and "stop_tokens" not in prompt_options:
-            in_chat = chat or _is_conversation(prompt)
-            prompt_options["stop_tokens"] = target.chat_stop_tokens if in_chat else target.stop_tokens
+            prompt_options["stop_tokens"] = target.stop_tokens
+            if chat or _is_conversation(prompt):
+                prompt_options["stop_tokens"] = target.chat_stop_tokens
         if prompt_options.get("stop_strings"):
             prompt_options = _with_special(target, prompt_options)
         if isinstance(prompt, str):
@@ -271,8 +272,9 @@ def _as_list(prompts: AnyPrompts) -> list[Any]:
     if not prompt_list:
         raise MarsError("there are no prompts: give at least one.")
     # A list of turns is one conversation, not one prompt per turn.
-    is_one_conversation = all(isinstance(turn, Mapping) for turn in prompt_list)
-    return [prompt_list] if is_one_conversation else prompt_list
+    if all(isinstance(turn, Mapping) for turn in prompt_list):
+        return [prompt_list]
+    return prompt_list
 
 
 def _check_names(names: Iterable[str]) -> None:
@@ -362,7 +364,7 @@ def _with_constraints(options: OptionValues, count: int) -> OptionValues:
                 raise MarsError(f"{name} does not apply with another constraint: leave one of them out.")
             constraint = by_identity.get(id(value)) or make_constraint(value)
             by_identity[id(value)] = constraint
-            by_prompt[index] = constraint.relaxed() if relaxes[index] else constraint
+            by_prompt[index] = dataclasses.replace(constraint, relax=constraint.relax or relaxes[index])
     if any(by_prompt):
         options["constraint"] = by_prompt
     elif any(relaxes):
@@ -372,7 +374,9 @@ def _with_constraints(options: OptionValues, count: int) -> OptionValues:
 
 def _ids(target: Pretrained, name: str, value: int | Sequence[int]) -> tuple[int, ...]:
     """Return the token ids of an option with one id or several."""
-    return token_ids(name, (value,) if isinstance(value, int) else value, target.config.vocab_size)
+    if isinstance(value, int):
+        value = (value,)
+    return token_ids(name, value, target.config.vocab_size)
 
 
 def _pairs(bias: Mapping[int, float] | None) -> dict[int, float]:
@@ -413,7 +417,18 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
     if name == "stop_tokens":
         return _ids(target, name, value)
     if name == "stop_strings":
-        return _strings(value)
+        strings = value
+        if isinstance(value, str):
+            strings = [value]
+        if not isinstance(strings, list | tuple) or not all(
+            isinstance(text, str) and text for text in strings
+        ):
+            raise MarsError(f"stop_strings is {short_repr(value)}: expected texts of at least one character.")
+        for (
+            text
+        ) in strings:  # a lone surrogate never occurs in decoded text, so such a string would never match
+            check_text("stop_strings", text)
+        return tuple(strings)
     if name == "logit_bias":
         size = target.config.vocab_size
         expected = f"one of the {size} tokens of '{target.name}'"
@@ -421,16 +436,6 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
     if name in ("relax_in", "strict_in"):
         return checked_spans(value)
     return value  # a constraint
-
-
-def _strings(value: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the stop strings of an option that holds one string or several. Empty strings are an error."""
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
-        raise MarsError(f"stop_strings is {short_repr(value)}: expected texts of at least one character.")
-    for text in strings:  # a lone surrogate never occurs in decoded text, so such a string would never match
-        check_text("stop_strings", text)
-    return tuple(strings)
 
 
 def check_request(target: Pretrained, request: Request) -> None:

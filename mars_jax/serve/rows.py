@@ -34,7 +34,7 @@ from mars_jax.hub.durable import write_whole
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.mesh import hosts
 from mars_jax.mesh.hosts import fetch
-from mars_jax.utils.errors import MarsError
+from mars_jax.utils.errors import MarsError, shortened
 from mars_jax.utils.types import JsonObject
 
 Row = JsonObject
@@ -304,8 +304,8 @@ def difference(name: str, recorded: object, current: object) -> str | None:
     if name == "fingerprints" and isinstance(current, dict):
         if not isinstance(recorded, dict):
             recorded = {}  # a damaged settings file
-        changed = [part for part in sorted(current | recorded) if recorded.get(part) != current.get(part)]
-        return f"other weights of the {changed[0]}" if changed else None
+        changed = (part for part in sorted(current | recorded) if recorded.get(part) != current.get(part))
+        return next((f"other weights of the {part}" for part in changed), None)
     name = name.replace("_", " ")
     # These are digests, whose values mean nothing to the user.
     if all(isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) for value in (recorded, current)):
@@ -316,8 +316,7 @@ def difference(name: str, recorded: object, current: object) -> str | None:
 def _brief(value: object) -> str:
     if value is None:
         return "at its default"
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) < 60 else f"{text[:57]}..."
+    return shortened(json.dumps(value, ensure_ascii=False), 60)
 
 
 def parse_line(line: bytes) -> Row | None:
@@ -339,8 +338,8 @@ def to_line(row: Mapping[str, object]) -> str:
 
 
 def _finite(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, Mapping):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -354,10 +353,10 @@ def plain(value: Any) -> Any:
     >>> plain({"tree": (4, 2), "path": Path("a")}), plain(float("inf"))
     ({'tree': [4, 2], 'path': 'a'}, 'inf')
     """
-    if isinstance(value, bool | int | str | None):
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, bool | int | float | str | None):
         return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
         return {str(name): plain(part) for name, part in value.items()}
     if hasattr(value, "_asdict"):

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Sharding
 
@@ -51,8 +50,9 @@ def default_rows(prepared: Prepared) -> int:
     target = prepared.target
     leaves = jax.tree.leaves((prepared.params.target, prepared.params.draft))
     weights = [x for x in leaves if isinstance(x, jax.Array)]
-    device = next(iter(weights[0].sharding.addressable_devices)) if weights else jax.local_devices()[0]
-    max_rows = MOST_ON_CPU if device.platform == "cpu" else MOST
+    devices = (device for x in weights for device in x.sharding.addressable_devices)
+    device = next(devices, jax.local_devices()[0])
+    max_rows = {"cpu": MOST_ON_CPU}.get(device.platform, MOST)
     room = _bytes_of(device)
     if room is not None:
         weight_bytes = sum(_device_bytes(x, x.sharding) for x in weights)
@@ -86,9 +86,7 @@ def row_bytes(prepared: Prepared) -> int:
 def _device_bytes(x: Array | jax.ShapeDtypeStruct, sharding: Sharding | None) -> int:
     """Return the bytes of an array, or of the part that a device holds."""
     shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
-    # A random key is two 32-bit words.
-    size = 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
-    return math.prod(shape) * size
+    return math.prod(shape) * x.dtype.itemsize
 
 
 def _bytes_of(device: Any) -> float | None:
@@ -99,7 +97,7 @@ def _bytes_of(device: Any) -> float | None:
         except (ValueError, OSError, AttributeError):
             return None
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    return None if limit is None else SHARE * limit
+    return limit and SHARE * limit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,10 @@ import numpy as np
 
 from mars_jax import __version__
 from mars_jax.core import refill
-from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.drafters import LoadedDrafter
 from mars_jax.drafters.sized import with_size, with_step_costs
 from mars_jax.mesh import hosts
-from mars_jax.mesh.axes import state_shardings
 from mars_jax.serve.prepare import Prepared
 from mars_jax.utils import activity
 from mars_jax.utils.compilations import keep_text, kept_text
@@ -112,10 +110,7 @@ def _step_seconds(prepared: Prepared, entries: list[int], *, log_probs: bool) ->
     """Return the mean seconds per step over a few steps."""
     decoder, params = prepared.decoder, prepared.params
     state = prepared.start(entries)
-    record = prepared.width if log_probs else None
-    stats = zero_stats(len(entries), decoder.max_depth, record=record, num_top=decoder.top_log_probs)
-    if (mesh := prepared.target.mesh) is not None:
-        stats = hosts.put(stats, state_shardings(stats, mesh))
+    stats = prepared.zero_stats(len(entries), log_probs=log_probs)
     with prepared.target.on_mesh():
         state, stats = jax.block_until_ready((state, stats))
         start = time.perf_counter()

@@ -59,11 +59,10 @@ def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None)
     """
     cause: BaseException | None = error
     while cause is not None:
+        text = str(cause)
         if isinstance(cause, OSError) and cause.errno is not None:
-            reason = os.strerror(cause.errno) if cause.errno in _UNWRITABLE else None
-        else:
-            text = str(cause)
-            reason = next((os.strerror(code) for code in _UNWRITABLE if os.strerror(code) in text), None)
+            text = os.strerror(cause.errno)
+        reason = next((os.strerror(code) for code in _UNWRITABLE if os.strerror(code) in text), None)
         if reason is not None:
             name = path or getattr(cause, "filename", None)
             file = "the disk" if name is None else f"'{os.fsdecode(name)}'"
@@ -90,9 +89,10 @@ def check_count(name: str, value: object, least: int = 1, most: int | None = Non
     Traceback (most recent call last):
     mars_jax.utils.errors.MarsError: batch_size is 0.5: expected a whole number of at least 1.
     """
-    upper = math.inf if most is None else most
+    upper, between = math.inf, f"of at least {least}"
+    if most is not None:
+        upper, between = most, f"from {least} to {most}"
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not least <= int(value) <= upper:
-        between = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise MarsError(f"{name} is {short_repr(value)}: expected a whole number {between}.")
 
 
@@ -126,17 +126,29 @@ def short_repr(value: object) -> str:
     >>> short_repr("ab"), short_repr(object()), len(short_repr("a" * 1000))
     ("'ab'", 'of type object', 100)
     """
+    description = f"of type {type(value).__name__}"
     if not isinstance(value, numbers.Number | str | bytes | list | tuple | dict | set | type(None)):
-        return f"of type {type(value).__name__}"
+        return description
     if isinstance(value, int) and value.bit_length() > 999:  # Python refuses to format thousands of digits
         return f"a number of {value.bit_length()} bits"
     try:
         text = repr(value)
     except ValueError:  # such a number inside a list
-        return f"of type {type(value).__name__}"
+        return description
     if "\n" in text:  # an array inside a list
-        return f"of type {type(value).__name__}"
-    return text if len(text) <= 100 else f"{text[:97]}..."
+        return description
+    return shortened(text, 100)
+
+
+def shortened(text: str, most: int) -> str:
+    """Cut a text to at most `most` characters, the last three of them dots.
+
+    >>> shortened("abcdef", 6), shortened("abcdefg", 6)
+    ('abcdef', 'abc...')
+    """
+    if len(text) <= most:
+        return text
+    return f"{text[: most - 3]}..."
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -148,7 +160,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     ''
     """
     matches = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {matches[0]}?)" if matches and matches[0] != name else ""
+    return "".join(f" (did you mean {match}?)" for match in matches if match != name)
 
 
 def printable(text: str) -> str:

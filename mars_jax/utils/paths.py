@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import IO
 
-from mars_jax.utils.errors import MarsError
+from mars_jax.utils.errors import MarsError, shortened
 from mars_jax.utils.limits import FILE_BYTES, NAME_BYTES, PATH_BYTES
 
 
@@ -29,8 +29,7 @@ def check_path(path: str | os.PathLike[str], shown: str = "the path") -> None:
     mars_jax.utils.errors.MarsError: --output 'runs/a\\x00b' holds a NUL character, which no path can: remove it.
     """
     text = os.fspath(path)
-    brief = text if len(text) <= 80 else f"{text[:32]}..."
-    quoted = f"{shown} '{brief}'"
+    quoted = f"{shown} '{shortened(text, 80)}'"
     try:
         encoded = os.fsencode(text)
     except UnicodeEncodeError:
@@ -132,10 +131,9 @@ def unpacked(path: str | os.PathLike[str]) -> bytes:
       OSError: see `open_file`; or the decompressed data exceeds `FILE_BYTES`.
       EOFError, lzma.LZMAError, zlib.error: a compressed file is damaged or truncated.
     """
-    suffix = Path(path).suffix
-    if suffix not in (".xz", ".gz"):
+    decompress = {".xz": lzma.open, ".gz": gzip.open}.get(Path(path).suffix)
+    if decompress is None:
         return read_bytes(path)
-    decompress = lzma.open if suffix == ".xz" else gzip.open
     with open_file(path) as packed, decompress(packed, "rb") as file:
         # One byte past the limit shows that the data is too large. A small archive may expand to any size.
         data = file.read(FILE_BYTES + 1)

@@ -68,7 +68,7 @@ class Setting:
     @property
     def metavar(self) -> str:
         """Name of the value in the help text."""
-        return "N" if self.kind is int else "X"
+        return {int: "N"}.get(self.kind, "X")
 
     def range(self, **structural: object) -> Range:
         """Return the range for the given structural choices."""
@@ -78,17 +78,15 @@ class Setting:
         """Describe the allowed values."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        if self.kind is bool:
-            return "true or false"
-        return "a text" if self.kind is str else self.range(**structural).words
+        words = {bool: "true or false", str: "a text"}
+        return words.get(self.kind) or self.range(**structural).words
 
     @property
     def default_words(self) -> str:
         """Description of the default."""
         if self.default is None:
             return "none" if self.optional else "must be given"
-        default = f"{self.default:g}" if self.kind is float else str(self.default).lower()
-        return self.word or default
+        return self.word or format(self.default, {float: "g"}.get(self.kind, "")).lower()
 
     def check(self, value: Any, *, shown: str | None = None, **structural: object) -> None:
         """Raise MarsError unless `value` is in range: a number, a choice, or an array or a list of them, one per row.
@@ -108,8 +106,10 @@ class Setting:
             items = [value]  # a structural setting has one value for all rows
         for item in items:
             if not self._is_valid(item, structural):
-                text = f"{item:g}" if type(item) is float else short_repr(item)
-                suggestion = did_you_mean(item if isinstance(item, str) else short_repr(item), self.choices)
+                text = short_repr(item)
+                suggestion = did_you_mean(text.strip("'"), self.choices)
+                if type(item) is float:
+                    text = f"{item:g}"
                 raise MarsError(
                     f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**structural)}."
                 )
@@ -234,10 +234,12 @@ def setting(
       >>> settings_of(Rule)["theta"].expected()
       '0 to 1'
     """
-    is_leaf = kind in (float, int) and not choices
+    if choices:
+        kind = str
+    is_leaf = kind in (float, int)
     declared = Setting(
         name="",  # known once the class exists: `settings_of`
-        kind=str if choices else kind,
+        kind=kind,
         help=help,
         default=None if default is dataclasses.MISSING else default,
         ranges=ranges,

@@ -147,7 +147,7 @@ def not_in(choice: RuleChoice, name: str) -> str:
     option_names = ", ".join(choice.options) or "no settings"
     fix = "leave it out"
     rules_with_it = [row.name for row in rules().values() if name in row.settings]
-    bases = choice.definition.settings["base"].choices if "base" in choice.definition.settings else {}
+    bases = getattr(choice.definition.settings.get("base"), "choices", {})
     bases_with_it = [rule for rule in rules_with_it if rule in bases]
     if rules_with_it:
         fix += f", or verify with {' or '.join(bases_with_it or rules_with_it[:3])}"
