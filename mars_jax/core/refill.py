@@ -134,7 +134,7 @@ def _refill(
 ) -> tuple[DecodeState, DecodeStats]:
     state = decoder.insert(params, state, rows, prompts, read)
     batch, buffer = state.tokens.shape
-    width = stats.tokens and buffer
+    width = None if stats.tokens is None else buffer
     empty = zero_stats(batch, decoder.max_depth, record=width, num_top=decoder.top_log_probs)
     if jax.tree.map(jnp.shape, empty) != jax.tree.map(jnp.shape, stats):
         raise MarsError(

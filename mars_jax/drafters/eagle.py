@@ -204,7 +204,7 @@ def load_eagle_drafter(arguments: Asked) -> LoadedDrafter:
         head_embed=arguments.head_embed,
     )
     # As in `hub.load`: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
-    cache_dtype = {"cpu": "float32"}.get(jax.default_backend(), str(params["fc"].dtype))
+    cache_dtype = "float32" if jax.default_backend() == "cpu" else str(params["fc"].dtype)
 
     drafter = eagle(config, target.model, arguments.chain, **arguments.shape, cache_dtype=cache_dtype)
     params = arguments.placed(params, config)

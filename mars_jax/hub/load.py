@@ -144,7 +144,7 @@ def load(
         dtype, bits = resolve_dtype(dtype, stored_dtype)
         params = read_params(directory, config, dtype, bits, keep_packed=keep_packed, shardings=shardings)
     if cache_dtype is None:
-        cache_dtype = {"cpu": "float32"}.get(jax.default_backend(), dtype)
+        cache_dtype = "float32" if jax.default_backend() == "cpu" else dtype
     model = language_model(
         config, dtype=dtype, cache_dtype=cache_dtype, prefill_chunk=prefill_chunk, attention=attention
     )

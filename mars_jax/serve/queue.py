@@ -194,7 +194,7 @@ class Queue:
                 min_ended = len(self._holds)
             max_steps = 2**30
             if any(text is not None for text in self._texts):
-                max_steps = {0: 1}.get(decode.look_ahead(state), BETWEEN)
+                max_steps = 1 if decode.look_ahead(state) == 0 else BETWEEN
             return refill.advance(prepared.decoder, prepared.params, state, stats, min_ended, max_steps)
 
     def draft_with(self, params: PyTree) -> None:

@@ -424,9 +424,8 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
             isinstance(text, str) and text for text in strings
         ):
             raise MarsError(f"stop_strings is {short_repr(value)}: expected texts of at least one character.")
-        for (
-            text
-        ) in strings:  # a lone surrogate never occurs in decoded text, so such a string would never match
+        # A lone surrogate never occurs in decoded text, so such a string would never match.
+        for text in strings:
             check_text("stop_strings", text)
         return tuple(strings)
     if name == "logit_bias":

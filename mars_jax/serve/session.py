@@ -52,7 +52,7 @@ def default_rows(prepared: Prepared) -> int:
     weights = [x for x in leaves if isinstance(x, jax.Array)]
     devices = (device for x in weights for device in x.sharding.addressable_devices)
     device = next(devices, jax.local_devices()[0])
-    max_rows = {"cpu": MOST_ON_CPU}.get(device.platform, MOST)
+    max_rows = MOST_ON_CPU if device.platform == "cpu" else MOST
     room = _bytes_of(device)
     if room is not None:
         weight_bytes = sum(_device_bytes(x, x.sharding) for x in weights)

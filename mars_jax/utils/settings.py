@@ -68,7 +68,7 @@ class Setting:
     @property
     def metavar(self) -> str:
         """Name of the value in the help text."""
-        return {int: "N"}.get(self.kind, "X")
+        return "N" if self.kind is int else "X"
 
     def range(self, **structural: object) -> Range:
         """Return the range for the given structural choices."""
@@ -86,7 +86,7 @@ class Setting:
         """Description of the default."""
         if self.default is None:
             return "none" if self.optional else "must be given"
-        return self.word or format(self.default, {float: "g"}.get(self.kind, "")).lower()
+        return self.word or format(self.default, "g" if self.kind is float else "").lower()
 
     def check(self, value: Any, *, shown: str | None = None, **structural: object) -> None:
         """Raise MarsError unless `value` is in range: a number, a choice, or an array or a list of them, one per row.

@@ -75,7 +75,7 @@ class Mars(Relaxed):
 
     @property
     def name(self) -> str:
-        return over({"ratio": "mars"}.get(self.margin, f"mars({self.margin})"), self.base)
+        return over("mars" if self.margin == "ratio" else f"mars({self.margin})", self.base)
 
     def low(self, evidence: Evidence) -> Array:
         # The paper's low margin at each node: z_2 / z_1 > theta. The gap is z_1 - z_2 < theta.

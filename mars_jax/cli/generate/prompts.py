@@ -76,7 +76,7 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     Raises:
       MarsError: the file does not exist or contains no prompts, or a line is not a prompt.
     """
-    name = {"-": "stdin"}.get(path, path)
+    name = "stdin" if path == "-" else path
     stream = path == "-" or remote.is_url(path) or path.startswith(_PIPES)
     if not stream:
         check_path(path, "the prompts file")
@@ -183,7 +183,7 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
                     f"{where}: it has more than {LINE_BYTES:,} bytes: give shorter prompts, one a line."
                 )
             # Only the first line may begin with a byte order mark.
-            encoding = {1: "utf-8-sig"}.get(number, "utf-8")
+            encoding = "utf-8-sig" if number == 1 else "utf-8"
             try:
                 text = line.decode(encoding).removesuffix("\n").removesuffix("\r")
             except UnicodeDecodeError:

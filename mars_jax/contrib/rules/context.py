@@ -150,7 +150,7 @@ def context(
     """
     check_kind(by)
     factors, edges = tuple(map(float, factors)), tuple(map(float, edges))
-    bins = {"class": len(CLASSES)}.get(by, len(edges) + 1)
+    bins = len(CLASSES) if by == "class" else len(edges) + 1
     if len(factors) != bins:
         raise MarsError(f"a context by {by} has {len(factors)} factors: expected {bins}, one for each bin.")
     if not all(math.isfinite(f) and f >= 0 for f in factors):

@@ -140,7 +140,7 @@ def _open_first(args: argparse.Namespace, target: Pretrained) -> Pretrained | Tr
     """Load the checkpoint of --from."""
     if args.kind != "eagle3":
         # The kind model trains this checkpoint, in float32. Other kinds only draft with it, in its own dtype.
-        return hub.load(args.first, dtype={"model": "float32"}.get(args.kind))
+        return hub.load(args.first, dtype="float32" if args.kind == "model" else None)
     config, params = hub.load_eagle(args.first, target.config, target.params, dtype="float32")
     if config.version != 3:
         raise MarsError(

@@ -58,7 +58,7 @@ def slice_of(name: str) -> str:
     ('v5e:2x4', 'v5p:2x2x1', 'v6e:2x2')
     """
     kind, dash, size = name.partition("-")
-    generation = {"v5litepod": "v5e"}.get(kind, kind)
+    generation = "v5e" if kind == "v5litepod" else kind
     if not dash or generation not in CHIPS:
         return name
     dims = CHIPS[generation].dims

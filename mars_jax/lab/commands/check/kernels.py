@@ -102,7 +102,7 @@ def check_case(case: Case, form: str = "default", how: str = "compiled") -> Json
     expected = case.expected
     if expected is None:
         expected = _reference(case)
-    times = {"cpu": 1}.get(jax.default_backend(), LOOPED)
+    times = 1 if jax.default_backend() == "cpu" else LOOPED
     try:
         run = looped(functools.partial(case.call, **options), times, tuple(jax.device_put(case.operands)))
         result = jax.device_get(run())

@@ -71,7 +71,7 @@ def arms_at(
     # have equal names, so each is measured once.
     arms: dict[str, Arm] = {}
     for choice in rules:
-        own_thetas = {rule.spec: thetas}.get(choice.spec, ())
+        own_thetas = thetas if choice.spec == rule.spec else ()
         choice_arms = make_arms(choice, own_thetas, temperature=temperature, target=target, controls="paper")
         arms |= {arm.name: arm for arm in choice_arms[1:]}
     return sorted(arms.values(), key=lambda arm: not arm.loaded_rule.rule.lossless)
