@@ -133,9 +133,9 @@ if RUN_LARGE:
 # Each threshold decodes the same word problems with the same seeds at temperature 1. `exact` is the strict rule,
 # which preserves the target's distribution; `autoregressive` is the target without a draft. Thresholds are runtime
 # values, so each kind of rule compiles only once. The arms are timed in three interleaved rounds; each speed is the
-# median of the rounds, shown with the lowest and the highest. Regret is the cost of relaxing: the difference in nats between
-# the target's best logit and the logit of the emitted token. The prompts of large targets request answers in the
-# format of the small one. Expect 2 minutes.
+# median of the rounds, shown with the lowest and the highest. Regret is the cost of relaxing: the difference in nats
+# between the target's best logit and the logit of the emitted token. The prompts of large targets request answers in
+# the format of the small one. Expect 2 minutes.
 
 # %%
 THETAS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
