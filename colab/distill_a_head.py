@@ -16,7 +16,7 @@
 #
 # An EAGLE-3 head reads features of its target and drafts from them. This notebook trains a head on text that the
 # target generates, with training-time test ([arXiv 2503.01840](https://arxiv.org/abs/2503.01840)), and then decodes
-# with it. With so few tokens the head stays weak; more tokens improve it.
+# with it. A head trained on so few tokens stays weak; more tokens improve it.
 #
 # ## Install
 #
@@ -85,8 +85,8 @@ _ = Path("beginnings.txt").write_text("\n<|endoftext|>\n".join(openings), encodi
 # %% [markdown]
 # ## Train
 #
-# Training runs in a separate process, on the CPU or on the accelerator, so that its memory is free afterwards. If it
-# is killed, run the cell again: it continues from the last checkpoint. Expect 5 minutes on two cores.
+# Training runs in a separate process, on the CPU or on the accelerator, so that its memory is free afterwards. If
+# training is killed, run the cell again to continue from the last checkpoint. Expect 5 minutes on two cores.
 
 # %%
 flags = ["eagle3", "--target", TARGET, "--data", "beginnings.txt", "--write", WRITE, "--tokens", TOKENS]

@@ -85,8 +85,8 @@ print(f"{same} of {len(prompts)} texts are those of one device")
 # %% [markdown]
 # ## A trainer's axes
 #
-# If a mesh has axes of other names, name their roles once. A trainer divides its weights over all axes. `place`
-# arranges them for decoding once per update, so no step gathers them. Expect half a minute.
+# If the axes of a mesh have different names, assign their roles once. A trainer divides its weights over all axes.
+# `place` reshards the weights for decoding once per update, so that no step gathers them. Expect half a minute.
 
 # %%
 import numpy as np

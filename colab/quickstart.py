@@ -85,7 +85,7 @@ print(
 print(f"regret {m.regret_per_token:.3f} nats per token")
 
 # %% [markdown]
-# The same text, streamed. Drafted tokens that equal the target's choice are plain, <span
+# The next cell streams the same text. Drafted tokens that equal the target's choice are plain, <span
 # style="color:#b58900">relaxed</span> tokens were accepted only because of the margin, and <span
 # style="color:#268bd2">corrected</span> tokens were chosen by the target.
 
@@ -131,11 +131,11 @@ if RUN_LARGE:
 # ## Sweep theta
 #
 # Each threshold decodes the same word problems with the same seeds at temperature 1. `exact` is the strict rule,
-# which preserves the target's distribution; `autoregressive` is the target without a draft. Thresholds are values, so
-# each kind of rule compiles only once. The arms are timed in three interleaved rounds; a speed is the median of the
-# rounds, with the lowest and the highest. Regret is the cost of relaxing: the difference in nats between the target's
-# best logit and the logit of the emitted token. Large targets are asked to end their answers in the same format as
-# the small one. Expect 2 minutes.
+# which preserves the target's distribution; `autoregressive` is the target without a draft. Thresholds are runtime
+# values, so each kind of rule compiles only once. The arms are timed in three interleaved rounds; each speed is the
+# median of the rounds, shown with the lowest and the highest. Regret is the cost of relaxing: the difference in nats
+# between the target's best logit and the logit of the emitted token. The prompts of large targets request answers in
+# the format of the small one. Expect 2 minutes.
 
 # %%
 THETAS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)

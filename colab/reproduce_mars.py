@@ -109,7 +109,8 @@ assert main([*flags, "--output", str(OUTPUT)]) == 0
 # ## Comparison with the paper
 #
 # Speed is relative to the target without a draft, and tau includes the token that the target adds in every step. The
-# paper measured on H100s. Its means are over six question sets; the means here are over the sets that were measured.
+# paper measured on H100s. The paper's means are over six question sets; the means here are over the sets that were
+# measured.
 
 # %%
 display(Markdown((OUTPUT / "recipe.md").read_text()))

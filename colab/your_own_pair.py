@@ -65,8 +65,8 @@ NEW = int(os.environ.get("NEW_TOKENS", "192"))
 # ## Plan first
 #
 # `mars-jax plan` compiles the decode loop for the slice ahead of time, without weights and without a TPU. It reports
-# the memory of each chip, the time of a step at the published bandwidth, and whether the pair fits. It runs in a
-# separate process before this one takes the TPU, and needs libtpu. Expect a minute.
+# the memory of each chip, the time of a step at the published bandwidth, and whether the pair fits. The command runs
+# in a separate process before this one takes the TPU, and needs libtpu. Expect a minute.
 
 # %%
 if importlib.util.find_spec("libtpu") is None:
@@ -84,8 +84,8 @@ else:
 # %% [markdown]
 # ## Load and decode
 #
-# One round compiles, and then three interleaved rounds are timed. A speed is the median of the three, with the lowest
-# and the highest. Regret is the cost of relaxing. Expect a minute.
+# One round compiles, and then three interleaved rounds are timed. Each speed is the median of the three rounds, shown
+# with the lowest and the highest. Regret is the cost of relaxing. Expect a minute.
 
 # %%
 import time

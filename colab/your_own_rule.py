@@ -124,8 +124,8 @@ for name, settings in rules.items():
 
 # %% [markdown]
 # A rule is better if its curve is lower: it reaches the same tau with less regret. The numbers next to the points are
-# the bounds and the thetas. Four prompts show the shape of the curves, but not which is lower: `mars-jax benchmark`
-# computes intervals.
+# the bounds and the thetas. Four prompts show the shape of the curves, but do not determine which curve is lower:
+# `mars-jax benchmark` computes intervals.
 
 # %%
 looks = {"exact": look("exact"), "entropy": OTHER, "mars": look("mars")}
