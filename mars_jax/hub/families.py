@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mars_jax.hub.rope_config import read_rope
+from mars_jax.hub.rope_config import read_rope, write_scaling
 from mars_jax.hub.values import count
 from mars_jax.models.config import ModelConfig
 from mars_jax.utils.errors import MarsError
@@ -40,7 +40,7 @@ def _windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]
     return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
-def _types(has_window: Iterable[bool]) -> list[str]:
+def layer_types(has_window: Iterable[bool]) -> list[str]:
     """Return the type of each layer."""
     return [_SLIDING if flag else _FULL for flag in has_window]
 
@@ -82,7 +82,7 @@ def _qwen_windows(data: JsonObject) -> tuple[int | None, ...]:
         return (None,) * layers
     # As in transformers: without `layer_types`, layers from `max_window_layers` on have a window.
     first = data.get("max_window_layers", 28)
-    return _windows(data.get("layer_types") or _types(i >= first for i in range(layers)), window)
+    return _windows(data.get("layer_types") or layer_types(i >= first for i in range(layers)), window)
 
 
 def _read_qwen2(data: JsonObject) -> Fields:
@@ -96,7 +96,7 @@ def _read_qwen3(data: JsonObject) -> Fields:
 
 def _write_qwen(config: ModelConfig) -> JsonObject:
     window = _window(config)
-    types = _types(window is not None for window in config.windows)
+    types = layer_types(window is not None for window in config.windows)
     return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": types}
 
 
@@ -151,7 +151,7 @@ def _read_gemma(data: JsonObject, every: int) -> Fields:
     if data.get("use_bidirectional_attention"):
         raise MarsError("use_bidirectional_attention is not supported: only models that read forwards are.")
     layers, scalar = range(data["num_hidden_layers"]), float(data["query_pre_attn_scalar"])
-    kinds = data.get("layer_types") or _types((i + 1) % every != 0 for i in layers)
+    kinds = data.get("layer_types") or layer_types((i + 1) % every != 0 for i in layers)
     if not 0 < scalar < math.inf:  # in a ModelConfig, 0 means the width of a head
         raise MarsError(f"query_pre_attn_scalar is {scalar}: it must be positive.")
     return _biases(data) | {
@@ -177,26 +177,30 @@ def _read_gemma3(data: JsonObject) -> Fields:
     """Read Gemma 3's fields. Rope is set per layer type (transformers 5) or by `rope_local_base_freq` (4)."""
     if data.get("attn_logit_softcapping") is not None:
         raise MarsError("attn_logit_softcapping means nothing in Gemma 3: set it to null.")
-    nested = data.get("rope_parameters") or {}
-    unexpected = [key for key, value in nested.items() if value is not None and key not in (_SLIDING, _FULL)]
-    if unexpected:
-        raise MarsError(f"rope_parameters has {unexpected[0]}: in Gemma 3 it has one entry per layer type.")
-
-    # In the layout of transformers 4, rope_scaling applies only to layers with full attention.
-    full = {"rope_parameters": nested.get(_FULL)}
-    sliding = {"rope_parameters": nested.get(_SLIDING), "rope_scaling": None}
+    full, sliding = _by_layer_type(data)
     pattern = count(data, "sliding_window_pattern", count(data, "_sliding_window_pattern", 6))
     return _read_gemma(data, pattern) | {
         "qk_norm": True,
-        "rope": read_rope(data | full, theta=1e6),
-        "local_rope": read_rope(data | sliding, base="rope_local_base_freq", theta=1e4),
+        "rope": read_rope(full, theta=1e6),
+        "local_rope": read_rope(sliding, base="rope_local_base_freq", theta=1e4),
     }
+
+
+def _by_layer_type(data: JsonObject) -> tuple[JsonObject, JsonObject]:
+    """Return `data` with the rope settings of full layers, and with those of layers with a window."""
+    nested = data.get("rope_parameters") or {}
+    unexpected = [key for key, value in nested.items() if value is not None and key not in (_SLIDING, _FULL)]
+    if unexpected:
+        raise MarsError(f"rope_parameters has {unexpected[0]}: expected one entry per layer type.")
+    # In the layout of transformers 4, rope_scaling applies only to layers with full attention.
+    full = data | {"rope_parameters": nested.get(_FULL)}
+    return full, data | {"rope_parameters": nested.get(_SLIDING), "rope_scaling": None}
 
 
 def _write_gemma2(config: ModelConfig) -> JsonObject:
     scalar = config.query_scalar
     return {
-        "layer_types": _types(window is not None for window in config.windows),
+        "layer_types": layer_types(window is not None for window in config.windows),
         "sliding_window": _window(config),
         # The config class of transformers accepts only whole numbers.
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
@@ -208,6 +212,35 @@ def _write_gemma2(config: ModelConfig) -> JsonObject:
 def _write_gemma3(config: ModelConfig) -> JsonObject:
     local = config.local_rope or config.rope
     return _write_gemma2(config) | {"rope_local_base_freq": local.theta}
+
+
+def _read_olmo2(data: JsonObject) -> Fields:
+    """Read OLMo 2's fields: norms only after attention and MLP, and over all heads of queries and keys."""
+    return _biases(data) | {"pre_norms": False, "post_norms": True, "whole_qk_norm": True}
+
+
+def _read_olmo3(data: JsonObject) -> Fields:
+    """Read OLMo 3's fields: OLMo 2 with windows in three of four layers, whose rope is not scaled."""
+    kinds = data.get("layer_types") or layer_types((i + 1) % 4 != 0 for i in range(data["num_hidden_layers"]))
+    full, sliding = _by_layer_type(data)
+    return _read_olmo2(data) | {
+        "windows": _windows(kinds, data.get("sliding_window", 4096)),
+        "rope": read_rope(full, theta=5e5),
+        "local_rope": read_rope(sliding, theta=5e5),
+    }
+
+
+def _write_olmo3(config: ModelConfig) -> JsonObject:
+    local = config.local_rope or config.rope
+    return {
+        "sliding_window": _window(config),
+        "layer_types": layer_types(window is not None for window in config.windows),
+        # Without these, transformers 5 ignores rope_theta in layers with a window.
+        "rope_parameters": {
+            _FULL: {"rope_type": "default", "rope_theta": config.rope.theta} | (write_scaling(config.rope) or {}),
+            _SLIDING: {"rope_type": "default", "rope_theta": local.theta},
+        },
+    }
 
 
 # Defaults of transformers' config classes. The text_config of Gemma 3 with images omits most of them.
@@ -246,6 +279,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _write_qwen, {}),
     "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral, _MIXTRAL),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe, _QWEN3_MOE),
+    "olmo2": Family("Olmo2ForCausalLM", _read_olmo2, lambda config: {}, {"rms_norm_eps": 1e-5}),
+    "olmo3": Family("Olmo3ForCausalLM", _read_olmo3, _write_olmo3, {"rms_norm_eps": 1e-5}),
     "gemma2": Family(
         "Gemma2ForCausalLM", _read_gemma2, _write_gemma2, _GEMMA | _GEMMA_2, activation="hidden_activation"
     ),

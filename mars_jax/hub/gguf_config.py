@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mars_jax.hub.config_json import from_json
+from mars_jax.hub.families import layer_types
 from mars_jax.hub.gguf_file import GGUFFile
 from mars_jax.hub.rope_config import read_rope, yarn_attention_factor
 from mars_jax.hub.values import of_its_kind
@@ -25,6 +26,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",  # also Mistral: its metadata is the same
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",  # also OLMo 3: it has windows
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
@@ -32,7 +34,7 @@ _STOPS = ("eos", "eot", "eom")
 """Tokens that end a completion, a turn and a message."""
 _27B = {"gemma2": 46, "gemma3": 62}
 """Number of layers of the 27B models. They scale scores by hidden size / heads, which no metadata key records."""
-_WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6}
+_WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6, "olmo2": 4}
 """Period of the layers without a sliding window, as in llama.cpp and `hub.families`."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -108,8 +110,8 @@ def gguf_to_json(file: GGUFFile) -> JsonObject:
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(dict.fromkeys(stop for stop in stops if stop is not None)),
     }
-    if file.architecture.startswith("gemma"):
-        data |= _gemma(file, data)
+    if file.architecture in _FAMILIES:
+        data |= _FAMILIES[file.architecture](file, data)
     return {key: value for key, value in data.items() if value is not None}
 
 
@@ -150,7 +152,7 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
     if window:
         layers = [size is not None for size in config.windows]
         # The pattern is either a period, or a list with one bool per layer.
-        neutral["attention.sliding_window_pattern"] = (_WINDOW_PERIOD[file.architecture], layers)
+        neutral["attention.sliding_window_pattern"] = (_WINDOW_PERIOD.get(file.architecture, 1), layers)
         neutral["rope.freq_base_swa"] = ((config.local_rope or config.rope).theta,)
     return neutral
 
@@ -177,6 +179,24 @@ def _gemma(file: GGUFFile, data: JsonObject) -> JsonObject:
         "final_logit_softcapping": _decimal(file.of_model("final_logit_softcapping") or None),
         "rope_local_base_freq": _decimal(file.of_model("rope.freq_base_swa")),
     }
+
+
+def _olmo(file: GGUFFile, data: JsonObject) -> JsonObject:
+    window = file.of_model("attention.sliding_window")
+    if not window:
+        return {}
+    pattern = file.of_model("attention.sliding_window_pattern", _WINDOW_PERIOD["olmo2"])
+    if not isinstance(pattern, list):
+        pattern = [(i + 1) % pattern != 0 for i in range(data["num_hidden_layers"])]
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": window,
+        "layer_types": layer_types(pattern),
+    }
+
+
+_FAMILIES = {"gemma2": _gemma, "gemma3": _gemma, "olmo2": _olmo}
+"""Readers of the config.json fields that only some architectures have."""
 
 
 def _number(file: GGUFFile, key: str, default: int | None = None) -> int | None:

@@ -101,6 +101,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False  # experts never have biases
     qk_norm: bool = False
+    whole_qk_norm: bool = False  # one norm over all heads of a token; qk_norm: one per head
     windows: tuple[int | None, ...] = ()  # one per layer; (): full attention in all layers
     activation: str = "silu"
     num_experts: int = 0  # experts per layer; 0: every layer has a single dense MLP
@@ -111,7 +112,8 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()  # layers that have a single dense MLP even if num_experts is not 0
     scale_embeddings: bool = False  # multiply input embeddings by sqrt(hidden_size)
     norm_plus_one: bool = False  # norms multiply by 1 + weight
-    # Also normalise the outputs of attention and MLP before adding them to the residual stream.
+    pre_norms: bool = True  # normalise the inputs of attention and MLP
+    # Normalise the outputs of attention and MLP before adding them to the residual stream.
     post_norms: bool = False
     query_scalar: float = 0.0  # attention scores are divided by its square root; 0: head_dim
     attention_cap: float | None = None  # attention scores x become cap * tanh(x / cap)

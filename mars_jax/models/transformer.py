@@ -50,6 +50,13 @@ def _norm(config: ModelConfig) -> Callable[[Array, Array], Array]:
     return functools.partial(rms_norm, eps=config.norm_eps, plus_one=config.norm_plus_one)
 
 
+def _pre_norm(config: ModelConfig, layer: dict, x: Array, pre_norm: str) -> Array:
+    """Return a sublayer's input: the residual stream x, normalised if the config has `pre_norms`."""
+    if not config.pre_norms:
+        return x
+    return _norm(config)(x, layer[pre_norm])
+
+
 def _add(config: ModelConfig, layer: dict, x: Array, update: Array, post_norm: str) -> Array:
     """Add a sublayer's output to the residual stream x; with `post_norms`, normalise the output first."""
     if config.post_norms:
@@ -88,14 +95,16 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Atte
 def _project(config: ModelConfig, layer: dict, x: Array, rotation) -> tuple[Array, Array, Array]:
     """Return queries [B, N, K, G, D], keys and values [B, N, K, D], with the number of heads that the matrices have."""
     heads, kv_heads = ("heads", config.num_heads), ("kv_heads", config.num_kv_heads)
+    norm = _norm(config)
 
     def project(name: str, axis_size: tuple[str, int]) -> Array:
         y = dense(x, layer[name], layer.get(f"{name}_bias"), outputs=axis_size)
+        if config.whole_qk_norm and name != "v":
+            y = norm(y, layer[f"{name}_norm"])
         return y.reshape(*x.shape[:2], -1, config.head_dim)
 
     q, k, v = project("q", heads), project("k", kv_heads), project("v", kv_heads)
     if config.qk_norm:
-        norm = _norm(config)
         q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
     q, k = rotate(q, *rotation), rotate(k, *rotation)
     # Query head k * G + g reads key-value head k.
@@ -118,16 +127,15 @@ def _layer(config: ModelConfig, sublayers: tuple[bool, bool], layer: dict, x: Ar
     The function is jitted, so that equal layers are traced and lowered once; XLA inlines each call. A loop over stacked
     layers would compile even faster, but takes 1.4 to 2 times as long per token on CPU.
     """
-    norm = _norm(config)
     attends, has_mlp = sublayers
     if attends:
         with jax.named_scope("attention"):
-            x_normed, (k, v) = norm(x, layer["attention_norm"]), rows
+            x_normed, (k, v) = _pre_norm(config, layer, x, "attention_norm"), rows
             mixed, *rows = attention(config, layer, x_normed, rotation, attend, k, v)
             x = _add(config, layer, x, mixed, "attention_post_norm")
     if has_mlp:
         with jax.named_scope("mlp"):
-            update = _mlp(config, layer, norm(x, layer["mlp_norm"]))
+            update = _mlp(config, layer, _pre_norm(config, layer, x, "mlp_norm"))
             x = hold_whole(_add(config, layer, x, update, "mlp_post_norm"))
     return x, rows
 
@@ -146,11 +154,10 @@ def _ring_layer(
     rows,
 ):
     """Run `_layer` on each device's x [B, n, E], given the rotation of each piece and the visibility of its halves."""
-    norm = _norm(config)
     attends, has_mlp = sublayers
     if attends:
         with jax.named_scope("attention"):
-            pieces = ring.around(axes, norm(x, layer["attention_norm"]))
+            pieces = ring.around(axes, _pre_norm(config, layer, x, "attention_norm"))
             projections = [
                 _project(config, layer, piece, rotation)
                 for piece, rotation in zip(pieces, rotations, strict=True)
@@ -181,7 +188,7 @@ def _ring_layer(
             x = _add(config, layer, x, ring.summed(axes, parts), "attention_post_norm")
     if has_mlp:
         with jax.named_scope("mlp"):
-            pieces = ring.around(axes, norm(x, layer["mlp_norm"]))
+            pieces = ring.around(axes, _pre_norm(config, layer, x, "mlp_norm"))
             parts = [functools.partial(_mlp, config, layer, piece) for piece in pieces]
             x = _add(config, layer, x, ring.summed(axes, parts), "mlp_post_norm")
     return x, rows
@@ -193,8 +200,9 @@ def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) ->
     axes = alone("kv_heads", config.num_kv_heads) if on_tpu() and causal else ()
     same = alone("heads", config.num_heads) == alone("hidden", config.intermediate_size) == axes
     size, (batch, n) = devices_of("kv_heads", config.num_kv_heads), visible.positions.shape
-    # An output bias would be added once per device, and experts are sharded differently.
-    if not (axes and same and in_order(axes)) or config.o_bias or config.mlp_bias or config.num_experts:
+    # An output bias would be added once per device, experts are sharded differently, and no device has all heads.
+    unsuitable = config.o_bias or config.mlp_bias or config.num_experts or config.whole_qk_norm
+    if not (axes and same and in_order(axes)) or unsuitable:
         return ()
     long = batch * n >= RING_ROWS * size and n % (2 * size) == 0
     return axes if long and all(ring.divides(size, layer) for layer in layers) else ()

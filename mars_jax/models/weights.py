@@ -34,6 +34,15 @@ class Weight(NamedTuple):
 _EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 """Checkpoint names of a layer's experts and of their gate, up and down projections, by family; default: Qwen's."""
 
+_NORMS = {
+    "gemma2": {
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+}
+"""Checkpoint names of a layer's norms, by family with `post_norms`; default: Gemma 2's."""
+
 
 def _matrix(key: str, name: str, out: int, inner: int, bias: bool) -> list[Weight]:
     rows = [Weight((key,), f"{name}.weight", (out, inner), "normal")]
@@ -64,20 +73,24 @@ def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None)
     def norm(key: str, name: str, size: int = c.hidden_size) -> list[Weight]:
         return [Weight((key,), f"{name}.weight", (size,), unit)]
 
-    rows = norm("attention_norm", "input_layernorm")
+    rows: list[Weight] = []
+    if c.pre_norms:
+        rows += norm("attention_norm", "input_layernorm")
     rows += _matrix("q", "self_attn.q_proj", q, width, c.qkv_bias)
     rows += _matrix("k", "self_attn.k_proj", kv, width, c.qkv_bias)
     rows += _matrix("v", "self_attn.v_proj", kv, width, c.qkv_bias)
     rows += _matrix("o", "self_attn.o_proj", c.hidden_size, q, c.o_bias)
-    if c.qk_norm:
+    if c.whole_qk_norm:
+        rows += norm("q_norm", "self_attn.q_norm", q) + norm("k_norm", "self_attn.k_norm", kv)
+    elif c.qk_norm:
         rows += norm("q_norm", "self_attn.q_norm", c.head_dim)
         rows += norm("k_norm", "self_attn.k_norm", c.head_dim)
+    norm_names = {"mlp_norm": "post_attention_layernorm"}
     if c.post_norms:
-        rows += norm("attention_post_norm", "post_attention_layernorm")
-        rows += norm("mlp_norm", "pre_feedforward_layernorm")
-        rows += norm("mlp_post_norm", "post_feedforward_layernorm")
-    else:
-        rows += norm("mlp_norm", "post_attention_layernorm")
+        norm_names = _NORMS.get(c.family, _NORMS["gemma2"])
+    for key, name in norm_names.items():
+        if c.pre_norms or key != "mlp_norm":
+            rows += norm(key, name)
     if c.num_experts and index not in c.dense_layers:
         return rows + _experts(c)
     rows += _matrix("gate", "mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias)

@@ -19,6 +19,8 @@ OWN = {
     "llama3": {"rope.freq_base": 500000.0},
     "qwen2": {},
     "qwen3": {"rope.freq_base": 1e6},
+    "olmo2": {"rope.freq_base": 500.0},
+    "olmo3": {"rope.freq_base": 500.0, "attention.sliding_window": 8},
     "gemma2": {
         "attention.sliding_window": 8,
         "attn_logit_softcapping": 50.0,
@@ -28,8 +30,13 @@ OWN = {
 }
 
 
+ARCHITECTURES = {"llama3": "llama", "olmo3": "olmo2"}
+"""Architectures of the cases above; default: the case."""
+PERMUTED = ("llama",)
+
+
 def metadata(writer, case):
-    architecture = "llama" if case == "llama3" else case
+    architecture = ARCHITECTURES.get(case, case)
     for key, value in SIZES.items():
         writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_uint32(f"{architecture}.attention.head_count", HEADS)
@@ -58,23 +65,18 @@ def write(
 
     `values` extend or override the metadata; `split` holds the writer's arguments that divide the file into parts.
     """
-    architecture = "llama" if case == "llama3" else case
+    architecture = ARCHITECTURES.get(case, case)
     writer = gguf.GGUFWriter(path, architecture, **split)
     metadata(writer, case)
     for key, value in dict(values).items():
         kind = gguf.GGUFValueType.get_type(value)
         writer.kv_data[0][key] = gguf.GGUFValue(value=value, type=kind)
-    tied = architecture.startswith("gemma")
-    draw = np.random.default_rng(seed)
     [kind] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     names = gguf.get_tensor_name_map(kind, LAYERS)
-    for row in weights(config_of(case, tied)):
+    for row, value in drawn(case, seed).items():
         name = names.get_name(row.name, try_suffixes=(".weight", ".bias"))
         assert name is not None
-        value = draw.standard_normal(row.shape).astype(np.float32) * (0.3 if len(row.shape) > 1 else 0.1)
-        if row.name.endswith("norm.weight"):
-            value += 1
-        if architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
+        if architecture in PERMUTED and (".attn_q." in name or ".attn_k." in name):
             halves = value.reshape(-1, 2, WIDTH // 2, value.shape[1])
             value = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
         if name in drop:
@@ -91,6 +93,19 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def drawn(case, seed=0):
+    """Draw the weights of a case at random, in the layout of the Hugging Face hub."""
+    draw = np.random.default_rng(seed)
+    arrays = {}
+    for row in weights(config_of(case, case.startswith("gemma"))):
+        arrays[row] = draw.standard_normal(row.shape).astype(np.float32) * (
+            0.3 if len(row.shape) > 1 else 0.1
+        )
+        if row.name.endswith("norm.weight"):
+            arrays[row] += 1
+    return arrays
 
 
 def llama3_factors():
@@ -111,10 +126,14 @@ def config_of(case, tied):
         "intermediate_size": 96,
     }
     data |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV}
-    data |= {"head_dim": WIDTH, "tie_word_embeddings": tied, "sliding_window": 8}
+    data |= {"head_dim": WIDTH, "tie_word_embeddings": tied, "sliding_window": 8, "rms_norm_eps": 1e-5}
+    if case in HUB:
+        data |= {"rope_theta": 500.0, "max_position_embeddings": 128} | HUB[case]
     return from_json(data)
 
 
+# Fields of config.json of the cases that transformers does not read from GGUF.
+HUB = {"olmo2": {}, "olmo3": {}}
 TOKENS = np.random.default_rng(1).integers(2, VOCAB, (2, 24))
 
 

@@ -37,6 +37,11 @@ ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
 
+OLMO3_ROPES = {
+    "full_attention": rope("yarn", original_max_position_embeddings=32)["rope_parameters"],
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
+
 TIED = {"tie_word_embeddings": True}
 CASES = {
     "llama, tied, one shared key-value head": ("Llama", BASE | TIED | {"num_key_value_heads": 1}),
@@ -59,6 +64,11 @@ CASES = {
     ),
     "qwen3 moe, weights sum to 1": ("Qwen3Moe", BASE | EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
     "qwen3 moe, one layer of four": ("Qwen3Moe", BASE | EXPERTS | ALTERNATING | ONE_OF_FOUR),
+    "olmo2": ("Olmo2", BASE | {"attention_bias": True, "rms_norm_eps": 1e-3}),
+    "olmo3, yarn in full layers": (
+        "Olmo3",
+        MISTRAL | FULL_IN_THE_MIDDLE | {"sliding_window": 7, "rope_parameters": OLMO3_ROPES},
+    ),
     "gemma2, caps": ("Gemma2", GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}),
     "gemma2, no caps": ("Gemma2", GEMMA | NO_CAPS | {"attention_bias": True, "tie_word_embeddings": False}),
     "gemma3, two ropes": ("Gemma3Text", GEMMA | FULL_IN_THE_MIDDLE | {"rope_parameters": ROPES}),
@@ -73,7 +83,7 @@ SLOW = (
 )  # fmt: skip
 """The fast cases have every family, and every kind of rope, window, bias and cap once."""
 IN_TIME = [name for name in CASES if name not in SLOW]
-SAVED_BACK = [name for name in CASES if name.startswith(("mixtral", "qwen3 moe", "gemma"))]
+SAVED_BACK = [name for name in CASES if name.startswith(("mixtral", "qwen3 moe", "gemma", "olmo"))]
 RAGGED = [name for name in SAVED_BACK if name in IN_TIME]
 
 
