@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mars_jax.hub.rope_config import read_rope, write_scaling
-from mars_jax.hub.values import count
+from mars_jax.hub.values import count, value_or_default
 from mars_jax.models.config import ModelConfig
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
@@ -156,7 +156,7 @@ def _read_gemma(data: JsonObject, every: int) -> Fields:
         raise MarsError(f"query_pre_attn_scalar is {scalar}: it must be positive.")
     return _biases(data) | {
         "windows": _windows(kinds, data.get("sliding_window")),
-        "scale_embeddings": True,
+        "embedding_multiplier": data["hidden_size"] ** 0.5,
         "norm_plus_one": True,
         "post_norms": True,
         "query_scalar": scalar,
@@ -212,6 +212,30 @@ def _write_gemma2(config: ModelConfig) -> JsonObject:
 def _write_gemma3(config: ModelConfig) -> JsonObject:
     local = config.local_rope or config.rope
     return _write_gemma2(config) | {"rope_local_base_freq": local.theta}
+
+
+def _read_granite(data: JsonObject) -> Fields:
+    """Read Granite's fields: the multipliers of muP (arXiv 2203.03466)."""
+    scale = value_or_default(data, "attention_multiplier", 1.0)
+    if not 0 < scale < math.inf:
+        raise MarsError(f"attention_multiplier is {scale}: it must be positive.")
+    return _read_llama(data) | {
+        "query_scalar": scale**-2,
+        "embedding_multiplier": float(value_or_default(data, "embedding_multiplier", 1.0)),
+        "residual_multiplier": float(value_or_default(data, "residual_multiplier", 1.0)),
+        "logit_divisor": float(value_or_default(data, "logits_scaling", 1.0)),
+    }
+
+
+def _write_granite(config: ModelConfig) -> JsonObject:
+    # 15 digits: the square root returns the multiplier that was read, without its rounding error.
+    scale = float(f"{(config.query_scalar or config.head_dim) ** -0.5:.15g}")
+    return {
+        "attention_multiplier": scale,
+        "embedding_multiplier": config.embedding_multiplier,
+        "residual_multiplier": config.residual_multiplier,
+        "logits_scaling": config.logit_divisor,
+    }
 
 
 def _read_olmo2(data: JsonObject) -> Fields:
@@ -279,6 +303,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _write_qwen, {}),
     "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral, _MIXTRAL),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe, _QWEN3_MOE),
+    "granite": Family("GraniteForCausalLM", _read_granite, _write_granite, {}),
     "olmo2": Family("Olmo2ForCausalLM", _read_olmo2, lambda config: {}, {"rms_norm_eps": 1e-5}),
     "olmo3": Family("Olmo3ForCausalLM", _read_olmo3, _write_olmo3, {"rms_norm_eps": 1e-5}),
     "gemma2": Family(

@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",  # also Mistral: its metadata is the same
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",  # also OLMo 3: it has windows
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
@@ -181,6 +182,17 @@ def _gemma(file: GGUFFile, data: JsonObject) -> JsonObject:
     }
 
 
+def _granite(file: GGUFFile, data: JsonObject) -> JsonObject:
+    # Without an attention scale, llama.cpp divides by sqrt(head_dim).
+    return {
+        "attention_multiplier": _decimal(file.of_model("attention.scale") or data["head_dim"] ** -0.5),
+        "embedding_multiplier": _decimal(file.of_model("embedding_scale") or None),
+        "residual_multiplier": _decimal(file.of_model("residual_scale") or None),
+        "logits_scaling": _decimal(file.of_model("logit_scale") or None),
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+    }
+
+
 def _olmo(file: GGUFFile, data: JsonObject) -> JsonObject:
     window = file.of_model("attention.sliding_window")
     if not window:
@@ -195,7 +207,7 @@ def _olmo(file: GGUFFile, data: JsonObject) -> JsonObject:
     }
 
 
-_FAMILIES = {"gemma2": _gemma, "gemma3": _gemma, "olmo2": _olmo}
+_FAMILIES = {"gemma2": _gemma, "gemma3": _gemma, "granite": _granite, "olmo2": _olmo}
 """Readers of the config.json fields that only some architectures have."""
 
 

@@ -31,7 +31,7 @@ _MOST_BITS = 5
 """Bits per weight of Q4_1 including scales, the maximum over 4-bit kinds."""
 _DERIVED = {"rope_freqs.weight"}
 """Tensors whose values follow from the config."""
-_INTERLEAVED = {"llama"}
+_INTERLEAVED = {"granite", "llama"}
 """Architectures whose queries and keys llama.cpp stores interleaved, to rotate adjacent dimensions. The hub's layout
 rotates halves."""
 

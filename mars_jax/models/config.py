@@ -110,7 +110,9 @@ class ModelConfig:
     # Scale the weights of a token's experts to sum to 1; if False, use their probabilities among all experts.
     normalize_experts: bool = True
     dense_layers: tuple[int, ...] = ()  # layers that have a single dense MLP even if num_experts is not 0
-    scale_embeddings: bool = False  # multiply input embeddings by sqrt(hidden_size)
+    embedding_multiplier: float = 1.0  # factor of input embeddings, such as sqrt(hidden_size)
+    residual_multiplier: float = 1.0  # factor of the outputs of attention and MLP
+    logit_divisor: float = 1.0
     norm_plus_one: bool = False  # norms multiply by 1 + weight
     pre_norms: bool = True  # normalise the inputs of attention and MLP
     # Normalise the outputs of attention and MLP before adding them to the residual stream.
@@ -161,6 +163,9 @@ class ModelConfig:
                 f"experts_per_token is {self.experts_per_token}: a token takes at least 1 of the {self.num_experts} "
                 "experts and at most all."
             )
+        for name in ("embedding_multiplier", "residual_multiplier", "logit_divisor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise MarsError(f"{name} is {getattr(self, name)}: it must be positive, or 1 for none.")
         for cap in (self.attention_cap, self.logit_cap):
             if cap is not None and not 0 < cap < math.inf:
                 raise MarsError(f"a soft cap is {cap}: it must be positive, or None for none.")

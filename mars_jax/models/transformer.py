@@ -58,18 +58,21 @@ def _pre_norm(config: ModelConfig, layer: dict, x: Array, pre_norm: str) -> Arra
 
 
 def _add(config: ModelConfig, layer: dict, x: Array, update: Array, post_norm: str) -> Array:
-    """Add a sublayer's output to the residual stream x; with `post_norms`, normalise the output first."""
+    """Add a sublayer's output to the residual stream x, after its norm and multiplier if the config has them."""
     if config.post_norms:
         update = _norm(config)(update, layer[post_norm])
+    if config.residual_multiplier != 1:
+        # In float32: bfloat16 would also round the multiplier.
+        update = (update.astype(jnp.float32) * config.residual_multiplier).astype(update.dtype)
     return x + update
 
 
 def _embed(config: ModelConfig, params: PyTree, tokens: Array) -> Array:
     """Return the input of the first layer: [B, N, E]. Padding (NO_TOKEN) is clipped to a valid token."""
     x = embed(params["embed"], tokens)
-    if config.scale_embeddings:
+    if config.embedding_multiplier != 1:
         # The factor is rounded to the dtype first, as in the oracle.
-        x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
+        x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
     return x
 
 
@@ -398,6 +401,8 @@ def _language_model(
     def unembed(params: PyTree, hidden: Array) -> Array:
         matrix = params["embed"] if config.tie_embeddings else params["unembed"]
         logits = dense(hidden, matrix, dtype=jnp.float32)
+        if config.logit_divisor != 1:
+            logits = logits / config.logit_divisor
         if config.logit_cap is not None:
             logits = soft_cap(logits, config.logit_cap)
         return logits

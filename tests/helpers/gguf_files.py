@@ -19,6 +19,13 @@ OWN = {
     "llama3": {"rope.freq_base": 500000.0},
     "qwen2": {},
     "qwen3": {"rope.freq_base": 1e6},
+    "granite": {
+        "rope.freq_base": 500.0,
+        "attention.scale": 0.3,
+        "embedding_scale": 3.0,
+        "residual_scale": 0.22,
+        "logit_scale": 0.7,
+    },
     "olmo2": {"rope.freq_base": 500.0},
     "olmo3": {"rope.freq_base": 500.0, "attention.sliding_window": 8},
     "gemma2": {
@@ -32,7 +39,7 @@ OWN = {
 
 ARCHITECTURES = {"llama3": "llama", "olmo3": "olmo2"}
 """Architectures of the cases above; default: the case."""
-PERMUTED = ("llama",)
+PERMUTED = ("granite", "llama")
 
 
 def metadata(writer, case):
@@ -133,7 +140,16 @@ def config_of(case, tied):
 
 
 # Fields of config.json of the cases that transformers does not read from GGUF.
-HUB = {"olmo2": {}, "olmo3": {}}
+HUB = {
+    "granite": {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 0.7,
+    },
+    "olmo2": {},
+    "olmo3": {},
+}
 TOKENS = np.random.default_rng(1).integers(2, VOCAB, (2, 24))
 
 
