@@ -5,11 +5,12 @@ Oracle: the config classes of transformers 5.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mars_jax.hub.rope_config import read_rope, write_scaling
+from mars_jax.hub.rope_config import longrope_attention_factor, read_rope, write_scaling
 from mars_jax.hub.values import count, value_or_default
 from mars_jax.models.config import ModelConfig
 from mars_jax.utils.errors import MarsError
@@ -75,14 +76,18 @@ def _write_mistral(config: ModelConfig) -> JsonObject:
     return {"sliding_window": _window(config)}
 
 
-def _qwen_windows(data: JsonObject) -> tuple[int | None, ...]:
-    """Return Qwen's windows: by layer type or from layer `max_window_layers`; none unless `use_sliding_window`."""
-    layers, window = data["num_hidden_layers"], data.get("sliding_window")
+def _optional_windows(data: JsonObject, has_window: Iterable[bool]) -> tuple[int | None, ...]:
+    """Return windows by `layer_types`, or by default in some layers; none unless `use_sliding_window`."""
+    window = data.get("sliding_window")
     if not data.get("use_sliding_window") or window is None:
-        return (None,) * layers
+        return (None,) * data["num_hidden_layers"]
+    return _windows(data.get("layer_types") or layer_types(has_window), window)
+
+
+def _qwen_windows(data: JsonObject) -> tuple[int | None, ...]:
     # As in transformers: without `layer_types`, layers from `max_window_layers` on have a window.
     first = data.get("max_window_layers", 28)
-    return _windows(data.get("layer_types") or layer_types(i >= first for i in range(layers)), window)
+    return _optional_windows(data, (i >= first for i in range(data["num_hidden_layers"])))
 
 
 def _read_qwen2(data: JsonObject) -> Fields:
@@ -113,15 +118,34 @@ def _write_mixtral(config: ModelConfig) -> JsonObject:
     return _write_mistral(config) | experts
 
 
+def _read_qwen2_moe(data: JsonObject) -> Fields:
+    # As in transformers: without `layer_types`, every second layer before `max_window_layers` has a window.
+    first, layers = data.get("max_window_layers", 28), range(data["num_hidden_layers"])
+    return _read_experts(data) | {
+        "qkv_bias": bool(data.get("qkv_bias", True)),
+        "windows": _optional_windows(data, (i % 2 == 0 and i < first for i in layers)),
+        "shared_expert_size": data["shared_expert_intermediate_size"],
+    }
+
+
+def _write_qwen2_moe(config: ModelConfig) -> JsonObject:
+    shared = {"qkv_bias": config.qkv_bias, "shared_expert_intermediate_size": config.shared_expert_size}
+    return _write_qwen3_moe(config) | _write_qwen(config) | shared
+
+
 def _read_qwen3_moe(data: JsonObject) -> Fields:
-    """Read Qwen3-MoE's fields. Both `decoder_sparse_step` and `mlp_only_layers` select layers without experts."""
-    layers, window = data["num_hidden_layers"], None
+    window = None
     if data.get("use_sliding_window"):
         window = data.get("sliding_window")
+    windows = (window,) * data["num_hidden_layers"]
+    return _biases(data) | _read_experts(data) | {"qk_norm": True, "windows": windows}
+
+
+def _read_experts(data: JsonObject) -> Fields:
+    """Read the experts of Qwen. Both `decoder_sparse_step` and `mlp_only_layers` select layers without experts."""
+    layers = data["num_hidden_layers"]
     step, mlp_only = count(data, "decoder_sparse_step", 1), data.get("mlp_only_layers") or ()
-    return _biases(data) | {
-        "qk_norm": True,
-        "windows": (window,) * layers,
+    return {
         "num_experts": data.get("num_local_experts", data["num_experts"]),  # transformers 5, else 4
         "experts_per_token": data["num_experts_per_tok"],
         "expert_size": data["moe_intermediate_size"],
@@ -214,6 +238,62 @@ def _write_gemma3(config: ModelConfig) -> JsonObject:
     return _write_gemma2(config) | {"rope_local_base_freq": local.theta}
 
 
+def _read_ministral3(data: JsonObject) -> Fields:
+    """Read Ministral 3's fields: YaRN, with queries that grow with the length of the text."""
+    if not (data.get("rope_parameters") or data.get("rope_scaling")):
+        data = data | {"rope_parameters": _MINISTRAL_3_ROPE}
+    window = data.get("sliding_window")
+    return {"windows": (window,) * data["num_hidden_layers"], "rope": read_rope(data, theta=1e6)}
+
+
+def _read_phi3(data: JsonObject) -> Fields:
+    window = data.get("sliding_window")
+    return {"windows": (window,) * data["num_hidden_layers"], "rope": read_rope(data, fraction=1.0)}
+
+
+def _write_phi3(config: ModelConfig) -> JsonObject:
+    rope = config.rope
+    data = _write_mistral(config) | _write_glm(config)
+    if rope.kind != "longrope":
+        return data
+    trained = rope.original_max_positions
+    # transformers 4 accepts exactly three settings, and transformers 5 reads the trained length outside of them.
+    scaling = write_scaling(rope) or {}
+    del scaling["original_max_position_embeddings"]
+    if rope.attention_factor == longrope_attention_factor(config.max_positions, trained):
+        del scaling["attention_factor"]
+    return data | {"rope_scaling": scaling, "original_max_position_embeddings": trained}
+
+
+def _read_glm(data: JsonObject) -> Fields:
+    """Read the fields of GLM-4 of 2024: neighbours are rotated, in half of each head."""
+    rope = dataclasses.replace(read_rope(data, fraction=0.5), interleaved=True)
+    return {"qkv_bias": bool(data["attention_bias"]), "rope": rope}
+
+
+def _read_glm4(data: JsonObject) -> Fields:
+    return _read_glm(data) | {"post_norms": True}
+
+
+def _write_glm(config: ModelConfig) -> JsonObject:
+    return _NO_PADDING | {"partial_rotary_factor": config.rope.fraction}
+
+
+def _read_smollm3(data: JsonObject) -> Fields:
+    """Read SmolLM3's fields: every fourth layer has no rotary embedding (arXiv 2501.18795)."""
+    layers, interval = range(data["num_hidden_layers"]), count(data, "no_rope_layer_interval", 4)
+    # A list has 0 for the layers without rotary embedding.
+    has_rope = data.get("no_rope_layers") or [(i + 1) % interval != 0 for i in layers]
+    nope_layers = tuple(i for i in layers if not has_rope[i])
+    windows = _optional_windows(data, (i in nope_layers for i in layers))
+    return _read_llama(data) | {"nope_layers": nope_layers, "windows": windows}
+
+
+def _write_smollm3(config: ModelConfig) -> JsonObject:
+    has_rope = [int(i not in config.nope_layers) for i in range(config.num_layers)]
+    return _NO_PADDING | _write_qwen(config) | {"no_rope_layers": has_rope}
+
+
 def _read_granite(data: JsonObject) -> Fields:
     """Read Granite's fields: the multipliers of muP (arXiv 2203.03466)."""
     scale = value_or_default(data, "attention_multiplier", 1.0)
@@ -288,12 +368,54 @@ _MIXTRAL = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+_QWEN2_MOE = {
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 32768,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}
 _QWEN3_MOE = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
+}
+_MINISTRAL_3 = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+}
+_MINISTRAL_3_ROPE = {
+    "type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+_PHI_3 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000}
+_NO_PADDING: JsonObject = {"pad_token_id": None}
+"""The default is a token of the published vocabulary, which a smaller one lacks."""
+_GLM = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+}
+_SMOLLM_3 = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "rope_theta": 2e6,
+    "tie_word_embeddings": True,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
 }
 
 FAMILIES: dict[str, Family] = {
@@ -302,7 +424,13 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", _read_qwen2, _write_qwen, {}),
     "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _write_qwen, {}),
     "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral, _MIXTRAL),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", _read_qwen2_moe, _write_qwen2_moe, _QWEN2_MOE),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe, _QWEN3_MOE),
+    "ministral3": Family("Ministral3ForCausalLM", _read_ministral3, _write_mistral, _MINISTRAL_3),
+    "phi3": Family("Phi3ForCausalLM", _read_phi3, _write_phi3, _PHI_3),
+    "glm": Family("GlmForCausalLM", _read_glm, _write_glm, _GLM),
+    "glm4": Family("Glm4ForCausalLM", _read_glm4, _write_glm, _GLM),
+    "smollm3": Family("SmolLM3ForCausalLM", _read_smollm3, _write_smollm3, _SMOLLM_3),
     "granite": Family("GraniteForCausalLM", _read_granite, _write_granite, {}),
     "olmo2": Family("Olmo2ForCausalLM", _read_olmo2, lambda config: {}, {"rms_norm_eps": 1e-5}),
     "olmo3": Family("Olmo3ForCausalLM", _read_olmo3, _write_olmo3, {"rms_norm_eps": 1e-5}),

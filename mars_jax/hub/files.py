@@ -62,6 +62,18 @@ class Tensor(NamedTuple):
         """Read the whole tensor."""
         return self.rows(0, self.shape[0]) if self.shape else self.rows(0, 1).reshape(())
 
+    def part(self, first: int, size: int) -> Tensor:
+        """Return the tensor of `size` rows that begin at `first`."""
+        if (first, size) == (0, self.shape[0]):
+            return self
+        rows, blocks = self.rows, self.blocks
+        part = self._replace(
+            shape=(size, *self.shape[1:]), rows=lambda begin, end: rows(first + begin, first + end)
+        )
+        if blocks is None:
+            return part
+        return part._replace(blocks=lambda begin, end: blocks(first + begin, first + end))
+
 
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
     """Return the local directory or GGUF file of a checkpoint, after downloading it if it is only on the hub.

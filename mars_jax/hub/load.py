@@ -28,7 +28,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of
 from mars_jax.models.shardings import params_shardings
 from mars_jax.models.transformer import language_model
-from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
+from mars_jax.models.weights import Weight, build_rows, get, leaves, stored_tensors
 from mars_jax.utils.errors import MarsError, check_switch, check_type
 from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 
@@ -247,7 +247,7 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     else:
         files = dequantized_tensors(directory, tensors(directory))
     grouped = collect(files, _alias)
-    table = {row.name: row for row in weights(config)}
+    table = stored_tensors(config)
 
     def harmless(name: str) -> bool:
         # Files may store a copy of a tied embedding as lm_head, and the vision model of Gemma 3.
@@ -255,8 +255,14 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
         of_images = config.family == "gemma3_text" and _IMAGES.search(name)
         return bool(DERIVED.search(name) or tied or of_images)
 
-    check_tensors(directory, grouped, table, harmless)
-    return {name: grouped[name][0] for name in table}
+    check_tensors(directory, grouped, {stored.name: stored for stored in table}, harmless)
+    named_tensors: dict[str, tuple[str, Tensor]] = {}
+    for stored, rows in table.items():
+        [(name, tensor)], first = grouped[stored.name], 0
+        for row in rows:
+            named_tensors[row.name] = name, tensor.part(first, row.shape[0])
+            first += row.shape[0]
+    return named_tensors
 
 
 def read_leaf(

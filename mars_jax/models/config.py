@@ -12,9 +12,9 @@ import numbers
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.limits import DIMENSION, EXPERTS, LAYERS, POSITIONS
 
-ROPE_KINDS = ("none", "linear", "llama3", "yarn")
+ROPE_KINDS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-_COUNTS = ("num_kv_heads", "head_dim", "num_experts", "experts_per_token", "expert_size")
+_COUNTS = ("num_kv_heads", "head_dim", "num_experts", "experts_per_token", "expert_size", "shared_expert_size")
 """Integer fields of a model that may be 0."""
 
 
@@ -27,32 +27,46 @@ class Rope:
     """Rotary position embedding, including the scaling of its frequencies beyond the trained length.
 
     Kinds and fields are named as in transformers' `ROPE_INIT_FUNCTIONS`. A field's comment lists the kinds that use it.
+    "dynamic" changes frequencies only of texts longer than `max_positions`, which is the limit of a text here, so it has
+    no effect. In "longrope", transformers selects the divisors by the current length and recomputes the cache when it
+    changes. Here the context that the config allows selects them once, as in vLLM.
     """
 
     theta: float = 10000.0
     kind: str = "none"
-    factor: float = 1.0  # linear, llama3, yarn: ratio of the new context length to the trained one
-    original_max_positions: int = 0  # llama3, yarn: the trained length
+    fraction: float = 1.0  # share of a head's dimensions that are rotated, the first ones
+    interleaved: bool = False  # rotate pairs of neighbours; False: dimension i is paired with i + half
+    factor: float = 1.0  # linear, dynamic, llama3, yarn: ratio of the new context length to the trained one
+    original_max_positions: int = 0  # llama3, yarn, longrope, query_growth: the trained length
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: factor of cos and sin, already resolved from mscale and factor
+    attention_factor: float = 1.0  # yarn, longrope: factor of cos and sin, already resolved
     truncate: bool = True  # yarn: round the corrected range outwards to whole dimensions
+    short_divisors: tuple[float, ...] = ()  # longrope: divisor of each frequency in a context of the trained length
+    long_divisors: tuple[float, ...] = ()  # longrope: the same for a longer context
+    is_long: bool = False  # longrope: use `long_divisors`
+    query_growth: float = 0.0  # any: multiply queries by 1 + growth * log(1 + position // trained length)
 
     def __post_init__(self):
         if self.kind not in ROPE_KINDS:
             raise MarsError(
                 f"rope kind '{self.kind}' is not supported: choose one of {', '.join(ROPE_KINDS)}."
             )
-        if self.kind in ("llama3", "yarn") and self.original_max_positions < 1:
+        needs_length = self.kind in ("llama3", "yarn", "longrope") or self.query_growth
+        if needs_length and self.original_max_positions < 1:
             raise MarsError(
                 f"rope kind '{self.kind}' needs original_max_positions, the length it was trained at."
             )
+        if not 0 < self.fraction <= 1:
+            raise MarsError(f"rope fraction is {self.fraction}: expected a number above 0, and at most 1.")
+        if self.kind == "longrope" and not all(LEAST < x < math.inf for x in self.divisors):
+            raise MarsError("rope divisors must be positive numbers.")
         if not (LEAST < self.theta < math.inf and LEAST < self.factor < math.inf):
             raise MarsError(f"rope theta ({self.theta}) and factor ({self.factor}) must be positive.")
         finite_fields = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-        for name in finite_fields:
+        for name in (*finite_fields, "query_growth"):
             if not math.isfinite(getattr(self, name)):
                 raise MarsError(f"rope {name} is {getattr(self, name)}: expected a number.")
         if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
@@ -65,6 +79,13 @@ class Rope:
                 f"rope theta is {self.theta:g}, beta_fast {self.beta_fast:g} and beta_slow {self.beta_slow:g}: of "
                 "yarn the first is not 1, and the others are above 0."
             )
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        """Divisors of the frequencies in "longrope"."""
+        if self.is_long:
+            return self.long_divisors
+        return self.short_divisors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +117,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     rope: Rope = Rope()
     local_rope: Rope | None = None  # for layers with a window; None: rope
+    nope_layers: tuple[int, ...] = ()  # layers without rotary embedding
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -107,6 +129,7 @@ class ModelConfig:
     num_experts: int = 0  # experts per layer; 0: every layer has a single dense MLP
     experts_per_token: int = 0
     expert_size: int = 0  # hidden units of one expert; 0: intermediate_size
+    shared_expert_size: int = 0  # hidden units of an expert that every token also uses, by a gate; 0: none
     # Scale the weights of a token's experts to sum to 1; if False, use their probabilities among all experts.
     normalize_experts: bool = True
     dense_layers: tuple[int, ...] = ()  # layers that have a single dense MLP even if num_experts is not 0
@@ -151,6 +174,9 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise MarsError(f"head_dim {self.head_dim} is odd: rotary embeddings rotate pairs of dimensions.")
+        pairs = (int(self.head_dim * self.rope.fraction) + 1) // 2
+        if self.rope.kind == "longrope" and len(self.rope.divisors) != pairs:
+            raise MarsError(f"longrope has {len(self.rope.divisors)} divisors: expected {pairs}, one per frequency.")
         if len(self.windows) != self.num_layers:
             raise MarsError(f"{len(self.windows)} windows for {self.num_layers} layers: give one per layer.")
         for window in self.windows:

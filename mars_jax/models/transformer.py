@@ -22,8 +22,8 @@ from mars_jax.models import ring, weights
 from mars_jax.models.attention import BLOCK, FORMS, KERNEL_ROWS, KERNEL_SLOTS, TURN_SLOTS, Attend, attending
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, soft_cap
-from mars_jax.models.moe import experts_mlp
-from mars_jax.models.rope import Rope, angles, rotate
+from mars_jax.models.moe import experts_mlp, shared_expert
+from mars_jax.models.rope import Rope, Rotation, rotate, rotation_at
 from mars_jax.utils.errors import MarsError, short_repr
 
 RING_ROWS = 256
@@ -79,9 +79,12 @@ def _embed(config: ModelConfig, params: PyTree, tokens: Array) -> Array:
 def _mlp(config: ModelConfig, layer: dict, x: Array) -> Array:
     if "router" not in layer:
         return gated_mlp(layer, x, config.activation)
-    return experts_mlp(
+    update = experts_mlp(
         layer, x, config.activation, count=config.experts_per_token, normalize=config.normalize_experts
     )
+    if config.shared_expert_size:
+        update += shared_expert(layer, x, config.activation)
+    return update
 
 
 def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Attend, k_cache, v_cache):
@@ -95,7 +98,9 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Atte
     return _out(config, layer, mixed), k_cache, v_cache
 
 
-def _project(config: ModelConfig, layer: dict, x: Array, rotation) -> tuple[Array, Array, Array]:
+def _project(
+    config: ModelConfig, layer: dict, x: Array, rotation: Rotation | None
+) -> tuple[Array, Array, Array]:
     """Return queries [B, N, K, G, D], keys and values [B, N, K, D], with the number of heads that the matrices have."""
     heads, kv_heads = ("heads", config.num_heads), ("kv_heads", config.num_kv_heads)
     norm = _norm(config)
@@ -109,7 +114,13 @@ def _project(config: ModelConfig, layer: dict, x: Array, rotation) -> tuple[Arra
     q, k, v = project("q", heads), project("k", kv_heads), project("v", kv_heads)
     if config.qk_norm:
         q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
-    q, k = rotate(q, *rotation), rotate(k, *rotation)
+    if rotation is not None:
+        turn = functools.partial(
+            rotate, cos=rotation.cos, sin=rotation.sin, interleaved=config.rope.interleaved
+        )
+        q, k = turn(q), turn(k)
+        if rotation.query_factor is not None:
+            q = q * rotation.query_factor.astype(q.dtype)
     # Query head k * G + g reads key-value head k.
     return q.reshape(*k.shape[:3], -1, config.head_dim), k, v
 
@@ -237,7 +248,7 @@ def _ring_layers(
         ]
         ropes = _ropes(config)
         rotations = {
-            rope: [angles(piece_positions, rope, config.head_dim) for piece_positions in positions]
+            rope: [rotation_at(piece_positions, rope, config.head_dim) for piece_positions in positions]
             for rope in dict.fromkeys(ropes)
         }
 
@@ -253,9 +264,17 @@ def _ring_layers(
     return mapped(tuple(layers), x, visible.first, cache)
 
 
-def _ropes(config: ModelConfig) -> list[Rope]:
-    """Return the rotary embedding of each layer."""
-    return [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
+def _ropes(config: ModelConfig) -> list[Rope | None]:
+    """Return the rotary embedding of each layer; None for a layer without one."""
+    ropes: list[Rope | None] = []
+    for i, window in enumerate(config.windows):
+        rope: Rope | None = config.rope
+        if window is not None and config.local_rope is not None:
+            rope = config.local_rope
+        if i in config.nope_layers:
+            rope = None
+        ropes.append(rope)
+    return ropes
 
 
 def _each_layer(
@@ -297,7 +316,9 @@ def _forward(
         )
     else:
         ropes = _ropes(config)
-        rotations = {rope: angles(visible.positions, rope, config.head_dim) for rope in dict.fromkeys(ropes)}
+        rotations = {
+            rope: rotation_at(visible.positions, rope, config.head_dim) for rope in dict.fromkeys(ropes)
+        }
         with jax.named_scope("mask"):
             attends = {
                 window: attending(form, visible, cache.slots, window)

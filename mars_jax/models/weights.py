@@ -40,6 +40,11 @@ _NORMS = {
         "mlp_norm": "pre_feedforward_layernorm",
         "mlp_post_norm": "post_feedforward_layernorm",
     },
+    "glm4": {
+        "attention_post_norm": "post_self_attn_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp_post_norm": "post_mlp_layernorm",
+    },
 }
 """Checkpoint names of a layer's norms, by family with `post_norms`; default: Gemma 2's."""
 
@@ -60,6 +65,11 @@ def _experts(config: ModelConfig) -> list[Weight]:
         shape = (c.hidden_size, size) if key == "down" else (size, c.hidden_size)
         for i in range(c.num_experts):
             rows.append(Weight((f"expert_{key}", i), f"{block}.experts.{i}.{name}.weight", shape, "normal"))
+    if size := c.shared_expert_size:
+        rows += _matrix("shared_router", f"{block}.shared_expert_gate", 1, c.hidden_size, False)
+        rows += _matrix("shared_gate", f"{block}.shared_expert.gate_proj", size, c.hidden_size, False)
+        rows += _matrix("shared_up", f"{block}.shared_expert.up_proj", size, c.hidden_size, False)
+        rows += _matrix("shared_down", f"{block}.shared_expert.down_proj", c.hidden_size, size, False)
     return rows
 
 
@@ -115,6 +125,33 @@ def weights(config: ModelConfig) -> tuple[Weight, ...]:
     if not config.tie_embeddings:
         rows.append(Weight(("unembed",), "lm_head.weight", table, "normal"))
     return tuple(rows)
+
+
+_QKV = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
+_GATE_UP = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+_FUSED = {"phi3": _QKV | _GATE_UP, "glm": _GATE_UP, "glm4": _GATE_UP}
+"""Matrices that the checkpoints of a family store in one tensor."""
+
+
+def stored_tensors(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
+    """Map each tensor of a checkpoint's files to the rows that it holds, concatenated along the outputs.
+
+    The key has the name and shape of the tensor, and the path of its first row.
+
+    >>> config = ModelConfig(family="phi3", vocab_size=9, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=1)
+    >>> [(tensor.name, tensor.shape) for tensor, rows in stored_tensors(config).items() if len(rows) == 2]
+    [('model.layers.0.mlp.gate_up_proj.weight', (12, 4))]
+    """
+    fused, rows_by_name = _FUSED.get(config.family, {}), {}
+    for row in weights(config):
+        *parents, module, kind = row.name.split(".")
+        name = ".".join((*parents, fused.get(module, module), kind))
+        rows_by_name.setdefault(name, []).append(row)
+    tensors: dict[Weight, tuple[Weight, ...]] = {}
+    for name, rows in rows_by_name.items():
+        outputs = sum(row.shape[0] for row in rows)
+        tensors[rows[0]._replace(name=name, shape=(outputs, *rows[0].shape[1:]))] = tuple(rows)
+    return tensors
 
 
 def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:

@@ -28,6 +28,7 @@ MISTRAL = BASE | {"num_hidden_layers": 3}
 ALTERNATING = {"use_sliding_window": True, "sliding_window": 7, "num_hidden_layers": 3}
 FULL_IN_THE_MIDDLE = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+SHARED = {"shared_expert_intermediate_size": 28}
 ONE_OF_FOUR = {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 # Caps that the scores and logits of these models reach, and a query scalar that differs from head_dim.
@@ -39,6 +40,9 @@ ROPES = {
 
 MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3}
 MULTIPLIERS |= {"logits_scaling": 0.7}
+GROWTH = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+LONGROPE = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.5, 4.0, 9.0], "partial_rotary_factor": 0.75}
+PHI4_MINI = {"pad_token_id": 0, "rope_parameters": {"rope_type": "longrope", "rope_theta": 1000.0, **LONGROPE}}
 OLMO3_ROPES = {
     "full_attention": rope("yarn", original_max_position_embeddings=32)["rope_parameters"],
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
@@ -64,8 +68,26 @@ CASES = {
         "Mixtral",
         MISTRAL | {"num_local_experts": 8, "num_experts_per_tok": 1, "sliding_window": 8},
     ),
+    "qwen2 moe, shared expert": ("Qwen2Moe", BASE | EXPERTS | SHARED),
+    "qwen2 moe, windows, one dense layer": (
+        "Qwen2Moe",
+        BASE | EXPERTS | ALTERNATING | SHARED | {"mlp_only_layers": [1], "qkv_bias": False, "norm_topk_prob": True},
+    ),
     "qwen3 moe, weights sum to 1": ("Qwen3Moe", BASE | EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
     "qwen3 moe, one layer of four": ("Qwen3Moe", BASE | EXPERTS | ALTERNATING | ONE_OF_FOUR),
+    "ministral3": ("Ministral3", BASE | {"head_dim": 12} | rope("yarn", **TRAINED, **GROWTH)),
+    "ministral3, window": ("Ministral3", MISTRAL | {"sliding_window": 8} | rope("yarn", **TRAINED, **GROWTH)),
+    "phi3, window": ("Phi3", MISTRAL | {"sliding_window": 8, "pad_token_id": 0}),
+    "phi4 mini, partial longrope, long": ("Phi3", BASE | TIED | PHI4_MINI | {"original_max_position_embeddings": 4}),
+    "phi3, longrope, short": ("Phi3", BASE | PHI4_MINI | {"original_max_position_embeddings": 128}),
+    "glm": ("Glm", BASE | {"head_dim": 12, "pad_token_id": 0}),
+    "glm4": ("Glm4", BASE | {"head_dim": 16, "attention_bias": False, "pad_token_id": 0}),
+    "smollm3, biases": ("SmolLM3", MISTRAL | {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True, "pad_token_id": 0}),
+    "smollm3, windows in nope layers": (
+        "SmolLM3",
+        MISTRAL | {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 7, "pad_token_id": 0},
+    ),
+    "llama, dynamic ntk": ("Llama", BASE | rope("dynamic")),
     "granite, every multiplier": ("Granite", BASE | TIED | MULTIPLIERS | {"attention_bias": True, "mlp_bias": True}),
     "olmo2": ("Olmo2", BASE | {"attention_bias": True, "rms_norm_eps": 1e-3}),
     "olmo3, yarn in full layers": (
@@ -86,7 +108,7 @@ SLOW = (
 )  # fmt: skip
 """The fast cases have every family, and every kind of rope, window, bias and cap once."""
 IN_TIME = [name for name in CASES if name not in SLOW]
-SAVED_BACK = [name for name in CASES if name.startswith(("mixtral", "qwen3 moe", "gemma", "granite", "olmo"))]
+SAVED_BACK = [name for name in CASES if name.startswith(("mixtral", "qwen2 moe", "qwen3 moe", "gemma", "granite", "olmo", "ministral3", "phi", "glm", "smollm3", "llama, d"))]
 RAGGED = [name for name in SAVED_BACK if name in IN_TIME]
 
 
