@@ -444,14 +444,22 @@ FAMILIES: dict[str, Family] = {
 """Supported families by their `model_type`."""
 
 
+_TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+WITH_IMAGES = ("gemma3_text", "ministral3", "mistral")
+"""Families of text models whose checkpoints may also have a vision model."""
+
+
 def text_part(data: JsonObject) -> Fields:
-    """Return the config of a checkpoint's text model: `text_config` of Gemma 3 with images, otherwise all of `data`.
+    """Return the config of a checkpoint's text model: `text_config` of a model with images, otherwise all of `data`.
 
     >>> text_part({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": {"eos_token_id": 1}})
     {'eos_token_id': [1, 106], 'model_type': 'gemma3_text', 'architectures': ['Gemma3ForCausalLM']}
     """
-    if data.get("model_type") != "gemma3" or not isinstance(data.get("text_config"), dict):
+    text_model, text = _TEXT_MODELS.get(data.get("model_type", "")), data.get("text_config")
+    if text_model is None or not isinstance(text, dict):
         return data
     outer = {key: value for key, value in data.items() if key != "text_config"}
+    family = text.get("model_type", text_model)
+    architectures = [FAMILIES[family].architecture] if family in FAMILIES else None
     # The outer stop tokens belong to the model; those in text_config are only defaults of its config class.
-    return data["text_config"] | outer | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+    return text | outer | {"model_type": family, "architectures": architectures}

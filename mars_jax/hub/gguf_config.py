@@ -26,6 +26,10 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",  # also Mistral: its metadata is the same
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",  # also Phi-4
+    "glm4": "Glm4ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",  # also OLMo 3: it has windows
     "gemma2": "Gemma2ForCausalLM",
@@ -129,7 +133,7 @@ def _check_forward(file: GGUFFile, config: ModelConfig) -> None:
 
 def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
     """Return the values of each key that leave the config's forward pass unchanged."""
-    width = (config.head_dim,)
+    width, rotated = (config.head_dim,), (int(config.head_dim * config.rope.fraction),)
     window = next(filter(None, config.windows), 0)
     neutral = _NEUTRAL | {
         "attention.key_length_swa": width,
@@ -144,11 +148,14 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         "attention.value_length_swa": width,
         "attn_logit_softcapping": (config.attention_cap or 0,),
         "final_logit_softcapping": (config.logit_cap or 0,),
-        "rope.dimension_count": width,
-        "rope.dimension_count_swa": width,
+        "rope.dimension_count": rotated,
+        "rope.dimension_count_swa": rotated,
     }
-    # With YaRN, the factor is part of the config (see `_scaling`).
-    if config.rope.kind != "yarn":
+    if config.rope.query_growth:
+        # Ministral 3's mscale and mscale_all_dim: with them, YaRN does not scale cos and sin.
+        neutral["rope.scaling.yarn_log_multiplier"] = (1,)
+    # With YaRN and LongRoPE, the factor is part of the config (see `_scaling`).
+    if config.rope.kind not in ("yarn", "longrope"):
         neutral["rope.scaling.attn_factor"] = (1,)
     if window:
         layers = [size is not None for size in config.windows]
@@ -182,6 +189,22 @@ def _gemma(file: GGUFFile, data: JsonObject) -> JsonObject:
     }
 
 
+def _ministral(file: GGUFFile, data: JsonObject) -> JsonObject:
+    growth = file.of_model("attention.temperature_scale")
+    if not growth:
+        return {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+    scaling = {"attention_factor": 1.0, "llama_4_scaling_beta": _decimal(growth)}
+    return {"rope_scaling": data["rope_scaling"] | scaling}
+
+
+def _partial(file: GGUFFile, data: JsonObject) -> JsonObject:
+    rotated = file.of_model("rope.dimension_count", data["head_dim"])
+    return {
+        "partial_rotary_factor": rotated / data["head_dim"],
+        "sliding_window": file.of_model("attention.sliding_window") or None,
+    }
+
+
 def _granite(file: GGUFFile, data: JsonObject) -> JsonObject:
     # Without an attention scale, llama.cpp divides by sqrt(head_dim).
     return {
@@ -207,7 +230,15 @@ def _olmo(file: GGUFFile, data: JsonObject) -> JsonObject:
     }
 
 
-_FAMILIES = {"gemma2": _gemma, "gemma3": _gemma, "granite": _granite, "olmo2": _olmo}
+_FAMILIES = {
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "glm4": _partial,
+    "granite": _granite,
+    "mistral3": _ministral,
+    "olmo2": _olmo,
+    "phi3": _partial,
+}
 """Readers of the config.json fields that only some architectures have."""
 
 
@@ -238,20 +269,29 @@ def _scaling(file: GGUFFile) -> JsonObject | None:
         if not is_unscaled:
             raise MarsError(f"it has rope_freqs.weight and rope.scaling.type {kind!r}: expected only one.")
         return _llama3(file)
+    trained = file.of_model("rope.scaling.original_context_length")
+    attn_factor = _decimal(file.of_model("rope.scaling.attn_factor"))
+    if "rope_factors_long.weight" in file.tensors:
+        scaling = {f"{kind}_factor": _vector(file, f"rope_factors_{kind}.weight") for kind in ("short", "long")}
+        scaling |= {"rope_type": "longrope", "original_max_position_embeddings": trained}
+        return scaling | {"attention_factor": attn_factor or 1.0}
     if is_unscaled:
         return None
     scaling = {
         "rope_type": kind,
         "factor": factor,
-        "original_max_position_embeddings": file.of_model("rope.scaling.original_context_length"),
+        "original_max_position_embeddings": trained,
     }
-    attn_factor = _decimal(file.of_model("rope.scaling.attn_factor"))
     if kind == "yarn" and attn_factor is not None and factor is not None:
         # llama.cpp multiplies YaRN's 0.1 ln(factor) + 1 by attn_factor (`yarn_attn_factor *= hparams.rope_attn_factor`
         # in src/llama-context.cpp, `mscale` of `rope_yarn` in ggml/src/ggml-cpu/ops.cpp). In config.json
         # attention_factor replaces the product (`_compute_yarn_parameters` of transformers).
         scaling["attention_factor"] = attn_factor * yarn_attention_factor({}, factor)
     return {key: value for key, value in scaling.items() if value is not None}
+
+
+def _vector(file: GGUFFile, name: str) -> list[float]:
+    return file.rows(name, 0, math.prod(file.tensors[name].shape)).tolist()
 
 
 def _llama3(file: GGUFFile) -> JsonObject:
@@ -263,10 +303,10 @@ def _llama3(file: GGUFFile) -> JsonObject:
       MarsError: these parameters do not reproduce the divisors in the file.
     """
     name = "rope_freqs.weight"
-    divisors = file.rows(name, 0, math.prod(file.tensors[name].shape))
+    divisors = _vector(file, name)
     scaling = {
         "rope_type": "llama3",
-        "factor": float(divisors.max()),
+        "factor": max(divisors),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,

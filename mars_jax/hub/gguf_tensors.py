@@ -29,9 +29,9 @@ _BLOCK_SIZE = 32
 _KINDS = ("Q4_0", "Q4_1", "Q4_K")
 _MOST_BITS = 5
 """Bits per weight of Q4_1 including scales, the maximum over 4-bit kinds."""
-_DERIVED = {"rope_freqs.weight"}
-"""Tensors whose values follow from the config."""
-_INTERLEAVED = {"granite", "llama"}
+_DERIVED = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
+"""Tensors whose values are in the config."""
+_INTERLEAVED = {"granite", "llama", "mistral3", "smollm3"}
 """Architectures whose queries and keys llama.cpp stores interleaved, to rotate adjacent dimensions. The hub's layout
 rotates halves."""
 

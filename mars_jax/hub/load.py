@@ -15,6 +15,7 @@ from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
 from mars_jax.hub.config_json import read_directory
 from mars_jax.hub.converted import is_converted, restore_params
+from mars_jax.hub.families import WITH_IMAGES
 from mars_jax.hub.files import Tensor, resolve, tensors
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.gguf_tensors import gguf_tensors
@@ -35,7 +36,7 @@ from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 # Old exports contain these buffers, whose values follow from the config.
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
 
-# Gemma 3 with images uses these prefixes. Only its text model is loaded.
+# Gemma 3 and Mistral 3 with images use these prefixes. Only the text model is loaded.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
 _IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector)\.")
 
@@ -250,9 +251,9 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     table = stored_tensors(config)
 
     def harmless(name: str) -> bool:
-        # Files may store a copy of a tied embedding as lm_head, and the vision model of Gemma 3.
+        # Files may store a copy of a tied embedding as lm_head, and a vision model.
         tied = config.tie_embeddings and name == "lm_head.weight"
-        of_images = config.family == "gemma3_text" and _IMAGES.search(name)
+        of_images = config.family in WITH_IMAGES and _IMAGES.search(name)
         return bool(DERIVED.search(name) or tied or of_images)
 
     check_tensors(directory, grouped, {stored.name: stored for stored in table}, harmless)

@@ -9,7 +9,7 @@ import pytest
 from mars_jax.core.types import Visible
 from mars_jax.hub.config_json import from_json
 from mars_jax.hub.files import resolve
-from mars_jax.models.weights import weights
+from mars_jax.models.weights import stored_tensors, weights
 from mars_jax.utils.errors import MarsError
 
 VOCAB, LAYERS, HEADS, KV, WIDTH = 96, 2, 4, 2, 16
@@ -19,6 +19,24 @@ OWN = {
     "llama3": {"rope.freq_base": 500000.0},
     "qwen2": {},
     "qwen3": {"rope.freq_base": 1e6},
+    "mistral3": {
+        "rope.freq_base": 500.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 8,
+        "rope.scaling.yarn_log_multiplier": 1.0,
+        "attention.temperature_scale": 0.5,
+    },
+    "phi3": {"rope.freq_base": 500.0, "attention.sliding_window": 8, "rope.dimension_count": 12},
+    "phi4": {
+        "rope.freq_base": 500.0,
+        "attention.sliding_window": 0,
+        "rope.dimension_count": 12,
+        "rope.scaling.original_context_length": 8,
+        "rope.scaling.attn_factor": 1.25,
+    },
+    "glm4": {"rope.freq_base": 500.0, "rope.dimension_count": 8},
+    "smollm3": {"rope.freq_base": 500.0},
     "granite": {
         "rope.freq_base": 500.0,
         "attention.scale": 0.3,
@@ -37,14 +55,15 @@ OWN = {
 }
 
 
-ARCHITECTURES = {"llama3": "llama", "olmo3": "olmo2"}
+ARCHITECTURES = {"llama3": "llama", "olmo3": "olmo2", "phi4": "phi3"}
 """Architectures of the cases above; default: the case."""
-PERMUTED = ("granite", "llama")
+PERMUTED = ("granite", "llama", "mistral3", "smollm3")
 
 
 def metadata(writer, case):
     architecture = ARCHITECTURES.get(case, case)
-    for key, value in SIZES.items():
+    sizes = SIZES | {"block_count": config_of(case).num_layers}
+    for key, value in sizes.items():
         writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_uint32(f"{architecture}.attention.head_count", HEADS)
     writer.add_uint32(f"{architecture}.attention.head_count_kv", KV)
@@ -79,8 +98,10 @@ def write(
         kind = gguf.GGUFValueType.get_type(value)
         writer.kv_data[0][key] = gguf.GGUFValue(value=value, type=kind)
     [kind] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
-    names = gguf.get_tensor_name_map(kind, LAYERS)
-    for row, value in drawn(case, seed).items():
+    rows, config = drawn(case, seed), config_of(case)
+    names = gguf.get_tensor_name_map(kind, config.num_layers)
+    for row, parts in stored_tensors(config).items():
+        value = np.concatenate([rows[part] for part in parts])
         name = names.get_name(row.name, try_suffixes=(".weight", ".bias"))
         assert name is not None
         if architecture in PERMUTED and (".attn_q." in name or ".attn_k." in name):
@@ -93,6 +114,9 @@ def write(
             writer.add_tensor(name, gguf.quantize(value, quantisation), raw_dtype=quantisation)
         else:
             writer.add_tensor(name, value)
+    if case == "phi4":
+        for kind, divisors in LONGROPE.items():
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.asarray(divisors, np.float32))
     if case == "llama3":
         writer.add_tensor("rope_freqs.weight", dict(change).get("rope_freqs.weight", llama3_factors()))
     writer.write_header_to_file()
@@ -106,7 +130,7 @@ def drawn(case, seed=0):
     """Draw the weights of a case at random, in the layout of the Hugging Face hub."""
     draw = np.random.default_rng(seed)
     arrays = {}
-    for row in weights(config_of(case, case.startswith("gemma"))):
+    for row in weights(config_of(case)):
         arrays[row] = draw.standard_normal(row.shape).astype(np.float32) * (
             0.3 if len(row.shape) > 1 else 0.1
         )
@@ -124,8 +148,8 @@ def llama3_factors():
     return np.where(wavelength < 8192 / 4, 1, np.where(wavelength > 8192, 8, between)).astype(np.float32)
 
 
-def config_of(case, tied):
-    names = {"llama3": "llama", "gemma3": "gemma3_text"}
+def config_of(case):
+    names = {"llama3": "llama", "gemma3": "gemma3_text", "mistral3": "ministral3", "phi4": "phi3"}
     data = {
         "model_type": names.get(case, case),
         "vocab_size": VOCAB,
@@ -133,14 +157,27 @@ def config_of(case, tied):
         "intermediate_size": 96,
     }
     data |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV}
-    data |= {"head_dim": WIDTH, "tie_word_embeddings": tied, "sliding_window": 8, "rms_norm_eps": 1e-5}
+    data |= {"head_dim": WIDTH, "tie_word_embeddings": case.startswith("gemma"), "sliding_window": 8, "rms_norm_eps": 1e-5}
     if case in HUB:
         data |= {"rope_theta": 500.0, "max_position_embeddings": 128} | HUB[case]
     return from_json(data)
 
 
 # Fields of config.json of the cases that transformers does not read from GGUF.
+LONGROPE = {"short": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0], "long": [1.0, 2.0, 3.0, 4.0, 6.0, 8.0]}
+_ROPE = {"type": "longrope", "attention_factor": 1.25, **{f"{kind}_factor": x for kind, x in LONGROPE.items()}}
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 1.0}
 HUB = {
+    "mistral3": {"sliding_window": None, "rope_scaling": _YARN | {"llama_4_scaling_beta": 0.5}},
+    "phi3": {"partial_rotary_factor": 0.75},
+    "phi4": {
+        "partial_rotary_factor": 0.75,
+        "sliding_window": None,
+        "original_max_position_embeddings": 8,
+        "rope_scaling": _ROPE,
+    },
+    "glm4": {"attention_bias": False},
+    "smollm3": {"num_hidden_layers": 4},
     "granite": {
         "attention_multiplier": 0.3,
         "embedding_multiplier": 3.0,

@@ -68,7 +68,7 @@ def test_logits_are_those_of_transformers(tmp_path, case):
 def test_logits_are_those_of_the_same_weights_from_the_hub(tmp_path, case):
     """transformers cannot read these architectures from GGUF, so it reads the same weights from safetensors."""
     arrays = {row.path: value for row, value in drawn(case).items()}
-    config = config_of(case, False)
+    config = config_of(case)
     hub.save(tmp_path / "hub", config, build(config, lambda row: arrays[row.path]))
     model = load_torch(tmp_path / "hub")
     target = mj.load(str(write(tmp_path / "model.gguf", case)))

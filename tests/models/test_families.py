@@ -169,6 +169,20 @@ def test_transformers_loads_what_was_loaded_and_saved(name, tmp_path):
     np.testing.assert_array_equal(actual, transformers_oracle.torch_logits(model, PROMPTS))
 
 
+def test_the_text_model_of_mistral_3_with_images_is_loaded(tmp_path):
+    text = transformers_config(*CASES["ministral3"])
+    vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8, "head_dim": 8}
+    vision |= {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16}
+    fields = {"text_config": text, "vision_config": vision, "tie_word_embeddings": False}
+    import transformers
+
+    with transformers_oracle.third_party():
+        model = transformers.Mistral3ForConditionalGeneration(transformers_config("Mistral3", fields))
+    transformers_oracle.save_torch(transformers_oracle.randomize(model), tmp_path)
+    logits, _ = transformers_oracle.logits_and_greedy(hub.load(tmp_path), PROMPTS, 1)
+    assert_close(logits, transformers_oracle.torch_logits(model, PROMPTS))
+
+
 def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
     text = transformers_config("Gemma3Text", GEMMA | FULL_IN_THE_MIDDLE | {"rope_parameters": ROPES})
     vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
