@@ -21,7 +21,7 @@ from mars_jax.mesh.axes import alone, devices_of, hold_whole, in_order, map_devi
 from mars_jax.models import ring, weights
 from mars_jax.models.attention import BLOCK, FORMS, KERNEL_ROWS, KERNEL_SLOTS, TURN_SLOTS, Attend, attending
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, soft_cap
+from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, rms_norm_heads, soft_cap
 from mars_jax.models.moe import experts_mlp, shared_expert
 from mars_jax.models.rope import Rope, Rotation, rotate, rotation_at
 from mars_jax.utils.errors import MarsError, short_repr
@@ -103,16 +103,16 @@ def _project(
 ) -> tuple[Array, Array, Array]:
     """Return queries [B, N, K, G, D], keys and values [B, N, K, D], with the number of heads that the matrices have."""
     heads, kv_heads = ("heads", config.num_heads), ("kv_heads", config.num_kv_heads)
-    norm = _norm(config)
 
     def project(name: str, axis_size: tuple[str, int]) -> Array:
         y = dense(x, layer[name], layer.get(f"{name}_bias"), outputs=axis_size)
         if config.whole_qk_norm and name != "v":
-            y = norm(y, layer[f"{name}_norm"])
+            y = rms_norm_heads(y, layer[f"{name}_norm"], config.norm_eps, config.head_dim)
         return y.reshape(*x.shape[:2], -1, config.head_dim)
 
     q, k, v = project("q", heads), project("k", kv_heads), project("v", kv_heads)
     if config.qk_norm:
+        norm = _norm(config)
         q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
     if rotation is not None:
         turn = functools.partial(

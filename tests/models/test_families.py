@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
+import mars_jax as mj
 from mars_jax import hub
 from mars_jax.core.types import NO_TOKEN
+from mars_jax.drafters.asked import LoadedDrafter
+from mars_jax.drafters.eagle import eagle
+from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.heads import init_params as init_head
 from tests.helpers import slow_but, transformers_oracle
 
 pytest.importorskip("transformers")
@@ -193,3 +199,45 @@ def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
     logits, greedy = transformers_oracle.logits_and_greedy(checkpoint, PROMPTS, 16)
     assert_close(logits, transformers_oracle.torch_logits(model, PROMPTS))
     np.testing.assert_array_equal(greedy, transformers_oracle.torch_greedy(model, PROMPTS, 16))
+
+
+NEW_FAMILIES = (
+    "qwen2 moe, windows, one dense layer", "ministral3, window", "phi3, window", "phi4 mini, partial longrope, long",
+    "glm", "glm4", "smollm3, windows in nope layers", "granite, every multiplier", "olmo2", "olmo3, yarn in full layers",
+)  # fmt: skip
+
+
+def until_stop(tokens):
+    """Return greedy tokens up to the first stop token."""
+    tokens = list(map(int, tokens))
+    return tokens[: tokens.index(2) + 1] if 2 in tokens else tokens
+
+
+def drafter_of(kind, target, model_path):
+    if kind == "model":
+        return mj.drafters.load(f"model:{model_path}", target, num_draft_tokens=3)
+    if kind == "eagle":
+        head = EagleConfig.outline(target.config)
+        return LoadedDrafter(eagle(head, target.model, 3), init_head(head, jax.random.key(0), scale=0.3))
+    return kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [None, "data=2,model=2"])
+@pytest.mark.parametrize("name", NEW_FAMILIES)
+def test_drafts_of_every_kind_change_no_token(name, mesh, tmp_path):
+    """Decode three prompts of different lengths in two rows, so that one row refills."""
+    config = transformers_config(*CASES[name])
+    model, _ = saved(config, tmp_path / "target")
+    transformers_oracle.save_torch(transformers_oracle.random_torch_model(config, seed=1), tmp_path / "draft")
+    target = hub.load(tmp_path / "target", mesh=mesh)
+    prompts = [PROMPTS[0].tolist(), PROMPTS[1, :5].tolist(), PROMPTS[1].tolist()]
+    expected = [
+        until_stop(transformers_oracle.torch_greedy(model, np.asarray([ids]), NEW)[0]) for ids in prompts
+    ]
+    for kind in ("none", "ngram", "model", "eagle"):
+        drafter = drafter_of(kind, target, tmp_path / "draft")
+        result = mj.generate(
+            target, drafter, prompts, temperature=0.0, max_new_tokens=NEW, batch_size=2, verify=mj.verify.exact()
+        )
+        assert [list(ids) for ids in result.tokens] == expected, kind
