@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mars_jax.hub.rope_config import longrope_attention_factor, read_rope, write_scaling
+from mars_jax.hub.rope_config import read_rope, write_scaling
 from mars_jax.hub.values import count, value_or_default
 from mars_jax.models.config import ModelConfig
 from mars_jax.utils.errors import MarsError
@@ -41,7 +41,7 @@ def _windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]
     return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
-def layer_types(has_window: Iterable[bool]) -> list[str]:
+def _types(has_window: Iterable[bool]) -> list[str]:
     """Return the type of each layer."""
     return [_SLIDING if flag else _FULL for flag in has_window]
 
@@ -76,12 +76,20 @@ def _write_mistral(config: ModelConfig) -> JsonObject:
     return {"sliding_window": _window(config)}
 
 
+def _one_window(data: JsonObject) -> Fields:
+    return {"windows": (data.get("sliding_window"),) * data["num_hidden_layers"]}
+
+
+def _write_types(config: ModelConfig) -> JsonObject:
+    return _write_mistral(config) | {"layer_types": _types(window is not None for window in config.windows)}
+
+
 def _optional_windows(data: JsonObject, has_window: Iterable[bool]) -> tuple[int | None, ...]:
     """Return windows by `layer_types`, or by default in some layers; none unless `use_sliding_window`."""
     window = data.get("sliding_window")
     if not data.get("use_sliding_window") or window is None:
         return (None,) * data["num_hidden_layers"]
-    return _windows(data.get("layer_types") or layer_types(has_window), window)
+    return _windows(data.get("layer_types") or _types(has_window), window)
 
 
 def _qwen_windows(data: JsonObject) -> tuple[int | None, ...]:
@@ -100,17 +108,12 @@ def _read_qwen3(data: JsonObject) -> Fields:
 
 
 def _write_qwen(config: ModelConfig) -> JsonObject:
-    window = _window(config)
-    types = layer_types(window is not None for window in config.windows)
-    return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": types}
+    return _write_types(config) | {"use_sliding_window": _window(config) is not None}
 
 
 def _read_mixtral(data: JsonObject) -> Fields:
-    return {
-        "windows": (data.get("sliding_window"),) * data["num_hidden_layers"],
-        "num_experts": data["num_local_experts"],
-        "experts_per_token": data["num_experts_per_tok"],
-    }
+    experts = {"num_experts": data["num_local_experts"], "experts_per_token": data["num_experts_per_tok"]}
+    return _one_window(data) | experts
 
 
 def _write_mixtral(config: ModelConfig) -> JsonObject:
@@ -121,11 +124,9 @@ def _write_mixtral(config: ModelConfig) -> JsonObject:
 def _read_qwen2_moe(data: JsonObject) -> Fields:
     # As in transformers: without `layer_types`, every second layer before `max_window_layers` has a window.
     first, layers = data.get("max_window_layers", 28), range(data["num_hidden_layers"])
-    return _read_experts(data) | {
-        "qkv_bias": bool(data.get("qkv_bias", True)),
-        "windows": _optional_windows(data, (i % 2 == 0 and i < first for i in layers)),
-        "shared_expert_size": data["shared_expert_intermediate_size"],
-    }
+    windows = _optional_windows(data, (i % 2 == 0 and i < first for i in layers))
+    shared = {"shared_expert_size": data["shared_expert_intermediate_size"], "windows": windows}
+    return _read_experts(data) | shared | {"qkv_bias": bool(data.get("qkv_bias", True))}
 
 
 def _write_qwen2_moe(config: ModelConfig) -> JsonObject:
@@ -175,7 +176,7 @@ def _read_gemma(data: JsonObject, every: int) -> Fields:
     if data.get("use_bidirectional_attention"):
         raise MarsError("use_bidirectional_attention is not supported: only models that read forwards are.")
     layers, scalar = range(data["num_hidden_layers"]), float(data["query_pre_attn_scalar"])
-    kinds = data.get("layer_types") or layer_types((i + 1) % every != 0 for i in layers)
+    kinds = data.get("layer_types") or _types((i + 1) % every != 0 for i in layers)
     if not 0 < scalar < math.inf:  # in a ModelConfig, 0 means the width of a head
         raise MarsError(f"query_pre_attn_scalar is {scalar}: it must be positive.")
     return _biases(data) | {
@@ -223,9 +224,7 @@ def _by_layer_type(data: JsonObject) -> tuple[JsonObject, JsonObject]:
 
 def _write_gemma2(config: ModelConfig) -> JsonObject:
     scalar = config.query_scalar
-    return {
-        "layer_types": layer_types(window is not None for window in config.windows),
-        "sliding_window": _window(config),
+    return _write_types(config) | {
         # The config class of transformers accepts only whole numbers.
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
         "attn_logit_softcapping": config.attention_cap,
@@ -240,29 +239,20 @@ def _write_gemma3(config: ModelConfig) -> JsonObject:
 
 def _read_ministral3(data: JsonObject) -> Fields:
     """Read Ministral 3's fields: YaRN, with queries that grow with the length of the text."""
-    if not (data.get("rope_parameters") or data.get("rope_scaling")):
-        data = data | {"rope_parameters": _MINISTRAL_3_ROPE}
-    window = data.get("sliding_window")
-    return {"windows": (window,) * data["num_hidden_layers"], "rope": read_rope(data, theta=1e6)}
+    rope = read_rope(data, theta=1e6)
+    if not rope.query_growth:
+        raise MarsError("rope_parameters has no llama_4_scaling_beta: use the original config.")
+    return _one_window(data) | {"rope": rope}
 
 
 def _read_phi3(data: JsonObject) -> Fields:
-    window = data.get("sliding_window")
-    return {"windows": (window,) * data["num_hidden_layers"], "rope": read_rope(data, fraction=1.0)}
+    return _one_window(data) | {"rope": read_rope(data, fraction=1.0)}
 
 
 def _write_phi3(config: ModelConfig) -> JsonObject:
-    rope = config.rope
-    data = _write_mistral(config) | _write_glm(config)
-    if rope.kind != "longrope":
-        return data
-    trained = rope.original_max_positions
-    # transformers 4 accepts exactly three settings, and transformers 5 reads the trained length outside of them.
-    scaling = write_scaling(rope) or {}
-    del scaling["original_max_position_embeddings"]
-    if rope.attention_factor == longrope_attention_factor(config.max_positions, trained):
-        del scaling["attention_factor"]
-    return data | {"rope_scaling": scaling, "original_max_position_embeddings": trained}
+    # The trained length is outside of rope_scaling.
+    trained = config.rope.original_max_positions or config.max_positions
+    return _write_mistral(config) | _write_glm(config) | {"original_max_position_embeddings": trained}
 
 
 def _read_glm(data: JsonObject) -> Fields:
@@ -296,26 +286,19 @@ def _write_smollm3(config: ModelConfig) -> JsonObject:
 
 def _read_granite(data: JsonObject) -> Fields:
     """Read Granite's fields: the multipliers of muP (arXiv 2203.03466)."""
-    scale = value_or_default(data, "attention_multiplier", 1.0)
-    if not 0 < scale < math.inf:
-        raise MarsError(f"attention_multiplier is {scale}: it must be positive.")
-    return _read_llama(data) | {
-        "query_scalar": scale**-2,
-        "embedding_multiplier": float(value_or_default(data, "embedding_multiplier", 1.0)),
-        "residual_multiplier": float(value_or_default(data, "residual_multiplier", 1.0)),
-        "logit_divisor": float(value_or_default(data, "logits_scaling", 1.0)),
-    }
+    fields = {field: float(value_or_default(data, key, 1.0)) for field, key in _MULTIPLIERS.items()}
+    return (
+        _read_llama(data)
+        | fields
+        | {"query_scalar": value_or_default(data, "attention_multiplier", 1.0) ** -2}
+    )
 
 
 def _write_granite(config: ModelConfig) -> JsonObject:
     # 15 digits: the square root returns the multiplier that was read, without its rounding error.
     scale = float(f"{(config.query_scalar or config.head_dim) ** -0.5:.15g}")
-    return {
-        "attention_multiplier": scale,
-        "embedding_multiplier": config.embedding_multiplier,
-        "residual_multiplier": config.residual_multiplier,
-        "logits_scaling": config.logit_divisor,
-    }
+    multipliers = {key: getattr(config, field) for field, key in _MULTIPLIERS.items()}
+    return multipliers | {"attention_multiplier": scale}
 
 
 def _read_olmo2(data: JsonObject) -> Fields:
@@ -325,26 +308,20 @@ def _read_olmo2(data: JsonObject) -> Fields:
 
 def _read_olmo3(data: JsonObject) -> Fields:
     """Read OLMo 3's fields: OLMo 2 with windows in three of four layers, whose rope is not scaled."""
-    kinds = data.get("layer_types") or layer_types((i + 1) % 4 != 0 for i in range(data["num_hidden_layers"]))
+    kinds = data.get("layer_types") or _types((i + 1) % 4 != 0 for i in range(data["num_hidden_layers"]))
     full, sliding = _by_layer_type(data)
-    return _read_olmo2(data) | {
-        "windows": _windows(kinds, data.get("sliding_window", 4096)),
-        "rope": read_rope(full, theta=5e5),
-        "local_rope": read_rope(sliding, theta=5e5),
-    }
+    ropes = {"rope": read_rope(full, theta=5e5), "local_rope": read_rope(sliding, theta=5e5)}
+    return _read_olmo2(data) | ropes | {"windows": _windows(kinds, data.get("sliding_window", 4096))}
 
 
 def _write_olmo3(config: ModelConfig) -> JsonObject:
-    local = config.local_rope or config.rope
-    return {
-        "sliding_window": _window(config),
-        "layer_types": layer_types(window is not None for window in config.windows),
-        # Without these, transformers 5 ignores rope_theta in layers with a window.
-        "rope_parameters": {
-            _FULL: {"rope_type": "default", "rope_theta": config.rope.theta} | (write_scaling(config.rope) or {}),
-            _SLIDING: {"rope_type": "default", "rope_theta": local.theta},
-        },
+    full, local = config.rope, config.local_rope or config.rope
+    # Without settings by layer type, transformers 5 ignores rope_theta in layers with a window.
+    ropes = {
+        _FULL: {"rope_type": "default", "rope_theta": full.theta} | (write_scaling(full) or {}),
+        _SLIDING: {"rope_type": "default", "rope_theta": local.theta},
     }
+    return _write_types(config) | {"rope_parameters": ropes}
 
 
 # Defaults of transformers' config classes. The text_config of Gemma 3 with images omits most of them.
@@ -368,10 +345,8 @@ _MIXTRAL = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-_QWEN2_MOE = {
-    "num_key_value_heads": 16,
-    "max_position_embeddings": 32768,
-    "num_experts": 60,
+_QWEN2_MOE = {"num_key_value_heads": 16, "max_position_embeddings": 32768, "num_experts": 60}
+_QWEN2_MOE |= {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 1408,
     "shared_expert_intermediate_size": 5632,
@@ -389,34 +364,22 @@ _MINISTRAL_3 = {
     "max_position_embeddings": 262144,
     "rms_norm_eps": 1e-5,
 }
-_MINISTRAL_3_ROPE = {
-    "type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
 _PHI_3 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000}
-_NO_PADDING: JsonObject = {"pad_token_id": None}
-"""The default is a token of the published vocabulary, which a smaller one lacks."""
 _GLM = {
     "num_key_value_heads": 2,
     "head_dim": 128,
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1.5625e-7,
-    "attention_bias": True,
-    "eos_token_id": [151329, 151336, 151338],
 }
-_SMOLLM_3 = {
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "rope_theta": 2e6,
-    "tie_word_embeddings": True,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
+_GLM |= {"attention_bias": True, "eos_token_id": [151329, 151336, 151338]}
+_SMOLLM_3 = {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6}
+_SMOLLM_3 |= {"tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001}
+_OLMO = {"rms_norm_eps": 1e-5}
+_NO_PADDING: JsonObject = {"pad_token_id": None}
+"""The default is a token of the published vocabulary, which a smaller one lacks."""
+_MULTIPLIERS = {"embedding_multiplier": "embedding_multiplier", "residual_multiplier": "residual_multiplier"}
+_MULTIPLIERS |= {"logit_divisor": "logits_scaling"}
+"""Keys of Granite's multipliers by their fields."""
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _read_llama, lambda config: {}, {}),
@@ -432,8 +395,8 @@ FAMILIES: dict[str, Family] = {
     "glm4": Family("Glm4ForCausalLM", _read_glm4, _write_glm, _GLM),
     "smollm3": Family("SmolLM3ForCausalLM", _read_smollm3, _write_smollm3, _SMOLLM_3),
     "granite": Family("GraniteForCausalLM", _read_granite, _write_granite, {}),
-    "olmo2": Family("Olmo2ForCausalLM", _read_olmo2, lambda config: {}, {"rms_norm_eps": 1e-5}),
-    "olmo3": Family("Olmo3ForCausalLM", _read_olmo3, _write_olmo3, {"rms_norm_eps": 1e-5}),
+    "olmo2": Family("Olmo2ForCausalLM", _read_olmo2, lambda config: {}, _OLMO),
+    "olmo3": Family("Olmo3ForCausalLM", _read_olmo3, _write_olmo3, _OLMO),
     "gemma2": Family(
         "Gemma2ForCausalLM", _read_gemma2, _write_gemma2, _GEMMA | _GEMMA_2, activation="hidden_activation"
     ),

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -66,13 +66,12 @@ class Tensor(NamedTuple):
         """Return the tensor of `size` rows that begin at `first`."""
         if (first, size) == (0, self.shape[0]):
             return self
-        rows, blocks = self.rows, self.blocks
-        part = self._replace(
-            shape=(size, *self.shape[1:]), rows=lambda begin, end: rows(first + begin, first + end)
-        )
-        if blocks is None:
-            return part
-        return part._replace(blocks=lambda begin, end: blocks(first + begin, first + end))
+
+        def shifted(read: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
+            return lambda begin, end: read(first + begin, first + end)
+
+        part = self._replace(shape=(size, *self.shape[1:]), rows=shifted(self.rows))
+        return part if self.blocks is None else part._replace(blocks=shifted(self.blocks))
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:

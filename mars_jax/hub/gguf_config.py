@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from mars_jax.hub.config_json import from_json
-from mars_jax.hub.families import layer_types
 from mars_jax.hub.gguf_file import GGUFFile
 from mars_jax.hub.rope_config import read_rope, yarn_attention_factor
 from mars_jax.hub.values import of_its_kind
@@ -154,9 +153,9 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
     if config.rope.query_growth:
         # Ministral 3's mscale and mscale_all_dim: with them, YaRN does not scale cos and sin.
         neutral["rope.scaling.yarn_log_multiplier"] = (1,)
-    # With YaRN and LongRoPE, the factor is part of the config (see `_scaling`).
-    if config.rope.kind not in ("yarn", "longrope"):
-        neutral["rope.scaling.attn_factor"] = (1,)
+    # With YaRN, the factor is part of the config (see `_scaling`).
+    if config.rope.kind != "yarn":
+        neutral["rope.scaling.attn_factor"] = (config.rope.attention_factor,)
     if window:
         layers = [size is not None for size in config.windows]
         # The pattern is either a period, or a list with one bool per layer.
@@ -190,55 +189,34 @@ def _gemma(file: GGUFFile, data: JsonObject) -> JsonObject:
 
 
 def _ministral(file: GGUFFile, data: JsonObject) -> JsonObject:
-    growth = file.of_model("attention.temperature_scale")
-    if not growth:
+    growth = _decimal(file.of_model("attention.temperature_scale") or None)
+    if growth is None:
         return {"architectures": ["MistralForCausalLM"], "sliding_window": None}
-    scaling = {"attention_factor": 1.0, "llama_4_scaling_beta": _decimal(growth)}
-    return {"rope_scaling": data["rope_scaling"] | scaling}
+    return {"rope_scaling": data["rope_scaling"] | {"attention_factor": 1.0, "llama_4_scaling_beta": growth}}
 
 
 def _partial(file: GGUFFile, data: JsonObject) -> JsonObject:
-    rotated = file.of_model("rope.dimension_count", data["head_dim"])
-    return {
-        "partial_rotary_factor": rotated / data["head_dim"],
-        "sliding_window": file.of_model("attention.sliding_window") or None,
-    }
+    fraction = file.of_model("rope.dimension_count", data["head_dim"]) / data["head_dim"]
+    window = file.of_model("attention.sliding_window") or None
+    return {"partial_rotary_factor": fraction, "sliding_window": window}
 
 
 def _granite(file: GGUFFile, data: JsonObject) -> JsonObject:
+    names = {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"}
+    names |= {"logits_scaling": "logit_scale"}
+    multipliers = {key: _decimal(file.of_model(name) or None) for key, name in names.items()}
     # Without an attention scale, llama.cpp divides by sqrt(head_dim).
-    return {
-        "attention_multiplier": _decimal(file.of_model("attention.scale") or data["head_dim"] ** -0.5),
-        "embedding_multiplier": _decimal(file.of_model("embedding_scale") or None),
-        "residual_multiplier": _decimal(file.of_model("residual_scale") or None),
-        "logits_scaling": _decimal(file.of_model("logit_scale") or None),
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-    }
+    scale = _decimal(file.of_model("attention.scale") or data["head_dim"] ** -0.5)
+    return multipliers | {"attention_multiplier": scale, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
 
 
 def _olmo(file: GGUFFile, data: JsonObject) -> JsonObject:
     window = file.of_model("attention.sliding_window")
-    if not window:
-        return {}
-    pattern = file.of_model("attention.sliding_window_pattern", _WINDOW_PERIOD["olmo2"])
-    if not isinstance(pattern, list):
-        pattern = [(i + 1) % pattern != 0 for i in range(data["num_hidden_layers"])]
-    return {
-        "architectures": ["Olmo3ForCausalLM"],
-        "sliding_window": window,
-        "layer_types": layer_types(pattern),
-    }
+    return {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window} if window else {}
 
 
-_FAMILIES = {
-    "gemma2": _gemma,
-    "gemma3": _gemma,
-    "glm4": _partial,
-    "granite": _granite,
-    "mistral3": _ministral,
-    "olmo2": _olmo,
-    "phi3": _partial,
-}
+_FAMILIES = {"gemma2": _gemma, "gemma3": _gemma, "granite": _granite, "mistral3": _ministral, "olmo2": _olmo}
+_FAMILIES |= {"glm4": _partial, "phi3": _partial}
 """Readers of the config.json fields that only some architectures have."""
 
 
@@ -270,11 +248,11 @@ def _scaling(file: GGUFFile) -> JsonObject | None:
             raise MarsError(f"it has rope_freqs.weight and rope.scaling.type {kind!r}: expected only one.")
         return _llama3(file)
     trained = file.of_model("rope.scaling.original_context_length")
-    attn_factor = _decimal(file.of_model("rope.scaling.attn_factor"))
     if "rope_factors_long.weight" in file.tensors:
-        scaling = {f"{kind}_factor": _vector(file, f"rope_factors_{kind}.weight") for kind in ("short", "long")}
-        scaling |= {"rope_type": "longrope", "original_max_position_embeddings": trained}
-        return scaling | {"attention_factor": attn_factor or 1.0}
+        factors = {
+            f"{kind}_factor": _vector(file, f"rope_factors_{kind}.weight") for kind in ("short", "long")
+        }
+        return factors | {"rope_type": "longrope", "original_max_position_embeddings": trained}
     if is_unscaled:
         return None
     scaling = {
@@ -282,6 +260,7 @@ def _scaling(file: GGUFFile) -> JsonObject | None:
         "factor": factor,
         "original_max_position_embeddings": trained,
     }
+    attn_factor = _decimal(file.of_model("rope.scaling.attn_factor"))
     if kind == "yarn" and attn_factor is not None and factor is not None:
         # llama.cpp multiplies YaRN's 0.1 ln(factor) + 1 by attn_factor (`yarn_attn_factor *= hparams.rope_attn_factor`
         # in src/llama-context.cpp, `mscale` of `rope_yarn` in ggml/src/ggml-cpu/ops.cpp). In config.json

@@ -46,7 +46,8 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
-# Tekken and GPT-4o split a word between a lower-case and an upper-case letter. Marks and letters without case count as both.
+# Tekken and GPT-4o split a word between a lower-case and an upper-case letter. Marks and letters without case count
+# as both.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
-from mars_jax.hub.values import count
+from mars_jax.hub.values import count, value_or_default
 from mars_jax.models.config import ROPE_KINDS, Rope
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
@@ -27,13 +26,6 @@ def yarn_attention_factor(scaling: JsonObject, factor: float) -> float:
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
         return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
     return mscale(1.0)
-
-
-def longrope_attention_factor(context: int, trained: int, factor: float | None = None) -> float:
-    """Return LongRoPE's factor on cos and sin (arXiv 2402.13753, equation 9); `factor` replaces context / trained."""
-    if factor is None:
-        factor = context / trained
-    return math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(trained))
 
 
 _OUTSIDE = ("partial_rotary_factor", "original_max_position_embeddings")
@@ -65,17 +57,38 @@ def read_rope(
         kind = "longrope"
     rotated = float(scaling.get("partial_rotary_factor", fraction or 1.0))
     if fraction is None and rotated != 1:
-        raise MarsError(f"partial_rotary_factor is {rotated:g}: this architecture rotates whole heads, set it to 1.")
+        raise MarsError(
+            f"partial_rotary_factor is {rotated:g}: this architecture rotates whole heads, set it to 1."
+        )
     common = functools.partial(Rope, theta=theta, fraction=rotated)
     if kind == "default":
         return common()
     if kind not in ROPE_KINDS[1:]:
-        raise MarsError(f"rope type '{kind}' is not supported: expected one of default, {', '.join(ROPE_KINDS[1:])}.")
+        raise MarsError(
+            f"rope type '{kind}' is not supported: expected one of default, {', '.join(ROPE_KINDS[1:])}."
+        )
     longest = count(data, "max_position_embeddings", 2048)
     trained = count(scaling, "original_max_position_embeddings", longest)
     factor = scaling.get("factor")
+    required = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "longrope": ("short_factor", "long_factor"),
+    }
+    missing = [key for key in required.get(kind, ()) if scaling.get(key) is None]
+    if missing:
+        raise MarsError(f"rope type '{kind}' needs {missing[0]}: add it to rope_scaling.")
     if kind == "longrope":
-        return _longrope(common, scaling, longest, trained)
+        ratio = max(factor or longest / trained, 1.0)
+        # arXiv 2402.13753, equation 9
+        attention_factor = math.sqrt(1 + math.log(ratio) / math.log(trained))
+        return common(
+            kind=kind,
+            original_max_positions=trained,
+            short_divisors=tuple(map(float, scaling["short_factor"])),
+            long_divisors=tuple(map(float, scaling["long_factor"])),
+            is_long=longest > trained,
+            attention_factor=float(value_or_default(scaling, "attention_factor", attention_factor)),
+        )
     # As in transformers, YaRN's factor defaults to the ratio of the context to the trained length.
     if factor is None and kind == "yarn":
         factor = longest / trained
@@ -85,9 +98,6 @@ def read_rope(
     if kind in ("linear", "dynamic"):
         return scaled()
     if kind == "llama3":
-        missing = [key for key in ("low_freq_factor", "high_freq_factor") if scaling.get(key) is None]
-        if missing:
-            raise MarsError(f"rope type 'llama3' needs {missing[0]}: add it to rope_scaling.")
         low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
         return scaled(original_max_positions=trained, low_freq_factor=low, high_freq_factor=high)
     return scaled(
@@ -97,23 +107,6 @@ def read_rope(
         attention_factor=yarn_attention_factor(scaling, float(factor)),
         truncate=bool(scaling.get("truncate", True)),
         query_growth=float(scaling.get("llama_4_scaling_beta") or 0),
-    )
-
-
-def _longrope(common: Callable[..., Rope], scaling: JsonObject, context: int, trained: int) -> Rope:
-    missing = [key for key in ("short_factor", "long_factor") if not isinstance(scaling.get(key), list)]
-    if missing:
-        raise MarsError(f"rope type 'longrope' needs a list {missing[0]}: add it to rope_scaling.")
-    attention_factor = scaling.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = longrope_attention_factor(context, trained, scaling.get("factor"))
-    return common(
-        kind="longrope",
-        original_max_positions=trained,
-        short_divisors=tuple(map(float, scaling["short_factor"])),
-        long_divisors=tuple(map(float, scaling["long_factor"])),
-        is_long=context > trained,
-        attention_factor=float(attention_factor),
     )
 
 
@@ -152,13 +145,9 @@ def write_scaling(rope: Rope) -> JsonObject | None:
     if rope.kind == "none":
         return None
     if rope.kind == "longrope":
-        return {
-            "rope_type": "longrope",
-            "short_factor": list(rope.short_divisors),
-            "long_factor": list(rope.long_divisors),
-            "original_max_position_embeddings": rope.original_max_positions,
-            "attention_factor": rope.attention_factor,
-        }
+        # Exactly these keys: transformers 4 accepts no others. `hub.save` refuses another attention factor.
+        divisors = {"short_factor": list(rope.short_divisors), "long_factor": list(rope.long_divisors)}
+        return {"type": "longrope", **divisors}
     data: JsonObject = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind in ("linear", "dynamic"):
         return data

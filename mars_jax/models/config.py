@@ -14,7 +14,14 @@ from mars_jax.utils.limits import DIMENSION, EXPERTS, LAYERS, POSITIONS
 
 ROPE_KINDS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-_COUNTS = ("num_kv_heads", "head_dim", "num_experts", "experts_per_token", "expert_size", "shared_expert_size")
+_COUNTS = (
+    "num_kv_heads",
+    "head_dim",
+    "num_experts",
+    "experts_per_token",
+    "expert_size",
+    "shared_expert_size",
+)
 """Integer fields of a model that may be 0."""
 
 
@@ -27,8 +34,8 @@ class Rope:
     """Rotary position embedding, including the scaling of its frequencies beyond the trained length.
 
     Kinds and fields are named as in transformers' `ROPE_INIT_FUNCTIONS`. A field's comment lists the kinds that use it.
-    "dynamic" changes frequencies only of texts longer than `max_positions`, which is the limit of a text here, so it has
-    no effect. In "longrope", transformers selects the divisors by the current length and recomputes the cache when it
+    "dynamic" changes only the frequencies of texts longer than `max_positions`, the limit of a text here, so it has no
+    effect. In "longrope", transformers selects the divisors by the current length and recomputes the cache when it
     changes. Here the context that the config allows selects them once, as in vLLM.
     """
 
@@ -44,7 +51,9 @@ class Rope:
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # yarn, longrope: factor of cos and sin, already resolved
     truncate: bool = True  # yarn: round the corrected range outwards to whole dimensions
-    short_divisors: tuple[float, ...] = ()  # longrope: divisor of each frequency in a context of the trained length
+    short_divisors: tuple[
+        float, ...
+    ] = ()  # longrope: divisor of each frequency in a context of the trained length
     long_divisors: tuple[float, ...] = ()  # longrope: the same for a longer context
     is_long: bool = False  # longrope: use `long_divisors`
     query_growth: float = 0.0  # any: multiply queries by 1 + growth * log(1 + position // trained length)
@@ -176,7 +185,9 @@ class ModelConfig:
             raise MarsError(f"head_dim {self.head_dim} is odd: rotary embeddings rotate pairs of dimensions.")
         pairs = (int(self.head_dim * self.rope.fraction) + 1) // 2
         if self.rope.kind == "longrope" and len(self.rope.divisors) != pairs:
-            raise MarsError(f"longrope has {len(self.rope.divisors)} divisors: expected {pairs}, one per frequency.")
+            raise MarsError(
+                f"longrope has {len(self.rope.divisors)} divisors: expected {pairs}, one per frequency."
+            )
         if len(self.windows) != self.num_layers:
             raise MarsError(f"{len(self.windows)} windows for {self.num_layers} layers: give one per layer.")
         for window in self.windows:

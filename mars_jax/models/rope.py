@@ -88,7 +88,7 @@ def rotation_at(positions: Array, rope: Rope | None, head_dim: int) -> Rotation 
     return Rotation(*angles(positions, rope, head_dim), query_factor)
 
 
-def rotate(x: Array, cos: Array, sin: Array, *, interleaved: bool = False) -> Array:
+def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
     """Rotate the first dimensions of x [B, N, heads, head_dim]; cos and sin determine how many.
 
     Dimension i is paired with i + half, as in most checkpoints. With `interleaved`, neighbours are pairs. Their results

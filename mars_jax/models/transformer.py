@@ -23,7 +23,7 @@ from mars_jax.models.attention import BLOCK, FORMS, KERNEL_ROWS, KERNEL_SLOTS, T
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, rms_norm_heads, soft_cap
 from mars_jax.models.moe import experts_mlp, shared_expert
-from mars_jax.models.rope import Rope, Rotation, rotate, rotation_at
+from mars_jax.models.rope import Rope, rotate, rotation_at
 from mars_jax.utils.errors import MarsError, short_repr
 
 RING_ROWS = 256
@@ -98,9 +98,7 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Atte
     return _out(config, layer, mixed), k_cache, v_cache
 
 
-def _project(
-    config: ModelConfig, layer: dict, x: Array, rotation: Rotation | None
-) -> tuple[Array, Array, Array]:
+def _project(config: ModelConfig, layer: dict, x: Array, rotation) -> tuple[Array, Array, Array]:
     """Return queries [B, N, K, G, D], keys and values [B, N, K, D], with the number of heads that the matrices have."""
     heads, kv_heads = ("heads", config.num_heads), ("kv_heads", config.num_kv_heads)
 
@@ -115,10 +113,7 @@ def _project(
         norm = _norm(config)
         q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
     if rotation is not None:
-        turn = functools.partial(
-            rotate, cos=rotation.cos, sin=rotation.sin, interleaved=config.rope.interleaved
-        )
-        q, k = turn(q), turn(k)
+        q, k = (rotate(y, rotation.cos, rotation.sin, config.rope.interleaved) for y in (q, k))
         if rotation.query_factor is not None:
             q = q * rotation.query_factor.astype(q.dtype)
     # Query head k * G + g reads key-value head k.
@@ -266,15 +261,8 @@ def _ring_layers(
 
 def _ropes(config: ModelConfig) -> list[Rope | None]:
     """Return the rotary embedding of each layer; None for a layer without one."""
-    ropes: list[Rope | None] = []
-    for i, window in enumerate(config.windows):
-        rope: Rope | None = config.rope
-        if window is not None and config.local_rope is not None:
-            rope = config.local_rope
-        if i in config.nope_layers:
-            rope = None
-        ropes.append(rope)
-    return ropes
+    ropes = [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
+    return [None if i in config.nope_layers else rope for i, rope in enumerate(ropes)]
 
 
 def _each_layer(

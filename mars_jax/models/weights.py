@@ -35,18 +35,10 @@ _EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 """Checkpoint names of a layer's experts and of their gate, up and down projections, by family; default: Qwen's."""
 
 _NORMS = {
-    "gemma2": {
-        "attention_post_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_post_norm": "post_feedforward_layernorm",
-    },
-    "glm4": {
-        "attention_post_norm": "post_self_attn_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp_post_norm": "post_mlp_layernorm",
-    },
+    "gemma2": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "glm4": ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
 }
-"""Checkpoint names of a layer's norms, by family with `post_norms`; default: Gemma 2's."""
+"""Checkpoint names of the norms after attention, before the MLP and after it, with `post_norms`; default: Gemma 2's."""
 
 
 def _matrix(key: str, name: str, out: int, inner: int, bias: bool) -> list[Weight]:
@@ -95,12 +87,14 @@ def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None)
     elif c.qk_norm:
         rows += norm("q_norm", "self_attn.q_norm", c.head_dim)
         rows += norm("k_norm", "self_attn.k_norm", c.head_dim)
-    norm_names = {"mlp_norm": "post_attention_layernorm"}
-    if c.post_norms:
-        norm_names = _NORMS.get(c.family, _NORMS["gemma2"])
-    for key, name in norm_names.items():
-        if c.pre_norms or key != "mlp_norm":
-            rows += norm(key, name)
+    post_norm, mlp_norm, mlp_post_norm = _NORMS.get(c.family, _NORMS["gemma2"])
+    if not c.post_norms:
+        rows += norm("mlp_norm", "post_attention_layernorm")
+    else:
+        rows += norm("attention_post_norm", post_norm)
+        if c.pre_norms:
+            rows += norm("mlp_norm", mlp_norm)
+        rows += norm("mlp_post_norm", mlp_post_norm)
     if c.num_experts and index not in c.dense_layers:
         return rows + _experts(c)
     rows += _matrix("gate", "mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias)

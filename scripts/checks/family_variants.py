@@ -4,7 +4,8 @@
 
 Each config has the settings of a published one that change the forward pass, with smaller widths and fewer layers.
 Context lengths are divided by the same number as the trained ones, so that the text is longer than windows and trained
-lengths. A variant is either equal to transformers within 1e-4, or refused by name.
+lengths. A variant is either equal to transformers within 1e-4, or refused by name. The settings were entered by hand;
+the published files were not downloaded.
 """
 
 from __future__ import annotations
@@ -41,16 +42,35 @@ PHI_4 = PHI | MEDIUM | {"max_position_embeddings": 16384, "original_max_position
 PHI_4 |= {"rope_theta": 250000.0, "sliding_window": None}
 PHI_4_MINI = PHI_128K | {"num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": True}
 PHI_4_MINI |= {"partial_rotary_factor": 0.75, "rope_scaling": longrope(6)}
-OLMO_2 = {"model_type": "olmo2", "rope_theta": 500000.0, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
+OLMO_2 = {
+    "model_type": "olmo2",
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+}
 PATTERN = ["sliding_attention"] * 3 + ["full_attention"]
 OLMO_3 = OLMO_2 | {"model_type": "olmo3", "max_position_embeddings": 65536, "sliding_window": 4096}
 OLMO_3 |= {"layer_types": PATTERN}
-OLMO_3_YARN = {"factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2079441541679836}
-SMOLLM_3 = {"model_type": "smollm3", "rope_theta": 5e6, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6}
+OLMO_3_YARN = {
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "attention_factor": 1.2079441541679836,
+}
+SMOLLM_3 = {
+    "model_type": "smollm3",
+    "rope_theta": 5e6,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-6,
+}
 SMOLLM_3 |= {"num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}
 SMOLLM_3 |= {"no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False, "sliding_window": None}
 GRANITE = {"model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
-GRANITE |= {"num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+GRANITE |= {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
 GRANITE_2B = GRANITE | {"attention_multiplier": 0.015625, "logits_scaling": 8.0}
 GRANITE_8B = GRANITE | {"attention_multiplier": 0.0078125, "logits_scaling": 16.0}
 LONG_GRANITE = {"rope_theta": 1e7, "max_position_embeddings": 131072}
@@ -59,8 +79,18 @@ MINISTRAL |= {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "sliding_
 MINISTRAL_ROPE = YARN | {"factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0}
 MINISTRAL_ROPE |= {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "rope_theta": 1e6}
 GLM = {"model_type": "glm4", "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 2}
-GLM |= {"attention_bias": True, "partial_rotary_factor": 0.5, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
-QWEN_MOE = {"model_type": "qwen2_moe", "rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 32768}
+GLM |= {
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+}
+QWEN_MOE = {
+    "model_type": "qwen2_moe",
+    "rope_theta": 1e6,
+    "use_sliding_window": False,
+    "sliding_window": 32768,
+}
 QWEN_MOE |= {"num_attention_heads": 16, "num_experts_per_tok": 4, "decoder_sparse_step": 1}
 LLAMA = {"model_type": "llama", "num_attention_heads": 32, "max_position_embeddings": 4096}
 

@@ -1,5 +1,7 @@
 """Write small GGUF files, and compute the logits of a checkpoint."""
 
+import math
+
 import gguf
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,8 @@ from mars_jax.utils.errors import MarsError
 
 VOCAB, LAYERS, HEADS, KV, WIDTH = 96, 2, 4, 2, 16
 SIZES = {"embedding_length": 64, "feed_forward_length": 96, "block_count": LAYERS, "context_length": 128}
+ATTENTION_FACTOR = (1 + math.log(16) / math.log(8)) ** 0.5
+"""LongRoPE's factor for a context of 128 tokens and a trained length of 8."""
 OWN = {
     "llama": {"rope.freq_base": 500.0},
     "llama3": {"rope.freq_base": 500000.0},
@@ -33,7 +37,7 @@ OWN = {
         "attention.sliding_window": 0,
         "rope.dimension_count": 12,
         "rope.scaling.original_context_length": 8,
-        "rope.scaling.attn_factor": 1.25,
+        "rope.scaling.attn_factor": ATTENTION_FACTOR,
     },
     "glm4": {"rope.freq_base": 500.0, "rope.dimension_count": 8},
     "smollm3": {"rope.freq_base": 500.0},
@@ -157,7 +161,12 @@ def config_of(case):
         "intermediate_size": 96,
     }
     data |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV}
-    data |= {"head_dim": WIDTH, "tie_word_embeddings": case.startswith("gemma"), "sliding_window": 8, "rms_norm_eps": 1e-5}
+    data |= {
+        "head_dim": WIDTH,
+        "tie_word_embeddings": case.startswith("gemma"),
+        "sliding_window": 8,
+        "rms_norm_eps": 1e-5,
+    }
     if case in HUB:
         data |= {"rope_theta": 500.0, "max_position_embeddings": 128} | HUB[case]
     return from_json(data)
@@ -165,8 +174,17 @@ def config_of(case):
 
 # Fields of config.json of the cases that transformers does not read from GGUF.
 LONGROPE = {"short": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0], "long": [1.0, 2.0, 3.0, 4.0, 6.0, 8.0]}
-_ROPE = {"type": "longrope", "attention_factor": 1.25, **{f"{kind}_factor": x for kind, x in LONGROPE.items()}}
-_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 1.0}
+_ROPE = {
+    "type": "longrope",
+    **{f"{kind}_factor": x for kind, x in LONGROPE.items()},
+}
+_YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 HUB = {
     "mistral3": {"sliding_window": None, "rope_scaling": _YARN | {"llama_4_scaling_beta": 0.5}},
     "phi3": {"partial_rotary_factor": 0.75},
