@@ -287,11 +287,8 @@ def _write_smollm3(config: ModelConfig) -> JsonObject:
 def _read_granite(data: JsonObject) -> Fields:
     """Read Granite's fields: the multipliers of muP (arXiv 2203.03466)."""
     fields = {field: float(value_or_default(data, key, 1.0)) for field, key in _MULTIPLIERS.items()}
-    return (
-        _read_llama(data)
-        | fields
-        | {"query_scalar": value_or_default(data, "attention_multiplier", 1.0) ** -2}
-    )
+    fields["query_scalar"] = value_or_default(data, "attention_multiplier", 1.0) ** -2
+    return _read_llama(data) | fields
 
 
 def _write_granite(config: ModelConfig) -> JsonObject:
@@ -346,11 +343,8 @@ _MIXTRAL = {
     "num_experts_per_tok": 2,
 }
 _QWEN2_MOE = {"num_key_value_heads": 16, "max_position_embeddings": 32768, "num_experts": 60}
-_QWEN2_MOE |= {
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-}
+_QWEN2_MOE |= {"num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+_QWEN2_MOE |= {"shared_expert_intermediate_size": 5632}
 _QWEN3_MOE = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,
@@ -358,20 +352,11 @@ _QWEN3_MOE = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
-_MINISTRAL_3 = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-5,
-}
+_MINISTRAL_3 = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
+_MINISTRAL_3 |= {"max_position_embeddings": 262144}
 _PHI_3 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000}
-_GLM = {
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1.5625e-7,
-}
-_GLM |= {"attention_bias": True, "eos_token_id": [151329, 151336, 151338]}
+_GLM = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True}
+_GLM |= {"max_position_embeddings": 131072, "eos_token_id": [151329, 151336, 151338]}
 _SMOLLM_3 = {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6}
 _SMOLLM_3 |= {"tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001}
 _OLMO = {"rms_norm_eps": 1e-5}
@@ -416,13 +401,13 @@ def text_part(data: JsonObject) -> Fields:
     """Return the config of a checkpoint's text model: `text_config` of a model with images, otherwise all of `data`.
 
     >>> text_part({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": {"eos_token_id": 1}})
-    {'eos_token_id': [1, 106], 'model_type': 'gemma3_text', 'architectures': ['Gemma3ForCausalLM']}
+    {'eos_token_id': [1, 106], 'model_type': 'gemma3_text', 'architectures': None}
     """
     text_model, text = _TEXT_MODELS.get(data.get("model_type", "")), data.get("text_config")
     if text_model is None or not isinstance(text, dict):
         return data
     outer = {key: value for key, value in data.items() if key != "text_config"}
     family = text.get("model_type", text_model)
-    architectures = [FAMILIES[family].architecture] if family in FAMILIES else None
     # The outer stop tokens belong to the model; those in text_config are only defaults of its config class.
-    return text | outer | {"model_type": family, "architectures": architectures}
+    # Without `architectures`, which name the whole model, the text model's type decides.
+    return text | outer | {"model_type": family, "architectures": None}

@@ -71,7 +71,9 @@ class Tensor(NamedTuple):
             return lambda begin, end: read(first + begin, first + end)
 
         part = self._replace(shape=(size, *self.shape[1:]), rows=shifted(self.rows))
-        return part if self.blocks is None else part._replace(blocks=shifted(self.blocks))
+        if self.blocks is not None:
+            part = part._replace(blocks=shifted(self.blocks))
+        return part
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:

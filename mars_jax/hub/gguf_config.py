@@ -211,8 +211,9 @@ def _granite(file: GGUFFile, data: JsonObject) -> JsonObject:
 
 
 def _olmo(file: GGUFFile, data: JsonObject) -> JsonObject:
-    window = file.of_model("attention.sliding_window")
-    return {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window} if window else {}
+    if window := file.of_model("attention.sliding_window"):
+        return {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window}
+    return {}
 
 
 _FAMILIES = {"gemma2": _gemma, "gemma3": _gemma, "granite": _granite, "mistral3": _ministral, "olmo2": _olmo}

@@ -28,6 +28,8 @@ def yarn_attention_factor(scaling: JsonObject, factor: float) -> float:
     return mscale(1.0)
 
 
+_REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
+"""Settings without a default, by rope type."""
 _OUTSIDE = ("partial_rotary_factor", "original_max_position_embeddings")
 """Settings that older configs keep at the top level of config.json."""
 
@@ -57,24 +59,18 @@ def read_rope(
         kind = "longrope"
     rotated = float(scaling.get("partial_rotary_factor", fraction or 1.0))
     if fraction is None and rotated != 1:
-        raise MarsError(
-            f"partial_rotary_factor is {rotated:g}: this architecture rotates whole heads, set it to 1."
-        )
+        raise MarsError(f"partial_rotary_factor is {rotated:g}: this architecture needs 1, whole heads.")
     common = functools.partial(Rope, theta=theta, fraction=rotated)
     if kind == "default":
         return common()
     if kind not in ROPE_KINDS[1:]:
         raise MarsError(
-            f"rope type '{kind}' is not supported: expected one of default, {', '.join(ROPE_KINDS[1:])}."
+            f"rope type '{kind}' is not supported: expected default, {', '.join(ROPE_KINDS[1:])}."
         )
     longest = count(data, "max_position_embeddings", 2048)
     trained = count(scaling, "original_max_position_embeddings", longest)
     factor = scaling.get("factor")
-    required = {
-        "llama3": ("low_freq_factor", "high_freq_factor"),
-        "longrope": ("short_factor", "long_factor"),
-    }
-    missing = [key for key in required.get(kind, ()) if scaling.get(key) is None]
+    missing = [key for key in _REQUIRED.get(kind, ()) if scaling.get(key) is None]
     if missing:
         raise MarsError(f"rope type '{kind}' needs {missing[0]}: add it to rope_scaling.")
     if kind == "longrope":

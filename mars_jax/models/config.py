@@ -51,10 +51,8 @@ class Rope:
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # yarn, longrope: factor of cos and sin, already resolved
     truncate: bool = True  # yarn: round the corrected range outwards to whole dimensions
-    short_divisors: tuple[
-        float, ...
-    ] = ()  # longrope: divisor of each frequency in a context of the trained length
-    long_divisors: tuple[float, ...] = ()  # longrope: the same for a longer context
+    short_divisors: tuple[float, ...] = ()  # longrope: one per frequency, for the trained length
+    long_divisors: tuple[float, ...] = ()  # longrope: one per frequency, for a longer context
     is_long: bool = False  # longrope: use `long_divisors`
     query_growth: float = 0.0  # any: multiply queries by 1 + growth * log(1 + position // trained length)
 
@@ -185,9 +183,7 @@ class ModelConfig:
             raise MarsError(f"head_dim {self.head_dim} is odd: rotary embeddings rotate pairs of dimensions.")
         pairs = (int(self.head_dim * self.rope.fraction) + 1) // 2
         if self.rope.kind == "longrope" and len(self.rope.divisors) != pairs:
-            raise MarsError(
-                f"longrope has {len(self.rope.divisors)} divisors: expected {pairs}, one per frequency."
-            )
+            raise MarsError(f"longrope has {len(self.rope.divisors)} divisors: expected {pairs}.")
         if len(self.windows) != self.num_layers:
             raise MarsError(f"{len(self.windows)} windows for {self.num_layers} layers: give one per layer.")
         for window in self.windows:

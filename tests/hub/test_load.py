@@ -216,7 +216,7 @@ def test_no_config_and_invalid_json_are_named(saved):
         ({"rope_scaling": {"type": "axial", "factor": 2.0}}, "rope type 'axial' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs a factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs low_freq_factor"),
-        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor is 0: this architecture rotates whole heads"),
+        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor is 0: this architecture needs 1"),
         ({"rope_theta": 0}, "rope theta (0.0)"),
         ({"rope_theta": float("nan")}, "rope theta (nan)"),
         ({"rms_norm_eps": float("nan")}, "norm_eps is nan: expected a number of at least 0"),

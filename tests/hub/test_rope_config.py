@@ -101,7 +101,7 @@ CONTRADICTIONS = [
     (
         "llama",
         {"partial_rotary_factor": 0.5},
-        "partial_rotary_factor is 0.5: this architecture rotates whole",
+        "partial_rotary_factor is 0.5: this architecture needs 1",
     ),
     ("phi3", {"rope_scaling": {"type": "su"}}, "rope type 'longrope' needs short_factor"),
     ("ministral3", {}, "rope_parameters has no llama_4_scaling_beta"),
