@@ -75,7 +75,7 @@ def read_rope(
         raise MarsError(f"rope type '{kind}' needs {missing[0]}: add it to rope_scaling.")
     if kind == "longrope":
         ratio = max(factor or longest / trained, 1.0)
-        # arXiv 2402.13753, equation 9
+        # LongRoPE (arXiv 2402.13753); the factor is that of Phi-3's code.
         attention_factor = math.sqrt(1 + math.log(ratio) / math.log(trained))
         return common(
             kind=kind,
