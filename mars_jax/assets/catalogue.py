@@ -148,6 +148,13 @@ _VICUNA: Fields = _LLAMA2 | {
     ),
 }
 _LLAMA3: Fields = {"family": "llama", "vocabulary": 128256}
+_QWEN2_MOE: Fields = _CODER | {"family": "qwen2_moe"}
+_OLMO2: Fields = {"licence": "Apache-2.0", "family": "olmo2", "vocabulary": 100352}
+_OLMO3: Fields = {"licence": "Apache-2.0", "family": "olmo3", "vocabulary": 100278}
+_PHI3: Fields = {"licence": "MIT", "family": "phi3", "vocabulary": 32064}
+_GRANITE: Fields = {"licence": "Apache-2.0", "family": "granite", "vocabulary": 49159}
+_MINISTRAL: Fields = {"licence": "Apache-2.0", "family": "ministral3", "vocabulary": 131072}
+_GLM: Fields = {"licence": "MIT", "family": "glm4", "vocabulary": 151552}
 _GEMMA: Fields = {"licence": "gemma", "family": "gemma3_text", "vocabulary": 262144}
 
 _ROWS = (
@@ -190,6 +197,28 @@ _ROWS = (
     _row("qwen3-32b", "Qwen/Qwen3-32B", "qwen3-0.6b", **_QWEN3),
     _row("qwen3-30b-a3b-2507", "Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-0.6b", **_MIXTURE),
     _row("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", "qwen3-0.6b", **_MIXTURE),
+    _row("qwen2-0.5b", "Qwen/Qwen2-0.5B-Instruct", **_CODER),
+    _row("qwen1.5-moe-a2.7b", "Qwen/Qwen1.5-MoE-A2.7B-Chat", **_QWEN2_MOE),
+    _row("qwen2-57b-a14b", "Qwen/Qwen2-57B-A14B-Instruct", "qwen2-0.5b", **_QWEN2_MOE),
+    _row("olmo-2-1b", "allenai/OLMo-2-0425-1B-Instruct", **_OLMO2),
+    _row("olmo-2-7b", "allenai/OLMo-2-1124-7B-Instruct", "olmo-2-1b", **_OLMO2),
+    _row("olmo-2-13b", "allenai/OLMo-2-1124-13B-Instruct", "olmo-2-1b", **_OLMO2),
+    _row("olmo-2-32b", "allenai/OLMo-2-0325-32B-Instruct", "olmo-2-1b", **_OLMO2),
+    _row("olmo-3-7b", "allenai/Olmo-3-7B-Instruct", **_OLMO3),
+    _row("olmo-3.1-32b", "allenai/Olmo-3.1-32B-Instruct", "olmo-3-7b", **_OLMO3),
+    _row("phi-3-mini", "microsoft/Phi-3-mini-4k-instruct", **_PHI3),
+    _row("phi-3-medium", "microsoft/Phi-3-medium-4k-instruct", "phi-3-mini", **_PHI3),
+    _row("phi-3.5-mini", "microsoft/Phi-3.5-mini-instruct", **_PHI3),
+    _row("phi-4", "microsoft/phi-4", **_PHI3 | {"vocabulary": 100352}),
+    _row("phi-4-mini", "microsoft/Phi-4-mini-instruct", **_PHI3 | {"vocabulary": 200064}),
+    _row("smollm3-3b", "HuggingFaceTB/SmolLM3-3B", licence="Apache-2.0", family="smollm3", vocabulary=128256),
+    _row("granite-3.3-2b", "ibm-granite/granite-3.3-2b-instruct", **_GRANITE),
+    _row("granite-3.3-8b", "ibm-granite/granite-3.3-8b-instruct", "granite-3.3-2b", **_GRANITE),
+    _row("ministral-3-3b", "mistralai/Ministral-3-3B-Instruct-2512-BF16", **_MINISTRAL),
+    _row("ministral-3-8b", "mistralai/Ministral-3-8B-Instruct-2512-BF16", "ministral-3-3b", **_MINISTRAL),
+    _row("ministral-3-14b", "mistralai/Ministral-3-14B-Instruct-2512-BF16", "ministral-3-3b", **_MINISTRAL),
+    _row("glm-4-9b", "zai-org/GLM-4-9B-0414", **_GLM),
+    _row("glm-4-32b", "zai-org/GLM-4-32B-0414", "glm-4-9b", **_GLM),
     _row("llama-3.2-1b", "meta-llama/Llama-3.2-1B-Instruct", licence="llama3.2", **_LLAMA3),
     _row("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "llama-3.2-1b", licence="llama3.1", **_LLAMA3),
     _row("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct", "llama-3.2-1b", licence="llama3.3", **_LLAMA3),

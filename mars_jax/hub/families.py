@@ -5,12 +5,13 @@ Oracle: the config classes of transformers 5.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mars_jax.hub.rope_config import read_rope
-from mars_jax.hub.values import count
+from mars_jax.hub.rope_config import read_rope, write_scaling
+from mars_jax.hub.values import count, value_or_default
 from mars_jax.models.config import ModelConfig
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
@@ -75,14 +76,26 @@ def _write_mistral(config: ModelConfig) -> JsonObject:
     return {"sliding_window": _window(config)}
 
 
-def _qwen_windows(data: JsonObject) -> tuple[int | None, ...]:
-    """Return Qwen's windows: by layer type or from layer `max_window_layers`; none unless `use_sliding_window`."""
-    layers, window = data["num_hidden_layers"], data.get("sliding_window")
+def _one_window(data: JsonObject) -> Fields:
+    return {"windows": (data.get("sliding_window"),) * data["num_hidden_layers"]}
+
+
+def _write_types(config: ModelConfig) -> JsonObject:
+    return _write_mistral(config) | {"layer_types": _types(window is not None for window in config.windows)}
+
+
+def _optional_windows(data: JsonObject, has_window: Iterable[bool]) -> tuple[int | None, ...]:
+    """Return windows by `layer_types`, or by default in some layers; none unless `use_sliding_window`."""
+    window = data.get("sliding_window")
     if not data.get("use_sliding_window") or window is None:
-        return (None,) * layers
+        return (None,) * data["num_hidden_layers"]
+    return _windows(data.get("layer_types") or _types(has_window), window)
+
+
+def _qwen_windows(data: JsonObject) -> tuple[int | None, ...]:
     # As in transformers: without `layer_types`, layers from `max_window_layers` on have a window.
     first = data.get("max_window_layers", 28)
-    return _windows(data.get("layer_types") or _types(i >= first for i in range(layers)), window)
+    return _optional_windows(data, (i >= first for i in range(data["num_hidden_layers"])))
 
 
 def _read_qwen2(data: JsonObject) -> Fields:
@@ -95,17 +108,12 @@ def _read_qwen3(data: JsonObject) -> Fields:
 
 
 def _write_qwen(config: ModelConfig) -> JsonObject:
-    window = _window(config)
-    types = _types(window is not None for window in config.windows)
-    return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": types}
+    return _write_types(config) | {"use_sliding_window": _window(config) is not None}
 
 
 def _read_mixtral(data: JsonObject) -> Fields:
-    return {
-        "windows": (data.get("sliding_window"),) * data["num_hidden_layers"],
-        "num_experts": data["num_local_experts"],
-        "experts_per_token": data["num_experts_per_tok"],
-    }
+    experts = {"num_experts": data["num_local_experts"], "experts_per_token": data["num_experts_per_tok"]}
+    return _one_window(data) | experts
 
 
 def _write_mixtral(config: ModelConfig) -> JsonObject:
@@ -113,15 +121,32 @@ def _write_mixtral(config: ModelConfig) -> JsonObject:
     return _write_mistral(config) | experts
 
 
+def _read_qwen2_moe(data: JsonObject) -> Fields:
+    # As in transformers: without `layer_types`, every second layer before `max_window_layers` has a window.
+    first, layers = data.get("max_window_layers", 28), range(data["num_hidden_layers"])
+    windows = _optional_windows(data, (i % 2 == 0 and i < first for i in layers))
+    shared = {"shared_expert_size": data["shared_expert_intermediate_size"], "windows": windows}
+    return _read_experts(data) | shared | {"qkv_bias": bool(data.get("qkv_bias", True))}
+
+
+def _write_qwen2_moe(config: ModelConfig) -> JsonObject:
+    shared = {"qkv_bias": config.qkv_bias, "shared_expert_intermediate_size": config.shared_expert_size}
+    return _write_qwen3_moe(config) | _write_qwen(config) | shared
+
+
 def _read_qwen3_moe(data: JsonObject) -> Fields:
-    """Read Qwen3-MoE's fields. Both `decoder_sparse_step` and `mlp_only_layers` select layers without experts."""
-    layers, window = data["num_hidden_layers"], None
+    window = None
     if data.get("use_sliding_window"):
         window = data.get("sliding_window")
+    windows = (window,) * data["num_hidden_layers"]
+    return _biases(data) | _read_experts(data) | {"qk_norm": True, "windows": windows}
+
+
+def _read_experts(data: JsonObject) -> Fields:
+    """Read the experts of Qwen. Both `decoder_sparse_step` and `mlp_only_layers` select layers without experts."""
+    layers = data["num_hidden_layers"]
     step, mlp_only = count(data, "decoder_sparse_step", 1), data.get("mlp_only_layers") or ()
-    return _biases(data) | {
-        "qk_norm": True,
-        "windows": (window,) * layers,
+    return {
         "num_experts": data.get("num_local_experts", data["num_experts"]),  # transformers 5, else 4
         "experts_per_token": data["num_experts_per_tok"],
         "expert_size": data["moe_intermediate_size"],
@@ -156,7 +181,7 @@ def _read_gemma(data: JsonObject, every: int) -> Fields:
         raise MarsError(f"query_pre_attn_scalar is {scalar}: it must be positive.")
     return _biases(data) | {
         "windows": _windows(kinds, data.get("sliding_window")),
-        "scale_embeddings": True,
+        "embedding_multiplier": data["hidden_size"] ** 0.5,
         "norm_plus_one": True,
         "post_norms": True,
         "query_scalar": scalar,
@@ -177,27 +202,29 @@ def _read_gemma3(data: JsonObject) -> Fields:
     """Read Gemma 3's fields. Rope is set per layer type (transformers 5) or by `rope_local_base_freq` (4)."""
     if data.get("attn_logit_softcapping") is not None:
         raise MarsError("attn_logit_softcapping means nothing in Gemma 3: set it to null.")
-    nested = data.get("rope_parameters") or {}
-    unexpected = [key for key, value in nested.items() if value is not None and key not in (_SLIDING, _FULL)]
-    if unexpected:
-        raise MarsError(f"rope_parameters has {unexpected[0]}: in Gemma 3 it has one entry per layer type.")
-
-    # In the layout of transformers 4, rope_scaling applies only to layers with full attention.
-    full = {"rope_parameters": nested.get(_FULL)}
-    sliding = {"rope_parameters": nested.get(_SLIDING), "rope_scaling": None}
+    full, sliding = _by_layer_type(data)
     pattern = count(data, "sliding_window_pattern", count(data, "_sliding_window_pattern", 6))
     return _read_gemma(data, pattern) | {
         "qk_norm": True,
-        "rope": read_rope(data | full, theta=1e6),
-        "local_rope": read_rope(data | sliding, base="rope_local_base_freq", theta=1e4),
+        "rope": read_rope(full, theta=1e6),
+        "local_rope": read_rope(sliding, base="rope_local_base_freq", theta=1e4),
     }
+
+
+def _by_layer_type(data: JsonObject) -> tuple[JsonObject, JsonObject]:
+    """Return `data` with the rope settings of full layers, and with those of layers with a window."""
+    nested = data.get("rope_parameters") or {}
+    unexpected = [key for key, value in nested.items() if value is not None and key not in (_SLIDING, _FULL)]
+    if unexpected:
+        raise MarsError(f"rope_parameters has {unexpected[0]}: expected one entry per layer type.")
+    # In the layout of transformers 4, rope_scaling applies only to layers with full attention.
+    full = data | {"rope_parameters": nested.get(_FULL)}
+    return full, data | {"rope_parameters": nested.get(_SLIDING), "rope_scaling": None}
 
 
 def _write_gemma2(config: ModelConfig) -> JsonObject:
     scalar = config.query_scalar
-    return {
-        "layer_types": _types(window is not None for window in config.windows),
-        "sliding_window": _window(config),
+    return _write_types(config) | {
         # The config class of transformers accepts only whole numbers.
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
         "attn_logit_softcapping": config.attention_cap,
@@ -208,6 +235,90 @@ def _write_gemma2(config: ModelConfig) -> JsonObject:
 def _write_gemma3(config: ModelConfig) -> JsonObject:
     local = config.local_rope or config.rope
     return _write_gemma2(config) | {"rope_local_base_freq": local.theta}
+
+
+def _read_ministral3(data: JsonObject) -> Fields:
+    """Read Ministral 3's fields: YaRN, with queries that grow with the length of the text."""
+    rope = read_rope(data, theta=1e6)
+    if not rope.query_growth:
+        raise MarsError("rope_parameters has no llama_4_scaling_beta: use the original config.")
+    return _one_window(data) | {"rope": rope}
+
+
+def _read_phi3(data: JsonObject) -> Fields:
+    return _one_window(data) | {"rope": read_rope(data, fraction=1.0)}
+
+
+def _write_phi3(config: ModelConfig) -> JsonObject:
+    # The trained length is outside of rope_scaling.
+    trained = config.rope.original_max_positions or config.max_positions
+    return _write_mistral(config) | _write_glm(config) | {"original_max_position_embeddings": trained}
+
+
+def _read_glm(data: JsonObject) -> Fields:
+    """Read the fields of GLM-4 of 2024: neighbours are rotated, in half of each head."""
+    rope = dataclasses.replace(read_rope(data, fraction=0.5), interleaved=True)
+    return {"qkv_bias": bool(data["attention_bias"]), "rope": rope}
+
+
+def _read_glm4(data: JsonObject) -> Fields:
+    return _read_glm(data) | {"post_norms": True}
+
+
+def _write_glm(config: ModelConfig) -> JsonObject:
+    return _NO_PADDING | {"partial_rotary_factor": config.rope.fraction}
+
+
+def _read_smollm3(data: JsonObject) -> Fields:
+    """Read SmolLM3's fields: every fourth layer has no rotary embedding (arXiv 2501.18795)."""
+    layers, interval = range(data["num_hidden_layers"]), count(data, "no_rope_layer_interval", 4)
+    # A list has 0 for the layers without rotary embedding.
+    has_rope = data.get("no_rope_layers") or [(i + 1) % interval != 0 for i in layers]
+    nope_layers = tuple(i for i in layers if not has_rope[i])
+    windows = _optional_windows(data, (i in nope_layers for i in layers))
+    return _read_llama(data) | {"nope_layers": nope_layers, "windows": windows}
+
+
+def _write_smollm3(config: ModelConfig) -> JsonObject:
+    has_rope = [int(i not in config.nope_layers) for i in range(config.num_layers)]
+    return _NO_PADDING | _write_qwen(config) | {"no_rope_layers": has_rope}
+
+
+def _read_granite(data: JsonObject) -> Fields:
+    """Read Granite's fields: the multipliers of muP (arXiv 2203.03466)."""
+    fields = {field: float(value_or_default(data, key, 1.0)) for field, key in _MULTIPLIERS.items()}
+    fields["query_scalar"] = value_or_default(data, "attention_multiplier", 1.0) ** -2
+    return _read_llama(data) | fields
+
+
+def _write_granite(config: ModelConfig) -> JsonObject:
+    # 15 digits: the square root returns the multiplier that was read, without its rounding error.
+    scale = float(f"{(config.query_scalar or config.head_dim) ** -0.5:.15g}")
+    multipliers = {key: getattr(config, field) for field, key in _MULTIPLIERS.items()}
+    return multipliers | {"attention_multiplier": scale}
+
+
+def _read_olmo2(data: JsonObject) -> Fields:
+    """Read OLMo 2's fields: norms only after attention and MLP, and over all heads of queries and keys."""
+    return _biases(data) | {"pre_norms": False, "post_norms": True, "whole_qk_norm": True}
+
+
+def _read_olmo3(data: JsonObject) -> Fields:
+    """Read OLMo 3's fields: OLMo 2 with windows in three of four layers, whose rope is not scaled."""
+    kinds = data.get("layer_types") or _types((i + 1) % 4 != 0 for i in range(data["num_hidden_layers"]))
+    full, sliding = _by_layer_type(data)
+    ropes = {"rope": read_rope(full, theta=5e5), "local_rope": read_rope(sliding, theta=5e5)}
+    return _read_olmo2(data) | ropes | {"windows": _windows(kinds, data.get("sliding_window", 4096))}
+
+
+def _write_olmo3(config: ModelConfig) -> JsonObject:
+    full, local = config.rope, config.local_rope or config.rope
+    # Without settings by layer type, transformers 5 ignores rope_theta in layers with a window.
+    ropes = {
+        _FULL: {"rope_type": "default", "rope_theta": full.theta} | (write_scaling(full) or {}),
+        _SLIDING: {"rope_type": "default", "rope_theta": local.theta},
+    }
+    return _write_types(config) | {"rope_parameters": ropes}
 
 
 # Defaults of transformers' config classes. The text_config of Gemma 3 with images omits most of them.
@@ -231,6 +342,9 @@ _MIXTRAL = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+_QWEN2_MOE = {"num_key_value_heads": 16, "max_position_embeddings": 32768, "num_experts": 60}
+_QWEN2_MOE |= {"num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+_QWEN2_MOE |= {"shared_expert_intermediate_size": 5632}
 _QWEN3_MOE = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,
@@ -238,6 +352,19 @@ _QWEN3_MOE = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
+_MINISTRAL_3 = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
+_MINISTRAL_3 |= {"max_position_embeddings": 262144}
+_PHI_3 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000}
+_GLM = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True}
+_GLM |= {"max_position_embeddings": 131072, "eos_token_id": [151329, 151336, 151338]}
+_SMOLLM_3 = {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6}
+_SMOLLM_3 |= {"tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001}
+_OLMO = {"rms_norm_eps": 1e-5}
+_NO_PADDING: JsonObject = {"pad_token_id": None}
+"""The default is a token of the published vocabulary, which a smaller one lacks."""
+_MULTIPLIERS = {"embedding_multiplier": "embedding_multiplier", "residual_multiplier": "residual_multiplier"}
+_MULTIPLIERS |= {"logit_divisor": "logits_scaling"}
+"""Keys of Granite's multipliers by their fields."""
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _read_llama, lambda config: {}, {}),
@@ -245,7 +372,16 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", _read_qwen2, _write_qwen, {}),
     "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _write_qwen, {}),
     "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral, _MIXTRAL),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", _read_qwen2_moe, _write_qwen2_moe, _QWEN2_MOE),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe, _QWEN3_MOE),
+    "ministral3": Family("Ministral3ForCausalLM", _read_ministral3, _write_mistral, _MINISTRAL_3),
+    "phi3": Family("Phi3ForCausalLM", _read_phi3, _write_phi3, _PHI_3),
+    "glm": Family("GlmForCausalLM", _read_glm, _write_glm, _GLM),
+    "glm4": Family("Glm4ForCausalLM", _read_glm4, _write_glm, _GLM),
+    "smollm3": Family("SmolLM3ForCausalLM", _read_smollm3, _write_smollm3, _SMOLLM_3),
+    "granite": Family("GraniteForCausalLM", _read_granite, _write_granite, {}),
+    "olmo2": Family("Olmo2ForCausalLM", _read_olmo2, lambda config: {}, _OLMO),
+    "olmo3": Family("Olmo3ForCausalLM", _read_olmo3, _write_olmo3, _OLMO),
     "gemma2": Family(
         "Gemma2ForCausalLM", _read_gemma2, _write_gemma2, _GEMMA | _GEMMA_2, activation="hidden_activation"
     ),
@@ -256,14 +392,22 @@ FAMILIES: dict[str, Family] = {
 """Supported families by their `model_type`."""
 
 
+_TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+WITH_IMAGES = ("gemma3_text", "ministral3", "mistral")
+"""Families of text models whose checkpoints may also have a vision model."""
+
+
 def text_part(data: JsonObject) -> Fields:
-    """Return the config of a checkpoint's text model: `text_config` of Gemma 3 with images, otherwise all of `data`.
+    """Return the config of a checkpoint's text model: `text_config` of a model with images, otherwise all of `data`.
 
     >>> text_part({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": {"eos_token_id": 1}})
-    {'eos_token_id': [1, 106], 'model_type': 'gemma3_text', 'architectures': ['Gemma3ForCausalLM']}
+    {'eos_token_id': [1, 106], 'model_type': 'gemma3_text', 'architectures': None}
     """
-    if data.get("model_type") != "gemma3" or not isinstance(data.get("text_config"), dict):
+    text_model, text = _TEXT_MODELS.get(data.get("model_type", "")), data.get("text_config")
+    if text_model is None or not isinstance(text, dict):
         return data
     outer = {key: value for key, value in data.items() if key != "text_config"}
+    family = text.get("model_type", text_model)
     # The outer stop tokens belong to the model; those in text_config are only defaults of its config class.
-    return data["text_config"] | outer | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+    # Without `architectures`, which name the whole model, the text model's type decides.
+    return text | outer | {"model_type": family, "architectures": None}

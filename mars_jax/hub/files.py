@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -61,6 +61,19 @@ class Tensor(NamedTuple):
     def read(self) -> np.ndarray:
         """Read the whole tensor."""
         return self.rows(0, self.shape[0]) if self.shape else self.rows(0, 1).reshape(())
+
+    def part(self, first: int, size: int) -> Tensor:
+        """Return the tensor of `size` rows that begin at `first`."""
+        if (first, size) == (0, self.shape[0]):
+            return self
+
+        def shifted(read: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
+            return lambda begin, end: read(first + begin, first + end)
+
+        part = self._replace(shape=(size, *self.shape[1:]), rows=shifted(self.rows))
+        if self.blocks is not None:
+            part = part._replace(blocks=shifted(self.blocks))
+        return part
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:

@@ -25,6 +25,12 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",  # also Mistral: its metadata is the same
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",  # also Phi-4
+    "glm4": "Glm4ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",  # also OLMo 3: it has windows
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
@@ -32,7 +38,7 @@ _STOPS = ("eos", "eot", "eom")
 """Tokens that end a completion, a turn and a message."""
 _27B = {"gemma2": 46, "gemma3": 62}
 """Number of layers of the 27B models. They scale scores by hidden size / heads, which no metadata key records."""
-_WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6}
+_WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6, "olmo2": 4}
 """Period of the layers without a sliding window, as in llama.cpp and `hub.families`."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -108,8 +114,8 @@ def gguf_to_json(file: GGUFFile) -> JsonObject:
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(dict.fromkeys(stop for stop in stops if stop is not None)),
     }
-    if file.architecture.startswith("gemma"):
-        data |= _gemma(file, data)
+    if file.architecture in _FAMILIES:
+        data |= _FAMILIES[file.architecture](file, data)
     return {key: value for key, value in data.items() if value is not None}
 
 
@@ -126,7 +132,7 @@ def _check_forward(file: GGUFFile, config: ModelConfig) -> None:
 
 def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
     """Return the values of each key that leave the config's forward pass unchanged."""
-    width = (config.head_dim,)
+    width, rotated = (config.head_dim,), (int(config.head_dim * config.rope.fraction),)
     window = next(filter(None, config.windows), 0)
     neutral = _NEUTRAL | {
         "attention.key_length_swa": width,
@@ -141,16 +147,19 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         "attention.value_length_swa": width,
         "attn_logit_softcapping": (config.attention_cap or 0,),
         "final_logit_softcapping": (config.logit_cap or 0,),
-        "rope.dimension_count": width,
-        "rope.dimension_count_swa": width,
+        "rope.dimension_count": rotated,
+        "rope.dimension_count_swa": rotated,
     }
+    if config.rope.query_growth:
+        # Ministral 3's mscale and mscale_all_dim: with them, YaRN does not scale cos and sin.
+        neutral["rope.scaling.yarn_log_multiplier"] = (1,)
     # With YaRN, the factor is part of the config (see `_scaling`).
     if config.rope.kind != "yarn":
-        neutral["rope.scaling.attn_factor"] = (1,)
+        neutral["rope.scaling.attn_factor"] = (config.rope.attention_factor,)
     if window:
         layers = [size is not None for size in config.windows]
         # The pattern is either a period, or a list with one bool per layer.
-        neutral["attention.sliding_window_pattern"] = (_WINDOW_PERIOD[file.architecture], layers)
+        neutral["attention.sliding_window_pattern"] = (_WINDOW_PERIOD.get(file.architecture, 1), layers)
         neutral["rope.freq_base_swa"] = ((config.local_rope or config.rope).theta,)
     return neutral
 
@@ -177,6 +186,39 @@ def _gemma(file: GGUFFile, data: JsonObject) -> JsonObject:
         "final_logit_softcapping": _decimal(file.of_model("final_logit_softcapping") or None),
         "rope_local_base_freq": _decimal(file.of_model("rope.freq_base_swa")),
     }
+
+
+def _ministral(file: GGUFFile, data: JsonObject) -> JsonObject:
+    growth = _decimal(file.of_model("attention.temperature_scale") or None)
+    if growth is None:
+        return {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+    return {"rope_scaling": data["rope_scaling"] | {"attention_factor": 1.0, "llama_4_scaling_beta": growth}}
+
+
+def _partial(file: GGUFFile, data: JsonObject) -> JsonObject:
+    fraction = file.of_model("rope.dimension_count", data["head_dim"]) / data["head_dim"]
+    window = file.of_model("attention.sliding_window") or None
+    return {"partial_rotary_factor": fraction, "sliding_window": window}
+
+
+def _granite(file: GGUFFile, data: JsonObject) -> JsonObject:
+    names = {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"}
+    names |= {"logits_scaling": "logit_scale"}
+    multipliers = {key: _decimal(file.of_model(name) or None) for key, name in names.items()}
+    # Without an attention scale, llama.cpp divides by sqrt(head_dim).
+    scale = _decimal(file.of_model("attention.scale") or data["head_dim"] ** -0.5)
+    return multipliers | {"attention_multiplier": scale, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
+
+
+def _olmo(file: GGUFFile, data: JsonObject) -> JsonObject:
+    if window := file.of_model("attention.sliding_window"):
+        return {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window}
+    return {}
+
+
+_FAMILIES = {"gemma2": _gemma, "gemma3": _gemma, "granite": _granite, "mistral3": _ministral, "olmo2": _olmo}
+_FAMILIES |= {"glm4": _partial, "phi3": _partial}
+"""Readers of the config.json fields that only some architectures have."""
 
 
 def _number(file: GGUFFile, key: str, default: int | None = None) -> int | None:
@@ -206,12 +248,18 @@ def _scaling(file: GGUFFile) -> JsonObject | None:
         if not is_unscaled:
             raise MarsError(f"it has rope_freqs.weight and rope.scaling.type {kind!r}: expected only one.")
         return _llama3(file)
+    trained = file.of_model("rope.scaling.original_context_length")
+    if "rope_factors_long.weight" in file.tensors:
+        factors = {
+            f"{kind}_factor": _vector(file, f"rope_factors_{kind}.weight") for kind in ("short", "long")
+        }
+        return factors | {"rope_type": "longrope", "original_max_position_embeddings": trained}
     if is_unscaled:
         return None
     scaling = {
         "rope_type": kind,
         "factor": factor,
-        "original_max_position_embeddings": file.of_model("rope.scaling.original_context_length"),
+        "original_max_position_embeddings": trained,
     }
     attn_factor = _decimal(file.of_model("rope.scaling.attn_factor"))
     if kind == "yarn" and attn_factor is not None and factor is not None:
@@ -220,6 +268,10 @@ def _scaling(file: GGUFFile) -> JsonObject | None:
         # attention_factor replaces the product (`_compute_yarn_parameters` of transformers).
         scaling["attention_factor"] = attn_factor * yarn_attention_factor({}, factor)
     return {key: value for key, value in scaling.items() if value is not None}
+
+
+def _vector(file: GGUFFile, name: str) -> list[float]:
+    return file.rows(name, 0, math.prod(file.tensors[name].shape)).tolist()
 
 
 def _llama3(file: GGUFFile) -> JsonObject:
@@ -231,10 +283,10 @@ def _llama3(file: GGUFFile) -> JsonObject:
       MarsError: these parameters do not reproduce the divisors in the file.
     """
     name = "rope_freqs.weight"
-    divisors = file.rows(name, 0, math.prod(file.tensors[name].shape))
+    divisors = _vector(file, name)
     scaling = {
         "rope_type": "llama3",
-        "factor": float(divisors.max()),
+        "factor": max(divisors),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,

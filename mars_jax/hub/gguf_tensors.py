@@ -22,16 +22,16 @@ import numpy as np
 from mars_jax.hub.files import Tensor
 from mars_jax.hub.gguf_file import GGUFFile, read_gguf
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.weights import weights
+from mars_jax.models.weights import stored_tensors
 
 _BLOCK_SIZE = 32
 """Weights per block."""
 _KINDS = ("Q4_0", "Q4_1", "Q4_K")
 _MOST_BITS = 5
 """Bits per weight of Q4_1 including scales, the maximum over 4-bit kinds."""
-_DERIVED = {"rope_freqs.weight"}
-"""Tensors whose values follow from the config."""
-_INTERLEAVED = {"llama"}
+_DERIVED = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
+"""Tensors whose values are in the config."""
+_INTERLEAVED = {"granite", "llama", "mistral3", "smollm3"}
 """Architectures whose queries and keys llama.cpp stores interleaved, to rotate adjacent dimensions. The hub's layout
 rotates halves."""
 
@@ -50,7 +50,8 @@ def gguf_tensors(path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]
     [kind] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture]
     names = gguf.get_tensor_name_map(kind, config.num_layers)
     canonical_names = {
-        names.get_name(row.name, try_suffixes=(".weight", ".bias")): row.name for row in weights(config)
+        names.get_name(row.name, try_suffixes=(".weight", ".bias")): row.name
+        for row in stored_tensors(config)
     }
     yield {
         canonical_names.get(name, name): _tensor(file, name, config)

@@ -46,12 +46,19 @@ class _Split(NamedTuple):
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 # Llama 3 and Qwen 2 share these parts, and differ in the pattern for digits that goes between them.
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
-# Tekken splits a word between a lower-case and an upper-case letter. Marks and letters without case count as both.
+# Tekken and GPT-4o split a word between a lower-case and an upper-case letter. Marks and letters without case count
+# as both.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
+)
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}?|\p{{N}}{{1,3}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
 )
 _LLAMA3 = _Split((_WORDS + r"\p{N}{1,3}" + _MARKS,), ignore_merges=True, bos=True)
@@ -60,9 +67,15 @@ _SPLITS = {
     "default": _Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": _Split((_GPT2,)),
     "smollm": _Split((r"\p{N}", _GPT2)),
+    "refact": _Split((r"\p{N}", _GPT2)),  # Granite
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
+    "smaug-bpe": _Split(_LLAMA3.patterns, ignore_merges=True),  # SmolLM3
+    "dbrx": _Split(_LLAMA3.patterns),  # OLMo 2, Phi-4
+    "glm4": _Split(_LLAMA3.patterns),
+    "chatglm-bpe": _Split(_LLAMA3.patterns),
+    "gpt-4o": _Split((_O200K,)),  # Phi-4-mini
     "qwen2": _Split(_QWEN, nfc=True),
     "deepseek-r1-qwen": _Split(_QWEN),
     "deepseek-coder": _Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),

@@ -15,6 +15,7 @@ from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
 from mars_jax.hub.config_json import read_directory
 from mars_jax.hub.converted import is_converted, restore_params
+from mars_jax.hub.families import WITH_IMAGES
 from mars_jax.hub.files import Tensor, resolve, tensors
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.gguf_tensors import gguf_tensors
@@ -28,14 +29,14 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of
 from mars_jax.models.shardings import params_shardings
 from mars_jax.models.transformer import language_model
-from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
+from mars_jax.models.weights import Weight, build_rows, get, leaves, stored_tensors
 from mars_jax.utils.errors import MarsError, check_switch, check_type
 from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 
 # Old exports contain these buffers, whose values follow from the config.
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
 
-# Gemma 3 with images uses these prefixes. Only its text model is loaded.
+# Gemma 3 and Mistral 3 with images use these prefixes. Only the text model is loaded.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
 _IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector)\.")
 
@@ -247,16 +248,22 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     else:
         files = dequantized_tensors(directory, tensors(directory))
     grouped = collect(files, _alias)
-    table = {row.name: row for row in weights(config)}
+    table = stored_tensors(config)
 
     def harmless(name: str) -> bool:
-        # Files may store a copy of a tied embedding as lm_head, and the vision model of Gemma 3.
+        # Files may store a copy of a tied embedding as lm_head, and a vision model.
         tied = config.tie_embeddings and name == "lm_head.weight"
-        of_images = config.family == "gemma3_text" and _IMAGES.search(name)
+        of_images = config.family in WITH_IMAGES and _IMAGES.search(name)
         return bool(DERIVED.search(name) or tied or of_images)
 
-    check_tensors(directory, grouped, table, harmless)
-    return {name: grouped[name][0] for name in table}
+    check_tensors(directory, grouped, {stored.name: stored for stored in table}, harmless)
+    named_tensors: dict[str, tuple[str, Tensor]] = {}
+    for stored, rows in table.items():
+        [(name, tensor)], first = grouped[stored.name], 0
+        for row in rows:
+            named_tensors[row.name] = name, tensor.part(first, row.shape[0])
+            first += row.shape[0]
+    return named_tensors
 
 
 def read_leaf(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import math
 
-from mars_jax.hub.values import count
-from mars_jax.models.config import Rope
+from mars_jax.hub.values import count, value_or_default
+from mars_jax.models.config import ROPE_KINDS, Rope
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
 
@@ -28,17 +28,22 @@ def yarn_attention_factor(scaling: JsonObject, factor: float) -> float:
     return mscale(1.0)
 
 
+_REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
+"""Settings without a default, by rope type."""
 _OUTSIDE = ("partial_rotary_factor", "original_max_position_embeddings")
 """Settings that older configs keep at the top level of config.json."""
 
 
-def read_rope(data: JsonObject, *, base: str = "rope_theta", theta: float = 10000.0) -> Rope:
+def read_rope(
+    data: JsonObject, *, base: str = "rope_theta", theta: float = 10000.0, fraction: float | None = None
+) -> Rope:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
 
     Args:
       data: contents of config.json.
       base: top-level key of theta, the base of the frequencies.
       theta: default if config.json has no theta.
+      fraction: default of partial_rotary_factor; None if the architecture always rotates whole heads.
 
     Raises:
       MarsError: the rope type is not supported or lacks a number, or settings contradict each other.
@@ -49,27 +54,46 @@ def read_rope(data: JsonObject, *, base: str = "rope_theta", theta: float = 1000
     scaling = _settings(data, base)
     kind = scaling.get("rope_type", "default")
     theta = float(scaling.get("rope_theta", theta))
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-        raise MarsError("partial_rotary_factor is not supported: only heads that are rotated whole are.")
+    # Phi-3 first called its scaling "su", and later "yarn".
+    if kind == "su" or (kind == "yarn" and "short_factor" in scaling):
+        kind = "longrope"
+    rotated = float(scaling.get("partial_rotary_factor", fraction or 1.0))
+    if fraction is None and rotated != 1:
+        raise MarsError(f"partial_rotary_factor is {rotated:g}: this architecture needs 1, whole heads.")
+    common = functools.partial(Rope, theta=theta, fraction=rotated)
     if kind == "default":
-        return Rope(theta=theta)
-    if kind not in ("linear", "llama3", "yarn"):
-        raise MarsError(f"rope type '{kind}' is not supported: expected default, linear, llama3 or yarn.")
+        return common()
+    if kind not in ROPE_KINDS[1:]:
+        raise MarsError(
+            f"rope type '{kind}' is not supported: expected default, {', '.join(ROPE_KINDS[1:])}."
+        )
     longest = count(data, "max_position_embeddings", 2048)
     trained = count(scaling, "original_max_position_embeddings", longest)
     factor = scaling.get("factor")
+    missing = [key for key in _REQUIRED.get(kind, ()) if scaling.get(key) is None]
+    if missing:
+        raise MarsError(f"rope type '{kind}' needs {missing[0]}: add it to rope_scaling.")
+    if kind == "longrope":
+        ratio = max(factor or longest / trained, 1.0)
+        # LongRoPE (arXiv 2402.13753); the factor is that of Phi-3's code.
+        attention_factor = math.sqrt(1 + math.log(ratio) / math.log(trained))
+        return common(
+            kind=kind,
+            original_max_positions=trained,
+            short_divisors=tuple(map(float, scaling["short_factor"])),
+            long_divisors=tuple(map(float, scaling["long_factor"])),
+            is_long=longest > trained,
+            attention_factor=float(value_or_default(scaling, "attention_factor", attention_factor)),
+        )
     # As in transformers, YaRN's factor defaults to the ratio of the context to the trained length.
     if factor is None and kind == "yarn":
         factor = longest / trained
     if factor is None:
         raise MarsError(f"rope type '{kind}' needs a factor: add it to rope_scaling.")
-    scaled = functools.partial(Rope, theta=theta, kind=kind, factor=float(factor))
-    if kind == "linear":
+    scaled = functools.partial(common, kind=kind, factor=float(factor))
+    if kind in ("linear", "dynamic"):
         return scaled()
     if kind == "llama3":
-        missing = [key for key in ("low_freq_factor", "high_freq_factor") if scaling.get(key) is None]
-        if missing:
-            raise MarsError(f"rope type 'llama3' needs {missing[0]}: add it to rope_scaling.")
         low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
         return scaled(original_max_positions=trained, low_freq_factor=low, high_freq_factor=high)
     return scaled(
@@ -78,6 +102,7 @@ def read_rope(data: JsonObject, *, base: str = "rope_theta", theta: float = 1000
         beta_slow=float(scaling.get("beta_slow") or 1),
         attention_factor=yarn_attention_factor(scaling, float(factor)),
         truncate=bool(scaling.get("truncate", True)),
+        query_growth=float(scaling.get("llama_4_scaling_beta") or 0),
     )
 
 
@@ -115,11 +140,17 @@ def write_scaling(rope: Rope) -> JsonObject | None:
     """Return the `rope_scaling` of config.json for transformers 4 and 5; None if the rope is not scaled."""
     if rope.kind == "none":
         return None
+    if rope.kind == "longrope":
+        # Exactly these keys: transformers 4 accepts no others. `hub.save` refuses another attention factor.
+        divisors = {"short_factor": list(rope.short_divisors), "long_factor": list(rope.long_divisors)}
+        return {"type": "longrope", **divisors}
     data: JsonObject = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.kind == "linear":
+    if rope.kind in ("linear", "dynamic"):
         return data
     data["original_max_position_embeddings"] = rope.original_max_positions
     if rope.kind == "llama3":
         return data | {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     data |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+    if rope.query_growth:
+        data["llama_4_scaling_beta"] = rope.query_growth
     return data | {"attention_factor": rope.attention_factor}

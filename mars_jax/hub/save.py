@@ -15,7 +15,7 @@ from mars_jax.hub.config_json import from_json, to_json, write_json
 from mars_jax.hub.durable import check_place, refuse_url, staging, sync, sync_directory, writing
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized
-from mars_jax.models.weights import Weight, get, weights
+from mars_jax.models.weights import Weight, get, stored_tensors, weights
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.paths import check_path
 
@@ -85,7 +85,11 @@ def save(
     PosixPath('distilled')
     """
     target = free_directory(path, overwrite=overwrite)
-    arrays = named_arrays(weights(config), params)
+    rows = named_arrays(weights(config), params)
+    arrays = {
+        tensor.name: np.concatenate([rows[part.name] for part in parts])
+        for tensor, parts in stored_tensors(config).items()
+    }
     data = to_json(config, dtype=arrays["model.embed_tokens.weight"].dtype.name)
     # A family may lack a key for some field. Reading the file back shows whether all fields survive.
     if from_json(data) != config:

@@ -12,9 +12,16 @@ import numbers
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.limits import DIMENSION, EXPERTS, LAYERS, POSITIONS
 
-ROPE_KINDS = ("none", "linear", "llama3", "yarn")
+ROPE_KINDS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-_COUNTS = ("num_kv_heads", "head_dim", "num_experts", "experts_per_token", "expert_size")
+_COUNTS = (
+    "num_kv_heads",
+    "head_dim",
+    "num_experts",
+    "experts_per_token",
+    "expert_size",
+    "shared_expert_size",
+)
 """Integer fields of a model that may be 0."""
 
 
@@ -27,32 +34,46 @@ class Rope:
     """Rotary position embedding, including the scaling of its frequencies beyond the trained length.
 
     Kinds and fields are named as in transformers' `ROPE_INIT_FUNCTIONS`. A field's comment lists the kinds that use it.
+    "dynamic" changes only the frequencies of texts longer than `max_positions`, the limit of a text here, so it has no
+    effect. In "longrope", transformers selects the divisors by the current length and recomputes the cache when it
+    changes. Here the context that the config allows selects them once, as in vLLM.
     """
 
     theta: float = 10000.0
     kind: str = "none"
-    factor: float = 1.0  # linear, llama3, yarn: ratio of the new context length to the trained one
-    original_max_positions: int = 0  # llama3, yarn: the trained length
+    fraction: float = 1.0  # share of a head's dimensions that are rotated, the first ones
+    interleaved: bool = False  # rotate pairs of neighbours; False: dimension i is paired with i + half
+    factor: float = 1.0  # linear, dynamic, llama3, yarn: ratio of the new context length to the trained one
+    original_max_positions: int = 0  # llama3, yarn, longrope, query_growth: the trained length
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: factor of cos and sin, already resolved from mscale and factor
+    attention_factor: float = 1.0  # yarn, longrope: factor of cos and sin, already resolved
     truncate: bool = True  # yarn: round the corrected range outwards to whole dimensions
+    short_divisors: tuple[float, ...] = ()  # longrope: one per frequency, for the trained length
+    long_divisors: tuple[float, ...] = ()  # longrope: one per frequency, for a longer context
+    is_long: bool = False  # longrope: use `long_divisors`
+    query_growth: float = 0.0  # any: multiply queries by 1 + growth * log(1 + position // trained length)
 
     def __post_init__(self):
         if self.kind not in ROPE_KINDS:
             raise MarsError(
                 f"rope kind '{self.kind}' is not supported: choose one of {', '.join(ROPE_KINDS)}."
             )
-        if self.kind in ("llama3", "yarn") and self.original_max_positions < 1:
+        needs_length = self.kind in ("llama3", "yarn", "longrope") or self.query_growth
+        if needs_length and self.original_max_positions < 1:
             raise MarsError(
                 f"rope kind '{self.kind}' needs original_max_positions, the length it was trained at."
             )
+        if not 0 < self.fraction <= 1:
+            raise MarsError(f"rope fraction is {self.fraction}: expected a number above 0, and at most 1.")
+        if self.kind == "longrope" and not all(LEAST < x < math.inf for x in self.divisors):
+            raise MarsError("rope divisors must be positive numbers.")
         if not (LEAST < self.theta < math.inf and LEAST < self.factor < math.inf):
             raise MarsError(f"rope theta ({self.theta}) and factor ({self.factor}) must be positive.")
         finite_fields = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-        for name in finite_fields:
+        for name in (*finite_fields, "query_growth"):
             if not math.isfinite(getattr(self, name)):
                 raise MarsError(f"rope {name} is {getattr(self, name)}: expected a number.")
         if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
@@ -65,6 +86,13 @@ class Rope:
                 f"rope theta is {self.theta:g}, beta_fast {self.beta_fast:g} and beta_slow {self.beta_slow:g}: of "
                 "yarn the first is not 1, and the others are above 0."
             )
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        """Divisors of the frequencies in "longrope"."""
+        if self.is_long:
+            return self.long_divisors
+        return self.short_divisors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,22 +124,28 @@ class ModelConfig:
     norm_eps: float = 1e-6
     rope: Rope = Rope()
     local_rope: Rope | None = None  # for layers with a window; None: rope
+    nope_layers: tuple[int, ...] = ()  # layers without rotary embedding
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False  # experts never have biases
     qk_norm: bool = False
+    whole_qk_norm: bool = False  # one norm over all heads of a token; qk_norm: one per head
     windows: tuple[int | None, ...] = ()  # one per layer; (): full attention in all layers
     activation: str = "silu"
     num_experts: int = 0  # experts per layer; 0: every layer has a single dense MLP
     experts_per_token: int = 0
     expert_size: int = 0  # hidden units of one expert; 0: intermediate_size
+    shared_expert_size: int = 0  # hidden units of an expert that every token also uses, by a gate; 0: none
     # Scale the weights of a token's experts to sum to 1; if False, use their probabilities among all experts.
     normalize_experts: bool = True
     dense_layers: tuple[int, ...] = ()  # layers that have a single dense MLP even if num_experts is not 0
-    scale_embeddings: bool = False  # multiply input embeddings by sqrt(hidden_size)
+    embedding_multiplier: float = 1.0  # factor of input embeddings, such as sqrt(hidden_size)
+    residual_multiplier: float = 1.0  # factor of the outputs of attention and MLP
+    logit_divisor: float = 1.0
     norm_plus_one: bool = False  # norms multiply by 1 + weight
-    # Also normalise the outputs of attention and MLP before adding them to the residual stream.
+    pre_norms: bool = True  # normalise the inputs of attention and MLP
+    # Normalise the outputs of attention and MLP before adding them to the residual stream.
     post_norms: bool = False
     query_scalar: float = 0.0  # attention scores are divided by its square root; 0: head_dim
     attention_cap: float | None = None  # attention scores x become cap * tanh(x / cap)
@@ -147,6 +181,9 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise MarsError(f"head_dim {self.head_dim} is odd: rotary embeddings rotate pairs of dimensions.")
+        pairs = (int(self.head_dim * self.rope.fraction) + 1) // 2
+        if self.rope.kind == "longrope" and len(self.rope.divisors) != pairs:
+            raise MarsError(f"longrope has {len(self.rope.divisors)} divisors: expected {pairs}.")
         if len(self.windows) != self.num_layers:
             raise MarsError(f"{len(self.windows)} windows for {self.num_layers} layers: give one per layer.")
         for window in self.windows:
@@ -159,6 +196,9 @@ class ModelConfig:
                 f"experts_per_token is {self.experts_per_token}: a token takes at least 1 of the {self.num_experts} "
                 "experts and at most all."
             )
+        for name in ("embedding_multiplier", "residual_multiplier", "logit_divisor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise MarsError(f"{name} is {getattr(self, name)}: it must be positive, or 1 for none.")
         for cap in (self.attention_cap, self.logit_cap):
             if cap is not None and not 0 < cap < math.inf:
                 raise MarsError(f"a soft cap is {cap}: it must be positive, or None for none.")

@@ -25,7 +25,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import LayeredHead, layers_like
 from mars_jax.models.heads import init_params as init_params
 from mars_jax.models.layers import dense, gated_mlp, rms_norm
-from mars_jax.models.rope import angles
+from mars_jax.models.rope import rotation_at
 from mars_jax.models.transformer import attention
 from mars_jax.models.weights import Weight, layer_rows
 from mars_jax.utils.errors import MarsError
@@ -180,7 +180,7 @@ def forward(
         joined = hold_whole(jnp.concatenate([word, feature], axis=-1))
         h = x = dense(joined, head["fc"], head.get("fc_bias"))
     # Angles are computed rather than looked up, so the head's max_positions is no limit.
-    rotation = angles(visible.positions, c.rope, c.head_dim)
+    rotation = rotation_at(visible.positions, c.rope, c.head_dim)
     with jax.named_scope("mask"):
         attend = attending("xla", visible, cache.slots, None)
     ks, vs = [], []

@@ -19,7 +19,7 @@ from mars_jax.core import cache as kv_cache
 from mars_jax.core.types import KVCache, LanguageModel, Params, PyTree
 from mars_jax.mesh.axes import map_devices, vocabulary_axes
 from mars_jax.models import layers
-from mars_jax.models.config import ModelConfig
+from mars_jax.models.config import ModelConfig, Rope
 from mars_jax.models.weights import Weight, build_rows, random_rows
 from mars_jax.utils.errors import MarsError
 
@@ -165,6 +165,9 @@ def widen(logits: Array, ids: Array, vocab: int) -> Array:
 
 def layers_like(target: ModelConfig, intermediate_size: int | None = None, **changes) -> ModelConfig:
     """Return the config of a head's layers: Llama layers with the target's attention heads and positions."""
+    rope = target.rope
+    if rope.kind == "longrope" or rope.fraction != 1 or rope.interleaved or rope.query_growth:
+        rope = Rope(theta=rope.theta)  # Llama's config.json cannot describe the target's
     fields = {
         "num_layers": 1,
         "vocab_size": target.vocab_size,
@@ -175,7 +178,7 @@ def layers_like(target: ModelConfig, intermediate_size: int | None = None, **cha
         "head_dim": target.head_dim,
         "max_positions": target.max_positions,
         "norm_eps": target.norm_eps,
-        "rope": target.rope,
+        "rope": rope,
         "activation": target.activation,
         "bos_token_id": target.bos_token_id,
         "eos_token_ids": target.eos_token_ids,

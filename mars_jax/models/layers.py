@@ -199,6 +199,18 @@ def rms_norm(x: Array, scale: Array, eps: float, *, plus_one: bool = False) -> A
     return (y * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))).astype(x.dtype)
 
 
+def rms_norm_heads(x: Array, scale: Array, eps: float, head_dim: int) -> Array:
+    """Return `rms_norm` of x [..., H * D] over all H heads, D = `head_dim`, which a mesh may shard.
+
+    Each device sums the squares of its heads, and devices exchange one number per head.
+    """
+    by_head = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, head_dim)
+    squares = mesh.hold_whole(total(jnp.square(by_head)))
+    y = by_head * lax.rsqrt(total(squares) / x.shape[-1] + eps)[..., None, None]
+    scale_by_head = jnp.expand_dims(scale.astype(jnp.float32).reshape(-1, head_dim), tuple(range(x.ndim - 1)))
+    return (y * scale_by_head).astype(x.dtype).reshape(x.shape)
+
+
 def gated_mlp(layer: dict[str, Array], x: Array, activation: str) -> Array:
     """Return down(activation(gate(x)) * up(x)) for x [B, N, E] (arXiv 2002.05202); float32 between products."""
     hidden = ("hidden", layer["gate"].shape[0])

@@ -31,7 +31,7 @@ from kernels_pallas.dispatch import kernel_on, with_gradient_of
 from kernels_pallas.experts import xla as experts_xla
 from kernels_pallas.experts.api import dense_by_expert_int8
 from mars_jax.mesh.axes import expert_axes, map_devices
-from mars_jax.models.layers import ACTIVATIONS, dense, dense_cpu
+from mars_jax.models.layers import ACTIVATIONS, dense, dense_cpu, gated_mlp
 from mars_jax.models.quantize import Int8
 
 _LARGEST = 32
@@ -139,6 +139,13 @@ def experts_mlp(layer: dict[str, Array], x: Array, activation: str, *, count: in
     else:
         mixed = _mix(matrices, tokens, share, expert_ids, activation, None)
     return mixed.astype(x.dtype).reshape(x.shape)
+
+
+def shared_expert(layer: dict[str, Array], x: Array, activation: str) -> Array:
+    """Run the MLP that all tokens x [B, N, E] share, times the sigmoid of each token's gate (Qwen2-MoE)."""
+    mlp = {name: layer[f"shared_{name}"] for name in ("gate", "up", "down")}
+    gate = jax.nn.sigmoid(dense(x, layer["shared_router"], dtype=jnp.float32))
+    return (gate * gated_mlp(mlp, x, activation)).astype(x.dtype)
 
 
 def _mix(

@@ -194,7 +194,7 @@ def bits_of(row: Weight, bits: int | None) -> int | None:
     4 bits are requested, only matrices in layers use them. Embeddings, experts, and matrices whose inputs do not divide
     into groups of 32 use 8.
     """
-    if bits is None or row.init != "normal" or "router" in row.path:
+    if bits is None or row.init != "normal" or row.path[-1] in ("router", "shared_router"):
         return None
     fits = len(row.shape) == 2 and group_size(row.shape[1]) is not None
     return 4 if bits == 4 and fits and row.path[-1] not in ("embed", "unembed") else 8

@@ -7,6 +7,7 @@ position 1000.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,11 +44,12 @@ def _yarn(frequency: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Return radians per position of each rotated pair: f32[head_dim // 2].
+    """Return radians per position of each rotated pair: f32[pairs], where pairs is half of the rotated dimensions.
 
     >>> frequencies(Rope(theta=100.0), 4).tolist()
     [1.0, 0.10000000149011612]
     """
+    head_dim = int(head_dim * rope.fraction)
     frequency = 1.0 / rope.theta ** (np.arange(0, head_dim, 2) / head_dim)
     if rope.kind == "linear":
         frequency = frequency / rope.factor
@@ -55,16 +57,48 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
         frequency = _llama3(frequency, rope)
     elif rope.kind == "yarn":
         frequency = _yarn(frequency, rope, head_dim)
+    elif rope.kind == "longrope":
+        frequency = frequency / np.asarray(rope.divisors)
     return frequency.astype(np.float32)
 
 
 def angles(positions: Array, rope: Rope, head_dim: int) -> tuple[Array, Array]:
-    """Return cos and sin, f32[B, N, 1, head_dim // 2] each, of positions i32[B, N]."""
+    """Return cos and sin, f32[B, N, 1, pairs] each, of positions i32[B, N]."""
     theta = positions.astype(jnp.float32)[:, :, None, None] * frequencies(rope, head_dim)[None, None, None]
     return jnp.cos(theta) * rope.attention_factor, jnp.sin(theta) * rope.attention_factor
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate x [B, N, heads, head_dim]: dimension i is paired with i + head_dim // 2, as checkpoints do."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+class Rotation(NamedTuple):
+    """The rotation of queries and keys at N positions."""
+
+    cos: Array  # f32[B, N, 1, pairs]
+    sin: Array  # f32[B, N, 1, pairs]
+    query_factor: Array | None  # f32[B, N, 1, 1]; None: 1
+
+
+def rotation_at(positions: Array, rope: Rope | None, head_dim: int) -> Rotation | None:
+    """Return the rotation at positions i32[B, N]; None if a layer has no rotary embedding."""
+    if rope is None:
+        return None
+    query_factor = None
+    if rope.query_growth:
+        # As in Llama 4, queries grow with every trained length, so that attention stays sharp in long texts.
+        lengths = (positions // rope.original_max_positions).astype(jnp.float32)
+        query_factor = (1 + rope.query_growth * jnp.log1p(lengths))[:, :, None, None]
+    return Rotation(*angles(positions, rope, head_dim), query_factor)
+
+
+def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
+    """Rotate the first dimensions of x [B, N, heads, head_dim]; cos and sin determine how many.
+
+    Dimension i is paired with i + half, as in most checkpoints. With `interleaved`, neighbours are pairs. Their results
+    are in the order of the first form: a product of queries and keys does not depend on the order.
+    """
+    x_float, unrotated = x.astype(jnp.float32), []
+    if (rotated := 2 * cos.shape[-1]) < x.shape[-1]:
+        x_float, *unrotated = jnp.split(x_float, [rotated], axis=-1)
+    if interleaved:
+        a, b = x_float[..., ::2], x_float[..., 1::2]
+    else:
+        a, b = jnp.split(x_float, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, *unrotated], axis=-1).astype(x.dtype)

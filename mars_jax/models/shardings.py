@@ -59,6 +59,9 @@ _LOGICAL: dict[str, tuple[str | None, ...]] = {
     "gate": ("hidden", None),
     "up": ("hidden", None),
     "down": (None, "hidden"),
+    "shared_gate": ("hidden", None),
+    "shared_up": ("hidden", None),
+    "shared_down": (None, "hidden"),
     "expert_gate": ("experts", "expert_hidden", None),
     "expert_up": ("experts", "expert_hidden", None),
     "expert_down": ("experts", None, "expert_hidden"),
@@ -186,6 +189,8 @@ def replication_notes(config: AnyConfig, mesh: AnyMesh) -> list[str]:
         ]
         if not layer.num_experts or layer.dense_layers:
             counts.append(("hidden", layer.intermediate_size, "hidden units"))
+        if layer.shared_expert_size:
+            counts.append(("hidden", layer.shared_expert_size, "hidden units of the shared expert"))
     model, model_axes = size_of("model", mesh), names_of("model", mesh)
     return [
         f"{size} {name} do not divide over model={model}: every device holds all of them."

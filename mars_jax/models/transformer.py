@@ -21,9 +21,9 @@ from mars_jax.mesh.axes import alone, devices_of, hold_whole, in_order, map_devi
 from mars_jax.models import ring, weights
 from mars_jax.models.attention import BLOCK, FORMS, KERNEL_ROWS, KERNEL_SLOTS, TURN_SLOTS, Attend, attending
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, soft_cap
-from mars_jax.models.moe import experts_mlp
-from mars_jax.models.rope import Rope, angles, rotate
+from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, rms_norm_heads, soft_cap
+from mars_jax.models.moe import experts_mlp, shared_expert
+from mars_jax.models.rope import Rope, rotate, rotation_at
 from mars_jax.utils.errors import MarsError, short_repr
 
 RING_ROWS = 256
@@ -50,28 +50,41 @@ def _norm(config: ModelConfig) -> Callable[[Array, Array], Array]:
     return functools.partial(rms_norm, eps=config.norm_eps, plus_one=config.norm_plus_one)
 
 
+def _pre_norm(config: ModelConfig, layer: dict, x: Array, pre_norm: str) -> Array:
+    """Return a sublayer's input: the residual stream x, normalised if the config has `pre_norms`."""
+    if not config.pre_norms:
+        return x
+    return _norm(config)(x, layer[pre_norm])
+
+
 def _add(config: ModelConfig, layer: dict, x: Array, update: Array, post_norm: str) -> Array:
-    """Add a sublayer's output to the residual stream x; with `post_norms`, normalise the output first."""
+    """Add a sublayer's output to the residual stream x, after its norm and multiplier if the config has them."""
     if config.post_norms:
         update = _norm(config)(update, layer[post_norm])
+    if config.residual_multiplier != 1:
+        # In float32: bfloat16 would also round the multiplier.
+        update = (update.astype(jnp.float32) * config.residual_multiplier).astype(update.dtype)
     return x + update
 
 
 def _embed(config: ModelConfig, params: PyTree, tokens: Array) -> Array:
     """Return the input of the first layer: [B, N, E]. Padding (NO_TOKEN) is clipped to a valid token."""
     x = embed(params["embed"], tokens)
-    if config.scale_embeddings:
+    if config.embedding_multiplier != 1:
         # The factor is rounded to the dtype first, as in the oracle.
-        x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
+        x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
     return x
 
 
 def _mlp(config: ModelConfig, layer: dict, x: Array) -> Array:
     if "router" not in layer:
         return gated_mlp(layer, x, config.activation)
-    return experts_mlp(
+    update = experts_mlp(
         layer, x, config.activation, count=config.experts_per_token, normalize=config.normalize_experts
     )
+    if config.shared_expert_size:
+        update += shared_expert(layer, x, config.activation)
+    return update
 
 
 def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Attend, k_cache, v_cache):
@@ -91,13 +104,18 @@ def _project(config: ModelConfig, layer: dict, x: Array, rotation) -> tuple[Arra
 
     def project(name: str, axis_size: tuple[str, int]) -> Array:
         y = dense(x, layer[name], layer.get(f"{name}_bias"), outputs=axis_size)
+        if config.whole_qk_norm and name != "v":
+            y = rms_norm_heads(y, layer[f"{name}_norm"], config.norm_eps, config.head_dim)
         return y.reshape(*x.shape[:2], -1, config.head_dim)
 
     q, k, v = project("q", heads), project("k", kv_heads), project("v", kv_heads)
     if config.qk_norm:
         norm = _norm(config)
         q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
-    q, k = rotate(q, *rotation), rotate(k, *rotation)
+    if rotation is not None:
+        q, k = (rotate(y, rotation.cos, rotation.sin, config.rope.interleaved) for y in (q, k))
+        if rotation.query_factor is not None:
+            q = q * rotation.query_factor.astype(q.dtype)
     # Query head k * G + g reads key-value head k.
     return q.reshape(*k.shape[:3], -1, config.head_dim), k, v
 
@@ -118,16 +136,15 @@ def _layer(config: ModelConfig, sublayers: tuple[bool, bool], layer: dict, x: Ar
     The function is jitted, so that equal layers are traced and lowered once; XLA inlines each call. A loop over stacked
     layers would compile even faster, but takes 1.4 to 2 times as long per token on CPU.
     """
-    norm = _norm(config)
     attends, has_mlp = sublayers
     if attends:
         with jax.named_scope("attention"):
-            x_normed, (k, v) = norm(x, layer["attention_norm"]), rows
+            x_normed, (k, v) = _pre_norm(config, layer, x, "attention_norm"), rows
             mixed, *rows = attention(config, layer, x_normed, rotation, attend, k, v)
             x = _add(config, layer, x, mixed, "attention_post_norm")
     if has_mlp:
         with jax.named_scope("mlp"):
-            update = _mlp(config, layer, norm(x, layer["mlp_norm"]))
+            update = _mlp(config, layer, _pre_norm(config, layer, x, "mlp_norm"))
             x = hold_whole(_add(config, layer, x, update, "mlp_post_norm"))
     return x, rows
 
@@ -146,11 +163,10 @@ def _ring_layer(
     rows,
 ):
     """Run `_layer` on each device's x [B, n, E], given the rotation of each piece and the visibility of its halves."""
-    norm = _norm(config)
     attends, has_mlp = sublayers
     if attends:
         with jax.named_scope("attention"):
-            pieces = ring.around(axes, norm(x, layer["attention_norm"]))
+            pieces = ring.around(axes, _pre_norm(config, layer, x, "attention_norm"))
             projections = [
                 _project(config, layer, piece, rotation)
                 for piece, rotation in zip(pieces, rotations, strict=True)
@@ -181,7 +197,7 @@ def _ring_layer(
             x = _add(config, layer, x, ring.summed(axes, parts), "attention_post_norm")
     if has_mlp:
         with jax.named_scope("mlp"):
-            pieces = ring.around(axes, norm(x, layer["mlp_norm"]))
+            pieces = ring.around(axes, _pre_norm(config, layer, x, "mlp_norm"))
             parts = [functools.partial(_mlp, config, layer, piece) for piece in pieces]
             x = _add(config, layer, x, ring.summed(axes, parts), "mlp_post_norm")
     return x, rows
@@ -193,8 +209,9 @@ def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) ->
     axes = alone("kv_heads", config.num_kv_heads) if on_tpu() and causal else ()
     same = alone("heads", config.num_heads) == alone("hidden", config.intermediate_size) == axes
     size, (batch, n) = devices_of("kv_heads", config.num_kv_heads), visible.positions.shape
-    # An output bias would be added once per device, and experts are sharded differently.
-    if not (axes and same and in_order(axes)) or config.o_bias or config.mlp_bias or config.num_experts:
+    # An output bias would be added once per device, experts are sharded differently, and no device has all heads.
+    unsuitable = config.o_bias or config.mlp_bias or config.num_experts or config.whole_qk_norm
+    if not (axes and same and in_order(axes)) or unsuitable:
         return ()
     long = batch * n >= RING_ROWS * size and n % (2 * size) == 0
     return axes if long and all(ring.divides(size, layer) for layer in layers) else ()
@@ -226,7 +243,7 @@ def _ring_layers(
         ]
         ropes = _ropes(config)
         rotations = {
-            rope: [angles(piece_positions, rope, config.head_dim) for piece_positions in positions]
+            rope: [rotation_at(piece_positions, rope, config.head_dim) for piece_positions in positions]
             for rope in dict.fromkeys(ropes)
         }
 
@@ -242,9 +259,10 @@ def _ring_layers(
     return mapped(tuple(layers), x, visible.first, cache)
 
 
-def _ropes(config: ModelConfig) -> list[Rope]:
-    """Return the rotary embedding of each layer."""
-    return [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
+def _ropes(config: ModelConfig) -> list[Rope | None]:
+    """Return the rotary embedding of each layer; None for a layer without one."""
+    ropes = [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
+    return [None if i in config.nope_layers else rope for i, rope in enumerate(ropes)]
 
 
 def _each_layer(
@@ -286,7 +304,9 @@ def _forward(
         )
     else:
         ropes = _ropes(config)
-        rotations = {rope: angles(visible.positions, rope, config.head_dim) for rope in dict.fromkeys(ropes)}
+        rotations = {
+            rope: rotation_at(visible.positions, rope, config.head_dim) for rope in dict.fromkeys(ropes)
+        }
         with jax.named_scope("mask"):
             attends = {
                 window: attending(form, visible, cache.slots, window)
@@ -390,6 +410,8 @@ def _language_model(
     def unembed(params: PyTree, hidden: Array) -> Array:
         matrix = params["embed"] if config.tie_embeddings else params["unembed"]
         logits = dense(hidden, matrix, dtype=jnp.float32)
+        if config.logit_divisor != 1:
+            logits = logits / config.logit_divisor
         if config.logit_cap is not None:
             logits = soft_cap(logits, config.logit_cap)
         return logits

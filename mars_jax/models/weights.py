@@ -34,6 +34,12 @@ class Weight(NamedTuple):
 _EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 """Checkpoint names of a layer's experts and of their gate, up and down projections, by family; default: Qwen's."""
 
+_NORMS = {
+    "gemma2": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "glm4": ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+}
+"""Checkpoint names of the norms after attention, before the MLP and after it, with `post_norms`; default: Gemma 2's."""
+
 
 def _matrix(key: str, name: str, out: int, inner: int, bias: bool) -> list[Weight]:
     rows = [Weight((key,), f"{name}.weight", (out, inner), "normal")]
@@ -51,6 +57,11 @@ def _experts(config: ModelConfig) -> list[Weight]:
         shape = (c.hidden_size, size) if key == "down" else (size, c.hidden_size)
         for i in range(c.num_experts):
             rows.append(Weight((f"expert_{key}", i), f"{block}.experts.{i}.{name}.weight", shape, "normal"))
+    if size := c.shared_expert_size:
+        rows += _matrix("shared_router", f"{block}.shared_expert_gate", 1, c.hidden_size, False)
+        rows += _matrix("shared_gate", f"{block}.shared_expert.gate_proj", size, c.hidden_size, False)
+        rows += _matrix("shared_up", f"{block}.shared_expert.up_proj", size, c.hidden_size, False)
+        rows += _matrix("shared_down", f"{block}.shared_expert.down_proj", c.hidden_size, size, False)
     return rows
 
 
@@ -64,20 +75,26 @@ def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None)
     def norm(key: str, name: str, size: int = c.hidden_size) -> list[Weight]:
         return [Weight((key,), f"{name}.weight", (size,), unit)]
 
-    rows = norm("attention_norm", "input_layernorm")
+    rows: list[Weight] = []
+    if c.pre_norms:
+        rows += norm("attention_norm", "input_layernorm")
     rows += _matrix("q", "self_attn.q_proj", q, width, c.qkv_bias)
     rows += _matrix("k", "self_attn.k_proj", kv, width, c.qkv_bias)
     rows += _matrix("v", "self_attn.v_proj", kv, width, c.qkv_bias)
     rows += _matrix("o", "self_attn.o_proj", c.hidden_size, q, c.o_bias)
-    if c.qk_norm:
+    if c.whole_qk_norm:
+        rows += norm("q_norm", "self_attn.q_norm", q) + norm("k_norm", "self_attn.k_norm", kv)
+    elif c.qk_norm:
         rows += norm("q_norm", "self_attn.q_norm", c.head_dim)
         rows += norm("k_norm", "self_attn.k_norm", c.head_dim)
-    if c.post_norms:
-        rows += norm("attention_post_norm", "post_attention_layernorm")
-        rows += norm("mlp_norm", "pre_feedforward_layernorm")
-        rows += norm("mlp_post_norm", "post_feedforward_layernorm")
-    else:
+    post_norm, mlp_norm, mlp_post_norm = _NORMS.get(c.family, _NORMS["gemma2"])
+    if not c.post_norms:
         rows += norm("mlp_norm", "post_attention_layernorm")
+    else:
+        rows += norm("attention_post_norm", post_norm)
+        if c.pre_norms:
+            rows += norm("mlp_norm", mlp_norm)
+        rows += norm("mlp_post_norm", mlp_post_norm)
     if c.num_experts and index not in c.dense_layers:
         return rows + _experts(c)
     rows += _matrix("gate", "mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias)
@@ -102,6 +119,33 @@ def weights(config: ModelConfig) -> tuple[Weight, ...]:
     if not config.tie_embeddings:
         rows.append(Weight(("unembed",), "lm_head.weight", table, "normal"))
     return tuple(rows)
+
+
+_QKV = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
+_GATE_UP = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+_FUSED = {"phi3": _QKV | _GATE_UP, "glm": _GATE_UP, "glm4": _GATE_UP}
+"""Matrices that the checkpoints of a family store in one tensor."""
+
+
+def stored_tensors(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
+    """Map each tensor of a checkpoint's files to the rows that it holds, concatenated along the outputs.
+
+    The key has the name and shape of the tensor, and the path of its first row.
+
+    >>> config = ModelConfig(family="phi3", vocab_size=9, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=1)
+    >>> [(tensor.name, tensor.shape) for tensor, rows in stored_tensors(config).items() if len(rows) == 2]
+    [('model.layers.0.mlp.gate_up_proj.weight', (12, 4))]
+    """
+    fused, rows_by_name = _FUSED.get(config.family, {}), {}
+    for row in weights(config):
+        *parents, module, kind = row.name.split(".")
+        name = ".".join((*parents, fused.get(module, module), kind))
+        rows_by_name.setdefault(name, []).append(row)
+    tensors: dict[Weight, tuple[Weight, ...]] = {}
+    for name, rows in rows_by_name.items():
+        outputs = sum(row.shape[0] for row in rows)
+        tensors[rows[0]._replace(name=name, shape=(outputs, *rows[0].shape[1:]))] = tuple(rows)
+    return tensors
 
 
 def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:

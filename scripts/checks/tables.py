@@ -1,4 +1,4 @@
-"""Figures of the checks: cost of the fast tests, steps and tokens compared with an older commit, kills, mutants."""
+"""Figures of the checks: cost of the fast tests, comparisons with an older commit, model families, kills, mutants."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ def figures() -> dict[str, Any]:
         "checks": checks(),
         "same_cost": same_cost(),
         "same_tokens": same_tokens(),
+        "family_variants": family_variants(),
         "kills": kills(),
         "mutants": mutants(),
     }
@@ -66,6 +67,18 @@ def same_tokens() -> dict[str, Any]:
         "pairs": len(pairs),
         "drafters": ", ".join(dict.fromkeys(drafter for drafter, _ in pairs)),
         "rules": ", ".join(dict.fromkeys(rule for _, rule in pairs)),
+    }
+
+
+def family_variants() -> dict[str, Any]:
+    """Return the variants of published configs from family_variants.json, with their number by outcome."""
+    rows = load("family_variants.json")["variants"]
+    return {
+        "counts": collections.Counter(row["outcome"] for row in rows),
+        "rows": [
+            [row["checkpoint"], row["outcome"], f"{row['difference']:.0e}" if "difference" in row else ""]
+            for row in rows
+        ],
     }
 
 

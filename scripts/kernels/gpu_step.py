@@ -160,7 +160,7 @@ def joined_products() -> Iterator[None]:
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
         qkv = dense(x, layer["qkv"]).reshape(*x.shape[:2], -1, size)
         q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=2)
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
+        q, k = (rotate(y, rotation.cos, rotation.sin) for y in (q, k))
         return q.reshape(*k.shape[:3], -1, size), k, v
 
     def mlp(config: ModelConfig, layer: dict, x: Any) -> Any:

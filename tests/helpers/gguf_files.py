@@ -1,5 +1,7 @@
 """Write small GGUF files, and compute the logits of a checkpoint."""
 
+import math
+
 import gguf
 import jax
 import jax.numpy as jnp
@@ -9,16 +11,45 @@ import pytest
 from mars_jax.core.types import Visible
 from mars_jax.hub.config_json import from_json
 from mars_jax.hub.files import resolve
-from mars_jax.models.weights import weights
+from mars_jax.models.weights import stored_tensors, weights
 from mars_jax.utils.errors import MarsError
 
 VOCAB, LAYERS, HEADS, KV, WIDTH = 96, 2, 4, 2, 16
 SIZES = {"embedding_length": 64, "feed_forward_length": 96, "block_count": LAYERS, "context_length": 128}
+ATTENTION_FACTOR = (1 + math.log(16) / math.log(8)) ** 0.5
+"""LongRoPE's factor for a context of 128 tokens and a trained length of 8."""
 OWN = {
     "llama": {"rope.freq_base": 500.0},
     "llama3": {"rope.freq_base": 500000.0},
     "qwen2": {},
     "qwen3": {"rope.freq_base": 1e6},
+    "mistral3": {
+        "rope.freq_base": 500.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 8,
+        "rope.scaling.yarn_log_multiplier": 1.0,
+        "attention.temperature_scale": 0.5,
+    },
+    "phi3": {"rope.freq_base": 500.0, "attention.sliding_window": 8, "rope.dimension_count": 12},
+    "phi4": {
+        "rope.freq_base": 500.0,
+        "attention.sliding_window": 0,
+        "rope.dimension_count": 12,
+        "rope.scaling.original_context_length": 8,
+        "rope.scaling.attn_factor": ATTENTION_FACTOR,
+    },
+    "glm4": {"rope.freq_base": 500.0, "rope.dimension_count": 8},
+    "smollm3": {"rope.freq_base": 500.0},
+    "granite": {
+        "rope.freq_base": 500.0,
+        "attention.scale": 0.3,
+        "embedding_scale": 3.0,
+        "residual_scale": 0.22,
+        "logit_scale": 0.7,
+    },
+    "olmo2": {"rope.freq_base": 500.0},
+    "olmo3": {"rope.freq_base": 500.0, "attention.sliding_window": 8},
     "gemma2": {
         "attention.sliding_window": 8,
         "attn_logit_softcapping": 50.0,
@@ -28,9 +59,15 @@ OWN = {
 }
 
 
+ARCHITECTURES = {"llama3": "llama", "olmo3": "olmo2", "phi4": "phi3"}
+"""Architectures of the cases above; default: the case."""
+PERMUTED = ("granite", "llama", "mistral3", "smollm3")
+
+
 def metadata(writer, case):
-    architecture = "llama" if case == "llama3" else case
-    for key, value in SIZES.items():
+    architecture = ARCHITECTURES.get(case, case)
+    sizes = SIZES | {"block_count": config_of(case).num_layers}
+    for key, value in sizes.items():
         writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_uint32(f"{architecture}.attention.head_count", HEADS)
     writer.add_uint32(f"{architecture}.attention.head_count_kv", KV)
@@ -58,23 +95,20 @@ def write(
 
     `values` extend or override the metadata; `split` holds the writer's arguments that divide the file into parts.
     """
-    architecture = "llama" if case == "llama3" else case
+    architecture = ARCHITECTURES.get(case, case)
     writer = gguf.GGUFWriter(path, architecture, **split)
     metadata(writer, case)
     for key, value in dict(values).items():
         kind = gguf.GGUFValueType.get_type(value)
         writer.kv_data[0][key] = gguf.GGUFValue(value=value, type=kind)
-    tied = architecture.startswith("gemma")
-    draw = np.random.default_rng(seed)
     [kind] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
-    names = gguf.get_tensor_name_map(kind, LAYERS)
-    for row in weights(config_of(case, tied)):
+    rows, config = drawn(case, seed), config_of(case)
+    names = gguf.get_tensor_name_map(kind, config.num_layers)
+    for row, parts in stored_tensors(config).items():
+        value = np.concatenate([rows[part] for part in parts])
         name = names.get_name(row.name, try_suffixes=(".weight", ".bias"))
         assert name is not None
-        value = draw.standard_normal(row.shape).astype(np.float32) * (0.3 if len(row.shape) > 1 else 0.1)
-        if row.name.endswith("norm.weight"):
-            value += 1
-        if architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
+        if architecture in PERMUTED and (".attn_q." in name or ".attn_k." in name):
             halves = value.reshape(-1, 2, WIDTH // 2, value.shape[1])
             value = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
         if name in drop:
@@ -84,6 +118,9 @@ def write(
             writer.add_tensor(name, gguf.quantize(value, quantisation), raw_dtype=quantisation)
         else:
             writer.add_tensor(name, value)
+    if case == "phi4":
+        for kind, divisors in LONGROPE.items():
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.asarray(divisors, np.float32))
     if case == "llama3":
         writer.add_tensor("rope_freqs.weight", dict(change).get("rope_freqs.weight", llama3_factors()))
     writer.write_header_to_file()
@@ -91,6 +128,19 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def drawn(case, seed=0):
+    """Draw the weights of a case at random, in the layout of the Hugging Face hub."""
+    draw = np.random.default_rng(seed)
+    arrays = {}
+    for row in weights(config_of(case)):
+        arrays[row] = draw.standard_normal(row.shape).astype(np.float32) * (
+            0.3 if len(row.shape) > 1 else 0.1
+        )
+        if row.name.endswith("norm.weight"):
+            arrays[row] += 1
+    return arrays
 
 
 def llama3_factors():
@@ -102,8 +152,8 @@ def llama3_factors():
     return np.where(wavelength < 8192 / 4, 1, np.where(wavelength > 8192, 8, between)).astype(np.float32)
 
 
-def config_of(case, tied):
-    names = {"llama3": "llama", "gemma3": "gemma3_text"}
+def config_of(case):
+    names = {"llama3": "llama", "gemma3": "gemma3_text", "mistral3": "ministral3", "phi4": "phi3"}
     data = {
         "model_type": names.get(case, case),
         "vocab_size": VOCAB,
@@ -111,10 +161,50 @@ def config_of(case, tied):
         "intermediate_size": 96,
     }
     data |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV}
-    data |= {"head_dim": WIDTH, "tie_word_embeddings": tied, "sliding_window": 8}
+    data |= {
+        "head_dim": WIDTH,
+        "tie_word_embeddings": case.startswith("gemma"),
+        "sliding_window": 8,
+        "rms_norm_eps": 1e-5,
+    }
+    if case in HUB:
+        data |= {"rope_theta": 500.0, "max_position_embeddings": 128} | HUB[case]
     return from_json(data)
 
 
+# Fields of config.json of the cases that transformers does not read from GGUF.
+LONGROPE = {"short": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0], "long": [1.0, 2.0, 3.0, 4.0, 6.0, 8.0]}
+_ROPE = {
+    "type": "longrope",
+    **{f"{kind}_factor": x for kind, x in LONGROPE.items()},
+}
+_YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+HUB = {
+    "mistral3": {"sliding_window": None, "rope_scaling": _YARN | {"llama_4_scaling_beta": 0.5}},
+    "phi3": {"partial_rotary_factor": 0.75},
+    "phi4": {
+        "partial_rotary_factor": 0.75,
+        "sliding_window": None,
+        "original_max_position_embeddings": 8,
+        "rope_scaling": _ROPE,
+    },
+    "glm4": {"attention_bias": False},
+    "smollm3": {"num_hidden_layers": 4},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 0.7,
+    },
+    "olmo2": {},
+    "olmo3": {},
+}
 TOKENS = np.random.default_rng(1).integers(2, VOCAB, (2, 24))
 
 

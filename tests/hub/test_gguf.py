@@ -19,10 +19,22 @@ from mars_jax.hub.gguf_tensors import gguf_tensors
 from mars_jax.lab.training import eagle_training
 from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.models.quantize import Int4, Int8
+from mars_jax.models.weights import build
 from mars_jax.utils.errors import MarsError
 from tests.helpers.gguf_blocks import file_of, random_blocks
-from tests.helpers.gguf_files import OWN, TOKENS, VOCAB, WIDTH, our_logits, smollm2, write
-from tests.helpers.transformers_oracle import logits_and_greedy
+from tests.helpers.gguf_files import (
+    HUB,
+    OWN,
+    TOKENS,
+    VOCAB,
+    WIDTH,
+    config_of,
+    drawn,
+    our_logits,
+    smollm2,
+    write,
+)
+from tests.helpers.transformers_oracle import load_torch, logits_and_greedy, torch_logits
 
 
 def transformers_logits(path):
@@ -45,11 +57,22 @@ def transformers_logits(path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", [case for case in OWN if case != "llama3"])
+@pytest.mark.parametrize("case", [case for case in OWN if case != "llama3" and case not in HUB])
 def test_logits_are_those_of_transformers(tmp_path, case):
     path = write(tmp_path / "model.gguf", case)
     actual, expected = our_logits(mj.load(str(path))), transformers_logits(path)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", HUB)
+def test_logits_are_those_of_the_same_weights_from_the_hub(tmp_path, case):
+    """transformers cannot read these architectures from GGUF, so it reads the same weights from safetensors."""
+    arrays = {row.path: value for row, value in drawn(case).items()}
+    config = config_of(case)
+    hub.save(tmp_path / "hub", config, build(config, lambda row: arrays[row.path]))
+    model = load_torch(tmp_path / "hub")
+    target = mj.load(str(write(tmp_path / "model.gguf", case)))
+    np.testing.assert_allclose(our_logits(target), torch_logits(model, TOKENS), rtol=1e-4, atol=1e-4)
 
 
 def test_llama_3s_scaling_is_read_from_its_factors(tmp_path):

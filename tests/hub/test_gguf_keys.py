@@ -9,7 +9,7 @@ import pytest
 
 from mars_jax import hub
 from mars_jax.utils.errors import MarsError
-from tests.helpers.gguf_files import WIDTH, write
+from tests.helpers.gguf_files import ARCHITECTURES, ATTENTION_FACTOR, WIDTH, write
 
 # Architecture, key, a neutral value, and a value that changes the forward pass.
 KEYS = [
@@ -35,6 +35,10 @@ KEYS = [
     ("gemma2", "rope.freq_base_swa", 10000.0, 500.0),
     ("gemma3", "attention.sliding_window_pattern", 6, 2),
     ("gemma3", "attn_logit_softcapping", 0.0, 50.0),
+    ("mistral3", "rope.scaling.yarn_log_multiplier", 1.0, 0.5),
+    ("olmo3", "attention.sliding_window_pattern", 4, 2),
+    ("phi4", "rope.scaling.attn_factor", ATTENTION_FACTOR, 1.0),
+    ("granite", "rope.dimension_count", WIDTH, 8),
 ]
 
 
@@ -43,7 +47,7 @@ def test_keys_that_change_the_forward_pass_are_refused_unless_neutral(tmp_path, 
     def config(name, values):
         return hub.read_config(str(write(tmp_path / name, case, values=values)))
 
-    full = f"{case.replace('llama3', 'llama')}.{key}"
+    full = f"{ARCHITECTURES.get(case, case)}.{key}"
     assert config("neutral.gguf", {full: neutral}) == config("plain.gguf", {})
     with pytest.raises(MarsError, match=re.escape(key)):
         config("changing.gguf", {full: changing})

@@ -138,6 +138,12 @@ ORIGINAL = {
 }
 ORIGINAL |= {"llama3": ORIGINAL["llama-bpe"], "llama-v3": ORIGINAL["llama-bpe"]}
 ORIGINAL["deepseek-r1-qwen"] = ORIGINAL["qwen2"]
+ORIGINAL |= dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), ORIGINAL["llama-bpe"])
+ORIGINAL["gpt-4o"] = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def divider(pre):
@@ -149,7 +155,7 @@ def divider(pre):
         parts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
         parts.append(pre_tokenizers.Digits(individual_digits=True))
     else:
-        digits = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if pre in ("smollm", "refact") else []
         bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False)
         return pre_tokenizers.Sequence([*digits, bytes_only])
     return pre_tokenizers.Sequence([*parts, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -174,7 +180,7 @@ def trained():
 def test_every_division_into_words_is_that_of_its_family(tmp_path, trained, pre):
     vocab, merges = trained
     # Tokens of the dropped merges can only match as whole words, in the families that look up whole words first.
-    ignore_merges = pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
+    ignore_merges = pre in ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken")
     original = tokenizers.Tokenizer(models.BPE(vocab, merges[:-200], ignore_merges=ignore_merges))
     original.pre_tokenizer, original.decoder = divider(pre), decoders.ByteLevel()
     if pre == "qwen2":

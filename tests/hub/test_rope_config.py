@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 
 import pytest
@@ -28,6 +29,24 @@ LAYER_TYPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
+PHI = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+PHI_ROPE = Rope(
+    kind="longrope",
+    original_max_positions=4096,
+    short_divisors=(1.0, 1.1, 1.2, 1.3),
+    long_divisors=(1.0, 2.0, 4.0, 8.0),
+    is_long=True,
+    attention_factor=(1 + math.log(32) / math.log(4096)) ** 0.5,
+)
+MINISTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+}
+MINISTRAL |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+MINISTRAL_ROPE = Rope(theta=1e6, kind="yarn", factor=16.0, original_max_positions=16384, query_growth=0.1)
+
 ACCEPTED = {
     "llama-2": ("llama", {}, Rope()),
     "llama-3.1": ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3}, LLAMA3_ROPE),
@@ -37,6 +56,23 @@ ACCEPTED = {
         "qwen3",
         YARN_CONFIG | {"rope_parameters": {**YARN, "type": None, "rope_type": "yarn", "rope_theta": 1e6}},
         YARN_ROPE,
+    ),
+    "phi-3-mini-128k": (
+        "phi3",
+        {"rope_scaling": {"type": "longrope", **PHI}, "original_max_position_embeddings": 4096},
+        PHI_ROPE,
+    ),
+    "phi-3-mini-128k, transformers 5": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope", **PHI}, "original_max_position_embeddings": 4096},
+        PHI_ROPE,
+    ),
+    "ministral 3": ("ministral3", {"rope_parameters": MINISTRAL}, MINISTRAL_ROPE),
+    "glm-4": ("glm4", {}, Rope(fraction=0.5, interleaved=True)),
+    "llama with dynamic ntk": (
+        "llama",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        Rope(kind="dynamic", factor=2.0),
     ),
     "mixtral, base by default": ("mixtral", {}, Rope(theta=1e6)),
 }
@@ -62,6 +98,13 @@ CONTRADICTIONS = [
         {"rope_scaling": {**YARN, "rope_type": "linear"}},
         "rope_scaling sets rope_type to 'linear', and another setting is 'yarn'",
     ),
+    (
+        "llama",
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor is 0.5: this architecture needs 1",
+    ),
+    ("phi3", {"rope_scaling": {"type": "su"}}, "rope type 'longrope' needs short_factor"),
+    ("ministral3", {}, "rope_parameters has no llama_4_scaling_beta"),
     ("llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear': expected an object"),
     ("llama", {"rope_parameters": LAYER_TYPES}, "settings for each layer type (full_attention)"),
     (

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
+import mars_jax as mj
 from mars_jax import hub
 from mars_jax.core.types import NO_TOKEN
+from mars_jax.drafters.asked import LoadedDrafter
+from mars_jax.drafters.eagle import eagle
+from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.heads import init_params as init_head
 from tests.helpers import slow_but, transformers_oracle
 
 pytest.importorskip("transformers")
@@ -28,6 +34,7 @@ MISTRAL = BASE | {"num_hidden_layers": 3}
 ALTERNATING = {"use_sliding_window": True, "sliding_window": 7, "num_hidden_layers": 3}
 FULL_IN_THE_MIDDLE = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+SHARED = {"shared_expert_intermediate_size": 28}
 ONE_OF_FOUR = {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 # Caps that the scores and logits of these models reach, and a query scalar that differs from head_dim.
@@ -35,6 +42,19 @@ GEMMA = MISTRAL | {"head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar":
 ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+
+MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3}
+MULTIPLIERS |= {"logits_scaling": 0.7}
+GROWTH = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+LONGROPE = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.5, 4.0, 9.0], "partial_rotary_factor": 0.75}
+PHI4_MINI = {
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "longrope", "rope_theta": 1000.0, **LONGROPE},
+}
+OLMO3_ROPES = {
+    "full_attention": rope("yarn", original_max_position_embeddings=32)["rope_parameters"],
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
 }
 
 TIED = {"tie_word_embeddings": True}
@@ -57,8 +77,46 @@ CASES = {
         "Mixtral",
         MISTRAL | {"num_local_experts": 8, "num_experts_per_tok": 1, "sliding_window": 8},
     ),
+    "qwen2 moe, shared expert": ("Qwen2Moe", BASE | EXPERTS | SHARED),
+    "qwen2 moe, windows, one dense layer": (
+        "Qwen2Moe",
+        BASE
+        | EXPERTS
+        | ALTERNATING
+        | SHARED
+        | {"mlp_only_layers": [1], "qkv_bias": False, "norm_topk_prob": True},
+    ),
     "qwen3 moe, weights sum to 1": ("Qwen3Moe", BASE | EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
     "qwen3 moe, one layer of four": ("Qwen3Moe", BASE | EXPERTS | ALTERNATING | ONE_OF_FOUR),
+    "ministral3": ("Ministral3", BASE | {"head_dim": 12} | rope("yarn", **TRAINED, **GROWTH)),
+    "ministral3, window": ("Ministral3", MISTRAL | {"sliding_window": 8} | rope("yarn", **TRAINED, **GROWTH)),
+    "phi3, window": ("Phi3", MISTRAL | {"sliding_window": 8, "pad_token_id": 0}),
+    "phi4 mini, partial longrope, long": (
+        "Phi3",
+        BASE | TIED | PHI4_MINI | {"original_max_position_embeddings": 4},
+    ),
+    "phi3, longrope, short": ("Phi3", BASE | PHI4_MINI | {"original_max_position_embeddings": 128}),
+    "glm": ("Glm", BASE | {"head_dim": 12, "pad_token_id": 0}),
+    "glm4": ("Glm4", BASE | {"head_dim": 16, "attention_bias": False, "pad_token_id": 0}),
+    "smollm3, biases": (
+        "SmolLM3",
+        MISTRAL | {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True, "pad_token_id": 0},
+    ),
+    "smollm3, windows in nope layers": (
+        "SmolLM3",
+        MISTRAL
+        | {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 7, "pad_token_id": 0},
+    ),
+    "llama, dynamic ntk": ("Llama", BASE | rope("dynamic")),
+    "granite, every multiplier": (
+        "Granite",
+        BASE | TIED | MULTIPLIERS | {"attention_bias": True, "mlp_bias": True},
+    ),
+    "olmo2": ("Olmo2", BASE | {"attention_bias": True, "rms_norm_eps": 1e-3}),
+    "olmo3, yarn in full layers": (
+        "Olmo3",
+        MISTRAL | FULL_IN_THE_MIDDLE | {"sliding_window": 7, "rope_parameters": OLMO3_ROPES},
+    ),
     "gemma2, caps": ("Gemma2", GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}),
     "gemma2, no caps": ("Gemma2", GEMMA | NO_CAPS | {"attention_bias": True, "tie_word_embeddings": False}),
     "gemma3, two ropes": ("Gemma3Text", GEMMA | FULL_IN_THE_MIDDLE | {"rope_parameters": ROPES}),
@@ -69,11 +127,24 @@ CASES = {
 }
 SLOW = (
     "llama, gelu", "qwen3, tied, biases", "mixtral, window", "qwen3 moe, weights sum to 1", "gemma2, no caps",
-    "gemma3, pattern of six",
+    "gemma3, pattern of six", "phi3, longrope, short", "qwen2 moe, shared expert", "smollm3, biases", "ministral3",
 )  # fmt: skip
 """The fast cases have every family, and every kind of rope, window, bias and cap once."""
 IN_TIME = [name for name in CASES if name not in SLOW]
-SAVED_BACK = [name for name in CASES if name.startswith(("mixtral", "qwen3 moe", "gemma"))]
+OWN_FIELDS = (
+    "mixtral",
+    "qwen2 moe",
+    "qwen3 moe",
+    "gemma",
+    "granite",
+    "olmo",
+    "ministral3",
+    "phi",
+    "glm",
+    "smollm3",
+)
+"""Families with their own fields in config.json."""
+SAVED_BACK = [name for name in CASES if name.startswith((*OWN_FIELDS, "llama, dynamic"))]
 RAGGED = [name for name in SAVED_BACK if name in IN_TIME]
 
 
@@ -120,6 +191,7 @@ def test_rows_of_a_ragged_batch_decode_as_each_does_alone_in_transformers(name, 
         np.testing.assert_array_equal(greedy[b], transformers_oracle.torch_greedy(model, row, 12)[0])
     torch = pytest.importorskip("torch")
     entered = model.get_input_embeddings()(torch.tensor(PROMPTS)).detach().numpy()
+    entered = entered * getattr(model.config, "embedding_multiplier", 1.0)  # Granite's model multiplies later
     np.testing.assert_allclose(checkpoint.model.embed(checkpoint.params, PROMPTS), entered, rtol=1e-6)
 
 
@@ -133,6 +205,26 @@ def test_transformers_loads_what_was_loaded_and_saved(name, tmp_path):
     np.testing.assert_array_equal(actual, transformers_oracle.torch_logits(model, PROMPTS))
 
 
+def test_the_text_model_of_mistral_3_with_images_is_loaded(tmp_path):
+    text = transformers_config(*CASES["ministral3"])
+    vision = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+        "head_dim": 8,
+    }
+    vision |= {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16}
+    fields = {"text_config": text, "vision_config": vision, "tie_word_embeddings": False}
+    import transformers
+
+    with transformers_oracle.third_party():
+        model = transformers.Mistral3ForConditionalGeneration(transformers_config("Mistral3", fields))
+    transformers_oracle.save_torch(transformers_oracle.randomize(model), tmp_path)
+    logits, _ = transformers_oracle.logits_and_greedy(hub.load(tmp_path), PROMPTS, 1)
+    assert_close(logits, transformers_oracle.torch_logits(model, PROMPTS))
+
+
 def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
     text = transformers_config("Gemma3Text", GEMMA | FULL_IN_THE_MIDDLE | {"rope_parameters": ROPES})
     vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
@@ -143,3 +235,52 @@ def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
     logits, greedy = transformers_oracle.logits_and_greedy(checkpoint, PROMPTS, 16)
     assert_close(logits, transformers_oracle.torch_logits(model, PROMPTS))
     np.testing.assert_array_equal(greedy, transformers_oracle.torch_greedy(model, PROMPTS, 16))
+
+
+NEW_FAMILIES = (
+    "qwen2 moe, windows, one dense layer", "ministral3, window", "phi3, window", "phi4 mini, partial longrope, long",
+    "glm", "glm4", "smollm3, windows in nope layers", "granite, every multiplier", "olmo2",
+    "olmo3, yarn in full layers",
+)  # fmt: skip
+
+
+def until_stop(tokens):
+    """Return greedy tokens up to the first stop token."""
+    tokens = list(map(int, tokens))
+    return tokens[: tokens.index(2) + 1] if 2 in tokens else tokens
+
+
+def drafter_of(kind, target, model_path):
+    if kind == "model":
+        return mj.drafters.load(f"model:{model_path}", target, num_draft_tokens=3)
+    if kind == "eagle":
+        head = EagleConfig.outline(target.config)
+        return LoadedDrafter(eagle(head, target.model, 3), init_head(head, jax.random.key(0), scale=0.3))
+    return kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [None, "data=2,model=2"])
+@pytest.mark.parametrize("name", NEW_FAMILIES)
+def test_drafts_of_every_kind_change_no_token(name, mesh, tmp_path):
+    """Decode three prompts of different lengths in two rows, so that one row refills."""
+    config = transformers_config(*CASES[name])
+    model, _ = saved(config, tmp_path / "target")
+    transformers_oracle.save_torch(transformers_oracle.random_torch_model(config, seed=1), tmp_path / "draft")
+    target = hub.load(tmp_path / "target", mesh=mesh)
+    prompts = [PROMPTS[0].tolist(), PROMPTS[1, :5].tolist(), PROMPTS[1].tolist()]
+    expected = [
+        until_stop(transformers_oracle.torch_greedy(model, np.asarray([ids]), NEW)[0]) for ids in prompts
+    ]
+    for kind in ("none", "ngram", "model", "eagle"):
+        drafter = drafter_of(kind, target, tmp_path / "draft")
+        result = mj.generate(
+            target,
+            drafter,
+            prompts,
+            temperature=0.0,
+            max_new_tokens=NEW,
+            batch_size=2,
+            verify=mj.verify.exact(),
+        )
+        assert [list(ids) for ids in result.tokens] == expected, kind

@@ -122,7 +122,12 @@ def test_in_4_bits_some_matrices_have_8():
 
 SIZES = {"vocab_size": 29, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 4}
 MOE = {"num_experts": 4, "experts_per_token": 2, "expert_size": 12, "dense_layers": (1,), "qk_norm": True}
-GEMMA2 = {"norm_plus_one": True, "post_norms": True, "scale_embeddings": True, "activation": "gelu_tanh"}
+GEMMA2 = {
+    "norm_plus_one": True,
+    "post_norms": True,
+    "embedding_multiplier": 32**0.5,
+    "activation": "gelu_tanh",
+}
 GEMMA2 |= {"query_scalar": 4.0, "logit_cap": 30.0, "eos_token_ids": (1,), "tie_embeddings": True}
 CONFIGS = {
     "qwen3 moe, a dense layer, untied": ModelConfig(family="qwen3_moe", **MOE, **SIZES),

@@ -28,7 +28,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import Axes, LayeredHead, layers_like
 from mars_jax.models.heads import init_params as init_params
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm
-from mars_jax.models.rope import angles, rotate
+from mars_jax.models.rope import angles, rotate, rotation_at
 from mars_jax.models.transformer import attention
 from mars_jax.models.weights import Weight
 from mars_jax.models.weights import weights as layer_weights
@@ -201,7 +201,7 @@ def forward(
     head, c = params.draft, config.layer
     with jax.named_scope("embed"):
         x = config.embed(target, params, tokens).astype(head["fc"].dtype)
-    rotation = angles(visible.positions, c.rope, c.head_dim)
+    rotation = rotation_at(visible.positions, c.rope, c.head_dim)
     kinds = list(zip(c.windows, config.causal, strict=True))
     with jax.named_scope("mask"):
         attends = {kind: _attending(visible, cache.slots, *kind) for kind in dict.fromkeys(kinds)}

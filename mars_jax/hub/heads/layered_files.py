@@ -172,11 +172,11 @@ def load_head(
             raise MarsError(f"there are two tensors {twice[0]}: delete the one that is not meant.")
         stored = {name: candidates[0] for name, candidates in grouped.items()}
         config = from_json(data, {name: t.shape for name, (_, t) in stored.items()}, target_config)
-        # The target's tables that the head may use: the head neither scales embeddings nor caps logits.
+        # The target's tables that the head may use: the head scales neither embeddings nor logits.
         shareable = {}
-        if not target_config.scale_embeddings:
+        if target_config.embedding_multiplier == 1:
             shareable[_EMBED] = target_params["embed"]
-        if shares(config) and target_config.logit_cap is None:
+        if shares(config) and target_config.logit_cap is None and target_config.logit_divisor == 1:
             shareable[_UNEMBED] = target_params.get("unembed", target_params["embed"])
 
         def harmless(name: str) -> bool:

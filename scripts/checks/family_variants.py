@@ -1,0 +1,229 @@
+"""Load variants of published checkpoints, at small sizes with random weights, and compare logits with transformers.
+
+    python -m scripts.checks.family_variants --output FILE
+
+Each config has the settings of a published one that change the forward pass, with smaller widths and fewer layers.
+Context lengths are divided by the same number as the trained ones, so that the text is longer than windows and trained
+lengths. A variant is either equal to transformers within 1e-4, or refused by name. The settings were entered by hand;
+the published files were not downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts import common
+
+TOLERANCE = 1e-4
+CONTEXT, TEXT, VOCAB, LAYERS, WIDTH = 128, 40, 61, 4, 16
+"""Context, length of the text, vocabulary, layers and width of a head of the small models."""
+Json = dict[str, Any]
+
+
+def longrope(pairs: int, kind: str = "longrope") -> Json:
+    """Return LongRoPE settings, whose published divisors begin near 1 and grow."""
+    short, long = np.linspace(1.0, 3.0, pairs), np.geomspace(1.0, 60.0, pairs)
+    return {"type": kind, "short_factor": short.tolist(), "long_factor": long.tolist()}
+
+
+YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
+PHI = {"model_type": "phi3", "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+PHI_4K = PHI | {"max_position_embeddings": 4096, "sliding_window": 2047}
+PHI_128K = PHI | {"max_position_embeddings": 131072, "sliding_window": 262144, "rope_scaling": longrope(8)}
+MINI, MEDIUM = {"num_attention_heads": 32}, {"num_attention_heads": 40, "num_key_value_heads": 10}
+PHI_4 = PHI | MEDIUM | {"max_position_embeddings": 16384, "original_max_position_embeddings": 16384}
+PHI_4 |= {"rope_theta": 250000.0, "sliding_window": None}
+PHI_4_MINI = PHI_128K | {"num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": True}
+PHI_4_MINI |= {"partial_rotary_factor": 0.75, "rope_scaling": longrope(6)}
+OLMO_2 = {
+    "model_type": "olmo2",
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+}
+PATTERN = ["sliding_attention"] * 3 + ["full_attention"]
+OLMO_3 = OLMO_2 | {"model_type": "olmo3", "max_position_embeddings": 65536, "sliding_window": 4096}
+OLMO_3 |= {"layer_types": PATTERN}
+OLMO_3_YARN = {
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "attention_factor": 1.2079441541679836,
+}
+SMOLLM_3 = {
+    "model_type": "smollm3",
+    "rope_theta": 5e6,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-6,
+}
+SMOLLM_3 |= {"num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}
+SMOLLM_3 |= {"no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False, "sliding_window": None}
+GRANITE = {"model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+GRANITE |= {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+GRANITE_2B = GRANITE | {"attention_multiplier": 0.015625, "logits_scaling": 8.0}
+GRANITE_8B = GRANITE | {"attention_multiplier": 0.0078125, "logits_scaling": 16.0}
+LONG_GRANITE = {"rope_theta": 1e7, "max_position_embeddings": 131072}
+MINISTRAL = {"model_type": "ministral3", "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8}
+MINISTRAL |= {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "sliding_window": None}
+MINISTRAL_ROPE = YARN | {"factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0}
+MINISTRAL_ROPE |= {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "rope_theta": 1e6}
+GLM = {"model_type": "glm4", "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 2}
+GLM |= {
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+}
+QWEN_MOE = {
+    "model_type": "qwen2_moe",
+    "rope_theta": 1e6,
+    "use_sliding_window": False,
+    "sliding_window": 32768,
+}
+QWEN_MOE |= {"num_attention_heads": 16, "num_experts_per_tok": 4, "decoder_sparse_step": 1}
+LLAMA = {"model_type": "llama", "num_attention_heads": 32, "max_position_embeddings": 4096}
+
+VARIANTS: dict[str, Json] = {
+    "Phi-3-mini-4k-instruct": PHI_4K | MINI,
+    "Phi-3-mini-128k-instruct": PHI_128K | MINI,
+    "Phi-3-mini-128k-instruct, first revision (su)": PHI_128K | MINI | {"rope_scaling": longrope(8, "su")},
+    "Phi-3.5-mini-instruct": PHI_128K | MINI,
+    "Phi-3-medium-4k-instruct": PHI_4K | MEDIUM,
+    "Phi-3-medium-128k-instruct": PHI_128K | MEDIUM | {"sliding_window": 131072},
+    "phi-4": PHI_4,
+    "Phi-4-reasoning": PHI_4 | {"max_position_embeddings": 32768, "rope_theta": 500000.0},
+    "Phi-4-mini-instruct": PHI_4_MINI,
+    "Phi-4-mini-instruct, context of 4096": PHI_4_MINI | {"max_position_embeddings": 4096},
+    "OLMo-2-0425-1B": OLMO_2 | {"num_attention_heads": 16},
+    "OLMo-2-1124-7B": OLMO_2 | {"num_attention_heads": 32},
+    "OLMo-2-0325-32B": OLMO_2 | {"num_attention_heads": 40, "num_key_value_heads": 8},
+    "Olmo-3-1025-7B": OLMO_3 | {"num_attention_heads": 32, "rope_scaling": YARN | OLMO_3_YARN},
+    "Olmo-3-1125-32B": OLMO_3
+    | {"num_attention_heads": 40, "num_key_value_heads": 8, "rope_scaling": YARN | OLMO_3_YARN},
+    "Olmo-3, pretraining context": OLMO_3 | {"num_attention_heads": 32, "max_position_embeddings": 8192},
+    "SmolLM3-3B": SMOLLM_3,
+    "SmolLM3-3B, yarn as in its model card": SMOLLM_3
+    | {
+        "max_position_embeddings": 131072,
+        "rope_scaling": YARN | {"factor": 2.0, "original_max_position_embeddings": 65536},
+    },
+    "granite-3.0-2b-instruct": GRANITE_2B | {"rope_theta": 1e4, "max_position_embeddings": 4096},
+    "granite-3.1-8b-instruct": GRANITE_8B | LONG_GRANITE,
+    "granite-3.3-2b-instruct": GRANITE_2B | LONG_GRANITE,
+    "granite-3.3-8b-instruct": GRANITE_8B | LONG_GRANITE,
+    "Ministral-3-3B-Instruct-2512": MINISTRAL
+    | {"tie_word_embeddings": True, "rope_parameters": MINISTRAL_ROPE},
+    "Ministral-3-8B-Instruct-2512": MINISTRAL | {"rope_parameters": MINISTRAL_ROPE},
+    "Ministral-3-14B-Instruct-2512": MINISTRAL | {"rope_parameters": MINISTRAL_ROPE | {"rope_theta": 1e9}},
+    "glm-4-9b-chat-hf": GLM
+    | {"model_type": "glm", "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7},
+    "GLM-4-9B-0414": GLM,
+    "GLM-4-32B-0414": GLM | {"num_attention_heads": 48, "num_key_value_heads": 8, "attention_bias": False},
+    "Qwen1.5-MoE-A2.7B": QWEN_MOE
+    | {"max_position_embeddings": 8192, "max_window_layers": 21, "norm_topk_prob": False},
+    "Qwen2-57B-A14B": QWEN_MOE | {"num_key_value_heads": 4, "num_attention_heads": 28, "qkv_bias": True},
+    "Llama 2 with dynamic NTK": LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "Llama with rotated halves of heads": LLAMA | {"partial_rotary_factor": 0.5},
+    "OLMo-7B-hf": {"architectures": ["OlmoForCausalLM"]},
+    "OLMoE-1B-7B-0924": {"architectures": ["OlmoeForCausalLM"]},
+    "Phi-3-small-8k-instruct": {"architectures": ["Phi3SmallForCausalLM"]},
+    "Phi-3.5-MoE-instruct": {"architectures": ["PhiMoEForCausalLM"]},
+    "Phi-4-multimodal-instruct": {"architectures": ["Phi4MMForCausalLM"]},
+    "granite-3.1-3b-a800m-instruct": {"architectures": ["GraniteMoeForCausalLM"]},
+    "granite-4.0-h-small": {"architectures": ["GraniteMoeHybridForCausalLM"]},
+    "glm-4-9b-chat": {"architectures": ["ChatGLMModel"]},
+    "GLM-4.5-Air": {"architectures": ["Glm4MoeForCausalLM"]},
+}
+"""Settings of published config.json files that change the forward pass."""
+
+
+def shrink(data: Json) -> Json:
+    """Return the config of a small model with the settings of a published one."""
+    heads = data.get("num_attention_heads", 32)
+    group = min(heads // data.get("num_key_value_heads", heads), 4)
+    ratio = CONTEXT / data.get("max_position_embeddings", 4096)
+    small = {
+        "vocab_size": VOCAB,
+        "hidden_size": 2 * group * WIDTH,
+        "intermediate_size": 44,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2 * group,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if "head_dim" in data:
+        small |= {"head_dim": WIDTH, "hidden_size": 48}
+    if data.get("sliding_window") in (2047, 4096):
+        small["sliding_window"] = 7
+    if data.get("model_type") == "qwen2_moe":
+        small |= {"num_experts": 8, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
+    if trained := data.get("original_max_position_embeddings"):
+        small["original_max_position_embeddings"] = int(trained * ratio)
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = dict(data.get(key) or {})
+        if trained := scaling.get("original_max_position_embeddings"):
+            small[key] = scaling | {"original_max_position_embeddings": int(trained * ratio)}
+    return data | small
+
+
+def outcome(data: Json, directory: Path) -> Json:
+    """Return the largest difference of logits of a variant, or the message that refuses it."""
+    from mars_jax import hub
+    from mars_jax.hub.config_json import from_json
+    from mars_jax.utils.errors import MarsError
+    from tests.helpers import transformers_oracle
+
+    small = shrink(data)
+    try:
+        from_json(small)
+    except MarsError as error:
+        return {"outcome": "refused", "message": str(error)}
+    import transformers
+
+    # transformers 5 does not read the first name of LongRoPE.
+    fields = json.loads(json.dumps(small).replace('"su"', '"longrope"'))
+    with transformers_oracle.third_party():
+        config = transformers.AutoConfig.for_model(**fields)
+    model = transformers_oracle.random_torch_model(config)
+    transformers_oracle.save_torch(model, directory)
+    # The published layout, not the one that transformers 5 saves.
+    (directory / "config.json").write_text(json.dumps(small))
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, TEXT))
+    logits, _ = transformers_oracle.logits_and_greedy(hub.load(directory), tokens, 1)
+    difference = float(np.abs(logits - transformers_oracle.torch_logits(model, tokens)).max())
+    return {"outcome": "equal" if difference < TOLERANCE else "different", "difference": difference}
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    rows = []
+    for name, data in VARIANTS.items():
+        if args.only and name not in args.only:
+            continue
+        with tempfile.TemporaryDirectory() as work:
+            row = {"checkpoint": name} | outcome(data, Path(work))
+        rows.append(row)
+        print(f"{name:<46} {row['outcome']:<10} {row.get('message', row.get('difference'))}", flush=True)
+    common.write(args.output, {"environment": common.provenance(), "tolerance": TOLERANCE, "variants": rows})
+    sys.exit(any(row["outcome"] == "different" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
