@@ -27,7 +27,7 @@ SETTINGS, ROWS = "settings.json", "rows.jsonl"
 
 
 def open_rows(folder: Path, settings: Mapping[str, object]) -> RowFile:
-    """Open the rows of a run in its folder and record the settings. Create the folder if necessary.
+    """Open the rows file in a run's folder and record the run's settings. Create the folder if necessary.
 
     Raises:
       MarsError: the folder holds a run with different settings, or another process writes to it.
@@ -79,7 +79,7 @@ def check_folder(folder: Path, *, flag: str = "--output") -> None:
     """Check a folder before any model is loaded.
 
     Raises:
-      MarsError: it is a file, holds files other than those of a run, or cannot be created or written to.
+      MarsError: `folder` is a file, holds files other than those of a run, or cannot be created or written to.
     """
     remote.refuse(folder, flag)
     if folder.exists() and not folder.is_dir():
@@ -99,18 +99,18 @@ def check_writable(path: Path, *, flag: str = "--output") -> None:
     # `lstat` fails, for example, if the name is too long.
     with _writing(path, flag), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         path.lstat()
-    # The folder that would receive a new file, or a new folder.
+    # The nearest existing parent, in which a new file or folder would be created.
     nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not nearest.is_dir():
         raise MarsError(f"{flag} '{path}' leads through '{nearest}', which is a file: choose another path.")
-    # `os.access` checks only permissions, which in /proc allow writing although files cannot be created there.
+    # `os.access` checks only permissions; those of /proc allow writing, although no file can be created there.
     with _writing(path, flag), tempfile.TemporaryFile(dir=nearest):
         pass
 
 
 @contextlib.contextmanager
 def _writing(path: Path, flag: str) -> Iterator[None]:
-    """Raise MarsError in place of an OSError."""
+    """Raise a MarsError in place of an OSError that the block raises."""
     try:
         yield
     except OSError as error:
@@ -120,7 +120,7 @@ def _writing(path: Path, flag: str) -> Iterator[None]:
 
 
 def write_shared_json(path: Path, value: object) -> None:
-    """Write a JSON file atomically from the first process of a mesh. Return when it is on disk."""
+    """Write a JSON file atomically from the first process of a mesh. Return only when the file is on disk."""
     if hosts.is_first():
         write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
@@ -140,7 +140,7 @@ def joined_with_folder(
     """Join the other processes of a run that stores files in a folder, and yield the folder of this process.
 
     The first process gets the named folder. The others get temporary copies, so that all of them start from the same
-    files and only the first one's writes persist. Files below `without` are not copied.
+    files and only the first one's writes persist. The entry named `without` is not copied.
 
     Raises:
       MarsError: as for `joined`.
@@ -153,7 +153,7 @@ def joined_with_folder(
             hosts.broadcast_bytes(_archive(folder, without))
             yield folder
             return
-        # The other processes receive the bytes of the first one.
+        # The other processes receive the first one's archive.
         archive_bytes = hosts.broadcast_bytes(b"")
         with tempfile.TemporaryDirectory() as temporary:
             with tarfile.open(fileobj=io.BytesIO(archive_bytes)) as archive:
@@ -162,7 +162,7 @@ def joined_with_folder(
 
 
 def _archive(folder: Path, without: str) -> bytes:
-    """Return the files of a folder as a tar archive."""
+    """Return the contents of a folder, except the entry named `without`, as a tar archive."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         if folder.is_dir():

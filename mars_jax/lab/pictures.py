@@ -55,7 +55,7 @@ class Look(NamedTuple):
 
     @property
     def line(self) -> dict[str, Any]:
-        """Arguments of `Axes.plot` and `Axes.errorbar`."""
+        """Keyword arguments for `Axes.plot` and `Axes.errorbar`."""
         return {"color": self.colour, "marker": self.marker}
 
 
@@ -74,7 +74,7 @@ _LOSSY = ["mars", *(name for name in rules() if name not in {*BASELINES, "mars"}
 
 
 def look(name: str) -> Look:
-    """Return the look of a rule or an arm, by the first word of its name. Variants of a rule have different markers.
+    """Return the look of a rule or an arm, by the first word of its name. Variants of a rule get their own marker.
 
     >>> look("mars theta=0.9") == look("mars"), look("mars(gap) theta=1")
     (True, Look(colour='#0072B2', marker='^'))
@@ -86,7 +86,7 @@ def look(name: str) -> Look:
         return BASELINES[word]
     if word not in _LOSSY:
         return OTHER
-    # After the last colour, begin again with the next marker.
+    # After the last colour, start again with the first one and the next marker.
     group, place = divmod(_LOSSY.index(word), len(COLOURS))
     marker = MARKERS[group]
     if "(gap)" in name or " over " in name:
@@ -117,10 +117,10 @@ def picture(
 
     Args:
       files: files to write, in the formats of their suffixes.
-      rows, columns: number of panels. Panels without data are hidden.
+      rows, columns: size of the grid of panels. Panels without data are hidden.
       panel: width and height of a panel in inches.
       caption: text below the panels.
-      legend: list every label once, above the panels.
+      legend: whether to list every label once, above the panels.
       **grid: arguments of `Figure.subplots`, such as `sharey=True`.
     """
     from matplotlib import rc_context
@@ -143,7 +143,7 @@ def picture(
         if lines:
             figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7.5, color="#555555")
         if legend and handle_by_label:
-            # Approximate width of an entry in inches.
+            # Approximate width of a legend entry in inches.
             entry = 0.35 + 0.075 * max(map(len, handle_by_label))
             figure.legend(
                 handle_by_label.values(),

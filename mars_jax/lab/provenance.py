@@ -32,7 +32,8 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
     changes.
 
     Args:
-      packages: packages to list with their versions, in addition to mars-jax and jax; None if not installed.
+      packages: packages to list with their versions, in addition to mars-jax and jax. The version is None for a
+        package that is not installed.
       data: files or folders that were read. A digest of each is recorded.
       weights: params, keyed by name. A digest of each is recorded.
 
@@ -59,9 +60,9 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
 
 
 def stamp() -> JsonObject:
-    """Return the minute (UTC), the commit of this checkout and whether its code differs from it.
+    """Return the current minute (UTC), the commit of this checkout, and whether the code differs from that commit.
 
-    Files that are written in several runs store this in each record. The commit is None if the package is not in a
+    A file that several runs write to stores this in each record. The commit is None if the package is not in a
     checkout of its own.
     """
     timestamp = datetime.datetime.now(datetime.UTC)
@@ -71,7 +72,7 @@ def stamp() -> JsonObject:
 def machine() -> JsonObject:
     """Return the processor, the number and list of cores that this process may use, and the version of Python."""
     processor = platform.processor() or platform.machine()
-    # On Linux, Python knows only the architecture.
+    # On Linux, `platform` reports only the architecture.
     info = Path("/proc/cpuinfo")
     if info.exists() and (match := re.search(r"^model name\s*:(.*)", info.read_text(), re.MULTILINE)):
         processor = match[1].strip()
@@ -111,7 +112,7 @@ def portable_command(arguments: list[str]) -> str:
     >>> portable_command(["scripts/bench.py", "--task", "stories=/home/me/stories.txt", "--data", "/data/eval/"])
     'python -m scripts.bench --task stories=stories.txt --data eval'
     """
-    # Only at the beginning of a path: an argument may be NAME=PATH, or a list of paths.
+    # Match only at the beginning of a path; an argument may be NAME=PATH, or a list of paths.
     inside = [re.sub(rf"(?<![^=:,]){re.escape(str(ROOT))}/", "", text) for text in arguments]
     words = [re.sub(r"(?<![^=:,])(?:~|\.\.?)?/(?:[^/=:,]+/)*([^/=:,]+)/?", r"\1", text) for text in inside]
     if words[0].startswith("scripts/"):

@@ -85,7 +85,7 @@ class ThetaFile(NamedTuple):
 
 
 def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoice, ThetaFile]:
-    """Return the rule in a threshold file, with its threshold, and the file. Called for `--theta FILE`.
+    """Return the rule in a threshold file, with its threshold set, and the parsed file. Called for `--theta FILE`.
 
     Args:
       spec: spec of the rule, or None if it is not given.
@@ -138,7 +138,7 @@ def pair_fingerprints(target: Pretrained, drafter: LoadedDrafter, rule: LoadedRu
 def thetas_of(
     rule: RuleChoice, texts: list[str], run: Mapping[str, object]
 ) -> tuple[list[float], list[ThetaFile]]:
-    """Return the thresholds of --thetas and their files. Each threshold is a number or a file for this rule and run.
+    """Return the thresholds of --thetas and the files among them. Each is a number or a file for this rule and run.
 
     Raises:
       MarsError: the rule has no threshold, a value is out of range, or a file is for a different rule or run.
@@ -185,7 +185,7 @@ def read_theta(path: str) -> ThetaFile:
         del rule["theta"]
     except OSError as error:
         raise MarsError(
-            f"'{path}' cannot be read ({error.strerror}): name a file of mars_jax.calibrate."
+            f"'{path}' cannot be read ({error.strerror}): name a file that mars-jax calibrate wrote."
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise MarsError(
@@ -195,7 +195,7 @@ def read_theta(path: str) -> ThetaFile:
 
 
 def run_settings(args: argparse.Namespace, temperature: float | None = None) -> JsonObject:
-    """Return the settings of a run from its flags, and its temperature if it has only one."""
+    """Return the settings of a run from its flags, with `temperature` if the run has only one."""
     settings = {name: json_restored(getattr(args, name)) for name in SETTINGS if name != "temperature"}
     if temperature is not None:
         settings["temperature"] = temperature

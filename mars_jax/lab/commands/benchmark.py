@@ -144,7 +144,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespace:
-    """Return the flags, with `parts` added: the flags of both parts of a recipe, each with its own output folder."""
+    """Return the flags, with `parts` added: the flags of each part of the recipe, with its own output folder."""
     if args.output is None:
         raise MarsError("there is no --output: name a folder for rows, tables and plots.")
     Present(args).refuse(["--part"], "with --recipe: leave one of them out")
@@ -289,7 +289,7 @@ def _tune(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.lab.evaluate.benchmark import tuned
     from mars_jax.lab.evaluate.scoring import scores
 
-    # Load the drafter with the longest chain. Shorter chains share its state.
+    # Load the drafter with the longest chain. Shorter chains reuse its weights.
     args.num_draft_tokens = args.tune[-1]
     problems, target, drafter = open_study(args, args.output, scores.check_metrics)
     samples = parse_draft(args.draft).definition.samples

@@ -145,7 +145,7 @@ def _prefixes(args: argparse.Namespace) -> list[int]:
 def _thetas(args: argparse.Namespace) -> list[float]:
     """Return the thresholds to try, by default the rule's grid, which is fixed in advance as the test requires.
 
-    They are ordered from strict to loose. A user's rule may order them in either direction.
+    They are ordered from strict to loose. For a user's rule, that order may be rising or falling.
     """
     setting, structure = args.rule.setting("theta")
     grid = setting.range(**structure).grid
@@ -199,7 +199,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
     work = args.output.with_name(f"{args.output.name}-rows")
     bounds = {"risk": args.risk, "bound": args.bound, "confidence": args.confidence}
     check = functools.partial(calibration.check_certifiable, **bounds)
-    # By default, take as many problems as certify the bound if the mean loss is a tenth of it.
+    # The default number of problems certifies the bound if the mean loss is a tenth of the bound.
     enough = FACTORS[0.1] * fewest(args.bound, args.confidence)
     problems, target, drafter = open_study(args, work, check, arithmetic=enough)
     session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
@@ -249,7 +249,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
         )
         theta = result["value"]
         if theta == math.inf:
-            # No value is certified. The file has theta = inf, which is strict, in the form that JSON can store.
+            # No value is certified: store theta = inf, which is strict, as a string, because JSON has no infinities.
             theta = "inf"
         elif args.setting == "exact_prefix":
             rule["settings"]["exact_prefix"], theta = theta, args.rule.as_json()["settings"]["theta"]
@@ -284,7 +284,7 @@ def _table(report: JsonObject, value: float, args: argparse.Namespace) -> str:
     promise = f"{args.risk} below {args.bound:g} {units[args.risk]} with confidence {args.confidence:g}"
     if value == math.inf:
         lines.append(f"no {word} is certified for {promise}: the file has inf, which is strict")
-        # Testing stops at the first value that fails, and here it was the strictest one.
+        # Testing stops at the first value that fails, which here was the strictest one.
         risk = report["trials"][0]["risk"]
         if factors := [factor for share, factor in FACTORS.items() if risk / args.bound <= share]:
             needed = factors[0] * fewest(args.bound, args.confidence)

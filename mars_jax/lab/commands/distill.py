@@ -185,9 +185,9 @@ def check_distill_flags(args: argparse.Namespace) -> None:
         raise MarsError(f"there is no text to learn from: give {' or '.join(sources)}.")
     if args.data is not None and args.features is not None and args.draft_vocab is None:
         raise MarsError(
-            "--data with --features is the text of a draft vocabulary: give --draft-vocab, or leave it out."
+            "--data with --features is the text of a draft vocabulary: give --draft-vocab, or leave out --data."
         )
-    # The authors' layout has the name of the drafter, which is eagle for eagle1 and eagle3.
+    # The authors' layout is named after the drafter, which is eagle for eagle1 and eagle3.
     layout = args.kind.rstrip("13")
     if args.layout not in (None, layout, "speculators"):
         raise MarsError(f"--layout is {args.layout}: expected {layout} or speculators.")
@@ -214,7 +214,7 @@ def check_distill_flags(args: argparse.Namespace) -> None:
     REQUEST["seed"].check(args.seed, shown="--seed")
     if args.kind in ("model", "sprinter", "diversed") and args.first is None:
         raise MarsError(f"distill {args.kind} needs a checkpoint to start from: name it with --from.")
-    # The kind features continues in a folder that already holds shards.
+    # The kind `features` may continue in a folder that already holds shards.
     if args.kind == "features":
         return
     # os.path returns False for paths that the system rejects; `free_directory` reports those later.

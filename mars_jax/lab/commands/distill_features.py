@@ -25,11 +25,11 @@ from mars_jax.utils.types import JsonObject
 SHARD = 128
 """Documents per shard."""
 FORWARD = 2048
-"""Tokens per forward."""
+"""Tokens per forward pass of the target."""
 
 
 def write_features(args: argparse.Namespace) -> None:
-    """Write the shards that are missing in `args.output`.
+    """Write the shards that are missing from `args.output`.
 
     Raises:
       MarsError: a file cannot be read, the output belongs to a different run, or every document is too long for an
@@ -37,7 +37,7 @@ def write_features(args: argparse.Namespace) -> None:
     """
     documents = [text for path in args.data for text in data.documents(path)]
     check_folder(args.output)
-    # Refuse wrong layers before the weights load.
+    # Reject invalid layers before loading the weights.
     sketch = hub.outline(args.target)
     layers = layers_of(args.feature_layers) or eagle_training.feature_layers(sketch.config)
     record = features.reader(language_model(sketch.config, dtype="bfloat16", feature_layers=layers))
@@ -58,7 +58,7 @@ def write_features(args: argparse.Namespace) -> None:
             if folder.exists():
                 continue
             began = time.perf_counter()
-            # A shard without documents that leave room for an answer is not written.
+            # Write no shard if none of its documents leaves room for an answer.
             ids = _texts(target, documents[first : first + SHARD], args, first)
             if not ids:
                 continue
@@ -123,7 +123,7 @@ def layers_of(names: str | None) -> tuple[int, ...] | None:
 def _texts(
     target: Pretrained, documents: Sequence[str], args: argparse.Namespace, first: int
 ) -> list[list[int]]:
-    """Return the tokens of documents, or of chats in which the target answers, alternating temperatures 0 and 1."""
+    """Return the tokens of documents, or of chats in which the target answers at temperatures 0 and 1 in turn."""
     if not args.chat:
         return target.encode_many(documents)
     # An answer gets at least a quarter of the row.

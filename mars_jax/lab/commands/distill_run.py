@@ -56,9 +56,10 @@ from mars_jax.utils.paths import expanded
 from mars_jax.utils.types import JsonObject
 
 _NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", "minutes", *HOSTS)
-"""Flags that do not identify a training run: paths, devices, time limit, dtype of the result. File contents do."""
+"""Flags that do not identify a training run: paths, devices, time limit, dtype of the result. The contents of the
+files do identify it."""
 WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
-"""Number of completions that decode at a time, and number between two writes. Rows refill within such a group."""
+"""Number of completions decoded at a time, and number between two writes to disk. Within such a group, rows refill."""
 LEFT_OUT, EVALUATIONS = 0.45, 128
 """Default share of the sublayers that VIA-SD leaves out, and default number of masks that its search tries."""
 
@@ -84,7 +85,7 @@ def distill(args: argparse.Namespace, out: IO[str]) -> None:
 def _distill(args: argparse.Namespace, work: Path) -> None:
     if importlib.util.find_spec("grain") is None:
         raise MarsError("distill needs the package grain: pip install grain.")
-    # Refuse wrong arguments before the models load.
+    # Reject invalid arguments before loading the models.
     if args.loss is not None:
         divergence(args.loss)
     layers_of(args.feature_layers)
@@ -131,7 +132,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     if args.kind == "diversed":
         say(f"{args.output}: verify with --verify diversed:{args.output}")
         return
-    # The drafter of eagle1 and eagle3 is eagle.
+    # The kinds eagle1 and eagle3 produce heads for the drafter eagle.
     spec = args.kind.rstrip("13")
     say(f"{args.output}: draft with --draft {spec}:{args.output}; figures in {work}")
 
@@ -179,7 +180,7 @@ def _write(args: argparse.Namespace, config: Any, params: PyTree, first: Any) ->
     params = jax.tree.map(
         lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, jax.device_get(params)
     )
-    # The authors' layout has the name of the drafter.
+    # The authors' layout is named after the drafter.
     layout = args.layout or args.kind.rstrip("13")
     folder = args.output.with_name(f".{args.output.name}.distilling")
     # A killed run may have left this folder. No other run uses it, because this process has locked --work.
@@ -210,7 +211,7 @@ def _copy_tokenizer(source: Path, output: Path) -> None:
 def _draft_vocabulary(
     args: argparse.Namespace, target: Pretrained, streams: Sequence[data.Stream]
 ) -> np.ndarray | None:
-    """Choose the draft vocabulary of `--draft-vocab`, ids i32[W], from documents and features. None: all tokens."""
+    """Choose the ids i32[W] of `--draft-vocab` from documents and features. Return None if it covers all tokens."""
     size = target.config.vocab_size
     if args.draft_vocab in (None, size):
         return None
@@ -226,7 +227,7 @@ def _draft_vocabulary(
 def _write_texts(
     args: argparse.Namespace, target: Pretrained, documents: Sequence[str], work: Path
 ) -> list[str]:
-    """Return --write completions, in which the target continues the first 16 tokens of documents.
+    """Return the texts of --write, in each of which the target continues the first 16 tokens of a document.
 
     They are stored in --work, so that a killed run can continue.
     """
@@ -318,8 +319,8 @@ def draft_name(name: str, output: Path) -> str:
     relative = os.path.relpath(path.resolve(), output.resolve())
     if relative.startswith(".."):
         raise MarsError(
-            f"--from is '{name}', which a system in '{output}' could not name once it is moved: give a name of the "
-            "hub's or of the package's, or copy the model to a directory within --output when it is there."
+            f"--from is '{name}', and moving '{output}' would break a relative path to it: give the name of a model on "
+            "the Hub or in the package, or copy the model into a directory within --output."
         )
     return relative
 
@@ -341,13 +342,13 @@ def _sprinter(
             target.model, teacher, small.model, params, batch, key
         )
     )
-    # Label the tokens that the small model drafts with the target's probability of accepting them.
+    # The label of a token that the small model drafts is the target's probability of accepting it.
     keys = jax.random.split(jax.random.key(args.seed), len(batches))
     parts = [
         jax.device_get(examples(target.params, small.params, batch, key))
         for batch, key in zip(batches, keys, strict=True)
     ]
-    # Test on the last eighth of the batches.
+    # Hold out the last eighth of the batches for the test.
     held_out = max(1, len(parts) // 8)
     training = sprinter_training.classifier_training(
         sprinter_training.flattened(parts[:-held_out]), seed=args.seed
@@ -418,7 +419,8 @@ SYSTEMS: dict[str, Callable[[argparse.Namespace, Pretrained, Any, Sequence[str],
     "via_sd": _via_sd,
     "diversed": _diversed,
 }
-"""Functions of (flags, target, small model, documents, --work) that train each system and write it to --output.
+"""Functions, keyed by kind, of (flags, target, small model, documents, --work). Each trains a system and writes it to
+--output.
 
 Raises:
   MarsError: the small model has a different vocabulary, there is too little text, or the task has no rewards.

@@ -133,7 +133,7 @@ def convert_pair_flags(args: argparse.Namespace) -> None:
 
 
 def non_default_flags(args: argparse.Namespace) -> JsonObject:
-    """Return those flags for the target's computation and the draft size whose values are not the defaults."""
+    """Return those flags of the target's computation and of the drafter that are set to non-default values."""
     names = ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed")
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
@@ -149,7 +149,7 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
     try:
         draft = parse_draft(args.draft, shown="--draft", among=DRAFTS)
     except MarsError as error:
-        # Continue the sentence in place of its period.
+        # Replace the period at the end of the message, to continue its sentence.
         raise MarsError(f"{str(error)[:-1]}; without a draft there is nothing to verify.") from None
     if args.output is None:
         raise MarsError(f"there is no --output: {output}.")

@@ -164,7 +164,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         length: int | None = args.num_draft_tokens,
         tree: Dynamic | tuple[int, ...] | None = args.tree,
     ) -> Programs:
-        """Return the programs on a slice. `--mesh` applies to the slice of `--topology`."""
+        """Return the programs on a slice. `--mesh` applies only to the slice of `--topology`."""
         axes = args.mesh
         if axes is None or slice_ is not requested_slice:
             default = default_mesh(target, len(slice_.devices), args.batch)
@@ -283,7 +283,7 @@ def _step_rows(plan: Plan, batch: int, max_depth: int) -> list[tuple[str, str]]:
     ]
     if step == autoregressive_step:
         return [*rows, ("tokens/s", _speeds(step, batch))]
-    # A step with a draft pays if it emits more tokens than steps without one would in the same time.
+    # A draft pays if its step emits more tokens than steps without a draft would emit in the same time.
     first, last = sorted(step[end] / autoregressive_step[end] for end in ("low_seconds", "high_seconds"))
     pays = f"{first:.2f} to {last:.2f}"
     if first >= max_depth + 1:
@@ -307,7 +307,7 @@ def _milliseconds(step: dict[str, float]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Return milliseconds with two decimals, or with two digits if there are fewer than 0.1.
+    """Return milliseconds with two decimals, or with two significant digits if the time is below 0.1 ms.
 
     >>> _ms(0.0123), _ms(0.0000123)
     ('12.30', '0.012')

@@ -30,7 +30,7 @@ class Answer:
     tokens: tuple[tuple[int, ...], ...]  # new tokens of each turn
     finish_reason: str  # "stop" or "length" of the last turn; "context" if a follow-up turn did not fit
     metrics: Metrics
-    seconds: float  # wall time of its groups, including prefill, divided by the number of problems in each
+    seconds: float  # this problem's share of the wall time of its groups, including prefill
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Decoding:
     def answer(
         self, arm: Arm, problems: Sequence[Problem], seeds: Sequence[int], *, temperature: float
     ) -> list[Answer]:
-        """Decode some problems, such as a `group`, in `session.batch_size` rows that refill.
+        """Decode some problems, such as a group, in `session.batch_size` rows that refill when they finish.
 
         A follow-up turn contains the arm's own earlier answers.
         """
@@ -171,8 +171,8 @@ def check_problems(target: Pretrained, problems: Sequence[Problem], *, chat: boo
             count = len(prompt_tokens(target, problem, chat=chat))
             if count >= context:
                 raise MarsError(
-                    f"the prompt has {count} tokens and '{target.name}' a context of {context}: take it out of the "
-                    "file, or evaluate a target of a longer context."
+                    f"the prompt has {count} tokens and '{target.name}' a context of {context}: remove it from "
+                    "the file, or evaluate a target with a longer context."
                 )
         except MarsError as error:
             raise MarsError(f"{problem.task}, problem {problem.id}: {error}") from None

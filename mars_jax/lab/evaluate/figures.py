@@ -96,7 +96,7 @@ def intervals(
 def _figures(
     rows: Sequence[Row], autoregressive: Sequence[Row], weights: np.ndarray, metric: str
 ) -> dict[str, np.ndarray]:
-    """Return every figure that has an interval in each resample, f64[R], or f64[D, R] for each draft depth.
+    """Return all figures that have intervals, each with its value in every resample, f64[R], or by depth, f64[D, R].
 
     NaN or infinity stands for a figure that a resample does not define. `weights` f64[R, n] counts how often each
     problem occurs in each resample. All figures share it, so that ratios and differences are paired.
@@ -116,7 +116,7 @@ def _figures(
         rate = tokens / seconds
         recovered = score / base_score
         if not base_score.all():
-            # Do not report an interval of only those resamples in which the target scores at all.
+            # If the target scores 0 in any resample, an interval would cover only the other resamples: report none.
             recovered = np.full_like(recovered, np.nan)
         return {
             "tau": tokens / sums(rows, "steps"),

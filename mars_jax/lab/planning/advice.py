@@ -138,7 +138,7 @@ def compare_drafts(
 
 
 def advise(attempt: Callable[[str | None, str], Attempt], dtype: str, larger: Sequence[str]) -> list[Attempt]:
-    """Try fewer bits on the same slice, then larger slices with the same dtype, until one of each fits.
+    """Try fewer bits on the same slice, then larger slices with the same dtype. Each series ends at the first fit.
 
     Args:
       attempt: maps a slice (None for the same) and a dtype to an attempt.

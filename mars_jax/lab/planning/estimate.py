@@ -76,7 +76,7 @@ class StepTime(NamedTuple):
 
 @functools.cache
 def overheads() -> JsonObject:
-    """Load the table of overheads by generation."""
+    """Load the table of overheads, keyed by generation."""
     return json.loads(TABLE.read_text(encoding="utf-8"))["chips"]
 
 
@@ -106,7 +106,7 @@ def step_time(work: Work, generation: str, *, bandwidth: float, peak_flops: floa
     seconds += (work.bytes.unembed + work.bytes.draft) / bandwidth
     seconds += draft["step_seconds"] + work.passes * draft["pass_seconds"]
 
-    # Collectives: an all-reduce of bfloat16 hidden states, and small ones in the draft, whose bytes do not count.
+    # Collectives: all-reduces of bfloat16 hidden states, and small all-reduces in the draft, whose bytes do not count.
     summed = 2 * work.tokens * work.hidden_size
     all_reduce = functools.partial(collective_seconds, "all-reduce", devices=work.devices, link=link)
     seconds += LAYER_COLLECTIVES * work.num_layers * all_reduce(sent=summed, received=summed)

@@ -42,7 +42,7 @@ class Plan:
     read_bytes: int
     # The larger of (bytes read / bandwidth) and (operations / peak).
     floor_seconds: float
-    # The same for a step without a draft.
+    # The same bound for a step without a draft.
     autoregressive_floor_seconds: float
     # Number of collectives in the loop, by kind and shape.
     collectives: dict[str, int]
@@ -121,7 +121,7 @@ def planned_time(pair: Programs, topology: Topology) -> tuple[Work, StepTime]:
 def count_work(pair: Programs) -> Work:
     """Count the work of a step on one device of the mesh."""
     target, drafter, draft = pair.target, pair.drafter, pair.draft
-    # Devices that share the layers of a row; the `data` axis divides only rows.
+    # Number of devices that share a layer. The `data` axis divides only rows.
     devices = math.prod(size for name, size in pair.mesh.shape.items() if name != "data")
     rows = pair.batch * devices // pair.mesh.size
     # The table of overheads has one row for all chains and one for all trees.
@@ -198,7 +198,7 @@ def step_bytes(
 
 
 def _passes(draft: PlannedDraft, drafter: Drafter) -> int:
-    """Return how often the draft's weights are read. A small model's chain begins with two tokens in one pass."""
+    """Return how many times a step reads the draft's weights. A small model's chain begins with a pass of two tokens."""
     if draft.config is None:
         return 0
     if isinstance(draft.config, HeadConfig):

@@ -197,7 +197,7 @@ def _abstract_state(
 ) -> DecodeState:
     def start(params: Params) -> DecodeState:
         seeds = keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
-        # The shortest prompt that prefills a token: only shapes matter here.
+        # Only shapes matter here, so use the shortest prompt that prefills a token.
         prompts, lengths = jnp.zeros((batch, context), jnp.int32), jnp.full((batch,), 2, jnp.int32)
         return decoder.init(
             params, Prompts(prompts, lengths, make_controls(batch, limit=context), rule, seeds)

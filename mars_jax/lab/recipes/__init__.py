@@ -1,7 +1,7 @@
 """Recipes: the flags of `mars-jax benchmark` that reproduce a published table, in one file per pair of models.
 
-A recipe is measured twice: as in its table, with the rule and the strict rule using the same draft, and with every arm
-at its best draft length.
+A recipe is measured twice. The first part follows the published table, in which the rule and the strict rule use the
+same draft. In the second part, every arm uses its best draft length.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Recipe:
     published: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)  # strict -> relaxed
 
     def argv(self, part: str, user_flags: Sequence[str]) -> list[str]:
-        """Return the flags of a part of `PARTS`, with the user's flags last.
+        """Return the flags of one of `PARTS`, with the user's flags last.
 
         >>> read_recipe("qwen3-8b").argv("paper", ["--problems", "4"])[-2:]
         ['--problems', '4']
@@ -123,7 +123,7 @@ def read_recipe(name: str) -> Recipe:
 def measured(summary: JsonObject) -> dict[str, float]:
     """Return means over the tables of summary.json, as papers report them.
 
-    These are speed and tau of the strict rule and of the relaxed one, and the share of the score preserved, if any.
+    These are speed and tau of the strict rule and of the relaxed one, and the share of the score kept if it is scored.
 
     >>> arms = [{"role": r, "speedup": s, "tau": s, "recovered": 1.0} for r, s in (("strict", 2.0), ("rule", 3.0))]
     >>> measured({"tables": [{"arms": arms}]})

@@ -27,11 +27,11 @@ from mars_jax.utils.types import JsonObject
 from mars_jax.verify import RuleChoice
 
 RISKS = {
-    "regret": "what the rule adds to the regret of a text, in nats per token, mean over texts, each clipped at 1 nat",
-    "accuracy": "what the rule takes from the score of a text, from 0 to 1, mean over texts",
-    "judge": "what the rule takes from a judge's number for a text, from 0 to 1, mean over texts",
+    "regret": "increase of a text's regret due to the rule, in nats per token, mean over texts, each clipped at 1 nat",
+    "accuracy": "decrease of a text's score due to the rule, from 0 to 1, mean over texts",
+    "judge": "decrease of a judge's number for a text due to the rule, from 0 to 1, mean over texts",
 }
-"""Risks by name. All of them compare a rule with the strict rule on the same prompt and seed."""
+"""Risks, keyed by name. All of them compare a rule with the strict rule on the same prompt and seed."""
 Judge = Callable[[str, str], float]
 """`(prompt, answer) -> score` from 0 to 1; higher is better."""
 CLIP = 1.0
@@ -120,7 +120,7 @@ def calibrate(
 
     def losses_at(value: float) -> tuple[np.ndarray, float]:
         decoded = decode(rules[value], f"{setting}={value:g}")
-        # The loss of a problem is how much worth its answer loses to the relaxed rule.
+        # A problem's loss is the worth of the strict rule's answer minus that of the tested rule's.
         losses = [
             strict_row["worth"] - row["worth"]
             for strict_row, row in zip(strict_rows, decoded, strict=True)

@@ -119,7 +119,7 @@ def batches(streams: Sequence[Stream], *, rows: int, length: int, seed: int) -> 
         dataset = grain.MapDataset.source(_StreamRows(source, length)).seed(seed + number)
         datasets.append(dataset.shuffle().repeat())
     mixed = grain.MapDataset.mix(datasets, weights=[source.weight for source in streams])
-    # For one-row batches, keeping the remainder gives a length above sys.maxsize, which grain cannot handle.
+    # For one-row batches, keeping the remainder makes the dataset longer than sys.maxsize, which grain cannot handle.
     return mixed.batch(rows, drop_remainder=True)
 
 

@@ -30,7 +30,7 @@ from mars_jax.models.heads import layers_like
 from mars_jax.models.transformer import language_model
 
 SPACING = 8
-"""Default number of tokens in a row per block."""
+"""Default number of tokens of a row for each block."""
 
 
 def decay_of(block_size: int) -> float:
@@ -175,7 +175,7 @@ def block_hidden(
 
 
 def block_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers that a DFlash head reads: five spread as published, or the ends of a shallow target's thirds.
+    """Return the layers that a DFlash head reads: five as published, or the last of each third of a shallow target.
 
     >>> block_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1))
     (1, 9, 17, 25, 33)
@@ -211,7 +211,7 @@ def new_dflash(
       divergence: see `dflash`.
     """
     layers = tuple(layers or block_layers(target))
-    # Use the token that begins or ends a document.
+    # The mask token is the token that begins or ends a document.
     special_tokens = (target.bos_token_id, *target.eos_token_ids)
     mask_token = next((token for token in special_tokens if token is not None), 0)
     draft_vocab_size, vocabulary = target.vocab_size, None

@@ -103,7 +103,7 @@ def train(
     if rows % parts:
         raise MarsError(
             f"{rows} rows of {length} tokens cannot be divided among {parts} devices: choose a number of tokens "
-            "per step that makes a multiple of them."
+            f"per step that makes the number of rows a multiple of {parts}."
         )
     batches = data.batches(streams, rows=rows, length=length, seed=seed)
     training = _training(apprentice, batches, tokens, rows * length, learning_rate)

@@ -37,7 +37,7 @@ class Labels(NamedTuple):
     """The labels of an EAGLE-3 head at its n entries."""
 
     output: ForwardOutput  # [B, n, ...]; the target's output, with the features that the head reads
-    logits: Array  # f32[B, n, W]; logits of token t + 2 in the draft vocabulary
+    logits: Array  # f32[B, n, W]; the target's logits of token t + 2 in the draft vocabulary
     choice: Array  # i32[B, n]; the target's most likely token t + 2
     in_vocabulary: Array  # bool[B, n]; whether `choice` is in the draft vocabulary
 
@@ -54,7 +54,7 @@ def _labels(target: LanguageModel, teacher: PyTree, batch: Batch, ids: Array | N
 
 
 def _recorded_labels(record: Recorded, vocab_size: int, layers: int, ids: Array | None) -> Labels:
-    """Read labels from features on disk. Tokens outside `top` share the remaining probability equally."""
+    """Compute labels from recorded features. Tokens outside `top` share the remaining probability equally."""
     rows, length, _ = record.features.shape
     features = tuple(jnp.split(record.features[:, : length - 1], layers, axis=-1))
     top, log_probs = record.top[:, 1:], record.log_probs[:, 1:].astype(jnp.float32)
@@ -75,7 +75,7 @@ def _recorded_labels(record: Recorded, vocab_size: int, layers: int, ids: Array 
 
 
 def entries(output: ForwardOutput, count: int) -> ForwardOutput:
-    """Return the output at the first `count` tokens."""
+    """Truncate the hidden states and features of an output to the first `count` tokens."""
     return output._replace(
         hidden=output.hidden[:, :count], features=tuple(x[:, :count] for x in output.features)
     )
@@ -229,7 +229,7 @@ def eagle1(
 
 
 def feature_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers that an EAGLE-3 head reads: the published choice, or the ends of a shallow target's thirds.
+    """Return the layers that an EAGLE-3 head reads: those published, or the last of each third of a shallow target.
 
     >>> feature_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1))
     (1, 15, 28)
@@ -250,8 +250,9 @@ def from_target(
 ) -> PyTree:
     """Return the initial params of a head, in float32.
 
-    The last norm and the unembedding are copied from the target if the head has its own. The target's last feature
-    passes through, and all other weights are random. `ids` i32[W] is the draft vocabulary; None: all tokens.
+    The last norm and the unembedding are copied from the target if the head has its own. The target's last
+    feature passes through `fc`, and all other weights are random. `ids` i32[W] is the draft vocabulary; None: all
+    tokens.
     """
     initial = init_params(config, jax.random.key(seed))
     initial.pop("ids", None)

@@ -70,7 +70,7 @@ def pack_documents(documents: Iterable[Sequence[int]], length: int) -> tuple[np.
 
 
 def reader(target: LanguageModel) -> Callable[[PyTree, Array, Array], Recorded]:
-    """Return jitted `(params, tokens, segments) -> Recorded` for a model with features (`with_features`)."""
+    """Return a jitted `(params, tokens, segments) -> Recorded` for a model with features (`with_features`)."""
 
     @jax.jit
     def record(params: PyTree, tokens: Array, segments: Array) -> Recorded:
@@ -162,7 +162,8 @@ def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple
         length = rows[0].tokens.shape[-1]
         size = max(1, step_tokens // length)
         dataset = grain.MapDataset.source(rows).seed(seed + number).shuffle().repeat()
-        # For one-row batches, keeping the remainder gives a length above sys.maxsize, which grain cannot handle.
+        # For one-row batches, keeping the remainder makes the dataset longer than sys.maxsize, which grain cannot
+        # handle.
         datasets.append(dataset.batch(size, drop_remainder=True))
         counts.append(len(rows) / size)
         sizes.append(size * length)

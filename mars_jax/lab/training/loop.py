@@ -56,7 +56,7 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
     """
     warmup = min(WARMUP, max(1, steps // 10))
     falling = max(1, round(steps * DECAY))
-    # A linear schedule stays at its last value, so the first one is also the plateau.
+    # A linear schedule stays at its last value, so the rising one is also the plateau.
     rise, fall = optax.linear_schedule(0.0, peak, warmup), optax.linear_schedule(peak, 0.0, falling)
     schedule = optax.join_schedules([rise, fall], [steps - falling])
 
@@ -82,7 +82,7 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
 
 
 def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> Callable:
-    """Return jitted `(params, opt_state, batch, teacher) -> (params, opt_state, figures)`; it donates the first two."""
+    """Return a jitted `(params, opt_state, batch, teacher) -> (params, opt_state, figures)`; it donates the first two."""
 
     def step(params: PyTree, opt_state: PyTree, batch: Any, teacher: PyTree):
         (value, figures), gradient = jax.value_and_grad(loss, has_aux=True)(params, batch, teacher)
@@ -184,8 +184,8 @@ class Checkpoints:
         self._directory, self._steps, self._manager = directory, steps, None
         if hosts.is_first():
             (directory / CHECKPOINTS).mkdir(exist_ok=True)
-            # By default Orbax synchronises all processes, but only the first one calls it. In this mode it cannot
-            # create the directory.
+            # By default Orbax synchronises all processes, but only the first one calls it. With these
+            # options it cannot create the directory.
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=2,
                 create=False,
@@ -216,7 +216,7 @@ class Checkpoints:
                 state_on_host = self._read(completed_steps, state_on_host)
             except MarsError as error:
                 message = str(error)
-        # Raise the error in all processes: the others would wait in the broadcast of the state.
+        # Raise the error in all processes: otherwise the others would wait in the broadcast of the state.
         if message := hosts.broadcast_bytes(message.encode()).decode():
             raise MarsError(message)
         if jax.process_count() > 1:
@@ -239,14 +239,14 @@ class Checkpoints:
         except (ValueError, KeyError, TypeError, OSError) as error:
             reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
             raise MarsError(
-                f"the checkpoint in '{self._directory}' is damaged or of another training "
+                f"the checkpoint in '{self._directory}' is damaged or of another run "
                 f"({reason[:200].rstrip('.:')}): remove that directory, or train in another."
             ) from error
         steps = int(restored["steps"])
         if steps != self._steps:
             raise MarsError(
-                f"the training in '{self._directory}' has {steps} steps and this one has {self._steps}: give it the "
-                "same number of tokens, or train in another directory."
+                f"the training run in '{self._directory}' has {steps} steps and this one has {self._steps}: give it "
+                "the same number of tokens, or train in another directory."
             )
         return {name: restored[name] for name in state}
 

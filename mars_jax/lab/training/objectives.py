@@ -58,7 +58,7 @@ def divergence(names: str) -> Divergence:
     >>> round((divergence("kl+2*tv")(*z) - divergence("kl")(*z)).item(), 5)
     0.5
     """
-    # The terms of the sum, each with its weight.
+    # Pairs of (weight, divergence), the terms of the sum.
     parts: list[tuple[float, Divergence]] = []
     for part in names.split("+"):
         weight, star, name = part.strip().rpartition("*")
@@ -85,7 +85,7 @@ def cast(params: PyTree, dtype: DTypeLike, ids: Array | None = None) -> PyTree:
 
 
 def with_ids(params: PyTree, ids: Array | None) -> PyTree:
-    """Add the draft vocabulary i32[W], which is not trained, if there is one."""
+    """Add the draft vocabulary i32[W], which is not trained, to the params if there is one."""
     if ids is None:
         return params
     return {**params, "ids": ids}
@@ -105,7 +105,7 @@ def masked_mean(values: Array, valid: Array, axis: tuple[int, ...] | None = None
 
 
 def chain_mean(values: Iterable[Array], fade: float = FADE) -> Array:
-    """Return the weighted mean of one value f32[] per token of a chain, in which token j has weight fade**j.
+    """Return the weighted mean over a chain with one value f32[] per token. Token j has weight fade**j.
 
     >>> round(chain_mean([jnp.float32(1.0), jnp.float32(4.0)], fade=0.5).item(), 5)
     2.0

@@ -53,7 +53,7 @@ class Refined(NamedTuple):
 
 
 class Learner(NamedTuple):
-    """Loss and acceptance measurement for a kind of draft."""
+    """Functions that compute the loss and the acceptance of a kind of draft."""
 
     loss: Callable[..., Array]  # (params, target params, tokens i32[B, T], loss_mask bool[B, T]) -> f32[]
     # (params, target params, tokens) -> K arrays f32[B, n]: probability that draft j of a chain is accepted
@@ -83,8 +83,8 @@ class Refiner:
 
     All updates together must not lower the expected tau on held-out documents below a share of its first value.
     Otherwise weights and optimizer are rolled back. If a change of the target has already lowered tau that far, an
-    update must not lower it further. Old documents, trained on at every position in addition to the failures, preserve
-    earlier knowledge.
+    update must not lower it further. Old documents are trained on at every position, in addition to the
+    failures, to preserve earlier knowledge.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Refiner:
         self._params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
         optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
         self._state = optimizer.init(self._params)
-        # Without old texts, learn an empty one, which has no predictions.
+        # Without old documents, train on an empty one, which adds nothing to the loss.
         self._held_out, self._old = list(held_out), list(old) or [[]]
         self._update = jax.jit(_updater(learner, optimizer))
         self._measure = jax.jit(_measurer(learner))
@@ -212,11 +212,11 @@ class Refiner:
         jax.block_until_ready(self._update(self._params, self._state, target_params, tokens, loss_mask))
 
     def _lessons(self) -> tuple[Array, Array]:
-        """Draw rows to learn: (tokens i32[2 * BATCH, T], loss_mask bool[2 * BATCH, T])."""
+        """Draw the rows of a training step: (tokens i32[2 * BATCH, T], loss_mask bool[2 * BATCH, T])."""
         lessons = [self._texts[i] for i in self._random.choice(len(self._texts), BATCH)]
         for _ in range(BATCH):
             text = self._old[self._random.integers(len(self._old))]
-            # Learn every token but the first, which has no prediction.
+            # Train on every token but the first, which no position predicts.
             lessons.append((list(text), [position > 0 for position in range(len(text))]))
         texts, masks = zip(*lessons, strict=True)
         return jnp.asarray(self._padded(texts)[0]), jnp.asarray(self._padded(masks)[0], bool)
@@ -246,7 +246,7 @@ def _measurer(learner: Learner) -> Callable[..., tuple[Array, Array]]:
 
     def measure(params: PyTree, teacher: PyTree, tokens: Array, lengths: Array):
         acceptance = learner.acceptance(params, teacher, tokens)
-        # tau = 1 + a_1 + a_1 a_2 + ...; reach is the product so far, the probability that the chain gets that far.
+        # tau = 1 + a_1 + a_1 a_2 + ... The product so far is the probability that the chain gets that far.
         tau = reach = jnp.float32(1)
         for j, accept in enumerate(acceptance):
             # Draft j of the chain that begins at t is at position t + j.
@@ -262,7 +262,7 @@ def _measurer(learner: Learner) -> Callable[..., tuple[Array, Array]]:
 
 def _agreement(z: Array, y: Array, temperature: float) -> Array:
     """Return the probability that a draft from logits y f32[..., V] is accepted by a target with logits z."""
-    # Greedy verification accepts if the best tokens agree, and rejection with probability sum of min(p, q).
+    # Greedy verification accepts if the best tokens agree. Rejection accepts with probability sum of min(p, q).
     if temperature == 0:
         return (jnp.argmax(z, -1) == jnp.argmax(y, -1)).astype(jnp.float32)
     return jnp.sum(jnp.minimum(jax.nn.softmax(z / temperature), jax.nn.softmax(y / temperature)), axis=-1)
@@ -324,7 +324,7 @@ def open_refiner(
     """Open the refiner of `--refine`.
 
     Args:
-      file: documents separated by lines of <|endoftext|>, some of which are held out.
+      file: a file of documents separated by lines of <|endoftext|>. Some documents are held out.
       target, drafter: the loaded pair.
       draft: the spec of the drafter, one that `learns`.
       dtype: dtype that the drafter was loaded with.
@@ -380,7 +380,7 @@ def open_refining(
 
 
 class Refining:
-    """Refinement of a queue's draft after every `every` completions. Unless `keeps`, drop log-probabilities."""
+    """Refinement of a queue's draft after every `every` completions. Log-probabilities are dropped unless `keeps`."""
 
     def __init__(self, refiner: Refiner, target: Pretrained, *, every: int, keeps: bool):
         self._refiner, self._target, self._every, self._keeps = refiner, target, every, keeps
@@ -400,7 +400,7 @@ class Refining:
     def describe(self) -> str:
         """Return a description of the updates, for the statistics."""
         if not self._updates:
-            return f"the draft was not refined: {self._every} completions are an update (--refine-every)"
+            return f"the draft was not refined: {self._every} completions make one update (--refine-every)"
         applied = sum(update.kept for update in self._updates)
         tau_before, tau_after = self._updates[0].before, self._refiner.expected_tau(self._target.params)
         return (

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     def run(args: argparse.Namespace, out: IO[str]) -> None:
         nonlocal correct
         keep_compilations()
-        # Refuse a bad path before minutes of work.
+        # Reject an invalid path before the checks, which take minutes.
         _save({}, args.output)
         report = make_report(lambda report: _save(report, args.output))
         if args.json:
@@ -87,7 +87,7 @@ def _save(report: JsonObject, output: Path | None) -> None:
 
 
 def make_report(save: Callable[[JsonObject], None]) -> JsonObject:
-    """Run all checks and return the report. "wrong" lists the failures, one sentence each.
+    """Run all checks and return the report. Its entry "wrong" lists the failures, one sentence each.
 
     Args:
       save: called with the report after each section.
@@ -112,7 +112,7 @@ def make_report(save: Callable[[JsonObject], None]) -> JsonObject:
             except Exception as error:
                 report[name] = None
                 report["wrong"].append(f"{name}: {large.error_summary(error)}")
-        # The large model is only timed, and no time is wrong.
+        # The large model is only timed, and a slow time is not a failure.
         if name != "large":
             report["wrong"] += wrong_rows(report[name] or [])
         report["seconds"] = round(time.perf_counter() - began, 1)
@@ -138,7 +138,7 @@ def device() -> JsonObject:
 
 
 def wrong_rows(rows: Sequence[JsonObject]) -> list[str]:
-    """Return a sentence for each row that failed or whose differences are not only ties."""
+    """Return a sentence for each row that failed, or that differs by more than ties."""
     sentences = []
     for row in rows:
         if not row["status"].startswith("equal"):
@@ -148,7 +148,7 @@ def wrong_rows(rows: Sequence[JsonObject]) -> list[str]:
 
 
 def _tables(report: JsonObject) -> str:
-    """Return the report as text. A console on a closed pipe would end the process with the code of a failed check."""
+    """Return the report as text. A console that printed to a closed pipe would exit with the code of a failed check."""
     from rich.console import Console
     from rich.table import Table
 
@@ -186,7 +186,7 @@ def _large_table(large: JsonObject) -> Table:
     table = Table(
         f"{large['target']}, {large['dtype']}, {large['context']} tokens",
         *("rows", "ms", "its reads alone", "its products alone", "tau", "tokens/s"),
-        title=f"a copy moves {copy / 1e9:.0f} GB/s, a product of bfloat16 does {product / 1e12:.0f} TFLOP/s",
+        title=f"a copy moves {copy / 1e9:.0f} GB/s, a bfloat16 product runs at {product / 1e12:.0f} TFLOP/s",
     )
     for row in [*large["steps"], {"arm": "the prompt", "rows": 1} | large["prompt"]]:
         if "failed" in row:
@@ -196,7 +196,7 @@ def _large_table(large: JsonObject) -> Table:
         reads, speed = None, ""
         if "bytes" in row:
             reads, speed = 1e3 * row["bytes"] / copy, f"{row['tokens_per_second']:.0f}"
-        # Milliseconds of the step, and those of its reads and products at the measured rates.
+        # Milliseconds of the step, of its reads, and of its products at the measured rates; then tau.
         figures = (row["milliseconds"], reads, 1e3 * row["flops"] / product, row.get("tau"))
         table.add_row(row["arm"], str(row["rows"]), *map(_number, figures), speed)
     return table

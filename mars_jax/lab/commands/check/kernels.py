@@ -35,7 +35,7 @@ LOOPED = 50
 ROWS = 12
 """B."""
 _SUMS = ("logsumexp", "result")
-"""Names of results that are sums, whose rounding depends on the order. All other results must be bitwise equal."""
+"""Names of results that are sums, whose rounding depends on the order of addition. All others must be bitwise equal."""
 
 
 class Case(NamedTuple):
@@ -77,7 +77,7 @@ def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[
             if case.has_shards or form != "partitioned":
                 tick(f"{case.operation}, {form}")
                 rows.append(check_case(case, form, how))
-    # These choose their implementation for the device, and have no partitioned form.
+    # These operations choose their implementation for the device, and have no partitioned form.
     for case in (_experts(), _attention_of_a_model(), *map(_int4, (1, 5, 60), (128, 32, 32))):
         tick(case.operation)
         rows.append(check_case(case))
@@ -174,7 +174,7 @@ def cases(vocab: int) -> list[Case]:
 
 
 def _logits(nodes: int, vocab: int, dtype: str, *, seed: int) -> np.ndarray:
-    """Return positive logits [B, N, V]. In 2 of 3 nodes the runner-up is near the best token: a tie in bfloat16."""
+    """Return positive logits [B, N, V]. In 2 of 3 nodes the two best logits are so close that they tie in bfloat16."""
     random = np.random.default_rng(seed)
     logits = random.gamma(2.0, size=(ROWS, nodes, vocab)).astype(np.float32)
     # Any token but the best one becomes the runner-up.
@@ -191,8 +191,8 @@ def _accept(
 ) -> Case:
     """Return a case of acceptance, with rows of four kinds.
 
-    The rows are unrestricted, strict, limited to relaxed runs of length one, or have the runner-up as stop token. A
-    node drafts the best token of its parent's target, its runner-up, a random token, or no token.
+    The rows are unrestricted, strict, limited to relaxed runs of length one, or have the runner-up as a stop token.
+    A node drafts the target's token at its parent, the runner-up at its parent, a random token, or no token.
     """
     nodes = len(parents)
     random = np.random.default_rng(nodes)
@@ -211,7 +211,7 @@ def _accept(
     drafts = np.stack([y[:, parent_nodes], runner_up[:, parent_nodes], random_tokens, no_tokens])
     kind = random.choice(4, p=(0.3, 0.5, 0.1, 0.1), size=(ROWS, nodes))
     tokens = np.take_along_axis(drafts, kind[None], axis=0)[0].astype(np.int32)
-    # The root holds any committed token.
+    # The root's token stands for the last committed token, which is arbitrary.
     tokens[:, 0] = 1
     row = np.arange(ROWS)
     controls = AcceptControls(
@@ -237,7 +237,7 @@ def _attention(dtype: str, window: int | None) -> Case:
     nodes, random = len(parents), np.random.default_rng(0)
     shapes = ((ROWS, nodes, heads, group, dim), (ROWS, slots, heads, dim), (ROWS, slots, heads, dim))
     q, k, v = (_normal(random, shape, dtype) for shape in shapes)
-    # Each row has `first` slots of context, and its nodes are in the next slots.
+    # The nodes of a row are in the slots after its context.
     first = random.integers(0, slots - nodes, ROWS).astype(np.int32)
     visible = np.asarray(ancestors(jnp.asarray(parents)[None], nodes))
 
@@ -256,7 +256,7 @@ def _attention(dtype: str, window: int | None) -> Case:
 
 
 def _experts() -> Case:
-    """Return a case of the matrix products in a mixture of experts, with numpy's result."""
+    """Return a case of the matrix products in a mixture of experts. numpy computes the expected result."""
     random = np.random.default_rng(0)
     x, w = (_normal(random, shape, "bfloat16") for shape in ((48, 256), (4, 128, 256)))
     sizes = np.array([20, 0, 1, 27], np.int32)
@@ -276,12 +276,12 @@ def _experts() -> Case:
 
 
 def _attention_of_a_model() -> Case:
-    """Return a case of attention as the transformer calls it (cuDNN's on a GPU), with numpy's result."""
+    """Return a case of attention as the transformer calls it (cuDNN's on a GPU). numpy computes the expected result."""
     random = np.random.default_rng(0)
     nodes, heads, group, dim, slots = 60, 2, 4, 128, 512
     shapes = (ROWS, nodes, heads, group, dim), (ROWS, slots, heads, dim), (ROWS, slots, heads, dim)
     q, k, v = (_normal(random, shape, "bfloat16") for shape in shapes)
-    # The first `live` slots of each row are valid, and a node sees 70% of them.
+    # The first `num_valid` slots of each row are valid, and a node sees 70% of them.
     live = random.integers(nodes, slots + 1, (ROWS, 1, 1))
     mask = (random.random((ROWS, nodes, slots)) < 0.7) & (np.arange(slots) < live)
     # A fully masked node outputs zeros.
@@ -303,17 +303,17 @@ def _attention_of_a_model() -> Case:
 
 
 def _int4(rows: int, group: int) -> Case:
-    """Return a case of a product with 4-bit weights in groups of `group` inputs, with numpy's result."""
+    """Return a case of a product with 4-bit weights in groups of `group` inputs. numpy computes the expected result."""
     random, inputs, outputs = np.random.default_rng(0), 512, 256
     x = _normal(random, (rows, inputs), "bfloat16")
-    # A weight is value * scale + offset, with one scale and one offset per group of inputs and output.
+    # A weight is value * scale + offset. Each group of inputs has one scale and one offset per output.
     w = Int4(
         values=jnp.asarray(random.integers(-8, 8, (inputs // group, group, outputs)), jnp.int4),
         scale=jnp.asarray(random.normal(size=(inputs // group, outputs)), jnp.float16),
         offset=jnp.asarray(random.normal(size=(inputs // group, outputs)), jnp.float32),
         dtype=jnp.bfloat16,
     )
-    # Rounding a weight to bfloat16 may change it by 2^-8 of itself; over 512 inputs the errors partly cancel.
+    # Rounding a weight to bfloat16 has a relative error of up to 2^-8; over 512 inputs the errors partly cancel.
     return Case(
         "dense",
         f"[{rows}, {inputs}], groups of {group}",

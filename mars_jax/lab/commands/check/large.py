@@ -1,6 +1,6 @@
-"""Times of an 8B model on this device: steps, a batch and a prompt, compared with a copy and a matrix product.
+"""Times of an 8B model on this device: steps of one row, of a batch, and a prompt, next to a copy and a product.
 
-Weights and caches are random, and acceptance is simulated at a published tau. So no files are read, and the times equal
+Weights and caches are random, and acceptance is simulated at a published tau. No files are read. The times equal
 those of a real model, though the generated text is meaningless. B batch.
 """
 
@@ -48,7 +48,7 @@ COPIED, SIDE = GIB, 8192
 
 
 class TimedArm(NamedTuple):
-    """A draft of an EAGLE-3 head to measure."""
+    """A draft shape of an EAGLE-3 head to measure, or decoding without a draft."""
 
     name: str
     options: dict[str, Any] | None  # options of `draft_of`; None: no draft
@@ -57,7 +57,7 @@ class TimedArm(NamedTuple):
 
 PLAIN = TimedArm("plain", None)
 CHAIN = TimedArm("chain of 5", {"num_draft_tokens": 5}, 3.5)
-# Tokens per step of an 8B model with EAGLE-3 and MARS: 2601.15498, table 1.
+# Tokens per step of an 8B model with EAGLE-3 and MARS (2601.15498, table 1).
 TREE = TimedArm("tree 10-7-60", {}, 6.61)
 
 
@@ -131,7 +131,7 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
 
 
 def check_large(tick: Callable[[str], None] = lambda part: None) -> JsonObject:
-    """Return the times of `TARGET` on this device, as `measure` does, or the reason why they cannot be measured."""
+    """Return the report of `measure` for `TARGET` on this device, or the reason why `TARGET` cannot be measured."""
     memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     dtype = next((dtype for least, dtype in DTYPES if memory >= least), None)
     if jax.default_backend() == "cpu" or dtype is None:
@@ -148,13 +148,13 @@ def measure(
     context: int,
     tick: Callable[[str], None] = lambda part: None,
 ) -> JsonObject:
-    """Return times in milliseconds of steps with one row and with `rows`, and of a prompt.
+    """Return the step times for one row and for `rows` rows, and the time of a prompt, in milliseconds.
 
     Args:
       config: config of the target.
       dtype: dtype of the target's weights, one of `settings.DTYPES`. The EAGLE-3 head of matching size keeps the wide
         dtype.
-      rows: B of the batch.
+      rows: number of rows of the batch, B.
       context: tokens in each row before its first step, and in the prompt.
       tick: called with the name of each part before it runs.
     """
@@ -184,7 +184,7 @@ def measure(
 
 
 def _live_bytes(part: PyTree, context: int) -> int:
-    """Return the bytes that a context fills, in caches with at least one slot per token."""
+    """Return the bytes that `context` tokens fill in the caches: the arrays with more than `context` slots."""
     caches = [x for x in jax.tree.leaves(part) if x.ndim > 2 and x.shape[1] > context]
     return sum(num_bytes(x) * context // x.shape[1] for x in caches)
 
@@ -224,7 +224,7 @@ def looped(call: Callable[..., PyTree], times: int, operands: tuple[PyTree, ...]
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(times: int, operands: tuple[PyTree, ...]) -> PyTree:
-        # The carry is the operands and the result of the preceding call.
+        # The carry holds the operands and the result of the preceding call.
         def body(_: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
             # Without a barrier XLA would hoist the call out of the loop.
             operands, _ = lax.optimization_barrier(carry)
@@ -261,7 +261,7 @@ def prompt_times(compiled: jax.stages.Compiled, params: Params, prompts: Prompts
 
 def copy_rate(size: int, times: int = 16) -> float:
     """Return the rate of copying an array of `size` bytes, in bytes per second. Reads and writes both count."""
-    # Add 1, so that XLA cannot elide the copy. A number has 4 bytes.
+    # Add 1, so that XLA cannot elide the copy. Each number has 4 bytes.
     call = looped(lambda x: (x + 1,), times, (jnp.zeros(size // 4, jnp.uint32),))
     return 2 * size * times / min(seconds_of(call, ROUNDS))
 
@@ -273,9 +273,9 @@ def product_rate(side: int, times: int = 8) -> float:
 
 
 def drawn(shapes: PyTree) -> PyTree:
-    """Return random arrays of these shapes: floats on the scale of weights, and integers with random bits.
+    """Return arrays of these shapes: random floats on the scale of weights, and 4- or 8-bit integers with random bits.
 
-    Float vectors are ones, since they scale norms. Integer vectors are consecutive ids.
+    Float vectors are ones, since they scale norms. i32 vectors are consecutive ids, and other i32 arrays are zeros.
     """
     leaves, tree = jax.tree.flatten(shapes)
     return jax.tree.unflatten(tree, [_drawn(x.shape, jnp.dtype(x.dtype), i) for i, x in enumerate(leaves)])

@@ -20,7 +20,7 @@ TOKENS = 48
 TREE = (4, 2, 2, 1)
 TIE = 1e-3
 """Maximum difference in nats between logits that count as tied. The number of nodes in a forward changes the order of
-summation, which in float32 changes the logits of these models by about 1e-5."""
+summation. In float32, this changes the logits of these models by about 1e-5."""
 
 
 def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[JsonObject]:
@@ -46,7 +46,7 @@ def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[JsonO
             )
             for widths in (None, TREE)
         )
-        # `exact` decides in core, `mars` in the acceptance kernel. Without relaxation they agree.
+        # `exact` verifies in mars_jax.core, and `mars` in the acceptance kernel. Without relaxation they agree.
         mars = LoadedRule(verify.mars(theta=float("inf")))
         sessions = {
             "autoregression": chain.autoregressive,

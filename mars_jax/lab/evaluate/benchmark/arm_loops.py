@@ -38,7 +38,7 @@ class Evaluation:
         self._decoding, self._folder, self._settings = decoding, folder, settings
         self._file, self._is_part = file, part is not None
         self.rows: list[Row] = []
-        # Make the arms once for each temperature, because this reads the weights of the rule.
+        # Make the arms only once for each temperature, because `make_arms` reads the weights of the rule.
         self.arms: dict[float, list[Arm]] = {
             temperature: make_arms(
                 rule,
@@ -57,7 +57,7 @@ class Evaluation:
             for task, group in by_task(problems).items()
             for i, p in enumerate(group)
         }
-        # If there are no rows, the folder may hold the completions of a run with different settings.
+        # Without rows on file, ignore stored completions: they may be from a run with different settings.
         self.texts: JsonObject = {}
         if file.rows:
             self.texts = read_shared_json(folder / TEXTS) or {}

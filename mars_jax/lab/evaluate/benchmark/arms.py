@@ -62,7 +62,7 @@ class LowMarginSampling(verify.Lossy):
         # A node determines the token after it, which is one level deeper.
         free = tree.depths >= self.strict_edges(evidence)[:, None]
         low = MARGINS[self.margin](stats.top1, stats.top2, theta) & free
-        # The guards of `mars`: a margin with a stop token is never low.
+        # As in `mars`, a margin between two tokens is never low if one of them is a stop token.
         low &= ~is_stop(stats.id1, controls.stop_tokens) & ~is_stop(stats.id2, controls.stop_tokens)
         # `share` is the runner-up's share of the probability of the two best tokens.
         share = jax.nn.sigmoid((stats.top2 - stats.top1) / divisor(controls)[:, None])
@@ -116,7 +116,7 @@ def margin_of(choice: RuleChoice) -> str | None:
 
 
 def default_thetas(rule: RuleChoice) -> list[float]:
-    """Return the threshold of a built-in rule, from its settings or by default; empty for a rule without one.
+    """Return a list of the threshold of a built-in rule. It is empty for a rule without one and for a user's rule.
 
     >>> default_thetas(MARS), default_thetas(RuleChoice("exact", {}))
     ([0.9], [])
@@ -174,7 +174,7 @@ def make_arms(
 
 
 def _measured(choice: RuleChoice, theta: float | None, target: Pretrained | None) -> Arm:
-    """Return the arm of the measured rule at a threshold; None: the rule has no threshold."""
+    """Return the arm of the measured rule at a threshold. `theta` is None for a rule without a threshold."""
     settings, suffix, meaning = dict(choice.settings), "", "the rule"
     if theta is not None:
         settings["theta"], suffix, meaning = theta, f" theta={theta:g}", "the relaxed rule"
@@ -218,7 +218,7 @@ def _controls(choice: RuleChoice, first: Arm, temperature: float) -> list[Arm]:
 
 
 def base_of(rule: LoadedRule) -> LoadedRule:
-    """Return the strict rule under a rule, or `exact` if the rule has no base.
+    """Return the strict rule that a rule relaxes, or `exact` if the rule has no base.
 
     >>> base_of(verify.load("mars", base="rejection")).rule.name
     'rejection'

@@ -21,7 +21,7 @@ PICTURES = {
 }
 """Captions of the plots, keyed by the stem of the file name."""
 LEAST_POINTS = 10
-"""Minimum range of a score axis, in points of 100: differences of one or two points are noise."""
+"""Minimum range of a score axis, in points out of 100: differences of one or two points are noise."""
 
 
 def captions(summary: JsonObject) -> dict[str, str]:
@@ -37,7 +37,7 @@ def draw(summary: JsonObject, folder: Path, caption: str, formats: Sequence[str]
     tables = summary["tables"]
     columns = min(len(tables), len({table["temperature"] for table in tables}))
     rows = math.ceil(len(tables) / columns)
-    # Inches: one bar per arm, plus the title and the axis.
+    # Height in inches of one bar per arm, plus the title and the axis.
     bars_height = 0.9 + 0.24 * max(len(table["arms"]) for table in tables)
     panels = {
         "speed": (_speed, bars_height),

@@ -52,7 +52,7 @@ def make_summary(
     summaries = []
     for task, metric in {problem.task: problem.metric for problem in problems}.items():
         for temperature in settings["temperatures"]:
-            # In reverse order, the first arm of each role is kept: the rule at its first threshold.
+            # Reverse the order, so that the first arm of each role is kept, such as the rule at its first threshold.
             rows_of = {arm.role: by_arm[task, temperature, arm.name] for arm in reversed(arms[temperature])}
             arm_summaries = []
             for arm in arms[temperature]:
@@ -94,7 +94,7 @@ def notes(settings: JsonObject, problems: Sequence[Problem], rows: Sequence[Row]
     if settings["batch_size"] > 1:
         sentences.append(
             f"{settings['batch_size']} problems were decoded side by side, and a row that ended made room for the "
-            "next problem; s/task is their share."
+            "next problem; s/task is each problem's share of the time."
         )
     if full := sum(row["finish_reason"] == "context" for row in rows):
         sentences.append(f"In {full} rows a follow-up turn did not fit the context and was left out.")
@@ -132,7 +132,7 @@ def page(summary: JsonObject, texts: JsonObject, pictures: Mapping[str, bytes]) 
     """
     import jinja2
 
-    # Without the `finalize` below, a control character of a completion would make the page invalid HTML.
+    # Without the `finalize` below, a control character in a completion would make the page invalid HTML.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,

@@ -56,7 +56,7 @@ def arms_at(
       thetas: its thresholds, one arm each.
       temperature: above 0, token-level and block-level `rejection` can verify a sampled draft, and a rule over `exact`
         also runs over `rejection`.
-      target: for a rule with weights.
+      target: the target, which a rule with weights needs.
       samples: whether the drafter can sample.
 
     >>> [arm.name for arm in arms_at(RuleChoice("mars", {}), [0.9], 1.0, None, samples=True)]
@@ -169,7 +169,7 @@ class _Run:
         scored = {
             key: samples.with_results(self.folder, problems[split:], rows) for key, rows in decoded.items()
         }
-        # The problems that chose the lengths also choose the baseline, so the figures below have no selection bias.
+        # The problems that chose the lengths choose the baseline too, so the figures below have no selection bias.
         lossless, lossless_length = max(
             (choice for choice in tuned_arms if choice[0].loaded_rule.rule.lossless),
             key=lambda choice: rates[choice[0].name, choice[1]],
@@ -212,7 +212,7 @@ class _Run:
         return np.asarray([[row["emitted"] for row in rows], times], np.float64).T
 
     def _decoding(self, arm: Arm, length: int) -> Decoding:
-        """Return the decoding for drafts of a length. It is cached because it holds the compiled programs."""
+        """Return the decoding settings for drafts of a given length, cached because they hold the compiled programs."""
         needs_q = verify.needs_q(arm.loaded_rule.rule)
         if (needs_q, length) not in self.decodings:
             drafter = self.drafters[needs_q]
@@ -288,8 +288,8 @@ def tuned_markdown(report: JsonObject) -> str:
             name, *figure_cells = (cells[column] for column in columns)
             rows.append([name, length, ratio, *figure_cells])
         about = (
-            f"{table['problems']} problems, after {table['chosen_on']} that chose; score: {METRICS[table['metric']]}. "
-            f"The best lossless arm is {table['best_lossless']}."
+            f"{table['problems']} problems, after {table['chosen_on']} that chose the lengths; "
+            f"score: {METRICS[table['metric']]}. The best lossless arm is {table['best_lossless']}."
         )
         if table["problems"] < ENOUGH:
             about += f" Fewer than {ENOUGH} problems are not evidence."

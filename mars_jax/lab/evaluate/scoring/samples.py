@@ -72,7 +72,7 @@ def with_results(folder: Path, problems: Sequence[Problem], rows: Sequence[Row])
 def completion(code: Code, text: str) -> str:
     """Return the part of an answer that follows the prompt in the test program.
 
-    An answer that repeats the whole function redefines it after the prompt.
+    If an answer repeats the whole function, its definition replaces the one that the prompt begins.
 
     >>> code = Code("def one():\\n    # Return 1.\\n", "one", "...")
     >>> completion(code, "    return 1\\n\\nprint(one())")
@@ -105,7 +105,7 @@ def _write_jsonl(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _read_results(path: Path, completions: dict[str, str]) -> dict[str, bool]:
-    """Return whether each completion passed, by task id."""
+    """Return whether each completion passed, keyed by task id."""
     passed = {}
     for fields in read_jsonl(str(path)):
         row = fields.values

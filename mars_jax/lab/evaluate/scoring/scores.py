@@ -158,7 +158,7 @@ def _bleu(counts: np.ndarray) -> np.ndarray:
     # Columns: matching 1- to 4-grams, all 1- to 4-grams of the answers, length of the answers and of the references.
     matches, ngrams = counts[:, :BLEU_ORDER], counts[:, BLEU_ORDER : 2 * BLEU_ORDER]
     length, reference = counts[:, -2], counts[:, -1]
-    # Each order without a match counts as half of the matches of the previous such order, beginning at 1/2.
+    # The first order without a match counts as 1/2 match, and each further one as half as much as the one before.
     halvings = np.cumsum(matches == 0, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         precision = np.where(matches > 0, matches, 0.5**halvings) / ngrams

@@ -16,7 +16,7 @@ from mars_jax.lab.training.data import documents
 from mars_jax.utils.errors import MarsError, did_you_mean
 
 STORY_WORDS = 24
-"""Length of a prompt in words. A document must have more than twice as many words."""
+"""Length in words of a prompt from stories. A document must have more than twice as many words."""
 
 
 def read_problems(
@@ -82,7 +82,7 @@ def _id(fields: Fields, number: int) -> str | int:
 def _check(problems: Sequence[Problem], path: str) -> None:
     # A task with two metrics makes more pairs of task and metric than there are tasks.
     if len(metrics := {(p.task, p.metric) for p in problems}) > len({task for task, _ in metrics}):
-        raise MarsError(f"'{path}' mixes metrics, which have no common mean: make a file of each.")
+        raise MarsError(f"'{path}' mixes metrics, which cannot be averaged: make one file for each metric.")
     (task, name), count = Counter((p.task, p.id) for p in problems).most_common(1)[0]
     if count > 1:
         raise MarsError(f"'{path}' has {count} problems of {task} with the id {name}: give each its own.")

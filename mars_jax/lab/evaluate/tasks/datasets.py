@@ -104,7 +104,7 @@ def _check_entries(folder: str) -> None:
 
 
 def columns(path: str) -> Iterator[tuple[str, JsonObject]] | None:
-    """Return the rows of a dataset as (place, columns) for `generate --prompts-file`, or None if `path` is no dataset.
+    """Return the rows of a dataset as (place, columns) for `generate --prompts-file`, or None if it is no dataset.
 
     Raises:
       MarsError: as for `read_hub`.
