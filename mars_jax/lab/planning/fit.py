@@ -198,7 +198,7 @@ def step_bytes(
 
 
 def _passes(draft: PlannedDraft, drafter: Drafter) -> int:
-    """Return how many times a step reads the draft's weights. A small model's chain begins with a pass of two tokens."""
+    """Return how many passes over the draft's weights a step takes. The first pass of a small model reads two tokens."""
     if draft.config is None:
         return 0
     if isinstance(draft.config, HeadConfig):

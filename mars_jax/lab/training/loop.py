@@ -82,7 +82,7 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
 
 
 def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> Callable:
-    """Return a jitted `(params, opt_state, batch, teacher) -> (params, opt_state, figures)`; it donates the first two."""
+    """Return jitted `(params, opt_state, batch, teacher) -> (params, opt_state, figures)` that donates the first two."""
 
     def step(params: PyTree, opt_state: PyTree, batch: Any, teacher: PyTree):
         (value, figures), gradient = jax.value_and_grad(loss, has_aux=True)(params, batch, teacher)

@@ -26,7 +26,7 @@ from mars_jax.models.transformer import language_model
 def new_medusa(
     target: ModelConfig, params: PyTree, *, count: int = 4, divergence: Divergence, seed: int = 0
 ) -> Apprentice:
-    """Return an apprentice for `count` heads of one block each that start from the target's unembedding (section 2.2)."""
+    """Return an apprentice for `count` heads of one block each that start from the target's unembedding."""
     config = MedusaConfig(
         num_heads=count, num_layers=1, hidden_size=target.hidden_size, vocab_size=target.vocab_size
     )
