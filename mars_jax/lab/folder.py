@@ -35,10 +35,10 @@ def open_rows(folder: Path, settings: Mapping[str, object]) -> RowFile:
     if hosts.is_first():
         with _writing(folder, "--output"):
             folder.mkdir(parents=True, exist_ok=True)
-    file = RowFile(folder / ROWS, settings, settings_path=folder / SETTINGS)
-    file.start()
-    file.begin()
-    return file
+    row_file = RowFile(folder / ROWS, settings, settings_path=folder / SETTINGS)
+    row_file.start()
+    row_file.begin()
+    return row_file
 
 
 @contextlib.contextmanager
@@ -55,22 +55,22 @@ def claim(folder: Path, settings: Mapping[str, object], *, flag: str = "--output
     """
     check_folder(folder, flag=flag)
     settings = {"version": __version__, **plain(settings)}
-    created = not folder.exists()
+    creates_folder = not folder.exists()
     with _writing(folder, flag):
         folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(folder)
     with contextlib.closing(lock):
-        fresh = not compare_settings(folder / SETTINGS, settings, folder, flag)
-        if fresh:
+        is_new = not compare_settings(folder / SETTINGS, settings, folder, flag)
+        if is_new:
             with _writing(folder, flag):
                 write_shared_json(folder / SETTINGS, settings)
         try:
             yield
         except BaseException:
             # If the run wrote no output, remove the folder, so that it can be reused with different settings.
-            if fresh and [file.name for file in folder.iterdir()] == [SETTINGS]:
+            if is_new and [file.name for file in folder.iterdir()] == [SETTINGS]:
                 (folder / SETTINGS).unlink()
-                if created:
+                if creates_folder:
                     folder.rmdir()
             raise
 
@@ -84,12 +84,12 @@ def check_folder(folder: Path, *, flag: str = "--output") -> None:
     remote.refuse(folder, flag)
     if folder.exists() and not folder.is_dir():
         raise MarsError(f"{flag} '{folder}' is a file: name a folder.")
-    names = set()
+    file_names = set()
     if folder.exists():
         with _writing(folder, flag):
             # Ignore .partial files, which a killed process may leave.
-            names = {file.name for file in folder.iterdir() if file.suffix != ".partial"}
-    if names and not names & {SETTINGS, ROWS}:
+            file_names = {file.name for file in folder.iterdir() if file.suffix != ".partial"}
+    if file_names and not file_names & {SETTINGS, ROWS}:
         raise MarsError(f"{flag} '{folder}' holds other files: choose a new or an empty folder.")
     check_writable(folder, flag=flag)
 
@@ -100,11 +100,11 @@ def check_writable(path: Path, *, flag: str = "--output") -> None:
     with _writing(path, flag), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         path.lstat()
     # The nearest existing parent, in which a new file or folder would be created.
-    nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-    if not nearest.is_dir():
-        raise MarsError(f"{flag} '{path}' leads through '{nearest}', which is a file: choose another path.")
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        raise MarsError(f"{flag} '{path}' leads through '{existing}', which is a file: choose another path.")
     # `os.access` checks only permissions; those of /proc allow writing, although no file can be created there.
-    with _writing(path, flag), tempfile.TemporaryFile(dir=nearest):
+    with _writing(path, flag), tempfile.TemporaryFile(dir=existing):
         pass
 
 
@@ -127,10 +127,10 @@ def write_shared_json(path: Path, value: object) -> None:
 
 def read_shared_json(path: Path) -> JsonObject | None:
     """Return, in every process, the value in the first process's file, or None if there is no file."""
-    data = b""
+    file_bytes = b""
     if hosts.is_first() and path.exists():
-        data = path.read_bytes()
-    return json.loads(hosts.broadcast_bytes(data) or "null")
+        file_bytes = path.read_bytes()
+    return json.loads(hosts.broadcast_bytes(file_bytes) or "null")
 
 
 @contextlib.contextmanager
@@ -155,10 +155,10 @@ def joined_with_folder(
             return
         # The other processes receive the first one's archive.
         archive_bytes = hosts.broadcast_bytes(b"")
-        with tempfile.TemporaryDirectory() as temporary:
+        with tempfile.TemporaryDirectory() as temp_folder:
             with tarfile.open(fileobj=io.BytesIO(archive_bytes)) as archive:
-                archive.extractall(temporary, filter="data")
-            yield Path(temporary) / folder.name
+                archive.extractall(temp_folder, filter="data")
+            yield Path(temp_folder) / folder.name
 
 
 def _archive(folder: Path, without: str) -> bytes:

@@ -82,8 +82,8 @@ def make_parser(
     group.add_argument(
         "--task", action="append", default=[], metavar="NAME[=PATH]", help="task to measure; once or more"
     )
-    problems = f"first N of each task (default: all; arithmetic {arithmetic})"
-    group.add_argument("--problems", metavar="N", help=problems)
+    problems_help = f"first N of each task (default: all; arithmetic {arithmetic})"
+    group.add_argument("--problems", metavar="N", help=problems_help)
     group.add_argument(
         "--chat", action="store_true", help="format questions with the chat template (never stories)"
     )
@@ -134,8 +134,8 @@ def convert_pair_flags(args: argparse.Namespace) -> None:
 
 def non_default_flags(args: argparse.Namespace) -> JsonObject:
     """Return those flags of the target's computation and of the drafter that are set to non-default values."""
-    names = ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed")
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    flag_names = ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed")
+    return {name: getattr(args, name) for name in flag_names if getattr(args, name) is not None}
 
 
 def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
@@ -156,12 +156,12 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
     if not args.task:
         raise MarsError("there is no --task: name one, such as --task arithmetic; --help lists them.")
     Present(args).refuse_alone()
-    names = [task.partition("=")[0] for task in args.task]
-    if len(set(names)) < len(names):
+    task_names = [task.partition("=")[0] for task in args.task]
+    if len(set(task_names)) < len(task_names):
         raise MarsError(
             "--task names a task twice: give each once, and evaluate other files of it in a run of their own."
         )
-    if args.chat and set(names) == {"stories"}:
+    if args.chat and set(task_names) == {"stories"}:
         raise MarsError("--chat does not apply to stories, which are continued as they are: leave it out.")
     if "long" in rule.needs:
         raise MarsError(

@@ -59,11 +59,11 @@ def divergence(names: str) -> Divergence:
     0.5
     """
     # Pairs of (weight, divergence), the terms of the sum.
-    parts: list[tuple[float, Divergence]] = []
+    weighted_terms: list[tuple[float, Divergence]] = []
     for part in names.split("+"):
-        weight, star, name = part.strip().rpartition("*")
+        weight_text, star, name = part.strip().rpartition("*")
         try:
-            factor = float(weight) if star else 1.0
+            factor = float(weight_text) if star else 1.0
         except ValueError:
             factor = 0.0
         if name.strip() not in DIVERGENCES or not 0 < factor < float("inf"):
@@ -71,10 +71,10 @@ def divergence(names: str) -> Divergence:
                 f"the loss '{names}' is not known: expected one or more of {', '.join(DIVERGENCES)}, such as kl+tv or "
                 "kl+0.5*tv."
             )
-        parts.append((factor, DIVERGENCES[name.strip()]))
+        weighted_terms.append((factor, DIVERGENCES[name.strip()]))
 
     def total(target_logits: Array, draft_logits: Array) -> Array:
-        return sum((w * f(target_logits, draft_logits) for w, f in parts), start=jnp.float32(0))  # pyright: ignore
+        return sum((w * f(target_logits, draft_logits) for w, f in weighted_terms), start=jnp.float32(0))  # pyright: ignore
 
     return total
 
@@ -100,8 +100,8 @@ def select(values: Array, ids: Array | None, axis: int = -1) -> Array:
 
 def masked_mean(values: Array, valid: Array, axis: tuple[int, ...] | None = None) -> Array:
     """Return the mean of the valid values over some axes, by default all; 0 if no value is valid."""
-    total = jnp.sum(jnp.where(valid, values, 0.0), axis=axis)
-    return total / jnp.maximum(jnp.sum(valid, axis=axis, dtype=jnp.float32), 1.0)
+    valid_sum = jnp.sum(jnp.where(valid, values, 0.0), axis=axis)
+    return valid_sum / jnp.maximum(jnp.sum(valid, axis=axis, dtype=jnp.float32), 1.0)
 
 
 def chain_mean(values: Iterable[Array], fade: float = FADE) -> Array:
@@ -110,11 +110,11 @@ def chain_mean(values: Iterable[Array], fade: float = FADE) -> Array:
     >>> round(chain_mean([jnp.float32(1.0), jnp.float32(4.0)], fade=0.5).item(), 5)
     2.0
     """
-    total, weight = jnp.float32(0), 0.0
+    weighted_sum, weight_sum = jnp.float32(0), 0.0
     for j, value in enumerate(values):
-        total = total + fade**j * value
-        weight += fade**j
-    return total / weight
+        weighted_sum = weighted_sum + fade**j * value
+        weight_sum += fade**j
+    return weighted_sum / weight_sum
 
 
 def chain_figures(losses: Iterable[Array], accepted: Iterable[Array]) -> dict[str, Array]:

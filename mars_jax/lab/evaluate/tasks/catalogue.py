@@ -49,10 +49,10 @@ def read_problems(
             )
         return read_arithmetic("eval", limit)
     if not path:
-        hub = ""
+        hub_hint = ""
         if name != "stories":
-            hub = f", or {name}=OWNER/DATASET of the Hub"
-        raise MarsError(f"the task {name} needs a file: write {name}=PATH{hub}.")
+            hub_hint = f", or {name}=OWNER/DATASET of the Hub"
+        raise MarsError(f"the task {name} needs a file: write {name}=PATH{hub_hint}.")
     if name == "stories":
         return list(itertools.islice(_stories(path), limit))
     problems, task_counts = [], Counter[str]()
@@ -90,16 +90,16 @@ def _check(problems: Sequence[Problem], path: str) -> None:
 
 def _stories(path: str) -> Iterator[Problem]:
     """Yield the beginnings of documents. They are cut between words, so that prompts do not depend on the tokenizer."""
-    opening = re.compile(rf"\s*(?:\S+\s+){{{STORY_WORDS - 1}}}\S+")
+    opening_pattern = re.compile(rf"\s*(?:\S+\s+){{{STORY_WORDS - 1}}}\S+")
     has_story = False
     for number, document in enumerate(documents(path)):
         # `maxsplit` limits the work on a long document: its remainder counts as one word.
         if len(document.split(maxsplit=2 * STORY_WORDS)) <= 2 * STORY_WORDS:
             continue
-        if head := opening.match(document):
+        if opening_match := opening_pattern.match(document):
             has_story = True
             yield Problem(
-                task="stories", id=str(number), turns=(head[0],), metric="likelihood", continues=True
+                task="stories", id=str(number), turns=(opening_match[0],), metric="likelihood", continues=True
             )
     if not has_story:
         raise MarsError(

@@ -41,10 +41,10 @@ def _gsm8k(fields: Fields, name: str, chat: bool) -> Problem:
 
 
 def _result(fields: Fields, answer: str) -> str:
-    result = final_answer(answer)
-    if result is None:
+    answer_number = final_answer(answer)
+    if answer_number is None:
         raise fields.error("its answer does not end in #### and a whole number: give one.")
-    return str(result)
+    return str(answer_number)
 
 
 def _humaneval(fields: Fields, name: str, chat: bool) -> Problem:
@@ -65,9 +65,9 @@ def _mbpp(fields: Fields, name: str, chat: bool) -> Problem:
     """Read a row of a full or sanitized MBPP file, with the prompt of Austin et al. 2108.07732 without examples."""
     tests = fields.texts("test_list")
     # The full files have setup code, and the sanitized ones imports, which are often an empty list.
-    setup = [fields.values.get("test_setup_code") or ""]
+    setup_lines = [fields.values.get("test_setup_code") or ""]
     if fields.values.get("test_imports"):
-        setup = [*fields.texts("test_imports"), *setup]
+        setup_lines = [*fields.texts("test_imports"), *setup_lines]
     prompt = (
         f"You are an expert Python programmer, and here is your task: {fields.text('prompt', 'text')} "
         "Your code should pass these tests:\n\n" + "\n".join(tests)
@@ -78,7 +78,7 @@ def _mbpp(fields: Fields, name: str, chat: bool) -> Problem:
         turns=(prompt if chat else f"{prompt}\n[BEGIN]\n",),
         metric="pass@1",
         # The assertions run at the top level. HumanEval's evaluator then calls `check(None)`.
-        code=Code("", "None", "\n".join([*setup, *tests, "", "def check(function):", "    pass", ""])),
+        code=Code("", "None", "\n".join([*setup_lines, *tests, "", "def check(function):", "    pass", ""])),
     )
 
 
@@ -89,10 +89,10 @@ def _mt_bench(fields: Fields, name: str, chat: bool) -> Problem:
 
 def _alpaca(fields: Fields, name: str, chat: bool) -> Problem:
     """Read a row of Alpaca, with instruction and input joined into one prompt."""
-    parts = [fields.text("instruction")]
+    prompt_parts = [fields.text("instruction")]
     if fields.values.get("input"):
-        parts.append(fields.text("input"))
-    return Problem(task="alpaca", id=name, turns=("\n\n".join(parts),), metric="likelihood")
+        prompt_parts.append(fields.text("input"))
+    return Problem(task="alpaca", id=name, turns=("\n\n".join(prompt_parts),), metric="likelihood")
 
 
 def _cnn_dm(fields: Fields, name: str, chat: bool) -> Problem:
@@ -115,8 +115,8 @@ def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
     # Models answer best in English, and the published figures are for translation into English.
     # False sorts before True, so English comes second, as the language to translate into.
     (source, text), (target, reference) = sorted(texts.items(), key=lambda item: item[0] == "en")
-    languages = f"{_LANGUAGES.get(source, source)} text to {_LANGUAGES.get(target, target)}"
-    prompt = f"Translate the following {languages}.\n\n{text}"
+    language_pair = f"{_LANGUAGES.get(source, source)} text to {_LANGUAGES.get(target, target)}"
+    prompt = f"Translate the following {language_pair}.\n\n{text}"
     return Problem(task="wmt19", id=name, turns=(prompt,), metric="bleu", references=(reference,))
 
 
