@@ -27,7 +27,7 @@ SETTINGS, ROWS = "settings.json", "rows.jsonl"
 
 
 def open_rows(folder: Path, settings: Mapping[str, object]) -> RowFile:
-    """Open the rows of a run in its folder and record the settings. Create the folder if necessary.
+    """Open the rows file in a run's folder and record the run's settings. Create the folder if necessary.
 
     Raises:
       MarsError: the folder holds a run with different settings, or another process writes to it.
@@ -35,10 +35,10 @@ def open_rows(folder: Path, settings: Mapping[str, object]) -> RowFile:
     if hosts.is_first():
         with _writing(folder, "--output"):
             folder.mkdir(parents=True, exist_ok=True)
-    file = RowFile(folder / ROWS, settings, settings_path=folder / SETTINGS)
-    file.start()
-    file.begin()
-    return file
+    row_file = RowFile(folder / ROWS, settings, settings_path=folder / SETTINGS)
+    row_file.start()
+    row_file.begin()
+    return row_file
 
 
 @contextlib.contextmanager
@@ -55,22 +55,22 @@ def claim(folder: Path, settings: Mapping[str, object], *, flag: str = "--output
     """
     check_folder(folder, flag=flag)
     settings = {"version": __version__, **plain(settings)}
-    created = not folder.exists()
+    creates_folder = not folder.exists()
     with _writing(folder, flag):
         folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(folder)
     with contextlib.closing(lock):
-        fresh = not compare_settings(folder / SETTINGS, settings, folder, flag)
-        if fresh:
+        is_new = not compare_settings(folder / SETTINGS, settings, folder, flag)
+        if is_new:
             with _writing(folder, flag):
                 write_shared_json(folder / SETTINGS, settings)
         try:
             yield
         except BaseException:
             # If the run wrote no output, remove the folder, so that it can be reused with different settings.
-            if fresh and [file.name for file in folder.iterdir()] == [SETTINGS]:
+            if is_new and [file.name for file in folder.iterdir()] == [SETTINGS]:
                 (folder / SETTINGS).unlink()
-                if created:
+                if creates_folder:
                     folder.rmdir()
             raise
 
@@ -79,17 +79,17 @@ def check_folder(folder: Path, *, flag: str = "--output") -> None:
     """Check a folder before any model is loaded.
 
     Raises:
-      MarsError: it is a file, holds files other than those of a run, or cannot be created or written to.
+      MarsError: `folder` is a file, holds files other than those of a run, or cannot be created or written to.
     """
     remote.refuse(folder, flag)
     if folder.exists() and not folder.is_dir():
         raise MarsError(f"{flag} '{folder}' is a file: name a folder.")
-    names = set()
+    file_names = set()
     if folder.exists():
         with _writing(folder, flag):
             # Ignore .partial files, which a killed process may leave.
-            names = {file.name for file in folder.iterdir() if file.suffix != ".partial"}
-    if names and not names & {SETTINGS, ROWS}:
+            file_names = {file.name for file in folder.iterdir() if file.suffix != ".partial"}
+    if file_names and not file_names & {SETTINGS, ROWS}:
         raise MarsError(f"{flag} '{folder}' holds other files: choose a new or an empty folder.")
     check_writable(folder, flag=flag)
 
@@ -99,18 +99,18 @@ def check_writable(path: Path, *, flag: str = "--output") -> None:
     # `lstat` fails, for example, if the name is too long.
     with _writing(path, flag), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         path.lstat()
-    # The folder that would receive a new file, or a new folder.
-    nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-    if not nearest.is_dir():
-        raise MarsError(f"{flag} '{path}' leads through '{nearest}', which is a file: choose another path.")
-    # `os.access` checks only permissions, which in /proc allow writing although files cannot be created there.
-    with _writing(path, flag), tempfile.TemporaryFile(dir=nearest):
+    # The nearest existing parent, in which a new file or folder would be created.
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        raise MarsError(f"{flag} '{path}' leads through '{existing}', which is a file: choose another path.")
+    # `os.access` checks only permissions; those of /proc allow writing, although no file can be created there.
+    with _writing(path, flag), tempfile.TemporaryFile(dir=existing):
         pass
 
 
 @contextlib.contextmanager
 def _writing(path: Path, flag: str) -> Iterator[None]:
-    """Raise MarsError in place of an OSError."""
+    """Raise a MarsError in place of an OSError that the block raises."""
     try:
         yield
     except OSError as error:
@@ -120,17 +120,17 @@ def _writing(path: Path, flag: str) -> Iterator[None]:
 
 
 def write_shared_json(path: Path, value: object) -> None:
-    """Write a JSON file atomically from the first process of a mesh. Return when it is on disk."""
+    """Write a JSON file atomically from the first process of a mesh. Return only when the file is on disk."""
     if hosts.is_first():
         write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def read_shared_json(path: Path) -> JsonObject | None:
     """Return, in every process, the value in the first process's file, or None if there is no file."""
-    data = b""
+    file_bytes = b""
     if hosts.is_first() and path.exists():
-        data = path.read_bytes()
-    return json.loads(hosts.broadcast_bytes(data) or "null")
+        file_bytes = path.read_bytes()
+    return json.loads(hosts.broadcast_bytes(file_bytes) or "null")
 
 
 @contextlib.contextmanager
@@ -140,7 +140,7 @@ def joined_with_folder(
     """Join the other processes of a run that stores files in a folder, and yield the folder of this process.
 
     The first process gets the named folder. The others get temporary copies, so that all of them start from the same
-    files and only the first one's writes persist. Files below `without` are not copied.
+    files and only the first one's writes persist. The entry named `without` is not copied.
 
     Raises:
       MarsError: as for `joined`.
@@ -153,16 +153,16 @@ def joined_with_folder(
             hosts.broadcast_bytes(_archive(folder, without))
             yield folder
             return
-        # The other processes receive the bytes of the first one.
+        # The other processes receive the first one's archive.
         archive_bytes = hosts.broadcast_bytes(b"")
-        with tempfile.TemporaryDirectory() as temporary:
+        with tempfile.TemporaryDirectory() as temp_folder:
             with tarfile.open(fileobj=io.BytesIO(archive_bytes)) as archive:
-                archive.extractall(temporary, filter="data")
-            yield Path(temporary) / folder.name
+                archive.extractall(temp_folder, filter="data")
+            yield Path(temp_folder) / folder.name
 
 
 def _archive(folder: Path, without: str) -> bytes:
-    """Return the files of a folder as a tar archive."""
+    """Return the contents of a folder, except the entry named `without`, as a tar archive."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         if folder.is_dir():

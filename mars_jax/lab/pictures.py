@@ -55,7 +55,7 @@ class Look(NamedTuple):
 
     @property
     def line(self) -> dict[str, Any]:
-        """Arguments of `Axes.plot` and `Axes.errorbar`."""
+        """Keyword arguments for `Axes.plot` and `Axes.errorbar`."""
         return {"color": self.colour, "marker": self.marker}
 
 
@@ -74,24 +74,24 @@ _LOSSY = ["mars", *(name for name in rules() if name not in {*BASELINES, "mars"}
 
 
 def look(name: str) -> Look:
-    """Return the look of a rule or an arm, by the first word of its name. Variants of a rule have different markers.
+    """Return the look of a rule or an arm, by the first word of its name. Variants of a rule get their own marker.
 
     >>> look("mars theta=0.9") == look("mars"), look("mars(gap) theta=1")
     (True, Look(colour='#0072B2', marker='^'))
     >>> look("gates.py:entropy_gate") == OTHER
     True
     """
-    word = re.split(r"[ (]", name)[0]
-    if word in BASELINES:
-        return BASELINES[word]
-    if word not in _LOSSY:
+    first_word = re.split(r"[ (]", name)[0]
+    if first_word in BASELINES:
+        return BASELINES[first_word]
+    if first_word not in _LOSSY:
         return OTHER
-    # After the last colour, begin again with the next marker.
-    group, place = divmod(_LOSSY.index(word), len(COLOURS))
-    marker = MARKERS[group]
+    # After the last colour, start again with the first one and the next marker.
+    marker_index, colour_index = divmod(_LOSSY.index(first_word), len(COLOURS))
+    marker = MARKERS[marker_index]
     if "(gap)" in name or " over " in name:
         marker = "^"
-    return Look(COLOURS[place], marker)
+    return Look(COLOURS[colour_index], marker)
 
 
 def check_installed() -> None:
@@ -117,10 +117,10 @@ def picture(
 
     Args:
       files: files to write, in the formats of their suffixes.
-      rows, columns: number of panels. Panels without data are hidden.
+      rows, columns: size of the grid of panels. Panels without data are hidden.
       panel: width and height of a panel in inches.
       caption: text below the panels.
-      legend: list every label once, above the panels.
+      legend: whether to list every label once, above the panels.
       **grid: arguments of `Figure.subplots`, such as `sharey=True`.
     """
     from matplotlib import rc_context
@@ -130,8 +130,8 @@ def picture(
     with rc_context(STYLE):
         width = columns * panel[0]
         # About 17.5 characters of the caption fit into an inch, and a line is 0.13 inches high.
-        lines = textwrap.wrap(caption, int(17.5 * width))
-        figure = Figure(figsize=(width, rows * panel[1] + 0.13 * len(lines)), layout="constrained")
+        caption_lines = textwrap.wrap(caption, int(17.5 * width))
+        figure = Figure(figsize=(width, rows * panel[1] + 0.13 * len(caption_lines)), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False, **grid)
         yield axes
@@ -140,20 +140,20 @@ def picture(
             axis.set_visible(axis.has_data() or bool(axis.texts))
             for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
                 handle_by_label.setdefault(label, handle)
-        if lines:
-            figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7.5, color="#555555")
+        if caption_lines:
+            figure.supxlabel("\n".join(caption_lines), x=0.01, ha="left", fontsize=7.5, color="#555555")
         if legend and handle_by_label:
-            # Approximate width of an entry in inches.
-            entry = 0.35 + 0.075 * max(map(len, handle_by_label))
+            # Approximate width of a legend entry in inches.
+            entry_width = 0.35 + 0.075 * max(map(len, handle_by_label))
             figure.legend(
                 handle_by_label.values(),
                 handle_by_label.keys(),
                 loc="outside upper left",
-                ncols=max(1, min(len(handle_by_label), int(width / entry))),
+                ncols=max(1, min(len(handle_by_label), int(width / entry_width))),
             )
         for file in files:
-            kind = file.suffix[1:]
-            figure.savefig(file, format=kind, metadata=METADATA[kind])
+            file_format = file.suffix[1:]
+            figure.savefig(file, format=file_format, metadata=METADATA[file_format])
 
 
 def whiskers(values: Sequence[float], intervals: Sequence[Sequence[float] | None]) -> list[list[float]]:
@@ -162,12 +162,12 @@ def whiskers(values: Sequence[float], intervals: Sequence[Sequence[float] | None
     >>> whiskers([2.0, 5.0], [[1.5, 3.0], None])
     [[0.5, 0.0], [1.0, 0.0]]
     """
-    lower, upper = [], []
+    lower_errors, upper_errors = [], []
     for value, interval in zip(values, intervals, strict=True):
         low, high = interval or (value, value)
-        lower.append(max(value - low, 0.0))
-        upper.append(max(high - value, 0.0))
-    return [lower, upper]
+        lower_errors.append(max(value - low, 0.0))
+        upper_errors.append(max(high - value, 0.0))
+    return [lower_errors, upper_errors]
 
 
 def level(axis: Axes, value: float, interval: Sequence[float] | None, *, label: str, colour: str) -> None:

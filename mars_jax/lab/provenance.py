@@ -32,7 +32,8 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
     changes.
 
     Args:
-      packages: packages to list with their versions, in addition to mars-jax and jax; None if not installed.
+      packages: packages to list with their versions, in addition to mars-jax and jax. The version is None for a
+        package that is not installed.
       data: files or folders that were read. A digest of each is recorded.
       weights: params, keyed by name. A digest of each is recorded.
 
@@ -46,11 +47,11 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
         "mars-jax": __version__,
         **{name: version(name) for name in ("jax", *packages)},
     }
-    script = Path(sys.argv[0]).resolve()
-    if script.is_relative_to(ROOT / "scripts") and script.is_file():
-        report["script"] = {script.relative_to(ROOT).as_posix(): short_digest(script.read_bytes())}
-    if paths := [Path(path) for path in data]:
-        report["data"] = {path.name: _digest_of(path) for path in paths}
+    script_path = Path(sys.argv[0]).resolve()
+    if script_path.is_relative_to(ROOT / "scripts") and script_path.is_file():
+        report["script"] = {script_path.relative_to(ROOT).as_posix(): short_digest(script_path.read_bytes())}
+    if data_paths := [Path(path) for path in data]:
+        report["data"] = {path.name: _digest_of(path) for path in data_paths}
     if weights:
         from mars_jax.serve.rows import fingerprint
 
@@ -59,9 +60,9 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
 
 
 def stamp() -> JsonObject:
-    """Return the minute (UTC), the commit of this checkout and whether its code differs from it.
+    """Return the current minute (UTC), the commit of this checkout, and whether the code differs from that commit.
 
-    Files that are written in several runs store this in each record. The commit is None if the package is not in a
+    A file that several runs write to stores this in each record. The commit is None if the package is not in a
     checkout of its own.
     """
     timestamp = datetime.datetime.now(datetime.UTC)
@@ -71,9 +72,9 @@ def stamp() -> JsonObject:
 def machine() -> JsonObject:
     """Return the processor, the number and list of cores that this process may use, and the version of Python."""
     processor = platform.processor() or platform.machine()
-    # On Linux, Python knows only the architecture.
-    info = Path("/proc/cpuinfo")
-    if info.exists() and (match := re.search(r"^model name\s*:(.*)", info.read_text(), re.MULTILINE)):
+    # On Linux, `platform` reports only the architecture.
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists() and (match := re.search(r"^model name\s*:(.*)", cpuinfo.read_text(), re.MULTILINE)):
         processor = match[1].strip()
     return {
         "processor": processor,
@@ -92,10 +93,10 @@ def _digest_of(path: Path) -> str:
     """Return the digest of a file, or of the names and digests of the files in a folder."""
     if path.is_file():
         return short_digest(path.read_bytes())
-    parts = [
+    digest_lines = [
         f"{file.name} {short_digest(file.read_bytes())}" for file in sorted(path.iterdir()) if file.is_file()
     ]
-    return short_digest("\n".join(parts).encode())
+    return short_digest("\n".join(digest_lines).encode())
 
 
 def cores() -> list[int]:
@@ -111,9 +112,9 @@ def portable_command(arguments: list[str]) -> str:
     >>> portable_command(["scripts/bench.py", "--task", "stories=/home/me/stories.txt", "--data", "/data/eval/"])
     'python -m scripts.bench --task stories=stories.txt --data eval'
     """
-    # Only at the beginning of a path: an argument may be NAME=PATH, or a list of paths.
-    inside = [re.sub(rf"(?<![^=:,]){re.escape(str(ROOT))}/", "", text) for text in arguments]
-    words = [re.sub(r"(?<![^=:,])(?:~|\.\.?)?/(?:[^/=:,]+/)*([^/=:,]+)/?", r"\1", text) for text in inside]
+    # Match only at the beginning of a path; an argument may be NAME=PATH, or a list of paths.
+    texts = [re.sub(rf"(?<![^=:,]){re.escape(str(ROOT))}/", "", text) for text in arguments]
+    words = [re.sub(r"(?<![^=:,])(?:~|\.\.?)?/(?:[^/=:,]+/)*([^/=:,]+)/?", r"\1", text) for text in texts]
     if words[0].startswith("scripts/"):
         module = words[0].removesuffix(".py").replace("/", ".")
         return shlex.join(["python", "-m", module, *words[1:]])

@@ -68,10 +68,10 @@ class ThetaFile(NamedTuple):
 
     def check_weights(self, target: Pretrained, drafter: LoadedDrafter, rule: LoadedRule) -> None:
         """Raise MarsError if the weights of a run are not those of the calibration; see `pair_fingerprints`."""
-        run_weights = pair_fingerprints(target, drafter, rule)
+        run_fingerprints = pair_fingerprints(target, drafter, rule)
         # A component may have weights on one side only, such as a rule with a trained head.
-        for name in self.weights | run_weights:
-            if self.weights.get(name) != run_weights.get(name):
+        for name in self.weights | run_fingerprints:
+            if self.weights.get(name) != run_fingerprints.get(name):
                 raise MarsError(
                     f"'{self.path}' was calibrated with other weights of the {name}, or in another --dtype: calibrate "
                     "for these with mars-jax calibrate, or give a number."
@@ -85,7 +85,7 @@ class ThetaFile(NamedTuple):
 
 
 def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoice, ThetaFile]:
-    """Return the rule in a threshold file, with its threshold, and the file. Called for `--theta FILE`.
+    """Return the rule in a threshold file, with its threshold set, and the parsed file. Called for `--theta FILE`.
 
     Args:
       spec: spec of the rule, or None if it is not given.
@@ -94,18 +94,18 @@ def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoi
     Raises:
       MarsError: as for `file_of`; or the rule or its settings differ from those in the file.
     """
-    file = file_of(given["theta"])
+    theta_file = file_of(given["theta"])
     if spec is not None:
-        file.check_rule(RuleChoice(spec, file.rule))
-    elif is_own(file.spec):
+        theta_file.check_rule(RuleChoice(spec, theta_file.rule))
+    elif is_own(theta_file.spec):
         raise MarsError(
-            f"'{file.path}' is for the rule {file.spec}: name it as --verify too, since that runs its code."
+            f"'{theta_file.path}' is for the rule {theta_file.spec}: name it as --verify too, since that runs its code."
         )
     else:
-        spec = file.spec
+        spec = theta_file.spec
     # Flags may repeat settings of the file, but not contradict them.
-    file.check_settings(choose(spec, {k: v for k, v in given.items() if k != "theta"}).settings)
-    return RuleChoice(spec, file.rule).but(theta=file.theta), file
+    theta_file.check_settings(choose(spec, {k: v for k, v in given.items() if k != "theta"}).settings)
+    return RuleChoice(spec, theta_file.rule).but(theta=theta_file.theta), theta_file
 
 
 def file_of(given: Given) -> ThetaFile:
@@ -129,16 +129,16 @@ def pair_fingerprints(target: Pretrained, drafter: LoadedDrafter, rule: LoadedRu
 
     from mars_jax.serve.rows import fingerprint
 
-    digests = {"target": fingerprint(target.params, target.path), "draft": fingerprint(drafter.params)}
+    fingerprints = {"target": fingerprint(target.params, target.path), "draft": fingerprint(drafter.params)}
     if leaves(rule.params):
-        digests["rule"] = fingerprint(rule.params)
-    return digests
+        fingerprints["rule"] = fingerprint(rule.params)
+    return fingerprints
 
 
 def thetas_of(
     rule: RuleChoice, texts: list[str], run: Mapping[str, object]
 ) -> tuple[list[float], list[ThetaFile]]:
-    """Return the thresholds of --thetas and their files. Each threshold is a number or a file for this rule and run.
+    """Return the thresholds of --thetas and the files among them. Each is a number or a file for this rule and run.
 
     Raises:
       MarsError: the rule has no threshold, a value is out of range, or a file is for a different rule or run.
@@ -146,17 +146,17 @@ def thetas_of(
     if "theta" not in rule.options:
         raise MarsError(f"--thetas does not apply to {not_in(rule, 'theta')}.")
     setting, structure = rule.setting("theta")
-    values, files = [], []
+    thetas, theta_files = [], []
     for text in texts:
         if is_number(text):
-            values.append(setting.from_text(text, shown="--thetas", **structure))
+            thetas.append(setting.from_text(text, shown="--thetas", **structure))
             continue
         file = file_of(Given(text, "--thetas"))
         file.check(run)
         file.check_rule(rule)
-        values.append(file.theta)
-        files.append(file)
-    return values, files
+        thetas.append(file.theta)
+        theta_files.append(file)
+    return thetas, theta_files
 
 
 def read_theta(path: str) -> ThetaFile:
@@ -166,36 +166,36 @@ def read_theta(path: str) -> ThetaFile:
       MarsError: the file cannot be read or is not a threshold file.
     """
     try:
-        data = json.loads(read_text(path, JSON_BYTES))
-        if data["format"] != FORMAT:
+        report = json.loads(read_text(path, JSON_BYTES))
+        if report["format"] != FORMAT:
             raise ValueError
-        theta = float(data["theta"])
-        settings = {name: data["settings"][name] for name in SETTINGS}
-        weights = {name: str(data["weights"][name]) for name in {"target", "draft", *data["weights"]}}
-        spec, rule = data["rule"]["verify"], dict(data["rule"]["settings"])
+        theta = float(report["theta"])
+        settings = {name: report["settings"][name] for name in SETTINGS}
+        digests = {name: str(report["weights"][name]) for name in {"target", "draft", *report["weights"]}}
+        spec, options = report["rule"]["verify"], dict(report["rule"]["settings"])
         # JSON has no infinities, so the file has strings in their place.
-        rule |= {name: float(value) for name, value in rule.items() if value in ("inf", "-inf")}
-        rule["theta"] = theta
+        options |= {name: float(value) for name, value in options.items() if value in ("inf", "-inf")}
+        options["theta"] = theta
         if math.isnan(theta):
             raise ValueError
         # The settings of a user's rule are checked when the rule is named, since reading them would run its code.
         if not is_own(spec):
             # Settings that were added after the file was written get their defaults.
-            rule = RuleChoice(spec, rule).settled()
-        del rule["theta"]
+            options = RuleChoice(spec, options).settled()
+        del options["theta"]
     except OSError as error:
         raise MarsError(
-            f"'{path}' cannot be read ({error.strerror}): name a file of mars_jax.calibrate."
+            f"'{path}' cannot be read ({error.strerror}): name a file that mars-jax calibrate wrote."
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise MarsError(
             f"'{path}' holds no threshold of this version: give a number, or a file that mars-jax calibrate wrote."
         ) from None
-    return ThetaFile(path, theta, spec, rule, settings, weights)
+    return ThetaFile(path, theta, spec, options, settings, digests)
 
 
 def run_settings(args: argparse.Namespace, temperature: float | None = None) -> JsonObject:
-    """Return the settings of a run from its flags, and its temperature if it has only one."""
+    """Return the settings of a run from its flags, with `temperature` if the run has only one."""
     settings = {name: json_restored(getattr(args, name)) for name in SETTINGS if name != "temperature"}
     if temperature is not None:
         settings["temperature"] = temperature

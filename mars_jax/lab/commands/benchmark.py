@@ -144,7 +144,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespace:
-    """Return the flags, with `parts` added: the flags of both parts of a recipe, each with its own output folder."""
+    """Return the flags, with `parts` added: the flags of each part of the recipe, with its own output folder."""
     if args.output is None:
         raise MarsError("there is no --output: name a folder for rows, tables and plots.")
     Present(args).refuse(["--part"], "with --recipe: leave one of them out")
@@ -178,10 +178,10 @@ def _check(args: argparse.Namespace) -> None:
     if args.thetas and math.inf in args.thetas:
         raise MarsError("--thetas has inf, which is the strict rule: leave it out.")
     if args.refine is not None:
-        kind = parse_draft(args.draft).kind
-        if kind not in names_that("learns"):
+        draft_kind = parse_draft(args.draft).kind
+        if draft_kind not in names_that("learns"):
             raise MarsError(
-                f"--refine does not apply to --draft {kind}: draft with {drafters_that('learns')}, "
+                f"--refine does not apply to --draft {draft_kind}: draft with {drafters_that('learns')}, "
                 "which learn from their failures."
             )
         if args.draft_size is not None:
@@ -228,14 +228,14 @@ def _follow(args: argparse.Namespace, out: IO[str]) -> None:
     # Check the folders and the memory for both parts before the first part begins.
     for part in args.parts.values():
         check_folder(part.output)
-    memory = check_memory(args.parts["tuned"], args.recipe.name, args.recipe.slice.get("topology", ""))
-    say(f"recipe {args.recipe.name}: {memory}")
+    memory_note = check_memory(args.parts["tuned"], args.recipe.name, args.recipe.slice.get("topology", ""))
+    say(f"recipe {args.recipe.name}: {memory_note}")
     args.output.mkdir(parents=True, exist_ok=True)
     for part in args.parts.values():
         _run(part, out)
-    text = recipes.table(args.recipe, args.output)
-    write_whole(args.output / "recipe.md", text)
-    print(text, file=out, end="")
+    table_markdown = recipes.table(args.recipe, args.output)
+    write_whole(args.output / "recipe.md", table_markdown)
+    print(table_markdown, file=out, end="")
 
 
 def _study(args: argparse.Namespace, out: IO[str]) -> None:
@@ -256,19 +256,19 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
             raise MarsError(f"--part has none of the {len(problems)} problems: divide them into fewer parts.")
 
     problems, target, drafter = open_study(args, args.output, check)
-    names = {
+    run_names = {
         name: json_restored(getattr(args, name))
         for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
     }
     refiner = None
     if args.refine is not None:
-        names["refine"] = args.refine
+        run_names["refine"] = args.refine
         refiner = open_refiner(
             args.refine, target, args.draft, drafter, dtype=args.dtype, samples=max(args.temperatures) > 0
         )
     with progress("decodes") as show:
         summary = evaluate(
-            _inputs(args, target, problems, names),
+            _inputs(args, target, problems, run_names),
             drafter,
             args.output,
             controls=args.controls,
@@ -289,28 +289,28 @@ def _tune(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.lab.evaluate.benchmark import tuned
     from mars_jax.lab.evaluate.scoring import scores
 
-    # Load the drafter with the longest chain. Shorter chains share its state.
+    # Load the drafter with the longest chain. Shorter chains reuse its weights.
     args.num_draft_tokens = args.tune[-1]
     problems, target, drafter = open_study(args, args.output, scores.check_metrics)
-    samples = parse_draft(args.draft).definition.samples
-    sampled = samples and "q" in args.rule.needs
-    kinds = {sampled: drafter}
+    can_sample = parse_draft(args.draft).definition.samples
+    is_sampled = can_sample and "q" in args.rule.needs
+    drafter_by_sampling = {is_sampled: drafter}
     # Some arms verify the other kind of draft, sampled or deterministic: load it too, with the same weights.
-    if (samples and max(args.temperatures) > 0) or sampled:
+    if (can_sample and max(args.temperatures) > 0) or is_sampled:
         other_drafter = drafters.load(
             args.draft,
             target,
             num_draft_tokens=args.tune[-1],
-            sample=not sampled,
+            sample=not is_sampled,
             dtype=args.dtype,
             head_embed=args.head_embed or "own",
         )
-        kinds[not sampled] = other_drafter._replace(params=drafter.params)
-    names = {name: getattr(args, name) for name in ("draft", "dtype", "mesh")}
+        drafter_by_sampling[not is_sampled] = other_drafter._replace(params=drafter.params)
+    run_names = {name: getattr(args, name) for name in ("draft", "dtype", "mesh")}
     with progress("decodes") as show:
         report = tuned.tuned(
-            _inputs(args, target, problems, names),
-            kinds,
+            _inputs(args, target, problems, run_names),
+            drafter_by_sampling,
             args.output,
             lengths=args.tune,
             cost=args.draft_cost,

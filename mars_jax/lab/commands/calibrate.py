@@ -93,12 +93,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser().parse_args(argv)
     pair.convert_pair_flags(args)
     # The thresholds to try are --thetas. With --prefixes, theta is a setting of the rule as usual.
-    instead = ("theta",)
+    replaced_settings = ("theta",)
     if args.prefixes is not None:
-        instead = ()
+        replaced_settings = ()
         if setting := given_settings(args).get("exact_prefix"):
             raise MarsError(f"{setting.shown} does not apply with --prefixes: leave one of them out.")
-    args.rule = pair.chosen_rule(args, instead=instead)
+    args.rule = pair.chosen_rule(args, instead=replaced_settings)
     args.judge = None
     if args.risk not in ("regret", "accuracy"):
         if not is_own(args.risk):
@@ -145,28 +145,28 @@ def _prefixes(args: argparse.Namespace) -> list[int]:
 def _thetas(args: argparse.Namespace) -> list[float]:
     """Return the thresholds to try, by default the rule's grid, which is fixed in advance as the test requires.
 
-    They are ordered from strict to loose. A user's rule may order them in either direction.
+    They are ordered from strict to loose. For a user's rule, that order may be rising or falling.
     """
     setting, structure = args.rule.setting("theta")
-    grid = setting.range(**structure).grid
+    rule_grid = setting.range(**structure).grid
     if args.thetas is None:
-        if not grid:
+        if not rule_grid:
             raise MarsError(
                 f"--verify {args.rule.name} has no thresholds of its own: give --thetas, from strict to loose."
             )
-        return list(grid)
+        return list(rule_grid)
     thetas, args.theta_files = thetas_of(args.rule, args.thetas, run_settings(args))
-    orders = {"rising": sorted(set(thetas)), "falling": sorted(set(thetas), reverse=True)}
+    valid_orders = {"rising": sorted(set(thetas)), "falling": sorted(set(thetas), reverse=True)}
     # The grid of a built-in rule runs from strict to loose, so it determines the order.
-    if grid and grid[0] < grid[-1]:
-        del orders["falling"]
-    elif grid:
-        del orders["rising"]
-    if thetas not in orders.values() or math.inf in thetas:
-        expected = f"finite numbers from strict to loose, {' or '.join(orders)}"
+    if rule_grid and rule_grid[0] < rule_grid[-1]:
+        del valid_orders["falling"]
+    elif rule_grid:
+        del valid_orders["rising"]
+    if thetas not in valid_orders.values() or math.inf in thetas:
+        expected_text = f"finite numbers from strict to loose, {' or '.join(valid_orders)}"
         if setting.by == "margin":
-            expected += f" for the margin {structure['margin']}"
-        raise MarsError(f"--thetas are not in order: give {expected}.")
+            expected_text += f" for the margin {structure['margin']}"
+        raise MarsError(f"--thetas are not in order: give {expected_text}.")
     return thetas
 
 
@@ -196,16 +196,16 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
     if hosts.is_first():
         check_writable(args.output)
     # --output must not exist until the end, so the rows go to a folder next to it.
-    work = args.output.with_name(f"{args.output.name}-rows")
-    bounds = {"risk": args.risk, "bound": args.bound, "confidence": args.confidence}
-    check = functools.partial(calibration.check_certifiable, **bounds)
-    # By default, take as many problems as certify the bound if the mean loss is a tenth of it.
-    enough = FACTORS[0.1] * fewest(args.bound, args.confidence)
-    problems, target, drafter = open_study(args, work, check, arithmetic=enough)
+    rows_folder = args.output.with_name(f"{args.output.name}-rows")
+    risk_bound = {"risk": args.risk, "bound": args.bound, "confidence": args.confidence}
+    check_problems = functools.partial(calibration.check_certifiable, **risk_bound)
+    # The default number of problems certifies the bound if the mean loss is a tenth of the bound.
+    default_problems = FACTORS[0.1] * fewest(args.bound, args.confidence)
+    problems, target, drafter = open_study(args, rows_folder, check_problems, arithmetic=default_problems)
     session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
     decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
-    rule = args.rule.as_json(but=("theta",))
-    promise = bounds | {"meaning": calibration.RISKS[args.risk]}
+    rule_json = args.rule.as_json(but=("theta",))
+    promise = risk_bound | {"meaning": calibration.RISKS[args.risk]}
     judge, judge_source = None, None
     if args.judge is not None:
         promise["judge"] = args.judge
@@ -233,12 +233,12 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
         "rule_source": source_digest(args.rule.spec),
         "judge_source": judge_source,
     }
-    with contextlib.closing(open_rows(work, row_settings)) as rows, progress("answers") as show:
-        result = calibration.calibrate(
+    with contextlib.closing(open_rows(rows_folder, row_settings)) as rows, progress("answers") as show:
+        calibrated = calibration.calibrate(
             decoding,
             problems,
             rows,
-            **bounds,
+            **risk_bound,
             rule=args.rule,
             setting=args.setting,
             values=args.values,
@@ -247,49 +247,49 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
             seed=args.seed,
             progress=show,
         )
-        theta = result["value"]
+        theta = calibrated["value"]
         if theta == math.inf:
-            # No value is certified. The file has theta = inf, which is strict, in the form that JSON can store.
+            # No value is certified: store theta = inf, which is strict, as a string, because JSON has no infinities.
             theta = "inf"
         elif args.setting == "exact_prefix":
-            rule["settings"]["exact_prefix"], theta = theta, args.rule.as_json()["settings"]["theta"]
+            rule_json["settings"]["exact_prefix"], theta = theta, args.rule.as_json()["settings"]["theta"]
         report = study_settings | {
             "format": FORMAT,
             "theta": theta,
-            "rule": rule,
+            "rule": rule_json,
             "weights": pair_fingerprints(target, drafter, loaded_rule),
-            "tau": result["tau"],
-            "strict_tau": result["strict_tau"],
-            "trials": [{args.setting: trial.pop("value"), **trial} for trial in result["trials"]],
+            "tau": calibrated["tau"],
+            "strict_tau": calibrated["strict_tau"],
+            "trials": [{args.setting: trial.pop("value"), **trial} for trial in calibrated["trials"]],
             "made": provenance(),
         }
         write_shared_json(args.output, report)
         if hosts.is_first():
             # The output file contains all results.
-            shutil.rmtree(work)
-    print(_table(report, result["value"], args), file=out)
+            shutil.rmtree(rows_folder)
+    print(_table(report, calibrated["value"], args), file=out)
 
 
 def _table(report: JsonObject, value: float, args: argparse.Namespace) -> str:
     from mars_jax.lab.studies.certify import FACTORS, fewest
 
-    units = {"regret": "nats per token", "accuracy": "of the score", "judge": "of the judge's number"}
-    word = {"theta": "theta", "exact_prefix": "prefix"}[args.setting]
-    lines = [f"{word:>8} {'risk':>9} {'p-value':>9} {'tau':>6}"]
+    risk_units = {"regret": "nats per token", "accuracy": "of the score", "judge": "of the judge's number"}
+    setting_word = {"theta": "theta", "exact_prefix": "prefix"}[args.setting]
+    table_lines = [f"{setting_word:>8} {'risk':>9} {'p-value':>9} {'tau':>6}"]
     for trial in report["trials"]:
         verdict = "certified" if trial["passed"] else "not certified"
-        lines.append(
+        table_lines.append(
             f"{trial[args.setting]:>8g} {trial['risk']:>9.5f} {trial['p_value']:>9.2g} {trial['tau']:>6.2f}  {verdict}"
         )
-    promise = f"{args.risk} below {args.bound:g} {units[args.risk]} with confidence {args.confidence:g}"
+    promise = f"{args.risk} below {args.bound:g} {risk_units[args.risk]} with confidence {args.confidence:g}"
     if value == math.inf:
-        lines.append(f"no {word} is certified for {promise}: the file has inf, which is strict")
-        # Testing stops at the first value that fails, and here it was the strictest one.
-        risk = report["trials"][0]["risk"]
-        if factors := [factor for share, factor in FACTORS.items() if risk / args.bound <= share]:
-            needed = factors[0] * fewest(args.bound, args.confidence)
-            lines.append(f"a risk of {risk:.2g} takes about {needed:,} problems")
+        table_lines.append(f"no {setting_word} is certified for {promise}: the file has inf, which is strict")
+        # Testing stops at the first value that fails, which here was the strictest one.
+        strictest_risk = report["trials"][0]["risk"]
+        if factors := [factor for share, factor in FACTORS.items() if strictest_risk / args.bound <= share]:
+            needed_problems = factors[0] * fewest(args.bound, args.confidence)
+            table_lines.append(f"a risk of {strictest_risk:.2g} takes about {needed_problems:,} problems")
     else:
-        taus = f"tau {report['tau']:.2f}, strict {report['strict_tau']:.2f}"
-        lines.append(f"{word} {value:g}: {promise}; {taus}")
-    return "\n".join(lines)
+        taus_text = f"tau {report['tau']:.2f}, strict {report['strict_tau']:.2f}"
+        table_lines.append(f"{setting_word} {value:g}: {promise}; {taus_text}")
+    return "\n".join(table_lines)

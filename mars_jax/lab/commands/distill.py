@@ -154,25 +154,25 @@ def parser() -> Parser:
     command_parser = Parser(
         prog="mars-jax distill", usage="%(prog)s KIND [flags]", description=_DESCRIPTION, epilog=_EPILOG
     )
-    kinds = command_parser.add_subparsers(
+    kind_parsers = command_parser.add_subparsers(
         title="kinds", dest="kind", required=True, metavar="KIND", prog=command_parser.prog
     )
-    names = [_FLAGS[flag].get("dest") or flag[2:].replace("-", "_") for flag in _FLAGS]
+    flag_names = [_FLAGS[flag].get("dest") or flag[2:].replace("-", "_") for flag in _FLAGS]
     for name, kind in KINDS.items():
-        subparser = kinds.add_parser(
+        subparser = kind_parsers.add_parser(
             name,
             help=kind.help,
             usage="%(prog)s --output DIR [flags]",
             description=f"{kind.help[0].upper()}{kind.help[1:]}.",
         )
         # Give every kind all names, so that the checks need not test which flags a kind has.
-        subparser.set_defaults(**dict.fromkeys((*names, *HOSTS)))
-        groups = {}
+        subparser.set_defaults(**dict.fromkeys((*flag_names, *HOSTS)))
+        group_by_title = {}
         for flag in kind.flags:
             title = next((title for title, flags in _GROUPS.items() if flag in flags), "method")
-            if title not in groups:
-                groups[title] = subparser.add_argument_group(title)
-            groups[title].add_argument(flag, **_FLAGS[flag])
+            if title not in group_by_title:
+                group_by_title[title] = subparser.add_argument_group(title)
+            group_by_title[title].add_argument(flag, **_FLAGS[flag])
         if "--mesh" in kind.flags:
             add_host_flags(subparser)
     return command_parser
@@ -180,24 +180,24 @@ def parser() -> Parser:
 
 def check_distill_flags(args: argparse.Namespace) -> None:
     """Raise MarsError for values out of range and for incompatible flags of a kind."""
-    sources = [flag for flag in ("--data", "--features") if flag in KINDS[args.kind].flags]
-    if sources and args.data is None and args.features is None:
-        raise MarsError(f"there is no text to learn from: give {' or '.join(sources)}.")
+    source_flags = [flag for flag in ("--data", "--features") if flag in KINDS[args.kind].flags]
+    if source_flags and args.data is None and args.features is None:
+        raise MarsError(f"there is no text to learn from: give {' or '.join(source_flags)}.")
     if args.data is not None and args.features is not None and args.draft_vocab is None:
         raise MarsError(
-            "--data with --features is the text of a draft vocabulary: give --draft-vocab, or leave it out."
+            "--data with --features is the text of a draft vocabulary: give --draft-vocab, or leave out --data."
         )
-    # The authors' layout has the name of the drafter, which is eagle for eagle1 and eagle3.
-    layout = args.kind.rstrip("13")
-    if args.layout not in (None, layout, "speculators"):
-        raise MarsError(f"--layout is {args.layout}: expected {layout} or speculators.")
+    # The authors' layout is named after the drafter, which is eagle for eagle1 and eagle3.
+    authors_layout = args.kind.rstrip("13")
+    if args.layout not in (None, authors_layout, "speculators"):
+        raise MarsError(f"--layout is {args.layout}: expected {authors_layout} or speculators.")
     if args.block_size is not None and args.block_size < 2:
         raise MarsError(
             f"--block-size is {args.block_size}: expected at least 2, the first being the last token."
         )
     if args.kind == "eagle3" and args.first is not None:
-        names = ("draft_vocab", "intermediate_size", "feature_layers")
-        _refuse(args, names, "a head of --from, which has its own")
+        head_flags = ("draft_vocab", "intermediate_size", "feature_layers")
+        _refuse(args, head_flags, "a head of --from, which has its own")
     if args.features is not None:
         _refuse(args, ("length", "mesh", "write"), "--features")
     Present(args).refuse_alone()
@@ -214,20 +214,20 @@ def check_distill_flags(args: argparse.Namespace) -> None:
     REQUEST["seed"].check(args.seed, shown="--seed")
     if args.kind in ("model", "sprinter", "diversed") and args.first is None:
         raise MarsError(f"distill {args.kind} needs a checkpoint to start from: name it with --from.")
-    # The kind features continues in a folder that already holds shards.
+    # The kind `features` may continue in a folder that already holds shards.
     if args.kind == "features":
         return
     # os.path returns False for paths that the system rejects; `free_directory` reports those later.
-    is_empty = not os.path.exists(args.output) or (os.path.isdir(args.output) and not os.listdir(args.output))
-    if not is_empty:
+    is_free = not os.path.exists(args.output) or (os.path.isdir(args.output) and not os.listdir(args.output))
+    if not is_free:
         raise MarsError(f"'{args.output}' exists and is not an empty directory: choose another --output.")
 
 
 def _refuse(args: argparse.Namespace, names: Sequence[str], alternative: str) -> None:
     """Raise MarsError if a flag that does not apply is set."""
-    defaults = parser().kinds()[args.kind]
+    kind_parser = parser().kinds()[args.kind]
     for name in names:
-        if getattr(args, name) != defaults.get_default(name):
+        if getattr(args, name) != kind_parser.get_default(name):
             raise MarsError(f"{flag_of(name)} does not apply to {alternative}: leave it out.")
 
 

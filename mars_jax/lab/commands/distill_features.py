@@ -25,11 +25,11 @@ from mars_jax.utils.types import JsonObject
 SHARD = 128
 """Documents per shard."""
 FORWARD = 2048
-"""Tokens per forward."""
+"""Tokens per forward pass of the target."""
 
 
 def write_features(args: argparse.Namespace) -> None:
-    """Write the shards that are missing in `args.output`.
+    """Write the shards that are missing from `args.output`.
 
     Raises:
       MarsError: a file cannot be read, the output belongs to a different run, or every document is too long for an
@@ -37,10 +37,10 @@ def write_features(args: argparse.Namespace) -> None:
     """
     documents = [text for path in args.data for text in data.documents(path)]
     check_folder(args.output)
-    # Refuse wrong layers before the weights load.
-    sketch = hub.outline(args.target)
-    layers = layers_of(args.feature_layers) or eagle_training.feature_layers(sketch.config)
-    record = features.reader(language_model(sketch.config, dtype="bfloat16", feature_layers=layers))
+    # Reject invalid layers before loading the weights.
+    outline = hub.outline(args.target)
+    layers = layers_of(args.feature_layers) or eagle_training.feature_layers(outline.config)
+    read_features = features.reader(language_model(outline.config, dtype="bfloat16", feature_layers=layers))
     with busy("loading"):
         target = hub.load(args.target, dtype="bfloat16")
     settings = {
@@ -53,20 +53,20 @@ def write_features(args: argparse.Namespace) -> None:
         "weights": fingerprint((target.params,), target.path),
     }
     with claim(args.output, settings):
-        for number, first in enumerate(range(0, len(documents), SHARD)):
-            folder = args.output / f"{number:05d}"
+        for shard_number, first_index in enumerate(range(0, len(documents), SHARD)):
+            folder = args.output / f"{shard_number:05d}"
             if folder.exists():
                 continue
-            began = time.perf_counter()
-            # A shard without documents that leave room for an answer is not written.
-            ids = _texts(target, documents[first : first + SHARD], args, first)
-            if not ids:
+            start_time = time.perf_counter()
+            # Write no shard if none of its documents leaves room for an answer.
+            token_lists = _texts(target, documents[first_index : first_index + SHARD], args, first_index)
+            if not token_lists:
                 continue
-            rows = features.pack_documents(ids, args.length)
-            _write(folder, record, target, rows)
+            packed_rows = features.pack_documents(token_lists, args.length)
+            _write(folder, read_features, target, packed_rows)
             say(
-                f"{folder}: {len(ids)} texts, {sum(map(len, ids)):,} tokens in {len(rows[0])} rows of {args.length}; "
-                f"{time.perf_counter() - began:.0f} s"
+                f"{folder}: {len(token_lists)} texts, {sum(map(len, token_lists)):,} tokens "
+                f"in {len(packed_rows[0])} rows of {args.length}; {time.perf_counter() - start_time:.0f} s"
             )
     if not features.shards(args.output):
         raise MarsError(
@@ -102,8 +102,8 @@ def check_dump(dump: Path, layers: Sequence[int], weights: str) -> str:
         )
     if settings.get("weights") != weights:
         raise MarsError(f"the features in '{dump}' are of another target: write new ones, or name that one.")
-    names = [shard.name for shard in features.shards(dump)]
-    return digest(json.dumps([settings, names], sort_keys=True).encode())
+    shard_names = [shard.name for shard in features.shards(dump)]
+    return digest(json.dumps([settings, shard_names], sort_keys=True).encode())
 
 
 def layers_of(names: str | None) -> tuple[int, ...] | None:
@@ -123,14 +123,14 @@ def layers_of(names: str | None) -> tuple[int, ...] | None:
 def _texts(
     target: Pretrained, documents: Sequence[str], args: argparse.Namespace, first: int
 ) -> list[list[int]]:
-    """Return the tokens of documents, or of chats in which the target answers, alternating temperatures 0 and 1."""
+    """Return the tokens of documents, or of chats in which the target answers at temperatures 0 and 1 in turn."""
     if not args.chat:
         return target.encode_many(documents)
     # An answer gets at least a quarter of the row.
     prompts = [ids for ids in target.encode_many(documents, chat=True) if len(ids) <= args.length * 3 // 4]
     if not prompts:
         return []
-    result = generate(
+    answers = generate(
         target,
         "none",
         prompts,
@@ -140,7 +140,7 @@ def _texts(
         max_new_tokens=[args.length - len(ids) for ids in prompts],
         batch_size=64,
     )
-    return [[*prompt, *ids] for prompt, ids in zip(prompts, result.tokens, strict=True)]
+    return [[*prompt, *ids] for prompt, ids in zip(prompts, answers.tokens, strict=True)]
 
 
 def _write(
@@ -151,13 +151,13 @@ def _write(
 ) -> None:
     """Compute the features of rows, one padded batch at a time, and write them as a shard."""
     tokens = rows[0]
-    size = max(1, FORWARD // tokens.shape[1])
-    parts = []
-    for first in range(0, len(tokens), size):
-        batch = [x[first : first + size] for x in rows]
-        count = len(batch[0])
+    rows_per_batch = max(1, FORWARD // tokens.shape[1])
+    batch_outputs = []
+    for first in range(0, len(tokens), rows_per_batch):
+        batch = [x[first : first + rows_per_batch] for x in rows]
+        num_rows = len(batch[0])
         # Pad the last batch, so that all batches share one compiled program.
-        padded = [jnp.asarray(np.pad(x, ((0, size - count), (0, 0)))) for x in batch]
-        parts.append([np.asarray(x)[:count] for x in record(target.params, *padded)])
-    joined = [np.concatenate(columns) for columns in zip(*parts, strict=True)]
-    features.write_shard(folder, features.Recorded(*joined))
+        padded_batch = [jnp.asarray(np.pad(x, ((0, rows_per_batch - num_rows), (0, 0)))) for x in batch]
+        batch_outputs.append([np.asarray(x)[:num_rows] for x in record(target.params, *padded_batch)])
+    outputs = [np.concatenate(columns) for columns in zip(*batch_outputs, strict=True)]
+    features.write_shard(folder, features.Recorded(*outputs))

@@ -56,9 +56,10 @@ from mars_jax.utils.paths import expanded
 from mars_jax.utils.types import JsonObject
 
 _NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", "minutes", *HOSTS)
-"""Flags that do not identify a training run: paths, devices, time limit, dtype of the result. File contents do."""
+"""Flags that do not identify a training run: paths, devices, time limit, dtype of the result. The contents of the
+files do identify it."""
 WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
-"""Number of completions that decode at a time, and number between two writes. Rows refill within such a group."""
+"""Number of completions decoded at a time, and number between two writes to disk. Within such a group, rows refill."""
 LEFT_OUT, EVALUATIONS = 0.45, 128
 """Default share of the sublayers that VIA-SD leaves out, and default number of masks that its search tries."""
 
@@ -84,7 +85,7 @@ def distill(args: argparse.Namespace, out: IO[str]) -> None:
 def _distill(args: argparse.Namespace, work: Path) -> None:
     if importlib.util.find_spec("grain") is None:
         raise MarsError("distill needs the package grain: pip install grain.")
-    # Refuse wrong arguments before the models load.
+    # Reject invalid arguments before loading the models.
     if args.loss is not None:
         divergence(args.loss)
     layers_of(args.feature_layers)
@@ -107,33 +108,33 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
             # Stored features were computed by the target in bfloat16, and so was their fingerprint.
             dtype = "bfloat16"
         target = hub.load(args.target, dtype=dtype, mesh=mesh)
-        first = None
+        start_checkpoint = None
         if args.first is not None and (args.kind, args.first) != ("via_sd", NGRAM):
-            first = _open_first(args, target)
-    first_params = getattr(first, "params", ())
+            start_checkpoint = _open_first(args, target)
+    start_params = getattr(start_checkpoint, "params", ())
     settings = {name: plain(value) for name, value in vars(args).items() if name not in _NO_MATTER}
     # Text and weights are identified by their contents, wherever they are stored.
     settings |= {
         "data": digest("\0".join(documents).encode()),
-        "weights": fingerprint((target.params, first_params), target.path),
+        "weights": fingerprint((target.params, start_params), target.path),
     }
     if args.features is not None:
         # Only eagle3 has --features. A head of --from determines the layers.
-        if isinstance(first, TrainedHead):
-            layers = first.config.feature_layers
+        if isinstance(start_checkpoint, TrainedHead):
+            layers = start_checkpoint.config.feature_layers
         else:
             layers = layers_of(args.feature_layers) or eagle_training.feature_layers(target.config)
         target_fingerprint = fingerprint((target.params,), target.path)
         settings["features"] = [check_dump(dump, layers, target_fingerprint) for dump in args.features]
     with claim(work, settings, flag="--work"):
-        train = SYSTEMS.get(args.kind, _train)
-        train(args, target, first, documents, work)
+        train_kind = SYSTEMS.get(args.kind, _train)
+        train_kind(args, target, start_checkpoint, documents, work)
     if args.kind == "diversed":
         say(f"{args.output}: verify with --verify diversed:{args.output}")
         return
-    # The drafter of eagle1 and eagle3 is eagle.
-    spec = args.kind.rstrip("13")
-    say(f"{args.output}: draft with --draft {spec}:{args.output}; figures in {work}")
+    # The kinds eagle1 and eagle3 produce heads for the drafter eagle.
+    draft_kind = args.kind.rstrip("13")
+    say(f"{args.output}: draft with --draft {draft_kind}:{args.output}; figures in {work}")
 
 
 def _open_first(args: argparse.Namespace, target: Pretrained) -> Pretrained | TrainedHead:
@@ -179,26 +180,26 @@ def _write(args: argparse.Namespace, config: Any, params: PyTree, first: Any) ->
     params = jax.tree.map(
         lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, jax.device_get(params)
     )
-    # The authors' layout has the name of the drafter.
+    # The authors' layout is named after the drafter.
     layout = args.layout or args.kind.rstrip("13")
-    folder = args.output.with_name(f".{args.output.name}.distilling")
+    staging_folder = args.output.with_name(f".{args.output.name}.distilling")
     # A killed run may have left this folder. No other run uses it, because this process has locked --work.
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(staging_folder, ignore_errors=True)
     try:
         with writing(args.output):
             if args.kind == "model":
-                hub.save(folder, config, params)
-                _copy_tokenizer(first.path, folder)
+                hub.save(staging_folder, config, params)
+                _copy_tokenizer(first.path, staging_folder)
             elif args.kind == "medusa":
-                save_medusa(folder, config, params)
+                save_medusa(staging_folder, config, params)
             elif args.kind == "dflash":
-                contrib.save_dflash(folder, config, params, layout=layout, verifier=str(args.target))
+                contrib.save_dflash(staging_folder, config, params, layout=layout, verifier=str(args.target))
             else:
-                hub.save_eagle(folder, config, params, layout=layout, verifier=str(args.target))
-            folder.replace(args.output)
+                hub.save_eagle(staging_folder, config, params, layout=layout, verifier=str(args.target))
+            staging_folder.replace(args.output)
             sync(args.output.absolute().parent)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(staging_folder, ignore_errors=True)
 
 
 def _copy_tokenizer(source: Path, output: Path) -> None:
@@ -210,29 +211,29 @@ def _copy_tokenizer(source: Path, output: Path) -> None:
 def _draft_vocabulary(
     args: argparse.Namespace, target: Pretrained, streams: Sequence[data.Stream]
 ) -> np.ndarray | None:
-    """Choose the draft vocabulary of `--draft-vocab`, ids i32[W], from documents and features. None: all tokens."""
-    size = target.config.vocab_size
-    if args.draft_vocab in (None, size):
+    """Choose the ids i32[W] of `--draft-vocab` from documents and features. Return None if it covers all tokens."""
+    vocab_size = target.config.vocab_size
+    if args.draft_vocab in (None, vocab_size):
         return None
-    texts = list(streams)
+    counted_streams = list(streams)
     for dump in args.features or ():
         for folder in features.shards(dump):
             shard = features.read_shard(folder)
             tokens = shard.tokens[shard.segments != features.PADDING]
-            texts.append(data.Stream(tokens, np.zeros_like(tokens), len(tokens)))
-    return data.draft_vocabulary(texts, args.draft_vocab, size, target.stop_tokens)
+            counted_streams.append(data.Stream(tokens, np.zeros_like(tokens), len(tokens)))
+    return data.draft_vocabulary(counted_streams, args.draft_vocab, vocab_size, target.stop_tokens)
 
 
 def _write_texts(
     args: argparse.Namespace, target: Pretrained, documents: Sequence[str], work: Path
 ) -> list[str]:
-    """Return --write completions, in which the target continues the first 16 tokens of documents.
+    """Return the texts of --write, in each of which the target continues the first 16 tokens of a document.
 
     They are stored in --work, so that a killed run can continue.
     """
     # Cut long documents before tokenizing: 16 tokens have fewer than 2,000 characters.
-    beginnings = (target.encode(text[:2000])[:16] for text in documents)
-    prompts = [ids for ids in beginnings if len(ids) == 16][: args.write]
+    prompt_candidates = (target.encode(text[:2000])[:16] for text in documents)
+    prompts = [ids for ids in prompt_candidates if len(ids) == 16][: args.write]
     if not prompts:
         raise MarsError("no document has 16 tokens to begin a text with: give longer ones.")
     drafter = drafters.load("ngram", target)
@@ -240,7 +241,7 @@ def _write_texts(
 
     def write(numbers: Sequence[int]) -> list[JsonObject]:
         batch_prompts = [prompts[i % len(prompts)] for i in numbers]
-        result = generate(
+        completions = generate(
             target,
             drafter,
             batch_prompts,
@@ -251,7 +252,7 @@ def _write_texts(
         )
         return [
             {"number": i, "text": target.decode([*prompt, *ids])}
-            for i, prompt, ids in zip(numbers, batch_prompts, result.tokens, strict=True)
+            for i, prompt, ids in zip(numbers, batch_prompts, completions.tokens, strict=True)
         ]
 
     with (
@@ -315,19 +316,19 @@ def draft_name(name: str, output: Path) -> str:
     if name == NGRAM or not path.is_dir():
         return name
     # A relative path stays valid if the output is moved with the model inside it.
-    relative = os.path.relpath(path.resolve(), output.resolve())
-    if relative.startswith(".."):
+    relative_path = os.path.relpath(path.resolve(), output.resolve())
+    if relative_path.startswith(".."):
         raise MarsError(
-            f"--from is '{name}', which a system in '{output}' could not name once it is moved: give a name of the "
-            "hub's or of the package's, or copy the model to a directory within --output when it is there."
+            f"--from is '{name}', and moving '{output}' would break a relative path to it: give the name of a model on "
+            "the Hub or in the package, or copy the model into a directory within --output."
         )
-    return relative
+    return relative_path
 
 
 def _batches(args: argparse.Namespace, target: Pretrained, documents: Sequence[str]) -> list[Batch]:
     stream = data.make_stream(documents, target.tokenizer.backend_tokenizer)
-    rows = max(2, args.step_tokens // args.length)
-    batches = data.batches([stream], rows=rows, length=args.length, seed=args.seed)
+    batch_rows = max(2, args.step_tokens // args.length)
+    batches = data.batches([stream], rows=batch_rows, length=args.length, seed=args.seed)
     return [batches[i] for i in range(max(2, round(args.tokens / args.step_tokens)))]
 
 
@@ -336,26 +337,26 @@ def _sprinter(
 ) -> None:
     check_same_vocabulary(target, small)
     batches = _batches(args, target, documents)
-    examples = jax.jit(
+    label_batch = jax.jit(
         lambda teacher, params, batch, key: sprinter_training.examples(
             target.model, teacher, small.model, params, batch, key
         )
     )
-    # Label the tokens that the small model drafts with the target's probability of accepting them.
+    # The label of a token that the small model drafts is the target's probability of accepting it.
     keys = jax.random.split(jax.random.key(args.seed), len(batches))
-    parts = [
-        jax.device_get(examples(target.params, small.params, batch, key))
+    labelled_batches = [
+        jax.device_get(label_batch(target.params, small.params, batch, key))
         for batch, key in zip(batches, keys, strict=True)
     ]
-    # Test on the last eighth of the batches.
-    held_out = max(1, len(parts) // 8)
+    # Hold out the last eighth of the batches for the test.
+    num_held_out = max(1, len(labelled_batches) // 8)
     training = sprinter_training.classifier_training(
-        sprinter_training.flattened(parts[:-held_out]), seed=args.seed
+        sprinter_training.flattened(labelled_batches[:-num_held_out]), seed=args.seed
     )
     params = jax.device_get(fit(training, work, description="classifier"))
-    test = sprinter_training.flattened(parts[-held_out:])
-    figures = {f"at_{c}": sprinter_training.figures(test, params, c) for c in (0.3, 0.5, 0.7, 0.9)}
-    say(f"held out: {figures}")
+    held_out = sprinter_training.flattened(labelled_batches[-num_held_out:])
+    shares_at = {f"at_{c}": sprinter_training.figures(held_out, params, c) for c in (0.3, 0.5, 0.7, 0.9)}
+    say(f"held out: {shares_at}")
     save_system(args.output, System(name="sprinter", draft=draft_name(args.first, args.output)), params)
 
 
@@ -370,7 +371,7 @@ def _via_sd(
         check_same_vocabulary(target, small)
     if not isinstance(target.config, ModelConfig) or target.model.with_layers is None:
         raise MarsError(f"'{target.name}' cannot leave out layers: give a checkpoint of this library.")
-    best = via_sd_training.search(
+    best_choice = via_sd_training.search(
         target.model,
         target.params,
         _batches(args, target, documents),
@@ -380,14 +381,14 @@ def _via_sd(
         log=work / "masks.jsonl",
     )
     # A layer has two sublayers, attention and MLP.
-    sublayers = 2 * len(best.mask)
-    left_out = sublayers - sum(map(sum, best.mask))
+    num_sublayers = 2 * len(best_choice.mask)
+    num_left_out = num_sublayers - sum(map(sum, best_choice.mask))
     say(
-        f"without {left_out} of {sublayers} sublayers: KL {best.kl:.3f} nats a token, "
-        f"the same best token {best.same:.1%}"
+        f"without {num_left_out} of {num_sublayers} sublayers: KL {best_choice.kl:.3f} nats a token, "
+        f"the same best token {best_choice.same:.1%}"
     )
-    name = draft_name(args.first or NGRAM, args.output)
-    save_system(args.output, System(name="via_sd", draft=name, layers=best.mask))
+    drafter_name = draft_name(args.first or NGRAM, args.output)
+    save_system(args.output, System(name="via_sd", draft=drafter_name, layers=best_choice.mask))
 
 
 def _diversed(
@@ -402,7 +403,7 @@ def _diversed(
         (score,) = score_answer(problems[number], text) or (0.0,)
         return score
 
-    head = fit(
+    mixer_params = fit(
         diversed_training.mixer_training(target, small, seed=args.seed),
         work,
         teacher=(target.params, small.params),
@@ -410,7 +411,7 @@ def _diversed(
         save_every=1,
         description="diversed",
     )
-    contrib.save(args.output, jax.device_get(head), "diversed")
+    contrib.save(args.output, jax.device_get(mixer_params), "diversed")
 
 
 SYSTEMS: dict[str, Callable[[argparse.Namespace, Pretrained, Any, Sequence[str], Path], None]] = {
@@ -418,7 +419,8 @@ SYSTEMS: dict[str, Callable[[argparse.Namespace, Pretrained, Any, Sequence[str],
     "via_sd": _via_sd,
     "diversed": _diversed,
 }
-"""Functions of (flags, target, small model, documents, --work) that train each system and write it to --output.
+"""Functions, keyed by kind, of (flags, target, small model, documents, --work). Each trains a system and writes it to
+--output.
 
 Raises:
   MarsError: the small model has a different vocabulary, there is too little text, or the task has no rewards.
@@ -435,9 +437,9 @@ def rewarded(task: str | None) -> list[Problem]:
     if name == "arithmetic" and not path:
         return read_arithmetic("train")
     problems = read_problems(name, path or None, chat=True)
-    metrics = ("final_answer", "last_number", "rouge_l")
-    if any(p.metric not in metrics for p in problems):
+    rewarded_metrics = ("final_answer", "last_number", "rouge_l")
+    if any(p.metric not in rewarded_metrics for p in problems):
         raise MarsError(
-            f"--task {name} rewards no single answer: choose one whose metric is {', '.join(metrics)}."
+            f"--task {name} rewards no single answer: choose one whose metric is {', '.join(rewarded_metrics)}."
         )
     return problems

@@ -58,7 +58,7 @@ def open_study(
         outline = hub.outline(args.target)
         if not outline.has_tokenizer:
             raise MarsError(
-                f"'{args.target}' has no tokenizer, and tasks are text: put its files beside the weights."
+                f"'{args.target}' has no tokenizer, and tasks are text: put its files next to the weights."
             )
         check_problems(outline, problems, chat=args.chat)
         check_draft(outline, draft)

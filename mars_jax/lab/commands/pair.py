@@ -82,8 +82,8 @@ def make_parser(
     group.add_argument(
         "--task", action="append", default=[], metavar="NAME[=PATH]", help="task to measure; once or more"
     )
-    problems = f"first N of each task (default: all; arithmetic {arithmetic})"
-    group.add_argument("--problems", metavar="N", help=problems)
+    problems_help = f"first N of each task (default: all; arithmetic {arithmetic})"
+    group.add_argument("--problems", metavar="N", help=problems_help)
     group.add_argument(
         "--chat", action="store_true", help="format questions with the chat template (never stories)"
     )
@@ -133,9 +133,9 @@ def convert_pair_flags(args: argparse.Namespace) -> None:
 
 
 def non_default_flags(args: argparse.Namespace) -> JsonObject:
-    """Return those flags for the target's computation and the draft size whose values are not the defaults."""
-    names = ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed")
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    """Return those flags of the target's computation and of the drafter that are set to non-default values."""
+    flag_names = ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed")
+    return {name: getattr(args, name) for name in flag_names if getattr(args, name) is not None}
 
 
 def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
@@ -149,19 +149,19 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
     try:
         draft = parse_draft(args.draft, shown="--draft", among=DRAFTS)
     except MarsError as error:
-        # Continue the sentence in place of its period.
+        # Replace the period at the end of the message, to continue its sentence.
         raise MarsError(f"{str(error)[:-1]}; without a draft there is nothing to verify.") from None
     if args.output is None:
         raise MarsError(f"there is no --output: {output}.")
     if not args.task:
         raise MarsError("there is no --task: name one, such as --task arithmetic; --help lists them.")
     Present(args).refuse_alone()
-    names = [task.partition("=")[0] for task in args.task]
-    if len(set(names)) < len(names):
+    task_names = [task.partition("=")[0] for task in args.task]
+    if len(set(task_names)) < len(task_names):
         raise MarsError(
             "--task names a task twice: give each once, and evaluate other files of it in a run of their own."
         )
-    if args.chat and set(names) == {"stories"}:
+    if args.chat and set(task_names) == {"stories"}:
         raise MarsError("--chat does not apply to stories, which are continued as they are: leave it out.")
     if "long" in rule.needs:
         raise MarsError(

@@ -154,7 +154,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     args.dtype = args.dtype or _stored_dtype(args.target)
     requested_slice = topology(args.topology)
     draft = _draft(args.draft, target)
-    row, mixture = definition(kind_of(draft)), target.num_experts > 0
+    drafter, is_mixture = definition(kind_of(draft)), target.num_experts > 0
     loaded_rule = verify.load(rule.spec, **rule.settings).rule
 
     def pair(
@@ -164,15 +164,15 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         length: int | None = args.num_draft_tokens,
         tree: Dynamic | tuple[int, ...] | None = args.tree,
     ) -> Programs:
-        """Return the programs on a slice. `--mesh` applies to the slice of `--topology`."""
+        """Return the programs on a slice. `--mesh` applies only to the slice of `--topology`."""
         axes = args.mesh
         if axes is None or slice_ is not requested_slice:
-            default = default_mesh(target, len(slice_.devices), args.batch)
-            axes = ",".join(f"{name}={size}" for name, size in default.items())
-        shaped = draft_of(draft, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=mixture)
+            default_axes = default_mesh(target, len(slice_.devices), args.batch)
+            axes = ",".join(f"{name}={size}" for name, size in default_axes.items())
+        shaped_draft = draft_of(draft, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=is_mixture)
         mesh = parse_mesh(axes, slice_.devices)
         return Programs(
-            target, shaped, mesh, loaded_rule, batch=args.batch, context=args.context, dtype=dtype
+            target, shaped_draft, mesh, loaded_rule, batch=args.batch, context=args.context, dtype=dtype
         )
 
     def attempt(name: str | None, dtype: str) -> Attempt:
@@ -181,12 +181,12 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
 
     def step(shape: DraftShape) -> StepTime | None:
         """Return the time of a step with a draft of a different shape, or None if it does not fit."""
-        shaped = pair(requested_slice, args.dtype, length=shape.length, tree=shape.tree)
+        shaped_programs = pair(requested_slice, args.dtype, length=shape.length, tree=shape.tree)
         # The plan has already compiled the usual shape, and it fits.
-        is_planned = (shape.length, shape.tree) == row.usual(mixture=mixture)
-        if not is_planned and not advice.try_fit(shaped, requested_slice).fits:
+        is_planned = (shape.length, shape.tree) == drafter.usual(mixture=is_mixture)
+        if not is_planned and not advice.try_fit(shaped_programs, requested_slice).fits:
             return None
-        return fit.planned_time(shaped, requested_slice)[1]
+        return fit.planned_time(shaped_programs, requested_slice)[1]
 
     def dump(name: str, text: str) -> None:
         if args.dump is not None:
@@ -194,32 +194,32 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
 
     with busy("planning"):
         target_programs = pair(requested_slice, args.dtype, "none", None, None)
-        planned = pair(requested_slice, args.dtype)
-        plan = planning.make_plan(planned, target_programs, requested_slice, dump)
+        planned_programs = pair(requested_slice, args.dtype)
+        plan = planning.make_plan(planned_programs, target_programs, requested_slice, dump)
     drafts = []
-    if args.acceptance is None and mixture:
+    if args.acceptance is None and is_mixture:
         args.acceptance = [0.75]
     # Compare drafts only if the user left the shape open and the drafter supports chains and dynamic trees.
-    is_open = args.num_draft_tokens is None and args.tree is None and row.dynamic and row.resizes
+    is_open = args.num_draft_tokens is None and args.tree is None and drafter.dynamic and drafter.resizes
     if args.acceptance and is_open and plan.fits:
         with busy("comparing drafts"):
             _, autoregressive_time = fit.planned_time(target_programs, requested_slice)
-            shapes = advice.SHAPES if mixture else advice.DEEPER
+            shapes = advice.SHAPES if is_mixture else advice.DEEPER
             drafts = advice.compare_drafts(step, autoregressive_time, args.acceptance, shapes)
     attempts = []
     if not plan.fits:
         with busy("looking for what fits"):
             attempts = advice.advise(attempt, args.dtype, larger(plan.topology))
     if args.json:
-        names = ("target", "draft", "batch", "context", "dtype", "acceptance")
-        inputs = {name: getattr(args, name) for name in names}
-        lists = {
+        input_names = ("target", "draft", "batch", "context", "dtype", "acceptance")
+        inputs = {name: getattr(args, name) for name in input_names}
+        comparisons = {
             "tried": [entry._asdict() for entry in attempts],
             "drafts": [entry._asdict() for entry in drafts],
         }
-        print(json.dumps(inputs | dataclasses.asdict(plan) | lists), file=out)
+        print(json.dumps(inputs | dataclasses.asdict(plan) | comparisons), file=out)
     else:
-        _print_table(args, planned.drafter, plan, attempts, drafts, out)
+        _print_table(args, planned_programs.drafter, plan, attempts, drafts, out)
     return plan.fits
 
 
@@ -283,12 +283,12 @@ def _step_rows(plan: Plan, batch: int, max_depth: int) -> list[tuple[str, str]]:
     ]
     if step == autoregressive_step:
         return [*rows, ("tokens/s", _speeds(step, batch))]
-    # A step with a draft pays if it emits more tokens than steps without one would in the same time.
-    first, last = sorted(step[end] / autoregressive_step[end] for end in ("low_seconds", "high_seconds"))
-    pays = f"{first:.2f} to {last:.2f}"
-    if first >= max_depth + 1:
-        pays += f": never, since a step gives at most {max_depth + 1} tokens"
-    rows.append(("a draft pays above tau", pays))
+    # A draft pays if its step emits more tokens than steps without a draft would emit in the same time.
+    low, high = sorted(step[end] / autoregressive_step[end] for end in ("low_seconds", "high_seconds"))
+    pays_text = f"{low:.2f} to {high:.2f}"
+    if low >= max_depth + 1:
+        pays_text += f": never, since a step gives at most {max_depth + 1} tokens"
+    rows.append(("a draft pays above tau", pays_text))
     return rows + [(f"tokens/s at tau {tau}", _speeds(step, tau * batch)) for tau in TAUS]
 
 
@@ -307,7 +307,7 @@ def _milliseconds(step: dict[str, float]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Return milliseconds with two decimals, or with two digits if there are fewer than 0.1.
+    """Return milliseconds with two decimals, or with two significant digits if the time is below 0.1 ms.
 
     >>> _ms(0.0123), _ms(0.0000123)
     ('12.30', '0.012')
@@ -357,15 +357,15 @@ def _print_table(
         table.add_row("collective", f"{count} x {name}")
     name = "draft with"
     for draft in drafts:
-        times = f"{_ms(draft.low_seconds)} to {_ms(draft.high_seconds)} ms, pays above tau "
-        times += f"{draft.pays_above[0]:.2f} to {draft.pays_above[1]:.2f}, {draft.gain:.2f} x at tau {draft.tau:.2f}"
-        table.add_row(name, f"{draft.flags} ({times})")
+        times_text = f"{_ms(draft.low_seconds)} to {_ms(draft.high_seconds)} ms, pays above tau "
+        times_text += f"{draft.pays_above[0]:.2f} to {draft.pays_above[1]:.2f}, {draft.gain:.2f} x at tau"
+        table.add_row(name, f"{draft.flags} ({times_text} {draft.tau:.2f})")
         name = "  rather than"
     for note in plan.notes:
         table.add_row("note", note)
     for attempt in attempts:
-        flag = f"--dtype {attempt.dtype}"
+        attempt_flags = f"--dtype {attempt.dtype}"
         if attempt.topology != plan.topology:
-            flag = f"--topology {attempt.topology}"
-        table.add_row("try" if attempt.fits else "fits neither", f"{flag} ({memory(attempt)})")
+            attempt_flags = f"--topology {attempt.topology}"
+        table.add_row("try" if attempt.fits else "fits neither", f"{attempt_flags} ({memory(attempt)})")
     Console(file=out, soft_wrap=True, highlight=False).print(table)

@@ -30,7 +30,7 @@ class Answer:
     tokens: tuple[tuple[int, ...], ...]  # new tokens of each turn
     finish_reason: str  # "stop" or "length" of the last turn; "context" if a follow-up turn did not fit
     metrics: Metrics
-    seconds: float  # wall time of its groups, including prefill, divided by the number of problems in each
+    seconds: float  # this problem's share of the wall time of its groups, including prefill
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,34 +55,34 @@ class Decoding:
         A group is a few batches: enough that a finished row refills with the next problem, and few enough that a slow
         spell of the machine affects all arms alike.
         """
-        size = self.session.batch_size
-        if size == 1:
+        batch_size = self.session.batch_size
+        if batch_size == 1:
             return 1
-        return GROUP * size
+        return GROUP * batch_size
 
     def answer(
         self, arm: Arm, problems: Sequence[Problem], seeds: Sequence[int], *, temperature: float
     ) -> list[Answer]:
-        """Decode some problems, such as a `group`, in `session.batch_size` rows that refill.
+        """Decode some problems, such as a group, in `session.batch_size` rows that refill when they finish.
 
         A follow-up turn contains the arm's own earlier answers.
         """
         target = self.session.target
         conversations: list[list[Completion]] = [[] for _ in problems]
-        seconds = [0.0] * len(problems)
-        full = [False] * len(problems)
+        problem_seconds = [0.0] * len(problems)
+        out_of_room = [False] * len(problems)
         # Decode turn by turn. A problem drops out after its last turn, or when a turn no longer fits the context.
         for turn in range(max(len(turns_asked(p, self.chat)) for p in problems)):
             # Prompts of this turn, keyed by the number of the problem.
             prompts: dict[int, list[int]] = {}
             for number, problem in enumerate(problems):
-                if turn >= len(turns_asked(problem, self.chat)) or full[number]:
+                if turn >= len(turns_asked(problem, self.chat)) or out_of_room[number]:
                     continue
-                answers = [completion.text for completion in conversations[number]]
-                ids = prompt_tokens(target, problem, answers, chat=self.chat)
-                full[number] = turn > 0 and len(ids) >= target.config.max_positions
-                if not full[number]:
-                    prompts[number] = ids
+                answer_texts = [completion.text for completion in conversations[number]]
+                prompt_ids = prompt_tokens(target, problem, answer_texts, chat=self.chat)
+                out_of_room[number] = turn > 0 and len(prompt_ids) >= target.config.max_positions
+                if not out_of_room[number]:
+                    prompts[number] = prompt_ids
             if not prompts:
                 break
             turn_seeds = [seeds[number] for number in prompts]
@@ -91,14 +91,14 @@ class Decoding:
             # The rows decode in parallel, so each problem gets an equal share of the time.
             for number, completion in zip(prompts, completions, strict=True):
                 conversations[number].append(completion)
-                seconds[number] += turn_seconds / len(requests)
+                problem_seconds[number] += turn_seconds / len(requests)
         return [
             Answer(
                 texts=tuple(c.text for c in completions),
                 tokens=tuple(tuple(c.tokens) for c in completions),
-                finish_reason="context" if full[number] else completions[-1].finish_reason,
+                finish_reason="context" if out_of_room[number] else completions[-1].finish_reason,
                 metrics=request.total_metrics(completions),
-                seconds=seconds[number],
+                seconds=problem_seconds[number],
             )
             for number, completions in enumerate(conversations)
         ]
@@ -129,17 +129,17 @@ class Decoding:
         drafter = pair.drafter._replace(params=refiner.params)
         refiner.warm_up(params)
         completions, seconds = _decoded(dataclasses.replace(pair, drafter=drafter, log_probs=True), requests)
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         refiner.see_completions(completions)
         refiner.refine(params, steps=UPDATES)
-        return completions, seconds + time.perf_counter() - began
+        return completions, seconds + time.perf_counter() - start_time
 
 
 def _decoded(pair: Session, requests: list[request.Request]) -> tuple[list[Completion], float]:
     """Return the completions and the total seconds they took."""
     pair.warm_up(requests)
-    result = pair.decode(requests)
-    return result.completions, result.seconds
+    decode_result = pair.decode(requests)
+    return decode_result.completions, decode_result.seconds
 
 
 def turns_asked(problem: Problem, chat: bool) -> tuple[str, ...]:
@@ -168,11 +168,11 @@ def check_problems(target: Pretrained, problems: Sequence[Problem], *, chat: boo
     for problem in problems:
         context = target.config.max_positions
         try:
-            count = len(prompt_tokens(target, problem, chat=chat))
-            if count >= context:
+            num_tokens = len(prompt_tokens(target, problem, chat=chat))
+            if num_tokens >= context:
                 raise MarsError(
-                    f"the prompt has {count} tokens and '{target.name}' a context of {context}: take it out of the "
-                    "file, or evaluate a target of a longer context."
+                    f"the prompt has {num_tokens} tokens and '{target.name}' a context of {context}: remove it from "
+                    "the file, or evaluate a target with a longer context."
                 )
         except MarsError as error:
             raise MarsError(f"{problem.task}, problem {problem.id}: {error}") from None

@@ -19,8 +19,8 @@ RESAMPLES = 2000
 
 def resampled(count: int, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
     """Return how often each of `count` problems occurs in each resample of the bootstrap, f64[R, count]."""
-    shares = np.full(count, 1 / count)
-    return np.random.default_rng(seed).multinomial(count, shares, size=resamples).astype(np.float64)
+    probabilities = np.full(count, 1 / count)
+    return np.random.default_rng(seed).multinomial(count, probabilities, size=resamples).astype(np.float64)
 
 
 def arm_figures(
@@ -40,20 +40,20 @@ def arm_figures(
       metric: metric of the task.
       seed: seed of the bootstrap.
     """
-    counts = {name: sum(row[name] for row in rows) for name in ("emitted", "seconds")}
-    relaxed, exact = (sum(row[f"accepted_{kind}"] for row in rows) for kind in ("relaxed", "exact"))
+    totals = {name: sum(row[name] for row in rows) for name in ("emitted", "seconds")}
+    num_relaxed, num_exact = (sum(row[f"accepted_{kind}"] for row in rows) for kind in ("relaxed", "exact"))
     # The figures themselves are those of a single "resample" that counts every problem once.
-    figures = _figures(rows, autoregressive, np.ones((1, len(rows))), metric)
-    values = {name: _each_depth(_value, figure) for name, figure in figures.items()}
+    figure_arrays = _figures(rows, autoregressive, np.ones((1, len(rows))), metric)
+    figure_values = {name: _each_depth(_value, figure) for name, figure in figure_arrays.items()}
     return {
         "problems": len(rows),
         "theta": rows[0]["theta"],
-        **values,
+        **figure_values,
         "depth_histogram": np.sum([row["depth_histogram"] for row in rows], axis=0).tolist(),
-        "relaxed_share": relaxed / max(relaxed + exact, 1),
-        "seconds_per_task": counts["seconds"] / len(rows),
-        "task_speedup": sum(row["seconds"] for row in autoregressive) / max(counts["seconds"], 1e-9),
-        "tokens_per_task": counts["emitted"] / len(rows),
+        "relaxed_share": num_relaxed / max(num_relaxed + num_exact, 1),
+        "seconds_per_task": totals["seconds"] / len(rows),
+        "task_speedup": sum(row["seconds"] for row in autoregressive) / max(totals["seconds"], 1e-9),
+        "tokens_per_task": totals["emitted"] / len(rows),
         "loop_rate": _mean(row["loops"] for row in rows),
         "length_rate": _mean(row["finish_reason"] != "stop" for row in rows),
         "same_as_autoregressive": _same(rows, autoregressive),
@@ -89,14 +89,14 @@ def intervals(
         # One problem has no variation between problems, so no interval.
         resamples = 0
     weights = resampled(len(rows), seed, resamples)
-    figures = _figures(rows, autoregressive, weights, metric)
-    return {name: _each_depth(_bounds, figure) for name, figure in figures.items()}
+    figure_arrays = _figures(rows, autoregressive, weights, metric)
+    return {name: _each_depth(_bounds, figure) for name, figure in figure_arrays.items()}
 
 
 def _figures(
     rows: Sequence[Row], autoregressive: Sequence[Row], weights: np.ndarray, metric: str
 ) -> dict[str, np.ndarray]:
-    """Return every figure that has an interval in each resample, f64[R], or f64[D, R] for each draft depth.
+    """Return all figures that have intervals, each with its value in every resample, f64[R], or by depth, f64[D, R].
 
     NaN or infinity stands for a figure that a resample does not define. `weights` f64[R, n] counts how often each
     problem occurs in each resample. All figures share it, so that ratios and differences are paired.
@@ -113,20 +113,20 @@ def _figures(
     if all(row["score"] is not None for row in (*rows, *autoregressive)):
         score, base_score = (_scores(arm_rows, weights, metric) for arm_rows in (rows, autoregressive))
     with np.errstate(divide="ignore", invalid="ignore"):
-        rate = tokens / seconds
-        recovered = score / base_score
+        token_rate = tokens / seconds
+        recovered_share = score / base_score
         if not base_score.all():
-            # Do not report an interval of only those resamples in which the target scores at all.
-            recovered = np.full_like(recovered, np.nan)
+            # If the target scores 0 in any resample, an interval would cover only the other resamples: report none.
+            recovered_share = np.full_like(recovered_share, np.nan)
         return {
             "tau": tokens / sums(rows, "steps"),
             "acceptance_by_depth": reached[1:] / reached[:-1],
             "regret_per_token": sums(rows, "regret") / tokens,
-            "tokens_per_second": rate,
-            "speedup": rate / (sums(autoregressive, "emitted") / sums(autoregressive, "seconds")),
+            "tokens_per_second": token_rate,
+            "speedup": token_rate / (sums(autoregressive, "emitted") / sums(autoregressive, "seconds")),
             "score": score,
             "score_change": score - base_score,
-            "recovered": recovered,
+            "recovered": recovered_share,
         }
 
 
@@ -144,8 +144,8 @@ def _value(figure: np.ndarray) -> float | None:
 
 def _bounds(figure: np.ndarray) -> list[float] | None:
     """Return the middle 95% of the finite values f64[R], or None if there are none."""
-    finite = figure[np.isfinite(figure)]
-    return np.quantile(finite, [0.025, 0.975]).tolist() if len(finite) else None
+    finite_values = figure[np.isfinite(figure)]
+    return np.quantile(finite_values, [0.025, 0.975]).tolist() if len(finite_values) else None
 
 
 def _mean(values: Iterable[bool]) -> float:

@@ -72,15 +72,15 @@ class DraftShape(NamedTuple):
         depth = self.length or 0
         if self.tree is not None:
             depth = self.tree.depth
-        # `reached` is the probability that the draft is accepted down to this level.
-        reached, tokens = 1.0, 1.0
+        # `reach_prob` is the probability that the draft is accepted down to this level.
+        reach_prob, expected_tokens = 1.0, 1.0
         for level in range(depth):
             a = acceptance[min(level, len(acceptance) - 1)]
             if self.tree is not None:
                 a = 1 - (1 - a) ** 2
-            reached *= a
-            tokens += reached
-        return tokens
+            reach_prob *= a
+            expected_tokens += reach_prob
+        return expected_tokens
 
 
 SHAPES = (DraftShape(3, None), DraftShape(5, None), DraftShape(None, Dynamic()))
@@ -117,28 +117,28 @@ def compare_drafts(
       acceptance: probability that a drafted token is accepted, by depth; see `DraftShape.tau`.
       shapes: shapes of the drafts.
     """
-    drafts = []
+    estimates = []
     for shape in shapes:
-        time = step(shape)
-        if time is None:
+        draft_time = step(shape)
+        if draft_time is None:
             continue
-        low, high = time.low_seconds, time.high_seconds
+        low, high = draft_time.low_seconds, draft_time.high_seconds
         base_low, base_high = autoregressive.low_seconds, autoregressive.high_seconds
-        if time.missing or autoregressive.missing:
+        if draft_time.missing or autoregressive.missing:
             # Compare lower bounds with lower bounds.
-            low = high = time.floor_seconds
+            low = high = draft_time.floor_seconds
             base_low = base_high = autoregressive.floor_seconds
         # A draft pays if tau exceeds the ratio of the two step times.
         ratios = low / base_low, high / base_high
         tau = shape.tau(acceptance)
         # Compare the middles of the two ranges.
         gain = tau * (base_low + base_high) / (low + high)
-        drafts.append(DraftEstimate(shape.flags, low, high, (min(ratios), max(ratios)), tau, gain))
-    return sorted(drafts, key=lambda draft: -draft.gain)
+        estimates.append(DraftEstimate(shape.flags, low, high, (min(ratios), max(ratios)), tau, gain))
+    return sorted(estimates, key=lambda draft: -draft.gain)
 
 
 def advise(attempt: Callable[[str | None, str], Attempt], dtype: str, larger: Sequence[str]) -> list[Attempt]:
-    """Try fewer bits on the same slice, then larger slices with the same dtype, until one of each fits.
+    """Try fewer bits on the same slice, then larger slices with the same dtype. Each series ends at the first fit.
 
     Args:
       attempt: maps a slice (None for the same) and a dtype to an attempt.
@@ -149,9 +149,9 @@ def advise(attempt: Callable[[str | None, str], Attempt], dtype: str, larger: Se
       All attempts, successful or not.
     """
     attempts: list[Attempt] = []
-    for fewer, bits in BITS.items():
+    for narrower_dtype, bits in BITS.items():
         if bits < BITS.get(dtype, 16):
-            attempts.append(attempt(None, fewer))
+            attempts.append(attempt(None, narrower_dtype))
             if attempts[-1].fits:
                 break
     for name in larger:

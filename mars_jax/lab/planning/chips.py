@@ -63,14 +63,14 @@ def slice_of(name: str) -> str:
         return name
     dims = CHIPS[generation].dims
     # Slices of three dimensions are counted in cores, two per chip, and those of two dimensions in chips.
-    cores, unit = {2: (1, "chips"), 3: (2, "cores, two a chip")}[dims]
-    shapes = {str(chips * cores): shape for chips, shape in SHAPES[dims].items()}
-    if size not in shapes:
+    counts_per_chip, unit_words = {2: (1, "chips"), 3: (2, "cores, two a chip")}[dims]
+    shape_by_count = {str(chips * counts_per_chip): shape for chips, shape in SHAPES[dims].items()}
+    if size not in shape_by_count:
         raise MarsError(
-            f"the topology is {name!r}: {kind} comes in {', '.join(shapes)} {unit}; name one of these, or a shape "
-            f"such as {generation}:{SHAPES[dims][4]}."
+            f"the topology is {name!r}: {kind} comes in {', '.join(shape_by_count)} {unit_words}; name one of these, "
+            f"or a shape such as {generation}:{SHAPES[dims][4]}."
         )
-    return f"{generation}:{shapes[size]}"
+    return f"{generation}:{shape_by_count[size]}"
 
 
 def larger(name: str) -> list[str]:
@@ -81,8 +81,8 @@ def larger(name: str) -> list[str]:
     """
     generation, _, shape = slice_of(name).partition(":")
     chips = math.prod(int(size) for size in shape.split("x"))
-    shapes = SHAPES[CHIPS[generation].dims]
-    return [f"{generation}:{shape}" for count, shape in shapes.items() if count > chips]
+    shape_by_chips = SHAPES[CHIPS[generation].dims]
+    return [f"{generation}:{shape}" for count, shape in shape_by_chips.items() if count > chips]
 
 
 class Topology(NamedTuple):
@@ -115,13 +115,13 @@ def topology(name: str) -> Topology:
     """
     name = slice_of(name)
     generation, _, shape = name.partition(":")
-    sizes = shape.split("x")
+    size_texts = shape.split("x")
     chip = CHIPS.get(generation)
     # Limit sizes to 9 digits, since Python refuses to convert strings of more than 4,300 digits.
     has_valid_sizes = all(
-        size.isascii() and size.isdigit() and len(size) < 10 and int(size) for size in sizes
+        size.isascii() and size.isdigit() and len(size) < 10 and int(size) for size in size_texts
     )
-    if chip is None or len(sizes) != chip.dims or not has_valid_sizes:
+    if chip is None or len(size_texts) != chip.dims or not has_valid_sizes:
         raise MarsError(
             f"the topology is {name!r}: expected {', '.join(CHIPS)} and a shape, of two numbers such as v5e:4x4, or of "
             "three for v4, v5p and tpu7x, such as v5p:2x2x2; or a type such as v5litepod-4, v5p-8 or v6e-8."
@@ -132,23 +132,23 @@ def topology(name: str) -> Topology:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
-    counts = [int(size) for size in sizes]
+    chip_counts = [int(size) for size in size_texts]
     # A host holds 2x2 chips unless the slice is smaller than that.
-    host = [min(count, limit) for count, limit in zip([*counts, 1][:3], (2, 2, 1), strict=True)]
+    host_bounds = [min(count, limit) for count, limit in zip([*chip_counts, 1][:3], (2, 2, 1), strict=True)]
     try:
         devices = topologies.get_topology_desc(
-            platform="tpu", topology_name=name, chips_per_host_bounds=host
+            platform="tpu", topology_name=name, chips_per_host_bounds=host_bounds
         ).devices
     except Exception as error:  # jaxlib raises several types
-        text = str(error)
-        if "libtpu" in text.lower() or isinstance(error, ImportError):
+        error_text = str(error)
+        if "libtpu" in error_text.lower() or isinstance(error, ImportError):
             raise MarsError(
                 "compiling for a TPU needs libtpu: pip install 'jax[tpu]' on Linux x86-64."
             ) from None
         raise MarsError(
-            f"libtpu knows no topology {name!r} ({text.splitlines()[0]}): choose another shape."
+            f"libtpu knows no topology {name!r} ({error_text.splitlines()[0]}): choose another shape."
         ) from None
-    chips = math.prod(counts)
+    chips = math.prod(chip_counts)
     devices_per_chip = len(devices) // chips
     return Topology(
         name=name,

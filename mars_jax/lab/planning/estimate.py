@@ -76,7 +76,7 @@ class StepTime(NamedTuple):
 
 @functools.cache
 def overheads() -> JsonObject:
-    """Load the table of overheads by generation."""
+    """Load the table of overheads, keyed by generation."""
     return json.loads(TABLE.read_text(encoding="utf-8"))["chips"]
 
 
@@ -90,46 +90,46 @@ def step_time(work: Work, generation: str, *, bandwidth: float, peak_flops: floa
       peak_flops: peak of a device in operations per second.
       link: bytes per second of a link between chips, both directions together.
     """
-    floor = max(work.bytes.total / bandwidth, work.flops / peak_flops)
+    floor_seconds = max(work.bytes.total / bandwidth, work.flops / peak_flops)
     if missing := _missing(work, generation):
-        return StepTime(floor, floor, floor, missing)
-    table = overheads()[generation]
+        return StepTime(floor_seconds, floor_seconds, floor_seconds, missing)
+    chip_table = overheads()[generation]
     # Use the smallest measured number of tokens that is at least the step's.
-    rows = table["layers"][work.dtype]
-    layer = rows[str(min(count for count in map(int, rows) if count >= work.tokens))]
-    draft = table["drafts"][work.draft]
+    layer_rows = chip_table["layers"][work.dtype]
+    layer_overheads = layer_rows[str(min(count for count in map(int, layer_rows) if count >= work.tokens))]
+    draft_overheads = chip_table["drafts"][work.draft]
     # The measured drafts have one layer per pass.
     extra_layers = work.passes * max(work.draft_layers - 1, 0)
 
     # Time to read weights: a layer takes `stretch` times as long as reading its bytes at full bandwidth.
-    seconds = layer["stretch"] * work.bytes.layers / bandwidth
+    seconds = layer_overheads["stretch"] * work.bytes.layers / bandwidth
     seconds += (work.bytes.unembed + work.bytes.draft) / bandwidth
-    seconds += draft["step_seconds"] + work.passes * draft["pass_seconds"]
+    seconds += draft_overheads["step_seconds"] + work.passes * draft_overheads["pass_seconds"]
 
-    # Collectives: an all-reduce of bfloat16 hidden states, and small ones in the draft, whose bytes do not count.
-    summed = 2 * work.tokens * work.hidden_size
-    all_reduce = functools.partial(collective_seconds, "all-reduce", devices=work.devices, link=link)
-    seconds += LAYER_COLLECTIVES * work.num_layers * all_reduce(sent=summed, received=summed)
-    small = draft["step_collectives"] + work.passes * draft["pass_collectives"]
-    small += LAYER_COLLECTIVES * extra_layers
-    seconds += small * all_reduce(sent=0, received=0)
+    # Collectives: all-reduces of bfloat16 hidden states, and small all-reduces in the draft, whose bytes do not count.
+    sum_bytes = 2 * work.tokens * work.hidden_size
+    all_reduce_seconds = functools.partial(collective_seconds, "all-reduce", devices=work.devices, link=link)
+    seconds += LAYER_COLLECTIVES * work.num_layers * all_reduce_seconds(sent=sum_bytes, received=sum_bytes)
+    num_small = draft_overheads["step_collectives"] + work.passes * draft_overheads["pass_collectives"]
+    num_small += LAYER_COLLECTIVES * extra_layers
+    seconds += num_small * all_reduce_seconds(sent=0, received=0)
 
-    launches = (work.num_layers + extra_layers) * layer["launches"]
-    launches += draft["step_launches"] + work.passes * draft["pass_launches"]
-    low, high = (max(floor, seconds + launches * launch) for launch in LAUNCH_SECONDS)
-    return StepTime(floor, low, high)
+    num_launches = (work.num_layers + extra_layers) * layer_overheads["launches"]
+    num_launches += draft_overheads["step_launches"] + work.passes * draft_overheads["pass_launches"]
+    low, high = (max(floor_seconds, seconds + num_launches * launch) for launch in LAUNCH_SECONDS)
+    return StepTime(floor_seconds, low, high)
 
 
 def _missing(work: Work, generation: str) -> str:
     """Return why the table does not cover a step, or "" if it does."""
-    table = overheads().get(generation)
-    if table is None or work.dtype not in table["layers"]:
+    chip_table = overheads().get(generation)
+    if chip_table is None or work.dtype not in chip_table["layers"]:
         return f"{work.dtype} on {generation} was not measured"
     if work.num_experts:
         return "mixtures of experts were not measured"
-    if work.draft not in table["drafts"]:
+    if work.draft not in chip_table["drafts"]:
         return f"{work.draft} drafts were not measured"
-    max_tokens = max(map(int, table["layers"][work.dtype]))
+    max_tokens = max(map(int, chip_table["layers"][work.dtype]))
     if work.tokens > max_tokens:
         return f"a device scores {work.tokens} tokens, and at most {max_tokens} were measured"
     if work.context > MAX_CONTEXT:
@@ -157,7 +157,7 @@ def collective_seconds(kind: str, sent: int, received: int, devices: int, link: 
     if kind.startswith("collective-permute"):
         return HOP_SECONDS + received / (link / 2)
     if kind.startswith("all-reduce"):
-        hops, moved = 2 * (devices // 2), sent + received
+        num_hops, moved_bytes = 2 * (devices // 2), sent + received
     else:
-        hops, moved = devices // 2, max(sent, received)
-    return hops * HOP_SECONDS + moved * (devices - 1) / devices / link
+        num_hops, moved_bytes = devices // 2, max(sent, received)
+    return num_hops * HOP_SECONDS + moved_bytes * (devices - 1) / devices / link

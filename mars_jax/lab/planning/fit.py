@@ -42,7 +42,7 @@ class Plan:
     read_bytes: int
     # The larger of (bytes read / bandwidth) and (operations / peak).
     floor_seconds: float
-    # The same for a step without a draft.
+    # The same bound for a step without a draft.
     autoregressive_floor_seconds: float
     # Number of collectives in the loop, by kind and shape.
     collectives: dict[str, int]
@@ -74,11 +74,11 @@ def make_plan(
     except OutOfMemory as error:
         report = {"collectives": {}, "seconds": 0.0}
         used_bytes, fits = error.used, False
-    work, time = planned_time(pair, topology)
+    pair_work, pair_time = planned_time(pair, topology)
     _, autoregressive_time = planned_time(autoregressive, topology)
     notes = shardings.replication_notes(pair.target, pair.mesh)
-    if time.missing:
-        notes.append(f"no estimate: {time.missing}; the times are lower bounds")
+    if pair_time.missing:
+        notes.append(f"no estimate: {pair_time.missing}; the times are lower bounds")
     return Plan(
         topology=topology.name,
         chips=topology.chips,
@@ -88,12 +88,12 @@ def make_plan(
         held_bytes=used_bytes,
         weight_bytes=local_bytes(pair.params),
         cache_bytes=local_bytes(pair.state),
-        read_bytes=work.bytes.total,
-        floor_seconds=time.floor_seconds,
+        read_bytes=pair_work.bytes.total,
+        floor_seconds=pair_time.floor_seconds,
         autoregressive_floor_seconds=autoregressive_time.floor_seconds,
         collectives=report["collectives"],
         compile_seconds=report["seconds"],
-        step=_range(time),
+        step=_range(pair_time),
         autoregressive_step=_range(autoregressive_time),
         notes=tuple(notes),
     )
@@ -121,15 +121,15 @@ def planned_time(pair: Programs, topology: Topology) -> tuple[Work, StepTime]:
 def count_work(pair: Programs) -> Work:
     """Count the work of a step on one device of the mesh."""
     target, drafter, draft = pair.target, pair.drafter, pair.draft
-    # Devices that share the layers of a row; the `data` axis divides only rows.
-    devices = math.prod(size for name, size in pair.mesh.shape.items() if name != "data")
-    rows = pair.batch * devices // pair.mesh.size
+    # Number of devices that share a layer. The `data` axis divides only rows.
+    devices_per_layer = math.prod(size for name, size in pair.mesh.shape.items() if name != "data")
+    rows_per_device = pair.batch * devices_per_layer // pair.mesh.size
     # The table of overheads has one row for all chains and one for all trees.
-    draft_layers, kind = 0, draft.kind
+    draft_layers, draft_kind = 0, draft.kind
     if isinstance(draft.config, ModelConfig):
-        draft_layers, kind = draft.config.num_layers, "eagle"
-    if kind == "eagle":
-        kind = "chain" if drafter.num_nodes == drafter.max_depth + 1 else "tree"
+        draft_layers, draft_kind = draft.config.num_layers, "eagle"
+    if draft_kind == "eagle":
+        draft_kind = "chain" if drafter.num_nodes == drafter.max_depth + 1 else "tree"
     return Work(
         bytes=step_bytes(
             target,
@@ -142,13 +142,13 @@ def count_work(pair: Programs) -> Work:
         ),
         flops=2 * product_weights(target) * pair.batch * drafter.num_nodes / pair.mesh.size,
         dtype=pair.dtype,
-        tokens=rows * drafter.num_nodes,
+        tokens=rows_per_device * drafter.num_nodes,
         context=pair.context,
         num_layers=target.num_layers,
         hidden_size=target.hidden_size,
         num_experts=target.num_experts,
-        devices=devices,
-        draft=kind,
+        devices=devices_per_layer,
+        draft=draft_kind,
         passes=_passes(draft, drafter),
         draft_layers=draft_layers,
     )
@@ -156,15 +156,15 @@ def count_work(pair: Programs) -> Work:
 
 def product_weights(config: ModelConfig) -> int:
     """Return the number of weights that take part in the matrix products for one token."""
-    total = 0.0
+    num_weights = 0.0
     for row in weights(config):
-        size = math.prod(row.shape)
+        used_weights = math.prod(row.shape)
         if isinstance(row.path[-1], int):
             # Each token uses `experts_per_token` of the experts.
-            size *= config.experts_per_token / config.num_experts
+            used_weights *= config.experts_per_token / config.num_experts
         if row.path != ("embed",) or config.tie_embeddings:
-            total += size
-    return round(total)
+            num_weights += used_weights
+    return round(num_weights)
 
 
 def step_bytes(
@@ -185,20 +185,20 @@ def step_bytes(
       cache: bytes of the target's live cache.
       drafted: bytes of the drafter's live cache.
     """
-    read = read_once(target, params.target, tokens=batch * drafter.num_nodes)
-    unembed = local_bytes(params.target.get("unembed", params.target["embed"]))
-    drafting = 0
+    target_bytes = read_once(target, params.target, tokens=batch * drafter.num_nodes)
+    unembed_bytes = local_bytes(params.target.get("unembed", params.target["embed"]))
+    draft_bytes = 0
     if draft.config is not None:
         passes = _passes(draft, drafter)
-        drafting = passes * (read_once(draft.config, params.draft, tokens=batch) + drafted)
+        draft_bytes = passes * (read_once(draft.config, params.draft, tokens=batch) + drafted)
         if isinstance(draft.config, HeadConfig):
-            once = [params.draft[name] for name in draft.config.read_once if name in params.draft]
-            drafting -= (passes - 1) * local_bytes(once)
-    return StepBytes(layers=read - unembed + cache, unembed=unembed, draft=drafting)
+            once_weights = [params.draft[name] for name in draft.config.read_once if name in params.draft]
+            draft_bytes -= (passes - 1) * local_bytes(once_weights)
+    return StepBytes(layers=target_bytes - unembed_bytes + cache, unembed=unembed_bytes, draft=draft_bytes)
 
 
 def _passes(draft: PlannedDraft, drafter: Drafter) -> int:
-    """Return how often the draft's weights are read. A small model's chain begins with two tokens in one pass."""
+    """Return how many passes over the draft's weights a step takes. A small model's first pass reads two tokens."""
     if draft.config is None:
         return 0
     if isinstance(draft.config, HeadConfig):
@@ -212,16 +212,16 @@ def read_once(config: AnyConfig, params: PyTree, *, tokens: int) -> int:
     An untied embedding is not counted, since only a few of its rows are looked up. If tokens choose k of E experts
     uniformly and independently, they need a share of 1 - (1 - k / E) ** tokens of the experts.
     """
-    total = local_bytes(params)
+    read_bytes = local_bytes(params)
     if "embed" in params and not (isinstance(config, ModelConfig) and config.tie_embeddings):
-        total -= local_bytes(params["embed"])
+        read_bytes -= local_bytes(params["embed"])
     if isinstance(config, ModelConfig) and config.num_experts:
-        share = 1 - (1 - config.experts_per_token / config.num_experts) ** tokens
-        experts = sum(
+        expert_share = 1 - (1 - config.experts_per_token / config.num_experts) ** tokens
+        expert_bytes = sum(
             local_bytes(value)
             for layer in params["layers"]
             for name, value in layer.items()
             if name.startswith("expert_")
         )
-        total -= round((1 - share) * experts)
-    return total
+        read_bytes -= round((1 - expert_share) * expert_bytes)
+    return read_bytes

@@ -72,30 +72,30 @@ def draft_of(
     kind = kind_of(config)
     if config == "none":
         return PlannedDraft(kind, lambda _: drafters.none())
-    row = definition(kind)
-    length, usual_tree = row.usual(mixture=mixture)
+    drafter_definition = definition(kind)
+    length, usual_tree = drafter_definition.usual(mixture=mixture)
     if num_draft_tokens is not None:
         length = num_draft_tokens
     elif tree is None:
         tree = usual_tree
     if isinstance(config, HeadConfig):
-        make: Any = row.cls
+        make_head: Any = drafter_definition.cls
         # The usual tree of a block drafter is as deep as its block.
-        if row.block and config.drafts and tree is None and length is None:
+        if drafter_definition.block and config.drafts and tree is None and length is None:
             tree = Dynamic(depth=config.drafts)
-        options: dict[str, Any] = {"tree": tree}
+        head_options: dict[str, Any] = {"tree": tree}
         if config.cached:
-            options["cache_dtype"] = dtype
-        return PlannedDraft(kind, lambda target: make(config, target, length, **options), config)
+            head_options["cache_dtype"] = dtype
+        return PlannedDraft(kind, lambda target: make_head(config, target, length, **head_options), config)
     # All other kinds have a default length.
     assert length is not None
     if config == "ngram":
         return PlannedDraft(kind, lambda _: drafters.ngram(length))
     assert isinstance(config, ModelConfig)
-    small = transformer.language_model(config, dtype=dtype)
+    small_model = transformer.language_model(config, dtype=dtype)
 
     def make_small(target: LanguageModel) -> Drafter:
-        return drafters.language_model(small, length, tree=tree, vocab_size=target.vocab_size)
+        return drafters.language_model(small_model, length, tree=tree, vocab_size=target.vocab_size)
 
     return PlannedDraft(kind, make_small, config)
 
@@ -121,9 +121,9 @@ def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
     >>> default_mesh(config, 16, 2), default_mesh(config, 16, 1)
     ({'data': 2, 'model': 8}, {'model': 16})
     """
-    model = math.gcd(config.num_kv_heads, count)
-    if count > model and batch % (count // model) == 0:
-        return {"data": count // model, "model": model}
+    model_size = math.gcd(config.num_kv_heads, count)
+    if count > model_size and batch % (count // model_size) == 0:
+        return {"data": count // model_size, "model": model_size}
     return {"model": count}
 
 
@@ -179,8 +179,8 @@ class Programs:
         return speculative_decoder(self._model, self.drafter, self.verify)
 
     def _weights(self, config: AnyConfig, bits: int | None) -> PyTree:
-        places = shardings.params_shardings(config, self.mesh)
-        return shardings.abstract_params(config, wide_dtype(self.dtype), bits=bits, shardings=places)
+        placement = shardings.params_shardings(config, self.mesh)
+        return shardings.abstract_params(config, wide_dtype(self.dtype), bits=bits, shardings=placement)
 
 
 def lower_loop(
@@ -196,23 +196,23 @@ def _abstract_state(
     decoder: Decoder, params: Params, rule: Rule, mesh: Mesh, *, batch: int, context: int
 ) -> DecodeState:
     def start(params: Params) -> DecodeState:
-        seeds = keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
-        # The shortest prompt that prefills a token: only shapes matter here.
-        prompts, lengths = jnp.zeros((batch, context), jnp.int32), jnp.full((batch,), 2, jnp.int32)
+        row_keys = keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
+        # Only shapes matter here, so use the shortest prompt that prefills a token.
+        tokens, lengths = jnp.zeros((batch, context), jnp.int32), jnp.full((batch,), 2, jnp.int32)
         return decoder.init(
-            params, Prompts(prompts, lengths, make_controls(batch, limit=context), rule, seeds)
+            params, Prompts(tokens, lengths, make_controls(batch, limit=context), rule, row_keys)
         )
 
     with jax.set_mesh(mesh):
         state = jax.eval_shape(start, params)
-        places = shardings.state_shardings(state, mesh)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, places)
+        placement = shardings.state_shardings(state, mesh)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placement)
 
 
 def local_bytes(tree: PyTree) -> int:
     """Return the bytes of one device's shards of abstract arrays."""
-    shards = (
+    shard_shapes = (
         jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
         for leaf in jax.tree.leaves(tree)
     )
-    return sum(map(num_bytes, shards))
+    return sum(map(num_bytes, shard_shapes))

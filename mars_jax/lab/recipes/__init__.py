@@ -1,7 +1,7 @@
 """Recipes: the flags of `mars-jax benchmark` that reproduce a published table, in one file per pair of models.
 
-A recipe is measured twice: as in its table, with the rule and the strict rule using the same draft, and with every arm
-at its best draft length.
+A recipe is measured twice. The first part follows the published table, in which the rule and the strict rule use the
+same draft. In the second part, every arm uses its best draft length.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Recipe:
     published: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)  # strict -> relaxed
 
     def argv(self, part: str, user_flags: Sequence[str]) -> list[str]:
-        """Return the flags of a part of `PARTS`, with the user's flags last.
+        """Return the flags of one of `PARTS`, with the user's flags last.
 
         >>> read_recipe("qwen3-8b").argv("paper", ["--problems", "4"])[-2:]
         ['--problems', '4']
@@ -70,8 +70,8 @@ class Recipe:
         if names & {"--draft", *SHAPES}:
             # The user's draft replaces the recipe's tree.
             names.add("--tree")
-        words = (_words(name, value) for name, value in part_flags.items() if f"--{name}" not in names)
-        return [*itertools.chain(*words), *user_flags]
+        flag_words = (_words(name, value) for name, value in part_flags.items() if f"--{name}" not in names)
+        return [*itertools.chain(*flag_words), *user_flags]
 
 
 def _words(name: str, value: object) -> list[str]:
@@ -123,7 +123,7 @@ def read_recipe(name: str) -> Recipe:
 def measured(summary: JsonObject) -> dict[str, float]:
     """Return means over the tables of summary.json, as papers report them.
 
-    These are speed and tau of the strict rule and of the relaxed one, and the share of the score preserved, if any.
+    These are speed and tau of the strict rule and of the relaxed one, and the share of the score kept if it is scored.
 
     >>> arms = [{"role": r, "speedup": s, "tau": s, "recovered": 1.0} for r, s in (("strict", 2.0), ("rule", 3.0))]
     >>> measured({"tables": [{"arms": arms}]})
@@ -132,20 +132,20 @@ def measured(summary: JsonObject) -> dict[str, float]:
     values_by_name: dict[str, list[float]] = {}
     for table in summary["tables"]:
         # If the rule has several arms, keep the first one, which the controls are matched to.
-        arms = {arm["role"]: arm for arm in reversed(table["arms"])}
+        arm_by_role = {arm["role"]: arm for arm in reversed(table["arms"])}
         for role in ("strict", "rule"):
-            values_by_name.setdefault(f"{role} speed", []).append(arms[role]["speedup"])
-            values_by_name.setdefault(f"{role} tau", []).append(arms[role]["tau"])
-        recovered = arms["rule"]["recovered"]
+            values_by_name.setdefault(f"{role} speed", []).append(arm_by_role[role]["speedup"])
+            values_by_name.setdefault(f"{role} tau", []).append(arm_by_role[role]["tau"])
+        share_kept = arm_by_role["rule"]["recovered"]
         # A likelihood above that of the target's own samples is not an improvement.
-        if recovered is not None and math.isfinite(recovered) and table.get("metric") != "likelihood":
-            values_by_name.setdefault("recovered", []).append(recovered)
+        if share_kept is not None and math.isfinite(share_kept) and table.get("metric") != "likelihood":
+            values_by_name.setdefault("recovered", []).append(share_kept)
     return {name: fmean(values) for name, values in values_by_name.items()}
 
 
 def table(recipe: Recipe, output: Path) -> str:
     """Return a Markdown table of the published figures and of those measured in a run's folder."""
-    figures = measured(json.loads((output / PARTS[0] / "summary.json").read_text(encoding="utf-8")))
+    means = measured(json.loads((output / PARTS[0] / "summary.json").read_text(encoding="utf-8")))
     lines = [
         f"# {recipe.name}: {recipe.about}",
         "",
@@ -153,14 +153,14 @@ def table(recipe: Recipe, output: Path) -> str:
         "|---|---|---|",
     ]
     for word, unit in (("speed", "x"), ("tau", "")):
-        measured_cell = f"{figures[f'strict {word}']:.2f}{unit} -> {figures[f'rule {word}']:.2f}{unit}"
+        measured_cell = f"{means[f'strict {word}']:.2f}{unit} -> {means[f'rule {word}']:.2f}{unit}"
         published_cell = "-"
         if word in recipe.published:
             published_cell = " -> ".join(f"{figure:.2f}{unit}" for figure in recipe.published[word])
         lines.append(f"| {word} | {measured_cell} | {published_cell} |")
     score_kept = "not scored"
-    if "recovered" in figures:
-        score_kept = f"{figures['recovered']:.1%}"
+    if "recovered" in means:
+        score_kept = f"{means['recovered']:.1%}"
     lines += [f"| score kept | {score_kept} | - |", ""]
     if recipe.published:
         lines += [f"Published: {recipe.source}. Means over the tasks.", ""]

@@ -35,22 +35,22 @@ def check_memory(args: argparse.Namespace, name: str, topology: str = "") -> str
     Raises:
       MarsError: the weights do not fit on the devices; or as for `hub.outline`.
     """
-    weights = weight_bytes(args)
-    memory = _memory(jax.local_devices()[0])
-    if memory is None:
-        return f"{_gib(weights)} of weights"
-    room = ROOM * memory
+    needed_bytes = weight_bytes(args)
+    device_bytes = _memory(jax.local_devices()[0])
+    if device_bytes is None:
+        return f"{_gib(needed_bytes)} of weights"
+    weight_room = ROOM * device_bytes
     if args.mesh is not None:
-        room *= parse_mesh(args.mesh).size
-    if weights > room:
-        cure = "give a smaller --dtype"
+        weight_room *= parse_mesh(args.mesh).size
+    if needed_bytes > weight_room:
+        suggestion = "give a smaller --dtype"
         if topology:
-            cure = f"run it on a slice such as {topology}, or {cure}"
+            suggestion = f"run it on a slice such as {topology}, or {suggestion}"
         raise MarsError(
-            f"the recipe {name} has {_gib(weights)} of weights, and the devices here have room for {_gib(room)}: "
-            f"{cure}."
+            f"the recipe {name} has {_gib(needed_bytes)} of weights, and the devices here have room for "
+            f"{_gib(weight_room)}: {suggestion}."
         )
-    return f"{_gib(weights)} of weights for {_gib(room)} of memory"
+    return f"{_gib(needed_bytes)} of weights for {_gib(weight_room)} of memory"
 
 
 def weight_bytes(args: argparse.Namespace) -> int:
@@ -63,8 +63,8 @@ def weight_bytes(args: argparse.Namespace) -> int:
     elif draft.kind == "eagle":
         configs[draft.path] = EagleConfig.outline(target)
     # Assume two bytes per number for the checkpoint's own dtype.
-    wide = wide_dtype(args.dtype or "bfloat16")
-    params = [abstract_params(config, wide, bits=BITS.get(args.dtype or "")) for config in configs.values()]
+    dtype = wide_dtype(args.dtype or "bfloat16")
+    params = [abstract_params(config, dtype, bits=BITS.get(args.dtype or "")) for config in configs.values()]
     return sum(map(num_bytes, jax.tree.leaves(params)))
 
 

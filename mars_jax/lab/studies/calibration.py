@@ -27,11 +27,11 @@ from mars_jax.utils.types import JsonObject
 from mars_jax.verify import RuleChoice
 
 RISKS = {
-    "regret": "what the rule adds to the regret of a text, in nats per token, mean over texts, each clipped at 1 nat",
-    "accuracy": "what the rule takes from the score of a text, from 0 to 1, mean over texts",
-    "judge": "what the rule takes from a judge's number for a text, from 0 to 1, mean over texts",
+    "regret": "increase of a text's regret due to the rule, in nats per token, mean over texts, each clipped at 1 nat",
+    "accuracy": "decrease of a text's score due to the rule, from 0 to 1, mean over texts",
+    "judge": "decrease of a judge's number for a text due to the rule, from 0 to 1, mean over texts",
 }
-"""Risks by name. All of them compare a rule with the strict rule on the same prompt and seed."""
+"""Risks, keyed by name. All of them compare a rule with the strict rule on the same prompt and seed."""
 Judge = Callable[[str, str], float]
 """`(prompt, answer) -> score` from 0 to 1; higher is better."""
 CLIP = 1.0
@@ -73,11 +73,11 @@ def calibrate(
     Returns:
       `value`, the loosest certified value, or inf if there is none; its `tau`, the `strict_tau`, and `trials`.
     """
-    rules = {
+    rule_by_value = {
         value: verify.load(rule.spec, decoding.session.target, **{**rule.settings, setting: value})
         for value in values
     }
-    strict = base_of(rules[values[0]])
+    strict_rule = base_of(rule_by_value[values[0]])
 
     def worth(problem: Problem, answer: Answer) -> float | None:
         """Return the negated regret per token, or the score. Higher is better."""
@@ -108,26 +108,26 @@ def calibrate(
         def key(problem: Problem) -> Row:
             return {"rule": name, "task": problem.task, "id": problem.id}
 
-        decoded: list[Row] = []
+        decoded_rows: list[Row] = []
         for first in range(0, len(problems), decoding.group):
             group = problems[first : first + decoding.group]
             seeds = [(seed + first + i) % 2**32 for i in range(len(group))]
-            decoded += rows.batch([key(p) for p in group], functools.partial(make, group, seeds))
-            progress(len(decoded), len(problems), f"{name}, tau {tau_of(decoded):.2f}")
-        return decoded
+            decoded_rows += rows.batch([key(p) for p in group], functools.partial(make, group, seeds))
+            progress(len(decoded_rows), len(problems), f"{name}, tau {tau_of(decoded_rows):.2f}")
+        return decoded_rows
 
-    strict_rows = decode(strict, strict.rule.name)
+    strict_rows = decode(strict_rule, strict_rule.rule.name)
 
     def losses_at(value: float) -> tuple[np.ndarray, float]:
-        decoded = decode(rules[value], f"{setting}={value:g}")
-        # The loss of a problem is how much worth its answer loses to the relaxed rule.
+        decoded_rows = decode(rule_by_value[value], f"{setting}={value:g}")
+        # A problem's loss is the worth of the strict rule's answer minus that of the tested rule's.
         losses = [
             strict_row["worth"] - row["worth"]
-            for strict_row, row in zip(strict_rows, decoded, strict=True)
+            for strict_row, row in zip(strict_rows, decoded_rows, strict=True)
             if strict_row["worth"] is not None and row["worth"] is not None
         ]
         # Scale the losses to the range of the test; the bound is scaled in the same way below.
-        return np.clip(np.asarray(losses) / CLIP, -1, 1), tau_of(decoded)
+        return np.clip(np.asarray(losses) / CLIP, -1, 1), tau_of(decoded_rows)
 
     loosest, trials = choose_threshold(values, losses_at, bound=bound / CLIP, confidence=confidence)
     return {
@@ -147,14 +147,14 @@ def judged(judge: Judge, problem: Problem, answer: str) -> float:
     >>> judged(lambda prompt, answer: "no" in answer, Problem(task="t", id="0", turns=("?",), metric="none"), "no")
     1.0
     """
-    result = judge(problem.turns[-1], answer)
+    judgement = judge(problem.turns[-1], answer)
     try:
-        number = float(result)
+        number = float(judgement)
     except (TypeError, ValueError):
         number = np.nan
     if not 0 <= number <= 1:
         raise MarsError(
-            f"the judge gave {result!r} for problem {problem.id}: expected a number from 0 to 1, higher for better."
+            f"the judge gave {judgement!r} for problem {problem.id}: expected a number from 0 to 1, higher for better."
         )
     return number
 
@@ -169,8 +169,8 @@ def check_certifiable(problems: Sequence[Problem], *, risk: str, bound: float, c
         )
     if risk == "accuracy":
         scores.check_metrics(problems)
-    if len(problems) < (needed := fewest(bound, confidence)):
+    if len(problems) < (needed_problems := fewest(bound, confidence)):
         raise MarsError(
             f"{len(problems)} problems cannot certify a bound of {bound:g} with confidence {confidence:g}, however "
-            f"good their answers are: give {FACTORS[0.1] * needed} or more, or ask for less."
+            f"good their answers are: give {FACTORS[0.1] * needed_problems} or more, or ask for less."
         )

@@ -56,17 +56,17 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
     """
     # Map losses and bound from [-1, 1] to the [0, 1] of the paper.
     x, r = (np.asarray(losses, np.float64) + 1) / 2, (bound + 1) / 2
-    count = np.arange(1, len(x) + 1)
+    num_losses = np.arange(1, len(x) + 1)
     # The running mean and variance of the paper, with its prior of one loss: mean 1/2, variance 1/4.
-    mean = (0.5 + np.cumsum(x)) / (1 + count)
-    variance = (0.25 + np.cumsum((x - mean) ** 2)) / (1 + count)
+    running_mean = (0.5 + np.cumsum(x)) / (1 + num_losses)
+    running_variance = (0.25 + np.cumsum((x - running_mean) ** 2)) / (1 + num_losses)
     # Each bet depends only on earlier losses, so the capital is a supermartingale.
-    earlier_variance = np.concatenate([[0.25], variance[:-1]])
+    earlier_variance = np.concatenate([[0.25], running_variance[:-1]])
     bets = np.sqrt(2 * math.log(1 / (1 - confidence)) / (len(x) * earlier_variance))
     bets = np.minimum(bets, BET / (1 - r))
     # Logarithm of the capital after each loss.
-    capital = np.cumsum(np.log1p(-bets * (x - r)))
-    return float(min(1.0, np.exp(-capital.max(initial=0.0))))
+    log_capital = np.cumsum(np.log1p(-bets * (x - r)))
+    return float(min(1.0, np.exp(-log_capital.max(initial=0.0))))
 
 
 FACTORS = {0.1: 2, 0.25: 4, 0.5: 12}
@@ -85,10 +85,10 @@ def fewest(bound: float, confidence: float) -> int:
     def passes(count: int) -> bool:
         return p_value(np.zeros(count), bound, confidence) <= 1 - confidence
 
-    limit = 1
-    while not passes(limit):
-        limit *= 2
-    return 1 + bisect.bisect_left(range(1, limit), True, lo=limit // 2, key=passes)
+    upper_count = 1
+    while not passes(upper_count):
+        upper_count *= 2
+    return 1 + bisect.bisect_left(range(1, upper_count), True, lo=upper_count // 2, key=passes)
 
 
 def choose_threshold(

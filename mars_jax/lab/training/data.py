@@ -66,13 +66,13 @@ def make_stream(texts: Iterable[str], tokenizer: Tokenizer, *, weight: float = 1
       MarsError: there are no documents.
     """
     with activity.doing("tokenizing"):
-        encoded = [e.ids for e in tokenizer.encode_batch(list(texts))]
-    if not encoded:
+        token_lists = [e.ids for e in tokenizer.encode_batch(list(texts))]
+    if not token_lists:
         raise MarsError("there is no text to train on: name files with at least one document.")
     dtype = np.result_type(np.uint16, np.min_scalar_type(tokenizer.get_vocab_size() - 1))
     return Stream(
-        tokens=np.fromiter((i for ids in encoded for i in ids), dtype),
-        segments=np.repeat(np.arange(len(encoded), dtype=np.int32), [len(ids) for ids in encoded]),
+        tokens=np.fromiter((i for ids in token_lists for i in ids), dtype),
+        segments=np.repeat(np.arange(len(token_lists), dtype=np.int32), [len(ids) for ids in token_lists]),
         weight=weight,
     )
 
@@ -87,9 +87,9 @@ class _StreamRows:
         return (len(self._stream.tokens) - 1) // self._length
 
     def __getitem__(self, index: int) -> Batch:
-        first = index * self._length
-        part = slice(first, first + self._length + 1)
-        return Batch(self._stream.tokens[part].astype(np.int32), self._stream.segments[part])
+        row_start = index * self._length
+        row_slice = slice(row_start, row_start + self._length + 1)
+        return Batch(self._stream.tokens[row_slice].astype(np.int32), self._stream.segments[row_slice])
 
 
 def batches(streams: Sequence[Stream], *, rows: int, length: int, seed: int) -> Any:
@@ -118,9 +118,9 @@ def batches(streams: Sequence[Stream], *, rows: int, length: int, seed: int) -> 
             )
         dataset = grain.MapDataset.source(_StreamRows(source, length)).seed(seed + number)
         datasets.append(dataset.shuffle().repeat())
-    mixed = grain.MapDataset.mix(datasets, weights=[source.weight for source in streams])
-    # For one-row batches, keeping the remainder gives a length above sys.maxsize, which grain cannot handle.
-    return mixed.batch(rows, drop_remainder=True)
+    mixed_dataset = grain.MapDataset.mix(datasets, weights=[source.weight for source in streams])
+    # For one-row batches, keeping the remainder makes the dataset longer than sys.maxsize, which grain cannot handle.
+    return mixed_dataset.batch(rows, drop_remainder=True)
 
 
 def draft_vocabulary(
@@ -144,10 +144,10 @@ def draft_vocabulary(
     if not 1 <= size <= vocab_size:
         raise MarsError(f"a draft vocabulary of {size}: expected 1 to {vocab_size}, the target's vocabulary.")
     # Relative frequency of each token, weighted over the streams.
-    share = np.zeros(vocab_size)
+    token_share = np.zeros(vocab_size)
     for source in streams:
         counts = np.bincount(source.tokens, minlength=vocab_size)[:vocab_size]
-        share += source.weight * counts / len(source.tokens)
+        token_share += source.weight * counts / len(source.tokens)
     # Rank required tokens first. The stable sort breaks ties by token id.
-    share[list(always)] = np.inf
-    return np.sort(np.argsort(-share, kind="stable")[:size]).astype(np.int32)
+    token_share[list(always)] = np.inf
+    return np.sort(np.argsort(-token_share, kind="stable")[:size]).astype(np.int32)

@@ -30,7 +30,7 @@ from mars_jax.models.heads import layers_like
 from mars_jax.models.transformer import language_model
 
 SPACING = 8
-"""Default number of tokens in a row per block."""
+"""Default number of tokens of a row for each block."""
 
 
 def decay_of(block_size: int) -> float:
@@ -39,8 +39,8 @@ def decay_of(block_size: int) -> float:
     >>> decay_of(16), decay_of(8)
     (7.0, 4.0)
     """
-    decays = ((16, 7.0), (10, 5.0), (0, 4.0))
-    return next(decay for smallest, decay in decays if block_size >= smallest)
+    decay_by_size = ((16, 7.0), (10, 5.0), (0, 4.0))
+    return next(decay for smallest, decay in decay_by_size if block_size >= smallest)
 
 
 def anchors(tokens: Array, count: int) -> Array:
@@ -50,9 +50,9 @@ def anchors(tokens: Array, count: int) -> Array:
     """
     rows, length = tokens.shape
     key = jax.random.fold_in(jax.random.key(0), jnp.sum(tokens))
-    # Part i is the positions bounds[i] to bounds[i + 1] - 1.
-    bounds = jnp.arange(count + 1, dtype=jnp.int32)[None] * length // count
-    return jax.random.randint(key, (rows, count), bounds[:, :-1], bounds[:, 1:])
+    # Part i covers the positions part_bounds[i] to part_bounds[i + 1] - 1.
+    part_bounds = jnp.arange(count + 1, dtype=jnp.int32)[None] * length // count
+    return jax.random.randint(key, (rows, count), part_bounds[:, :-1], part_bounds[:, 1:])
 
 
 def dflash(
@@ -80,48 +80,48 @@ def dflash(
         lesson = teach(target, teacher, batch)
         tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
         length = tokens.shape[1]
-        places = anchors(tokens, blocks or max(1, length // SPACING))
-        both = Params(target=teacher, draft=cast(params, dtype, ids))
-        hidden = block_hidden(config, target, both, lesson.output, tokens, segments, places)
+        starts = anchors(tokens, blocks or max(1, length // SPACING))
+        pair = Params(target=teacher, draft=cast(params, dtype, ids))
+        hidden = block_hidden(config, target, pair, lesson.output, tokens, segments, starts)
 
         # Drafted position i learns the target's distribution after the token at `previous_positions[..., i]`.
-        previous_positions = places[..., None] + jnp.arange(config.drafts, dtype=jnp.int32)[None, None]
+        previous_positions = starts[..., None] + jnp.arange(config.drafts, dtype=jnp.int32)[None, None]
         # Positions past the end of the row read its last token, and are not valid.
-        inside = jnp.minimum(previous_positions, length - 1)
-        anchor_segments = jnp.take_along_axis(segments, places, axis=1)[..., None]
-        same_document = jnp.take_along_axis(segments[:, None], inside, axis=2) == anchor_segments
+        clipped_positions = jnp.minimum(previous_positions, length - 1)
+        anchor_segments = jnp.take_along_axis(segments, starts, axis=1)[..., None]
+        same_document = jnp.take_along_axis(segments[:, None], clipped_positions, axis=2) == anchor_segments
         valid = (previous_positions < length) & same_document
 
         def mean(values: Array) -> Array:
             """Return the mean of values [B, A, D] over all valid blocks, f32[D]."""
             return objectives.masked_mean(values, valid, axis=(0, 1))
 
-        target_logits = jax.vmap(lambda z, index: z[index])(lesson.logits, inside)  # [B, A, D, V]
-        labels = objectives.select(target_logits, ids)
+        target_logits = jax.vmap(lambda z, index: z[index])(lesson.logits, clipped_positions)  # [B, A, D, V]
+        label_logits = objectives.select(target_logits, ids)
 
         # The functions of the head take one axis of tokens, [B, A * D], instead of blocks [B, A, D].
         rows = tokens.shape[0]
-        flat = hidden.reshape(rows, -1, hidden.shape[-1])
-        previous_tokens = jnp.take_along_axis(tokens[:, None], inside, axis=2).reshape(rows, -1)
-        draft_logits = head.unembed(config, target, both, flat)
+        flat_hidden = hidden.reshape(rows, -1, hidden.shape[-1])
+        previous_tokens = jnp.take_along_axis(tokens[:, None], clipped_positions, axis=2).reshape(rows, -1)
+        draft_logits = head.unembed(config, target, pair, flat_hidden)
         if config.markov_rank:
-            draft_logits = draft_logits + head.markov(both.draft, previous_tokens)
+            draft_logits = draft_logits + head.markov(pair.draft, previous_tokens)
         draft_logits = draft_logits.reshape(*valid.shape, -1)
 
-        drafted_tokens = config.to_target(both, jnp.argmax(draft_logits, axis=-1))
+        drafted_tokens = config.to_target(pair, jnp.argmax(draft_logits, axis=-1))
         is_accepted = (drafted_tokens == jnp.argmax(target_logits, axis=-1)).astype(jnp.float32)
-        losses = mean(divergence(labels, draft_logits))
-        total = objectives.chain_mean(losses, fade)
-        figures = objectives.chain_figures(losses, mean(is_accepted))
+        position_losses = mean(divergence(label_logits, draft_logits))
+        total_loss = objectives.chain_mean(position_losses, fade)
+        figures = objectives.chain_figures(position_losses, mean(is_accepted))
         if config.confidence:
-            logit = head.confidence(config, both.draft, flat, previous_tokens).reshape(valid.shape)
+            logit = head.confidence(config, pair.draft, flat_hidden, previous_tokens).reshape(valid.shape)
             # The probability that rejection accepts the draft is the overlap of the two distributions.
-            overlap = jax.lax.stop_gradient(1 - objectives.total_variation(labels, draft_logits))
+            overlap = jax.lax.stop_gradient(1 - objectives.total_variation(label_logits, draft_logits))
             # The cross entropy of a probability and its logit.
-            entropy = jax.nn.softplus(logit) - overlap * logit
-            figures["confidence"] = objectives.chain_mean(mean(entropy), fade)
-            total = total + figures["confidence"]
-        return total, figures
+            confidence_loss = jax.nn.softplus(logit) - overlap * logit
+            figures["confidence"] = objectives.chain_mean(mean(confidence_loss), fade)
+            total_loss = total_loss + figures["confidence"]
+        return total_loss, figures
 
     return loss
 
@@ -146,36 +146,36 @@ def block_hidden(
       places: i32[B, A]; positions of the blocks' first tokens.
     """
     (rows, length), count, size = tokens.shape, places.shape[1], config.block_size
-    draft = params.draft
-    cache = config.init_cache(rows, length + count * size, draft["fc"].dtype)
+    weights = params.draft
+    cache = config.init_cache(rows, length + count * size, weights["fc"].dtype)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
-    zero = jnp.zeros((rows,), jnp.int32)
-    cache = head.absorb(config, draft, head.fuse(config, draft, output), positions, zero, cache)
+    zeros = jnp.zeros((rows,), jnp.int32)
+    cache = head.absorb(config, weights, head.fuse(config, weights, output), positions, zeros, cache)
 
-    first = jnp.take_along_axis(tokens, places, axis=1).reshape(-1, 1)
-    blocks = head.block(config, first).reshape(rows, count * size)
+    first_tokens = jnp.take_along_axis(tokens, places, axis=1).reshape(-1, 1)
+    block_tokens = head.block(config, first_tokens).reshape(rows, count * size)
     block_positions = (places[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]).reshape(rows, -1)
     # Slots 0 to L - 1 of the cache hold the context of the row's tokens. The next A * K slots hold the blocks. A block
     # attends to the context before its first token, within its document.
-    begins = jnp.repeat(places, size, axis=1)[..., None]
+    block_starts = jnp.repeat(places, size, axis=1)[..., None]
     block_segments = jnp.repeat(jnp.take_along_axis(segments, places, axis=1), size, axis=1)[..., None]
-    context = (segments[:, None] == block_segments) & (positions[:, None] < begins)
-    number = jnp.arange(count * size, dtype=jnp.int32) // size
-    same_block = jnp.broadcast_to(number[:, None] == number[None], (rows, count * size, count * size))
+    visible_context = (segments[:, None] == block_segments) & (positions[:, None] < block_starts)
+    block_ids = jnp.arange(count * size, dtype=jnp.int32) // size
+    same_block = jnp.broadcast_to(block_ids[:, None] == block_ids[None], (rows, count * size, count * size))
     visible = Visible(
-        first=zero,
+        first=zeros,
         positions=block_positions,
-        slot=zero + length,
-        seen=jnp.concatenate([context, same_block], axis=2),
+        slot=zeros + length,
+        seen=jnp.concatenate([visible_context, same_block], axis=2),
         seen_positions=jnp.concatenate([positions, block_positions], axis=1),
     )
-    hidden, _ = head.forward(config, target, params, blocks, visible, cache)
+    hidden, _ = head.forward(config, target, params, block_tokens, visible, cache)
     hidden = hidden.reshape(rows, count, size, -1)
     return hidden[:, :, size - config.drafts :]
 
 
 def block_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers that a DFlash head reads: five spread as published, or the ends of a shallow target's thirds.
+    """Return the layers that a DFlash head reads: five as published, or the last of each third of a shallow target.
 
     >>> block_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1))
     (1, 9, 17, 25, 33)
@@ -211,7 +211,7 @@ def new_dflash(
       divergence: see `dflash`.
     """
     layers = tuple(layers or block_layers(target))
-    # Use the token that begins or ends a document.
+    # The mask token is the token that begins or ends a document.
     special_tokens = (target.bos_token_id, *target.eos_token_ids)
     mask_token = next((token for token in special_tokens if token is not None), 0)
     draft_vocab_size, vocabulary = target.vocab_size, None
@@ -233,11 +233,11 @@ def new_dflash(
     )
 
     def init() -> PyTree:
-        initial = from_target(config, target, params, vocabulary, seed)
+        initial_params = from_target(config, target, params, vocabulary, seed)
         if markov_rank:
             # The Markov correction starts at zero.
-            initial["markov_out"] = jnp.zeros_like(initial["markov_out"])
-        return initial
+            initial_params["markov_out"] = jnp.zeros_like(initial_params["markov_out"])
+        return initial_params
 
     model = language_model(target, dtype="bfloat16", feature_layers=layers)
     loss = dflash(config, model, ids=vocabulary, divergence=divergence)

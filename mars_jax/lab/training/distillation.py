@@ -53,8 +53,8 @@ def small_model(
         # Logits f32[B, L, V] of the target and the draft. Row j predicts token j + 1.
         p = jax.lax.stop_gradient(predict(teacher_model, teacher, tokens, segments))
         q = predict(language_model(draft, dtype="bfloat16"), cast(params, jnp.bfloat16), tokens, segments)
-        same = (jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)).astype(jnp.float32)
-        return jnp.mean(divergence(p, q)), {"accept_1": jnp.mean(same)}
+        is_same = (jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)).astype(jnp.float32)
+        return jnp.mean(divergence(p, q)), {"accept_1": jnp.mean(is_same)}
 
     def init() -> PyTree:
         # Copy the params, because the optimizer overwrites them.
@@ -98,26 +98,26 @@ def train(
     Raises:
       MarsError: the rows cannot be divided among the devices, or the text is shorter than a row.
     """
-    rows = max(1, step_tokens // length)
-    parts = size_of("data", mesh)
-    if rows % parts:
+    batch_rows = max(1, step_tokens // length)
+    data_shards = size_of("data", mesh)
+    if batch_rows % data_shards:
         raise MarsError(
-            f"{rows} rows of {length} tokens cannot be divided among {parts} devices: choose a number of tokens "
-            "per step that makes a multiple of them."
+            f"{batch_rows} rows of {length} tokens cannot be divided among {data_shards} devices: choose a number of "
+            f"tokens per step that makes the number of rows a multiple of {data_shards}."
         )
-    batches = data.batches(streams, rows=rows, length=length, seed=seed)
-    training = _training(apprentice, batches, tokens, rows * length, learning_rate)
+    batches = data.batches(streams, rows=batch_rows, length=length, seed=seed)
+    training = _training(apprentice, batches, tokens, batch_rows * length, learning_rate)
     low = cast(teacher, jnp.bfloat16)
     if mesh is None:
         params = fit(training, work, teacher=low, minutes=minutes, description="distilling")
         return with_ids(params, apprentice.ids)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    by_row = NamedSharding(mesh, PartitionSpec(names_of("data", mesh) or None))
+    replicated_sharding = NamedSharding(mesh, PartitionSpec())
+    row_sharding = NamedSharding(mesh, PartitionSpec(names_of("data", mesh) or None))
 
     def prepare(params: PyTree, batch: Batch) -> Batch:
-        return _placed(batch, by_row)
+        return _placed(batch, row_sharding)
 
-    training = training._replace(init=lambda: _placed(apprentice.init(), replicated))
+    training = training._replace(init=lambda: _placed(apprentice.init(), replicated_sharding))
     with jax.set_mesh(mesh):
         params = fit(training, work, teacher=low, prepare=prepare, minutes=minutes, description="distilling")
     return with_ids(params, apprentice.ids)
@@ -164,20 +164,20 @@ def train_on_features(
     Raises:
       MarsError: there are too few features.
     """
-    batches, held_out, size = features.dump_batches(dumps, step_tokens=step_tokens, seed=seed)
-    low = {"embed": teacher["embed"].astype(jnp.bfloat16)}
-    figures = jax.jit(lambda params, batch: apprentice.loss(params, batch, low)[1])
+    batches, held_out, mean_tokens = features.dump_batches(dumps, step_tokens=step_tokens, seed=seed)
+    bf16_embed = {"embed": teacher["embed"].astype(jnp.bfloat16)}
+    batch_figures = jax.jit(lambda params, batch: apprentice.loss(params, batch, bf16_embed)[1])
 
     def measure(params: PyTree) -> dict[str, float]:
-        rows = [jax.device_get(figures(params, batch)) for batch in held_out]
-        means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+        figure_rows = [jax.device_get(batch_figures(params, batch)) for batch in held_out]
+        means = {name: float(np.mean([row[name] for row in figure_rows])) for name in figure_rows[0]}
         return means | {"tau": tau(means)}
 
-    training = _training(apprentice, batches, tokens, size, learning_rate)
+    training = _training(apprentice, batches, tokens, mean_tokens, learning_rate)
     params = fit(
         training,
         work,
-        teacher=low,
+        teacher=bf16_embed,
         save_every=25,
         minutes=minutes,
         held_out=measure,
@@ -192,5 +192,5 @@ def tau(figures: Mapping[str, float]) -> float:
     >>> tau({"accept_1": 0.5, "accept_2": 0.5, "loss": 3.0})
     1.75
     """
-    count = sum(name.startswith("accept_") for name in figures)
-    return 1 + float(np.cumprod([figures[f"accept_{i}"] for i in range(1, count + 1)]).sum())
+    chain_length = sum(name.startswith("accept_") for name in figures)
+    return 1 + float(np.cumprod([figures[f"accept_{i}"] for i in range(1, chain_length + 1)]).sum())

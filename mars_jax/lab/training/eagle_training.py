@@ -37,7 +37,7 @@ class Labels(NamedTuple):
     """The labels of an EAGLE-3 head at its n entries."""
 
     output: ForwardOutput  # [B, n, ...]; the target's output, with the features that the head reads
-    logits: Array  # f32[B, n, W]; logits of token t + 2 in the draft vocabulary
+    logits: Array  # f32[B, n, W]; the target's logits of token t + 2 in the draft vocabulary
     choice: Array  # i32[B, n]; the target's most likely token t + 2
     in_vocabulary: Array  # bool[B, n]; whether `choice` is in the draft vocabulary
 
@@ -49,33 +49,33 @@ def _labels(target: LanguageModel, teacher: PyTree, batch: Batch, ids: Array | N
     target_logits = lesson.logits[:, 1:]
     logits = objectives.select(target_logits, ids)
     in_vocabulary = jnp.max(logits, axis=-1) == jnp.max(target_logits, axis=-1)
-    output = entries(lesson.output, target_logits.shape[1])
-    return Labels(output, logits, jnp.argmax(target_logits, axis=-1), in_vocabulary)
+    entry_output = entries(lesson.output, target_logits.shape[1])
+    return Labels(entry_output, logits, jnp.argmax(target_logits, axis=-1), in_vocabulary)
 
 
 def _recorded_labels(record: Recorded, vocab_size: int, layers: int, ids: Array | None) -> Labels:
-    """Read labels from features on disk. Tokens outside `top` share the remaining probability equally."""
+    """Compute labels from recorded features. Tokens outside `top` share the remaining probability equally."""
     rows, length, _ = record.features.shape
     features = tuple(jnp.split(record.features[:, : length - 1], layers, axis=-1))
-    top, log_probs = record.top[:, 1:], record.log_probs[:, 1:].astype(jnp.float32)
+    top_ids, log_probs = record.top[:, 1:], record.log_probs[:, 1:].astype(jnp.float32)
     remaining_prob = jnp.maximum(1 - jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True), 1e-6)
     # The index of each token of `top` in the draft vocabulary, which is its column in the logits.
-    size, draft_ids = vocab_size, top
+    width, draft_ids = vocab_size, top_ids
     if ids is not None:
         # Tokens outside the draft vocabulary map past its end, where the scatter drops them.
-        size = len(ids)
-        draft_id_of = jnp.full((vocab_size,), size, jnp.int32).at[ids].set(jnp.arange(size, dtype=jnp.int32))
-        draft_ids = draft_id_of[top]
-    logits = jnp.log(remaining_prob / (vocab_size - top.shape[-1]))
-    logits = jnp.broadcast_to(logits, (rows, length - 1, size))
-    row, entry = jnp.indices((rows, length - 1), dtype=jnp.int32, sparse=True)
-    logits = logits.at[row[..., None], entry[..., None], draft_ids].set(log_probs, mode="drop")
+        width = len(ids)
+        column_of = jnp.full((vocab_size,), width, jnp.int32).at[ids].set(jnp.arange(width, dtype=jnp.int32))
+        draft_ids = column_of[top_ids]
+    logits = jnp.log(remaining_prob / (vocab_size - top_ids.shape[-1]))
+    logits = jnp.broadcast_to(logits, (rows, length - 1, width))
+    row_index, entry_index = jnp.indices((rows, length - 1), dtype=jnp.int32, sparse=True)
+    logits = logits.at[row_index[..., None], entry_index[..., None], draft_ids].set(log_probs, mode="drop")
     no_hidden = jnp.zeros((rows, length - 1, 0), features[0].dtype)
-    return Labels(ForwardOutput(no_hidden, features, ()), logits, top[..., 0], draft_ids[..., 0] < size)
+    return Labels(ForwardOutput(no_hidden, features, ()), logits, top_ids[..., 0], draft_ids[..., 0] < width)
 
 
 def entries(output: ForwardOutput, count: int) -> ForwardOutput:
-    """Return the output at the first `count` tokens."""
+    """Truncate the hidden states and features of an output to the first `count` tokens."""
     return output._replace(
         hidden=output.hidden[:, :count], features=tuple(x[:, :count] for x in output.features)
     )
@@ -83,8 +83,8 @@ def entries(output: ForwardOutput, count: int) -> ForwardOutput:
 
 def _agreement(config: EagleConfig, params: Params, drafted: Array, choice: Array, valid: Array) -> Array:
     """Return the share of the valid entries whose most likely token is the target's choice i32[B, n]."""
-    token = config.to_target(params, jnp.argmax(drafted, axis=-1))
-    return objectives.masked_mean((token == choice).astype(jnp.float32), valid)
+    drafted_tokens = config.to_target(params, jnp.argmax(drafted, axis=-1))
+    return objectives.masked_mean((drafted_tokens == choice).astype(jnp.float32), valid)
 
 
 def eagle3(
@@ -124,13 +124,13 @@ def eagle3(
         included = labels.in_vocabulary
         if isinstance(batch, Batch) and batch.wanted is not None:
             included &= batch.wanted[:, 2:]
-        both = Params(target=teacher, draft=cast(params, dtype, ids))
-        losses, accepted = [], []
-        chain = drafted_ahead(config, target, both, labels.output, batch.tokens, batch.segments, steps)
-        for drafted, valid in chain:
-            losses.append(objectives.masked_mean(divergence(labels.logits, drafted), valid & included))
-            accepted.append(_agreement(config, both, drafted, labels.choice, valid))
-        return objectives.chain_mean(losses), objectives.chain_figures(losses, accepted)
+        pair = Params(target=teacher, draft=cast(params, dtype, ids))
+        step_losses, step_acceptance = [], []
+        drafts = drafted_ahead(config, target, pair, labels.output, batch.tokens, batch.segments, steps)
+        for drafted, valid in drafts:
+            step_losses.append(objectives.masked_mean(divergence(labels.logits, drafted), valid & included))
+            step_acceptance.append(_agreement(config, pair, drafted, labels.choice, valid))
+        return objectives.chain_mean(step_losses), objectives.chain_figures(step_losses, step_acceptance)
 
     return loss
 
@@ -158,29 +158,29 @@ def drafted_ahead(
     """
     feature = head.fuse(config, both.draft, output)
     rows, n = feature.shape[:2]
-    following, segments = tokens[:, 1 : n + 1], segments[:, : n + 1]
-    entry = jnp.arange(n, dtype=jnp.int32)
-    position = jnp.broadcast_to(entry, (rows, n))
-    together = document_mask(segments[:, :n])
+    next_tokens, segments = tokens[:, 1 : n + 1], segments[:, : n + 1]
+    entry_index = jnp.arange(n, dtype=jnp.int32)
+    positions = jnp.broadcast_to(entry_index, (rows, n))
+    same_document = document_mask(segments[:, :n])
     # The cache is `steps` blocks of n slots. Block i holds the entries of step i.
     cache = config.init_cache(rows, steps * n, both.draft["fc"].dtype)
-    distance = (entry[:, None] - entry[None, :])[None]  # from the attended entry
+    distance = (entry_index[:, None] - entry_index[None, :])[None]  # from the attended entry
     for j in range(steps):
         # Entry t attends to the target's features up to t - j, which are block 0, and to the entry t - (j - i) of each
         # block i, which are its own chain. Later blocks are still empty.
-        blocks = [together & (distance >= j)]
-        blocks += [jnp.broadcast_to(distance == j - i, together.shape) for i in range(1, j + 1)]
-        blocks += [jnp.zeros(together.shape, bool)] * (steps - j - 1)
+        visible_blocks = [same_document & (distance >= j)]
+        visible_blocks += [jnp.broadcast_to(distance == j - i, same_document.shape) for i in range(1, j + 1)]
+        visible_blocks += [jnp.zeros(same_document.shape, bool)] * (steps - j - 1)
         visible = Visible(
             first=jnp.zeros((rows,), jnp.int32),
-            positions=position,
+            positions=positions,
             slot=jnp.full((rows,), j * n, jnp.int32),
-            seen=jnp.concatenate(blocks, axis=2),
-            seen_positions=jnp.tile(position, (1, steps)),
+            seen=jnp.concatenate(visible_blocks, axis=2),
+            seen_positions=jnp.tile(positions, (1, steps)),
         )
-        hidden, cache = head.forward(config, target, both, feature, following, visible, cache)
+        hidden, cache = head.forward(config, target, both, feature, next_tokens, visible, cache)
         # Valid if the last target feature and the embedded token belong to one document.
-        valid = (jnp.roll(segments[:, :n], j, axis=1) == segments[:, 1:]) & (entry >= j)[None]
+        valid = (jnp.roll(segments[:, :n], j, axis=1) == segments[:, 1:]) & (entry_index >= j)[None]
         yield head.unembed(config, target, both, hidden), valid & (segments[:, 1:] != PADDING)
         # The feature of entry t at the next step is the head's output at entry t - 1.
         feature = jnp.roll(hidden, 1, axis=1).astype(feature.dtype)
@@ -205,39 +205,39 @@ def eagle1(
         lesson = teach(target, teacher, batch)
         rows, length = batch.tokens[:, :-1].shape
         n = length - 1
-        both = Params(target=teacher, draft=cast(params, dtype))
+        pair = Params(target=teacher, draft=cast(params, dtype))
         segments = batch.segments[:, :length]
         feature = lesson.output.hidden[:, :n]
         # The noise is a function of the batch, so that a killed run continues bit for bit.
         key = jax.random.fold_in(jax.random.key(0), jnp.sum(batch.tokens))
         feature = feature + jax.random.uniform(key, feature.shape, feature.dtype, -NOISE, NOISE)
-        following, visible = batch.tokens[:, 1:length], in_documents(segments[:, :n])
+        next_tokens, visible = batch.tokens[:, 1:length], in_documents(segments[:, :n])
         cache = config.init_cache(rows, n, dtype)
-        hidden, _ = head.forward(config, target, both, feature, following, visible, cache)
-        drafted, target_logits = head.unembed(config, target, both, hidden), lesson.logits[:, 1:]
+        hidden, _ = head.forward(config, target, pair, feature, next_tokens, visible, cache)
+        drafted, target_logits = head.unembed(config, target, pair, hidden), lesson.logits[:, 1:]
         valid = segments[:, :n] == segments[:, 1:]
         # The regression target of entry t is the target's feature at t + 1. Smooth L1 is quadratic below an error of 1.
         error = jnp.abs(hidden.astype(jnp.float32) - lesson.output.hidden[:, 1:].astype(jnp.float32))
-        smooth = jnp.mean(jnp.where(error < 1, 0.5 * error**2, error - 0.5), axis=-1)
-        regression = objectives.masked_mean(smooth, valid)
-        token = objectives.masked_mean(divergence(target_logits, drafted), valid)
-        accepted = _agreement(config, both, drafted, jnp.argmax(target_logits, axis=-1), valid)
-        figures = {"regression": regression, "token": token, "accept_1": accepted}
-        return regression + TOKEN_WEIGHT * token, figures
+        smooth_l1 = jnp.mean(jnp.where(error < 1, 0.5 * error**2, error - 0.5), axis=-1)
+        regression_loss = objectives.masked_mean(smooth_l1, valid)
+        token_loss = objectives.masked_mean(divergence(target_logits, drafted), valid)
+        acceptance = _agreement(config, pair, drafted, jnp.argmax(target_logits, axis=-1), valid)
+        figures = {"regression": regression_loss, "token": token_loss, "accept_1": acceptance}
+        return regression_loss + TOKEN_WEIGHT * token_loss, figures
 
     return loss
 
 
 def feature_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers that an EAGLE-3 head reads: the published choice, or the ends of a shallow target's thirds.
+    """Return the layers that an EAGLE-3 head reads: those published, or the last of each third of a shallow target.
 
     >>> feature_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1))
     (1, 15, 28)
     """
-    count = target.num_layers
-    if count >= 12:
+    num_layers = target.num_layers
+    if num_layers >= 12:
         return EagleConfig.outline(target).feature_layers
-    return tuple(sorted({max(count * i // 3 - 1, 0) for i in (1, 2, 3)}))
+    return tuple(sorted({max(num_layers * i // 3 - 1, 0) for i in (1, 2, 3)}))
 
 
 def unembedding(params: PyTree) -> Array:
@@ -250,20 +250,20 @@ def from_target(
 ) -> PyTree:
     """Return the initial params of a head, in float32.
 
-    The last norm and the unembedding are copied from the target if the head has its own. The target's last feature
-    passes through, and all other weights are random. `ids` i32[W] is the draft vocabulary; None: all tokens.
+    The last norm and the unembedding are copied from the target if the head has its own. `fc` passes the
+    target's last feature through. All other weights are random. `ids` i32[W] is the draft vocabulary; None: all.
     """
-    initial = init_params(config, jax.random.key(seed))
-    initial.pop("ids", None)
-    if "norm" in initial:
-        initial["norm"] = jnp.array(params["norm"], jnp.float32)
+    initial_params = init_params(config, jax.random.key(seed))
+    initial_params.pop("ids", None)
+    if "norm" in initial_params:
+        initial_params["norm"] = jnp.array(params["norm"], jnp.float32)
     if config.own_unembed:
         unembed = unembedding(params)
         # Copy it, because the optimizer overwrites the params.
-        initial["unembed"] = jnp.array(objectives.select(unembed, ids, axis=0))
-    size = target.hidden_size
-    initial["fc"] = initial["fc"].at[:, -size:].add(jnp.eye(size))
-    return initial
+        initial_params["unembed"] = jnp.array(objectives.select(unembed, ids, axis=0))
+    hidden_size = target.hidden_size
+    initial_params["fc"] = initial_params["fc"].at[:, -hidden_size:].add(jnp.eye(hidden_size))
+    return initial_params
 
 
 def new_eagle3(
@@ -292,9 +292,9 @@ def new_eagle3(
     if trained is not None:
         config, head_params = trained
         vocabulary = head_params.get("ids")
-        weights = {name: part for name, part in head_params.items() if name != "ids"}
+        trained_weights = {name: part for name, part in head_params.items() if name != "ids"}
         # Copy the params, because the optimizer overwrites them.
-        init = functools.partial(jax.tree.map, lambda x: jnp.array(x, jnp.float32), weights)
+        init = functools.partial(jax.tree.map, lambda x: jnp.array(x, jnp.float32), trained_weights)
     else:
         draft_vocab_size, vocabulary = target.vocab_size, None
         if ids is not None:

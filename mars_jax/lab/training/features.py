@@ -50,14 +50,14 @@ def pack_documents(documents: Iterable[Sequence[int]], length: int) -> tuple[np.
     """
     rows: list[list[Sequence[int]]] = []
     # Number of free positions in each row.
-    room: list[int] = []
+    free_slots: list[int] = []
     for ids in sorted((list(d)[:length] for d in documents), key=len, reverse=True):
-        row = next((i for i, free in enumerate(room) if free >= len(ids)), len(rows))
+        row = next((i for i, free in enumerate(free_slots) if free >= len(ids)), len(rows))
         if row == len(rows):
             rows.append([])
-            room.append(length)
+            free_slots.append(length)
         rows[row].append(ids)
-        room[row] -= len(ids)
+        free_slots[row] -= len(ids)
     tokens = np.zeros((len(rows), length), np.int32)
     segments = np.full((len(rows), length), PADDING, np.int32)
     for row, row_documents in enumerate(rows):
@@ -70,7 +70,7 @@ def pack_documents(documents: Iterable[Sequence[int]], length: int) -> tuple[np.
 
 
 def reader(target: LanguageModel) -> Callable[[PyTree, Array, Array], Recorded]:
-    """Return jitted `(params, tokens, segments) -> Recorded` for a model with features (`with_features`)."""
+    """Return a jitted `(params, tokens, segments) -> Recorded` for a model with features (`with_features`)."""
 
     @jax.jit
     def record(params: PyTree, tokens: Array, segments: Array) -> Recorded:
@@ -79,12 +79,12 @@ def reader(target: LanguageModel) -> Callable[[PyTree, Array, Array], Recorded]:
         # Run row by row: the logits of one row take a hundred megabytes.
         def likeliest(hidden: Array) -> tuple[Array, Array]:
             logits = target.unembed(params, hidden[None])[0]
-            top, ids = jax.lax.top_k(logits, min(TOP, target.vocab_size))
-            return ids, (top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)).astype(jnp.float16)
+            top_logits, ids = jax.lax.top_k(logits, min(TOP, target.vocab_size))
+            return ids, (top_logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)).astype(jnp.float16)
 
-        top, log_probs = jax.lax.map(likeliest, output.hidden)
+        top_ids, log_probs = jax.lax.map(likeliest, output.hidden)
         features = jnp.concatenate(output.features, axis=-1).astype(jnp.bfloat16)
-        return Recorded(tokens, segments, features, top, log_probs)
+        return Recorded(tokens, segments, features, top_ids, log_probs)
 
     return record
 
@@ -95,8 +95,8 @@ def write_shard(folder: Path, recorded: Recorded) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     # The .npy format has no bfloat16, so store the bits.
-    stored = recorded._replace(features=np.asarray(recorded.features).view(np.uint16))
-    for name, array in stored._asdict().items():
+    stored_arrays = recorded._replace(features=np.asarray(recorded.features).view(np.uint16))
+    for name, array in stored_arrays._asdict().items():
         np.save(staging / f"{name}.npy", array)
         sync(staging / f"{name}.npy")
     sync(staging)
@@ -135,9 +135,9 @@ class _DumpRows:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Recorded:
-        number = int(np.searchsorted(self._ends, index, side="right"))
+        shard_id = int(np.searchsorted(self._ends, index, side="right"))
         # Relative to the end of its shard, the index is negative, and so counts rows from the end.
-        return Recorded(*(np.asarray(x[index - self._ends[number]]) for x in self._shards[number]))
+        return Recorded(*(np.asarray(x[index - self._ends[shard_id]]) for x in self._shards[shard_id]))
 
 
 def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple[Any, list[Recorded], int]:
@@ -151,23 +151,24 @@ def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple
     """
     import grain
 
-    datasets, counts, sizes, held_out = [], [], [], []
+    datasets, batch_counts, batch_tokens, held_out = [], [], [], []
     for number, dump in enumerate(dumps):
-        folders = shards(dump)
-        if len(folders) < 2:
+        shard_folders = shards(dump)
+        if len(shard_folders) < 2:
             raise MarsError(
                 f"'{dump}' has too few features to train on: give it two shards at least, one of which is held out."
             )
-        rows = _DumpRows(folders[1:])
-        length = rows[0].tokens.shape[-1]
-        size = max(1, step_tokens // length)
-        dataset = grain.MapDataset.source(rows).seed(seed + number).shuffle().repeat()
-        # For one-row batches, keeping the remainder gives a length above sys.maxsize, which grain cannot handle.
-        datasets.append(dataset.batch(size, drop_remainder=True))
-        counts.append(len(rows) / size)
-        sizes.append(size * length)
-        first = read_shard(folders[0])
-        for start in range(0, min(len(first.tokens), 4 * size), size):
-            held_out.append(Recorded(*(np.asarray(x[start : start + size]) for x in first)))
-    tokens = round(np.average(sizes, weights=counts))
-    return grain.MapDataset.mix(datasets, weights=counts), held_out, tokens
+        dump_rows = _DumpRows(shard_folders[1:])
+        length = dump_rows[0].tokens.shape[-1]
+        batch_rows = max(1, step_tokens // length)
+        dataset = grain.MapDataset.source(dump_rows).seed(seed + number).shuffle().repeat()
+        # For one-row batches, keeping the remainder makes the dataset longer than sys.maxsize, which grain cannot
+        # handle.
+        datasets.append(dataset.batch(batch_rows, drop_remainder=True))
+        batch_counts.append(len(dump_rows) / batch_rows)
+        batch_tokens.append(batch_rows * length)
+        held_out_shard = read_shard(shard_folders[0])
+        for start in range(0, min(len(held_out_shard.tokens), 4 * batch_rows), batch_rows):
+            held_out.append(Recorded(*(np.asarray(x[start : start + batch_rows]) for x in held_out_shard)))
+    mean_tokens = round(np.average(batch_tokens, weights=batch_counts))
+    return grain.MapDataset.mix(datasets, weights=batch_counts), held_out, mean_tokens

@@ -54,11 +54,11 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
     >>> muon(1e-3, 100).init({"q": jax.numpy.ones((4, 4))}) is not None
     True
     """
-    warmup = min(WARMUP, max(1, steps // 10))
-    falling = max(1, round(steps * DECAY))
-    # A linear schedule stays at its last value, so the first one is also the plateau.
-    rise, fall = optax.linear_schedule(0.0, peak, warmup), optax.linear_schedule(peak, 0.0, falling)
-    schedule = optax.join_schedules([rise, fall], [steps - falling])
+    warmup_steps = min(WARMUP, max(1, steps // 10))
+    fall_steps = max(1, round(steps * DECAY))
+    # A linear schedule stays at its last value, so the rising one is also the plateau.
+    rise, fall = optax.linear_schedule(0.0, peak, warmup_steps), optax.linear_schedule(peak, 0.0, fall_steps)
+    schedule = optax.join_schedules([rise, fall], [steps - fall_steps])
 
     def matrices(params: PyTree) -> PyTree:
         def dimensions(path: jax.tree_util.KeyPath, x: Array) -> optax.contrib.MuonDimensionNumbers | None:
@@ -82,12 +82,12 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
 
 
 def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> Callable:
-    """Return jitted `(params, opt_state, batch, teacher) -> (params, opt_state, figures)`; it donates the first two."""
+    """Return jitted `(params, opt_state, batch, teacher) -> (params, opt_state, figures)`. It donates the first two."""
 
     def step(params: PyTree, opt_state: PyTree, batch: Any, teacher: PyTree):
-        (value, figures), gradient = jax.value_and_grad(loss, has_aux=True)(params, batch, teacher)
+        (loss_value, figures), gradient = jax.value_and_grad(loss, has_aux=True)(params, batch, teacher)
         updates, opt_state = optimizer.update(gradient, opt_state, params)
-        figures = {"loss": value, **figures, "gradient_norm": optax.tree.norm(gradient)}
+        figures = {"loss": loss_value, **figures, "gradient_norm": optax.tree.norm(gradient)}
         return optax.apply_updates(params, updates), opt_state, figures
 
     return jax.jit(step, donate_argnums=(0, 1))
@@ -129,38 +129,38 @@ def fit(
     # Batches are small and in memory, so prefetching threads would not pay off.
     batches = iter(training.batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
     # A template of the checkpoints, with the structure, shapes and placement to restore.
-    state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
+    checkpoint_state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
     deadline = time.monotonic() + 60 * (minutes or 0)
     checkpoints = Checkpoints(directory, training.steps)
     with progress(description) as show, contextlib.closing(checkpoints):
-        completed_steps, state = checkpoints.restore(state)
-        params, opt_state = state["params"], state["opt_state"]
+        completed_steps, checkpoint_state = checkpoints.restore(checkpoint_state)
+        params, opt_state = checkpoint_state["params"], checkpoint_state["opt_state"]
         # grain expects integers, and a checkpoint may return arrays.
-        batches.set_state(jax.tree.map(int, state["data"]))
+        batches.set_state(jax.tree.map(int, checkpoint_state["data"]))
         show(completed_steps, training.steps, "")
-        step = make_step(training.loss, training.optimizer)
+        train_step = make_step(training.loss, training.optimizer)
         with _log(directory / "log.jsonl", completed_steps) as log:
             for i in range(completed_steps + 1, training.steps + 1):
-                began = time.perf_counter()
+                start_time = time.perf_counter()
                 batch = prepare(params, next(batches))
-                params, opt_state, figures = step(params, opt_state, batch, teacher)
+                params, opt_state, figures = train_step(params, opt_state, batch, teacher)
                 # `float` waits for the step, so the rate below covers its work on the device.
                 figures = {name: float(value) for name, value in figures.items()}
-                rate = round(training.step_tokens / (time.perf_counter() - began))
-                log.write(json.dumps({"step": i, "tokens_per_s": rate, **figures}) + "\n")
-                show(i, training.steps, f"{rate:,} tokens/s, loss {figures['loss']:.3f}")
+                tokens_per_second = round(training.step_tokens / (time.perf_counter() - start_time))
+                log.write(json.dumps({"step": i, "tokens_per_s": tokens_per_second, **figures}) + "\n")
+                show(i, training.steps, f"{tokens_per_second:,} tokens/s, loss {figures['loss']:.3f}")
                 is_last = i == training.steps
                 if minutes is not None:
                     # The processes of a mesh must stop after the same step, so the first one decides.
                     is_last |= bool(hosts.broadcast(int(time.monotonic() > deadline)))
                 if i % save_every and not is_last:
                     continue
-                state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
-                checkpoints.save(i, state)
+                checkpoint_state = {"params": params, "opt_state": opt_state, "data": batches.get_state()}
+                checkpoints.save(i, checkpoint_state)
                 if held_out is not None:
-                    row = {"step": i, "tokens": i * training.step_tokens, **held_out(params)}
+                    held_out_row = {"step": i, "tokens": i * training.step_tokens, **held_out(params)}
                     with (directory / "held_out.jsonl").open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                        file.write(json.dumps(held_out_row) + "\n")
                 if is_last:
                     break
     return params
@@ -184,8 +184,8 @@ class Checkpoints:
         self._directory, self._steps, self._manager = directory, steps, None
         if hosts.is_first():
             (directory / CHECKPOINTS).mkdir(exist_ok=True)
-            # By default Orbax synchronises all processes, but only the first one calls it. In this mode it cannot
-            # create the directory.
+            # By default Orbax synchronises all processes, but only the first one calls it. With these
+            # options it cannot create the directory.
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=2,
                 create=False,
@@ -205,29 +205,29 @@ class Checkpoints:
         Raises:
           MarsError: the checkpoint is damaged or belongs to a different training run.
         """
-        step = None if self._manager is None else self._manager.latest_step()
-        completed_steps = hosts.broadcast(step or 0)
+        latest_step = None if self._manager is None else self._manager.latest_step()
+        completed_steps = hosts.broadcast(latest_step or 0)
         if not completed_steps:
             return 0, state
         # Every process must call `fetch`, because the arrays may be sharded over processes.
-        state_on_host, message = hosts.fetch(state), ""
+        state_on_host, error_message = hosts.fetch(state), ""
         if self._manager is not None:
             try:
                 state_on_host = self._read(completed_steps, state_on_host)
             except MarsError as error:
-                message = str(error)
-        # Raise the error in all processes: the others would wait in the broadcast of the state.
-        if message := hosts.broadcast_bytes(message.encode()).decode():
-            raise MarsError(message)
+                error_message = str(error)
+        # Raise the error in all processes: otherwise the others would wait in the broadcast of the state.
+        if error_message := hosts.broadcast_bytes(error_message.encode()).decode():
+            raise MarsError(error_message)
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 
             state_on_host = multihost_utils.broadcast_one_to_all(state_on_host)
-        placed = {
+        placed_state = {
             name: hosts.put(state_on_host[name], jax.tree.map(lambda x: x.sharding, state[name]))
             for name in ("params", "opt_state")
         }
-        return completed_steps, placed | {"data": state_on_host["data"]}
+        return completed_steps, placed_state | {"data": state_on_host["data"]}
 
     def _read(self, step: int, state: dict[str, PyTree]) -> dict[str, PyTree]:
         import orbax.checkpoint as ocp
@@ -235,20 +235,20 @@ class Checkpoints:
         assert self._manager is not None
         template = ocp.args.StandardRestore({**state, "steps": 0})  # pyright: ignore
         try:
-            restored = self._manager.restore(step, args=template)
+            restored_state = self._manager.restore(step, args=template)
         except (ValueError, KeyError, TypeError, OSError) as error:
             reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
             raise MarsError(
-                f"the checkpoint in '{self._directory}' is damaged or of another training "
+                f"the checkpoint in '{self._directory}' is damaged or of another run "
                 f"({reason[:200].rstrip('.:')}): remove that directory, or train in another."
             ) from error
-        steps = int(restored["steps"])
-        if steps != self._steps:
+        stored_steps = int(restored_state["steps"])
+        if stored_steps != self._steps:
             raise MarsError(
-                f"the training in '{self._directory}' has {steps} steps and this one has {self._steps}: give it the "
-                "same number of tokens, or train in another directory."
+                f"the training run in '{self._directory}' has {stored_steps} steps and this one has {self._steps}: "
+                "give it the same number of tokens, or train in another directory."
             )
-        return {name: restored[name] for name in state}
+        return {name: restored_state[name] for name in state}
 
     def save(self, step: int, state: PyTree) -> None:
         """Write the state. Return only when it is on disk, because the next step overwrites its buffers."""
@@ -256,8 +256,8 @@ class Checkpoints:
         if self._manager is not None:
             import orbax.checkpoint as ocp
 
-            contents = ocp.args.StandardSave({**host_state, "steps": self._steps})  # pyright: ignore
-            self._manager.save(step, args=contents)
+            save_args = ocp.args.StandardSave({**host_state, "steps": self._steps})  # pyright: ignore
+            self._manager.save(step, args=save_args)
             self._manager.wait_until_finished()
 
 

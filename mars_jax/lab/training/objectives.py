@@ -58,12 +58,12 @@ def divergence(names: str) -> Divergence:
     >>> round((divergence("kl+2*tv")(*z) - divergence("kl")(*z)).item(), 5)
     0.5
     """
-    # The terms of the sum, each with its weight.
-    parts: list[tuple[float, Divergence]] = []
+    # Pairs of (weight, divergence), the terms of the sum.
+    weighted_terms: list[tuple[float, Divergence]] = []
     for part in names.split("+"):
-        weight, star, name = part.strip().rpartition("*")
+        weight_text, star, name = part.strip().rpartition("*")
         try:
-            factor = float(weight) if star else 1.0
+            factor = float(weight_text) if star else 1.0
         except ValueError:
             factor = 0.0
         if name.strip() not in DIVERGENCES or not 0 < factor < float("inf"):
@@ -71,10 +71,10 @@ def divergence(names: str) -> Divergence:
                 f"the loss '{names}' is not known: expected one or more of {', '.join(DIVERGENCES)}, such as kl+tv or "
                 "kl+0.5*tv."
             )
-        parts.append((factor, DIVERGENCES[name.strip()]))
+        weighted_terms.append((factor, DIVERGENCES[name.strip()]))
 
     def total(target_logits: Array, draft_logits: Array) -> Array:
-        return sum((w * f(target_logits, draft_logits) for w, f in parts), start=jnp.float32(0))  # pyright: ignore
+        return sum((w * f(target_logits, draft_logits) for w, f in weighted_terms), start=jnp.float32(0))  # pyright: ignore
 
     return total
 
@@ -85,7 +85,7 @@ def cast(params: PyTree, dtype: DTypeLike, ids: Array | None = None) -> PyTree:
 
 
 def with_ids(params: PyTree, ids: Array | None) -> PyTree:
-    """Add the draft vocabulary i32[W], which is not trained, if there is one."""
+    """Add the draft vocabulary i32[W], which is not trained, to the params if there is one."""
     if ids is None:
         return params
     return {**params, "ids": ids}
@@ -100,21 +100,21 @@ def select(values: Array, ids: Array | None, axis: int = -1) -> Array:
 
 def masked_mean(values: Array, valid: Array, axis: tuple[int, ...] | None = None) -> Array:
     """Return the mean of the valid values over some axes, by default all; 0 if no value is valid."""
-    total = jnp.sum(jnp.where(valid, values, 0.0), axis=axis)
-    return total / jnp.maximum(jnp.sum(valid, axis=axis, dtype=jnp.float32), 1.0)
+    valid_sum = jnp.sum(jnp.where(valid, values, 0.0), axis=axis)
+    return valid_sum / jnp.maximum(jnp.sum(valid, axis=axis, dtype=jnp.float32), 1.0)
 
 
 def chain_mean(values: Iterable[Array], fade: float = FADE) -> Array:
-    """Return the weighted mean of one value f32[] per token of a chain, in which token j has weight fade**j.
+    """Return the weighted mean over a chain with one value f32[] per token. Token j has weight fade**j.
 
     >>> round(chain_mean([jnp.float32(1.0), jnp.float32(4.0)], fade=0.5).item(), 5)
     2.0
     """
-    total, weight = jnp.float32(0), 0.0
+    weighted_sum, weight_sum = jnp.float32(0), 0.0
     for j, value in enumerate(values):
-        total = total + fade**j * value
-        weight += fade**j
-    return total / weight
+        weighted_sum = weighted_sum + fade**j * value
+        weight_sum += fade**j
+    return weighted_sum / weight_sum
 
 
 def chain_figures(losses: Iterable[Array], accepted: Iterable[Array]) -> dict[str, Array]:

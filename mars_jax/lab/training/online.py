@@ -53,7 +53,7 @@ class Refined(NamedTuple):
 
 
 class Learner(NamedTuple):
-    """Loss and acceptance measurement for a kind of draft."""
+    """Functions that compute the loss and the acceptance of a kind of draft."""
 
     loss: Callable[..., Array]  # (params, target params, tokens i32[B, T], loss_mask bool[B, T]) -> f32[]
     # (params, target params, tokens) -> K arrays f32[B, n]: probability that draft j of a chain is accepted
@@ -70,12 +70,12 @@ def rejected_places(kinds: Sequence[str], depth: int) -> list[bool]:
     >>> rejected_places(["exact", "corrected", "exact", "exact", "corrected", "corrected"], 2)
     [False, True, False, False, False, True]
     """
-    rejected, accepted = [], 0
+    is_rejected, num_accepted = [], 0
     for kind in kinds:
-        ends = kind == "corrected"
-        rejected.append(ends and accepted < depth)
-        accepted = 0 if ends else accepted + 1
-    return rejected
+        ends_step = kind == "corrected"
+        is_rejected.append(ends_step and num_accepted < depth)
+        num_accepted = 0 if ends_step else num_accepted + 1
+    return is_rejected
 
 
 class Refiner:
@@ -83,8 +83,8 @@ class Refiner:
 
     All updates together must not lower the expected tau on held-out documents below a share of its first value.
     Otherwise weights and optimizer are rolled back. If a change of the target has already lowered tau that far, an
-    update must not lower it further. Old documents, trained on at every position in addition to the failures, preserve
-    earlier knowledge.
+    update must not lower it further. Old documents are trained on at every position, in addition to the
+    failures, to preserve earlier knowledge.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Refiner:
         self._params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
         optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
         self._state = optimizer.init(self._params)
-        # Without old texts, learn an empty one, which has no predictions.
+        # Without old documents, train on an empty one, which adds nothing to the loss.
         self._held_out, self._old = list(held_out), list(old) or [[]]
         self._update = jax.jit(_updater(learner, optimizer))
         self._measure = jax.jit(_measurer(learner))
@@ -150,20 +150,20 @@ class Refiner:
     @property
     def params(self) -> PyTree:
         """The weights of the draft, in its original dtypes."""
-        trained = jax.tree.map(lambda x, dtype: x.astype(dtype), self._params, self._dtypes)
+        trained_params = jax.tree.map(lambda x, dtype: x.astype(dtype), self._params, self._dtypes)
         if self._ids:
-            return trained | self._ids
-        return trained
+            return trained_params | self._ids
+        return trained_params
 
     def expected_tau(self, target_params: PyTree) -> float:
         """Return the expected tau of a K-token chain on the held-out documents, with the current weights."""
         tokens, lengths = self._padded(self._held_out)
-        total = count = 0.0
+        tau_sum = num_chains = 0.0
         for first in range(0, len(tokens), BATCH):
-            part = slice(first, first + BATCH)
-            sums = self._measure(self._params, target_params, tokens[part], lengths[part])
-            total, count = total + float(sums[0]), count + float(sums[1])
-        return total / max(count, 1)
+            batch_slice = slice(first, first + BATCH)
+            batch_sums = self._measure(self._params, target_params, tokens[batch_slice], lengths[batch_slice])
+            tau_sum, num_chains = tau_sum + float(batch_sums[0]), num_chains + float(batch_sums[1])
+        return tau_sum / max(num_chains, 1)
 
     def see_completions(self, completions: Iterable[Completion]) -> None:
         """Store completions that were decoded with `log_probs=True`.
@@ -177,8 +177,8 @@ class Refiner:
                     "the completions do not record the kinds of their tokens: decode with log_probs=True."
                 )
             prompt = list(completion.request.prompt_tokens)
-            rejected = rejected_places(completion.log_probs.kind, self._depth)
-            self._texts.append(([*prompt, *completion.tokens], [False] * len(prompt) + rejected))
+            is_rejected = rejected_places(completion.log_probs.kind, self._depth)
+            self._texts.append(([*prompt, *completion.tokens], [False] * len(prompt) + is_rejected))
 
     def refine(self, target_params: PyTree, steps: int = 8) -> Refined:
         """Update the draft, and roll back if the held-out tau fell too far; see the class.
@@ -212,11 +212,11 @@ class Refiner:
         jax.block_until_ready(self._update(self._params, self._state, target_params, tokens, loss_mask))
 
     def _lessons(self) -> tuple[Array, Array]:
-        """Draw rows to learn: (tokens i32[2 * BATCH, T], loss_mask bool[2 * BATCH, T])."""
+        """Draw the rows of a training step: (tokens i32[2 * BATCH, T], loss_mask bool[2 * BATCH, T])."""
         lessons = [self._texts[i] for i in self._random.choice(len(self._texts), BATCH)]
         for _ in range(BATCH):
             text = self._old[self._random.integers(len(self._old))]
-            # Learn every token but the first, which has no prediction.
+            # Train on every token but the first, which no position predicts.
             lessons.append((list(text), [position > 0 for position in range(len(text))]))
         texts, masks = zip(*lessons, strict=True)
         return jnp.asarray(self._padded(texts)[0]), jnp.asarray(self._padded(masks)[0], bool)
@@ -235,8 +235,8 @@ def _updater(
 ) -> Callable[..., tuple[PyTree, PyTree, Array]]:
     def update(params: PyTree, state: PyTree, teacher: PyTree, tokens: Array, loss_mask: Array):
         loss, gradient = jax.value_and_grad(learner.loss)(params, teacher, tokens, loss_mask)
-        change, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, change), state, loss
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, loss
 
     return update
 
@@ -246,23 +246,23 @@ def _measurer(learner: Learner) -> Callable[..., tuple[Array, Array]]:
 
     def measure(params: PyTree, teacher: PyTree, tokens: Array, lengths: Array):
         acceptance = learner.acceptance(params, teacher, tokens)
-        # tau = 1 + a_1 + a_1 a_2 + ...; reach is the product so far, the probability that the chain gets that far.
-        tau = reach = jnp.float32(1)
+        # tau = 1 + a_1 + a_1 a_2 + ... The product so far is the probability that the chain gets that far.
+        tau = reach_prob = jnp.float32(1)
         for j, accept in enumerate(acceptance):
             # Draft j of the chain that begins at t is at position t + j.
-            reach = reach * jnp.pad(accept[:, j:], ((0, 0), (0, j)))
-            tau = tau + reach
+            reach_prob = reach_prob * jnp.pad(accept[:, j:], ((0, 0), (0, j)))
+            tau = tau + reach_prob
         # Count only chains that lie inside the document.
         position = jnp.arange(tau.shape[1], dtype=jnp.int32)[None]
-        begins = position + len(acceptance) + learner.ahead - 1 < lengths[:, None]
-        return jnp.sum(jnp.where(begins, tau, 0.0)), jnp.sum(begins)
+        chain_fits = position + len(acceptance) + learner.ahead - 1 < lengths[:, None]
+        return jnp.sum(jnp.where(chain_fits, tau, 0.0)), jnp.sum(chain_fits)
 
     return measure
 
 
 def _agreement(z: Array, y: Array, temperature: float) -> Array:
     """Return the probability that a draft from logits y f32[..., V] is accepted by a target with logits z."""
-    # Greedy verification accepts if the best tokens agree, and rejection with probability sum of min(p, q).
+    # Greedy verification accepts if the best tokens agree. Rejection accepts with probability sum of min(p, q).
     if temperature == 0:
         return (jnp.argmax(z, -1) == jnp.argmax(y, -1)).astype(jnp.float32)
     return jnp.sum(jnp.minimum(jax.nn.softmax(z / temperature), jax.nn.softmax(y / temperature)), axis=-1)
@@ -277,10 +277,10 @@ def _model_learner(target: LanguageModel, draft: LanguageModel, depth: int, temp
 
     def loss(params: PyTree, teacher: PyTree, tokens: Array, loss_mask: Array) -> Array:
         # Position t predicts token t + 1, so the mask moves by one.
-        weight, segments = loss_mask[:, 1:].astype(jnp.float32), jnp.zeros_like(tokens)
+        token_weight, segments = loss_mask[:, 1:].astype(jnp.float32), jnp.zeros_like(tokens)
         p = jax.nn.softmax(predict(target, teacher, tokens, segments)[:, :-1])
         log_q = jax.nn.log_softmax(predict(draft, params, tokens, segments)[:, :-1])
-        return jnp.sum(-jnp.sum(p * log_q, axis=-1) * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+        return jnp.sum(-jnp.sum(p * log_q, axis=-1) * token_weight) / jnp.maximum(jnp.sum(token_weight), 1.0)
 
     def acceptance(params: PyTree, teacher: PyTree, tokens: Array) -> Sequence[Array]:
         segments = jnp.zeros_like(tokens)
@@ -301,19 +301,19 @@ def _head_learner(
     assert target.with_features is not None  # `drafters.eagle` refuses such a target
     model = target.with_features(config.feature_layers)
     # Updates are small and use few rows, so compute them in float32.
-    train = eagle3(config, model, ids=ids.get("ids"), steps=depth, dtype="float32")
+    eagle3_loss = eagle3(config, model, ids=ids.get("ids"), steps=depth, dtype="float32")
 
     def loss(params: PyTree, teacher: PyTree, tokens: Array, loss_mask: Array) -> Array:
-        return train(params, Batch(tokens, jnp.zeros_like(tokens), loss_mask), teacher)[0]
+        return eagle3_loss(params, Batch(tokens, jnp.zeros_like(tokens), loss_mask), teacher)[0]
 
     def acceptance(params: PyTree, teacher: PyTree, tokens: Array) -> Sequence[Array]:
-        both = Params(target=teacher, draft={**params, **ids})
+        pair = Params(target=teacher, draft={**params, **ids})
         segments = jnp.zeros_like(tokens)
         lesson = teach(model, teacher, Batch(tokens, segments))
         target_logits = lesson.logits[:, 1:]
         output = entries(lesson.output, target_logits.shape[1])
-        chain = drafted_ahead(config, model, both, output, tokens, segments, depth)
-        return [_agreement(target_logits, config.widen(both, drafted), temperature) for drafted, _ in chain]
+        drafts = drafted_ahead(config, model, pair, output, tokens, segments, depth)
+        return [_agreement(target_logits, config.widen(pair, drafted), temperature) for drafted, _ in drafts]
 
     return Learner(loss, acceptance, ahead=2)
 
@@ -324,7 +324,7 @@ def open_refiner(
     """Open the refiner of `--refine`.
 
     Args:
-      file: documents separated by lines of <|endoftext|>, some of which are held out.
+      file: a file of documents separated by lines of <|endoftext|>. Some documents are held out.
       target, drafter: the loaded pair.
       draft: the spec of the drafter, one that `learns`.
       dtype: dtype that the drafter was loaded with.
@@ -334,11 +334,11 @@ def open_refiner(
       MarsError: the file holds fewer than two documents, or the draft has a different tokenizer.
     """
     width = min(WIDTH, target.config.max_positions)
-    texts = [target.encode(text)[:width] for text in documents(file)]
-    if len(texts) < 2:
+    token_lists = [target.encode(text)[:width] for text in documents(file)]
+    if len(token_lists) < 2:
         raise MarsError(
-            f"--refine is {file}, which holds {len(texts)} texts: give at least 2, one to hold out and one to learn, "
-            "with a line of <|endoftext|> between them."
+            f"--refine is {file}, which holds {len(token_lists)} texts: give at least 2, one to hold out and one to "
+            "learn, with a line of <|endoftext|> between them."
         )
     params = drafter.params if drafter.sizes is None else drafter.params.weights
     if isinstance(params, Shared):
@@ -347,19 +347,19 @@ def open_refiner(
         )
     kind, path = parse_draft(draft)
     if kind == "eagle":
-        model, _ = hub.load_eagle(path, target.config, target.params, dtype=dtype)
+        draft_model, _ = hub.load_eagle(path, target.config, target.params, dtype=dtype)
     else:
-        model = hub.load(path, dtype=dtype).model
+        draft_model = hub.load(path, dtype=dtype).model
     # Hold out documents that are spread evenly over the file, and at most every second one.
-    spacing = max(len(texts) // HELD_OUT, 2)
-    held_out = range(0, len(texts), spacing)[:HELD_OUT]
+    spacing = max(len(token_lists) // HELD_OUT, 2)
+    held_out = range(0, len(token_lists), spacing)[:HELD_OUT]
     return Refiner(
         target.model,
-        model,
+        draft_model,
         params,
         depth=drafter.drafter.max_depth,
-        held_out=[texts[i] for i in held_out],
-        old=[text for i, text in enumerate(texts) if i not in held_out],
+        held_out=[token_lists[i] for i in held_out],
+        old=[text for i, text in enumerate(token_lists) if i not in held_out],
         target_params=target.params,
         width=width,
         temperature=1.0 if samples else 0.0,
@@ -380,7 +380,7 @@ def open_refining(
 
 
 class Refining:
-    """Refinement of a queue's draft after every `every` completions. Unless `keeps`, drop log-probabilities."""
+    """Refinement of a queue's draft after every `every` completions. Log-probabilities are dropped unless `keeps`."""
 
     def __init__(self, refiner: Refiner, target: Pretrained, *, every: int, keeps: bool):
         self._refiner, self._target, self._every, self._keeps = refiner, target, every, keeps
@@ -400,10 +400,10 @@ class Refining:
     def describe(self) -> str:
         """Return a description of the updates, for the statistics."""
         if not self._updates:
-            return f"the draft was not refined: {self._every} completions are an update (--refine-every)"
-        applied = sum(update.kept for update in self._updates)
+            return f"the draft was not refined: {self._every} completions make one update (--refine-every)"
+        num_kept = sum(update.kept for update in self._updates)
         tau_before, tau_after = self._updates[0].before, self._refiner.expected_tau(self._target.params)
         return (
-            f"the draft was refined {len(self._updates)} times, {applied} of them kept; expected tau on held-out texts "
-            f"{tau_before:.2f} before and {tau_after:.2f} after"
+            f"the draft was refined {len(self._updates)} times, {num_kept} of them kept; expected tau on held-out "
+            f"texts {tau_before:.2f} before and {tau_after:.2f} after"
         )

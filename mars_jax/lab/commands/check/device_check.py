@@ -58,21 +58,21 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
-    correct = True
+    all_correct = True
 
     def run(args: argparse.Namespace, out: IO[str]) -> None:
-        nonlocal correct
+        nonlocal all_correct
         keep_compilations()
-        # Refuse a bad path before minutes of work.
+        # Reject an invalid path before the checks, which take minutes.
         _save({}, args.output)
         report = make_report(lambda report: _save(report, args.output))
         if args.json:
             print(json.dumps(report), file=out)
         else:
             print(_tables(report), file=out)
-        correct = not report["wrong"]
+        all_correct = not report["wrong"]
 
-    return command(lambda argv: parser().parse_args(argv), run, argv) or int(not correct)
+    return command(lambda argv: parser().parse_args(argv), run, argv) or int(not all_correct)
 
 
 def _save(report: JsonObject, output: Path | None) -> None:
@@ -87,7 +87,7 @@ def _save(report: JsonObject, output: Path | None) -> None:
 
 
 def make_report(save: Callable[[JsonObject], None]) -> JsonObject:
-    """Run all checks and return the report. "wrong" lists the failures, one sentence each.
+    """Run all checks and return the report. Its entry "wrong" lists the failures, one sentence each.
 
     Args:
       save: called with the report after each section.
@@ -95,7 +95,7 @@ def make_report(save: Callable[[JsonObject], None]) -> JsonObject:
     from mars_jax.lab import provenance
     from mars_jax.lab.commands.check import kernels, large, tokens
 
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     report: JsonObject = {
         "made": {**provenance.stamp(), **provenance.machine()},
         "versions": {name: provenance.version(name) for name in _PACKAGES},
@@ -104,18 +104,18 @@ def make_report(save: Callable[[JsonObject], None]) -> JsonObject:
         "wrong": [],
     }
     checks = {"kernels": kernels.check_kernels, "tokens": tokens.check_tokens, "large": large.check_large}
-    for name, check in checks.items():
-        with activity.doing(f"checking {name}") as going:
+    for section, check in checks.items():
+        with activity.doing(f"checking {section}") as entry:
             # If a check fails, the other checks still run.
             try:
-                report[name] = check(lambda detail, going=going: setattr(going, "detail", detail))
+                report[section] = check(lambda detail, entry=entry: setattr(entry, "detail", detail))
             except Exception as error:
-                report[name] = None
-                report["wrong"].append(f"{name}: {large.error_summary(error)}")
-        # The large model is only timed, and no time is wrong.
-        if name != "large":
-            report["wrong"] += wrong_rows(report[name] or [])
-        report["seconds"] = round(time.perf_counter() - began, 1)
+                report[section] = None
+                report["wrong"].append(f"{section}: {large.error_summary(error)}")
+        # The large model is only timed, and a slow time is not a failure.
+        if section != "large":
+            report["wrong"] += wrong_rows(report[section] or [])
+        report["seconds"] = round(time.perf_counter() - start_time, 1)
         save(report)
     return report
 
@@ -124,81 +124,81 @@ def device() -> JsonObject:
     """Describe the first device of this process, which runs all checks."""
     import jax
 
-    first = jax.local_devices()[0]
-    memory = first.memory_stats() or {}
+    first_device = jax.local_devices()[0]
+    memory_stats = first_device.memory_stats() or {}
     return {
-        "platform": first.platform,
-        "kind": first.device_kind,
+        "platform": first_device.platform,
+        "kind": first_device.device_kind,
         "count": jax.device_count(),
-        "memory_bytes": memory.get("bytes_limit"),
-        "driver": getattr(first.client, "platform_version", None),
+        "memory_bytes": memory_stats.get("bytes_limit"),
+        "driver": getattr(first_device.client, "platform_version", None),
         "processor": platform.machine(),
         "cores": os.cpu_count(),
     }
 
 
 def wrong_rows(rows: Sequence[JsonObject]) -> list[str]:
-    """Return a sentence for each row that failed or whose differences are not only ties."""
+    """Return a sentence for each row that failed, or that differs by more than ties."""
     sentences = []
     for row in rows:
         if not row["status"].startswith("equal"):
-            name = row.get("way") or "{operation} as {implementation}, {shape} {dtype}".format_map(row)
-            sentences.append(f"{name}: {row['status']} ({row['detail']})")
+            check_name = row.get("way") or "{operation} as {implementation}, {shape} {dtype}".format_map(row)
+            sentences.append(f"{check_name}: {row['status']} ({row['detail']})")
     return sentences
 
 
 def _tables(report: JsonObject) -> str:
-    """Return the report as text. A console on a closed pipe would end the process with the code of a failed check."""
+    """Return the report as text. A console that printed to a closed pipe would exit with the code of a failed check."""
     from rich.console import Console
     from rich.table import Table
 
-    text = io.StringIO()
-    screen = Console(file=text, width=150, highlight=False, markup=False, force_terminal=False)
+    text_buffer = io.StringIO()
+    console = Console(file=text_buffer, width=150, highlight=False, markup=False, force_terminal=False)
     device_info = report["device"]
-    screen.print(
+    console.print(
         f"mars-jax {__version__}, jax {report['versions']['jax']}, {device_info['count']} x {device_info['kind']}"
     )
     table = Table("kernel", "as", "", "operands", "", "against the reference", "", "ms")
     for row in report["kernels"] or []:
-        names = ("operation", "implementation", "how", "shape", "dtype", "status", "detail")
-        table.add_row(*(row[name] for name in names), _number(row["milliseconds"]))
-    screen.print(table)
+        column_names = ("operation", "implementation", "how", "shape", "dtype", "status", "detail")
+        table.add_row(*(row[name] for name in column_names), _number(row["milliseconds"]))
+    console.print(table)
     table = Table("tokens", "against the target's own", "", "tau")
     for row in report["tokens"] or []:
         table.add_row(row["way"], row["status"], row["detail"], _number(row["tau"]))
-    screen.print(table)
-    large = report["large"] or {"missing": "the check failed"}
-    if "missing" in large:
-        screen.print(f"no times of a large model: {large['missing']}")
+    console.print(table)
+    large_report = report["large"] or {"missing": "the check failed"}
+    if "missing" in large_report:
+        console.print(f"no times of a large model: {large_report['missing']}")
     else:
-        screen.print(_large_table(large))
+        console.print(_large_table(large_report))
     for sentence in report["wrong"]:
-        screen.print(f"wrong: {sentence}", soft_wrap=True)
+        console.print(f"wrong: {sentence}", soft_wrap=True)
     if not report["wrong"]:
-        screen.print(f"nothing is wrong; checked in {report['seconds']:.0f} s")
-    return text.getvalue().rstrip()
+        console.print(f"nothing is wrong; checked in {report['seconds']:.0f} s")
+    return text_buffer.getvalue().rstrip()
 
 
 def _large_table(large: JsonObject) -> Table:
     from rich.table import Table
 
-    copy, product = large["copy_bytes_per_second"], large["product_flops"]
+    copy_rate, product_rate = large["copy_bytes_per_second"], large["product_flops"]
     table = Table(
         f"{large['target']}, {large['dtype']}, {large['context']} tokens",
         *("rows", "ms", "its reads alone", "its products alone", "tau", "tokens/s"),
-        title=f"a copy moves {copy / 1e9:.0f} GB/s, a product of bfloat16 does {product / 1e12:.0f} TFLOP/s",
+        title=f"a copy moves {copy_rate / 1e9:.0f} GB/s, a bfloat16 product runs at {product_rate / 1e12:.0f} TFLOP/s",
     )
     for row in [*large["steps"], {"arm": "the prompt", "rows": 1} | large["prompt"]]:
         if "failed" in row:
             table.add_row(row["arm"], str(row["rows"]), row["failed"])
             continue
         # The row of the prompt has no bytes and no tokens per second.
-        reads, speed = None, ""
+        read_ms, speed_text = None, ""
         if "bytes" in row:
-            reads, speed = 1e3 * row["bytes"] / copy, f"{row['tokens_per_second']:.0f}"
-        # Milliseconds of the step, and those of its reads and products at the measured rates.
-        figures = (row["milliseconds"], reads, 1e3 * row["flops"] / product, row.get("tau"))
-        table.add_row(row["arm"], str(row["rows"]), *map(_number, figures), speed)
+            read_ms, speed_text = 1e3 * row["bytes"] / copy_rate, f"{row['tokens_per_second']:.0f}"
+        # Milliseconds of the step, of its reads, and of its products at the measured rates; then tau.
+        number_cells = (row["milliseconds"], read_ms, 1e3 * row["flops"] / product_rate, row.get("tau"))
+        table.add_row(row["arm"], str(row["rows"]), *map(_number, number_cells), speed_text)
     return table
 
 

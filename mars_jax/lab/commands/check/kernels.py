@@ -35,7 +35,7 @@ LOOPED = 50
 ROWS = 12
 """B."""
 _SUMS = ("logsumexp", "result")
-"""Names of results that are sums, whose rounding depends on the order. All other results must be bitwise equal."""
+"""Names of results that are sums, whose rounding depends on the order of addition. All others must be bitwise equal."""
 
 
 class Case(NamedTuple):
@@ -77,7 +77,7 @@ def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[
             if case.has_shards or form != "partitioned":
                 tick(f"{case.operation}, {form}")
                 rows.append(check_case(case, form, how))
-    # These choose their implementation for the device, and have no partitioned form.
+    # These operations choose their implementation for the device, and have no partitioned form.
     for case in (_experts(), _attention_of_a_model(), *map(_int4, (1, 5, 60), (128, 32, 32))):
         tick(case.operation)
         rows.append(check_case(case))
@@ -102,17 +102,17 @@ def check_case(case: Case, form: str = "default", how: str = "compiled") -> Json
     expected = case.expected
     if expected is None:
         expected = _reference(case)
-    times = 1 if jax.default_backend() == "cpu" else LOOPED
+    num_calls = 1 if jax.default_backend() == "cpu" else LOOPED
     try:
-        run = looped(functools.partial(case.call, **options), times, tuple(jax.device_put(case.operands)))
-        result = jax.device_get(run())
+        run = looped(functools.partial(case.call, **options), num_calls, tuple(jax.device_put(case.operands)))
+        actual = jax.device_get(run())
         # The speed of the interpreter is unrelated to that of the device.
         if how == "compiled":
-            row["milliseconds"] = 1e3 * statistics.median(seconds_of(run, ROUNDS)) / times
+            row["milliseconds"] = 1e3 * statistics.median(seconds_of(run, ROUNDS)) / num_calls
     except Exception as error:  # compilers and drivers raise errors of many types
         return row | {"status": "failed", "detail": error_summary(error)}
-    if wrong := differences(expected, result, case.tolerance):
-        return row | {"status": "differs", "detail": ", ".join(wrong)}
+    if wrong_results := differences(expected, actual, case.tolerance):
+        return row | {"status": "differs", "detail": ", ".join(wrong_results)}
     return row | {"status": "equal", "detail": None}
 
 
@@ -136,20 +136,20 @@ def differences(expected: PyTree, result: PyTree, tolerance: float) -> list[str]
     >>> differences(one, one, 0.0), differences(one, two._replace(logsumexp=one.logsumexp), 0.0)[0]
     ([], 'top1 (3 of 3)')
     """
-    wrong = []
+    wrong_results = []
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(result), strict=True
     ):
-        name = jax.tree_util.keystr(path[-1:], simple=True) or "result"
+        result_name = jax.tree_util.keystr(path[-1:], simple=True) or "result"
         if a.shape != b.shape:
-            wrong.append(f"{name} (shape {b.shape} in place of {a.shape})")
+            wrong_results.append(f"{result_name} (shape {b.shape} in place of {a.shape})")
             continue
-        unequal = np.asarray(a != b)
-        if name in _SUMS:
-            unequal = ~np.isclose(a, b, rtol=0, atol=tolerance * np.max(np.abs(a)))
-        if unequal.any():
-            wrong.append(f"{name} ({unequal.sum()} of {unequal.size})")
-    return wrong
+        is_wrong = np.asarray(a != b)
+        if result_name in _SUMS:
+            is_wrong = ~np.isclose(a, b, rtol=0, atol=tolerance * np.max(np.abs(a)))
+        if is_wrong.any():
+            wrong_results.append(f"{result_name} ({is_wrong.sum()} of {is_wrong.size})")
+    return wrong_results
 
 
 @functools.cache
@@ -157,7 +157,7 @@ def cases(vocab: int) -> list[Case]:
     """Return the cases: chains and trees, greedy and sampled, with both margins and both dtypes."""
     stats = functools.partial(margin_stats, logsumexp=True)
     # Parents of a chain of 5 drafted tokens, and of a tree with 1 + 4 + 8 + 8 nodes.
-    chain, tree = np.arange(6, dtype=np.int32) - 1, static_topology((4, 2, 1))[0]
+    chain_parents, tree_parents = np.arange(6, dtype=np.int32) - 1, static_topology((4, 2, 1))[0]
     logits_cases = []
     for dtype in ("float32", "bfloat16"):
         logits = _logits(8, vocab, dtype, seed=0)
@@ -166,23 +166,23 @@ def cases(vocab: int) -> list[Case]:
         logits_cases.append(Case("top_k", f"10 of {shape}", dtype, functools.partial(top_k, k=10), (logits,)))
     return [
         *logits_cases,
-        _accept("chain", chain, 5, vocab, "float32", "ratio", sampled=False),
-        _accept("tree", tree, 3, vocab, "bfloat16", "gap", sampled=True),
+        _accept("chain", chain_parents, 5, vocab, "float32", "ratio", sampled=False),
+        _accept("tree", tree_parents, 3, vocab, "bfloat16", "gap", sampled=True),
         _attention("bfloat16", None),
         _attention("float32", 70),
     ]
 
 
 def _logits(nodes: int, vocab: int, dtype: str, *, seed: int) -> np.ndarray:
-    """Return positive logits [B, N, V]. In 2 of 3 nodes the runner-up is near the best token: a tie in bfloat16."""
+    """Return positive logits [B, N, V]. In 2 of 3 nodes the two best logits are so close that they tie in bfloat16."""
     random = np.random.default_rng(seed)
     logits = random.gamma(2.0, size=(ROWS, nodes, vocab)).astype(np.float32)
     # Any token but the best one becomes the runner-up.
-    best = np.argmax(logits, axis=-1)
-    runner_up = (best + random.integers(1, vocab, best.shape)) % vocab
-    top = np.take_along_axis(logits, best[..., None], axis=-1)
-    value = np.where(np.arange(nodes)[None, :, None] % 3 < 2, top * 0.9999, 0.5 * top)
-    np.put_along_axis(logits, runner_up[..., None], value, axis=-1)
+    best_ids = np.argmax(logits, axis=-1)
+    runner_up_ids = (best_ids + random.integers(1, vocab, best_ids.shape)) % vocab
+    best_logit = np.take_along_axis(logits, best_ids[..., None], axis=-1)
+    second_logit = np.where(np.arange(nodes)[None, :, None] % 3 < 2, best_logit * 0.9999, 0.5 * best_logit)
+    np.put_along_axis(logits, runner_up_ids[..., None], second_logit, axis=-1)
     return np.asarray(jnp.asarray(logits, dtype))
 
 
@@ -191,34 +191,34 @@ def _accept(
 ) -> Case:
     """Return a case of acceptance, with rows of four kinds.
 
-    The rows are unrestricted, strict, limited to relaxed runs of length one, or have the runner-up as stop token. A
-    node drafts the best token of its parent's target, its runner-up, a random token, or no token.
+    The rows are unrestricted, strict, limited to relaxed runs of length one, or have the runner-up as a stop token.
+    A node drafts the target's token at its parent, the runner-up at its parent, a random token, or no token.
     """
     nodes = len(parents)
     random = np.random.default_rng(nodes)
     logits = _logits(nodes, vocab, dtype, seed=nodes)
     # The two best tokens of every node, i32[B, N]. The stable sort breaks ties as the kernels do, by the lower id.
-    order = np.argsort(-logits.astype(np.float32), axis=-1, kind="stable").astype(np.int32)
-    best, runner_up = order[..., 0], order[..., 1]
+    ranked_ids = np.argsort(-logits.astype(np.float32), axis=-1, kind="stable").astype(np.int32)
+    best_ids, runner_up_ids = ranked_ids[..., 0], ranked_ids[..., 1]
     # y=None stands for the argmax.
-    y, y_operand = best, None
+    y, y_operand = best_ids, None
     if sampled:
-        y = y_operand = np.where(random.random(y.shape) < 0.3, runner_up, best)
+        y = y_operand = np.where(random.random(y.shape) < 0.3, runner_up_ids, best_ids)
     parent_nodes = np.maximum(parents, 0)
     random_tokens = random.integers(0, vocab, (ROWS, nodes))
     no_tokens = np.full((ROWS, nodes), -1)
-    # drafts i32[4, B, N] has one candidate token of each kind, and kind i32[B, N] chooses one per node.
-    drafts = np.stack([y[:, parent_nodes], runner_up[:, parent_nodes], random_tokens, no_tokens])
-    kind = random.choice(4, p=(0.3, 0.5, 0.1, 0.1), size=(ROWS, nodes))
-    tokens = np.take_along_axis(drafts, kind[None], axis=0)[0].astype(np.int32)
-    # The root holds any committed token.
+    # candidates i32[4, B, N] holds a token of each kind, and node_kinds i32[B, N] selects one per node.
+    candidates = np.stack([y[:, parent_nodes], runner_up_ids[:, parent_nodes], random_tokens, no_tokens])
+    node_kinds = random.choice(4, p=(0.3, 0.5, 0.1, 0.1), size=(ROWS, nodes))
+    tokens = np.take_along_axis(candidates, node_kinds[None], axis=0)[0].astype(np.int32)
+    # The root's token stands for the last committed token, which is arbitrary.
     tokens[:, 0] = 1
-    row = np.arange(ROWS)
+    row_numbers = np.arange(ROWS)
     controls = AcceptControls(
         theta=jnp.full(ROWS, {"ratio": 0.9, "gap": 0.5}[margin], jnp.float32),
-        strict=jnp.asarray(row % 4 == 1),
-        max_relaxed_run=jnp.where(row % 4 == 2, 1, 8).astype(jnp.int32),
-        stop_tokens=jnp.where(row % 4 == 3, runner_up[:, 1], -1).astype(jnp.int32)[:, None],
+        strict=jnp.asarray(row_numbers % 4 == 1),
+        max_relaxed_run=jnp.where(row_numbers % 4 == 2, 1, 8).astype(jnp.int32),
+        stop_tokens=jnp.where(row_numbers % 4 == 3, runner_up_ids[:, 1], -1).astype(jnp.int32)[:, None],
     )
     call = functools.partial(margin_accept, max_depth=depth, margin=margin, logsumexp=True)
     rows_of_parents = np.tile(parents.astype(np.int32), (ROWS, 1))
@@ -237,7 +237,7 @@ def _attention(dtype: str, window: int | None) -> Case:
     nodes, random = len(parents), np.random.default_rng(0)
     shapes = ((ROWS, nodes, heads, group, dim), (ROWS, slots, heads, dim), (ROWS, slots, heads, dim))
     q, k, v = (_normal(random, shape, dtype) for shape in shapes)
-    # Each row has `first` slots of context, and its nodes are in the next slots.
+    # The nodes of a row are in the slots after its context.
     first = random.integers(0, slots - nodes, ROWS).astype(np.int32)
     visible = np.asarray(ancestors(jnp.asarray(parents)[None], nodes))
 
@@ -256,40 +256,40 @@ def _attention(dtype: str, window: int | None) -> Case:
 
 
 def _experts() -> Case:
-    """Return a case of the matrix products in a mixture of experts, with numpy's result."""
+    """Return a case of the matrix products in a mixture of experts. numpy computes the expected result."""
     random = np.random.default_rng(0)
     x, w = (_normal(random, shape, "bfloat16") for shape in ((48, 256), (4, 128, 256)))
-    sizes = np.array([20, 0, 1, 27], np.int32)
+    rows_per_expert = np.array([20, 0, 1, 27], np.int32)
     # Rows are sorted by expert, and expert 1 has none.
-    experts = np.repeat(np.arange(4), sizes)
-    expected = np.einsum("ri,roi->ro", x.astype(np.float32), w.astype(np.float32)[experts])
+    expert_of_row = np.repeat(np.arange(4), rows_per_expert)
+    expected = np.einsum("ri,roi->ro", x.astype(np.float32), w.astype(np.float32)[expert_of_row])
     # Products of bfloat16 numbers are exact in float32, so a sum of 256 products rounds at most 256 times.
     return Case(
         "dense_by_expert",
         "[48, 256] by 4 experts",
         "bfloat16",
         moe.dense_by_expert,
-        (x, w, sizes),
+        (x, w, rows_per_expert),
         tolerance=256 * 2**-24,
         expected=expected,
     )
 
 
 def _attention_of_a_model() -> Case:
-    """Return a case of attention as the transformer calls it (cuDNN's on a GPU), with numpy's result."""
+    """Return a case of attention as the transformer calls it (cuDNN's on a GPU). numpy computes the expected result."""
     random = np.random.default_rng(0)
     nodes, heads, group, dim, slots = 60, 2, 4, 128, 512
     shapes = (ROWS, nodes, heads, group, dim), (ROWS, slots, heads, dim), (ROWS, slots, heads, dim)
     q, k, v = (_normal(random, shape, "bfloat16") for shape in shapes)
-    # The first `live` slots of each row are valid, and a node sees 70% of them.
-    live = random.integers(nodes, slots + 1, (ROWS, 1, 1))
-    mask = (random.random((ROWS, nodes, slots)) < 0.7) & (np.arange(slots) < live)
+    # The first `num_valid` slots of each row are valid, and a node sees 70% of them.
+    num_valid = random.integers(nodes, slots + 1, (ROWS, 1, 1))
+    mask = (random.random((ROWS, nodes, slots)) < 0.7) & (np.arange(slots) < num_valid)
     # A fully masked node outputs zeros.
     mask[0, 0] = False
     scores = np.einsum("bnkgd,bskd->bnkgs", *(x.astype(np.float32) for x in (q, k))) * dim**-0.5
     # Scores have a standard deviation of 1, so the softmax need not subtract their maximum.
-    weights = np.exp(scores) * mask[:, :, None, None]
-    mixed = np.einsum("bnkgs,bskd->bnkgd", weights, v.astype(np.float32))
+    exp_scores = np.exp(scores) * mask[:, :, None, None]
+    weighted_values = np.einsum("bnkgs,bskd->bnkgd", exp_scores, v.astype(np.float32))
     # Weights, values and results are rounded to bfloat16, with an error of 2^-8 for numbers near 1.
     return Case(
         "attend",
@@ -298,22 +298,22 @@ def _attention_of_a_model() -> Case:
         functools.partial(attend, flash=True),
         (q, k, v, mask, np.int32(slots)),
         tolerance=2.0**-7,
-        expected=mixed / np.maximum(np.sum(weights, axis=-1), 1e-9)[..., None],
+        expected=weighted_values / np.maximum(np.sum(exp_scores, axis=-1), 1e-9)[..., None],
     )
 
 
 def _int4(rows: int, group: int) -> Case:
-    """Return a case of a product with 4-bit weights in groups of `group` inputs, with numpy's result."""
+    """Return a case of a product with 4-bit weights in groups of `group` inputs. numpy computes the expected result."""
     random, inputs, outputs = np.random.default_rng(0), 512, 256
     x = _normal(random, (rows, inputs), "bfloat16")
-    # A weight is value * scale + offset, with one scale and one offset per group of inputs and output.
+    # A weight is value * scale + offset. Each group of inputs has one scale and one offset per output.
     w = Int4(
         values=jnp.asarray(random.integers(-8, 8, (inputs // group, group, outputs)), jnp.int4),
         scale=jnp.asarray(random.normal(size=(inputs // group, outputs)), jnp.float16),
         offset=jnp.asarray(random.normal(size=(inputs // group, outputs)), jnp.float32),
         dtype=jnp.bfloat16,
     )
-    # Rounding a weight to bfloat16 may change it by 2^-8 of itself; over 512 inputs the errors partly cancel.
+    # Rounding a weight to bfloat16 has a relative error of up to 2^-8; over 512 inputs the errors partly cancel.
     return Case(
         "dense",
         f"[{rows}, {inputs}], groups of {group}",

@@ -1,6 +1,6 @@
-"""Times of an 8B model on this device: steps, a batch and a prompt, compared with a copy and a matrix product.
+"""Times of an 8B model on this device: steps of one row, of a batch, and a prompt, next to a copy and a product.
 
-Weights and caches are random, and acceptance is simulated at a published tau. So no files are read, and the times equal
+Weights and caches are random, and acceptance is simulated at a published tau. No files are read. The times equal
 those of a real model, though the generated text is meaningless. B batch.
 """
 
@@ -48,7 +48,7 @@ COPIED, SIDE = GIB, 8192
 
 
 class TimedArm(NamedTuple):
-    """A draft of an EAGLE-3 head to measure."""
+    """A draft shape of an EAGLE-3 head to measure, or decoding without a draft."""
 
     name: str
     options: dict[str, Any] | None  # options of `draft_of`; None: no draft
@@ -57,7 +57,7 @@ class TimedArm(NamedTuple):
 
 PLAIN = TimedArm("plain", None)
 CHAIN = TimedArm("chain of 5", {"num_draft_tokens": 5}, 3.5)
-# Tokens per step of an 8B model with EAGLE-3 and MARS: 2601.15498, table 1.
+# Tokens per step of an 8B model with EAGLE-3 and MARS (2601.15498, table 1).
 TREE = TimedArm("tree 10-7-60", {}, 6.61)
 
 
@@ -90,16 +90,16 @@ class RandomPair(NamedTuple):
         rule = contrib.simulated(arm.tau)
         decoder = decode.speculative_decoder(self.model, drafter, rule)
         # Allocate room for the warm-up round and the timed rounds.
-        width = self.context + (1 + ROUNDS) * STEPS * (1 + drafter.max_depth)
-        prompts = _prompts(self.config.vocab_size, rule, batch, self.context, width)
+        row_slots = self.context + (1 + ROUNDS) * STEPS * (1 + drafter.max_depth)
+        prompts = _prompts(self.config.vocab_size, rule, batch, self.context, row_slots)
         shapes = decode.shapes(decoder, params, prompts)
-        cache, draft_cache = (_live_bytes(part, self.context) for part in (shapes.cache, shapes.draft))
+        cache_size, draft_size = (_live_bytes(part, self.context) for part in (shapes.cache, shapes.draft))
         return Program(
             lowered=decode.run.lower(decoder, params, shapes, max_steps=jnp.asarray(STEPS, jnp.int32)),
             params=params,
             start=lambda: begun(decoder.checked(prompts), drawn(shapes.cache), drawn(shapes.draft)),
             bytes=step_bytes(
-                self.config, draft, drafter, params, batch=batch, cache=cache, drafted=draft_cache
+                self.config, draft, drafter, params, batch=batch, cache=cache_size, drafted=draft_size
             ).total,
             flops=2 * product_weights(self.config) * batch * drafter.num_nodes,
         )
@@ -121,23 +121,23 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
       context: tokens in each row before its first step, and in the prompt.
       options: options of `transformer.language_model`.
     """
-    wide = wide_dtype(dtype)
-    model = transformer.language_model(config, dtype=wide, **options)
-    params = Params(target=drawn(shardings.abstract_params(config, wide, bits=BITS.get(dtype))))
-    head = drawn(shardings.abstract_params(EagleConfig.outline(config), wide))
+    model_dtype = wide_dtype(dtype)
+    model = transformer.language_model(config, dtype=model_dtype, **options)
+    params = Params(target=drawn(shardings.abstract_params(config, model_dtype, bits=BITS.get(dtype))))
+    head_params = drawn(shardings.abstract_params(EagleConfig.outline(config), model_dtype))
     # Scale logits to a standard deviation of `PEAK`, as in a trained head: otherwise trees stay shallow.
-    head["unembed"] *= PEAK / (0.02 * config.hidden_size**0.5)
-    return RandomPair(config, model, params, params._replace(draft=head), context)
+    head_params["unembed"] *= PEAK / (0.02 * config.hidden_size**0.5)
+    return RandomPair(config, model, params, params._replace(draft=head_params), context)
 
 
 def check_large(tick: Callable[[str], None] = lambda part: None) -> JsonObject:
-    """Return the times of `TARGET` on this device, as `measure` does, or the reason why they cannot be measured."""
-    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-    dtype = next((dtype for least, dtype in DTYPES if memory >= least), None)
+    """Return the report of `measure` for `TARGET` on this device, or the reason why `TARGET` cannot be measured."""
+    memory_bytes = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    dtype = next((dtype for least, dtype in DTYPES if memory_bytes >= least), None)
     if jax.default_backend() == "cpu" or dtype is None:
         return {"missing": f"an accelerator with {DTYPES[-1][0] // GIB} GiB of memory is needed"}
-    rows = next(rows for least, rows in ROWS if memory >= least)
-    return {"target": TARGET} | measure(CONFIGS[TARGET], dtype, rows=rows, context=CONTEXT, tick=tick)
+    batch_rows = next(batch_rows for least, batch_rows in ROWS if memory_bytes >= least)
+    return {"target": TARGET} | measure(CONFIGS[TARGET], dtype, rows=batch_rows, context=CONTEXT, tick=tick)
 
 
 def measure(
@@ -148,13 +148,13 @@ def measure(
     context: int,
     tick: Callable[[str], None] = lambda part: None,
 ) -> JsonObject:
-    """Return times in milliseconds of steps with one row and with `rows`, and of a prompt.
+    """Return the step times for one row and for `rows` rows, and the time of a prompt, in milliseconds.
 
     Args:
       config: config of the target.
       dtype: dtype of the target's weights, one of `settings.DTYPES`. The EAGLE-3 head of matching size keeps the wide
         dtype.
-      rows: B of the batch.
+      rows: number of rows of the batch, B.
       context: tokens in each row before its first step, and in the prompt.
       tick: called with the name of each part before it runs.
     """
@@ -168,9 +168,9 @@ def measure(
         "product_flops": product_rate(SIDE),
     }
     tick("a prompt")
-    lowered, prompts = pair.prompt()
+    lowered_prefill, prompts = pair.prompt()
     report["prompt"] = {"tokens": context, "flops": 2 * product_weights(config) * context} | attempt(
-        lambda: prompt_times(lowered.compile(), pair.plain, prompts)
+        lambda: prompt_times(lowered_prefill.compile(), pair.plain, prompts)
     )
     report["steps"] = []
     for arm, batch in ((PLAIN, 1), (CHAIN, 1), (TREE, 1), (PLAIN, rows), (TREE, rows)):
@@ -184,15 +184,15 @@ def measure(
 
 
 def _live_bytes(part: PyTree, context: int) -> int:
-    """Return the bytes that a context fills, in caches with at least one slot per token."""
+    """Return the bytes that `context` tokens fill in the caches: the arrays with more than `context` slots."""
     caches = [x for x in jax.tree.leaves(part) if x.ndim > 2 and x.shape[1] > context]
     return sum(num_bytes(x) * context // x.shape[1] for x in caches)
 
 
 def error_summary(error: Exception) -> str:
     """Return the type of an error and the first line of its message."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:500]}"
+    message_lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {message_lines[0][:500]}"
 
 
 def attempt(measure: Callable[[], JsonObject]) -> JsonObject:
@@ -207,9 +207,9 @@ def seconds_of(call: Callable[[], PyTree], rounds: int) -> list[float]:
     """Return the seconds of each of `rounds` calls, after a warm-up call."""
     seconds = []
     for _ in range(1 + rounds):
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         jax.block_until_ready(call())
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start_time)
     return seconds[1:]
 
 
@@ -224,15 +224,15 @@ def looped(call: Callable[..., PyTree], times: int, operands: tuple[PyTree, ...]
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(times: int, operands: tuple[PyTree, ...]) -> PyTree:
-        # The carry is the operands and the result of the preceding call.
+        # The carry holds the operands and the result of the preceding call.
         def body(_: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
             # Without a barrier XLA would hoist the call out of the loop.
             operands, _ = lax.optimization_barrier(carry)
             return operands, call(*operands)
 
-        shapes = jax.eval_shape(call, *operands)
-        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return lax.fori_loop(0, times, body, (operands, empty))[1]
+        result_shapes = jax.eval_shape(call, *operands)
+        zero_result = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result_shapes)
+        return lax.fori_loop(0, times, body, (operands, zero_result))[1]
 
     return functools.partial(run, times, operands)
 
@@ -240,30 +240,30 @@ def looped(call: Callable[..., PyTree], times: int, operands: tuple[PyTree, ...]
 def step_times(program: Program, compiled: jax.stages.Compiled) -> JsonObject:
     """Time a step in `ROUNDS` loops of `STEPS` steps, after a warm-up loop."""
     state, max_steps = program.start(), jnp.asarray(STEPS, jnp.int32)
-    times, tokens = [], 0
+    times, num_tokens = [], 0
     # All loops continue the same rows, so each reads a slightly longer context than the one before.
     for i in range(1 + ROUNDS):
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         state, stats = jax.block_until_ready(compiled(program.params, state, max_steps=max_steps))
         if i:
-            times.append(1e3 * (time.perf_counter() - began) / STEPS)
-            tokens += int(stats.emitted.sum())
-    step, rows = statistics.median(times), stats.emitted.shape[0]
-    tau = tokens / (ROUNDS * STEPS * rows)
-    return {"milliseconds": step, "all": times, "tau": tau, "tokens_per_second": 1e3 * tau * rows / step}
+            times.append(1e3 * (time.perf_counter() - start_time) / STEPS)
+            num_tokens += int(stats.emitted.sum())
+    median, batch = statistics.median(times), stats.emitted.shape[0]
+    tau = num_tokens / (ROUNDS * STEPS * batch)
+    return {"milliseconds": median, "all": times, "tau": tau, "tokens_per_second": 1e3 * tau * batch / median}
 
 
 def prompt_times(compiled: jax.stages.Compiled, params: Params, prompts: Prompts) -> JsonObject:
     """Time a prefill in `ROUNDS` calls, after a warm-up call."""
-    times = [1e3 * seconds for seconds in seconds_of(lambda: compiled(params, prompts), ROUNDS)]
-    return {"milliseconds": statistics.median(times), "all": times}
+    milliseconds = [1e3 * seconds for seconds in seconds_of(lambda: compiled(params, prompts), ROUNDS)]
+    return {"milliseconds": statistics.median(milliseconds), "all": milliseconds}
 
 
 def copy_rate(size: int, times: int = 16) -> float:
     """Return the rate of copying an array of `size` bytes, in bytes per second. Reads and writes both count."""
-    # Add 1, so that XLA cannot elide the copy. A number has 4 bytes.
-    call = looped(lambda x: (x + 1,), times, (jnp.zeros(size // 4, jnp.uint32),))
-    return 2 * size * times / min(seconds_of(call, ROUNDS))
+    # Add 1, so that XLA cannot elide the copy. Each number has 4 bytes.
+    repeated_copy = looped(lambda x: (x + 1,), times, (jnp.zeros(size // 4, jnp.uint32),))
+    return 2 * size * times / min(seconds_of(repeated_copy, ROUNDS))
 
 
 def product_rate(side: int, times: int = 8) -> float:
@@ -273,9 +273,9 @@ def product_rate(side: int, times: int = 8) -> float:
 
 
 def drawn(shapes: PyTree) -> PyTree:
-    """Return random arrays of these shapes: floats on the scale of weights, and integers with random bits.
+    """Return arrays of these shapes: random floats on the scale of weights, and 4- or 8-bit integers with random bits.
 
-    Float vectors are ones, since they scale norms. Integer vectors are consecutive ids.
+    Float vectors are ones, since they scale norms. i32 vectors are consecutive ids, and other i32 arrays are zeros.
     """
     leaves, tree = jax.tree.flatten(shapes)
     return jax.tree.unflatten(tree, [_drawn(x.shape, jnp.dtype(x.dtype), i) for i, x in enumerate(leaves)])

@@ -20,7 +20,7 @@ TOKENS = 48
 TREE = (4, 2, 2, 1)
 TIE = 1e-3
 """Maximum difference in nats between logits that count as tied. The number of nodes in a forward changes the order of
-summation, which in float32 changes the logits of these models by about 1e-5."""
+summation. In float32, this changes the logits of these models by about 1e-5."""
 
 
 def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[JsonObject]:
@@ -46,24 +46,24 @@ def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[JsonO
             )
             for widths in (None, TREE)
         )
-        # `exact` decides in core, `mars` in the acceptance kernel. Without relaxation they agree.
-        mars = LoadedRule(verify.mars(theta=float("inf")))
+        # `exact` verifies in mars_jax.core, and `mars` in the acceptance kernel. Without relaxation they agree.
+        strict_mars = LoadedRule(verify.mars(theta=float("inf")))
         sessions = {
             "autoregression": chain.autoregressive,
             "exact, a chain of 5": chain,
             "exact, a tree": tree,
-            "mars at theta = inf, a chain of 5": chain.using(mars),
-            "mars at theta = inf, a tree": tree.using(mars),
+            "mars at theta = inf, a chain of 5": chain.using(strict_mars),
+            "mars at theta = inf, a tree": tree.using(strict_mars),
         }
         rows = []
         for name, session in sessions.items():
             tick(name)
             completions = session.decode(requests).completions
             tokens = [completion.tokens for completion in completions]
-            count = sum(map(len, tokens))
-            tau = count / sum(completion.metrics.steps for completion in completions)
+            num_tokens = sum(map(len, tokens))
+            tau = num_tokens / sum(completion.metrics.steps for completion in completions)
             rows.append(
-                {"way": name, "tokens": count, "tau": tau} | compare_with_target(target, prompts, tokens)
+                {"way": name, "tokens": num_tokens, "tau": tau} | compare_with_target(target, prompts, tokens)
             )
         return rows
 
@@ -78,9 +78,9 @@ def compare_with_target(
       prompts: token ids of each prompt.
       tokens: token ids decoded for each prompt.
     """
-    texts = [prompt + completion for prompt, completion in zip(prompts, tokens, strict=True)]
-    ties = 0
-    for prompt, completion, scored in zip(prompts, tokens, score(target, texts), strict=True):
+    token_lists = [prompt + completion for prompt, completion in zip(prompts, tokens, strict=True)]
+    num_ties = 0
+    for prompt, completion, scored in zip(prompts, tokens, score(target, token_lists), strict=True):
         for i, token in enumerate(completion):
             # Position whose logits predict the token.
             position = len(prompt) - 1 + i
@@ -90,7 +90,7 @@ def compare_with_target(
             if not is_second or scored.z1[position] - scored.z2[position] > TIE:
                 detail = f"token {i} after {prompt[:8]} is {token} in place of {scored.best[position]}"
                 return {"status": "differs", "detail": detail}
-            ties += 1
-    if ties:
-        return {"status": "equal up to ties", "detail": f"{ties} ties"}
+            num_ties += 1
+    if num_ties:
+        return {"status": "equal up to ties", "detail": f"{num_ties} ties"}
     return {"status": "equal", "detail": None}

@@ -38,7 +38,7 @@ class Evaluation:
         self._decoding, self._folder, self._settings = decoding, folder, settings
         self._file, self._is_part = file, part is not None
         self.rows: list[Row] = []
-        # Make the arms once for each temperature, because this reads the weights of the rule.
+        # Make the arms only once for each temperature, because `make_arms` reads the weights of the rule.
         self.arms: dict[float, list[Arm]] = {
             temperature: make_arms(
                 rule,
@@ -57,20 +57,20 @@ class Evaluation:
             for task, group in by_task(problems).items()
             for i, p in enumerate(group)
         }
-        # If there are no rows, the folder may hold the completions of a run with different settings.
+        # Without rows on file, ignore stored completions: they may be from a run with different settings.
         self.texts: JsonObject = {}
         if file.rows:
             self.texts = read_shared_json(folder / TEXTS) or {}
 
     def decode(self, show: Show) -> None:
         """Decode all rows that are not on file."""
-        size = self._decoding.group
-        turns = sum(turns_of(problems, self._decoding.chat) for problems in self._tasks.values())
-        recorder = Recorder(self._file, show, turns * sum(map(len, self.arms.values())))
+        group_size = self._decoding.group
+        num_turns = sum(turns_of(problems, self._decoding.chat) for problems in self._tasks.values())
+        recorder = Recorder(self._file, show, num_turns * sum(map(len, self.arms.values())))
         for task, problems in self._tasks.items():
             for temperature, arms in self.arms.items():
-                for first in range(0, len(problems), size):
-                    group = problems[first : first + size]
+                for first in range(0, len(problems), group_size):
+                    group = problems[first : first + group_size]
                     seeds = [self._seeds[task, problem.id] for problem in group]
                     for arm in arms:
                         self.rows += recorder.rows(self._decoding, arm, temperature, group, seeds)
@@ -81,8 +81,8 @@ class Evaluation:
         """Return the arms whose completions the page shows: the strict rule, and the measured rule's first arm."""
         if self._settings["controls"] == "none":
             return []
-        arms = {arm.role: arm for arm in reversed(self.arms[temperature])}
-        return [arms[role] for role in ("strict", "rule") if role in arms]
+        arm_by_role = {arm.role: arm for arm in reversed(self.arms[temperature])}
+        return [arm_by_role[role] for role in ("strict", "rule") if role in arm_by_role]
 
     @activity.doing("texts for the page")
     def _keep_texts(self, task: str, temperature: float) -> None:

@@ -47,25 +47,25 @@ class Recorder:
           problems, seeds: the problems of the group and their seeds.
           length: draft length, if it is part of a row's key.
         """
-        key = {"task": problems[0].task, "temperature": temperature, "arm": arm.name}
+        row_key = {"task": problems[0].task, "temperature": temperature, "arm": arm.name}
         if length is not None:
-            key["length"] = length
+            row_key["length"] = length
 
         def make() -> list[Row]:
             answers = decoding.answer(arm, problems, seeds, temperature=temperature)
-            columns = zip(problems, seeds, answers, scored(decoding, problems, answers), strict=True)
+            answer_columns = zip(problems, seeds, answers, scored(decoding, problems, answers), strict=True)
             return [
-                key | make_row(arm, problem, seed, answer, score, decoding.stop_tokens)
-                for problem, seed, answer, score in columns
+                row_key | make_row(arm, problem, seed, answer, score, decoding.stop_tokens)
+                for problem, seed, answer, score in answer_columns
             ]
 
-        rows = self.file.batch([{**key, "id": problem.id} for problem in problems], make)
+        rows = self.file.batch([{**row_key, "id": problem.id} for problem in problems], make)
         self.done += turns_of(problems, decoding.chat)
-        sums = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
-        text = f"{place_of(problems[0].task, temperature)}, {arm.name}"
+        totals = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
+        description = f"{place_of(problems[0].task, temperature)}, {arm.name}"
         if length:
-            text += f", drafts of {length}"
-        self.show(self.done, self.total, f"{text}, {speed(**sums)}")
+            description += f", drafts of {length}"
+        self.show(self.done, self.total, f"{description}, {speed(**totals)}")
         return rows
 
 
@@ -76,10 +76,10 @@ def place_of(task: str, temperature: float) -> str:
 
 def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
     """Group problems by task, in order of appearance."""
-    tasks: dict[str, list[Problem]] = {}
+    problems_by_task: dict[str, list[Problem]] = {}
     for problem in problems:
-        tasks.setdefault(problem.task, []).append(problem)
-    return tasks
+        problems_by_task.setdefault(problem.task, []).append(problem)
+    return problems_by_task
 
 
 def turns_of(problems: Sequence[Problem], chat: bool) -> int:
@@ -131,25 +131,25 @@ def scored(
         return [scores.score_answer(p, a.texts[-1]) for p, a in zip(problems, answers, strict=True)]
     target, chat = decoding.session.target, decoding.chat
     # One entry per turn: the number of its problem, its prompt with all earlier turns, and its tokens.
-    numbers, prompts, turns = [], [], []
+    problem_numbers, prompts, turn_tokens = [], [], []
     for number, (problem, answer) in enumerate(zip(problems, answers, strict=True)):
         for turn, tokens in enumerate(answer.tokens):
-            numbers.append(number)
+            problem_numbers.append(number)
             prompts.append(prompt_tokens(target, problem, answer.texts[:turn], chat=chat))
-            turns.append(tokens)
-    sums = np.zeros((len(problems), 2))
-    np.add.at(sums, numbers, score_answers(target, prompts, turns))
-    return [*sums.tolist()]
+            turn_tokens.append(tokens)
+    likelihood_sums = np.zeros((len(problems), 2))
+    np.add.at(likelihood_sums, problem_numbers, score_answers(target, prompts, turn_tokens))
+    return [*likelihood_sums.tolist()]
 
 
 def score_answers(
     target: Pretrained, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> list[list[float]]:
     """Return each answer's total log-likelihood in nats and its number of tokens."""
-    texts = [(*p, *a) for p, a in zip(prompts, answers, strict=True)]
-    likelihoods = likelihood.score(target, texts, rows=min(likelihood.ROWS, len(texts)))
+    token_lists = [(*p, *a) for p, a in zip(prompts, answers, strict=True)]
+    scored_texts = likelihood.score(target, token_lists, rows=min(likelihood.ROWS, len(token_lists)))
     # Entry i of `log_p` is the log-probability of token i + 1.
     return [
         [float(np.sum(text.log_p[len(prompt) - 1 :], dtype=np.float64)), float(len(answer))]
-        for text, prompt, answer in zip(likelihoods, prompts, answers, strict=True)
+        for text, prompt, answer in zip(scored_texts, prompts, answers, strict=True)
     ]

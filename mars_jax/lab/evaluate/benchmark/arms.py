@@ -60,19 +60,19 @@ class LowMarginSampling(verify.Lossy):
         tree, controls, stats = evidence.tree, evidence.controls, evidence.stats
         theta = jnp.broadcast_to(self.theta[:, None], stats.top1.shape)
         # A node determines the token after it, which is one level deeper.
-        free = tree.depths >= self.strict_edges(evidence)[:, None]
-        low = MARGINS[self.margin](stats.top1, stats.top2, theta) & free
-        # The guards of `mars`: a margin with a stop token is never low.
-        low &= ~is_stop(stats.id1, controls.stop_tokens) & ~is_stop(stats.id2, controls.stop_tokens)
-        # `share` is the runner-up's share of the probability of the two best tokens.
-        share = jax.nn.sigmoid((stats.top2 - stats.top1) / divisor(controls)[:, None])
-        second = node_uniforms(evidence.keys, evidence.positions) < share
+        is_relaxable = tree.depths >= self.strict_edges(evidence)[:, None]
+        is_low = MARGINS[self.margin](stats.top1, stats.top2, theta) & is_relaxable
+        # As in `mars`, a margin between two tokens is never low if one of them is a stop token.
+        is_low &= ~is_stop(stats.id1, controls.stop_tokens) & ~is_stop(stats.id2, controls.stop_tokens)
+        # The runner-up's share of the probability of the two best tokens.
+        runner_up_share = jax.nn.sigmoid((stats.top2 - stats.top1) / divisor(controls)[:, None])
+        takes_runner_up = node_uniforms(evidence.keys, evidence.positions) < runner_up_share
         # y[b, n] is the token that the target itself samples after node n.
         y = sample(evidence.keys, evidence.positions, evidence.logits, controls)
-        y = jnp.where(low, jnp.where(second, stats.id2, stats.id1), y)
-        path, accepted, relaxed = walk(tree, tree.tokens == at_parent(tree, y), None)
+        y = jnp.where(is_low, jnp.where(takes_runner_up, stats.id2, stats.id1), y)
+        path, num_accepted, relaxed = walk(tree, tree.tokens == at_parent(tree, y), None)
         next_token = jnp.take_along_axis(y, path[:, -1:], axis=1)[:, 0]
-        verdict = Verdict(path=path, num_accepted=accepted, next_token=next_token, relaxed=relaxed)
+        verdict = Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
         return verdict, self
 
 
@@ -99,8 +99,8 @@ def low_margin_sampling(
     >>> sorted(drawn)
     [(1, 2), (2, 2)]
     """
-    checked = verify.mars(margin=margin, theta=theta, exact_prefix=exact_prefix)
-    return LowMarginSampling(margin=margin, theta=checked.theta, exact_prefix=checked.exact_prefix)
+    checked_mars = verify.mars(margin=margin, theta=theta, exact_prefix=exact_prefix)
+    return LowMarginSampling(margin=margin, theta=checked_mars.theta, exact_prefix=checked_mars.exact_prefix)
 
 
 def margin_of(choice: RuleChoice) -> str | None:
@@ -116,7 +116,7 @@ def margin_of(choice: RuleChoice) -> str | None:
 
 
 def default_thetas(rule: RuleChoice) -> list[float]:
-    """Return the threshold of a built-in rule, from its settings or by default; empty for a rule without one.
+    """Return a list of the threshold of a built-in rule. It is empty for a rule without one and for a user's rule.
 
     >>> default_thetas(MARS), default_thetas(RuleChoice("exact", {}))
     ([0.9], [])
@@ -154,27 +154,27 @@ def make_arms(
     >>> [arm.name for arm in make_arms(RuleChoice("mars", {}), [0.9], temperature=0.0)]
     ['autoregressive', 'exact', 'mars theta=0.9', 'low-margin sampling']
     """
-    measured = [_measured(choice, theta, target) for theta in thetas or [None]]
-    base = base_of(measured[0].loaded_rule)
+    measured_arms = [_measured(choice, theta, target) for theta in thetas or [None]]
+    base = base_of(measured_arms[0].loaded_rule)
     meaning = "the strict rule, which is lossless"
-    strict = Arm(name=base.rule.name, loaded_rule=base, role="strict", drafts=True, meaning=meaning)
+    strict_arm = Arm(name=base.rule.name, loaded_rule=base, role="strict", drafts=True, meaning=meaning)
     # If the measured rule is the strict rule itself, one arm serves as both.
-    rules = [arm for arm in measured if arm.name != strict.name]
+    rule_arms = [arm for arm in measured_arms if arm.name != strict_arm.name]
     arms = [ALONE]
-    if controls != "none" or not rules:
-        arms.append(strict)
-    arms += rules
-    if controls == "all" and rules and not choice.definition.lossless:
-        arms += _controls(choice, measured[0], temperature)
+    if controls != "none" or not rule_arms:
+        arms.append(strict_arm)
+    arms += rule_arms
+    if controls == "all" and rule_arms and not choice.definition.lossless:
+        arms += _controls(choice, measured_arms[0], temperature)
     if refined:
-        name = f"{strict.name} refined"
+        name = f"{strict_arm.name} refined"
         meaning = "the strict rule with a draft that is trained on its rejected tokens; training time counts"
-        arms.append(dataclasses.replace(strict, name=name, role="refined", refines=True, meaning=meaning))
+        arms.append(dataclasses.replace(strict_arm, name=name, role="refined", refines=True, meaning=meaning))
     return arms
 
 
 def _measured(choice: RuleChoice, theta: float | None, target: Pretrained | None) -> Arm:
-    """Return the arm of the measured rule at a threshold; None: the rule has no threshold."""
+    """Return the arm of the measured rule at a threshold. `theta` is None for a rule without a threshold."""
     settings, suffix, meaning = dict(choice.settings), "", "the rule"
     if theta is not None:
         settings["theta"], suffix, meaning = theta, f" theta={theta:g}", "the relaxed rule"
@@ -185,40 +185,40 @@ def _measured(choice: RuleChoice, theta: float | None, target: Pretrained | None
 
 def label(choice: RuleChoice, rule: LoadedRule) -> str:
     """Return the name of a rule with the settings that its own name omits, except theta."""
-    is_users = is_own(choice.spec)
-    words = [choice.definition.name if is_users else rule.rule.name]
+    is_users_rule = is_own(choice.spec)
+    name_parts = [choice.definition.name if is_users_rule else rule.rule.name]
     for name, value in choice.settings.items():
         if name == "theta":
             continue
         if type(value) in (int, float):
-            words.append(f"{name}={value:g}")
-        elif is_users:
-            words.append(f"{name}={value}")
-    return " ".join(words)
+            name_parts.append(f"{name}={value:g}")
+        elif is_users_rule:
+            name_parts.append(f"{name}={value}")
+    return " ".join(name_parts)
 
 
 def _controls(choice: RuleChoice, first: Arm, temperature: float) -> list[Arm]:
     """Return the controls that separate a rule's benefit from that of sampling among the two best tokens."""
-    arms, sampling = [], "the target alone, sampling from its two best tokens"
-    control = dataclasses.replace(ALONE, role="control")
+    arms, sampling_meaning = [], "the target alone, sampling from its two best tokens"
+    control_template = dataclasses.replace(ALONE, role="control")
     if temperature > 0:
-        name, meaning = f"{AUTOREGRESSIVE} top_k=2", f"{sampling} everywhere"
-        arms.append(dataclasses.replace(control, name=name, top_k=2, meaning=meaning))
+        name, meaning = f"{AUTOREGRESSIVE} top_k=2", f"{sampling_meaning} everywhere"
+        arms.append(dataclasses.replace(control_template, name=name, top_k=2, meaning=meaning))
     margin, theta = margin_of(choice), first.theta
     if margin is not None and theta is not None:
         rule = low_margin_sampling(margin, theta=theta, exact_prefix=first.loaded_rule.rule.exact_prefix)
-        meaning = f"{sampling} where their margin is low at theta={theta:g}"
+        meaning = f"{sampling_meaning} where their margin is low at theta={theta:g}"
         loaded_rule = LoadedRule(rule)
         arms.append(
             dataclasses.replace(
-                control, name=rule.name, loaded_rule=loaded_rule, theta=theta, meaning=meaning
+                control_template, name=rule.name, loaded_rule=loaded_rule, theta=theta, meaning=meaning
             )
         )
     return arms
 
 
 def base_of(rule: LoadedRule) -> LoadedRule:
-    """Return the strict rule under a rule, or `exact` if the rule has no base.
+    """Return the strict rule that a rule relaxes, or `exact` if the rule has no base.
 
     >>> base_of(verify.load("mars", base="rejection")).rule.name
     'rejection'

@@ -21,7 +21,7 @@ PICTURES = {
 }
 """Captions of the plots, keyed by the stem of the file name."""
 LEAST_POINTS = 10
-"""Minimum range of a score axis, in points of 100: differences of one or two points are noise."""
+"""Minimum range of a score axis, in points out of 100: differences of one or two points are noise."""
 
 
 def captions(summary: JsonObject) -> dict[str, str]:
@@ -37,16 +37,16 @@ def draw(summary: JsonObject, folder: Path, caption: str, formats: Sequence[str]
     tables = summary["tables"]
     columns = min(len(tables), len({table["temperature"] for table in tables}))
     rows = math.ceil(len(tables) / columns)
-    # Inches: one bar per arm, plus the title and the axis.
+    # Height in inches of one bar per arm, plus the title and the axis.
     bars_height = 0.9 + 0.24 * max(len(table["arms"]) for table in tables)
-    panels = {
+    panel_by_name = {
         "speed": (_speed, bars_height),
         "speed_quality": (_speed_quality, 3.4),
         "tau_theta": (_tau_theta, 3.0),
         "depth": (_depth, 3.0),
     }
     for name in captions(summary):
-        draw_panel, height = panels[name]
+        draw_panel, height = panel_by_name[name]
         files = [folder / f"{name}.{kind}" for kind in formats]
         with picture(files, rows=rows, columns=columns, panel=(4.6, height), caption=caption) as axes:
             for axis, table in zip(axes.flat, tables, strict=False):
@@ -70,39 +70,39 @@ def _families(arms: Sequence[JsonObject]) -> dict[str, list[JsonObject]]:
 def _speed_quality(axis: Axes, arms: Sequence[JsonObject]) -> None:
     """Plot the score, or the regret if nothing is scored, over tokens/s."""
     is_scored = all(arm["score"] is not None for arm in arms)
-    name, unit = "regret_per_token", 1
+    quality_name, scale = "regret_per_token", 1
     if is_scored:
-        name, unit = "score", 100
-    ends: list[float] = []
+        quality_name, scale = "score", 100
+    plotted_values: list[float] = []
 
     def quality(arm: JsonObject) -> tuple[float, list[float] | None]:
-        value, interval = unit * arm[name], arm["intervals"][name]
-        ends.append(value)
+        value, interval = scale * arm[quality_name], arm["intervals"][quality_name]
+        plotted_values.append(value)
         if interval is not None:
-            interval = [unit * end for end in interval]
-            ends.extend(interval)
+            interval = [scale * end for end in interval]
+            plotted_values.extend(interval)
         return value, interval
 
-    strict = _strict(arms)
-    level(axis, *quality(strict), label=f"{strict['arm']}, its interval shaded", colour=BLACK)
+    strict_arm = _strict(arms)
+    level(axis, *quality(strict_arm), label=f"{strict_arm['arm']}, its interval shaded", colour=BLACK)
     for family, members in _families(arms).items():
         members = sorted(members, key=lambda arm: arm["theta"] or 0)
         x = [arm["tokens_per_second"] for arm in members]
         y, y_intervals = zip(*map(quality, members), strict=True)
         x_errors = whiskers(x, [arm["intervals"]["tokens_per_second"] for arm in members])
         y_errors = whiskers(y, y_intervals)
-        line = look(family).line
-        axis.errorbar(x, y, xerr=x_errors, yerr=y_errors, elinewidth=0.8, label=family, **line)
+        line_style = look(family).line
+        axis.errorbar(x, y, xerr=x_errors, yerr=y_errors, elinewidth=0.8, label=family, **line_style)
         if len(members) > 1:
             for point, arm in zip(zip(x, y, strict=True), members, strict=True):
                 axis.annotate(f"{arm['theta']:g}", point, (5, 4), textcoords="offset points", fontsize=7)
     axis.set_xlim(left=0)
     axis.set_xlabel("tokens/s")
     if is_scored:
-        honest_limits(axis, ends, least=LEAST_POINTS)
+        honest_limits(axis, plotted_values, least=LEAST_POINTS)
         axis.set_ylabel("100 x score")
     else:
-        honest_limits(axis, [0.0, *ends], least=0.05)
+        honest_limits(axis, [0.0, *plotted_values], least=0.05)
         # Put the lowest regret, which is best, at the top.
         axis.invert_yaxis()
         axis.set_ylabel("regret, nats per token")
@@ -127,16 +127,16 @@ def _speed(axis: Axes, arms: Sequence[JsonObject]) -> None:
 
 def _tau_theta(axis: Axes, arms: Sequence[JsonObject]) -> None:
     """Plot tau over the rule's threshold. A rule without a threshold is a horizontal line."""
-    strict = _strict(arms)
-    level(axis, strict["tau"], strict["intervals"]["tau"], label=strict["arm"], colour=BLACK)
+    strict_arm = _strict(arms)
+    level(axis, strict_arm["tau"], strict_arm["intervals"]["tau"], label=strict_arm["arm"], colour=BLACK)
     for family, members in _families([arm for arm in arms if arm["role"] == "rule"]).items():
         taus, intervals = [arm["tau"] for arm in members], [arm["intervals"]["tau"] for arm in members]
         if members[0]["theta"] is None:
             level(axis, taus[0], intervals[0], label=family, colour=look(family).colour)
             continue
         thetas = [arm["theta"] for arm in members]
-        errors = whiskers(taus, intervals)
-        axis.errorbar(thetas, taus, yerr=errors, label=family, linestyle="none", **look(family).line)
+        tau_errors = whiskers(taus, intervals)
+        axis.errorbar(thetas, taus, yerr=tau_errors, label=family, linestyle="none", **look(family).line)
     axis.set(xlabel="theta", ylabel="tau, tokens per target forward")
     axis.set_ylim(bottom=1)
 
@@ -150,8 +150,8 @@ def _depth(axis: Axes, arms: Sequence[JsonObject]) -> None:
         intervals = arm["intervals"]["acceptance_by_depth"][: len(rates)]
         # Offset the arms so that their whiskers do not hide each other.
         depths = [depth + 1 + 0.08 * number for depth in range(len(rates))]
-        errors = whiskers(rates, intervals)
-        axis.errorbar(depths, rates, yerr=errors, elinewidth=0.8, label=family, **look(family).line)
+        rate_errors = whiskers(rates, intervals)
+        axis.errorbar(depths, rates, yerr=rate_errors, elinewidth=0.8, label=family, **look(family).line)
     axis.set_ylim(0, 1.02)
     axis.locator_params(axis="x", integer=True)
     axis.set(xlabel="depth of the draft", ylabel="share accepted")

@@ -49,32 +49,32 @@ def make_summary(
     by_arm: dict[tuple[str, float, str], list[Row]] = {}
     for row in rows:
         by_arm.setdefault((row["task"], row["temperature"], row["arm"]), []).append(row)
-    summaries = []
+    table_summaries = []
     for task, metric in {problem.task: problem.metric for problem in problems}.items():
         for temperature in settings["temperatures"]:
-            # In reverse order, the first arm of each role is kept: the rule at its first threshold.
-            rows_of = {arm.role: by_arm[task, temperature, arm.name] for arm in reversed(arms[temperature])}
+            # Reverse the order, so that the first arm of each role is kept, such as the rule at its first threshold.
+            by_role = {arm.role: by_arm[task, temperature, arm.name] for arm in reversed(arms[temperature])}
             arm_summaries = []
             for arm in arms[temperature]:
                 arm_figures = figures.arm_figures(
                     by_arm[task, temperature, arm.name],
-                    rows_of["alone"],
-                    rows_of.get("strict"),
+                    by_role["alone"],
+                    by_role.get("strict"),
                     metric=metric,
                     seed=settings["seed"],
                 )
                 arm_summaries.append(arm.legend() | arm_figures)
             table = {"task": task, "temperature": temperature, "metric": metric, "arms": arm_summaries}
-            summaries.append(table)
+            table_summaries.append(table)
     # The last row may be from an earlier process.
-    latest = max(rows, key=lambda row: row["date"])
+    latest_row = max(rows, key=lambda row: row["date"])
     return {
         "settings": settings,
-        "environment": {**environment, **{name: latest[name] for name in ("date", "commit", "dirty")}},
-        "date": latest["date"],
+        "environment": {**environment, **{name: latest_row[name] for name in ("date", "commit", "dirty")}},
+        "date": latest_row["date"],
         "days": _days(rows),
         "notes": notes(settings, problems, rows),
-        "tables": summaries,
+        "tables": table_summaries,
     }
 
 
@@ -94,21 +94,21 @@ def notes(settings: JsonObject, problems: Sequence[Problem], rows: Sequence[Row]
     if settings["batch_size"] > 1:
         sentences.append(
             f"{settings['batch_size']} problems were decoded side by side, and a row that ended made room for the "
-            "next problem; s/task is their share."
+            "next problem; s/task is each problem's share of the time."
         )
-    if full := sum(row["finish_reason"] == "context" for row in rows):
-        sentences.append(f"In {full} rows a follow-up turn did not fit the context and was left out.")
+    if num_full := sum(row["finish_reason"] == "context" for row in rows):
+        sentences.append(f"In {num_full} rows a follow-up turn did not fit the context and was left out.")
     days, commits = _days(rows), {row["commit"] for row in rows}
     if len(days) > 1 or len(commits) > 1:
-        code = ""
+        code_versions = ""
         if len(commits) > 1:
-            code = f" by {len(commits)} versions of the code"
+            code_versions = f" by {len(commits)} versions of the code"
         sentences.append(
-            f"The rows were decoded on {', '.join(days)}{code}: arms that were timed apart may differ in speed for "
-            "that reason alone."
+            f"The rows were decoded on {', '.join(days)}{code_versions}: arms that were timed apart may differ in "
+            "speed for that reason alone."
         )
-    programs = {p.task for p in problems if p.metric == "pass@1"}
-    if any(row["task"] in programs and row["score"] is None for row in rows):
+    code_tasks = {p.task for p in problems if p.metric == "pass@1"}
+    if any(row["task"] in code_tasks and row["score"] is None for row in rows):
         sentences.append(UNSCORED)
     return sentences
 
@@ -132,7 +132,7 @@ def page(summary: JsonObject, texts: JsonObject, pictures: Mapping[str, bytes]) 
     """
     import jinja2
 
-    # Without the `finalize` below, a control character of a completion would make the page invalid HTML.
+    # Without the `finalize` below, a control character in a completion would make the page invalid HTML.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -141,10 +141,10 @@ def page(summary: JsonObject, texts: JsonObject, pictures: Mapping[str, bytes]) 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    settings = {}
+    setting_texts = {}
     for name, value in {**summary["settings"], **summary["environment"]}.items():
         if value is not None:
-            settings[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            setting_texts[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return environment.get_template(TEMPLATE).render(
         title=tables.title(summary["settings"]),
         facts=tables.facts(summary),
@@ -167,7 +167,7 @@ def page(summary: JsonObject, texts: JsonObject, pictures: Mapping[str, bytes]) 
             for name, picture in pictures.items()
         ],
         legend=LEGEND,
-        settings=settings,
+        settings=setting_texts,
     )
 
 

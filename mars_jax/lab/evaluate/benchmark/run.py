@@ -72,8 +72,8 @@ class Study:
     def decoding(self, drafter: drafters.LoadedDrafter, refiner: Refiner | None = None) -> Decoding:
         """Return the decoding settings with a drafter."""
         # Tasks are decoded one after another, so a batch never holds more problems than the largest task has.
-        largest = max(len(group) for group in by_task(self.problems).values())
-        session = Session(target=self.target, drafter=drafter, batch_size=min(self.batch_size, largest))
+        max_problems = max(len(group) for group in by_task(self.problems).values())
+        session = Session(target=self.target, drafter=drafter, batch_size=min(self.batch_size, max_problems))
         return Decoding(session=session, chat=self.chat, max_new_tokens=self.max_new_tokens, refiner=refiner)
 
 

@@ -94,12 +94,12 @@ def title(settings: JsonObject) -> str:
 def facts(summary: JsonObject) -> list[str]:
     """Return the settings of a run, its device, and the dates of its rows."""
     settings, days = summary["settings"], summary["days"]
-    rule = f"rule {settings['rule']['verify']}"
-    if options := ", ".join(f"{name} {value}" for name, value in settings["rule"]["settings"].items()):
-        rule += f" ({options})"
+    rule_text = f"rule {settings['rule']['verify']}"
+    if options_text := ", ".join(f"{name} {value}" for name, value in settings["rule"]["settings"].items()):
+        rule_text += f" ({options_text})"
     return [
         settings["drafter"],
-        rule,
+        rule_text,
         f"up to {settings['max_new_tokens']} tokens",
         f"batch {settings['batch_size']}",
         f"seed {settings['seed']}",
@@ -131,23 +131,23 @@ def change(arm: JsonObject, metric: str) -> str:
     """
     if arm["score_change"] is None or arm["arm"] == AUTOREGRESSIVE:
         return "-"
-    points = f"{100 * arm['score_change']:+.1f}"
+    points_text = f"{100 * arm['score_change']:+.1f}"
     interval = arm["intervals"]["score_change"]
     if interval is None:
-        return f"{points}, no interval"
+        return f"{points_text}, no interval"
     low, high = interval
-    better, worse = "better", "worse"
+    better_word, worse_word = "better", "worse"
     if metric == "likelihood":
-        better, worse = "likelier", "less likely"
+        better_word, worse_word = "likelier", "less likely"
     if low == high == 0:
-        word = "the same"
+        verdict = "the same"
     elif low > 0:
-        word = better
+        verdict = better_word
     elif high < 0:
-        word = worse
+        verdict = worse_word
     else:
-        word = "within noise"
-    return f"{points} [{100 * low:+.1f}, {100 * high:+.1f}], {word}"
+        verdict = "within noise"
+    return f"{points_text} [{100 * low:+.1f}, {100 * high:+.1f}], {verdict}"
 
 
 def cells(arm: JsonObject, metric: str) -> dict[str, str]:

@@ -56,7 +56,7 @@ def arms_at(
       thetas: its thresholds, one arm each.
       temperature: above 0, token-level and block-level `rejection` can verify a sampled draft, and a rule over `exact`
         also runs over `rejection`.
-      target: for a rule with weights.
+      target: the target, which a rule with weights needs.
       samples: whether the drafter can sample.
 
     >>> [arm.name for arm in arms_at(RuleChoice("mars", {}), [0.9], 1.0, None, samples=True)]
@@ -71,8 +71,8 @@ def arms_at(
     # have equal names, so each is measured once.
     arms: dict[str, Arm] = {}
     for choice in rules:
-        own_thetas = thetas if choice.spec == rule.spec else ()
-        choice_arms = make_arms(choice, own_thetas, temperature=temperature, target=target, controls="paper")
+        rule_thetas = thetas if choice.spec == rule.spec else ()
+        choice_arms = make_arms(choice, rule_thetas, temperature=temperature, target=target, controls="paper")
         arms |= {arm.name: arm for arm in choice_arms[1:]}
     return sorted(arms.values(), key=lambda arm: not arm.loaded_rule.rule.lossless)
 
@@ -119,14 +119,14 @@ def tuned(
     }
     # Count the turns of all decodes for the progress bar: every arm at every length on the first problems of a task,
     # then every arm once on the others.
-    turns, num_arms = 0, sum(map(len, arms.values()))
+    num_turns, num_arms = 0, sum(map(len, arms.values()))
     for group in tasks.values():
         split = _split(group)
-        turns += turns_of(group[:split], study.chat) * num_arms * len(lengths)
+        num_turns += turns_of(group[:split], study.chat) * num_arms * len(lengths)
         # The autoregressive arm is decoded as well, once for each temperature.
-        turns += turns_of(group[split:], study.chat) * (num_arms + len(arms))
+        num_turns += turns_of(group[split:], study.chat) * (num_arms + len(arms))
     with contextlib.closing(open_rows(folder, settings)) as file:
-        run = _Run(study, drafters, Recorder(file, progress, turns), folder, lengths, cost)
+        run = _Run(study, drafters, Recorder(file, progress, num_turns), folder, lengths, cost)
         task_tables = [
             run.table(task, group, temperature, arms[temperature])
             for task, group in tasks.items()
@@ -156,28 +156,28 @@ class _Run:
     ) -> JsonObject:
         """Choose the lengths, then score the arms at these lengths."""
         split, lengths, seed = _split(problems), self.lengths, self.study.seed
-        candidates = [(arm, length) for arm in arms for length in lengths]
-        trials = self._decode(problems[:split], 0, temperature, candidates)
-        rates: dict[tuple[str, int], float] = {}
-        for (name, length), rows in trials.items():
-            tokens, time = self._counts(rows, length).sum(axis=0)
-            rates[name, length] = float(tokens / time)
+        trial_arms = [(arm, length) for arm in arms for length in lengths]
+        trial_rows = self._decode(problems[:split], 0, temperature, trial_arms)
+        rate_by_arm: dict[tuple[str, int], float] = {}
+        for (name, length), rows in trial_rows.items():
+            tokens, duration = self._counts(rows, length).sum(axis=0)
+            rate_by_arm[name, length] = float(tokens / duration)
         # Each arm gets the length with its highest rate.
-        best_lengths = [max(lengths, key=lambda n, arm=arm: rates[arm.name, n]) for arm in arms]
+        best_lengths = [max(lengths, key=lambda n, arm=arm: rate_by_arm[arm.name, n]) for arm in arms]
         tuned_arms = list(zip(arms, best_lengths, strict=True))
         decoded = self._decode(problems[split:], split, temperature, [(ALONE, 0), *tuned_arms])
-        scored = {
+        scored_rows = {
             key: samples.with_results(self.folder, problems[split:], rows) for key, rows in decoded.items()
         }
-        # The problems that chose the lengths also choose the baseline, so the figures below have no selection bias.
-        lossless, lossless_length = max(
+        # The problems that chose the lengths choose the baseline too, so the figures below have no selection bias.
+        lossless_arm, lossless_length = max(
             (choice for choice in tuned_arms if choice[0].loaded_rule.rule.lossless),
-            key=lambda choice: rates[choice[0].name, choice[1]],
+            key=lambda choice: rate_by_arm[choice[0].name, choice[1]],
         )
-        baseline = self._counts(scored[lossless.name, lossless_length], lossless_length)
-        alone, metric = scored[ALONE.name, 0], problems[0].metric
+        baseline_counts = self._counts(scored_rows[lossless_arm.name, lossless_length], lossless_length)
+        alone_rows, metric = scored_rows[ALONE.name, 0], problems[0].metric
         summarize = functools.partial(
-            figures.arm_figures, autoregressive=alone, strict=None, metric=metric, seed=seed
+            figures.arm_figures, autoregressive=alone_rows, strict=None, metric=metric, seed=seed
         )
         return {
             "task": task,
@@ -185,17 +185,17 @@ class _Run:
             "metric": metric,
             "chosen_on": split,
             "problems": len(problems) - split,
-            "best_lossless": lossless.name,
-            "alone": {**ALONE.legend(), **summarize(alone)},
+            "best_lossless": lossless_arm.name,
+            "alone": {**ALONE.legend(), **summarize(alone_rows)},
             "arms": [
                 {
                     **arm.legend(),
                     "length": length,
-                    "tau_by_length": {str(n): figures.tau_of(trials[arm.name, n]) for n in lengths},
-                    "rate_by_length": {str(n): rates[arm.name, n] for n in lengths},
-                    **summarize(scored[arm.name, length]),
+                    "tau_by_length": {str(n): figures.tau_of(trial_rows[arm.name, n]) for n in lengths},
+                    "rate_by_length": {str(n): rate_by_arm[arm.name, n] for n in lengths},
+                    **summarize(scored_rows[arm.name, length]),
                     "over_lossless": rate_ratio(
-                        self._counts(scored[arm.name, length], length), baseline, seed
+                        self._counts(scored_rows[arm.name, length], length), baseline_counts, seed
                     ),
                 }
                 for arm, length in tuned_arms
@@ -212,7 +212,7 @@ class _Run:
         return np.asarray([[row["emitted"] for row in rows], times], np.float64).T
 
     def _decoding(self, arm: Arm, length: int) -> Decoding:
-        """Return the decoding for drafts of a length. It is cached because it holds the compiled programs."""
+        """Return the decoding settings for drafts of a given length, cached because they hold the compiled programs."""
         needs_q = verify.needs_q(arm.loaded_rule.rule)
         if (needs_q, length) not in self.decodings:
             drafter = self.drafters[needs_q]
@@ -226,9 +226,9 @@ class _Run:
         """Return the rows of every arm and length. `begin` is the index of the first problem in its task."""
         all_rows: dict[tuple[str, int], list[Row]] = {(arm.name, n): [] for arm, n in arms}
         # The group depends only on the batch size, which all arms share.
-        size = self._decoding(*arms[-1]).group
-        for first in range(0, len(problems), size):
-            group = problems[first : first + size]
+        group_size = self._decoding(*arms[-1]).group
+        for first in range(0, len(problems), group_size):
+            group = problems[first : first + group_size]
             seeds = [(self.study.seed + begin + first + i) % 2**32 for i in range(len(group))]
             for arm, length in arms:
                 # The autoregressive arm has length 0 and ignores its drafter.
@@ -257,23 +257,23 @@ def rate_ratio(counts: np.ndarray, baseline: np.ndarray, seed: int) -> list[floa
     n = len(counts)
     # The first row is the sample itself.
     weights = np.concatenate([np.ones((1, n)), figures.resampled(n, seed)])
-    sums, baseline_sums = weights @ counts, weights @ baseline
-    ratios = (sums[:, 0] / sums[:, 1]) / (baseline_sums[:, 0] / baseline_sums[:, 1])
+    resampled_sums, baseline_sums = weights @ counts, weights @ baseline
+    ratios = (resampled_sums[:, 0] / resampled_sums[:, 1]) / (baseline_sums[:, 0] / baseline_sums[:, 1])
     return [float(ratios[0]), *np.quantile(ratios[1:], [0.025, 0.975]).tolist()]
 
 
 def tuned_markdown(report: JsonObject) -> str:
     """Return the tables in Markdown."""
     settings, cost = report["settings"], report["settings"]["draft_cost"]
-    by = "the clock"
+    compared_by = "the clock"
     if cost is not None:
-        by = f"tokens per step over 1 + {cost:g} K, for K drafted tokens"
+        compared_by = f"tokens per step over 1 + {cost:g} K, for K drafted tokens"
     lines = [
         "# Each rule at its own best draft length",
         "",
         f"{tables.title(settings)}, up to {settings['max_new_tokens']} tokens, batch {settings['batch_size']}. "
-        f"Lengths {', '.join(map(str, report['lengths']))} were compared by {by}, on problems that no figure uses. "
-        "Intervals are 95%, by the paired bootstrap over problems.",
+        f"Lengths {', '.join(map(str, report['lengths']))} were compared by {compared_by}, on problems that no figure "
+        "uses. Intervals are 95%, by the paired bootstrap over problems.",
         "",
     ]
     columns = ("arm", "tau", "tokens/s", "speed", "score change", "relaxed", "loops")
@@ -287,16 +287,16 @@ def tuned_markdown(report: JsonObject) -> str:
             cells = tables.cells(arm, table["metric"])
             name, *figure_cells = (cells[column] for column in columns)
             rows.append([name, length, ratio, *figure_cells])
-        about = (
-            f"{table['problems']} problems, after {table['chosen_on']} that chose; score: {METRICS[table['metric']]}. "
-            f"The best lossless arm is {table['best_lossless']}."
+        about_text = (
+            f"{table['problems']} problems, after {table['chosen_on']} that chose the lengths; "
+            f"score: {METRICS[table['metric']]}. The best lossless arm is {table['best_lossless']}."
         )
         if table["problems"] < ENOUGH:
-            about += f" Fewer than {ENOUGH} problems are not evidence."
+            about_text += f" Fewer than {ENOUGH} problems are not evidence."
         lines += [
             f"## {tables.heading(table)}",
             "",
-            about,
+            about_text,
             "",
             *tables.markdown_table(["arm", "drafted", "over the best lossless", *columns[1:]], rows),
             "",

@@ -42,28 +42,28 @@ def with_results(folder: Path, problems: Sequence[Problem], rows: Sequence[Row])
       MarsError: a results file belongs to different samples or cannot be read.
     """
     # Write the problems of each code task, with their tests.
-    programs: dict[str, dict[str, Code]] = {}
+    code_by_task: dict[str, dict[str, Code]] = {}
     for problem in problems:
         if problem.code is not None:
-            programs.setdefault(problem.task, {})[problem.id] = problem.code
-    for task, codes in programs.items():
-        lines = [{"task_id": task_id, **code._asdict()} for task_id, code in codes.items()]
-        _write_jsonl(folder / f"problems-{task}.jsonl", lines)
+            code_by_task.setdefault(problem.task, {})[problem.id] = problem.code
+    for task, codes in code_by_task.items():
+        json_rows = [{"task_id": task_id, **code._asdict()} for task_id, code in codes.items()]
+        _write_jsonl(folder / f"problems-{task}.jsonl", json_rows)
     # Write the completions of each arm and temperature, and read their results if the evaluator has run.
-    samples: dict[str, dict[str, str]] = {}
+    samples_by_file: dict[str, dict[str, str]] = {}
     for row in rows:
-        if code := programs.get(row["task"], {}).get(row["id"]):
-            samples.setdefault(_file_name(row), {})[row["id"]] = completion(code, row["text"][-1])
-    results = {}
-    for name, completions in samples.items():
-        lines = [{"task_id": task_id, "completion": text} for task_id, text in completions.items()]
-        _write_jsonl(folder / name, lines)
+        if code := code_by_task.get(row["task"], {}).get(row["id"]):
+            samples_by_file.setdefault(_file_name(row), {})[row["id"]] = completion(code, row["text"][-1])
+    results_by_file = {}
+    for name, completions in samples_by_file.items():
+        json_rows = [{"task_id": task_id, "completion": text} for task_id, text in completions.items()]
+        _write_jsonl(folder / name, json_rows)
         path = folder / f"{name}_results.jsonl"
         if path.exists():
-            results[name] = _read_results(path, completions)
+            results_by_file[name] = _read_results(path, completions)
     scored_rows = []
     for row in rows:
-        if passed := results.get(_file_name(row)):
+        if passed := results_by_file.get(_file_name(row)):
             row = {**row, "score": [float(passed[row["id"]])]}
         scored_rows.append(row)
     return scored_rows
@@ -72,7 +72,7 @@ def with_results(folder: Path, problems: Sequence[Problem], rows: Sequence[Row])
 def completion(code: Code, text: str) -> str:
     """Return the part of an answer that follows the prompt in the test program.
 
-    An answer that repeats the whole function redefines it after the prompt.
+    If an answer repeats the whole function, its definition replaces the one that the prompt begins.
 
     >>> code = Code("def one():\\n    # Return 1.\\n", "one", "...")
     >>> completion(code, "    return 1\\n\\nprint(one())")
@@ -80,18 +80,18 @@ def completion(code: Code, text: str) -> str:
     >>> completion(code, "Sure:\\n```python\\ndef one():\\n    return 1\\n```")
     '    pass\\n\\n\\ndef one():\\n    return 1\\n'
     """
-    blocks = re.findall(r"```[^\n]*\n(.*?)(?:```|\Z)", text, flags=re.DOTALL)
+    code_blocks = re.findall(r"```[^\n]*\n(.*?)(?:```|\Z)", text, flags=re.DOTALL)
     # Without a prompt, as in MBPP, the answer is the whole program.
     if not code.prompt:
-        return next(iter(blocks), text.partition("[DONE]")[0])
-    definition = f"def {code.entry_point}("
-    definitions = [block for block in blocks if definition in block]
+        return next(iter(code_blocks), text.partition("[DONE]")[0])
+    definition_start = f"def {code.entry_point}("
+    definitions = [block for block in code_blocks if definition_start in block]
     # A completion begins with the indented body, and may define the same function again later.
-    if not definitions and definition in text and not text.lstrip("\n")[:1].isspace():
-        definitions = [text[text.index(definition) :]]
+    if not definitions and definition_start in text and not text.lstrip("\n")[:1].isspace():
+        definitions = [text[text.index(definition_start) :]]
     if definitions:
         return f"    pass\n\n\n{definitions[0]}"
-    return next(iter(blocks), _ENDS.split(text, maxsplit=1)[0])
+    return next(iter(code_blocks), _ENDS.split(text, maxsplit=1)[0])
 
 
 def _file_name(row: Row) -> str:
@@ -105,16 +105,16 @@ def _write_jsonl(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _read_results(path: Path, completions: dict[str, str]) -> dict[str, bool]:
-    """Return whether each completion passed, by task id."""
-    passed = {}
+    """Return whether each completion passed, keyed by task id."""
+    passed_by_id = {}
     for fields in read_jsonl(str(path)):
         row = fields.values
         task_id = str(row.get("task_id"))
         if row.get("completion") == completions.get(task_id) and isinstance(row.get("passed"), bool):
-            passed[task_id] = row["passed"]
-    if passed.keys() != completions.keys():
+            passed_by_id[task_id] = row["passed"]
+    if passed_by_id.keys() != completions.keys():
         raise MarsError(
-            f"'{path}' has a result for {len(passed)} of the {len(completions)} answers in the samples: run the "
+            f"'{path}' has a result for {len(passed_by_id)} of the {len(completions)} answers in the samples: run the "
             "evaluator on them again, or delete this file."
         )
-    return passed
+    return passed_by_id

@@ -108,13 +108,13 @@ def last_number(text: str) -> int | None:
     >>> last_number("3 boxes of 4 make 12 pencils."), last_number("So $1,200.00."), last_number("None.")
     (12, 1200, None)
     """
-    if (marked := final_answer(text)) is not None:
-        return marked
-    numbers = re.findall(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?", text) or ["nan"]
-    value = float(numbers[-1].replace(",", ""))
-    if not value.is_integer():
+    if (marked_answer := final_answer(text)) is not None:
+        return marked_answer
+    number_texts = re.findall(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?", text) or ["nan"]
+    last_value = float(number_texts[-1].replace(",", ""))
+    if not last_value.is_integer():
         return None
-    return int(value)
+    return int(last_value)
 
 
 @functools.cache
@@ -157,11 +157,11 @@ def _bleu(counts: np.ndarray) -> np.ndarray:
     """Return corpus BLEU f64[R] of counts f64[R, 10]. Zero matches are smoothed with sacrebleu's default method."""
     # Columns: matching 1- to 4-grams, all 1- to 4-grams of the answers, length of the answers and of the references.
     matches, ngrams = counts[:, :BLEU_ORDER], counts[:, BLEU_ORDER : 2 * BLEU_ORDER]
-    length, reference = counts[:, -2], counts[:, -1]
-    # Each order without a match counts as half of the matches of the previous such order, beginning at 1/2.
+    answer_length, ref_length = counts[:, -2], counts[:, -1]
+    # The first order without a match counts as 1/2 match, and each further one as half as much as the one before.
     halvings = np.cumsum(matches == 0, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         precision = np.where(matches > 0, matches, 0.5**halvings) / ngrams
-        brevity = np.where(length < reference, np.exp(1 - reference / length), 1.0)
+        brevity = np.where(answer_length < ref_length, np.exp(1 - ref_length / answer_length), 1.0)
         score = brevity * np.exp(np.mean(np.log(precision), axis=1))
     return np.where((matches.sum(axis=1) > 0) & (ngrams > 0).all(axis=1), score, 0.0)

@@ -16,7 +16,7 @@ from mars_jax.lab.training.data import documents
 from mars_jax.utils.errors import MarsError, did_you_mean
 
 STORY_WORDS = 24
-"""Length of a prompt in words. A document must have more than twice as many words."""
+"""Length in words of a prompt from stories. A document must have more than twice as many words."""
 
 
 def read_problems(
@@ -49,10 +49,10 @@ def read_problems(
             )
         return read_arithmetic("eval", limit)
     if not path:
-        hub = ""
+        hub_hint = ""
         if name != "stories":
-            hub = f", or {name}=OWNER/DATASET of the Hub"
-        raise MarsError(f"the task {name} needs a file: write {name}=PATH{hub}.")
+            hub_hint = f", or {name}=OWNER/DATASET of the Hub"
+        raise MarsError(f"the task {name} needs a file: write {name}=PATH{hub_hint}.")
     if name == "stories":
         return list(itertools.islice(_stories(path), limit))
     problems, task_counts = [], Counter[str]()
@@ -82,7 +82,7 @@ def _id(fields: Fields, number: int) -> str | int:
 def _check(problems: Sequence[Problem], path: str) -> None:
     # A task with two metrics makes more pairs of task and metric than there are tasks.
     if len(metrics := {(p.task, p.metric) for p in problems}) > len({task for task, _ in metrics}):
-        raise MarsError(f"'{path}' mixes metrics, which have no common mean: make a file of each.")
+        raise MarsError(f"'{path}' mixes metrics, which cannot be averaged: make one file for each metric.")
     (task, name), count = Counter((p.task, p.id) for p in problems).most_common(1)[0]
     if count > 1:
         raise MarsError(f"'{path}' has {count} problems of {task} with the id {name}: give each its own.")
@@ -90,16 +90,16 @@ def _check(problems: Sequence[Problem], path: str) -> None:
 
 def _stories(path: str) -> Iterator[Problem]:
     """Yield the beginnings of documents. They are cut between words, so that prompts do not depend on the tokenizer."""
-    opening = re.compile(rf"\s*(?:\S+\s+){{{STORY_WORDS - 1}}}\S+")
+    opening_pattern = re.compile(rf"\s*(?:\S+\s+){{{STORY_WORDS - 1}}}\S+")
     has_story = False
     for number, document in enumerate(documents(path)):
         # `maxsplit` limits the work on a long document: its remainder counts as one word.
         if len(document.split(maxsplit=2 * STORY_WORDS)) <= 2 * STORY_WORDS:
             continue
-        if head := opening.match(document):
+        if opening_match := opening_pattern.match(document):
             has_story = True
             yield Problem(
-                task="stories", id=str(number), turns=(head[0],), metric="likelihood", continues=True
+                task="stories", id=str(number), turns=(opening_match[0],), metric="likelihood", continues=True
             )
     if not has_story:
         raise MarsError(

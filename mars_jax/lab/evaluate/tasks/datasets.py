@@ -46,9 +46,9 @@ def is_hub_name(path: str) -> bool:
     (True, True, False)
     """
     check_path(path)
-    ending = re.search(r"\.(jsonl?|ndjson|parquet|txt|csv|tsv|md)(\.(xz|gz))?$", path, re.IGNORECASE)
+    file_suffix = re.search(r"\.(jsonl?|ndjson|parquet|txt|csv|tsv|md)(\.(xz|gz))?$", path, re.IGNORECASE)
     folder = Path(path)
-    if folder.is_file() or ending:
+    if folder.is_file() or file_suffix:
         return False
     if folder.is_dir():
         return True
@@ -76,11 +76,11 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
     if Path(path).is_dir():
         _check_entries(path)
         name, config, split = path, "", ""
-        cure = "give a file of JSON lines"
+        suggestion = "give a file of JSON lines"
     else:
         # Missing parts become empty, and then get the defaults of `PARTS`.
         name, config, split = (*path.split(":"), "", "")[:3]
-        cure = "write OWNER/NAME:CONFIG:SPLIT, or give a local file"
+        suggestion = "write OWNER/NAME:CONFIG:SPLIT, or give a local file"
     part = PARTS.get(task, Part(None, "test"))
     try:
         rows = datasets.load_dataset(name, config or part.config, split=split or part.split, streaming=True)
@@ -88,15 +88,15 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
             yield Fields(f"{path}, row {number}", dict(values))
     except (DatasetsError, ValueError, OSError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
-        raise MarsError(f"the dataset '{path}' cannot be read ({reason}): {cure}.") from None
+        raise MarsError(f"the dataset '{path}' cannot be read ({reason}): {suggestion}.") from None
 
 
 def _check_entries(folder: str) -> None:
     """Raise MarsError for a folder with too many files, such as a home folder: `datasets` would list them all."""
-    count = 0
+    num_entries = 0
     for _, folders, files in os.walk(folder):
-        count += len(folders) + len(files)
-        if count > DATASET_FILES:
+        num_entries += len(folders) + len(files)
+        if num_entries > DATASET_FILES:
             raise MarsError(
                 f"the folder '{folder}' holds more than {DATASET_FILES:,} files: name a file, or the folder of one "
                 "dataset."
@@ -104,7 +104,7 @@ def _check_entries(folder: str) -> None:
 
 
 def columns(path: str) -> Iterator[tuple[str, JsonObject]] | None:
-    """Return the rows of a dataset as (place, columns) for `generate --prompts-file`, or None if `path` is no dataset.
+    """Return the rows of a dataset as (place, columns) for `generate --prompts-file`, or None if it is no dataset.
 
     Raises:
       MarsError: as for `read_hub`.

@@ -68,12 +68,12 @@ def read_jsonl(path: str) -> Iterator[Fields]:
     ['Hello']
     """
     try:
-        data = unpacked(path)
+        file_bytes = unpacked(path)
     except FileNotFoundError:
         raise MarsError(f"there is no file '{path}': check the path.") from None
     except UNREADABLE as error:
         raise MarsError(f"'{path}' cannot be read ({error}): name an intact file of JSON lines.") from None
-    for number, line in enumerate(data.split(b"\n"), start=1):
+    for number, line in enumerate(file_bytes.split(b"\n"), start=1):
         where = f"{path}, line {number}"
         if not line.strip():
             continue

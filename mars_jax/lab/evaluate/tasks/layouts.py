@@ -29,7 +29,7 @@ Answer: In 2 hours the train goes 2 * 60 = 120 miles. In all it goes 120 + 40 = 
 
 
 def _gsm8k(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read a row of GSM8K. A plain prompt starts with two worked examples, which show the format and are our own."""
+    """Read a row of GSM8K. A plain prompt starts with two worked examples of our own, which show the format."""
     question = fields.text("question") if fields.has("question") else fields.texts("turns")[0]
     answer = fields.text("answer") if fields.has("answer") else fields.texts("reference")[0]
     if not chat:
@@ -41,10 +41,10 @@ def _gsm8k(fields: Fields, name: str, chat: bool) -> Problem:
 
 
 def _result(fields: Fields, answer: str) -> str:
-    result = final_answer(answer)
-    if result is None:
+    answer_number = final_answer(answer)
+    if answer_number is None:
         raise fields.error("its answer does not end in #### and a whole number: give one.")
-    return str(result)
+    return str(answer_number)
 
 
 def _humaneval(fields: Fields, name: str, chat: bool) -> Problem:
@@ -62,12 +62,12 @@ def _humaneval(fields: Fields, name: str, chat: bool) -> Problem:
 
 
 def _mbpp(fields: Fields, name: str, chat: bool) -> Problem:
-    """Use the prompt of Austin et al. 2108.07732 without examples. Full and sanitized files are supported."""
+    """Read a row of a full or sanitized MBPP file, with the prompt of Austin et al. 2108.07732 without examples."""
     tests = fields.texts("test_list")
     # The full files have setup code, and the sanitized ones imports, which are often an empty list.
-    setup = [fields.values.get("test_setup_code") or ""]
+    setup_lines = [fields.values.get("test_setup_code") or ""]
     if fields.values.get("test_imports"):
-        setup = [*fields.texts("test_imports"), *setup]
+        setup_lines = [*fields.texts("test_imports"), *setup_lines]
     prompt = (
         f"You are an expert Python programmer, and here is your task: {fields.text('prompt', 'text')} "
         "Your code should pass these tests:\n\n" + "\n".join(tests)
@@ -78,25 +78,25 @@ def _mbpp(fields: Fields, name: str, chat: bool) -> Problem:
         turns=(prompt if chat else f"{prompt}\n[BEGIN]\n",),
         metric="pass@1",
         # The assertions run at the top level. HumanEval's evaluator then calls `check(None)`.
-        code=Code("", "None", "\n".join([*setup, *tests, "", "def check(function):", "    pass", ""])),
+        code=Code("", "None", "\n".join([*setup_lines, *tests, "", "def check(function):", "    pass", ""])),
     )
 
 
 def _mt_bench(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read a row whose turns are under `prompt`."""
+    """Read a row of MT-Bench whose turns are under `prompt`."""
     return Problem(task="mt_bench", id=name, turns=tuple(fields.texts("prompt")), metric="likelihood")
 
 
 def _alpaca(fields: Fields, name: str, chat: bool) -> Problem:
-    """Join instruction and input into one prompt."""
-    parts = [fields.text("instruction")]
+    """Read a row of Alpaca, with instruction and input joined into one prompt."""
+    prompt_parts = [fields.text("instruction")]
     if fields.values.get("input"):
-        parts.append(fields.text("input"))
-    return Problem(task="alpaca", id=name, turns=("\n\n".join(parts),), metric="likelihood")
+        prompt_parts.append(fields.text("input"))
+    return Problem(task="alpaca", id=name, turns=("\n\n".join(prompt_parts),), metric="likelihood")
 
 
 def _cnn_dm(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read article and highlights, with the prompt of the MARS release."""
+    """Read article and highlights of a CNN/DailyMail row, with the prompt of the MARS release."""
     prompt, reference = f"Summarize: {fields.text('article')}", fields.text("highlights")
     return Problem(task="cnn_dm", id=name, turns=(prompt,), metric="rouge_l", references=(reference,))
 
@@ -115,8 +115,8 @@ def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
     # Models answer best in English, and the published figures are for translation into English.
     # False sorts before True, so English comes second, as the language to translate into.
     (source, text), (target, reference) = sorted(texts.items(), key=lambda item: item[0] == "en")
-    languages = f"{_LANGUAGES.get(source, source)} text to {_LANGUAGES.get(target, target)}"
-    prompt = f"Translate the following {languages}.\n\n{text}"
+    language_pair = f"{_LANGUAGES.get(source, source)} text to {_LANGUAGES.get(target, target)}"
+    prompt = f"Translate the following {language_pair}.\n\n{text}"
     return Problem(task="wmt19", id=name, turns=(prompt,), metric="bleu", references=(reference,))
 
 
@@ -154,7 +154,7 @@ _SPEC_BENCH = {
 
 
 def _spec_bench(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read a row of any of the six parts; each is a task. Math sets no answer format, so the last number counts."""
+    """Read a row of one of the six parts, each a task. Math sets no answer format, so the last number counts."""
     category = fields.text("category")
     if category == "math_reasoning":
         return Problem(
@@ -165,7 +165,7 @@ def _spec_bench(fields: Fields, name: str, chat: bool) -> Problem:
             references=(_result(fields, fields.texts("reference")[0]),),
         )
     if category not in _SPEC_BENCH:
-        raise fields.error(f"category is '{category}', which Spec-Bench has not: check the file.")
+        raise fields.error(f"category is '{category}', which is no category of Spec-Bench: check the file.")
     return _SPEC_BENCH[category](fields, name, chat)
 
 
@@ -197,4 +197,4 @@ READERS: dict[str, Reader] = {
     "spec_bench": _spec_bench,
     "jsonl": _jsonl,
 }
-"""Readers by task."""
+"""Readers, keyed by task."""
