@@ -76,21 +76,21 @@ class Running:
         Raises:
           MarsError: see `mars_jax.generate`.
         """
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         prepared = self.session.prepared([request])
         self._widen(len(request.prompt_tokens) + request.max_new_tokens)
         rows = of_mesh(self.session.target, 1)
         prepared = with_costs(dataclasses.replace(prepared, width=self._width), rows, log_probs=True)
         state = self._read_prompt(prepared, rows)
-        self._queue = Queue(prepared, rows, telling=True, state=state, began=began)
+        self._queue = Queue(prepared, rows, telling=True, state=state, began=start_time)
         return self._queue.events()
 
     def _widen(self, length: int) -> None:
         """Grow the buffer to hold `length` tokens, or the model's whole context if that is shorter."""
-        context = self.session.target.config.max_positions
-        if self._width < min(length, context):
+        context_length = self.session.target.config.max_positions
+        if self._width < min(length, context_length):
             # At least double the width, so that a growing conversation rarely triggers a compilation.
-            self._width = bucket(min(max(length, WIDTH, 2 * self._width), context))
+            self._width = bucket(min(max(length, WIDTH, 2 * self._width), context_length))
             self._queue = None
 
     def _read_prompt(self, prepared: Prepared, rows: int) -> DecodeState:
@@ -100,8 +100,8 @@ class Running:
         self._queue = None  # the state's buffers are donated, even if an error follows
         with prepared.target.on_mesh():
             # After a single-token prompt, heads must draft without features of earlier tokens.
-            single = len(prepared.requests[0].prompt_tokens) == 1
-            if state is None or prepared.decoder != self._decoder or single:
+            has_one_token = len(prepared.requests[0].prompt_tokens) == 1
+            if state is None or prepared.decoder != self._decoder or has_one_token:
                 state = _unread(prepared.decoder, prepared.params, prompts)
             state, num_read = decode.extend(prepared.decoder, prepared.params, state, prompts)
         self.read = int(fetch(num_read)[0])
@@ -167,8 +167,8 @@ class Chat:
                 target, [turns], system=system, template_args=template_args, ignore_eos=ignore_eos, **options
             )
             check_relaxes(session.loaded_rule, [request])
-            turn = sum(turn["role"] == "user" for turn in turns) - 1
-            return dataclasses.replace(request, seed=(request.seed + turn) % 2**32)
+            user_turn = sum(user_turn["role"] == "user" for user_turn in turns) - 1
+            return dataclasses.replace(request, seed=(request.seed + user_turn) % 2**32)
 
         self._begin(Running(session), ask)
 
@@ -197,8 +197,8 @@ class Chat:
         Raises:
           MarsError: the conversation is full, or see `generate`. The conversation is then unchanged.
         """
-        [finished] = (event for event in self.stream(text) if isinstance(event, Finished))
-        return finished.completion
+        [finished_event] = (event for event in self.stream(text) if isinstance(event, Finished))
+        return finished_event.completion
 
     def stream(self, text: str) -> Generator[Said | Finished, None, None]:
         """Answer as `say` does, and yield the answer as it is decoded.
@@ -210,11 +210,11 @@ class Chat:
         check_type("messages", self.messages, list, "a list of turns")
         turns: list[Turn] = [*self.messages, {"role": "user", "content": text}]
         request = self.ask(turns)
-        target, tokens = self._running.session.target, len(request.prompt_tokens)
-        if tokens >= target.config.max_positions:
+        target, prompt_length = self._running.session.target, len(request.prompt_tokens)
+        if prompt_length >= target.config.max_positions:
             raise MarsError(
-                f"the conversation is full: with this turn it has {tokens} tokens, and '{target.name}' a context of "
-                f"{target.config.max_positions}: take turns back, or begin a new one."
+                f"the conversation is full: with this turn it has {prompt_length} tokens, and '{target.name}' has a "
+                f"context of {target.config.max_positions}: take turns back, or begin a new conversation."
             )
         events = self._answered(turns, self._running.stream(request))
         # The reference is weak, so that Python closes a stream as soon as its caller drops it.
@@ -258,11 +258,11 @@ class Chat:
           MarsError: the conversation is empty.
         """
         self._close()
-        last = max((i for i, turn in enumerate(self.messages) if turn["role"] == "user"), default=None)
-        if last is None:
+        turn_index = max((i for i, turn in enumerate(self.messages) if turn["role"] == "user"), default=None)
+        if turn_index is None:
             raise MarsError("there is no turn to take back: the conversation is empty.")
-        text = self.messages[last]["content"]
-        self.messages = self.messages[:last]
+        text = self.messages[turn_index]["content"]
+        self.messages = self.messages[:turn_index]
         return text
 
     def clear(self) -> None:

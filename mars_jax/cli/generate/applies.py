@@ -84,9 +84,9 @@ def _check_draft(present: Present, draft: DraftSpec, rule: RuleChoice) -> None:
         flags = ["--compare", "--num-draft-tokens"]
         if "draft" in rule.needs:
             flags.append(f"--verify {rule.spec}")
-        drafts = draft_words(name for name in definitions() if name != "none")
+        draft_names = draft_words(name for name in definitions() if name != "none")
         present.refuse(
-            flags, f"to --draft none, which proposes nothing: leave it out, or draft with {drafts}"
+            flags, f"to --draft none, which proposes nothing: leave it out, or draft with {draft_names}"
         )
     if draft.kind != "model":
         small = f"{definition('model').spec}, which reads nothing of the target"
@@ -102,27 +102,27 @@ def _check_draft(present: Present, draft: DraftSpec, rule: RuleChoice) -> None:
 def _check_rule(present: Present, draft: DraftSpec, rule: RuleChoice, rows: Sequence[PromptRow]) -> None:
     """Raise MarsError for flags that do not apply to the rule, and for missing settings."""
     if "long" in rule.needs:
-        verify = f"--verify {rule.definition.name}"
+        verify_flag = f"--verify {rule.definition.name}"
         if not draft.definition.stops:
             why = f"which often drafts nothing: draft with {drafters_that('stops')}"
-            raise MarsError(f"{verify} does not apply to --draft {draft.kind}, {why}.")
-        why = f"to {verify}, whose drafts must be long enough: leave it out"
+            raise MarsError(f"{verify_flag} does not apply to --draft {draft.kind}, {why}.")
+        why = f"to {verify_flag}, whose drafts must be long enough: leave it out"
         present.refuse(["--draft-stop", "draft_stop"], why)
     if "q" in rule.needs:
         why = f"to --verify {rule.name}, which needs the draft's true probabilities: verify with exact, or mars over it"
         present.refuse(["--draft-device"], why)
     if rule.definition.lossless:
-        names = [name for key in ("relax_constrained", *SPANS) for name in (flag_of(key), key)]
+        relax_names = [name for key in ("relax_constrained", *SPANS) for name in (flag_of(key), key)]
         cure = "leave it out, or verify with a rule that is lossy"
-        present.refuse([*names, "strict"], f"to the rule {rule.name}, which relaxes nothing: {cure}")
+        present.refuse([*relax_names, "strict"], f"to the rule {rule.name}, which relaxes nothing: {cure}")
     elif "--any-rule" not in present:
-        depends = "which is lossy, so that a text would depend on what was decoded before it"
+        lossy_reason = "which is lossy, so that a text would depend on what was decoded before it"
         cure = "add --verify exact or rejection, or --any-rule"
-        present.refuse(["--refine"], f"to the rule {rule.name}, {depends}: {cure}")
+        present.refuse(["--refine"], f"to the rule {rule.name}, {lossy_reason}: {cure}")
     for name, setting in rule.options.items():
-        required = setting.default is None and not setting.optional and name not in rule.settings
+        is_required = setting.default is None and not setting.optional and name not in rule.settings
         # A setting that every row provides needs no flag.
-        if required and not (rows and all(name in row.numbers for row in rows)):
+        if is_required and not (rows and all(name in row.numbers for row in rows)):
             flag = flag_of(name) if setting.flag else f"--rule-option {name}=VALUE"
             raise MarsError(f"--verify {rule.definition.name} needs a {flag}: give {setting.expected()}.")
 
