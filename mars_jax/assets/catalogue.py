@@ -31,7 +31,7 @@ class ModelRow:
     copies_pay: bool = False  # measured: n-grams are faster than any of `drafts`
 
     def is_called(self, name: str) -> bool:
-        """Return whether `name` is this row's name or repository, or a path ending in either or in one of its files."""
+        """Return whether `name` is this row's name or repository, or a path that ends in either or in its file's name."""
         path, base_name = PurePath(name), self.repository.rpartition("/")[2].lower().removesuffix("-gguf")
         # The hub's cache keeps a checkpoint in models--OWNER--NAME/snapshots/COMMIT.
         cached_names = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]
@@ -66,7 +66,7 @@ TESTS = {
     "tiny/target": "test_embedded.py::test_the_draft_and_the_head_are_worth_having_and_change_nothing",
     "smollm2": "hub/test_gguf.py::TestSmolLM2::test_the_head_that_ships_drafts_and_changes_nothing",
 }
-"""Tests of layouts, by the beginning of the layout's name, and tests that decode with a target's pairs, by target."""
+"""Tests of layouts, keyed by a prefix of the layout, and tests that decode with a target's pairs, keyed by target."""
 FIGURES = {
     ("tiny/target", "model:tiny/draft"): "tau 3.34, docs/results.md",
     ("tiny/target", "eagle:tiny/eagle3"): "tau 4.62, docs/results.md",
@@ -116,14 +116,14 @@ HEADS = {
     "eagle:yuhuili/EAGLE-llama2-chat-13B": Head("llama-2-13b", "EAGLE-1", "alike"),
     "eagle:yuhuili/EAGLE-llama2-chat-70B": Head("llama-2-70b", "EAGLE-1", "alike"),
 }
-"""Heads of the models below, by the specs of their drafters. Those of one target are listed best first."""
+"""Heads of the models below, by the specs of their drafters. The heads of one target are listed best first."""
 
 Fields = dict[str, Any]
 """Fields of a `ModelRow` by name."""
 
 
 def _row(name: str, repository: str, *small_models: str, **fields: Any) -> ModelRow:
-    """Return the row of a target with its heads, best first, followed by these small models as drafts."""
+    """Return the row of a target. Its drafts are its heads, best first, followed by the given small models."""
     head_specs = (spec for spec, head in HEADS.items() if head.target == name)
     draft_specs = (*head_specs, *(f"model:{model}" for model in small_models))
     return ModelRow(name=name, repository=repository, drafts=draft_specs, **fields)

@@ -56,7 +56,7 @@ def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
     """
     remaining_words, skips_word = [], False
     for word in argv:
-        # All words up to the next flag are values of this one, so their number need not be known.
+        # All words up to the next flag are values of the current flag, so their number need not be known.
         if word.startswith("--"):
             skips_word = word.partition("=")[0] in flags
         if not skips_word:
@@ -96,7 +96,7 @@ def numbers_of(args: argparse.Namespace, names: Iterable[str]) -> None:
 
 
 def draft_or_default(draft: str | None, target: str) -> str:
-    """Return the given draft; without one, the best one for the target on this machine; without any, n-grams.
+    """Return the given draft, or else the best draft for the target on this machine, or else n-grams.
 
     >>> draft_or_default(None, "owner/model")
     'ngram'
@@ -131,7 +131,7 @@ PART_HELP = "decode only rows I, I + N, I + 2N ... with the ids and seeds that t
 
 
 def part_of(text: str) -> slice:
-    """Return the slice of the rows in a part.
+    """Return the slice that selects the rows of a part.
 
     Args:
       text: I/N, where I is from 0 to N - 1.
@@ -153,7 +153,7 @@ HOSTS = ("coordinator", "num_processes", "process_id")
 
 
 def add_host_flags(parser: argparse.ArgumentParser) -> None:
-    """Add to a parser the flags for several processes that decode together."""
+    """Add the flags for several processes that decode together to a parser."""
     group = parser.add_argument_group(
         "hosts", description="Several, with --mesh; on Cloud TPU and Slurm they find each other."
     )

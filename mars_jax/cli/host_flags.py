@@ -46,10 +46,10 @@ def _printing(out: IO[str]) -> Iterator[IO[str]]:
     if not jax.distributed.is_initialized():
         yield out
         return
-    # The duplicate leads to the user's stdout. The original descriptor is redirected to stderr, because C libraries
-    # write to it directly, below `sys.stdout`.
+    # The duplicate still writes to the user's stdout. The original descriptor is redirected to stderr, because C
+    # libraries write to it directly, below `sys.stdout`.
     with os.fdopen(os.dup(out.fileno()), "w", encoding="utf-8") as stdout_copy:
-        os.dup2(2, out.fileno())  # Gloo, the collectives of CPU devices, prints its connections
+        os.dup2(2, out.fileno())  # Gloo (CPU collectives) prints its connections
         if hosts.is_first():
             yield stdout_copy
             return

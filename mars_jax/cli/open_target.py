@@ -43,7 +43,7 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
 
 
 def open_mesh(text: str | None, config: ModelConfig) -> Mesh | None:
-    """Build the mesh that --mesh describes. Print notes about arrays that do not divide over it.
+    """Build the mesh that --mesh describes. Print notes about arrays that do not divide evenly over it.
 
     Raises:
       MarsError: see `parse_mesh` and `hosts.check_mesh`.

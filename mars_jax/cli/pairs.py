@@ -52,12 +52,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _pairs_of_file(path: Path) -> list[Pair]:
-    """Return the pairs of a GGUF file, whatever its name, by the model's name in its metadata."""
+    """Return the pairs of a GGUF file. The metadata names the model, so the file may have any name."""
     if not is_gguf(path):
         return []
     file = read_gguf(path)
     parts = [file.get(f"general.{key}", "") for key in ("basename", "size_label", "finetune")]
-    # Some files have only the full name. Files of a base model may have an empty or wrong finetune.
+    # Some files have only the full name. In files of a base model, the key finetune may be empty or wrong.
     names = ("-".join(filter(None, parts)), "-".join(filter(None, parts[:2])), file.get("general.name", ""))
     pair_lists = (pairs(name.replace(" ", "-")) for name in names if name)
     return next(filter(None, pair_lists), [])

@@ -92,7 +92,7 @@ class Parser(argparse.ArgumentParser):
         return {}
 
     def groups(self) -> dict[str, argparse._ArgumentGroup]:
-        """Return the non-empty groups, by their titles."""
+        """Return the non-empty argument groups, by their titles."""
         return {str(group.title): group for group in self._action_groups if group._group_actions}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -171,7 +171,7 @@ def command(
         except MarsError:
             raise
         except Exception as error:
-            # Name the file, which the error of a library may not do.
+            # Name the output file, because the error of a library may not name it.
             if clear_error := unwritable(error, getattr(args, "output", None)):
                 raise clear_error from error
             raise
@@ -276,7 +276,7 @@ def keep_compilations() -> None:
     """
     from mars_jax.utils.compilations import enable_compilation_cache
 
-    with contextlib.suppress(MarsError):  # a user without a home
+    with contextlib.suppress(MarsError):  # the user has no home folder
         enable_compilation_cache()
 
 

@@ -32,7 +32,7 @@ def quiet() -> None:
 
 
 def quiet_duplicates() -> None:
-    """Hide errors that libraries log in addition to raising them. Only the entry points of the process call it."""
+    """Hide errors that libraries log in addition to raising them. Only the process's entry points call this."""
     # Orbax and its threads log the traceback of an error that they also raise.
     for name in ("absl", "concurrent.futures"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

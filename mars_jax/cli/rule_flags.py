@@ -53,7 +53,7 @@ def add_rule_flags(
 
 
 def choose_with_weights(spec: str, given: Mapping[str, Given]) -> RuleChoice:
-    """Choose a rule as `choose` does, and check that its weights are given if it needs some.
+    """Choose a rule, and check that its weights are given if it needs any.
 
     Raises:
       MarsError: see `choose`; or weights are missing.
@@ -67,7 +67,7 @@ def choose_with_weights(spec: str, given: Mapping[str, Given]) -> RuleChoice:
 
 
 def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) -> tuple[RuleChoice, Any]:
-    """Return the chosen rule, and the `mars-jax calibrate` file that theta refers to, or None if theta is no file.
+    """Return the chosen rule, and the `mars-jax calibrate` file that theta refers to, or None if theta is not a file.
 
     Args:
       spec: spec of the rule; None means the file's rule, or else the default.

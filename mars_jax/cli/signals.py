@@ -22,7 +22,7 @@ from mars_jax.utils.errors import printable
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 _MARK = 0  # no signal has this number
-_SHOW_CURSOR = "\x1b[?25h"  # bars hide it
+_SHOW_CURSOR = "\x1b[?25h"  # progress bars hide the cursor
 
 
 class _State:
@@ -142,7 +142,7 @@ def _watch(reading: int) -> None:
 def _end(number: signal.Signals) -> None:
     try:
         last_line = _WORDS[number]
-        actions = list(_state.actions)  # the main thread may remove one
+        actions = list(_state.actions)  # a copy, because the main thread may remove an action
         # The first of the two threads runs the action, which may take long. A second signal ends the process at once.
         if _state.ending.acquire(blocking=False) and actions:
             try:

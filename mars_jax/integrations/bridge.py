@@ -72,8 +72,8 @@ def from_nnx(
     """Return a `flax.nnx` module as a language model, and its state as params.
 
     Args:
-      module: any module that `call` calls. It is split here. After training, pass `nnx.state(module)`; if the trainer
-        has only params, update the module with `nnx.update` first.
+      module: any module that `call` calls. This function splits it. After training, pass `nnx.state(module)`; if
+        the trainer has only params, update the module with `nnx.update` first.
       vocab_size: V.
       init_cache: (batch, slots) -> the cache, a pytree of arrays.
       call: `(module, tokens, positions, mask, cache, slot) -> (logits [B, N, V], cache)`, with the contract above;
@@ -82,7 +82,7 @@ def from_nnx(
         are read without computing logits, and rules and drafters can read the hidden states.
       embed: `(module, tokens i32[B, N]) -> [B, N, E]`, for drafters that share the target's embedding.
       cache: access functions of a custom cache.
-      prefill_chunk: prompt tokens per forward.
+      prefill_chunk: prompt tokens per forward pass.
 
     Returns:
       (model, params), for `speculative_decoder`, `drafters.language_model` and `Pretrained.from_parts`.
@@ -112,8 +112,8 @@ def from_linen(
 
     Args:
       module: any module that `call` calls.
-      vocab_size, init_cache, unembed, embed, cache, prefill_chunk: as for `from_nnx`; but functions receive `apply`,
-        which is `module.apply` with the variables, instead of the module.
+      vocab_size, init_cache, unembed, embed, cache, prefill_chunk: as for `from_nnx`; but the functions receive
+        `apply`, which is `module.apply` bound to the variables, instead of the module.
       call: `(apply, tokens, positions, mask, cache, slot) -> (logits [B, N, V], cache)`; default: call `apply` with the
         other five arguments. `apply(..., method="name")` calls a method.
 
@@ -129,7 +129,7 @@ def from_linen(
 
 @dataclasses.dataclass(frozen=True)
 class _Merge:
-    """Function from params to a callable. Hashable, so that `_bridged` is cached; equal if the structures are."""
+    """Function from params to a callable. It is hashable and compares by `structure`, so that `_bridged` can cache."""
 
     structure: Hashable
     merge: Callable[[PyTree], Any] = dataclasses.field(compare=False)

@@ -52,11 +52,11 @@ FLAGS = (
 )
 """Arguments of a model that are flags of `generate`, with the same values."""
 CHUNK = 32
-"""Batches of likelihoods that are written together. Requests of similar lengths within them share a batch."""
+"""Number of likelihood batches whose rows are written together. Within them, similar lengths share a batch."""
 
 
 class Answered(Exception):
-    """The end of a part, which has no score. The message includes the number of rows on file."""
+    """Exception that ends a run of one part, which has no score. The message includes the number of rows on file."""
 
 
 @register_model("mars_jax")
@@ -151,7 +151,7 @@ class MarsJax(TemplateLM):
 
     @property
     def rank(self) -> int:
-        """Rank 0. The harness reads this property again after the last answer, which closes the file of rows.
+        """Rank 0. The harness reads this property again after the last answer, and that read closes the file of rows.
 
         Raises:
           Answered: the run is only a part.
@@ -180,7 +180,7 @@ class MarsJax(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token before a text without context."""
+        """The first stop token of the target."""
         return self._target.stop_tokens[0]
 
     @property
@@ -269,7 +269,7 @@ class MarsJax(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        # Cut the beginning of a context that is too long, as the harness does everywhere.
+        # If a context is too long, cut its beginning, as the harness does.
         texts = [(context + continuation)[-self.max_length :] for _, context, continuation in requests]
         scores = score(self._target, texts, rows=self._session.batch_size)
         answers = []
@@ -312,7 +312,7 @@ class MarsJax(TemplateLM):
         part_indices = [i for i, n in enumerate(numbers) if n % part.step == part.start]
         self._count += len(requests)
         answers = [placeholder] * len(requests)
-        # A digest of each request's arguments. With it, a later run detects rows of other tasks.
+        # Digests of the requests' arguments, by which a later run detects rows of other tasks.
         keys = [f"{kind} {digest(repr(request.args).encode())}" for request in requests]
         try:
             missing_indices = []

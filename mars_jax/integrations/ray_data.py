@@ -25,8 +25,8 @@ RESULTS = ("text", "tokens", "finish_reason", "tau", "log_probs")
 class Generate:
     """Stateful callable for `ray.data.Dataset.map_batches` that continues the prompts of a batch of rows.
 
-    Every actor loads the pair once. A row is sampled with its own `seed`, or with the base seed plus its `id`. So its
-    tokens do not depend on the batch, the number of actors, or restarts.
+    Every actor loads the pair once. A row is sampled with its own `seed`, or with the base seed plus its `id`. Its
+    tokens therefore do not depend on the batch, the number of actors, or restarts.
 
     Args:
       target: name or path of the target, as for `mars_jax.load`.

@@ -70,7 +70,7 @@ def config_of(actor: Any) -> ModelConfig:
         )
     if getattr(actor_config, "num_experts", None):
         raise MarsError("the rollout's model is a mixture of experts: MarsRollout takes dense models.")
-    # The name of this setting depends on the model.
+    # The setting for tied embeddings has a different name in each model.
     is_tied = getattr(actor_config, "use_tied_embedding", getattr(actor_config, "weight_tying", False))
     return ModelConfig(
         family={"Qwen3": "qwen3", "Qwen2": "qwen2", "Llama3": "llama"}[family],
@@ -100,7 +100,7 @@ def params_from_state(state: PyTree, config: ModelConfig) -> PyTree:
       config: from `config_of`.
 
     Raises:
-      MarsError: the state is not that of such a model, for example because it holds adapters.
+      MarsError: the state does not have the weights of such a model, for example because it holds adapters.
     """
     state_dict: PyTree = nnx.to_pure_dict(state)
     hidden_size = config.hidden_size
@@ -204,7 +204,7 @@ class Rollout:
         if not lossy and (not rule.rule.lossless or self._drafter.drafter.trusts):
             raise MarsError(
                 f"the rule {rule.rule.name} with the drafter '{self._drafter.drafter.name}' is lossy: "
-                "its samples are not the policy's, and importance ratios would not know of it; verify by exact or "
+                "its samples are not the policy's, and importance ratios do not correct for this; verify by exact or "
                 "rejection, or give lossy=True."
             )
         self.metrics: Metrics | None = None
@@ -267,7 +267,7 @@ class Rollout:
         )
 
     def _encode(self, text: str) -> list[int]:
-        """Return token ids as Tunix's sampler does: with exactly one beginning-of-sequence token, if there is one."""
+        """Encode a text like Tunix's sampler, with exactly one beginning-of-sequence token if the tokenizer has one."""
         bos = self._tokenizer.bos_id()
         ids = [int(i) for i in self._tokenizer.encode(text)]
         if bos:
@@ -330,7 +330,7 @@ class Rollout:
           filter_types: ignored; a state that has only adapters is refused.
         """
         del filter_types
-        # This is the state of `model()`, which Tunix moves between host and device.
+        # Tunix moves the state of `model()` between host and device, and passes it here too.
         is_model_state = "weights" in params
         target_params = bridge.params_of(self.model(), params) if is_model_state else self._take(params)
         self._target = dataclasses.replace(self._target, params=target_params)
@@ -353,8 +353,8 @@ class Rollout:
     def model(self) -> bridge.OurParams:
         """Return the decoding model as an nnx module with its own arrays.
 
-        It must not be the actor: Tunix assumes that engines which share the actor's arrays need no update, and never
-        calls `update_params` for them.
+        The module must not be the actor: Tunix assumes that engines which share the actor's arrays need no update, and
+        never calls `update_params` for them.
         """
         return bridge.to_nnx(self._target.model, self._target.params)
 
@@ -428,7 +428,7 @@ def _log_probs(
     attention_mask = jnp.tril(jnp.ones((num_columns, num_columns), bool))[None] & is_valid[:, None]
     visible = Visible(first=start, positions=positions, slot=start, seen=attention_mask)
     output = model.forward(params, tokens, visible, model.init_cache(num_rows, num_columns))
-    # The logits at column t predict the token in column t + 1, and completions begin in column `width`.
+    # The logits at column t predict the token in column t + 1, and completions begin in column `prompt_width`.
     log_p = jax.nn.log_softmax(model.unembed(params, output.hidden[:, prompt_width - 1 : -1]), axis=-1)
     return jax.lax.stop_gradient(jnp.take_along_axis(log_p, completions[:, :, None], axis=2)[..., 0])
 

@@ -1,4 +1,4 @@
-"""A row that decodes one request after another, and conversations on top of it whose turns share one cache.
+"""A row that decodes one request after another, and conversations built on it, whose turns share one cache.
 
 Only prompt tokens that are not in the caches are read. B rows: one decodes, and the others only fill the mesh. T token
 buffer. Oracle: each request decoded from a new state (tests/serve/test_running.py).
@@ -58,7 +58,7 @@ class Running:
 
     @activity.doing("compiling")
     def compile(self, request: Request) -> None:
-        """Compile the programs that `stream` uses for such requests, by decoding one token; cheap once compiled."""
+        """Decode one token, to compile the programs that `stream` uses for requests of this size."""
         self._widen(len(request.prompt_tokens) + request.max_new_tokens - 1)
         one_token = dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1)
         for _ in self.stream(one_token):
@@ -68,7 +68,7 @@ class Running:
     def stream(self, request: Request) -> Generator[Said | Finished, None, None]:
         """Read the new tokens of the prompt, and decode as the events are consumed.
 
-        Events come after every step, or after every fourth step on accelerators.
+        Events are yielded after every step, or after every fourth step on accelerators.
 
         If the caller stops iterating or closes the iterator, the completion ends there, and the state keeps the tokens
         decoded so far. The next call takes over the state of an unfinished iterator.
@@ -201,10 +201,10 @@ class Chat:
         return finished_event.completion
 
     def stream(self, text: str) -> Generator[Said | Finished, None, None]:
-        """Answer as `say` does, and yield the answer as it is decoded.
+        """Answer a user turn like `say`, but yield the answer as it is decoded.
 
-        If the iterator is closed early, the answer is the text so far; if there is none, the turn is dropped. The next
-        turn, `undo` and `clear` close the iterator.
+        If the iterator is closed early, the answer is the text so far. If there is no text yet, the turn is dropped.
+        The next turn, `undo` and `clear` close the iterator.
         """
         self._close()
         check_type("messages", self.messages, list, "a list of turns")
@@ -248,7 +248,7 @@ class Chat:
 
     def _add(self, turns: list[Turn], answer: str) -> None:
         if self.messages == turns[:-1]:
-            # Templates write the space between a role and its text themselves. A second space would change the tokens.
+            # Templates themselves write the space between a role and its text. A second space would change the tokens.
             self.messages = [*turns, {"role": "assistant", "content": answer.strip()}]
 
     def undo(self) -> str:
@@ -266,6 +266,6 @@ class Chat:
         return text
 
     def clear(self) -> None:
-        """Begin a new conversation. A beginning that it shares with the old one is not read again."""
+        """Begin a new conversation. Tokens that it shares with the old one are not read again."""
         self._close()
         self.messages = []

@@ -49,7 +49,7 @@ def score(
     tokens equal its `TokenLogProbs.log_prob`, up to rounding.
 
     Args:
-      target: the model. On a mesh, rows are sharded over `data`, and everything else is sharded as its weights are.
+      target: the model. On a mesh, rows are sharded over `data`, and everything else is sharded like the weights.
       texts: strings, or token ids; each within the model's context.
       rows: rows per forward pass; on a mesh, rounded up to a multiple of its axis `data`.
 
@@ -67,7 +67,7 @@ def score(
     """
     check_pretrained(target)
     if isinstance(texts, str):
-        raise MarsError("texts is one text: give a list of them.")
+        raise MarsError("texts is one text: give a list of texts.")
     try:
         raw_texts = list(texts)  # an iterator is read once
     except TypeError:  # not iterable, or an array without axes
@@ -82,9 +82,9 @@ def score(
     for number, text in enumerate(texts):
         if len(text) > context_length:
             raise MarsError(
-                f"text {number} has {len(text)} tokens and '{target.name}' a context of {context_length}: cut it."
+                f"text {number} has {len(text)} tokens and '{target.name}' has a context of {context_length}: cut it."
             )
-    # Batches come in order of length, so collect the scores by the index of the text.
+    # Batches are ordered by length, so collect the scores by the index of the text.
     scored_by_index: dict[int, Scored] = {}
     for indices, tokens in _batches_by_length(texts, of_mesh(target, rows), context_length):
         with target.on_mesh():
@@ -102,7 +102,7 @@ def _batches_by_length(
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """Yield batches of similar lengths: (indices, tokens i32[rows, L]), padded with zeros.
 
-    L depends only on a text's own length, so that its scores are bit-identical in any batch.
+    The L of a text depends only on its own length, so that its scores are bit-identical in any batch.
     """
     padded_lengths = [min(bucket(len(text)), longest) for text in texts]
     text_order = sorted(range(len(texts)), key=padded_lengths.__getitem__)
@@ -125,7 +125,7 @@ def _score_rows(model: LanguageModel, params, tokens):
     rows, length = tokens.shape
     visible = Visible.causal(jnp.zeros(tokens.shape[:1], jnp.int32), tokens.shape[1])
     hidden = model.forward(params, tokens, visible, model.init_cache(*tokens.shape)).hidden
-    # Score position j against token j + 1, in parts. The last position has no next token; it and the padding are cut.
+    # Score position j against token j + 1, in parts. The scores of the last position and of padding are cut.
     part_length = min(POSITIONS, length)
     hidden = jnp.pad(hidden, ((0, 0), (0, -length % part_length), (0, 0)))
     next_tokens = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1 + -length % part_length)))

@@ -1,4 +1,4 @@
-"""Conversion of requests to arrays: checks against a pair, the pair's decoder and params, and the prompts of a batch.
+"""Conversion of requests to arrays: checks against the pair, its decoder and params, and the prompts of a batch.
 
 B batch, T token buffer.
 """
@@ -48,7 +48,7 @@ from mars_jax.verify import exact
 
 
 class RequestGuides(NamedTuple):
-    """Tables that a step uses to track constraints and spans in completions; None if no request has any."""
+    """Tables that a step uses to track constraints and spans in completions. Unused fields are None."""
 
     constraint: Compiled | None = None
     span: Compiled | None = None
@@ -108,7 +108,7 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Requests that one program decodes. Array shapes are the same for any choice among the requests."""
+    """Requests that one compiled program decodes. Array shapes are the same for any subset of the requests."""
 
     target: Pretrained
     requests: Sequence[Request]
@@ -134,7 +134,7 @@ class Prepared:
         requests = [self.requests[i] if i is not None else _FILL for i in entries]
         lengths = np.array([len(r.prompt_tokens) for r in requests], np.int32)
         context_length = self.target.config.max_positions
-        # A limit counts the tokens of the prompt as well.
+        # A length limit includes the tokens of the prompt.
         length_limits = np.minimum(lengths + np.array([r.max_new_tokens for r in requests]), context_length)
         tokens = np.zeros((len(requests), self.width), np.int32)
         for row, request in enumerate(requests):
@@ -168,13 +168,13 @@ class Prepared:
         )
 
     def zero_stats(self, rows: int, *, log_probs: bool) -> DecodeStats:
-        """Return the counters of new rows, which record the log-probabilities of each token if `log_probs`."""
+        """Return the counters of new rows. If `log_probs`, they also record the log-probabilities of each token."""
         record_width = self.width if log_probs else None
         max_depth, num_top = self.decoder.max_depth, self.decoder.top_log_probs
         return self.placed(zero_stats(rows, max_depth, record=record_width, num_top=num_top))
 
     def placed(self, arrays: PyTree) -> PyTree:
-        """Shard arrays with rows over `data` on a mesh."""
+        """Shard the rows of arrays over `data` if there is a mesh."""
         if self.target.mesh is None:
             return arrays
         return put(arrays, state_shardings(arrays, self.target.mesh))
@@ -194,7 +194,7 @@ class Prepared:
         )
 
     def start(self, entries: Sequence[int | None]) -> DecodeState:
-        """Return the state after prefill of some requests; `entries` as for `prompts`."""
+        """Return the state after prefill of some requests; `entries` has the format that `prompts` takes."""
         prompts = self.prompts(entries)
         with self.target.on_mesh():
             return decode.start(self.decoder, self.params, prompts)
@@ -211,7 +211,7 @@ def loaded_rule(verify: AnyRule | None) -> LoadedRule:
     """Return a rule with its weights; None means `exact`.
 
     Raises:
-      MarsError: not a rule.
+      MarsError: `verify` is not a rule.
     """
     if verify is None:
         verify = exact()
@@ -251,7 +251,7 @@ def prepared(
     guides = guides_of(target, requests)
     tables = guides.tables
     if tables is not None and target.mesh is not None:
-        # Every device of a mesh holds the whole tables.
+        # Every device of a mesh holds a copy of the whole tables.
         replicated_sharding = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
         tables = put(tables, jax.tree.map(lambda _: replicated_sharding, tables))
     # A drafter with a reduced vocabulary reads bit masks over its own token ids.
@@ -321,6 +321,6 @@ def bucket(length: int) -> int:
     >>> [bucket(n) for n in (1, 65, 128, 200)]
     [64, 96, 128, 256]
     """
-    # Powers of two alternate with 1.5 times a power of two. Above 64, less than a third of a buffer is padding.
+    # Powers of two alternate with 1.5 times a power of two. If a length is above 64, less than a third is padding.
     sizes = (size for power in itertools.count(6) for size in (2**power, 3 * 2 ** (power - 1)))
     return next(size for size in sizes if size >= length)

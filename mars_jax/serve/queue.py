@@ -36,8 +36,8 @@ WAIT = 32
 SAVED = 2048
 """Minimum number of saved prompt tokens that justifies compiling the program that continues from a shared prefix."""
 BETWEEN = 4
-"""Steps between two reads of new text on an accelerator, for streaming and stop strings. A CPU reads after every step,
-which costs less than a superfluous step."""
+"""Steps between two reads of new text on an accelerator, for streaming and stop strings. On a CPU, the text is read
+after every step, because a read costs less than a superfluous step."""
 
 
 class Finished(NamedTuple):
@@ -87,11 +87,11 @@ class Queue:
           telling: `events` also yields new tokens, which the host reads after every step, or after every fourth step on
             accelerators.
           state: rows that have read the first requests; default: new rows.
-          began: with `state`, the time at which reading began, for `Completion.seconds`.
+          began: if `state` is given, the time at which its prompts began to be read, for `Completion.seconds`.
           compiling: continue from the last prompt even if it shares too little to save time; see `warm_up`.
         """
         self.state = state
-        """The rows, between two events; None while the device is working on them."""
+        """State of the rows between two events; None while the device is working on it."""
         self._telling, self._log_probs = telling, log_probs
         self._began_reading, self._compiling = began, compiling
         self.forwards = 0
@@ -129,7 +129,7 @@ class Queue:
             row_finished = rows.done.copy()
             row_stopped, new_texts = self._read_texts(rows)
             # Only the host searches for stop strings, so mark these rows as done on the device. A drafter that runs
-            # its own steps keeps the state to itself, and its rows decode further unseen.
+            # its own steps holds the state, so these rows continue to decode, and their further tokens are ignored.
             if row_stopped.any() and self._steps is None:
                 with self._prepared.target.on_mesh():
                     state = refill.end(state, row_stopped & ~row_finished)
@@ -155,7 +155,7 @@ class Queue:
 
         This is cheap if they are already compiled. The queue can still be used once afterwards.
         """
-        # Shapes depend on all requests.
+        # Array shapes depend on all requests, so keep all of them.
         short_requests = []
         for i, request in enumerate(self._prepared.requests):
             short_prompt = request.prompt_tokens[:2]
@@ -164,7 +164,7 @@ class Queue:
                 short_prompt = request.prompt_tokens[:1] * (2 + i % 2)
             short_requests.append(dataclasses.replace(request, prompt_tokens=short_prompt, max_new_tokens=1))
         num_rows = len(self._holds)
-        # One more request than there are rows compiles the refill of a row as well.
+        # Decode one more request than there are rows, to compile the refill of a row as well.
         queue = Queue(
             dataclasses.replace(self._prepared, requests=short_requests),
             num_rows,
@@ -200,13 +200,13 @@ class Queue:
     def draft_with(self, params: PyTree) -> None:
         """Continue with new drafter weights of the same shapes and dtypes, without recompiling.
 
-        Running rows keep the draft caches of the old weights, which lowers acceptance but keeps exactness.
+        Running rows keep the draft caches of the old weights, which lowers acceptance but does not affect exactness.
         """
         all_params = self._prepared.params
         if self._prepared.drafter.sizes is not None:
             params = all_params.draft._replace(weights=params)
         self._prepared = dataclasses.replace(self._prepared, params=all_params._replace(draft=params))
-        self._read = None  # its prompt was read with the old weights
+        self._read = None  # this row read its prompt with the old weights
 
     def _next(self, row: int) -> int:
         """Assign the next request to this row, and return its index."""
@@ -224,7 +224,7 @@ class Queue:
         for row, (index, row_text) in enumerate(zip(self._holds, self._texts, strict=True)):
             if index is None or row_text is None:
                 continue
-            # The row's text has read `text.count` new tokens so far.
+            # The row's text has read `row_text.count` new tokens so far.
             start = len(self._prepared.requests[index].prompt_tokens) + row_text.count
             tokens = rows.tokens[row, start : rows.length[row]].tolist()
             strings = row_text.feed_all(tokens, last=bool(rows.done[row]))
@@ -259,8 +259,8 @@ class Queue:
     def _refilled(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
         """Start free rows with the next requests, one row per `data` shard at a time.
 
-        This way a prompt is read in the same shape whenever it begins. One prompt keeps a device busy, because prefill
-        chunks have hundreds of tokens (`prefill.chunk_of`).
+        This way, a prompt is read in arrays of the same shape whenever its request begins. One prompt keeps a device
+        busy, because prefill chunks have hundreds of tokens (`prefill.chunk_of`).
         """
         if self._prepared.drafter.steps is not None:  # rows of such a drafter do not refill
             if not self._waiting or any(index is not None for index in self._holds):
@@ -275,7 +275,7 @@ class Queue:
         while self._waiting and None in self._holds:
             rows_to_fill = [NO_ROW] * num_parts
             entries: list[int | None] = [None] * num_parts
-            # Shard `part` holds the `size` rows from part * size. In each pass it starts one row, or none.
+            # Part i of the mesh holds the `stride` rows from row i * stride. Each pass starts at most one of them.
             for part in range(num_parts):
                 free = (row for row in range(part * stride, (part + 1) * stride) if self._holds[row] is None)
                 row = next(free, NO_ROW)
@@ -324,7 +324,7 @@ class Queue:
             return Reading(prompt, state, _sound((state.cache, state.draft)))
 
     def _continues(self, previous: Reading, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt is read from the end of a prefix that it shares with the last prompt."""
+        """Return whether a prompt is read only from the end of the prefix that it shares with the last prompt."""
         if previous.sound is None or len(prompt) == 1:
             return False
         chunk_length = chunk_of_decoder(self._prepared)
@@ -368,11 +368,11 @@ class Shares(enum.IntEnum):
 
 
 def shares_of(prepared: Prepared, order: Sequence[int]) -> Shares:
-    """Return which shared tokens are read once for requests in this order: NOTHING on a mesh that shards rows, and for
-    a drafter with its own steps.
+    """Return which shared prompt tokens to read only once for requests in this order.
 
-    Beginnings are shared only if this saves half of the prefill forward passes and `SAVED` tokens, because sharing has
-    costs: rows read their prompts one after the other, and there is one more program to compile.
+    Nothing is shared on a mesh that shards rows, or if the drafter runs its own steps. Beginnings are shared only if
+    this saves half of the prefill forward passes and `SAVED` tokens, because sharing has costs: rows read their prompts
+    one after the other, and there is one more program to compile.
     """
     if of_mesh(prepared.target, 1) > 1 or prepared.drafter.steps is not None:
         return Shares.NOTHING
@@ -393,7 +393,7 @@ def chunk_of_decoder(prepared: Prepared) -> int:
 
 
 def forwards_saved(previous: Sequence[int], prompt: Sequence[int], chunk: int) -> int:
-    """Return the number of forward passes saved for a prompt whose common prefix with `previous` is already read.
+    """Return the number of forward passes that a prompt saves if its common prefix with `previous` is already read.
 
     >>> forwards_saved([1] * 130 + [2], [1] * 200, 64)
     2
@@ -422,7 +422,7 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def longest_first(requests: Sequence[Request]) -> list[int]:
-    """Return request indices by decreasing `max_new_tokens`: a long request that begins last would run by itself.
+    """Return request indices by decreasing `max_new_tokens`, since a long request that begins last would run by itself.
 
     Requests with equal limits are sorted by their prompts if this order shares at least `SAVED` tokens.
 
@@ -430,7 +430,7 @@ def longest_first(requests: Sequence[Request]) -> list[int]:
     [1, 0, 2]
     """
     order = sorted(range(len(requests)), key=lambda i: -requests[i].max_new_tokens)
-    # Neighbours in the order of prompts share the longest prefixes.
+    # In sorted order, each prompt shares its longest prefix with a neighbour.
     order_by_prompt = sorted(order, key=lambda i: (-requests[i].max_new_tokens, requests[i].prompt_tokens))
     prompt_pairs = itertools.pairwise(requests[i].prompt_tokens for i in order_by_prompt)
     return order_by_prompt if sum(common_length(a, b) for a, b in prompt_pairs if a != b) >= SAVED else order

@@ -43,7 +43,7 @@ Schema = Mapping[str, object] | str | os.PathLike[str]
 
 
 class Options(TypedDict, total=False):
-    """Options of a request, each one value for all prompts or one per prompt; see `generate`.
+    """Options of a request. Each is one value for all prompts, or one per prompt; see `generate`.
 
     >>> chosen: Options = {"temperature": 0.7, "seed": [3, 4]}
     >>> sorted(Options.__optional_keys__)[:2]
@@ -151,8 +151,8 @@ class TokenLogProbs(NamedTuple):
     kind: tuple[str, ...]  # entries of KINDS
     # With `top_log_probs=n`: for each new token, up to n pairs (token id, log-probability), most probable first.
     top: tuple[TopTokens, ...] = ()  # of the raw target, as in `log_prob`
-    # Of the distribution that the token was drawn from, without tokens that filters exclude; no pairs if the rule is
-    # not lossless.
+    # Like `top`, but from the distribution that the token was drawn from, without tokens that filters exclude. There
+    # are no pairs if the rule is not lossless.
     processed_top: tuple[TopTokens, ...] = ()
 
 
@@ -214,7 +214,7 @@ def make_requests(
     samples: int = 1,
     **options: Unpack[Options],
 ) -> list[Request]:
-    """Tokenize prompts and assign each its options; see `generate`. The samples of a prompt are adjacent.
+    """Tokenize prompts, and assign options to each of them; see `generate`. The samples of a prompt are adjacent.
 
     All values from users are validated here.
     """
@@ -233,7 +233,7 @@ def make_requests(
     _check_names(options.keys())
     if ignore_eos and "stop_tokens" in options:
         raise MarsError("ignore_eos and stop_tokens contradict each other: leave one of them out.")
-    # Bring all options to one value per prompt. Bans become biases, and every kind of constraint one option.
+    # Give every option one value per prompt. Bans become biases, and all kinds of constraints become one option.
     num_prompts = len(prompt_list)
     settings = _with_constraints(_with_bans(target, {"seed": 0, **options}, num_prompts), num_prompts)
     by_option = {name: _spread(name, value, num_prompts) for name, value in settings.items()}
@@ -355,7 +355,7 @@ def _with_constraints(options: OptionValues, count: int) -> OptionValues:
         check_switch("relax_constrained", relax)
     by_prompt: list[Constraint | None] = [None] * count
     for name, make_constraint in _CONSTRAINTS.items():
-        # A value for all prompts is compiled once.
+        # Compile a value that applies to all prompts only once.
         by_value_id: dict[int, Constraint] = {}
         for index, value in enumerate(_spread(name, options.pop(name, None), count)):
             if value is None:
@@ -392,7 +392,7 @@ def _spread(name: str, value: Any, count: int) -> list[Any]:
     if hasattr(value, "tolist"):  # an array
         value = value.tolist()
     # A list holds one value per prompt, except for spans, which apply to all prompts. If one value is itself a list,
-    # as for `_SEQUENCES`, only a list of lists holds one per prompt.
+    # as for `_SEQUENCES`, only a list of lists holds one value per prompt.
     per_prompt = isinstance(value, list | tuple) and name not in ("relax_in", "strict_in")
     if name in _SEQUENCES:
         per_prompt = per_prompt and any(
@@ -424,9 +424,8 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
             isinstance(text, str) and text for text in stop_strings
         ):
             raise MarsError(f"stop_strings is {short_repr(value)}: expected texts of at least one character.")
-        for text in (
-            stop_strings
-        ):  # a lone surrogate never occurs in decoded text, so such a string would never match
+        # A lone surrogate never occurs in decoded text, so a string that contains one would never match.
+        for text in stop_strings:
             check_text("stop_strings", text)
         return tuple(stop_strings)
     if name == "logit_bias":
@@ -443,15 +442,15 @@ def check_request(target: Pretrained, request: Request) -> None:
     context_length = target.config.max_positions
     if len(request.prompt_tokens) >= context_length:
         raise MarsError(
-            f"the prompt has {len(request.prompt_tokens)} tokens and '{target.name}' a context of {context_length}: "
-            "shorten the prompt, so that at least one token can follow."
+            f"the prompt has {len(request.prompt_tokens)} tokens and '{target.name}' has a context of "
+            f"{context_length}: shorten the prompt, so that at least one token can follow."
         )
     for name in ("max_new_tokens", "seed"):
         REQUEST[name].check(getattr(request, name))
     if request.min_new_tokens > request.max_new_tokens:
         raise MarsError(
-            f"min_new_tokens is {request.min_new_tokens} and max_new_tokens {request.max_new_tokens}: give a minimum "
-            "of at most the maximum."
+            f"min_new_tokens is {request.min_new_tokens} and max_new_tokens is {request.max_new_tokens}: "
+            "give a minimum that does not exceed the maximum."
         )
     if request.min_new_tokens and request.constraint is not None:
         raise MarsError(

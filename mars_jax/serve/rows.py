@@ -1,4 +1,4 @@
-"""Rows of a run on disk: JSON lines that one process appends to, and the settings that determine them.
+"""Rows of a run on disk: JSON lines that one process appends, and the settings that determine those lines.
 
 `FILE.settings.json` records the settings and the fingerprints of the weights. Each row contains a digest of both, so
 that a row from a different run is refused, even in a file that combines rows from several machines.
@@ -64,14 +64,14 @@ class RowFile:
         settings_path: Path | None = None,
         resume: bool = True,
     ):
-        """Lock the file, and compare its settings if it has rows, before any model is loaded.
+        """Lock the file. If it has rows, compare its settings with those of this run, before any model is loaded.
 
         Args:
           path: path of the file, which need not exist.
-          settings: everything that determines the rows, except for the fingerprints of `start`.
+          settings: everything that determines the rows, except for the fingerprints passed to `start`.
           flag: the flag that names the file, for messages.
           settings_path: path of the recorded settings; default: `FILE.settings.json`.
-          resume: whether the file may have rows.
+          resume: whether the file may already have rows.
 
         Raises:
           MarsError: another process writes to the file, it cannot be opened, or it belongs to a different run.
@@ -134,7 +134,7 @@ class RowFile:
                         "settings, weights and prompts of the run that wrote it."
                     )
                 self.rows.append(row)
-            # Bytes of the whole lines, to which `begin` cuts the file.
+            # Size in bytes of the whole lines. `begin` truncates the file to this size.
             self._intact = sum(len(line) + 1 for line in lines)
             on_error.pop_all()
 
@@ -174,7 +174,7 @@ class RowFile:
         )
 
     def batch(self, keys: Sequence[Mapping[str, object]], make: Callable[[], Sequence[Row]]) -> list[Row]:
-        """Return the rows for some keys. If any is not on file, make all of them, and append the missing ones.
+        """Return the rows for some keys. If the file lacks any of them, make all, and append the missing ones.
 
         Args:
           keys: fields that identify a row, the same fields in every call.
@@ -238,7 +238,7 @@ class Lock:
             # The file system has no locks.
             return
         if not os.path.exists(path) or not os.path.samestat(os.fstat(self.descriptor), os.stat(path)):
-            # The lock's owner deleted the file between the two calls.
+            # The previous owner deleted the file before this process locked it.
             os.close(self.descriptor)
             raise busy_error
 
@@ -264,7 +264,7 @@ def compare_settings(
       settings: settings of this run, as JSON values.
       owner: file or directory of the run, for messages.
       flag: the flag that names the owner.
-      but: a setting whose value is not known yet.
+      but: a setting to skip, because its value is not known yet.
 
     Raises:
       MarsError: a setting differs, or the file is damaged.
@@ -369,7 +369,7 @@ def plain(value: Any) -> Any:
 
 
 ROWS = 16
-"""Rows of each weight that a fingerprint hashes. Training changes nearly all rows, so a few are enough."""
+"""Number of rows of each weight that a fingerprint hashes. Training changes nearly all rows, so a few are enough."""
 
 
 def fingerprint(params: PyTree, *checkpoints: str | os.PathLike[str]) -> str:
@@ -403,11 +403,11 @@ def _some_rows(weight: Array | np.ndarray) -> Array | np.ndarray:
     if weight.ndim < 2 or not weight.size:
         return weight
     outer_shape = weight.shape[:-1]
-    # With fewer than `ROWS` rows, some numbers occur twice.
+    # If the weight has fewer than `ROWS` rows, some numbers occur twice.
     row_numbers = np.unique(np.linspace(0, math.prod(outer_shape) - 1, ROWS).round().astype(np.int64))
     row_indices = tuple(axis.astype(np.int32) for axis in np.unravel_index(row_numbers, outer_shape))
     if isinstance(weight, jax.Array) and (mesh := jax.typeof(weight).sharding.mesh).explicit_axes:
-        # Explicit axes need the sharding of the result.
+        # Indexing an array with explicit axes requires the sharding of the result.
         return weight.at[row_indices].get(out_sharding=NamedSharding(mesh, PartitionSpec()))
     return weight[row_indices]
 

@@ -63,8 +63,8 @@ def default_rows(prepared: Prepared) -> int:
 def row_bytes(prepared: Prepared) -> int:
     """Return the number of bytes that a row occupies on each device that holds it.
 
-    This is the row's state, plus the larger of four copies of a step's logits and a layer's activations for a prompt
-    chunk.
+    These are the row's state, plus the larger of two buffers: four copies of a step's logits, or one layer's
+    activations for a prompt chunk.
     """
     target = prepared.target
     prompts = prepared.prompts([None] * of_mesh(target, 1))
@@ -78,13 +78,13 @@ def row_bytes(prepared: Prepared) -> int:
     config, model = target.config, target.model
     # A user's model may have a config without these fields.
     activation_width = 2 * getattr(config, "intermediate_size", 0) + 4 * getattr(config, "hidden_size", 0)
-    # Activations of one layer in float32: `wide` numbers for each prompt token of a chunk.
+    # Activations of one layer in float32: `activation_width` numbers for each prompt token of a chunk.
     prefill_bytes = min(model.prefill_chunk or WIDE_CHUNK, state.tokens.shape[1]) * activation_width * 4
     return max(4 * num_nodes * vocab_size * 4, prefill_bytes) + sum(map(_device_bytes, leaves, shardings))
 
 
 def _device_bytes(x: Array | jax.ShapeDtypeStruct, sharding: Sharding | None) -> int:
-    """Return the bytes of an array, or of the part that a device holds."""
+    """Return the size in bytes of an array, or of the part of it that a device holds."""
     shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
 
@@ -170,15 +170,16 @@ class Session:
         if trained_max is not None and max_len > trained_max and drafter_name not in self._warned:
             self._warned.add(drafter_name)
             warn(
-                f"the drafter {drafter_name} was trained for texts of {trained_max} tokens (max_position_embeddings), and "
-                f"a prompt with its completion may reach {max_len}: fewer drafts may be accepted after {trained_max}."
+                f"the drafter {drafter_name} was trained for texts of {trained_max} tokens "
+                f"(max_position_embeddings), and a prompt with its completion may reach {max_len}: fewer drafts may be "
+                f"accepted after {trained_max}."
             )
 
     def prepared(self, requests: Sequence[Request]) -> Prepared:
         """Return requests that fit the pair, with their decoder; see `serve.prepare.prepared`."""
         prepared_requests = prepared(self.target, self.drafter, requests, verify=self.loaded_rule)
         self._check_length(requests)
-        # A small vocabulary has fewer tokens than requested.
+        # A small vocabulary may have fewer tokens than requested.
         num_top = min(self.top_log_probs, self.target.model.vocab_size)
         decoder = dataclasses.replace(prepared_requests.decoder, top_log_probs=num_top)
         return dataclasses.replace(prepared_requests, decoder=decoder)
@@ -223,12 +224,12 @@ class Session:
         )
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Said | Finished]:
-        """Decode the requests as `queue` does, and yield each row's tokens as they are decoded."""
+        """Decode requests in `batch_size` rows, and yield the tokens of each row as they are decoded."""
         return self.queue(requests, telling=True).events()
 
 
 def check_finite(target: Pretrained, completions: Sequence[Completion]) -> None:
-    """Raise MarsError if prompts failed, for callers that treat this as an error."""
+    """Raise MarsError if any prompt failed, for callers that treat such prompts as an error."""
     num_failed = sum(completion.finish_reason == "failed" for completion in completions)
     if num_failed:
         raise MarsError(

@@ -1,6 +1,6 @@
 """Costs of a step with each draft length, measured on the device before the first batch of a shape and kept on disk.
 
-Oracle: the clock around steps of the fixed sizes (scripts/results/bench_sizes.json at commit 5336526).
+Oracle: the wall time of steps with fixed sizes (scripts/results/bench_sizes.json at commit 5336526).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mars_jax.utils import activity
 from mars_jax.utils.compilations import keep_text, kept_text
 
 STEPS, ROUNDS = 4, 4
-"""Steps of each size per round, and rounds. The first round compiles. The fastest round counts: other load on the
-machine only adds time."""
+"""Number of steps of each size in a round, and number of rounds. The first round compiles. The fastest round
+counts, because other load on the machine only adds time."""
 
 _MEASURED: dict[str, list[float]] = {}
-"""Costs that this process measured or read, by a text with everything that they depend on."""
+"""Costs that this process measured or read, keyed by a text that contains everything they depend on."""
 
 
 def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Prepared:
@@ -44,7 +44,7 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
         return prepared
     mesh, rule = prepared.target.mesh, prepared.loaded_rule.rule
     has_edits = any(request.edits for request in prepared.requests)
-    # A decoder's functions differ between processes, so its configs and names stand for it.
+    # A decoder's functions differ between processes, so the key contains configs and names instead.
     cost_key = (
         (__version__, jax.devices()[0].device_kind, os.cpu_count(), mesh and dict(mesh.shape)),
         (prepared.target.config, prepared.drafter.drafter.name, rule.name, log_probs),

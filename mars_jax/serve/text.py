@@ -23,7 +23,7 @@ class RowText:
 
     The text ends before the stop string, as in OpenAI's API. The tokens end with the one that completes it, as in
     transformers. Stop strings are searched for only in new text, not across the end of the prompt. Text that may begin
-    a stop string is held back until the next tokens decide. The pieces concatenate to the text of all tokens.
+    a stop string is held back until the next tokens show whether it does. Concatenated, the pieces are the whole text.
     """
 
     def __init__(self, target: Pretrained, request: Request):
@@ -47,7 +47,7 @@ class RowText:
         if self.stopped:
             return ""
         text = self._held + self._detokenizer.feed(tokens, last=last)
-        # A stop string may be complete in characters that the detokenizer holds back.
+        # Characters that the detokenizer still holds back may complete a stop string.
         pending_text = self._detokenizer.pending() if self._stops else ""
         searched_text = text if pending_text.endswith(REPLACEMENT) else text + pending_text
         # The text ends before the first stop string.
@@ -119,7 +119,7 @@ def complete(target: Pretrained, request: Request, row: int, rows: Rows, seconds
     """
     prompt_length = len(request.prompt_tokens)
     decoded_tokens = rows.tokens[row, prompt_length : rows.length[row]].tolist()
-    # Detokenize as the stream does, so that a character split over tokens gives the same text in both.
+    # Detokenize in the same way as the stream, so that a character split over tokens gives the same text in both.
     row_text = RowText(target, request)
     pieces = row_text.feed_all(decoded_tokens, last=True)
     new_tokens = decoded_tokens[: len(pieces)]
@@ -163,7 +163,7 @@ def ends_in_loop(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool
     for period in range(1, min(LONGEST_PERIOD, len(text_tokens) // 3) + 1):
         tail_length = max(3 * period, LOOP_TOKENS)
         tail = text_tokens[-tail_length:]
-        # A tail that equals itself, shifted by `period`, repeats its first `period` tokens.
+        # If the tail equals itself shifted by `period`, it repeats its first `period` tokens.
         if len(tail) == tail_length and tail[period:] == tail[:-period]:
             return True
     return False

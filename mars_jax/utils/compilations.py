@@ -62,7 +62,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
 
 
 def _kept_path(folder: str, key: tuple[object, ...]) -> Path | None:
-    """Return the path of a result; None if programs are not cached, or in a bucket."""
+    """Return the path of a result; None if programs are not cached, or are cached in a bucket."""
     cache_root = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if cache_root is None or "://" in cache_root:
         return None
@@ -74,7 +74,7 @@ def kept_text(folder: str, *key: object) -> str | None:
     """Return the text that an earlier call, perhaps of another process, kept under a key; None if there is none.
 
     Args:
-      folder: folder inside that of the compiled programs.
+      folder: name of a folder inside the folder of compiled programs.
       key: everything that the text depends on. Each object's `repr` must be the same in every process.
     """
     path = _kept_path(folder, key)
@@ -85,11 +85,11 @@ def kept_text(folder: str, *key: object) -> str | None:
 
 
 def keep_text(compute: Callable[[], str], folder: str, *key: object) -> None:
-    """Keep the text that `compute` returns under a key, if programs are cached; arguments as for `kept_text`."""
+    """If programs are cached, keep the text that `compute` returns; `folder` and `key` are as for `kept_text`."""
     path = _kept_path(folder, key)
     if path is None:
         return
-    # Processes may write the same text at once. A text that cannot be written is computed again next time.
+    # Several processes may write the same text at once. A text that cannot be written is computed again next time.
     staged_path = path.with_name(f"{path.name}.{os.getpid()}.part")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

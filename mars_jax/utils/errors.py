@@ -83,7 +83,7 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], expecte
 
 
 def check_count(name: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Raise MarsError unless `value` is a whole number from `least` to `most`, if given; bools are rejected too.
+    """Raise MarsError unless `value` is a whole number, not a bool, of at least `least` and at most `most`, if given.
 
     >>> check_count("batch_size", 0.5)
     Traceback (most recent call last):

@@ -48,9 +48,11 @@ class Range:
 class Setting:
     """One setting of a request or of a rule.
 
-    `ranges` is one range, or one for each value of the choice `by`: mars' threshold has a different unit for each
-    margin. Settings with `choices`, bools, and numbers that are not `per_row` are structural: they determine the
-    compiled program. Numbers that are `per_row` are values on the device, one for all rows or one per row.
+    `ranges` is one range, or one for each value of the choice named by `by`. For example, the threshold of mars has a
+    different unit for each margin.
+
+    Settings with `choices`, bools, and numbers that are not `per_row` are structural: they determine the compiled
+    program. Numbers that are `per_row` are values on the device, one for all rows or one per row.
     """
 
     name: str
@@ -89,12 +91,10 @@ class Setting:
         return self.word or format(self.default, {float: "g"}.get(self.kind, "")).lower()
 
     def check(self, value: Any, *, shown: str | None = None, **structural: object) -> None:
-        """Raise MarsError unless `value` is in range: a number, a choice, or an array or a list of them, one per row.
-
-        Traced values are not checked.
+        """Raise MarsError unless `value` is valid. Traced values are not checked.
 
         Args:
-          value: the value to check.
+          value: a number or a choice, or an array or a list with one of them per row.
           shown: name of the setting in the message; default: `name`.
           structural: the structural choices that ranges depend on.
 
@@ -123,7 +123,7 @@ class Setting:
             return False
         if self.kind is int and isinstance(value, float) and not value.is_integer():
             return False
-        # Python compares a huge integer with a float, but cannot convert it to one.
+        # Python can compare a huge integer with a float, but cannot convert it to a float.
         if self.kind is float and isinstance(value, int) and abs(value) > LARGEST_FLOAT:
             return False
         return value in self.range(**structural)

@@ -50,7 +50,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     draft_size = _draft_size(args, draft, rule)
     if args.draft_size == "fixed":
         args.draft_size = None  # rows do not record a flag at its default
-    # A draft that learns needs finished completions, so with --refine the text does not stream.
+    # A draft that learns needs finished completions, so with --refine the text is not streamed.
     shows_text = not (args.json or args.output or args.compare)
     return Choices(
         draft=draft,
@@ -95,7 +95,7 @@ def _check_draft(present: Present, draft: DraftSpec, rule: RuleChoice) -> None:
         learns = f"{drafters_that('learns')}, which learn from their failures"
         present.refuse(["--refine"], f"to --draft {draft.kind}: leave it out, or draft with {learns}")
     if any(name in present for name in CONSTRAINTS):
-        why = "where a text is constrained, of which the draft would not know: leave one of them out"
+        why = "where a text is constrained, as the draft ignores constraints: leave one of them out"
         present.refuse(["--draft-device"], why)
 
 
@@ -149,7 +149,7 @@ def _check_file(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
     """Check that a run with a calibrated threshold uses the settings of the calibration."""
     if args.theta_file is None:
         return
-    # Leave out the temperature, which a prompt may set: the loop compares it for each prompt.
+    # Leave out the temperature, which a prompt may set. The loop below compares it for each prompt.
     args.theta_file.check({name: value for name, value in vars(args).items() if name != "temperature"})
     for row in rows:
         # A prompt with its own theta does not use the calibrated one.

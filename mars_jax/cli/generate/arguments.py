@@ -334,7 +334,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     # without a draft, it is exact.
     is_embedded_pair = args.target is None and args.draft is None
     args.target = args.target or assets.TARGET
-    # A default draft may adapt its length on a CPU, see `check_flags`; that of the embedded pair does not.
+    # A default draft may adapt its length on a CPU (see `check_flags`), except for the embedded pair.
     args.draft_is_default = args.draft is None and not is_embedded_pair
     args.draft = draft_or_default(args.draft, args.target)
     rule_settings = given_settings(args)

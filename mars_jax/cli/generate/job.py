@@ -70,7 +70,7 @@ class JobCompletions:
         self._queue.warm_up()
 
     def __iter__(self) -> Iterator[Completion]:
-        """Yield the completions. If the whole first batch fails, raise MarsError: later ones would fail too."""
+        """Yield the completions. If the whole first batch fails, raise MarsError: later batches would fail too."""
         held_completions, any_succeeded = [], False
         for completion in in_order(self._timed(), self._order):
             self._job.finished.append(completion)

@@ -64,7 +64,7 @@ def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]
 
 
 def _completion(line: str, words: Sequence[str], state: int) -> str | None:
-    """Return number `state` of the words that begin with the line.
+    """Return the word at index `state` among the words that begin with the line.
 
     >>> _completion("/s", ["/new", "/set", "/settings"], 1)
     '/settings'

@@ -1,4 +1,4 @@
-"""Prompts from text files, JSON lines, parquet files and datasets. Rows of the last three may have settings."""
+"""Prompts from text files, JSON lines, parquet files and datasets. JSON lines and parquet rows may have settings."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     """Read the rows of a file; `-` is stdin. Blank lines are ignored.
 
     Files named *.jsonl, *.ndjson or *.json hold JSON lines, and so does stdin if it begins with "{". The columns of a
-    *.parquet file, and the known columns of a dataset, correspond to the keys of a JSON line; null means a missing key.
+    *.parquet file correspond to the keys of a JSON line; null means a missing key. From a dataset, only the prompts and
+    their ids are read.
 
     Args:
       path: path or URL of the file; or a dataset on the hub as OWNER/NAME[:CONFIG[:SPLIT]]; or a dataset's folder.

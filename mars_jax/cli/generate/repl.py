@@ -97,8 +97,8 @@ class Talk:
         self._out, self._screen = console(out), console(sys.stderr)
         self._running = Running(job.session)
         self._chat = Chat.over(self._running, self._turns_request) if args.chat else None
-        self._last: str | None = None  # prompt
-        self._count = 0  # of answers
+        self._last: str | None = None  # the last prompt
+        self._count = 0  # number of answers
 
     def compile(self) -> None:
         """Compile the pair's step before the first answer."""
@@ -178,7 +178,7 @@ class Talk:
         # the answer.
         with signals.stoppable() as stop_event, contextlib.closing(self._events(text)) as events:
             self._last, self._count = text, self._count + 1
-            # A prompt without a chat is repeated, so that its continuation follows it.
+            # Outside a chat, print the prompt again, so that its continuation follows it.
             if self._chat is None:
                 printer.prompt(text, chat=False)
             for event in events:

@@ -81,7 +81,7 @@ class TextPrinter:
 
 
 def legend(width: int, *, trusts: bool = False) -> Text:
-    """Return an explanation of the colours on one line, or on one line each if they do not fit into `width` columns.
+    """Return an explanation of the colours: on one line if it fits into `width` columns, otherwise one line per colour.
 
     Args:
       width: columns of the terminal.

@@ -36,7 +36,7 @@ def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
     with progress("prompts", bar=False) as show:
         for event in _one_by_one(events):
             if isinstance(event, Said):
-                # Print a prompt with its first tokens, so that failed prompts print nothing.
+                # Print a prompt with its first tokens, so that nothing is printed for failed prompts.
                 if event.index != current_index:
                     printer.prompt(_text(job, job.requests[event.index]), chat=chat)
                     current_index = event.index
@@ -110,7 +110,7 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
     job_completions = job.decode(missing_indices)
     with progress("prompts") as show:
         completions = _each(job_completions, show, total_rows, total_rows - len(missing_indices))
-        # If the first batch fails, iteration stops before the end of `missing`.
+        # If the first batch fails, iteration stops before the end of `missing_indices`.
         for index, completion in zip(missing_indices, completions, strict=False):
             file.append(to_row(completion, job.session.rule_name, job.run_of(index)))
             if json:
@@ -120,7 +120,7 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
 
 
 def compare_ways(job: Job, show: Show) -> JsonObject:
-    """Decode all requests `REPEATS` times in each way, in turn, so that slow phases of the machine affect all ways.
+    """Decode all requests `REPEATS` times in each way, alternating the ways, so that slow phases affect all of them.
 
     A user's lossy rule is also compared with `mars` at its default theta. Compilation happens beforehand and is not
     timed. `show(done, total, "")` is called after every run.
@@ -168,9 +168,9 @@ def to_table(comparison: JsonObject) -> Table:
     """Return the comparison as a table to print."""
     num_prompts, num_repeats = comparison["prompts"], comparison["repeats"]
     table = Table(
-        caption=f"{num_prompts} prompt{'s' * (num_prompts != 1)}, batches of {comparison['batch_size']}, "
-        f"median of {num_repeats} runs; relaxed: share of the accepted draft tokens; loops: share of texts that end in a "
-        "repeated phrase, which is easy to draft",
+        caption=f"{num_prompts} prompt{'s' * (num_prompts != 1)}, "
+        f"batches of {comparison['batch_size']}, median of {num_repeats} runs; relaxed: share of the accepted draft "
+        "tokens; loops: share of texts that end in a repeated phrase, which is easy to draft",
         caption_justify="left",
     )
     table.add_column("rule")
