@@ -31,7 +31,7 @@ class ModelRow:
     copies_pay: bool = False  # measured: n-grams are faster than any of `drafts`
 
     def is_called(self, name: str) -> bool:
-        """Return whether `name` is this row's name or repository, or a path that ends in either or in its file's name."""
+        """Return whether `name` is this row's name or repository, or a path ending in either or in one of its files."""
         path, base_name = PurePath(name), self.repository.rpartition("/")[2].lower().removesuffix("-gguf")
         # The hub's cache keeps a checkpoint in models--OWNER--NAME/snapshots/COMMIT.
         cached_names = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]
