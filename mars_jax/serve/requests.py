@@ -449,7 +449,7 @@ def check_request(target: Pretrained, request: Request) -> None:
         REQUEST[name].check(getattr(request, name))
     if request.min_new_tokens > request.max_new_tokens:
         raise MarsError(
-            f"min_new_tokens is {request.min_new_tokens} and max_new_tokens is {request.max_new_tokens}: "
+            f"min_new_tokens is {request.min_new_tokens} and max_new_tokens {request.max_new_tokens}: "
             "give a minimum that does not exceed the maximum."
         )
     if request.min_new_tokens and request.constraint is not None:
