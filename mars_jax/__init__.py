@@ -98,13 +98,13 @@ if not TYPE_CHECKING:  # with `__getattr__` a type checker would accept any name
 
     def __getattr__(name: str):
         if name in _HOME:
-            value = getattr(importlib.import_module(f"mars_jax.{_HOME[name]}"), name)
+            public_object = getattr(importlib.import_module(f"mars_jax.{_HOME[name]}"), name)
         elif name in _MODULES:
-            value = importlib.import_module(f"mars_jax.{_MODULES[name]}")
+            public_object = importlib.import_module(f"mars_jax.{_MODULES[name]}")
         else:
             raise AttributeError(f"module 'mars_jax' has no attribute '{name}'")
-        globals()[name] = value
-        return value
+        globals()[name] = public_object
+        return public_object
 
 
 def __dir__() -> list[str]:

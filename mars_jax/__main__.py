@@ -21,9 +21,9 @@ def main(*words: str) -> int:
 
 def _reserve() -> None:
     """Open /dev/null for each closed stdin, stdout or stderr; otherwise another file would take over its number."""
-    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
-        os.set_inheritable(number, True)
-    os.close(number)
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
     if sys.stdin is None:
         sys.stdin = open(0)  # noqa: SIM115
     if sys.stdout is None:

@@ -34,11 +34,11 @@ class ModelRow:
         """Return whether `name` is this row's name or repository, or a path ending in either or in one of its files."""
         path, base_name = PurePath(name), self.repository.rpartition("/")[2].lower().removesuffix("-gguf")
         # The hub's cache keeps a checkpoint in models--OWNER--NAME/snapshots/COMMIT.
-        cached = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]
-        last = next(iter(cached), path.name).lower()
-        if last.endswith(".gguf"):
-            return bool(base_name) and last.startswith((f"{base_name}-", f"{base_name}."))
-        return name == self.name or last in {self.name, base_name or self.name, f"{base_name}-gguf"}
+        cached_names = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]
+        last_name = next(iter(cached_names), path.name).lower()
+        if last_name.endswith(".gguf"):
+            return bool(base_name) and last_name.startswith((f"{base_name}-", f"{base_name}."))
+        return name == self.name or last_name in {self.name, base_name or self.name, f"{base_name}-gguf"}
 
 
 class Head(NamedTuple):
@@ -66,7 +66,7 @@ TESTS = {
     "tiny/target": "test_embedded.py::test_the_draft_and_the_head_are_worth_having_and_change_nothing",
     "smollm2": "hub/test_gguf.py::TestSmolLM2::test_the_head_that_ships_drafts_and_changes_nothing",
 }
-"""Tests of layouts, by the beginning of the layout's name, and tests that decode with a target's pairs, by target."""
+"""Tests of layouts, keyed by a prefix of the layout, and tests that decode with a target's pairs, keyed by target."""
 FIGURES = {
     ("tiny/target", "model:tiny/draft"): "tau 3.34, docs/results.md",
     ("tiny/target", "eagle:tiny/eagle3"): "tau 4.62, docs/results.md",
@@ -116,17 +116,17 @@ HEADS = {
     "eagle:yuhuili/EAGLE-llama2-chat-13B": Head("llama-2-13b", "EAGLE-1", "alike"),
     "eagle:yuhuili/EAGLE-llama2-chat-70B": Head("llama-2-70b", "EAGLE-1", "alike"),
 }
-"""Heads of the models below, by the specs of their drafters. Those of one target are listed best first."""
+"""Heads of the models below, by the specs of their drafters. The heads of one target are listed best first."""
 
 Fields = dict[str, Any]
 """Fields of a `ModelRow` by name."""
 
 
 def _row(name: str, repository: str, *small_models: str, **fields: Any) -> ModelRow:
-    """Return the row of a target with its heads, best first, followed by these small models as drafts."""
-    heads = (spec for spec, head in HEADS.items() if head.target == name)
-    drafts = (*heads, *(f"model:{model}" for model in small_models))
-    return ModelRow(name=name, repository=repository, drafts=drafts, **fields)
+    """Return the row of a target. Its drafts are its heads, best first, followed by the given small models."""
+    head_specs = (spec for spec, head in HEADS.items() if head.target == name)
+    draft_specs = (*head_specs, *(f"model:{model}" for model in small_models))
+    return ModelRow(name=name, repository=repository, drafts=draft_specs, **fields)
 
 
 _TINY: Fields = {"licence": "Apache-2.0", "family": "llama", "vocabulary": 4096}
@@ -246,8 +246,8 @@ def find_model_row(name: str) -> ModelRow | None:
     >>> find_model_row("qwen3-8b").repository, find_model_row("Qwen/Qwen3-8B").name, find_model_row("ngram")
     ('Qwen/Qwen3-8B', 'qwen3-8b', None)
     """
-    fetched = (row for row in MODELS.values() if name and row.repository == name and not row.package)
-    return MODELS.get(name) or next(fetched, None)
+    matching_rows = (row for row in MODELS.values() if name and row.repository == name and not row.package)
+    return MODELS.get(name) or next(matching_rows, None)
 
 
 def _of_target(name: str) -> ModelRow | None:
@@ -269,8 +269,8 @@ def drafts_for(name: str) -> tuple[str, ...]:
 
 
 def _is_included(draft: str) -> bool:
-    embedded = assets.path(draft.partition(":")[2])
-    return embedded is None or embedded.is_dir()
+    embedded_path = assets.path(draft.partition(":")[2])
+    return embedded_path is None or embedded_path.is_dir()
 
 
 def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
@@ -323,14 +323,14 @@ def pairs(name: str | None = None) -> list[Pair]:
 
 
 def _pair(row: ModelRow, draft: str) -> Pair:
-    loads = "alike"
+    evidence = "alike"
     if draft in HEADS:
-        _, layout, loads = HEADS[draft]
+        _, layout, evidence = HEADS[draft]
     else:
         layout = "GGUF" if MODELS[draft.removeprefix("model:")].file else "safetensors"
     test = TESTS.get(row.name)
     if test is not None:
-        loads = "runs"
+        evidence = "runs"
     else:
         test = next(test for word, test in TESTS.items() if layout.startswith(word))
-    return Pair(row.name, draft, layout, row.vocabulary, loads, FIGURES.get((row.name, draft), ""), test)
+    return Pair(row.name, draft, layout, row.vocabulary, evidence, FIGURES.get((row.name, draft), ""), test)

@@ -57,8 +57,8 @@ def _answer(argv: Sequence[str], out: IO[str]) -> None:
     name, *_ = argv or ["--help"]
     if name in ("-h", "--help"):
         print("usage: mars-jax COMMAND [flags]; each command explains its flags with --help\n", file=out)
-        for command, does in COMMANDS.items():
-            print(f"  {command:<12} {does}", file=out)
+        for command, summary in COMMANDS.items():
+            print(f"  {command:<12} {summary}", file=out)
     elif name == "--version":
         print(f"mars-jax {__version__}", file=out)
     else:

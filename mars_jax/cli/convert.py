@@ -60,25 +60,25 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.hub.durable import staging_path
 
     jax.config.update("jax_platforms", "cpu")  # leave the accelerator to other processes
-    began, size = time.perf_counter(), 0
+    start_time, written_bytes = time.perf_counter(), 0
     # `hub.convert` writes into this folder and renames it at the end, so a killed run leaves nothing else behind.
-    place = staging_path(args.destination)
+    folder = staging_path(args.destination)
 
     def leftover() -> str:
-        return f": the same command removes '{place}' and starts again." if place.exists() else ""
+        return f": the same command removes '{folder}' and starts again." if folder.exists() else ""
 
     with signals.ending(leftover), progress("converting") as show:
 
         def count(written: int) -> None:
-            nonlocal size
-            size += written
-            show(size, None, f"{size / 1e9:.2f} GB written")
+            nonlocal written_bytes
+            written_bytes += written
+            show(written_bytes, None, f"{written_bytes / 1e9:.2f} GB written")
 
         destination = hub.convert(
             args.source, args.destination, dtype=args.dtype, overwrite=args.overwrite, progress=count
         )
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start_time
     say(
-        f"{destination}: {size / 1e9:.3g} GB written in {seconds:.1f} s "
-        f"({size / seconds / 1e6:.0f} MB/s); decode with --target {destination}"
+        f"{destination}: {written_bytes / 1e9:.3g} GB written in {seconds:.1f} s "
+        f"({written_bytes / seconds / 1e6:.0f} MB/s); decode with --target {destination}"
     )

@@ -54,21 +54,21 @@ def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
     >>> without(["--tune", "3", "5", "--problems", "4", "--output=b"], ["--tune", "--output"])
     ['--problems', '4']
     """
-    remaining, skip = [], False
+    remaining_words, skips_word = [], False
     for word in argv:
-        # All words up to the next flag are values of this one, so their number need not be known.
+        # All words up to the next flag are values of the current flag, so their number need not be known.
         if word.startswith("--"):
-            skip = word.partition("=")[0] in flags
-        if not skip:
-            remaining.append(word)
-    return remaining
+            skips_word = word.partition("=")[0] in flags
+        if not skips_word:
+            remaining_words.append(word)
+    return remaining_words
 
 
 def add_settings(group: argparse._ActionsContainer, *names: str) -> None:
     """Add flags for settings of a request. Their values are strings, which `numbers_of` converts."""
     for name in names:
-        row = (REQUEST | BATCH)[name]
-        group.add_argument(flag_of(name), metavar=row.metavar, help=row.help)
+        setting = (REQUEST | BATCH)[name]
+        group.add_argument(flag_of(name), metavar=setting.metavar, help=setting.help)
 
 
 def number_of(name: str, text: str, shown: str | None = None) -> Any:
@@ -96,7 +96,7 @@ def numbers_of(args: argparse.Namespace, names: Iterable[str]) -> None:
 
 
 def draft_or_default(draft: str | None, target: str) -> str:
-    """Return the given draft; without one, the best one for the target on this machine; without any, n-grams.
+    """Return the given draft, or else the best draft for the target on this machine, or else n-grams.
 
     >>> draft_or_default(None, "owner/model")
     'ngram'
@@ -131,7 +131,7 @@ PART_HELP = "decode only rows I, I + N, I + 2N ... with the ids and seeds that t
 
 
 def part_of(text: str) -> slice:
-    """Return the slice of the rows in a part.
+    """Return the slice that selects the rows of a part.
 
     Args:
       text: I/N, where I is from 0 to N - 1.
@@ -153,7 +153,7 @@ HOSTS = ("coordinator", "num_processes", "process_id")
 
 
 def add_host_flags(parser: argparse.ArgumentParser) -> None:
-    """Add to a parser the flags for several processes that decode together."""
+    """Add the flags for several processes that decode together to a parser."""
     group = parser.add_argument_group(
         "hosts", description="Several, with --mesh; on Cloud TPU and Slurm they find each other."
     )
@@ -258,39 +258,39 @@ class Present:
 
     def refuse_alone(self) -> None:
         """Raise MarsError for flags that have no effect according to the tables `WITH` and `WITHOUT`."""
-        for names, flag, word in WITH:
+        for names, flag, explanation in WITH:
             if flag in self:
-                self.refuse(names, f"with {flag}{word}: leave one of them out")
-        for names, needed, word in WITHOUT:
-            if any(flag in self for flag in needed):
+                self.refuse(names, f"with {flag}{explanation}: leave one of them out")
+        for names, needed_flags, explanation in WITHOUT:
+            if any(flag in self for flag in needed_flags):
                 continue
-            alternatives, cure = needed[-1], "it"
-            if len(needed) > 1:
-                alternatives, cure = f"{', '.join(needed[:-1])} or {needed[-1]}", "one of them"
-            self.refuse(names, f"without {alternatives}{word}: add {cure}, or leave this out")
+            alternatives, cure = needed_flags[-1], "it"
+            if len(needed_flags) > 1:
+                alternatives, cure = f"{', '.join(needed_flags[:-1])} or {needed_flags[-1]}", "one of them"
+            self.refuse(names, f"without {alternatives}{explanation}: add {cure}, or leave this out")
 
     def refuse_for(self, draft: DraftSpec, rule: RuleChoice) -> None:
         """Raise MarsError for draft size, tree and stop flags that the drafter or the rule does not support."""
-        for names, trait, lacks in OF_DRAFT:
+        for names, trait, lack_reason in OF_DRAFT:
             if not getattr(draft.definition, trait):
                 cure = f"leave it out, or draft with {drafters_that(trait)}"
-                self.refuse(names, f"to --draft {draft.kind}, which {lacks}: {cure}")
+                self.refuse(names, f"to --draft {draft.kind}, which {lack_reason}: {cure}")
         tree = self._args.tree
         # A static tree is a tuple: the children per node at each depth. With one child at every depth it is a chain.
-        dynamic = tree is not None and not isinstance(tree, tuple)
-        if dynamic and not draft.definition.dynamic:
+        is_dynamic = tree is not None and not isinstance(tree, tuple)
+        if is_dynamic and not draft.definition.dynamic:
             cure = "give the children per node at each depth, such as 4-2-2-1"
             raise MarsError(f"--tree dynamic does not apply to --draft {draft.definition.spec}: {cure}.")
-        if "chain" in rule.needs and (dynamic or max(tree or [1]) > 1):
-            by = " by blocks" if rule.settings.get("block") else ""
+        if "chain" in rule.needs and (is_dynamic or max(tree or [1]) > 1):
+            block_note = " by blocks" if rule.settings.get("block") else ""
             cure = "use exact or rejection, or mars over either"
-            self.refuse(["--tree"], f"to the rule {rule.name}{by}, which verifies chains: {cure}")
+            self.refuse(["--tree"], f"to the rule {rule.name}{block_note}, which verifies chains: {cure}")
         if rule.definition.lossless:
             self.refuse(["--any-rule"], f"to the rule {rule.name}, which is lossless: leave it out")
         elif "--any-rule" not in self:
-            depends = "which is lossy, so that a text would depend on what else is decoded"
+            lossy_reason = "which is lossy, so that a text would depend on what else is decoded"
             cure = "add --verify exact or rejection, or --any-rule"
-            self.refuse(["--draft-size auto"], f"to the rule {rule.name}, {depends}: {cure}")
+            self.refuse(["--draft-size auto"], f"to the rule {rule.name}, {lossy_reason}: {cure}")
 
 
 def _key(name: str) -> str:

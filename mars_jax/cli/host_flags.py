@@ -28,9 +28,9 @@ def joined(args: argparse.Namespace, rows: object, out: IO[str]) -> Iterator[IO[
     # All other flags, and the prompts, must be the same in every process.
     shared_flags = {k: v for k, v in vars(args).items() if k not in ("coordinator", "process_id")}
     try:
-        with _printing(out) as place:
+        with _printing(out) as output_stream:
             hosts.check_equal((shared_flags, rows), "flags or prompts")
-            yield place
+            yield output_stream
     except jax.errors.JaxRuntimeError as error:
         # A collective raises this error if another process of the run has died.
         if jax.process_count() == 1:
@@ -46,13 +46,13 @@ def _printing(out: IO[str]) -> Iterator[IO[str]]:
     if not jax.distributed.is_initialized():
         yield out
         return
-    # The duplicate leads to the user's stdout. The original descriptor is redirected to stderr, because C libraries
-    # write to it directly, below `sys.stdout`.
-    with os.fdopen(os.dup(out.fileno()), "w", encoding="utf-8") as place:
-        os.dup2(2, out.fileno())  # Gloo, the collectives of CPU devices, prints its connections
+    # The duplicate still writes to the user's stdout. The original descriptor is redirected to stderr, because C
+    # libraries write to it directly, below `sys.stdout`.
+    with os.fdopen(os.dup(out.fileno()), "w", encoding="utf-8") as stdout_copy:
+        os.dup2(2, out.fileno())  # Gloo (CPU collectives) prints its connections
         if hosts.is_first():
-            yield place
+            yield stdout_copy
             return
     # Other processes would only repeat the result and the notes of the first one.
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-        yield nowhere
+    with open(os.devnull, "w") as null_stream, contextlib.redirect_stderr(null_stream):
+        yield null_stream

@@ -39,9 +39,9 @@ def main(argv: Sequence[str]) -> int:
 
 def print_columns(rows: Sequence[Sequence[object]], out: IO[str]) -> None:
     """Print rows of cells, the header first, in columns of minimum width."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
+    text_rows = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*text_rows, strict=True)]
+    for row in text_rows:
         print("  ".join(map(str.ljust, row, widths)).rstrip(), file=out)
 
 
@@ -64,11 +64,11 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
         ]
         print(json.dumps(entries, indent=2), file=out)
         return
-    rows = [
+    table_rows = [
         (row.name, where(row), row.package or row.repository, row.licence, _summary(drafts_for(row.name)))
         for row in MODELS.values()
     ]
-    print_columns([("name", "where", "from", "licence", "drafted by"), *rows], out)
+    print_columns([("name", "where", "from", "licence", "drafted by"), *table_rows], out)
 
 
 def _summary(drafts: Sequence[str]) -> str:

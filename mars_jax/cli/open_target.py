@@ -43,7 +43,7 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
 
 
 def open_mesh(text: str | None, config: ModelConfig) -> Mesh | None:
-    """Build the mesh that --mesh describes. Print notes about arrays that do not divide over it.
+    """Build the mesh that --mesh describes. Print notes about arrays that do not divide evenly over it.
 
     Raises:
       MarsError: see `parse_mesh` and `hosts.check_mesh`.
@@ -83,10 +83,10 @@ def check_draft(target: Pretrained, draft: DraftSpec) -> None:
         elif path:
             check_file(path, f"--draft is {draft.kind}:{path}")
         return
-    shared = shared_tokens(target, hub.outline(path))
-    if shared is not None:
+    shared_vocab = shared_tokens(target, hub.outline(path))
+    if shared_vocab is not None:
         print(
-            f"note: '{path}' has another tokenizer and drafts the {shared.count:,} of the target's "
+            f"note: '{path}' has another tokenizer and drafts the {shared_vocab.count:,} of the target's "
             f"{target.config.vocab_size:,} tokens that it shares.",
             file=sys.stderr,
         )

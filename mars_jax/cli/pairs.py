@@ -52,26 +52,26 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _pairs_of_file(path: Path) -> list[Pair]:
-    """Return the pairs of a GGUF file, whatever its name, by the model's name in its metadata."""
+    """Return the pairs of a GGUF file. The metadata names the model, so the file may have any name."""
     if not is_gguf(path):
         return []
     file = read_gguf(path)
     parts = [file.get(f"general.{key}", "") for key in ("basename", "size_label", "finetune")]
-    # Some files have only the full name. Files of a base model may have an empty or wrong finetune.
+    # Some files have only the full name. In files of a base model, the key finetune may be empty or wrong.
     names = ("-".join(filter(None, parts)), "-".join(filter(None, parts[:2])), file.get("general.name", ""))
-    matches = (pairs(name.replace(" ", "-")) for name in names if name)
-    return next(filter(None, matches), [])
+    pair_lists = (pairs(name.replace(" ", "-")) for name in names if name)
+    return next(filter(None, pair_lists), [])
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    matches = pairs(args.target) or _pairs_of_file(Path(args.target or ""))
-    if not matches:
+    matching_pairs = pairs(args.target) or _pairs_of_file(Path(args.target or ""))
+    if not matching_pairs:
         suggestion = did_you_mean(args.target, MODELS)
         raise MarsError(
             f"no head and no small model is known for '{args.target}'{suggestion}: draft with ngram, self or a "
             "small model with its tokenizer, or train one by mars-jax distill."
         )
     if args.json:
-        print(json.dumps([pair._asdict() for pair in matches], indent=2), file=out)
+        print(json.dumps([pair._asdict() for pair in matching_pairs], indent=2), file=out)
     else:
-        print_columns([Pair._fields, *matches], out)
+        print_columns([Pair._fields, *matching_pairs], out)

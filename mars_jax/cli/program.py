@@ -56,10 +56,10 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|-inf$")
         self._positionals.title = "arguments"
         if add_help:
-            explained = "the flags"
+            shown_flags = "the flags"
             if short is not None:
-                explained = "the flags that most people need"
-            self.add_argument("-h", "--help", action=_Help, nargs=0, help=f"explain {explained}")
+                shown_flags = "the flags that most people need"
+            self.add_argument("-h", "--help", action=_Help, nargs=0, help=f"explain {shown_flags}")
             self.add_argument("--version", action="version", version=f"mars-jax {__version__}")
             if short is not None:
                 self.add_argument("--help-all", action=_Help, nargs=0, help="explain all flags")
@@ -73,15 +73,15 @@ class Parser(argparse.ArgumentParser):
         formatter.add_text(self.description)
         for group in self._action_groups:
             # Copy the actions, since --help-all prints their full texts.
-            shortened = [copy.copy(action) for action in group._group_actions if action.dest in self._short]
-            for action in shortened:
+            actions = [copy.copy(action) for action in group._group_actions if action.dest in self._short]
+            for action in actions:
                 action.help = (action.help or "").partition("; ")[0]
             formatter.start_section(group.title)
-            formatter.add_arguments(shortened)
+            formatter.add_arguments(actions)
             formatter.end_section()
         formatter.add_text((self.epilog or "").partition("\n\n")[0])  # the first examples
-        flags = sum(bool(action.option_strings) for action in self._actions)
-        formatter.add_text(f"--help-all explains all {flags} flags.")
+        num_flags = sum(bool(action.option_strings) for action in self._actions)
+        formatter.add_text(f"--help-all explains all {num_flags} flags.")
         return formatter.format_help()
 
     def kinds(self) -> dict[str, Parser]:
@@ -92,27 +92,27 @@ class Parser(argparse.ArgumentParser):
         return {}
 
     def groups(self) -> dict[str, argparse._ArgumentGroup]:
-        """Return the non-empty groups, by their titles."""
+        """Return the non-empty argument groups, by their titles."""
         return {str(group.title): group for group in self._action_groups if group._group_actions}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown flags here, because only the parser of the subcommand can suggest similar ones."""
-        values, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return values, unknown
+        parsed_flags, unknown_words = super().parse_known_args(args, namespace)
+        if unknown_words:
+            self.error(f"unrecognized arguments: {' '.join(unknown_words)}")
+        return parsed_flags, unknown_words
 
     def error(self, message: str) -> NoReturn:
         """Raise MarsError instead of printing argparse's usage. Suggest a similar flag or choice."""
         suggestion = ""
         # argparse passes only a finished message, so extract the flag or the value from it. Some versions of Python
         # quote the choices and others do not.
-        invalid = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        invalid_choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if message.startswith("unrecognized arguments: "):
             flag = next((word for word in message.split()[2:] if word.startswith("--")), "")
             suggestion = did_you_mean(flag.partition("=")[0], self._option_string_actions)
-        elif invalid is not None:
-            suggestion = did_you_mean(invalid[1], re.findall(r"[\w.-]+", invalid[2]))
+        elif invalid_choice is not None:
+            suggestion = did_you_mean(invalid_choice[1], re.findall(r"[\w.-]+", invalid_choice[2]))
         raise MarsError(
             f"{message.removeprefix('argument ').rstrip('.')}{suggestion}; --help lists the flags."
         )
@@ -171,7 +171,7 @@ def command(
         except MarsError:
             raise
         except Exception as error:
-            # Name the file, which the error of a library may not do.
+            # Name the output file, because the error of a library may not name it.
             if clear_error := unwritable(error, getattr(args, "output", None)):
                 raise clear_error from error
             raise
@@ -183,23 +183,23 @@ def program(run: Callable[[Sequence[str], IO[str]], None], argv: Sequence[str]) 
     """Run `run(argv, stdout)`, and return the exit code."""
     quiet()
     with heartbeat():
-        code = _program(run, argv)
+        exit_code = _program(run, argv)
     # If JAX was never imported, this process has not joined any others.
-    if code and "jax" in sys.modules:
+    if exit_code and "jax" in sys.modules:
         from mars_jax.mesh import hosts
 
-        hosts.leave(code)
-    return code
+        hosts.leave(exit_code)
+    return exit_code
 
 
 def _program(run: Callable[[Sequence[str], IO[str]], None], argv: Sequence[str]) -> int:
-    out = sys.stdout
+    stdout = sys.stdout
     try:
         # Output of libraries must not mix with the result.
         with contextlib.redirect_stdout(sys.stderr), _one_line_warnings():
             _check_switch()
             try:
-                run(argv, out)
+                run(argv, stdout)
             except (RuntimeError, AssertionError):
                 # JAX starts its devices at their first use, which may be anywhere. If that failed, replace the error
                 # by a clear one.
@@ -212,9 +212,9 @@ def _program(run: Callable[[Sequence[str], IO[str]], None], argv: Sequence[str])
                 try:
                     # Flush now. If the flush at the exit of Python failed, it would print several lines and change
                     # the exit code.
-                    out.flush()
+                    stdout.flush()
                 except OSError as error:
-                    _discard(out)
+                    _discard(stdout)
                     if error.errno == errno.EBADF:
                         raise MarsError("stdout is closed: direct it to a file or a pipe.") from None
                     raise
@@ -229,9 +229,9 @@ def _program(run: Callable[[Sequence[str], IO[str]], None], argv: Sequence[str])
     except (Exception, SystemExit) as error:
         # SystemExit in a user's file is an error. After --help it comes from argparse, and is raised again below.
         # Keep tracebacks of bugs in this package.
-        problem = user_code.failure(error, user_code.frames_in(user_code.MODULES, error))
-        if problem is not None:
-            _say(f"error: {problem}.")
+        user_failure = user_code.failure(error, user_code.frames_in(user_code.MODULES, error))
+        if user_failure is not None:
+            _say(f"error: {user_failure}.")
         elif sentence := unwritable(error):
             _say(f"error: {sentence}")
         else:
@@ -242,22 +242,22 @@ def _program(run: Callable[[Sequence[str], IO[str]], None], argv: Sequence[str])
 
 def _check_switch() -> None:
     """Check MARS_JAX_PALLAS early: `kernels_pallas.dispatch.switched_on` only checks it after loading the weights."""
-    value = os.environ.get("MARS_JAX_PALLAS") or "1"
-    if value not in ("0", "1"):
-        raise MarsError(f"MARS_JAX_PALLAS is {value!r}: expected 0, which turns Pallas kernels off, or 1.")
+    switch = os.environ.get("MARS_JAX_PALLAS") or "1"
+    if switch not in ("0", "1"):
+        raise MarsError(f"MARS_JAX_PALLAS is {switch!r}: expected 0, which turns Pallas kernels off, or 1.")
 
 
 @contextlib.contextmanager
 def _one_line_warnings() -> Iterator[None]:
     """Print each MarsWarning once, as one line on stderr, regardless of Python's filters."""
     with warnings.catch_warnings():
-        show = warnings.showwarning
+        show_warning = warnings.showwarning
 
         def show_one_line(message: Warning | str, category: type[Warning], *place: Any) -> None:
             if issubclass(category, MarsWarning):
                 _say(f"warning: {' '.join(str(message).split())}")
             else:
-                show(message, category, *place)
+                show_warning(message, category, *place)
 
         warnings.showwarning = show_one_line
         warnings.simplefilter("default", MarsWarning)
@@ -276,7 +276,7 @@ def keep_compilations() -> None:
     """
     from mars_jax.utils.compilations import enable_compilation_cache
 
-    with contextlib.suppress(MarsError):  # a user without a home
+    with contextlib.suppress(MarsError):  # the user has no home folder
         enable_compilation_cache()
 
 

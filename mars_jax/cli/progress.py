@@ -28,10 +28,10 @@ def heartbeat() -> Iterator[None]:
     if sys.stderr.isatty():
         yield
         return
-    ended = threading.Event()
+    end_event = threading.Event()
 
     def beat() -> None:
-        while not ended.wait(SECONDS):
+        while not end_event.wait(SECONDS):
             if text := activity.describe():
                 with contextlib.suppress(OSError, ValueError):  # stderr is full or closed
                     print(text, file=sys.stderr, flush=True)
@@ -41,7 +41,7 @@ def heartbeat() -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        end_event.set()
         thread.join()
 
 
@@ -58,10 +58,10 @@ def busy(name: str) -> Iterator[None]:
     # Every command imports this module, so import rich only when there is something to show.
     from mars_jax.cli.generate.terminal import console
 
-    screen = console(sys.stderr)
+    stderr_console = console(sys.stderr)
     with activity.doing(name), contextlib.ExitStack() as stack:
-        if screen.is_terminal:
-            stack.enter_context(screen.status(_Activities()))
+        if stderr_console.is_terminal:
+            stack.enter_context(stderr_console.status(_Activities()))
         yield
 
 
@@ -77,32 +77,32 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
 
     from mars_jax.cli.generate.terminal import console
 
-    screen = console(sys.stderr)
+    stderr_console = console(sys.stderr)
     # A disabled bar draws nothing, but it still estimates the remaining time, which the heartbeat prints.
-    bars = Progress(
+    progress_bars = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[text]}"),
-        console=screen,
+        console=stderr_console,
         transient=True,
-        disable=not (bar and (screen.is_terminal or screen.is_jupyter)),
+        disable=not (bar and (stderr_console.is_terminal or stderr_console.is_jupyter)),
         speed_estimate_period=WINDOW,
     )
-    with activity.doing(name) as running, bars:
-        bars.add_task(name, total=None, text="")
-        [task] = bars.tasks
+    with activity.doing(name) as running_activity, progress_bars:
+        progress_bars.add_task(name, total=None, text="")
+        [task] = progress_bars.tasks
 
         def show(num_done: int, total: int | None, text: str = "") -> None:
             # Update the count first, because the remaining time is estimated from it.
-            bars.update(task.id, completed=num_done, total=total)
-            parts = []
+            progress_bars.update(task.id, completed=num_done, total=total)
+            detail_parts = []
             if total is not None:
-                parts.append(f"{num_done:,} of {total:,}")
+                detail_parts.append(f"{num_done:,} of {total:,}")
             if task.time_remaining:
-                parts.append(f"{timedelta(seconds=round(task.time_remaining))} left")
-            running.detail = ", ".join(filter(None, (*parts, text)))
-            bars.update(task.id, text=running.detail)
+                detail_parts.append(f"{timedelta(seconds=round(task.time_remaining))} left")
+            running_activity.detail = ", ".join(filter(None, (*detail_parts, text)))
+            progress_bars.update(task.id, text=running_activity.detail)
 
         yield show
 

@@ -32,16 +32,16 @@ def quiet() -> None:
 
 
 def quiet_duplicates() -> None:
-    """Hide errors that libraries log in addition to raising them. Only the entry points of the process call it."""
+    """Hide errors that libraries log in addition to raising them. Only the process's entry points call this."""
     # Orbax and its threads log the traceback of an error that they also raise.
     for name in ("absl", "concurrent.futures"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    previous = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
     def hook(problem: sys.UnraisableHookArgs) -> None:
         # After a failed save, TensorStore's callbacks report that the event loop is closed.
         if str(problem.exc_value) != "Event loop is closed":
-            previous(problem)
+            previous_hook(problem)
 
     sys.unraisablehook = hook
 

@@ -53,7 +53,7 @@ def add_rule_flags(
 
 
 def choose_with_weights(spec: str, given: Mapping[str, Given]) -> RuleChoice:
-    """Choose a rule as `choose` does, and check that its weights are given if it needs some.
+    """Choose a rule, and check that its weights are given if it needs any.
 
     Raises:
       MarsError: see `choose`; or weights are missing.
@@ -67,7 +67,7 @@ def choose_with_weights(spec: str, given: Mapping[str, Given]) -> RuleChoice:
 
 
 def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) -> tuple[RuleChoice, Any]:
-    """Return the chosen rule, and the `mars-jax calibrate` file that theta refers to, or None if theta is no file.
+    """Return the chosen rule, and the `mars-jax calibrate` file that theta refers to, or None if theta is not a file.
 
     Args:
       spec: spec of the rule; None means the file's rule, or else the default.
@@ -96,9 +96,9 @@ def given_settings(args: argparse.Namespace) -> dict[str, Given]:
     """Return the settings of the rule from flags and --rule-option, as strings."""
     settings = {}
     for name in _flags():
-        value = getattr(args, name, None)
-        if value is not None:
-            settings[name] = Given(value, flag_of(name))
+        flag_value = getattr(args, name, None)
+        if flag_value is not None:
+            settings[name] = Given(flag_value, flag_of(name))
     for option in args.rule_option or ():
         name, equals, text = option.partition("=")
         if not (name and equals):
@@ -133,7 +133,7 @@ def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
         # The short help ends at the first semicolon, so the choices and the default go before it.
         text, semicolon, details = setting.help.partition("; ")
         if setting.choices:
-            text += ": " + ", ".join(f"{choice} ({means})" for choice, means in setting.choices.items())
+            text += ": " + ", ".join(f"{choice} ({meaning})" for choice, meaning in setting.choices.items())
         if setting.kind is not bool and setting.default is not None:
             text += f" (default: {setting.default_words})"
         rules_by_text.setdefault(text + semicolon + details, []).append(rule)
@@ -146,17 +146,17 @@ def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
 
 def print_rules(out: IO[str], *, as_json: bool, spec: str | None) -> None:
     """Print the table of rules, and the user's rule if `spec` names one."""
-    rows = list(rules().values())
+    rule_rows = list(rules().values())
     if spec and is_own(spec):
-        rows.append(find(spec))
+        rule_rows.append(find(spec))
     if as_json:
-        print(json.dumps([row.as_json() for row in rows], indent=2), file=out)
+        print(json.dumps([row.as_json() for row in rule_rows], indent=2), file=out)
         return
-    for row in rows:
+    for row in rule_rows:
         kind = "lossless" if row.lossless else "lossy"
-        facts = [kind, *(f"needs {NEEDS[need]}" for need in row.needs), row.paper]
+        rule_facts = [kind, *(f"needs {NEEDS[need]}" for need in row.needs), row.paper]
         print(f"{row.name}: {row.help}", file=out)
-        print(_lines(f"  {'; '.join(filter(None, facts))}"), file=out)
+        print(_lines(f"  {'; '.join(filter(None, rule_facts))}"), file=out)
         for setting in row.settings.values():
             print(_lines(f"  {setting.name}: {_described(setting)}"), file=out)
         print(file=out)
@@ -170,31 +170,31 @@ def _lines(text: str) -> str:
 def _described(setting: Setting) -> str:
     """Describe a setting in one line."""
     if isinstance(setting.ranges, Mapping):  # one range for each value of another setting
-        ranges = [bounds.words for bounds in setting.ranges.values()]
+        range_texts = [bounds.words for bounds in setting.ranges.values()]
     else:
-        ranges = [setting.expected()]
-    per_row = "a prompt may choose its own" if setting.per_row else ""
-    parts = [setting.help, *ranges, f"default: {setting.default_words}", per_row]
-    return "; ".join(filter(None, parts))
+        range_texts = [setting.expected()]
+    per_row_note = "a prompt may choose its own" if setting.per_row else ""
+    description_parts = [setting.help, *range_texts, f"default: {setting.default_words}", per_row_note]
+    return "; ".join(filter(None, description_parts))
 
 
 def print_drafters(out: IO[str], *, as_json: bool) -> None:
     """Print the table of drafters."""
-    rows = definitions().values()
+    drafter_rows = definitions().values()
     if as_json:
-        print(json.dumps([row.as_json() for row in rows], indent=2), file=out)
+        print(json.dumps([row.as_json() for row in drafter_rows], indent=2), file=out)
         return
-    for row in rows:
-        can = {
+    for row in drafter_rows:
+        features = {
             "trees": row.trees,
             "dynamic trees": row.dynamic,
             "rejection with its true q": row.samples,
             "draft_stop": row.stops,
         }
-        facts = [", ".join(name for name, supported in can.items() if supported) or "no trees"]
+        drafter_facts = [", ".join(name for name, supported in features.items() if supported) or "no trees"]
         if row.grows:
-            facts.append("default: a dynamic tree")
+            drafter_facts.append("default: a dynamic tree")
         elif row.length:
-            facts.append(f"default: {row.length} tokens")
-        facts.append(row.paper)
-        print(f"{row.spec}: {row.help}\n  {'; '.join(filter(None, facts))}", file=out)
+            drafter_facts.append(f"default: {row.length} tokens")
+        drafter_facts.append(row.paper)
+        print(f"{row.spec}: {row.help}\n  {'; '.join(filter(None, drafter_facts))}", file=out)

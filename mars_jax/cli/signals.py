@@ -22,7 +22,7 @@ from mars_jax.utils.errors import printable
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 _MARK = 0  # no signal has this number
-_SHOW_CURSOR = "\x1b[?25h"  # bars hide it
+_SHOW_CURSOR = "\x1b[?25h"  # progress bars hide the cursor
 
 
 class _State:
@@ -49,19 +49,19 @@ def handle() -> None:
     Call it from the main thread before any slow work, such as imports.
     """
     # A signal that is ignored, as under nohup, or that another program already handles keeps its handler.
-    numbers = [number for number, default in _DEFAULTS.items() if signal.getsignal(number) == default]
-    reading, _state.writing = os.pipe()
+    signal_numbers = [number for number, default in _DEFAULTS.items() if signal.getsignal(number) == default]
+    read_end, _state.writing = os.pipe()
     # Python writes to the pipe inside the C handler of a signal, which must never block.
     os.set_blocking(_state.writing, False)
     signal.set_wakeup_fd(_state.writing, warn_on_full_buffer=False)
-    for number in numbers:
+    for number in signal_numbers:
         signal.signal(number, _on_signal)
     # Keep the terminal's settings, which `readline` changes while it reads a line. stdin need not be a terminal.
     with contextlib.suppress(termios.error):
         _state.terminal = termios.tcgetattr(0)
     for _ in range(2):  # the second thread reads signals that arrive while the first one ends the process
-        threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True).start()
-    os.register_at_fork(after_in_child=lambda: _release(numbers))
+        threading.Thread(target=_watch, args=(read_end,), name="signals", daemon=True).start()
+    os.register_at_fork(after_in_child=lambda: _release(signal_numbers))
 
 
 def _release(numbers: list[signal.Signals]) -> None:
@@ -141,16 +141,16 @@ def _watch(reading: int) -> None:
 
 def _end(number: signal.Signals) -> None:
     try:
-        text = _WORDS[number]
-        actions = list(_state.actions)  # the main thread may remove one
+        last_line = _WORDS[number]
+        actions = list(_state.actions)  # a copy, because the main thread may remove an action
         # The first of the two threads runs the action, which may take long. A second signal ends the process at once.
         if _state.ending.acquire(blocking=False) and actions:
             try:
-                text += actions[-1]()
+                last_line += actions[-1]()
             except Exception as error:
-                text += f": {' '.join(str(error).split())}"
+                last_line += f": {' '.join(str(error).split())}"
         if _state.printing.acquire(blocking=False):
-            _print(text)
+            _print(last_line)
     finally:
         # A normal exit would wait for the main thread, which may be compiling. Shells use the same exit code.
         os._exit(128 + number)
@@ -163,5 +163,5 @@ def _print(text: str) -> None:
         if _state.terminal is not None and os.tcgetpgrp(0) == os.getpgrp():
             termios.tcsetattr(0, termios.TCSADRAIN, _state.terminal)
     with contextlib.suppress(OSError):
-        begin = f"{_SHOW_CURSOR}\n" if os.isatty(2) else ""
-        os.write(2, f"{begin}{printable(text)}\n".encode(errors="replace"))
+        line_prefix = f"{_SHOW_CURSOR}\n" if os.isatty(2) else ""
+        os.write(2, f"{line_prefix}{printable(text)}\n".encode(errors="replace"))

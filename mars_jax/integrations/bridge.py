@@ -72,8 +72,8 @@ def from_nnx(
     """Return a `flax.nnx` module as a language model, and its state as params.
 
     Args:
-      module: any module that `call` calls. It is split here. After training, pass `nnx.state(module)`; if the trainer
-        has only params, update the module with `nnx.update` first.
+      module: any module that `call` calls. This function splits it. After training, pass `nnx.state(module)`; if
+        the trainer has only params, update the module with `nnx.update` first.
       vocab_size: V.
       init_cache: (batch, slots) -> the cache, a pytree of arrays.
       call: `(module, tokens, positions, mask, cache, slot) -> (logits [B, N, V], cache)`, with the contract above;
@@ -82,7 +82,7 @@ def from_nnx(
         are read without computing logits, and rules and drafters can read the hidden states.
       embed: `(module, tokens i32[B, N]) -> [B, N, E]`, for drafters that share the target's embedding.
       cache: access functions of a custom cache.
-      prefill_chunk: prompt tokens per forward.
+      prefill_chunk: prompt tokens per forward pass.
 
     Returns:
       (model, params), for `speculative_decoder`, `drafters.language_model` and `Pretrained.from_parts`.
@@ -92,8 +92,8 @@ def from_nnx(
     """
     if not isinstance(module, nnx.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_nnx takes a flax.nnx.Module.")
-    graph, state = nnx.split(module)
-    merge = _Merge(graph, functools.partial(nnx.merge, graph))
+    graph_def, state = nnx.split(module)
+    merge = _Merge(graph_def, functools.partial(nnx.merge, graph_def))
     return _bridged(merge, vocab_size, init_cache, call, unembed, embed, cache, prefill_chunk), state
 
 
@@ -112,8 +112,8 @@ def from_linen(
 
     Args:
       module: any module that `call` calls.
-      vocab_size, init_cache, unembed, embed, cache, prefill_chunk: as for `from_nnx`; but functions receive `apply`,
-        which is `module.apply` with the variables, instead of the module.
+      vocab_size, init_cache, unembed, embed, cache, prefill_chunk: as for `from_nnx`; but the functions receive
+        `apply`, which is `module.apply` bound to the variables, instead of the module.
       call: `(apply, tokens, positions, mask, cache, slot) -> (logits [B, N, V], cache)`; default: call `apply` with the
         other five arguments. `apply(..., method="name")` calls a method.
 
@@ -129,7 +129,7 @@ def from_linen(
 
 @dataclasses.dataclass(frozen=True)
 class _Merge:
-    """Function from params to a callable. Hashable, so that `_bridged` is cached; equal if the structures are."""
+    """Function from params to a callable. It is hashable and compares by `structure`, so that `_bridged` can cache."""
 
     structure: Hashable
     merge: Callable[[PyTree], Any] = dataclasses.field(compare=False)
@@ -199,8 +199,8 @@ def _check_shapes(
     old, new = ([(x.shape, x.dtype) for x in jax.tree.leaves(cache)] for cache in (old_cache, new_cache))
     if not same_structure or old != new:
         raise MarsError(
-            "the module gave back a cache of another structure, shape or dtype than it was given: a cache keeps its "
-            "own; write rows in the cache's dtype."
+            "the module returned a cache of another structure, shape or dtype than it received: keep all three, and "
+            "write rows in the cache's dtype."
         )
 
 
@@ -222,59 +222,59 @@ def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> N
     """
     count, slots = 12, 24
     ids = jnp.asarray(np.random.default_rng(0).integers(0, model.vocab_size, (2, count)), jnp.int32)
-    zero = jnp.zeros((2,), jnp.int32)
+    start = jnp.zeros((2,), jnp.int32)
 
     @jax.jit
     def run(tokens: Array, visible: Visible, cache: PyTree) -> tuple[Array, PyTree]:
-        out = model.forward(params, tokens, visible, cache)
-        return model.unembed(params, out.hidden), out.cache
+        output = model.forward(params, tokens, visible, cache)
+        return model.unembed(params, output.hidden), output.cache
 
     def junk(cache: PyTree) -> PyTree:
         return jax.tree.map(lambda x: jnp.full_like(x, 3), cache)
 
     def compare(logits: Array, expected: Array, problem: str) -> None:
-        worst = float(jnp.max(jnp.abs(logits - expected)))
+        max_difference = float(jnp.max(jnp.abs(logits - expected)))
         # Negated, so that NaN fails as well.
-        if not worst <= tolerance:
+        if not max_difference <= tolerance:
             raise MarsError(
-                f"{problem}: logits differ by {worst:.3g} (see the contract in mars_jax.integrations.bridge)."
+                f"{problem}: logits differ by {max_difference:.3g} (see the contract in mars_jax.integrations.bridge)."
             )
 
     # The reference: all tokens in one forward, with a fresh cache.
-    full_logits, full_cache = run(ids, Visible.causal(zero, count), model.init_cache(2, slots))
+    full_logits, full_cache = run(ids, Visible.causal(start, count), model.init_cache(2, slots))
     # All tokens at once, in a cache of junk.
-    dirty, _ = run(ids, Visible.causal(zero, count), junk(model.init_cache(2, slots)))
-    compare(dirty, full_logits, "the model reads slots that the mask hides, or reads before it writes")
+    junk_logits, _ = run(ids, Visible.causal(start, count), junk(model.init_cache(2, slots)))
+    compare(junk_logits, full_logits, "the model reads slots that the mask hides, or reads before it writes")
     # The first 8 tokens, then the last 4. `cache` holds the first 8 for the tests of trees.
-    head, cache = run(ids[:, :8], Visible.causal(zero, 8), junk(model.init_cache(2, slots)))
-    tail, _ = run(ids[:, 8:], Visible.causal(zero + 8, 4), cache)
-    compare(jnp.concatenate([head, tail], 1), full_logits, "a text in two pieces is another text than in one")
+    head_logits, cache = run(ids[:, :8], Visible.causal(start, 8), junk(model.init_cache(2, slots)))
+    tail_logits, _ = run(ids[:, 8:], Visible.causal(start + 8, 4), cache)
+    compare(jnp.concatenate([head_logits, tail_logits], 1), full_logits, "two pieces give other logits")
     # The two rows in reverse order.
-    swapped, _ = run(ids[::-1], Visible.causal(zero, count), model.init_cache(2, slots))
-    compare(swapped[::-1], full_logits, "a row depends on the others")
+    swapped_logits, _ = run(ids[::-1], Visible.causal(start, count), model.init_cache(2, slots))
+    compare(swapped_logits[::-1], full_logits, "a row depends on the others")
     # A tree after 8 tokens: the root, a wrong child, the right child, and a child of the right one. The nodes are in
     # slots 8 to 11; the two siblings have the same position.
-    wrong = (ids[:, 9:10] + 1) % model.vocab_size
-    tree = jnp.concatenate([ids[:, 8:9], wrong, ids[:, 9:11]], 1)
+    wrong_token = (ids[:, 9:10] + 1) % model.vocab_size
+    tree_tokens = jnp.concatenate([ids[:, 8:9], wrong_token, ids[:, 9:11]], 1)
     tree_mask = jnp.asarray([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
     visible = Visible(
-        first=zero + 8,
+        first=start + 8,
         positions=jnp.broadcast_to(jnp.asarray([8, 9, 9, 10], jnp.int32), (2, 4)),
-        slot=zero + 8,
+        slot=start + 8,
         seen=jnp.broadcast_to(tree_mask, (2, 4, 4)),
     )
-    node_logits, tree_cache = run(tree, visible, cache)
+    node_logits, tree_cache = run(tree_tokens, visible, cache)
     # The path without the wrong child is tokens 8 to 10 of the text.
-    path = jnp.asarray([0, 2, 3], jnp.int32)
-    message = "positions are taken from slots, or the mask is not heeded in a tree"
-    compare(node_logits[:, path], full_logits[:, 8:11], message)
-    committed_cache = model.commit(tree_cache, zero + 8, jnp.broadcast_to(path, (2, 3)))
-    last, _ = run(ids[:, 11:], Visible.causal(zero + 11, 1), committed_cache)
-    compare(last, full_logits[:, 11:], "`commit` does not move the rows of an accepted path into a row")
+    path_nodes = jnp.asarray([0, 2, 3], jnp.int32)
+    tree_problem = "positions are taken from slots, or the mask of a tree is ignored"
+    compare(node_logits[:, path_nodes], full_logits[:, 8:11], tree_problem)
+    committed_cache = model.commit(tree_cache, start + 8, jnp.broadcast_to(path_nodes, (2, 3)))
+    last_logits, _ = run(ids[:, 11:], Visible.causal(start + 11, 1), committed_cache)
+    compare(last_logits, full_logits[:, 11:], "`commit` does not move the entries of an accepted path")
     # Put row 0 in the place of row 1, and decode the last token of row 0 there.
     first_row = jax.tree.map(lambda x: x[:1], full_cache)
     put_cache = model.put(junk(full_cache), jnp.asarray([1], jnp.int32), first_row)
-    put_logits, _ = run(jnp.flip(ids, 0)[:, 11:], Visible.causal(zero + 11, 1), put_cache)
+    put_logits, _ = run(jnp.flip(ids, 0)[:, 11:], Visible.causal(start + 11, 1), put_cache)
     compare(put_logits[1], full_logits[0, 11:], "`put` does not replace a row of the cache")
 
 
@@ -292,10 +292,10 @@ class OurParams(nnx.Module):
 
     def __call__(self, tokens: Array) -> Array:
         """Return the logits after every token: i32[B, N] -> f32[B, N, V]."""
-        params, (batch, count) = self.params(), tokens.shape
-        visible = Visible.causal(jnp.zeros((batch,), jnp.int32), count)
-        out = self.model.forward(params, tokens, visible, self.model.init_cache(batch, count))
-        return self.model.unembed(params, out.hidden)
+        params, (batch, num_tokens) = self.params(), tokens.shape
+        visible = Visible.causal(jnp.zeros((batch,), jnp.int32), num_tokens)
+        output = self.model.forward(params, tokens, visible, self.model.init_cache(batch, num_tokens))
+        return self.model.unembed(params, output.hidden)
 
 
 def to_nnx(model: LanguageModel, params: PyTree) -> OurParams:

@@ -52,11 +52,11 @@ FLAGS = (
 )
 """Arguments of a model that are flags of `generate`, with the same values."""
 CHUNK = 32
-"""Batches of likelihoods that are written together. Requests of similar lengths within them share a batch."""
+"""Number of likelihood batches whose rows are written together. Within them, similar lengths share a batch."""
 
 
 class Answered(Exception):
-    """The end of a part, which has no score. The message includes the number of rows on file."""
+    """Exception that ends a run of one part, which has no score. The message includes the number of rows on file."""
 
 
 @register_model("mars_jax")
@@ -122,8 +122,8 @@ class MarsJax(TemplateLM):
         # Refuse a wrong file before loading the weights.
         self._rows = None
         if rows is not None:
-            run = recorded(args, choices, []) | {"max_gen_toks": max_gen_toks}
-            self._rows = RowFile(rows, run, flag="--rows")
+            run_settings = recorded(args, choices, []) | {"max_gen_toks": max_gen_toks}
+            self._rows = RowFile(rows, run_settings, flag="--rows")
         try:
             session = open_job(args, choices, []).session
             self._session = dataclasses.replace(session, batch_size=args.batch_size or 1)
@@ -151,7 +151,7 @@ class MarsJax(TemplateLM):
 
     @property
     def rank(self) -> int:
-        """Rank 0. The harness reads this property again after the last answer, which closes the file of rows.
+        """Rank 0. The harness reads this property again after the last answer, and that read closes the file of rows.
 
         Raises:
           Answered: the run is only a part.
@@ -180,14 +180,14 @@ class MarsJax(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token before a text without context."""
+        """The first stop token of the target."""
         return self._target.stop_tokens[0]
 
     @property
     def prefix_token_id(self) -> int:
         """The token before a text without context: the beginning-of-sequence token, or else the end-of-text token."""
-        bos = self._target.config.bos_token_id
-        return self.eot_token_id if bos is None else bos
+        bos_token_id = self._target.config.bos_token_id
+        return self.eot_token_id if bos_token_id is None else bos_token_id
 
     @property
     def tokenizer_name(self) -> str:
@@ -261,23 +261,23 @@ class MarsJax(TemplateLM):
         A string that already begins with the beginning-of-sequence token, as those of chat templates do, gets no second
         one.
         """
-        bos = getattr(self.tokenizer, "bos_token", None)
+        bos_token = getattr(self.tokenizer, "bos_token", None)
         if add_special_tokens is None:
-            add_special_tokens = not (bos and string.startswith(bos))
+            add_special_tokens = not (bos_token and string.startswith(bos_token))
         return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        # Cut the beginning of a context that is too long, as the harness does everywhere.
+        # If a context is too long, cut its beginning, as the harness does.
         texts = [(context + continuation)[-self.max_length :] for _, context, continuation in requests]
         scores = score(self._target, texts, rows=self._session.batch_size)
         answers = []
         for (_key, _context, continuation), scored in zip(requests, scores, strict=True):
             # A score covers all tokens of a text but the first: compare the last `n`, those of the continuation.
             n = min(len(continuation), len(scored.log_p))
-            greedy = scored.best[len(scored.best) - n :].tolist() == continuation[len(continuation) - n :]
-            answers.append((float(scored.log_p[len(scored.log_p) - n :].sum(dtype="float64")), greedy))
+            is_greedy = scored.best[len(scored.best) - n :].tolist() == continuation[len(continuation) - n :]
+            answers.append((float(scored.log_p[len(scored.log_p) - n :].sum(dtype="float64")), is_greedy))
         return answers
 
     def _each(
@@ -305,21 +305,21 @@ class MarsJax(TemplateLM):
             return list(answer(range(len(requests))))
         if self._ended:
             raise MarsError(f"the run of '{self._rows.path}' has ended: make another model for another run.")
-        by_number = {row.get("id"): row for row in self._rows.rows}
+        row_by_number = {row.get("id"): row for row in self._rows.rows}
         # The requests of this call have these numbers in the whole run.
         numbers = range(self._count, self._count + len(requests))
         part = self._part or slice(0, None, 1)
-        in_part = [i for i, n in enumerate(numbers) if n % part.step == part.start]
+        part_indices = [i for i, n in enumerate(numbers) if n % part.step == part.start]
         self._count += len(requests)
         answers = [placeholder] * len(requests)
-        # A digest of each request's arguments. With it, a later run detects rows of other tasks.
+        # Digests of the requests' arguments, by which a later run detects rows of other tasks.
         keys = [f"{kind} {digest(repr(request.args).encode())}" for request in requests]
         try:
-            missing = []
-            for index in in_part:
-                row = by_number.get(numbers[index])
+            missing_indices = []
+            for index in part_indices:
+                row = row_by_number.get(numbers[index])
                 if row is None:
-                    missing.append(index)
+                    missing_indices.append(index)
                 elif row.get("request") != keys[index]:
                     raise MarsError(
                         f"row {numbers[index]} of '{self._rows.path}' answers another request: choose another --rows, "
@@ -327,31 +327,31 @@ class MarsJax(TemplateLM):
                     )
                 else:
                     answers[index] = row["answer"]
-            if missing:
-                for index, value in zip(missing, answer(missing), strict=True):
+            if missing_indices:
+                for index, value in zip(missing_indices, answer(missing_indices), strict=True):
                     self._rows.append({"id": numbers[index], "request": keys[index], "answer": plain(value)})
                     answers[index] = self._rows.rows[-1]["answer"]
         except BaseException:
             self._close()
             raise
-        self._answered += len(in_part)
+        self._answered += len(part_indices)
         return answers
 
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation of its context, and whether greedy decoding generates it."""
-        ask, size = super().loglikelihood, CHUNK * (self._session.batch_size or 1)
+        score_chunk, chunk_size = super().loglikelihood, CHUNK * (self._session.batch_size or 1)
 
         # Answer in chunks, because the rows of a chunk are written before the next chunk is scored.
         def answer(numbers: Sequence[int]) -> Iterator[tuple[float, bool]]:
-            for first in range(0, len(numbers), size):
-                yield from ask(
-                    [requests[i] for i in numbers[first : first + size]], disable_tqdm=disable_tqdm
+            for first in range(0, len(numbers), chunk_size):
+                yield from score_chunk(
+                    [requests[i] for i in numbers[first : first + chunk_size]], disable_tqdm=disable_tqdm
                 )
 
-        results = self._each("loglikelihood", requests, answer, (0.0, False))
-        return [(float(log_p), greedy) for log_p, greedy in results]
+        answers = self._each("loglikelihood", requests, answer, (0.0, False))
+        return [(float(log_p), greedy) for log_p, greedy in answers]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of whole texts. Those longer than the context are scored in windows."""
@@ -365,8 +365,8 @@ class MarsJax(TemplateLM):
                     max_seq_len=self.max_length - 1,
                     context_len=1,
                 )
-                pairs = [(None, *utils.make_disjoint_window(window)) for window in windows]
-                yield sum(log_p for log_p, _ in self._loglikelihood_tokens(pairs))
+                window_requests = [(None, *utils.make_disjoint_window(window)) for window in windows]
+                yield sum(log_p for log_p, _ in self._loglikelihood_tokens(window_requests))
 
         return [float(log_p) for log_p in self._each("loglikelihood_rolling", requests, answer, 0.0)]
 
@@ -379,71 +379,71 @@ class MarsJax(TemplateLM):
 
     def _generate(self, requests: Sequence[Instance], numbers: Sequence[int]) -> Iterator[str]:
         """Yield the completions of some requests, in their order."""
-        queued = []
+        queued_requests = []
         # Make the requests of other parts too, because a request's seed is its index in the whole call.
         for index, request in enumerate(requests):
             context, options = cast(tuple[str, JsonObject], request.args)
-            limit, stop_strings, sampling = _options(options, self._max_gen_toks)
+            max_new_tokens, stop_strings, sampling = _options(options, self._max_gen_toks)
             if self._constraint is not None and not any(name in sampling for name in constraints.KINDS):
                 sampling["constraint"] = self._constraint
             # Drop the beginning of a long context, to leave room for the new tokens.
-            ids = self.tok_encode(context)[-max(1, self.max_length - limit) :]
-            queued += make_requests(
+            prompt_tokens = self.tok_encode(context)[-max(1, self.max_length - max_new_tokens) :]
+            queued_requests += make_requests(
                 self._target,
-                [ids],
+                [prompt_tokens],
                 chat=self._template is not None,
-                max_new_tokens=limit,
+                max_new_tokens=max_new_tokens,
                 seed=(self._seed + index) % 2**32,
                 stop_strings=stop_strings,
                 **sampling,
             )
-        if not queued:
+        if not queued_requests:
             return
         # Rows are written in the order of the requests, so with a file of rows, decode them in that order.
-        order = longest_first(queued) if self._rows is None else numbers
-        queue = self._session.queue(queued, order=order)
+        order = longest_first(queued_requests) if self._rows is None else numbers
+        queue = self._session.queue(queued_requests, order=order)
         queue.warm_up()
-        began, tokens, steps, rate = time.perf_counter(), 0, 0, ""
+        start_time, num_tokens, num_steps, speed_text = time.perf_counter(), 0, 0, ""
 
         def texts() -> Iterator[tuple[int, str]]:
-            nonlocal tokens, steps, rate
+            nonlocal num_tokens, num_steps, speed_text
             for num_done, (index, completion) in enumerate(queue, start=1):
-                tokens += completion.metrics.emitted
-                steps += completion.metrics.steps
-                rate = speed(tokens, steps, time.perf_counter() - began)
-                show(num_done, len(numbers), rate)
+                num_tokens += completion.metrics.emitted
+                num_steps += completion.metrics.steps
+                speed_text = speed(num_tokens, num_steps, time.perf_counter() - start_time)
+                show(num_done, len(numbers), speed_text)
                 yield index, completion.text
 
         with progress("prompts") as show:
             yield from in_order(texts(), numbers)
         if hosts.is_first():
-            print(f"mars_jax: {len(numbers)} answers, {rate}", file=sys.stderr)
+            print(f"mars_jax: {len(numbers)} answers, {speed_text}", file=sys.stderr)
 
 
 def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonObject]:
     """Return (maximum new tokens, stop strings, sampling options) of a task's gen_kwargs."""
-    remaining = dict(gen_kwargs)
-    stop_strings = remaining.pop("until", None) or []
+    kwargs = dict(gen_kwargs)
+    stop_strings = kwargs.pop("until", None) or []
     if isinstance(stop_strings, str):
         stop_strings = [stop_strings]
     # Both names are removed, since Python evaluates the default of the outer `pop` in any case.
-    limit = int(remaining.pop("max_gen_toks", remaining.pop("max_new_tokens", limit)))
+    limit = int(kwargs.pop("max_gen_toks", kwargs.pop("max_new_tokens", limit)))
     # A task that sets only a temperature above 0 also samples.
-    sampled = bool(remaining.pop("do_sample", float(remaining.get("temperature") or 0) > 0))
+    is_sampled = bool(kwargs.pop("do_sample", float(kwargs.get("temperature") or 0) > 0))
 
     def taken(*names: str) -> JsonObject:
-        return {name: remaining.pop(name) for name in names if name in remaining}
+        return {name: kwargs.pop(name) for name in names if name in kwargs}
 
-    sampling = taken("temperature", "top_k", "top_p", "min_p")
-    constraint = taken("regex", "json_schema", "choice")
-    if remaining:
+    sampling_options = taken("temperature", "top_k", "top_p", "min_p")
+    constraint_options = taken("regex", "json_schema", "choice")
+    if kwargs:
         raise MarsError(
-            f"the task asks for {', '.join(sorted(remaining))} in its gen_kwargs, which this model does not have: take "
+            f"the task asks for {', '.join(sorted(kwargs))} in its gen_kwargs, which this model does not have: take "
             "it out with --gen_kwargs or in the task."
         )
     # Greedy decoding ignores the temperature and the truncation of a task.
-    if not sampled:
-        sampling = {}
-    elif not math.isfinite(float(sampling.setdefault("temperature", 1.0))):
-        raise MarsError(f"temperature is {sampling['temperature']}: expected a finite number.")
-    return limit, [text for text in stop_strings if text], sampling | constraint
+    if not is_sampled:
+        sampling_options = {}
+    elif not math.isfinite(float(sampling_options.setdefault("temperature", 1.0))):
+        raise MarsError(f"temperature is {sampling_options['temperature']}: expected a finite number.")
+    return limit, [text for text in stop_strings if text], sampling_options | constraint_options

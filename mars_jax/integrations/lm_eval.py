@@ -23,33 +23,33 @@ def main(argv: Sequence[str]) -> int:
     """Run the harness's command line, and return the exit code."""
 
     def run(argv: Sequence[str], out: IO[str]) -> None:
-        args = list(argv)
-        if args == ["--version"]:
+        harness_args = list(argv)
+        if harness_args == ["--version"]:
             print(f"mars-jax {__version__}", file=out)
             return
         parser = Parser(prog="mars-jax lm_eval", description=_DESCRIPTION, add_help=False)
-        keeps = "keep the answers in this file; a run with the same flags answers only what it lacks"
-        parser.add_argument("--rows", metavar="FILE", help=keeps)
+        rows_help = "keep the answers in this file; a run with the same flags answers only what it lacks"
+        parser.add_argument("--rows", metavar="FILE", help=rows_help)
         parser.add_argument(
             "--part", metavar="I/N", help=PART_HELP.replace("decode only rows", "answer only requests")
         )
-        if "-h" in args or "--help" in args:
+        if "-h" in harness_args or "--help" in harness_args:
             print(f"{parser.format_help()}\nand the flags of lm-evaluation-harness:\n", file=out)
         # The harness parses the remaining arguments.
-        settings, args = argparse.ArgumentParser.parse_known_args(parser, args)
+        settings, harness_args = argparse.ArgumentParser.parse_known_args(parser, harness_args)
         if settings := {name: value for name, value in vars(settings).items() if value is not None}:
-            if any(flag in ("-C", "--config") or flag.startswith("--config=") for flag in args):
+            if any(flag in ("-C", "--config") or flag.startswith("--config=") for flag in harness_args):
                 raise MarsError(
                     f"--{next(iter(settings))} does not apply with --config: put it among its model_args."
                 )
-            args += ["--model_args", json.dumps(settings)]  # the harness merges repeated --model_args
+            harness_args += ["--model_args", json.dumps(settings)]  # the harness merges repeated --model_args
 
         # The import registers the model with the harness.
         from mars_jax.integrations.harness import Answered
 
         from lm_eval.__main__ import cli_evaluate  # isort: skip  # after ours, whose error explains how to install it
 
-        sys.argv = [sys.argv[0], *args]  # the harness reads no other arguments
+        sys.argv = [sys.argv[0], *harness_args]  # the harness reads no other arguments
         sys.stdout = out  # the harness prints its tables there
         try:
             cli_evaluate()

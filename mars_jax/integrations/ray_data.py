@@ -25,8 +25,8 @@ RESULTS = ("text", "tokens", "finish_reason", "tau", "log_probs")
 class Generate:
     """Stateful callable for `ray.data.Dataset.map_batches` that continues the prompts of a batch of rows.
 
-    Every actor loads the pair once. A row is sampled with its own `seed`, or with the base seed plus its `id`. So its
-    tokens do not depend on the batch, the number of actors, or restarts.
+    Every actor loads the pair once. A row is sampled with its own `seed`, or with the base seed plus its `id`. Its
+    tokens therefore do not depend on the batch, the number of actors, or restarts.
 
     Args:
       target: name or path of the target, as for `mars_jax.load`.
@@ -88,16 +88,16 @@ class Generate:
             seed=self._seeds(batch),
             **self.settings,
         ).completions
-        columns: dict[str, list[Any]] = {
+        new_columns: dict[str, list[Any]] = {
             name: [getattr(completion, name) for completion in completions]
             for name in ("text", "tokens", "finish_reason")
         }
-        columns["tau"] = [completion.metrics.tau for completion in completions]
+        new_columns["tau"] = [completion.metrics.tau for completion in completions]
         if self.settings.get("log_probs"):
             log_probs = (completion.log_probs for completion in completions)
             # With log_probs=True every completion has scores, so the columns keep equal lengths.
-            columns["log_probs"] = [list(scores.log_prob) for scores in log_probs if scores is not None]
-        for name, values in columns.items():
+            new_columns["log_probs"] = [list(scores.log_prob) for scores in log_probs if scores is not None]
+        for name, values in new_columns.items():
             batch = batch.append_column(name, pyarrow.array(values))
         return batch
 
@@ -109,10 +109,10 @@ class Generate:
         return batch[name].to_pylist()
 
     def _seeds(self, batch: pyarrow.Table) -> list[int]:
-        name = "seed" if "seed" in batch.column_names else "id"
-        numbers = self._column(batch, name)
-        if not all(isinstance(number, int) for number in numbers):
+        column = "seed" if "seed" in batch.column_names else "id"
+        seeds_or_ids = self._column(batch, column)
+        if not all(isinstance(number, int) for number in seeds_or_ids):
             raise MarsError(
-                f"the column '{name}' holds values other than integers: number the rows, or add a column 'seed'."
+                f"the column '{column}' holds values other than integers: number the rows, or add a column 'seed'."
             )
-        return numbers if name == "seed" else [(self.seed + number) % 2**32 for number in numbers]
+        return seeds_or_ids if column == "seed" else [(self.seed + number) % 2**32 for number in seeds_or_ids]

@@ -70,8 +70,8 @@ def config_of(actor: Any) -> ModelConfig:
         )
     if getattr(actor_config, "num_experts", None):
         raise MarsError("the rollout's model is a mixture of experts: MarsRollout takes dense models.")
-    # The name of this setting depends on the model.
-    tied = getattr(actor_config, "use_tied_embedding", getattr(actor_config, "weight_tying", False))
+    # The setting for tied embeddings has a different name in each model.
+    is_tied = getattr(actor_config, "use_tied_embedding", getattr(actor_config, "weight_tying", False))
     return ModelConfig(
         family={"Qwen3": "qwen3", "Qwen2": "qwen2", "Llama3": "llama"}[family],
         vocab_size=actor_config.vocab_size,
@@ -84,7 +84,7 @@ def config_of(actor: Any) -> ModelConfig:
         max_positions=1 << 20,  # Tunix's configs do not specify a maximum
         norm_eps=actor_config.norm_eps,
         rope=Rope(theta=float(actor_config.rope_theta)),
-        tie_embeddings=bool(tied),
+        tie_embeddings=bool(is_tied),
         qk_norm=family == "Qwen3",
         qkv_bias=family == "Qwen2",
     )
@@ -100,14 +100,14 @@ def params_from_state(state: PyTree, config: ModelConfig) -> PyTree:
       config: from `config_of`.
 
     Raises:
-      MarsError: the state is not that of such a model, for example because it holds adapters.
+      MarsError: the state does not have the weights of such a model, for example because it holds adapters.
     """
-    tree: PyTree = nnx.to_pure_dict(state)
-    width = config.hidden_size
+    state_dict: PyTree = nnx.to_pure_dict(state)
+    hidden_size = config.hidden_size
 
     def matrix(x: Array) -> Array:
         """[D, heads, head_dim], or [D, F] -> [out, in]."""
-        return x.reshape(width, -1).T
+        return x.reshape(hidden_size, -1).T
 
     def layer(layer_state: PyTree) -> dict[str, Array]:
         attention, mlp = layer_state["attn"], layer_state["mlp"]
@@ -118,7 +118,7 @@ def params_from_state(state: PyTree, config: ModelConfig) -> PyTree:
             "k": matrix(attention["k_proj"]["w"]),
             "v": matrix(attention["v_proj"]["w"]),
             # [heads, head_dim, D] -> [D, heads * head_dim].
-            "o": attention["o_proj"]["w"].reshape(-1, width).T,
+            "o": attention["o_proj"]["w"].reshape(-1, hidden_size).T,
             "gate": matrix(mlp["gate_proj"]["kernel"]),
             "up": matrix(mlp["up_proj"]["kernel"]),
             "down": mlp["down_proj"]["kernel"].T,
@@ -130,16 +130,16 @@ def params_from_state(state: PyTree, config: ModelConfig) -> PyTree:
         return params
 
     try:
-        layers = tree["layers"]
+        layers = state_dict["layers"]
         if isinstance(layers, dict):  # by their numbers, as strings or integers
             layers = [layers[name] for name in sorted(layers, key=int)]
         params = {
-            "embed": jnp.copy(tree["embedder"]["input_embedding"]),
+            "embed": jnp.copy(state_dict["embedder"]["input_embedding"]),
             "layers": tuple(layer(layer_state) for layer_state in layers),
-            "norm": jnp.copy(tree["final_norm"]["w"]),
+            "norm": jnp.copy(state_dict["final_norm"]["w"]),
         }
         if not config.tie_embeddings:
-            params["unembed"] = tree["lm_head"]["w"].T
+            params["unembed"] = state_dict["lm_head"]["w"].T
     except (KeyError, TypeError) as error:
         raise MarsError(
             f"the rollout's weights have no {error}: MarsRollout takes all weights of a Qwen3, Qwen2 or Llama3 of "
@@ -204,7 +204,7 @@ class Rollout:
         if not lossy and (not rule.rule.lossless or self._drafter.drafter.trusts):
             raise MarsError(
                 f"the rule {rule.rule.name} with the drafter '{self._drafter.drafter.name}' is lossy: "
-                "its samples are not the policy's, and importance ratios would not know of it; verify by exact or "
+                "its samples are not the policy's, and importance ratios do not correct for this; verify by exact or "
                 "rejection, or give lossy=True."
             )
         self.metrics: Metrics | None = None
@@ -218,12 +218,12 @@ class Rollout:
         """
         del kwargs
         ids = [self._encode(text) for text in prompts]
-        longest, width = max(map(len, ids)), rollout_config.max_prompt_length
+        longest_prompt, prompt_width = max(map(len, ids)), rollout_config.max_prompt_length
         # A prompt longer than `max_prompt_length` widens the batch to the next power of two.
-        if width < longest:
-            width = 1 << (longest - 1).bit_length()
-        pad, max_new_tokens = self.pad_id(), rollout_config.max_tokens_to_generate
-        stops = tuple(rollout_config.eos_tokens or (self.eos_id(),))
+        if prompt_width < longest_prompt:
+            prompt_width = 1 << (longest_prompt - 1).bit_length()
+        pad_token, max_new_tokens = self.pad_id(), rollout_config.max_tokens_to_generate
+        stop_tokens = tuple(rollout_config.eos_tokens or (self.eos_id(),))
         requests = [
             Request(
                 prompt_tokens=tuple(tokens),
@@ -232,27 +232,27 @@ class Rollout:
                 top_p=1.0 if rollout_config.top_p is None else float(rollout_config.top_p),
                 top_k=max(int(rollout_config.top_k or 0), 0),
                 seed=seed,
-                stop_tokens=stops,
-                logit_bias=tuple((token, -np.inf) for token in {pad}.difference(stops)),
+                stop_tokens=stop_tokens,
+                logit_bias=tuple((token, -np.inf) for token in {pad_token}.difference(stop_tokens)),
             )
             for tokens, seed in zip(ids, self._seeds(rollout_config.seed, len(ids)), strict=True)
         ]
-        batch = prepared(self._target, self._drafter, requests, verify=self._rule)
+        prepared_batch = prepared(self._target, self._drafter, requests, verify=self._rule)
         # All calls with one config use the same width, so that prompts of different lengths do not trigger
         # recompilation.
-        batch = dataclasses.replace(batch, width=bucket(width + max_new_tokens))
-        rows = self._batch_size or default_rows(batch)
+        prepared_batch = dataclasses.replace(prepared_batch, width=bucket(prompt_width + max_new_tokens))
+        num_rows = self._batch_size or default_rows(prepared_batch)
         # A mesh may shard rows, and rows on different devices cannot share a prompt.
-        shared = Shares.PROMPTS if self._mesh is None else Shares.NOTHING
-        by_index = dict(Queue(batch, rows, log_probs=True, shared=shared))
-        completions = [by_index[i] for i in range(len(requests))]
+        shares = Shares.PROMPTS if self._mesh is None else Shares.NOTHING
+        completion_by_index = dict(Queue(prepared_batch, num_rows, log_probs=True, shared=shares))
+        completions = [completion_by_index[i] for i in range(len(requests))]
         self.metrics = total_metrics(completions)
         if any(completion.finish_reason == "failed" for completion in completions):
             raise MarsError("the policy's logits are not finite: its weights hold NaN, or overflow.")
         tokens = [np.asarray(completion.tokens, np.int32) for completion in completions]
-        padded = np.full((len(ids), width), pad, np.int32)
+        padded_prompts = np.full((len(ids), prompt_width), pad_token, np.int32)
         for row, prompt in enumerate(ids):
-            padded[row, width - len(prompt) :] = prompt
+            padded_prompts[row, prompt_width - len(prompt) :] = prompt
         log_probs = [
             np.asarray(completion.log_probs.temperature_log_prob, np.float32)
             for completion in completions
@@ -262,12 +262,12 @@ class Rollout:
             text=[self._tokenizer.decode(x.tolist()) for x in tokens],
             logits=[],
             tokens=tokens,
-            left_padded_prompt_tokens=padded,
+            left_padded_prompt_tokens=padded_prompts,
             logprobs=log_probs if rollout_config.return_logprobs else None,
         )
 
     def _encode(self, text: str) -> list[int]:
-        """Return token ids as Tunix's sampler does: with exactly one beginning-of-sequence token, if there is one."""
+        """Encode a text like Tunix's sampler, with exactly one beginning-of-sequence token if the tokenizer has one."""
         bos = self._tokenizer.bos_id()
         ids = [int(i) for i in self._tokenizer.encode(text)]
         if bos:
@@ -282,8 +282,8 @@ class Rollout:
             seed = 0
         elif jnp.issubdtype(getattr(seed, "dtype", np.int32), jax.dtypes.prng_key):
             seed = jax.random.key_data(seed)
-        words = np.ravel(np.asarray(seed)).astype(np.uint32).tolist()
-        seeds = np.random.SeedSequence([*words, self._calls]).generate_state(count, np.uint32)
+        seed_words = np.ravel(np.asarray(seed)).astype(np.uint32).tolist()
+        seeds = np.random.SeedSequence([*seed_words, self._calls]).generate_state(count, np.uint32)
         self._calls += 1
         return seeds.tolist()
 
@@ -304,12 +304,12 @@ class Rollout:
         """
         completions = jnp.asarray(completion_tokens, jnp.int32)
         if completion_mask is None:
-            mask = completions != self.pad_id()
+            valid_mask = completions != self.pad_id()
         else:
-            mask = jnp.asarray(completion_mask) != 0
-        if mask.shape != completions.shape:
+            valid_mask = jnp.asarray(completion_mask) != 0
+        if valid_mask.shape != completions.shape:
             raise MarsError(
-                f"completion_mask has shape {mask.shape}: expected {completions.shape}, as of completion_tokens."
+                f"completion_mask has shape {valid_mask.shape}: expected {completions.shape}, as of completion_tokens."
             )
         with self._target.on_mesh():
             return _log_probs(
@@ -317,7 +317,7 @@ class Rollout:
                 self._target.params,
                 jnp.asarray(prompt_tokens, jnp.int32),
                 completions,
-                mask,
+                valid_mask,
                 pad=self.pad_id(),
             )
 
@@ -330,7 +330,7 @@ class Rollout:
           filter_types: ignored; a state that has only adapters is refused.
         """
         del filter_types
-        # This is the state of `model()`, which Tunix moves between host and device.
+        # Tunix moves the state of `model()` between host and device, and passes it here too.
         is_model_state = "weights" in params
         target_params = bridge.params_of(self.model(), params) if is_model_state else self._take(params)
         self._target = dataclasses.replace(self._target, params=target_params)
@@ -353,8 +353,8 @@ class Rollout:
     def model(self) -> bridge.OurParams:
         """Return the decoding model as an nnx module with its own arrays.
 
-        It must not be the actor: Tunix assumes that engines which share the actor's arrays need no update, and never
-        calls `update_params` for them.
+        The module must not be the actor: Tunix assumes that engines which share the actor's arrays need no update, and
+        never calls `update_params` for them.
         """
         return bridge.to_nnx(self._target.model, self._target.params)
 
@@ -379,16 +379,16 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
       MarsError: the logits differ too much with both bases.
     """
     config = config_of(actor)
-    thetas = [config.rope.theta]
-    rotate = getattr(sys.modules.get(type(actor).__module__), "apply_rope", None)
-    if rotate is not None:
-        default = inspect.signature(rotate).parameters["rope_theta"].default
-        thetas.append(float(default or config.rope.theta))
+    rope_thetas = [config.rope.theta]
+    apply_rope = getattr(sys.modules.get(type(actor).__module__), "apply_rope", None)
+    if apply_rope is not None:
+        default_theta = inspect.signature(apply_rope).parameters["rope_theta"].default
+        rope_thetas.append(float(default_theta or config.rope.theta))
     count = 32
     ids = (jnp.arange(count, dtype=jnp.int32) * 7 % config.vocab_size)[None]
     positions = jnp.arange(count, dtype=jnp.int32)[None]
-    causal = jnp.tril(jnp.ones((1, count, count), bool))
-    actor_logits = actor(ids, positions, None, causal)[0].astype(jnp.float32)
+    causal_mask = jnp.tril(jnp.ones((1, count, count), bool))
+    actor_logits = actor(ids, positions, None, causal_mask)[0].astype(jnp.float32)
 
     def difference(candidate: ModelConfig) -> float:
         """Return the largest difference of logits, relative to the standard deviation of the actor's."""
@@ -397,21 +397,21 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
         @jax.jit
         def logits(state: PyTree) -> Array:
             params = params_from_state(state, candidate)
-            zero = jnp.zeros((1,), jnp.int32)
-            out = model.forward(params, ids, Visible.causal(zero, count), model.init_cache(1, count))
-            return model.unembed(params, out.hidden)
+            start = jnp.zeros((1,), jnp.int32)
+            output = model.forward(params, ids, Visible.causal(start, count), model.init_cache(1, count))
+            return model.unembed(params, output.hidden)
 
-        largest = jnp.max(jnp.abs(logits(state) - actor_logits))
-        return float(largest / (jnp.std(actor_logits) + 1e-6))
+        max_difference = jnp.max(jnp.abs(logits(state) - actor_logits))
+        return float(max_difference / (jnp.std(actor_logits) + 1e-6))
 
-    candidates = [dataclasses.replace(config, rope=Rope(theta=theta)) for theta in dict.fromkeys(thetas)]
-    smallest, best = min(((difference(c), c) for c in candidates), key=lambda pair: pair[0])
-    if not smallest < 10 * SAME:
+    candidates = [dataclasses.replace(config, rope=Rope(theta=theta)) for theta in dict.fromkeys(rope_thetas)]
+    min_difference, best_config = min(((difference(c), c) for c in candidates), key=lambda pair: pair[0])
+    if not min_difference < 10 * SAME:
         raise MarsError(
             f"the logits of {type(actor).__name__} are not those of its weights as MarsRollout computes them (they "
-            f"differ by {smallest:.2g} of their spread): this version of Tunix is not known."
+            f"differ by {min_difference:.2g} of their spread): this version of Tunix is not known."
         )
-    return best
+    return best_config
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="pad")
@@ -419,17 +419,17 @@ def _log_probs(
     model: LanguageModel, params: PyTree, prompts: Array, completions: Array, mask: Array, *, pad: int
 ) -> Array:
     # Column t is slot t. Positions count only valid tokens. Padding has position 0 or that of the last token before it.
-    batch, width = prompts.shape
+    num_rows, prompt_width = prompts.shape
     tokens = jnp.concatenate([prompts, completions], axis=1)
-    count = tokens.shape[1]
-    valid = jnp.concatenate([prompts != pad, mask], axis=1)
-    positions = jnp.maximum(jnp.cumsum(valid.astype(jnp.int32), axis=1) - 1, 0)
-    zero = jnp.zeros((batch,), jnp.int32)
-    attention_mask = jnp.tril(jnp.ones((count, count), bool))[None] & valid[:, None]
-    visible = Visible(first=zero, positions=positions, slot=zero, seen=attention_mask)
-    out = model.forward(params, tokens, visible, model.init_cache(batch, count))
-    # The logits at column t predict the token in column t + 1, and completions begin in column `width`.
-    log_p = jax.nn.log_softmax(model.unembed(params, out.hidden[:, width - 1 : -1]), axis=-1)
+    num_columns = tokens.shape[1]
+    is_valid = jnp.concatenate([prompts != pad, mask], axis=1)
+    positions = jnp.maximum(jnp.cumsum(is_valid.astype(jnp.int32), axis=1) - 1, 0)
+    start = jnp.zeros((num_rows,), jnp.int32)
+    attention_mask = jnp.tril(jnp.ones((num_columns, num_columns), bool))[None] & is_valid[:, None]
+    visible = Visible(first=start, positions=positions, slot=start, seen=attention_mask)
+    output = model.forward(params, tokens, visible, model.init_cache(num_rows, num_columns))
+    # The logits at column t predict the token in column t + 1, and completions begin in column `prompt_width`.
+    log_p = jax.nn.log_softmax(model.unembed(params, output.hidden[:, prompt_width - 1 : -1]), axis=-1)
     return jax.lax.stop_gradient(jnp.take_along_axis(log_p, completions[:, :, None], axis=2)[..., 0])
 
 

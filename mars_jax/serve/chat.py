@@ -1,4 +1,4 @@
-"""A row that decodes one request after another, and conversations on top of it whose turns share one cache.
+"""A row that decodes one request after another, and conversations built on it, whose turns share one cache.
 
 Only prompt tokens that are not in the caches are read. B rows: one decodes, and the others only fill the mesh. T token
 buffer. Oracle: each request decoded from a new state (tests/serve/test_running.py).
@@ -58,7 +58,7 @@ class Running:
 
     @activity.doing("compiling")
     def compile(self, request: Request) -> None:
-        """Compile the programs that `stream` uses for such requests, by decoding one token; cheap once compiled."""
+        """Decode one token, to compile the programs that `stream` uses for requests of this size."""
         self._widen(len(request.prompt_tokens) + request.max_new_tokens - 1)
         one_token = dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1)
         for _ in self.stream(one_token):
@@ -68,7 +68,7 @@ class Running:
     def stream(self, request: Request) -> Generator[Said | Finished, None, None]:
         """Read the new tokens of the prompt, and decode as the events are consumed.
 
-        Events come after every step, or after every fourth step on accelerators.
+        Events are yielded after every step, or after every fourth step on accelerators.
 
         If the caller stops iterating or closes the iterator, the completion ends there, and the state keeps the tokens
         decoded so far. The next call takes over the state of an unfinished iterator.
@@ -76,21 +76,21 @@ class Running:
         Raises:
           MarsError: see `mars_jax.generate`.
         """
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         prepared = self.session.prepared([request])
         self._widen(len(request.prompt_tokens) + request.max_new_tokens)
         rows = of_mesh(self.session.target, 1)
         prepared = with_costs(dataclasses.replace(prepared, width=self._width), rows, log_probs=True)
         state = self._read_prompt(prepared, rows)
-        self._queue = Queue(prepared, rows, telling=True, state=state, began=began)
+        self._queue = Queue(prepared, rows, telling=True, state=state, began=start_time)
         return self._queue.events()
 
     def _widen(self, length: int) -> None:
         """Grow the buffer to hold `length` tokens, or the model's whole context if that is shorter."""
-        context = self.session.target.config.max_positions
-        if self._width < min(length, context):
+        context_length = self.session.target.config.max_positions
+        if self._width < min(length, context_length):
             # At least double the width, so that a growing conversation rarely triggers a compilation.
-            self._width = bucket(min(max(length, WIDTH, 2 * self._width), context))
+            self._width = bucket(min(max(length, WIDTH, 2 * self._width), context_length))
             self._queue = None
 
     def _read_prompt(self, prepared: Prepared, rows: int) -> DecodeState:
@@ -100,8 +100,8 @@ class Running:
         self._queue = None  # the state's buffers are donated, even if an error follows
         with prepared.target.on_mesh():
             # After a single-token prompt, heads must draft without features of earlier tokens.
-            single = len(prepared.requests[0].prompt_tokens) == 1
-            if state is None or prepared.decoder != self._decoder or single:
+            has_one_token = len(prepared.requests[0].prompt_tokens) == 1
+            if state is None or prepared.decoder != self._decoder or has_one_token:
                 state = _unread(prepared.decoder, prepared.params, prompts)
             state, num_read = decode.extend(prepared.decoder, prepared.params, state, prompts)
         self.read = int(fetch(num_read)[0])
@@ -167,8 +167,8 @@ class Chat:
                 target, [turns], system=system, template_args=template_args, ignore_eos=ignore_eos, **options
             )
             check_relaxes(session.loaded_rule, [request])
-            turn = sum(turn["role"] == "user" for turn in turns) - 1
-            return dataclasses.replace(request, seed=(request.seed + turn) % 2**32)
+            user_turn = sum(user_turn["role"] == "user" for user_turn in turns) - 1
+            return dataclasses.replace(request, seed=(request.seed + user_turn) % 2**32)
 
         self._begin(Running(session), ask)
 
@@ -197,24 +197,24 @@ class Chat:
         Raises:
           MarsError: the conversation is full, or see `generate`. The conversation is then unchanged.
         """
-        [finished] = (event for event in self.stream(text) if isinstance(event, Finished))
-        return finished.completion
+        [finished_event] = (event for event in self.stream(text) if isinstance(event, Finished))
+        return finished_event.completion
 
     def stream(self, text: str) -> Generator[Said | Finished, None, None]:
-        """Answer as `say` does, and yield the answer as it is decoded.
+        """Answer a user turn like `say`, but yield the answer as it is decoded.
 
-        If the iterator is closed early, the answer is the text so far; if there is none, the turn is dropped. The next
-        turn, `undo` and `clear` close the iterator.
+        If the iterator is closed early, the answer is the text so far. If there is no text yet, the turn is dropped.
+        The next turn, `undo` and `clear` close the iterator.
         """
         self._close()
         check_type("messages", self.messages, list, "a list of turns")
         turns: list[Turn] = [*self.messages, {"role": "user", "content": text}]
         request = self.ask(turns)
-        target, tokens = self._running.session.target, len(request.prompt_tokens)
-        if tokens >= target.config.max_positions:
+        target, prompt_length = self._running.session.target, len(request.prompt_tokens)
+        if prompt_length >= target.config.max_positions:
             raise MarsError(
-                f"the conversation is full: with this turn it has {tokens} tokens, and '{target.name}' a context of "
-                f"{target.config.max_positions}: take turns back, or begin a new one."
+                f"the conversation is full: with this turn it has {prompt_length} tokens, and '{target.name}' has a "
+                f"context of {target.config.max_positions}: take turns back, or begin a new conversation."
             )
         events = self._answered(turns, self._running.stream(request))
         # The reference is weak, so that Python closes a stream as soon as its caller drops it.
@@ -248,7 +248,7 @@ class Chat:
 
     def _add(self, turns: list[Turn], answer: str) -> None:
         if self.messages == turns[:-1]:
-            # Templates write the space between a role and its text themselves. A second space would change the tokens.
+            # Templates themselves write the space between a role and its text. A second space would change the tokens.
             self.messages = [*turns, {"role": "assistant", "content": answer.strip()}]
 
     def undo(self) -> str:
@@ -258,14 +258,14 @@ class Chat:
           MarsError: the conversation is empty.
         """
         self._close()
-        last = max((i for i, turn in enumerate(self.messages) if turn["role"] == "user"), default=None)
-        if last is None:
+        turn_index = max((i for i, turn in enumerate(self.messages) if turn["role"] == "user"), default=None)
+        if turn_index is None:
             raise MarsError("there is no turn to take back: the conversation is empty.")
-        text = self.messages[last]["content"]
-        self.messages = self.messages[:last]
+        text = self.messages[turn_index]["content"]
+        self.messages = self.messages[:turn_index]
         return text
 
     def clear(self) -> None:
-        """Begin a new conversation. A beginning that it shares with the old one is not read again."""
+        """Begin a new conversation. Tokens that it shares with the old one are not read again."""
         self._close()
         self.messages = []

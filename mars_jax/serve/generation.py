@@ -56,9 +56,9 @@ def generate(
       ignore_eos: decode to `max_new_tokens` past any stop token.
       samples: completions per prompt, which are adjacent in the result. A prompt is read once for all of its samples,
         except on a mesh that shards rows. More than one sample needs a temperature above 0.
-      log_probs: also return log-probabilities, regret and kind of each new token, as `Completion.log_probs`.
-      top_log_probs: also return this many of the target's most probable tokens in place of each new token, at most 100,
-        as `Completion.log_probs.top` and `processed_top`; implies log_probs.
+      log_probs: also return log-probabilities, regret and the kind of each new token, as `Completion.log_probs`.
+      top_log_probs: for each new token, also return this many of the target's most probable tokens at that position, at
+        most 100, as `Completion.log_probs.top` and `processed_top`; implies log_probs.
       **options: fields of `Request`, each one value for all prompts or a sequence with one per prompt: temperature,
         top_k, top_p, min_p, strict (not for lossless rules), draft_stop (see `make_controls`; not for n-grams), seed,
         max_new_tokens (default 256), min_new_tokens (as in transformers: no stop token before that many tokens; not
@@ -66,13 +66,13 @@ def generate(
         `serve.text.RowText`), logit_bias (numbers to add to logits, by token id), banned_tokens, repetition_penalty
         (as in transformers), presence_penalty and frequency_penalty (as in OpenAI's API); these change the target, so a
         lossless rule stays lossless. A single seed s, by default 0, gives completion i the seed s + i modulo 2**32, so
-        that completions of one prompt differ and every call reproduces them. With one seed per prompt, the prompt's
-        sample j adds j.
+        that completions of one prompt differ and every call reproduces them. With one seed per prompt,
+        sample j of a prompt has the prompt's seed plus j.
         At temperature 0, a row takes the best token, and filters and seed have no effect.
         Constraints on the completion: regex, json_schema (an object, its JSON or a file), choice (a list of strings),
         or allowed_tokens; or `constraint`, a value from `mars_jax.constraints`. A constraint masks the target, so every
         rule obeys it. A lossy rule relaxes nothing in constrained text unless relax_constrained=True. With relax_in, a
-        lossy rule relaxes only inside these spans; with strict_in, only outside of them; see `constraints.spans`.
+        lossy rule relaxes only inside the given spans; with strict_in, only outside them; see `constraints.spans`.
 
     Raises:
       MarsError: a prompt is empty or does not fit the context, or a value is out of range.
@@ -121,7 +121,7 @@ def generate_iter(
       `Finished(index, completion)` for each prompt: the prompt's index in `prompts`, and its `Completion`.
 
     Raises:
-      MarsError: see `generate`; raised by the call, not by the first completion.
+      MarsError: see `generate`; raised when the function is called, not at the first completion.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> for index, completion in mj.generate_iter(mj.load(), "ngram", texts, batch_size=16):  # doctest: +SKIP
@@ -158,7 +158,7 @@ def generate_stream(
       concatenate to `text`; and `Finished(index, completion)` for each completion.
 
     Raises:
-      MarsError: see `generate`; raised by the call.
+      MarsError: see `generate`; raised when the function is called.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> for event in mj.generate_stream(mj.load(), "ngram", texts):  # doctest: +SKIP

@@ -49,7 +49,7 @@ def score(
     tokens equal its `TokenLogProbs.log_prob`, up to rounding.
 
     Args:
-      target: the model. On a mesh, rows are sharded over `data`, and everything else is sharded as its weights are.
+      target: the model. On a mesh, rows are sharded over `data`, and everything else is sharded like the weights.
       texts: strings, or token ids; each within the model's context.
       rows: rows per forward pass; on a mesh, rounded up to a multiple of its axis `data`.
 
@@ -67,7 +67,7 @@ def score(
     """
     check_pretrained(target)
     if isinstance(texts, str):
-        raise MarsError("texts is one text: give a list of them.")
+        raise MarsError("texts is one text: give a list of texts.")
     try:
         raw_texts = list(texts)  # an iterator is read once
     except TypeError:  # not iterable, or an array without axes
@@ -78,23 +78,23 @@ def score(
     texts = [
         target.check_tokens(target.encode(text) if isinstance(text, str) else text) for text in raw_texts
     ]
-    context = target.config.max_positions
+    context_length = target.config.max_positions
     for number, text in enumerate(texts):
-        if len(text) > context:
+        if len(text) > context_length:
             raise MarsError(
-                f"text {number} has {len(text)} tokens and '{target.name}' a context of {context}: cut it."
+                f"text {number} has {len(text)} tokens and '{target.name}' has a context of {context_length}: cut it."
             )
-    # Batches come in order of length, so collect the scores by the index of the text.
-    results: dict[int, Scored] = {}
-    for indices, tokens in _batches_by_length(texts, of_mesh(target, rows), context):
+    # Batches are ordered by length, so collect the scores by the index of the text.
+    scored_by_index: dict[int, Scored] = {}
+    for indices, tokens in _batches_by_length(texts, of_mesh(target, rows), context_length):
         with target.on_mesh():
-            log_p, stats = fetch(_score(target.model, target.params, jnp.asarray(tokens)))
+            log_p, logit_stats = fetch(_score(target.model, target.params, jnp.asarray(tokens)))
         for row, i in enumerate(indices):
             # The last token predicts no other, and the columns after it are padding.
-            n = len(texts[i]) - 1
-            columns = (log_p, stats.id1, stats.id2, stats.top1, stats.top2)
-            results[i] = Scored(*(column[row, :n] for column in columns), tokens=tuple(texts[i]))
-    return [results[i] for i in range(len(texts))]
+            length = len(texts[i]) - 1
+            columns = (log_p, logit_stats.id1, logit_stats.id2, logit_stats.top1, logit_stats.top2)
+            scored_by_index[i] = Scored(*(column[row, :length] for column in columns), tokens=tuple(texts[i]))
+    return [scored_by_index[i] for i in range(len(texts))]
 
 
 def _batches_by_length(
@@ -102,15 +102,15 @@ def _batches_by_length(
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """Yield batches of similar lengths: (indices, tokens i32[rows, L]), padded with zeros.
 
-    L depends only on a text's own length, so that its scores are bit-identical in any batch.
+    The L of a text depends only on its own length, so that its scores are bit-identical in any batch.
     """
-    widths = [min(bucket(len(text)), longest) for text in texts]
-    order = sorted(range(len(texts)), key=widths.__getitem__)
-    for width, group in itertools.groupby(order, widths.__getitem__):
-        group = list(group)
-        for first in range(0, len(group), rows):
-            indices = group[first : first + rows]
-            tokens = np.zeros((rows, width), np.int32)
+    padded_lengths = [min(bucket(len(text)), longest) for text in texts]
+    text_order = sorted(range(len(texts)), key=padded_lengths.__getitem__)
+    for padded_length, group_indices in itertools.groupby(text_order, padded_lengths.__getitem__):
+        group_indices = list(group_indices)
+        for first in range(0, len(group_indices), rows):
+            indices = group_indices[first : first + rows]
+            tokens = np.zeros((rows, padded_length), np.int32)
             for row, i in enumerate(indices):
                 tokens[row, : len(texts[i])] = texts[i]
             yield indices, tokens
@@ -125,19 +125,19 @@ def _score_rows(model: LanguageModel, params, tokens):
     rows, length = tokens.shape
     visible = Visible.causal(jnp.zeros(tokens.shape[:1], jnp.int32), tokens.shape[1])
     hidden = model.forward(params, tokens, visible, model.init_cache(*tokens.shape)).hidden
-    # Score position j against token j + 1, in parts. The last position has no next token; it and the padding are cut.
-    size = min(POSITIONS, length)
-    hidden = jnp.pad(hidden, ((0, 0), (0, -length % size), (0, 0)))
-    next_tokens = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1 + -length % size)))
+    # Score position j against token j + 1, in parts. The scores of the last position and of padding are cut.
+    part_length = min(POSITIONS, length)
+    hidden = jnp.pad(hidden, ((0, 0), (0, -length % part_length), (0, 0)))
+    next_tokens = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1 + -length % part_length)))
 
     def part(first):
-        logits = model.unembed(params, jax.lax.dynamic_slice_in_dim(hidden, first, size, axis=1))
+        logits = model.unembed(params, jax.lax.dynamic_slice_in_dim(hidden, first, part_length, axis=1))
         stats = node_stats(logits, logsumexp=True)
-        targets = jax.lax.dynamic_slice_in_dim(next_tokens, first, size, axis=1)
+        target_tokens = jax.lax.dynamic_slice_in_dim(next_tokens, first, part_length, axis=1)
         assert stats.logsumexp is not None
         # log p(token) = z[token] - logsumexp(z)
-        return jnp.take_along_axis(logits, targets[..., None], axis=2)[..., 0] - stats.logsumexp, stats
+        return jnp.take_along_axis(logits, target_tokens[..., None], axis=2)[..., 0] - stats.logsumexp, stats
 
     # Join the parts: [parts, R, size] becomes [R, L - 1].
-    scores = jax.lax.map(part, jnp.arange(0, next_tokens.shape[1], size, dtype=jnp.int32))
+    scores = jax.lax.map(part, jnp.arange(0, next_tokens.shape[1], part_length, dtype=jnp.int32))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1)[:, : length - 1], scores)

@@ -1,4 +1,4 @@
-"""Conversion of requests to arrays: checks against a pair, the pair's decoder and params, and the prompts of a batch.
+"""Conversion of requests to arrays: checks against the pair, its decoder and params, and the prompts of a batch.
 
 B batch, T token buffer.
 """
@@ -48,7 +48,7 @@ from mars_jax.verify import exact
 
 
 class RequestGuides(NamedTuple):
-    """Tables that a step uses to track constraints and spans in completions; None if no request has any."""
+    """Tables that a step uses to track constraints and spans in completions. Unused fields are None."""
 
     constraint: Compiled | None = None
     span: Compiled | None = None
@@ -89,26 +89,26 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
     spans = dict.fromkeys(r.spans for r in requests if r.spans is not None)
     if not constraints and not spans:
         return RequestGuides()
-    size = target.config.vocab_size
+    vocab_size = target.config.vocab_size
     # A constraint on token ids reads no text, so it also works without a tokenizer.
-    words = Vocabulary(tokens=(None,) * size)
+    vocab = Vocabulary(tokens=(None,) * vocab_size)
     if spans or any(constraint.kind != "tokens" for constraint in constraints):
         if not target.has_tokenizer:
             raise MarsError(
                 f"'{target.name}' has no tokenizer, so the text of its tokens is unknown: constrain it by tokens only."
             )
-        words = vocabulary(target.tokenizer, size)
-    guides = RequestGuides(words=words)
+        vocab = vocabulary(target.tokenizer, vocab_size)
+    guides = RequestGuides(words=vocab)
     if constraints:
-        guides = guides._replace(constraint=compiled(constraints, words))
+        guides = guides._replace(constraint=compiled(constraints, vocab))
     if spans:
-        guides = guides._replace(span=join_tables({span: span.table(words) for span in spans}, size))
+        guides = guides._replace(span=join_tables({span: span.table(vocab) for span in spans}, vocab_size))
     return guides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Requests that one program decodes. Array shapes are the same for any choice among the requests."""
+    """Requests that one compiled program decodes. Array shapes are the same for any subset of the requests."""
 
     target: Pretrained
     requests: Sequence[Request]
@@ -133,9 +133,9 @@ class Prepared:
         """
         requests = [self.requests[i] if i is not None else _FILL for i in entries]
         lengths = np.array([len(r.prompt_tokens) for r in requests], np.int32)
-        context = self.target.config.max_positions
-        # A limit counts the tokens of the prompt as well.
-        limits = np.minimum(lengths + np.array([r.max_new_tokens for r in requests]), context)
+        context_length = self.target.config.max_positions
+        # A length limit includes the tokens of the prompt.
+        length_limits = np.minimum(lengths + np.array([r.max_new_tokens for r in requests]), context_length)
         tokens = np.zeros((len(requests), self.width), np.int32)
         for row, request in enumerate(requests):
             tokens[row, : lengths[row]] = request.prompt_tokens
@@ -146,7 +146,7 @@ class Prepared:
         # strict unless the constraint may be relaxed.
         controls = make_controls(
             len(requests),
-            limit=limits,
+            limit=length_limits,
             temperature=[r.temperature for r in requests] if self.draws else None,
             top_k=[r.top_k for r in requests],
             top_p=[r.top_p for r in requests],
@@ -162,19 +162,19 @@ class Prepared:
         controls = dataclasses.replace(controls, guides=self.guides.rows(requests))
         keys = keys_from_seeds(jnp.array(np.asarray([r.seed for r in requests], np.uint32)))
         # Rows that only fill the batch take the rule of request 0.
-        numbers = take_rows(self.loaded_rule.rule, [i or 0 for i in entries], len(self.requests))
+        row_rule = take_rows(self.loaded_rule.rule, [i or 0 for i in entries], len(self.requests))
         return self.placed(
-            Prompts(jnp.array(tokens), jnp.array(lengths), controls, for_rows(numbers, len(requests)), keys)
+            Prompts(jnp.array(tokens), jnp.array(lengths), controls, for_rows(row_rule, len(requests)), keys)
         )
 
     def zero_stats(self, rows: int, *, log_probs: bool) -> DecodeStats:
-        """Return the counters of new rows, which record the log-probabilities of each token if `log_probs`."""
-        record = self.width if log_probs else None
-        depth, num_top = self.decoder.max_depth, self.decoder.top_log_probs
-        return self.placed(zero_stats(rows, depth, record=record, num_top=num_top))
+        """Return the counters of new rows. If `log_probs`, they also record the log-probabilities of each token."""
+        record_width = self.width if log_probs else None
+        max_depth, num_top = self.decoder.max_depth, self.decoder.top_log_probs
+        return self.placed(zero_stats(rows, max_depth, record=record_width, num_top=num_top))
 
     def placed(self, arrays: PyTree) -> PyTree:
-        """Shard arrays with rows over `data` on a mesh."""
+        """Shard the rows of arrays over `data` if there is a mesh."""
         if self.target.mesh is None:
             return arrays
         return put(arrays, state_shardings(arrays, self.target.mesh))
@@ -194,7 +194,7 @@ class Prepared:
         )
 
     def start(self, entries: Sequence[int | None]) -> DecodeState:
-        """Return the state after prefill of some requests; `entries` as for `prompts`."""
+        """Return the state after prefill of some requests; `entries` has the format that `prompts` takes."""
         prompts = self.prompts(entries)
         with self.target.on_mesh():
             return decode.start(self.decoder, self.params, prompts)
@@ -211,7 +211,7 @@ def loaded_rule(verify: AnyRule | None) -> LoadedRule:
     """Return a rule with its weights; None means `exact`.
 
     Raises:
-      MarsError: not a rule.
+      MarsError: `verify` is not a rule.
     """
     if verify is None:
         verify = exact()
@@ -247,13 +247,13 @@ def prepared(
                 f"draft_stop does not apply to the drafter '{drafter.drafter.name}', which has no entropy to stop by: "
                 f"leave it out, or draft with {drafters_that('stops')}."
             )
-    longest = max(len(request.prompt_tokens) + request.max_new_tokens for request in requests)
+    max_length = max(len(request.prompt_tokens) + request.max_new_tokens for request in requests)
     guides = guides_of(target, requests)
     tables = guides.tables
     if tables is not None and target.mesh is not None:
-        # Every device of a mesh holds the whole tables.
-        replicated = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
-        tables = put(tables, jax.tree.map(lambda _: replicated, tables))
+        # Every device of a mesh holds a copy of the whole tables.
+        replicated_sharding = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
+        tables = put(tables, jax.tree.map(lambda _: replicated_sharding, tables))
     # A drafter with a reduced vocabulary reads bit masks over its own token ids.
     if drafter.draft_ids is not None and tables is not None and tables.constraint is not None:
         tables = dataclasses.replace(tables, constraint=narrowed(tables.constraint, drafter.draft_ids))
@@ -265,7 +265,7 @@ def prepared(
         params=params,
         drafter=drafter,
         loaded_rule=rule,
-        width=bucket(min(longest, target.config.max_positions)),
+        width=bucket(min(max_length, target.config.max_positions)),
         guides=guides,
     )
 
@@ -304,12 +304,12 @@ def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
     if not rule.lossless:
         return
     for request in requests:
-        options = {
+        relax_options = {
             "relax_in": request.relax_in,
             "strict_in": request.strict_in,
             "relax_constrained": request.constraint and request.constraint.relax,
         }
-        for option in filter(options.get, options):
+        for option in filter(relax_options.get, relax_options):
             raise MarsError(
                 f"{option} does not apply to the rule {rule.name}, which relaxes nothing: leave it out."
             )
@@ -321,6 +321,6 @@ def bucket(length: int) -> int:
     >>> [bucket(n) for n in (1, 65, 128, 200)]
     [64, 96, 128, 256]
     """
-    # Powers of two alternate with 1.5 times a power of two. Above 64, less than a third of a buffer is padding.
+    # Powers of two alternate with 1.5 times a power of two. If a length is above 64, less than a third is padding.
     sizes = (size for power in itertools.count(6) for size in (2**power, 3 * 2 ** (power - 1)))
     return next(size for size in sizes if size >= length)

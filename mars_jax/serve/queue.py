@@ -36,8 +36,8 @@ WAIT = 32
 SAVED = 2048
 """Minimum number of saved prompt tokens that justifies compiling the program that continues from a shared prefix."""
 BETWEEN = 4
-"""Steps between two reads of new text on an accelerator, for streaming and stop strings. A CPU reads after every step,
-which costs less than a superfluous step."""
+"""Steps between two reads of new text on an accelerator, for streaming and stop strings. On a CPU, the text is read
+after every step, because a read costs less than a superfluous step."""
 
 
 class Finished(NamedTuple):
@@ -87,25 +87,25 @@ class Queue:
           telling: `events` also yields new tokens, which the host reads after every step, or after every fourth step on
             accelerators.
           state: rows that have read the first requests; default: new rows.
-          began: with `state`, the time at which reading began, for `Completion.seconds`.
+          began: if `state` is given, the time at which its prompts began to be read, for `Completion.seconds`.
           compiling: continue from the last prompt even if it shares too little to save time; see `warm_up`.
         """
         self.state = state
-        """The rows, between two events; None while the device is working on them."""
+        """State of the rows between two events; None while the device is working on it."""
         self._telling, self._log_probs = telling, log_probs
         self._began_reading, self._compiling = began, compiling
         self.forwards = 0
         order = range(len(prepared.requests)) if order is None else order
         self._waiting = collections.deque(order)
-        batch = of_mesh(prepared.target, rows)
-        self._prepared = with_costs(prepared, batch, log_probs=log_probs or telling)
+        num_rows = of_mesh(prepared.target, rows)
+        self._prepared = with_costs(prepared, num_rows, log_probs=log_probs or telling)
         self._shares = shares_of(prepared, order) if shared is None else shared
         self._read: Reading | None = None
         # The iterator of a drafter that runs its own steps.
         self._steps: Iterator[tuple[DecodeState, StepInfo]] | None = None
-        self._holds: list[int | None] = [None] * batch  # request by row
-        self._began = [0.0] * batch
-        self._texts: list[RowText | None] = [None] * batch  # set for rows whose text is read before they end
+        self._holds: list[int | None] = [None] * num_rows  # request by row
+        self._began = [0.0] * num_rows
+        self._texts: list[RowText | None] = [None] * num_rows  # for rows whose text is read before they end
 
     def __iter__(self) -> Iterator[Finished]:
         return self.finished()
@@ -124,27 +124,27 @@ class Queue:
             state, stats, steps = self._advanced(state, stats, early)
             yield from completions
             # Wait for the device. These copies outlive the state, whose buffers the next call donates.
-            parts, steps = fetch(((state.tokens, state.length, state.failed, state.done, stats), steps))
-            rows = Rows(*parts)
-            finished = rows.done.copy()
-            stopped, new_texts = self._read_texts(rows)
+            row_parts, steps = fetch(((state.tokens, state.length, state.failed, state.done, stats), steps))
+            rows = Rows(*row_parts)
+            row_finished = rows.done.copy()
+            row_stopped, new_texts = self._read_texts(rows)
             # Only the host searches for stop strings, so mark these rows as done on the device. A drafter that runs
-            # its own steps keeps the state to itself, and its rows decode further unseen.
-            if stopped.any() and self._steps is None:
+            # its own steps holds the state, so these rows continue to decode, and their further tokens are ignored.
+            if row_stopped.any() and self._steps is None:
                 with self._prepared.target.on_mesh():
-                    state = refill.end(state, stopped & ~finished)
-            finished |= stopped
+                    state = refill.end(state, row_stopped & ~row_finished)
+            row_finished |= row_stopped
             # The caches of failed rows may hold NaN.
             if not rows.failed.any():
                 self.state = state
             yield from new_texts
             self.forwards += int(np.max(steps))
-            ended = []
+            ended_rows = []
             for row, index in enumerate(self._holds):
-                if index is not None and finished[row]:
-                    ended.append((row, index, time.perf_counter() - self._began[row]))
+                if index is not None and row_finished[row]:
+                    ended_rows.append((row, index, time.perf_counter() - self._began[row]))
                     self._holds[row] = self._texts[row] = None
-            completions = self._completed(rows, ended)
+            completions = self._completed(rows, ended_rows)
             if self._waiting:
                 self.state = None
                 state, stats = self._refilled(state, stats)
@@ -155,20 +155,20 @@ class Queue:
 
         This is cheap if they are already compiled. The queue can still be used once afterwards.
         """
-        # Shapes depend on all requests.
-        requests = []
+        # Array shapes depend on all requests, so keep all of them.
+        short_requests = []
         for i, request in enumerate(self._prepared.requests):
-            prompt = request.prompt_tokens[:2]
+            short_prompt = request.prompt_tokens[:2]
             if self._shares is Shares.BEGINNINGS:
                 # Give adjacent requests prompts of different lengths: one then continues from another.
-                prompt = request.prompt_tokens[:1] * (2 + i % 2)
-            requests.append(dataclasses.replace(request, prompt_tokens=prompt, max_new_tokens=1))
-        rows = len(self._holds)
-        # One more request than there are rows compiles the refill of a row as well.
+                short_prompt = request.prompt_tokens[:1] * (2 + i % 2)
+            short_requests.append(dataclasses.replace(request, prompt_tokens=short_prompt, max_new_tokens=1))
+        num_rows = len(self._holds)
+        # Decode one more request than there are rows, to compile the refill of a row as well.
         queue = Queue(
-            dataclasses.replace(self._prepared, requests=requests),
-            rows,
-            order=range(min(rows + 1, len(self._waiting))),
+            dataclasses.replace(self._prepared, requests=short_requests),
+            num_rows,
+            order=range(min(num_rows + 1, len(self._waiting))),
             log_probs=self._log_probs,
             shared=self._shares,
             telling=self._telling,
@@ -186,8 +186,8 @@ class Queue:
         with prepared.target.on_mesh():
             if prepared.drafter.steps is not None:
                 self._steps = self._steps or prepared.drafter.steps(prepared.decoder, prepared.params, state)
-                state, info = next(self._steps)
-                return state, _counted(stats, info, state.length), jnp.ones(1, jnp.int32)
+                state, step_info = next(self._steps)
+                return state, _counted(stats, step_info, state.length), jnp.ones(1, jnp.int32)
             # Return when enough rows have ended to refill or yield them; otherwise decode until all have ended.
             min_ended = max(1, len(self._holds) // WAIT)
             if not (early or self._waiting):
@@ -200,13 +200,13 @@ class Queue:
     def draft_with(self, params: PyTree) -> None:
         """Continue with new drafter weights of the same shapes and dtypes, without recompiling.
 
-        Running rows keep the draft caches of the old weights, which lowers acceptance but keeps exactness.
+        Running rows keep the draft caches of the old weights, which lowers acceptance but does not affect exactness.
         """
         all_params = self._prepared.params
         if self._prepared.drafter.sizes is not None:
             params = all_params.draft._replace(weights=params)
         self._prepared = dataclasses.replace(self._prepared, params=all_params._replace(draft=params))
-        self._read = None  # its prompt was read with the old weights
+        self._read = None  # this row read its prompt with the old weights
 
     def _next(self, row: int) -> int:
         """Assign the next request to this row, and return its index."""
@@ -220,28 +220,28 @@ class Queue:
 
     def _read_texts(self, rows: Rows) -> tuple[np.ndarray, list[Said]]:
         """Return bool[B], the rows whose text contains a stop string; and the new tokens, if the queue is `telling`."""
-        stopped, new_texts = np.zeros(len(self._holds), bool), []
-        for row, (index, text) in enumerate(zip(self._holds, self._texts, strict=True)):
-            if index is None or text is None:
+        row_stopped, new_texts = np.zeros(len(self._holds), bool), []
+        for row, (index, row_text) in enumerate(zip(self._holds, self._texts, strict=True)):
+            if index is None or row_text is None:
                 continue
-            # The row's text has read `text.count` new tokens so far.
-            start = len(self._prepared.requests[index].prompt_tokens) + text.count
+            # The row's text has read `row_text.count` new tokens so far.
+            start = len(self._prepared.requests[index].prompt_tokens) + row_text.count
             tokens = rows.tokens[row, start : rows.length[row]].tolist()
-            strings = text.feed_all(tokens, last=bool(rows.done[row]))
-            stopped[row] = text.stopped
+            strings = row_text.feed_all(tokens, last=bool(rows.done[row]))
+            row_stopped[row] = row_text.stopped
             # A row may end without a token, for example if its constraint allows no further token.
-            remaining = text.end() if rows.done[row] else ""
+            remaining_text = row_text.end() if rows.done[row] else ""
             if not self._telling:
                 continue
             assert rows.stats.tokens is not None  # recorded for a queue that is `telling`
             log_probs = token_log_probs(rows.stats.tokens, row, start, len(strings))
             pieces = [*zip(log_probs.kind, strings, strict=True)]
-            if remaining:
-                pieces.append(("exact", remaining))
+            if remaining_text:
+                pieces.append(("exact", remaining_text))
             if pieces:
-                joined = "".join(string for _, string in pieces)
-                new_texts.append(Said(index, joined, tuple(pieces), tuple(tokens[: len(strings)]), log_probs))
-        return stopped, new_texts
+                text = "".join(string for _, string in pieces)
+                new_texts.append(Said(index, text, tuple(pieces), tuple(tokens[: len(strings)]), log_probs))
+        return row_stopped, new_texts
 
     def _first(self) -> tuple[DecodeState, DecodeStats]:
         entries: list[int | None] = [None] * len(self._holds)
@@ -259,8 +259,8 @@ class Queue:
     def _refilled(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
         """Start free rows with the next requests, one row per `data` shard at a time.
 
-        This way a prompt is read in the same shape whenever it begins. One prompt keeps a device busy, because prefill
-        chunks have hundreds of tokens (`prefill.chunk_of`).
+        This way, a prompt is read in arrays of the same shape whenever its request begins. One prompt keeps a device
+        busy, because prefill chunks have hundreds of tokens (`prefill.chunk_of`).
         """
         if self._prepared.drafter.steps is not None:  # rows of such a drafter do not refill
             if not self._waiting or any(index is not None for index in self._holds):
@@ -270,19 +270,19 @@ class Queue:
         if self._shares:
             return self._put(state, stats)
         target = self._prepared.target
-        parts = size_of("data", target.mesh)
-        size = len(self._holds) // parts
+        num_parts = size_of("data", target.mesh)
+        stride = len(self._holds) // num_parts
         while self._waiting and None in self._holds:
-            rows = [NO_ROW] * parts
-            entries: list[int | None] = [None] * parts
-            # Shard `part` holds the `size` rows from part * size. In each pass it starts one row, or none.
-            for part in range(parts):
-                free = (row for row in range(part * size, (part + 1) * size) if self._holds[row] is None)
+            rows_to_fill = [NO_ROW] * num_parts
+            entries: list[int | None] = [None] * num_parts
+            # Part i of the mesh holds the `stride` rows from row i * stride. Each pass starts at most one of them.
+            for part in range(num_parts):
+                free = (row for row in range(part * stride, (part + 1) * stride) if self._holds[row] is None)
                 row = next(free, NO_ROW)
                 if row != NO_ROW and self._waiting:
-                    rows[part], entries[part] = row, self._next(row)
+                    rows_to_fill[part], entries[part] = row, self._next(row)
             prompts, prepared = self._prepared.prompts(entries), self._prepared
-            row_indices = prepared.placed(jnp.array(np.asarray(rows, np.int32)))
+            row_indices = prepared.placed(jnp.array(np.asarray(rows_to_fill, np.int32)))
             with target.on_mesh():
                 state, stats = refill.refill(
                     prepared.decoder, prepared.params, state, stats, row_indices, prompts
@@ -324,11 +324,11 @@ class Queue:
             return Reading(prompt, state, _sound((state.cache, state.draft)))
 
     def _continues(self, previous: Reading, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt is read from the end of a prefix that it shares with the last prompt."""
+        """Return whether a prompt is read only from the end of the prefix that it shares with the last prompt."""
         if previous.sound is None or len(prompt) == 1:
             return False
-        chunk = chunk_of_decoder(self._prepared)
-        if not self._compiling and not forwards_saved(previous.prompt, prompt, chunk):
+        chunk_length = chunk_of_decoder(self._prepared)
+        if not self._compiling and not forwards_saved(previous.prompt, prompt, chunk_length):
             return False
         # Broken weights may leave NaN in slots past the end of the row, which would corrupt the next prompt.
         return bool(fetch(previous.sound))
@@ -352,8 +352,8 @@ class Reading(NamedTuple):
 
 @jax.jit
 def _sound(caches: PyTree) -> Array:
-    floats = [x for x in jax.tree.leaves(caches) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return jnp.all(jnp.asarray([jnp.all(jnp.isfinite(x)) for x in floats], bool))
+    float_leaves = [x for x in jax.tree.leaves(caches) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.all(jnp.asarray([jnp.all(jnp.isfinite(x)) for x in float_leaves], bool))
 
 
 _counted = jax.jit(accumulate, donate_argnums=0)
@@ -368,18 +368,18 @@ class Shares(enum.IntEnum):
 
 
 def shares_of(prepared: Prepared, order: Sequence[int]) -> Shares:
-    """Return which shared tokens are read once for requests in this order: NOTHING on a mesh that shards rows, and for
-    a drafter with its own steps.
+    """Return which shared prompt tokens to read only once for requests in this order.
 
-    Beginnings are shared only if this saves half of the prefill forward passes and `SAVED` tokens, because sharing has
-    costs: rows read their prompts one after the other, and there is one more program to compile.
+    Nothing is shared on a mesh that shards rows, or if the drafter runs its own steps. Beginnings are shared only if
+    this saves half of the prefill forward passes and `SAVED` tokens, because sharing has costs: rows read their prompts
+    one after the other, and there is one more program to compile.
     """
     if of_mesh(prepared.target, 1) > 1 or prepared.drafter.steps is not None:
         return Shares.NOTHING
     prompts = [prepared.requests[i].prompt_tokens for i in order]
     chunk = chunk_of_decoder(prepared)
-    saved = sum(forwards_saved(a, b, chunk) for a, b in itertools.pairwise(prompts) if a != b)
-    if saved * chunk >= SAVED and 2 * saved >= sum(math.ceil(len(p) / chunk) for p in prompts):
+    num_saved = sum(forwards_saved(a, b, chunk) for a, b in itertools.pairwise(prompts) if a != b)
+    if num_saved * chunk >= SAVED and 2 * num_saved >= sum(math.ceil(len(p) / chunk) for p in prompts):
         return Shares.BEGINNINGS
     return Shares.PROMPTS if any(a == b for a, b in itertools.pairwise(prompts)) else Shares.NOTHING
 
@@ -388,18 +388,18 @@ def chunk_of_decoder(prepared: Prepared) -> int:
     """Return the number of prompt tokens per forward pass of prefill."""
     with prepared.target.on_mesh():
         # The tokens after a shared beginning are read in chunks of at most this length (`Decoder.extend`).
-        default = min(chunk_of(prepared.width), WIDE_CHUNK)
-        return prepared.decoder.prefill_chunk or prepared.target.model.prefill_chunk or default
+        default_chunk = min(chunk_of(prepared.width), WIDE_CHUNK)
+        return prepared.decoder.prefill_chunk or prepared.target.model.prefill_chunk or default_chunk
 
 
 def forwards_saved(previous: Sequence[int], prompt: Sequence[int], chunk: int) -> int:
-    """Return the number of forward passes saved for a prompt whose common prefix with `previous` is already read.
+    """Return the number of forward passes that a prompt saves if its common prefix with `previous` is already read.
 
     >>> forwards_saved([1] * 130 + [2], [1] * 200, 64)
     2
     """
-    remaining = len(prompt) - common_length(previous, prompt)
-    return math.ceil(len(prompt) / chunk) - math.ceil(remaining / chunk)
+    num_remaining = len(prompt) - common_length(previous, prompt)
+    return math.ceil(len(prompt) / chunk) - math.ceil(num_remaining / chunk)
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
@@ -422,7 +422,7 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def longest_first(requests: Sequence[Request]) -> list[int]:
-    """Return request indices by decreasing `max_new_tokens`: a long request that begins last would run by itself.
+    """Return request indices by decreasing `max_new_tokens`, since a long request that begins last would run by itself.
 
     Requests with equal limits are sorted by their prompts if this order shares at least `SAVED` tokens.
 
@@ -430,7 +430,7 @@ def longest_first(requests: Sequence[Request]) -> list[int]:
     [1, 0, 2]
     """
     order = sorted(range(len(requests)), key=lambda i: -requests[i].max_new_tokens)
-    # Neighbours in the order of prompts share the longest prefixes.
-    alike = sorted(order, key=lambda i: (-requests[i].max_new_tokens, requests[i].prompt_tokens))
-    pairs = itertools.pairwise(requests[i].prompt_tokens for i in alike)
-    return alike if sum(common_length(a, b) for a, b in pairs if a != b) >= SAVED else order
+    # In sorted order, each prompt shares its longest prefix with a neighbour.
+    order_by_prompt = sorted(order, key=lambda i: (-requests[i].max_new_tokens, requests[i].prompt_tokens))
+    prompt_pairs = itertools.pairwise(requests[i].prompt_tokens for i in order_by_prompt)
+    return order_by_prompt if sum(common_length(a, b) for a, b in prompt_pairs if a != b) >= SAVED else order

@@ -43,7 +43,7 @@ Schema = Mapping[str, object] | str | os.PathLike[str]
 
 
 class Options(TypedDict, total=False):
-    """Options of a request, each one value for all prompts or one per prompt; see `generate`.
+    """Options of a request. Each is one value for all prompts, or one per prompt; see `generate`.
 
     >>> chosen: Options = {"temperature": 0.7, "seed": [3, 4]}
     >>> sorted(Options.__optional_keys__)[:2]
@@ -151,8 +151,8 @@ class TokenLogProbs(NamedTuple):
     kind: tuple[str, ...]  # entries of KINDS
     # With `top_log_probs=n`: for each new token, up to n pairs (token id, log-probability), most probable first.
     top: tuple[TopTokens, ...] = ()  # of the raw target, as in `log_prob`
-    # Of the distribution that the token was drawn from, without tokens that filters exclude; no pairs if the rule is
-    # not lossless.
+    # Like `top`, but from the distribution that the token was drawn from, without tokens that filters exclude. There
+    # are no pairs if the rule is not lossless.
     processed_top: tuple[TopTokens, ...] = ()
 
 
@@ -214,7 +214,7 @@ def make_requests(
     samples: int = 1,
     **options: Unpack[Options],
 ) -> list[Request]:
-    """Tokenize prompts and assign each its options; see `generate`. The samples of a prompt are adjacent.
+    """Tokenize prompts, and assign options to each of them; see `generate`. The samples of a prompt are adjacent.
 
     All values from users are validated here.
     """
@@ -233,13 +233,13 @@ def make_requests(
     _check_names(options.keys())
     if ignore_eos and "stop_tokens" in options:
         raise MarsError("ignore_eos and stop_tokens contradict each other: leave one of them out.")
-    # Bring all options to one value per prompt. Bans become biases, and every kind of constraint one option.
-    count = len(prompt_list)
-    settings = _with_constraints(_with_bans(target, {"seed": 0, **options}, count), count)
-    by_prompt = {name: _spread(name, value, count) for name, value in settings.items()}
+    # Give every option one value per prompt. Bans become biases, and all kinds of constraints become one option.
+    num_prompts = len(prompt_list)
+    settings = _with_constraints(_with_bans(target, {"seed": 0, **options}, num_prompts), num_prompts)
+    by_option = {name: _spread(name, value, num_prompts) for name, value in settings.items()}
     requests = []
     for index, prompt in enumerate(prompt_list):
-        prompt_options = {name: _checked(target, name, values[index]) for name, values in by_prompt.items()}
+        prompt_options = {name: _checked(target, name, values[index]) for name, values in by_option.items()}
         if not ignore_eos and "stop_tokens" not in prompt_options:
             prompt_options["stop_tokens"] = target.stop_tokens
             if chat or _is_conversation(prompt):
@@ -248,13 +248,13 @@ def make_requests(
             prompt_options = _with_special(target, prompt_options)
         if isinstance(prompt, str):
             prompt_options["prompt"] = prompt
-            ids = target.encode(prompt, chat=chat, system=system, template_args=template_args)
+            prompt_tokens = target.encode(prompt, chat=chat, system=system, template_args=template_args)
         elif _is_conversation(prompt):
             prompt_options["messages"] = tuple(prompt)
-            ids = target.encode_chat(prompt, system=system, template_args=template_args)
+            prompt_tokens = target.encode_chat(prompt, system=system, template_args=template_args)
         else:
-            ids = target.check_tokens(token_ids(f"prompt {index}", prompt))
-        requests.append(Request(prompt_tokens=tuple(ids), **prompt_options))
+            prompt_tokens = target.check_tokens(token_ids(f"prompt {index}", prompt))
+        requests.append(Request(prompt_tokens=tuple(prompt_tokens), **prompt_options))
     return _sampled(requests, samples, one_seed=not np.ndim(settings["seed"]))
 
 
@@ -281,10 +281,10 @@ def _check_names(names: Iterable[str]) -> None:
     """Raise an error for options that do not exist."""
     option_names = Options.__optional_keys__
     for name in set(names) - option_names:
-        for row in rules().values():
-            if name in row.settings:
+        for rule_row in rules().values():
+            if name in rule_row.settings:
                 raise MarsError(
-                    f"{name} is a setting of the rule: give it there, as in verify={row.name}({name}=...)."
+                    f"{name} is a setting of the rule: give it there, as in verify={rule_row.name}({name}=...)."
                 )
         raise TypeError(
             f"generate() got an unexpected keyword argument '{name}'{did_you_mean(name, option_names)}"
@@ -319,12 +319,12 @@ def _with_special(target: Pretrained, options: OptionValues) -> OptionValues:
         raise MarsError(
             f"stop_strings do not apply to '{target.name}', which has no tokenizer: give stop_tokens."
         )
-    special = {str(token): i for i, token in target.tokenizer.added_tokens_decoder.items() if token.special}
-    strings = options["stop_strings"]
-    tokens = [*options.get("stop_tokens", ()), *(special[s] for s in strings if s in special)]
+    specials = {str(token): i for i, token in target.tokenizer.added_tokens_decoder.items() if token.special}
+    stop_strings = options["stop_strings"]
+    stop_tokens = [*options.get("stop_tokens", ()), *(specials[s] for s in stop_strings if s in specials)]
     return options | {
-        "stop_tokens": tuple(dict.fromkeys(tokens)),
-        "stop_strings": tuple(s for s in strings if s not in special),
+        "stop_tokens": tuple(dict.fromkeys(stop_tokens)),
+        "stop_strings": tuple(s for s in stop_strings if s not in specials),
     }
 
 
@@ -334,11 +334,11 @@ def _with_bans(target: Pretrained, options: OptionValues, count: int) -> OptionV
     banned_tokens = options.pop("banned_tokens", None)
     if banned_tokens is None:
         return options
-    biases = _spread("logit_bias", options.get("logit_bias"), count)
-    bans = _spread("banned_tokens", banned_tokens, count)
+    bias_per_prompt = _spread("logit_bias", options.get("logit_bias"), count)
+    banned_per_prompt = _spread("banned_tokens", banned_tokens, count)
     options["logit_bias"] = [
-        _pairs(bias) | dict.fromkeys(_ids(target, "banned_tokens", ids), -math.inf)
-        for bias, ids in zip(biases, bans, strict=True)
+        _pairs(bias) | dict.fromkeys(_ids(target, "banned_tokens", banned_ids), -math.inf)
+        for bias, banned_ids in zip(bias_per_prompt, banned_per_prompt, strict=True)
     ]
     return options
 
@@ -350,24 +350,24 @@ def _with_constraints(options: OptionValues, count: int) -> OptionValues:
       MarsError: a prompt has two constraints, or see the functions of `constraints`.
     """
     options = dict(options)
-    relaxes = _spread("relax_constrained", options.pop("relax_constrained", False), count)
-    for relax in relaxes:
+    may_relax = _spread("relax_constrained", options.pop("relax_constrained", False), count)
+    for relax in may_relax:
         check_switch("relax_constrained", relax)
     by_prompt: list[Constraint | None] = [None] * count
     for name, make_constraint in _CONSTRAINTS.items():
-        # A value for all prompts is compiled once.
-        by_identity: dict[int, Constraint] = {}
+        # Compile a value that applies to all prompts only once.
+        by_value_id: dict[int, Constraint] = {}
         for index, value in enumerate(_spread(name, options.pop(name, None), count)):
             if value is None:
                 continue
             if by_prompt[index] is not None:
                 raise MarsError(f"{name} does not apply with another constraint: leave one of them out.")
-            constraint = by_identity.get(id(value)) or make_constraint(value)
-            by_identity[id(value)] = constraint
-            by_prompt[index] = dataclasses.replace(constraint, relax=constraint.relax or relaxes[index])
+            constraint = by_value_id.get(id(value)) or make_constraint(value)
+            by_value_id[id(value)] = constraint
+            by_prompt[index] = dataclasses.replace(constraint, relax=constraint.relax or may_relax[index])
     if any(by_prompt):
         options["constraint"] = by_prompt
-    elif any(relaxes):
+    elif any(may_relax):
         raise MarsError("relax_constrained does not apply where no text is constrained: leave it out.")
     return options
 
@@ -392,7 +392,7 @@ def _spread(name: str, value: Any, count: int) -> list[Any]:
     if hasattr(value, "tolist"):  # an array
         value = value.tolist()
     # A list holds one value per prompt, except for spans, which apply to all prompts. If one value is itself a list,
-    # as for `_SEQUENCES`, only a list of lists holds one per prompt.
+    # as for `_SEQUENCES`, only a list of lists holds one value per prompt.
     per_prompt = isinstance(value, list | tuple) and name not in ("relax_in", "strict_in")
     if name in _SEQUENCES:
         per_prompt = per_prompt and any(
@@ -417,21 +417,21 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
     if name == "stop_tokens":
         return _ids(target, name, value)
     if name == "stop_strings":
-        strings = value
+        stop_strings = value
         if isinstance(value, str):
-            strings = [value]
-        if not isinstance(strings, list | tuple) or not all(
-            isinstance(text, str) and text for text in strings
+            stop_strings = [value]
+        if not isinstance(stop_strings, list | tuple) or not all(
+            isinstance(text, str) and text for text in stop_strings
         ):
             raise MarsError(f"stop_strings is {short_repr(value)}: expected texts of at least one character.")
-        # A lone surrogate never occurs in decoded text, so such a string would never match.
-        for text in strings:
+        # A lone surrogate never occurs in decoded text, so a string that contains one would never match.
+        for text in stop_strings:
             check_text("stop_strings", text)
-        return tuple(strings)
+        return tuple(stop_strings)
     if name == "logit_bias":
-        size = target.config.vocab_size
-        expected = f"one of the {size} tokens of '{target.name}'"
-        return tuple(bias_of(token, x, size, expected) for token, x in _pairs(value).items())
+        vocab_size = target.config.vocab_size
+        expected_token = f"one of the {vocab_size} tokens of '{target.name}'"
+        return tuple(bias_of(token, x, vocab_size, expected_token) for token, x in _pairs(value).items())
     if name in ("relax_in", "strict_in"):
         return checked_spans(value)
     return value  # a constraint
@@ -439,18 +439,18 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
 
 def check_request(target: Pretrained, request: Request) -> None:
     """Raise MarsError if a request leaves no room for a new token."""
-    context = target.config.max_positions
-    if len(request.prompt_tokens) >= context:
+    context_length = target.config.max_positions
+    if len(request.prompt_tokens) >= context_length:
         raise MarsError(
-            f"the prompt has {len(request.prompt_tokens)} tokens and '{target.name}' a context of {context}: "
-            "shorten the prompt, so that at least one token can follow."
+            f"the prompt has {len(request.prompt_tokens)} tokens and '{target.name}' has a context of "
+            f"{context_length}: shorten the prompt, so that at least one token can follow."
         )
     for name in ("max_new_tokens", "seed"):
         REQUEST[name].check(getattr(request, name))
     if request.min_new_tokens > request.max_new_tokens:
         raise MarsError(
-            f"min_new_tokens is {request.min_new_tokens} and max_new_tokens {request.max_new_tokens}: give a minimum "
-            "of at most the maximum."
+            f"min_new_tokens is {request.min_new_tokens} and max_new_tokens {request.max_new_tokens}: "
+            "give a minimum that does not exceed the maximum."
         )
     if request.min_new_tokens and request.constraint is not None:
         raise MarsError(
@@ -460,7 +460,7 @@ def check_request(target: Pretrained, request: Request) -> None:
 
 def total_metrics(completions: Sequence[Completion]) -> Metrics:
     """Return the metrics summed over completions."""
-    parts = [dataclasses.asdict(c.metrics) for c in completions]
-    summed = {name: sum(p[name] for p in parts) for name in parts[0] if name != "depth_histogram"}
-    histogram = tuple(map(sum, zip(*(p["depth_histogram"] for p in parts), strict=True)))
-    return Metrics(depth_histogram=histogram, **summed)
+    counters = [dataclasses.asdict(c.metrics) for c in completions]
+    totals = {name: sum(p[name] for p in counters) for name in counters[0] if name != "depth_histogram"}
+    histogram = tuple(map(sum, zip(*(p["depth_histogram"] for p in counters), strict=True)))
+    return Metrics(depth_histogram=histogram, **totals)

@@ -1,4 +1,4 @@
-"""Rows of a run on disk: JSON lines that one process appends to, and the settings that determine them.
+"""Rows of a run on disk: JSON lines that one process appends, and the settings that determine those lines.
 
 `FILE.settings.json` records the settings and the fingerprints of the weights. Each row contains a digest of both, so
 that a row from a different run is refused, even in a file that combines rows from several machines.
@@ -64,14 +64,14 @@ class RowFile:
         settings_path: Path | None = None,
         resume: bool = True,
     ):
-        """Lock the file, and compare its settings if it has rows, before any model is loaded.
+        """Lock the file. If it has rows, compare its settings with those of this run, before any model is loaded.
 
         Args:
           path: path of the file, which need not exist.
-          settings: everything that determines the rows, except for the fingerprints of `start`.
+          settings: everything that determines the rows, except for the fingerprints passed to `start`.
           flag: the flag that names the file, for messages.
           settings_path: path of the recorded settings; default: `FILE.settings.json`.
-          resume: whether the file may have rows.
+          resume: whether the file may already have rows.
 
         Raises:
           MarsError: another process writes to the file, it cannot be opened, or it belongs to a different run.
@@ -116,15 +116,15 @@ class RowFile:
             on_error.callback(self.close)
             self._settings["fingerprints"] = dict(fingerprints or {})
             self.fingerprint = digest(json.dumps(self._settings, sort_keys=True).encode())
-            recorded = self._data and compare_settings(
+            has_record = self._data and compare_settings(
                 self._settings_path, self._settings, self.path, self._flag
             )
             # Each whole line ends in a newline, so the part after the last newline is empty or torn.
-            *lines, torn = hosts.broadcast_bytes(self._data).split(b"\n")
+            *lines, torn_line = hosts.broadcast_bytes(self._data).split(b"\n")
             if lines and b"\0" in lines[-1]:
                 # After a power cut, a file may have its new length and NUL bytes in place of its last line.
                 lines.pop()
-            if torn and self._lock is not None and not (lines or recorded):
+            if torn_line and self._lock is not None and not (lines or has_record):
                 raise MarsError(f"{self._flag} '{self.path}' is not a file of rows: choose another path.")
             for number, line in enumerate(lines, start=1):
                 row = parse_line(line)
@@ -134,7 +134,7 @@ class RowFile:
                         "settings, weights and prompts of the run that wrote it."
                     )
                 self.rows.append(row)
-            # Bytes of the whole lines, to which `begin` cuts the file.
+            # Size in bytes of the whole lines. `begin` truncates the file to this size.
             self._intact = sum(len(line) + 1 for line in lines)
             on_error.pop_all()
 
@@ -174,15 +174,15 @@ class RowFile:
         )
 
     def batch(self, keys: Sequence[Mapping[str, object]], make: Callable[[], Sequence[Row]]) -> list[Row]:
-        """Return the rows for some keys. If any is not on file, make all of them, and append the missing ones.
+        """Return the rows for some keys. If the file lacks any of them, make all, and append the missing ones.
 
         Args:
           keys: fields that identify a row, the same fields in every call.
           make: returns the rows in the order of `keys`.
         """
-        fields = tuple(keys[0])
+        key_fields = tuple(keys[0])
         if not self._by_key:
-            self._by_key = {tuple(row.get(name) for name in fields): row for row in self.rows}
+            self._by_key = {tuple(row.get(name) for name in key_fields): row for row in self.rows}
         key_values = [tuple(key.values()) for key in keys]
         # The rows of a batch are decoded together, so a missing one is made with the others.
         if not self._by_key.keys() >= set(key_values):
@@ -220,7 +220,7 @@ class Lock:
         Raises:
           MarsError: another process has locked it, or it cannot be opened.
         """
-        busy = MarsError(
+        busy_error = MarsError(
             f"another process is writing to '{path}': wait until it ends, or choose another path."
         )
         try:
@@ -233,20 +233,20 @@ class Lock:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self.descriptor)
-            raise busy from None
+            raise busy_error from None
         except OSError:
             # The file system has no locks.
             return
         if not os.path.exists(path) or not os.path.samestat(os.fstat(self.descriptor), os.stat(path)):
-            # The lock's owner deleted the file between the two calls.
+            # The previous owner deleted the file before this process locked it.
             os.close(self.descriptor)
-            raise busy
+            raise busy_error
 
     def write(self, data: bytes) -> None:
         """Write all bytes, and return once they are on disk."""
-        remaining = memoryview(data)
-        while remaining:
-            remaining = remaining[os.write(self.descriptor, remaining) :]
+        remaining_bytes = memoryview(data)
+        while remaining_bytes:
+            remaining_bytes = remaining_bytes[os.write(self.descriptor, remaining_bytes) :]
         os.fsync(self.descriptor)
 
     def close(self) -> None:
@@ -264,27 +264,27 @@ def compare_settings(
       settings: settings of this run, as JSON values.
       owner: file or directory of the run, for messages.
       flag: the flag that names the owner.
-      but: a setting whose value is not known yet.
+      but: a setting to skip, because its value is not known yet.
 
     Raises:
       MarsError: a setting differs, or the file is damaged.
     """
     if not path.exists():
         return False
-    recorded = parse_line(path.read_bytes())
-    if recorded is None:
+    recorded_settings = parse_line(path.read_bytes())
+    if recorded_settings is None:
         raise MarsError(f"'{path}' is damaged: choose another {flag}.")
-    version = recorded.get("version", "0.1")
-    if version != settings["version"]:
+    recorded_version = recorded_settings.get("version", "0.1")
+    if recorded_version != settings["version"]:
         raise MarsError(
-            f"{flag} '{owner}' was begun by mars-jax {version}, and this is {settings['version']}: finish it with that "
-            f"version, or choose another {flag}."
+            f"{flag} '{owner}' was begun by mars-jax {recorded_version}, and this is {settings['version']}: finish it "
+            f"with that version, or choose another {flag}."
         )
     # Include names from both sides, because a setting at its default may be left out.
-    for name in [*settings, *recorded]:
-        if name != but and (text := difference(name, recorded.get(name), settings.get(name))):
+    for name in [*settings, *recorded_settings]:
+        if name != but and (change := difference(name, recorded_settings.get(name), settings.get(name))):
             raise MarsError(
-                f"{flag} '{owner}' was begun with {text}: choose another {flag}, or the settings of that run."
+                f"{flag} '{owner}' was begun with {change}: choose another {flag}, or the settings of that run."
             )
     return True
 
@@ -369,7 +369,7 @@ def plain(value: Any) -> Any:
 
 
 ROWS = 16
-"""Rows of each weight that a fingerprint hashes. Training changes nearly all rows, so a few are enough."""
+"""Number of rows of each weight that a fingerprint hashes. Training changes nearly all rows, so a few are enough."""
 
 
 def fingerprint(params: PyTree, *checkpoints: str | os.PathLike[str]) -> str:
@@ -384,32 +384,32 @@ def fingerprint(params: PyTree, *checkpoints: str | os.PathLike[str]) -> str:
     >>> fingerprint({"w": np.zeros((2, 3))}) == fingerprint({"w": np.ones((2, 3))})
     False
     """
-    parts = []
+    hashed_parts = []
     for checkpoint in map(Path, checkpoints):
         if is_gguf(checkpoint):
             config = gguf_config.gguf_to_json(read_gguf(checkpoint))
-            parts.append(json.dumps(config, sort_keys=True).encode())
+            hashed_parts.append(json.dumps(config, sort_keys=True).encode())
         else:
-            parts.append((checkpoint / "config.json").read_bytes())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        weight = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-        parts.append(f"{jax.tree_util.keystr(path)} {weight.shape} {weight.dtype}".encode())
-        parts.append(fetch(_some_rows(weight)).tobytes())
-    return digest(b"".join(parts))
+            hashed_parts.append((checkpoint / "config.json").read_bytes())
+    for path, param in jax.tree_util.tree_leaves_with_path(params):
+        weight = param if isinstance(param, jax.Array) else np.asarray(param)
+        hashed_parts.append(f"{jax.tree_util.keystr(path)} {weight.shape} {weight.dtype}".encode())
+        hashed_parts.append(fetch(_some_rows(weight)).tobytes())
+    return digest(b"".join(hashed_parts))
 
 
 def _some_rows(weight: Array | np.ndarray) -> Array | np.ndarray:
     """Return rows that are evenly spaced over all axes but the last, including a leading axis of experts."""
     if weight.ndim < 2 or not weight.size:
         return weight
-    outer = weight.shape[:-1]
-    # With fewer than `ROWS` rows, some numbers occur twice.
-    rows = np.unique(np.linspace(0, math.prod(outer) - 1, ROWS).round().astype(np.int64))
-    index = tuple(axis.astype(np.int32) for axis in np.unravel_index(rows, outer))
+    outer_shape = weight.shape[:-1]
+    # If the weight has fewer than `ROWS` rows, some numbers occur twice.
+    row_numbers = np.unique(np.linspace(0, math.prod(outer_shape) - 1, ROWS).round().astype(np.int64))
+    row_indices = tuple(axis.astype(np.int32) for axis in np.unravel_index(row_numbers, outer_shape))
     if isinstance(weight, jax.Array) and (mesh := jax.typeof(weight).sharding.mesh).explicit_axes:
-        # Explicit axes need the sharding of the result.
-        return weight.at[index].get(out_sharding=NamedSharding(mesh, PartitionSpec()))
-    return weight[index]
+        # Indexing an array with explicit axes requires the sharding of the result.
+        return weight.at[row_indices].get(out_sharding=NamedSharding(mesh, PartitionSpec()))
+    return weight[row_indices]
 
 
 def digest(data: bytes) -> str:

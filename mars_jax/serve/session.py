@@ -48,23 +48,23 @@ def default_rows(prepared: Prepared) -> int:
     maximum, `MOST` or `MOST_ON_CPU`.
     """
     target = prepared.target
-    leaves = jax.tree.leaves((prepared.params.target, prepared.params.draft))
-    weights = [x for x in leaves if isinstance(x, jax.Array)]
-    devices = (device for x in weights for device in x.sharding.addressable_devices)
-    device = next(devices, jax.local_devices()[0])
+    param_leaves = jax.tree.leaves((prepared.params.target, prepared.params.draft))
+    weights = [x for x in param_leaves if isinstance(x, jax.Array)]
+    weight_devices = (device for x in weights for device in x.sharding.addressable_devices)
+    device = next(weight_devices, jax.local_devices()[0])
     max_rows = MOST_ON_CPU if device.platform == "cpu" else MOST
-    room = _bytes_of(device)
-    if room is not None:
+    usable_bytes = _bytes_of(device)
+    if usable_bytes is not None:
         weight_bytes = sum(_device_bytes(x, x.sharding) for x in weights)
-        max_rows = min(max_rows, int((room - weight_bytes) // row_bytes(prepared)))
+        max_rows = min(max_rows, int((usable_bytes - weight_bytes) // row_bytes(prepared)))
     return min(max(max_rows, 1) * of_mesh(target, 1), len(prepared.requests))
 
 
 def row_bytes(prepared: Prepared) -> int:
     """Return the number of bytes that a row occupies on each device that holds it.
 
-    This is the row's state, plus the larger of four copies of a step's logits and a layer's activations for a prompt
-    chunk.
+    These are the row's state, plus the larger of two buffers: four copies of a step's logits, or one layer's
+    activations for a prompt chunk.
     """
     target = prepared.target
     prompts = prepared.prompts([None] * of_mesh(target, 1))
@@ -74,17 +74,17 @@ def row_bytes(prepared: Prepared) -> int:
     shardings = [None] * len(leaves)
     if target.mesh is not None:
         shardings = jax.tree.leaves(state_shardings(state, target.mesh))
-    nodes, vocab = prepared.drafter.drafter.num_nodes, target.model.vocab_size
+    num_nodes, vocab_size = prepared.drafter.drafter.num_nodes, target.model.vocab_size
     config, model = target.config, target.model
     # A user's model may have a config without these fields.
-    wide = 2 * getattr(config, "intermediate_size", 0) + 4 * getattr(config, "hidden_size", 0)
-    # Activations of one layer in float32: `wide` numbers for each prompt token of a chunk.
-    reading = min(model.prefill_chunk or WIDE_CHUNK, state.tokens.shape[1]) * wide * 4
-    return max(4 * nodes * vocab * 4, reading) + sum(map(_device_bytes, leaves, shardings))
+    activation_width = 2 * getattr(config, "intermediate_size", 0) + 4 * getattr(config, "hidden_size", 0)
+    # Activations of one layer in float32: `activation_width` numbers for each prompt token of a chunk.
+    prefill_bytes = min(model.prefill_chunk or WIDE_CHUNK, state.tokens.shape[1]) * activation_width * 4
+    return max(4 * num_nodes * vocab_size * 4, prefill_bytes) + sum(map(_device_bytes, leaves, shardings))
 
 
 def _device_bytes(x: Array | jax.ShapeDtypeStruct, sharding: Sharding | None) -> int:
-    """Return the bytes of an array, or of the part that a device holds."""
+    """Return the size in bytes of an array, or of the part of it that a device holds."""
     shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
 
@@ -96,8 +96,8 @@ def _bytes_of(device: Any) -> float | None:
             return SHARE_OF_HOST * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         except (ValueError, OSError, AttributeError):
             return None
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    return limit and SHARE * limit
+    memory_bytes = (device.memory_stats() or {}).get("bytes_limit")
+    return memory_bytes and SHARE * memory_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,22 +163,23 @@ class Session:
 
     def _check_length(self, requests: Sequence[Request]) -> None:
         """Warn, once per session, if a sequence may become longer than the drafter was trained for."""
-        longest = max(len(request.prompt_tokens) + request.max_new_tokens for request in requests)
-        longest, trained = min(longest, self.target.config.max_positions), self.drafter.max_positions
+        max_len = max(len(request.prompt_tokens) + request.max_new_tokens for request in requests)
+        max_len, trained_max = min(max_len, self.target.config.max_positions), self.drafter.max_positions
         # `using` passes the same `_warned` on, so a pair warns once under all of its rules.
-        name = self.drafter.drafter.name
-        if trained is not None and longest > trained and name not in self._warned:
-            self._warned.add(name)
+        drafter_name = self.drafter.drafter.name
+        if trained_max is not None and max_len > trained_max and drafter_name not in self._warned:
+            self._warned.add(drafter_name)
             warn(
-                f"the drafter {name} was trained for texts of {trained} tokens (max_position_embeddings), and a prompt "
-                f"with its completion may reach {longest}: fewer drafts may be accepted after {trained}."
+                f"the drafter {drafter_name} was trained for texts of {trained_max} tokens "
+                f"(max_position_embeddings), and a prompt with its completion may reach {max_len}: fewer drafts may be "
+                f"accepted after {trained_max}."
             )
 
     def prepared(self, requests: Sequence[Request]) -> Prepared:
         """Return requests that fit the pair, with their decoder; see `serve.prepare.prepared`."""
         prepared_requests = prepared(self.target, self.drafter, requests, verify=self.loaded_rule)
         self._check_length(requests)
-        # A small vocabulary has fewer tokens than requested.
+        # A small vocabulary may have fewer tokens than requested.
         num_top = min(self.top_log_probs, self.target.model.vocab_size)
         decoder = dataclasses.replace(prepared_requests.decoder, top_log_probs=num_top)
         return dataclasses.replace(prepared_requests, decoder=decoder)
@@ -197,8 +198,8 @@ class Session:
           MarsError: a request does not fit the target, the drafter or the rule.
         """
         prepared_requests = self.prepared(requests)
-        rows = self.batch_size or default_rows(prepared_requests)
-        return Queue(prepared_requests, rows, order=order, log_probs=self.log_probs, telling=telling)
+        num_rows = self.batch_size or default_rows(prepared_requests)
+        return Queue(prepared_requests, num_rows, order=order, log_probs=self.log_probs, telling=telling)
 
     @activity.doing("compiling")
     def warm_up(self, requests: Sequence[Request]) -> None:
@@ -211,28 +212,28 @@ class Session:
         Raises:
           MarsError: see `queue`.
         """
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         queue = self.queue(requests, order=longest_first(requests))
-        by_index = dict(queue.finished(early=False))
-        completions = [by_index[i] for i in range(len(requests))]
+        completion_by_index = dict(queue.finished(early=False))
+        completions = [completion_by_index[i] for i in range(len(requests))]
         return Result(
             completions=completions,
             metrics=total_metrics(completions),
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - start_time,
             forwards=queue.forwards,
         )
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Said | Finished]:
-        """Decode the requests as `queue` does, and yield each row's tokens as they are decoded."""
+        """Decode requests in `batch_size` rows, and yield the tokens of each row as they are decoded."""
         return self.queue(requests, telling=True).events()
 
 
 def check_finite(target: Pretrained, completions: Sequence[Completion]) -> None:
-    """Raise MarsError if prompts failed, for callers that treat this as an error."""
-    failed = sum(completion.finish_reason == "failed" for completion in completions)
-    if failed:
+    """Raise MarsError if any prompt failed, for callers that treat such prompts as an error."""
+    num_failed = sum(completion.finish_reason == "failed" for completion in completions)
+    if num_failed:
         raise MarsError(
-            f"the logits of '{target.name}' are not finite for {failed} of {len(completions)} prompts: its weights "
+            f"the logits of '{target.name}' are not finite for {num_failed} of {len(completions)} prompts: its weights "
             "hold NaN, or overflow in bfloat16; load an intact checkpoint, or one in float32."
         )
 
@@ -252,7 +253,7 @@ def prepare(
     Args:
       target, drafter, requests, verify: as for `prepared`.
     """
-    batch = of_mesh(target, len(requests))
-    prepared_requests = with_costs(prepared(target, drafter, requests, verify=verify), batch)
-    state = prepared_requests.start([*range(len(requests)), *[None] * (batch - len(requests))])
+    num_rows = of_mesh(target, len(requests))
+    prepared_requests = with_costs(prepared(target, drafter, requests, verify=verify), num_rows)
+    state = prepared_requests.start([*range(len(requests)), *[None] * (num_rows - len(requests))])
     return prepared_requests.decoder, prepared_requests.params, state

@@ -1,6 +1,6 @@
 """Costs of a step with each draft length, measured on the device before the first batch of a shape and kept on disk.
 
-Oracle: the clock around steps of the fixed sizes (scripts/results/bench_sizes.json at commit 5336526).
+Oracle: the wall time of steps with fixed sizes (scripts/results/bench_sizes.json at commit 5336526).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mars_jax.utils import activity
 from mars_jax.utils.compilations import keep_text, kept_text
 
 STEPS, ROUNDS = 4, 4
-"""Steps of each size per round, and rounds. The first round compiles. The fastest round counts: other load on the
-machine only adds time."""
+"""Number of steps of each size in a round, and number of rounds. The first round compiles. The fastest round
+counts, because other load on the machine only adds time."""
 
 _MEASURED: dict[str, list[float]] = {}
-"""Costs that this process measured or read, by a text with everything that they depend on."""
+"""Costs that this process measured or read, keyed by a text that contains everything they depend on."""
 
 
 def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Prepared:
@@ -44,14 +44,14 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
         return prepared
     mesh, rule = prepared.target.mesh, prepared.loaded_rule.rule
     has_edits = any(request.edits for request in prepared.requests)
-    # A decoder's functions differ between processes, so its configs and names stand for it.
-    key = (
+    # A decoder's functions differ between processes, so the key contains configs and names instead.
+    cost_key = (
         (__version__, jax.devices()[0].device_kind, os.cpu_count(), mesh and dict(mesh.shape)),
         (prepared.target.config, prepared.drafter.drafter.name, rule.name, log_probs),
         (jax.tree.structure(prepared.guides.tables), prepared.draws, has_edits),
         (rows, prepared.width, [(x.shape, x.dtype.name) for x in jax.tree.leaves(prepared.params)]),
     )
-    key_text = repr(key)
+    key_text = repr(cost_key)
     if key_text not in _MEASURED:
         _MEASURED[key_text] = _kept_costs(prepared, key_text) or _new_costs(
             prepared, rows, key_text, log_probs=log_probs
@@ -61,9 +61,9 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
 
 def _kept_costs(prepared: Prepared, key: str) -> list[float]:
     """Return the costs that an earlier process measured; empty if there are none, or if several processes decode."""
-    text = None if jax.process_count() > 1 else kept_text("draft_costs", key)
+    costs_text = None if jax.process_count() > 1 else kept_text("draft_costs", key)
     with contextlib.suppress(ValueError):  # a damaged text
-        costs = [float(cost) for cost in json.loads(text or "[]")]
+        costs = [float(cost) for cost in json.loads(costs_text or "[]")]
         if len(costs) == len(prepared.drafter.params.costs):
             return costs
     return []
@@ -101,9 +101,9 @@ def _measure(prepared: Prepared, batch: int, *, log_probs: bool) -> list[float]:
     entries = [i % len(requests) for i in range(batch)]
     # All sizes run the same compiled program, which reads the size from the costs.
     num_sizes = len(prepared.drafter.params.costs)
-    fixed = [_with_drafter(prepared, with_size(prepared.drafter, index)) for index in range(num_sizes)]
-    rounds = [[_step_seconds(size, entries, log_probs=log_probs) for size in fixed] for _ in range(ROUNDS)]
-    return np.min(rounds, axis=0).tolist()
+    by_size = [_with_drafter(prepared, with_size(prepared.drafter, index)) for index in range(num_sizes)]
+    times = [[_step_seconds(size, entries, log_probs=log_probs) for size in by_size] for _ in range(ROUNDS)]
+    return np.min(times, axis=0).tolist()
 
 
 def _step_seconds(prepared: Prepared, entries: list[int], *, log_probs: bool) -> float:
@@ -113,8 +113,8 @@ def _step_seconds(prepared: Prepared, entries: list[int], *, log_probs: bool) ->
     stats = prepared.zero_stats(len(entries), log_probs=log_probs)
     with prepared.target.on_mesh():
         state, stats = jax.block_until_ready((state, stats))
-        start = time.perf_counter()
+        start_time = time.perf_counter()
         # No row ends, since the limit is the width of the buffer.
-        steps = jax.block_until_ready(refill.advance(decoder, params, state, stats, 1, STEPS))[2]
-        seconds = time.perf_counter() - start
-    return seconds / max(int(np.max(hosts.fetch(steps))), 1)
+        num_steps = jax.block_until_ready(refill.advance(decoder, params, state, stats, 1, STEPS))[2]
+        seconds = time.perf_counter() - start_time
+    return seconds / max(int(np.max(hosts.fetch(num_steps))), 1)

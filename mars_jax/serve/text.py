@@ -23,7 +23,7 @@ class RowText:
 
     The text ends before the stop string, as in OpenAI's API. The tokens end with the one that completes it, as in
     transformers. Stop strings are searched for only in new text, not across the end of the prompt. Text that may begin
-    a stop string is held back until the next tokens decide. The pieces concatenate to the text of all tokens.
+    a stop string is held back until the next tokens show whether it does. Concatenated, the pieces are the whole text.
     """
 
     def __init__(self, target: Pretrained, request: Request):
@@ -47,19 +47,19 @@ class RowText:
         if self.stopped:
             return ""
         text = self._held + self._detokenizer.feed(tokens, last=last)
-        # A stop string may be complete in characters that the detokenizer holds back.
-        pending = self._detokenizer.pending() if self._stops else ""
-        searched = text if pending.endswith(REPLACEMENT) else text + pending
+        # Characters that the detokenizer still holds back may complete a stop string.
+        pending_text = self._detokenizer.pending() if self._stops else ""
+        searched_text = text if pending_text.endswith(REPLACEMENT) else text + pending_text
         # The text ends before the first stop string.
-        cuts = [index for stop in self._stops if (index := searched.find(stop)) >= 0]
-        if cuts:
+        stop_starts = [index for stop in self._stops if (index := searched_text.find(stop)) >= 0]
+        if stop_starts:
             self.stopped, self._held = True, ""
-            return searched[: min(cuts)]
-        end = len(text)
+            return searched_text[: min(stop_starts)]
+        text_end = len(text)
         if not last:
-            end -= max((_begun(text, stop) for stop in self._stops), default=0)
-        self._held = text[end:]
-        return text[:end]
+            text_end -= max((_begun(text, stop) for stop in self._stops), default=0)
+        self._held = text[text_end:]
+        return text[:text_end]
 
     def feed_all(self, tokens: Sequence[int], *, last: bool = False) -> list[str]:
         """Return the text of each token, up to one that completes a stop string; `last` applies to the last token."""
@@ -82,14 +82,14 @@ def _begun(text: str, stop: str) -> int:
 def token_log_probs(record: TokenRecord, row: int, first: int, count: int) -> TokenLogProbs:
     """Return log-probabilities of `count` tokens of a row, from a `TokenRecord` on the host."""
     columns = slice(first, first + count)
-    names = ("log_prob", "temperature_log_prob", "processed_log_prob", "regret")
-    values = {name: tuple(getattr(record, name)[row, columns].tolist()) for name in names}
-    if (top := record.top) is not None:
-        values["top"] = _pairs(top.tokens[row, columns], top.log_prob[row, columns])
-        values["processed_top"] = _pairs(
-            top.processed_tokens[row, columns], top.processed_log_prob[row, columns]
+    score_names = ("log_prob", "temperature_log_prob", "processed_log_prob", "regret")
+    field_values = {name: tuple(getattr(record, name)[row, columns].tolist()) for name in score_names}
+    if (top_record := record.top) is not None:
+        field_values["top"] = _pairs(top_record.tokens[row, columns], top_record.log_prob[row, columns])
+        field_values["processed_top"] = _pairs(
+            top_record.processed_tokens[row, columns], top_record.processed_log_prob[row, columns]
         )
-    return TokenLogProbs(**values, kind=tuple(KINDS[k] for k in record.kind[row, columns]))
+    return TokenLogProbs(**field_values, kind=tuple(KINDS[k] for k in record.kind[row, columns]))
 
 
 def _pairs(ids: Array, scores: Array) -> tuple[TopTokens, ...]:
@@ -117,22 +117,22 @@ def complete(target: Pretrained, request: Request, row: int, rows: Rows, seconds
       rows: the batch, on the host.
       seconds: value of `Completion.seconds`.
     """
-    first = len(request.prompt_tokens)
-    decoded = rows.tokens[row, first : rows.length[row]].tolist()
-    # Detokenize as the stream does, so that a character split over tokens gives the same text in both.
-    text = RowText(target, request)
-    pieces = text.feed_all(decoded, last=True)
-    new_tokens = decoded[: len(pieces)]
-    stopped = text.stopped or (new_tokens and new_tokens[-1] in request.stop_tokens)
-    if request.constraint is not None and not stopped:
+    prompt_length = len(request.prompt_tokens)
+    decoded_tokens = rows.tokens[row, prompt_length : rows.length[row]].tolist()
+    # Detokenize in the same way as the stream, so that a character split over tokens gives the same text in both.
+    row_text = RowText(target, request)
+    pieces = row_text.feed_all(decoded_tokens, last=True)
+    new_tokens = decoded_tokens[: len(pieces)]
+    is_stopped = row_text.stopped or (new_tokens and new_tokens[-1] in request.stop_tokens)
+    if request.constraint is not None and not is_stopped:
         # Without stop tokens a constrained row ends when the constraint allows no further token.
-        max_tokens = min(request.max_new_tokens, target.config.max_positions - first)
-        stopped = len(new_tokens) < max_tokens
-    finish_reason = "stop" if stopped else "length"
+        max_tokens = min(request.max_new_tokens, target.config.max_positions - prompt_length)
+        is_stopped = len(new_tokens) < max_tokens
+    finish_reason = "stop" if is_stopped else "length"
     # Tokens after a stop string do not belong to the completion.
-    if rows.failed[row] and not text.stopped:
+    if rows.failed[row] and not row_text.stopped:
         finish_reason = "failed"
-    record = rows.stats.tokens
+    token_record = rows.stats.tokens
     return Completion(
         request=request,
         text="".join(pieces),
@@ -140,7 +140,7 @@ def complete(target: Pretrained, request: Request, row: int, rows: Rows, seconds
         finish_reason=finish_reason,
         metrics=summarize(rows.stats, row),
         seconds=seconds,
-        log_probs=record and token_log_probs(record, row, first, len(new_tokens)),
+        log_probs=token_record and token_log_probs(token_record, row, prompt_length, len(new_tokens)),
     )
 
 
@@ -157,13 +157,13 @@ def ends_in_loop(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool
     >>> ends_in_loop([5, 6, 7, 8] * 3), ends_in_loop([1, 2, 3, 1, 2, 3, 1, 2]), ends_in_loop([9] * 11)
     (True, False, False)
     """
-    text = list(tokens)
-    if text and text[-1] in stop_tokens:
-        text.pop()
-    for period in range(1, min(LONGEST_PERIOD, len(text) // 3) + 1):
-        span = max(3 * period, LOOP_TOKENS)
-        tail = text[-span:]
-        # A tail that equals itself, shifted by `period`, repeats its first `period` tokens.
-        if len(tail) == span and tail[period:] == tail[:-period]:
+    text_tokens = list(tokens)
+    if text_tokens and text_tokens[-1] in stop_tokens:
+        text_tokens.pop()
+    for period in range(1, min(LONGEST_PERIOD, len(text_tokens) // 3) + 1):
+        tail_length = max(3 * period, LOOP_TOKENS)
+        tail = text_tokens[-tail_length:]
+        # If the tail equals itself shifted by `period`, it repeats its first `period` tokens.
+        if len(tail) == tail_length and tail[period:] == tail[:-period]:
             return True
     return False

@@ -39,12 +39,12 @@ def describe() -> str:
     ...     describe()
     'prompts: 3 of 9; compiling ... (0 s)'
     """
-    texts = {}
+    text_by_name = {}
     # Copy the list, because the heartbeat calls this in another thread while activities start and end.
     for activity in list(_running):
         name = activity.name
         if activity.detail:
-            texts[name] = f"{name}: {activity.detail}"
+            text_by_name[name] = f"{name}: {activity.detail}"
         else:
-            texts.setdefault(name, f"{name} ... ({time.monotonic() - activity.began:.0f} s)")
-    return "; ".join(texts.values())
+            text_by_name.setdefault(name, f"{name} ... ({time.monotonic() - activity.began:.0f} s)")
+    return "; ".join(text_by_name.values())

@@ -40,20 +40,20 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
     '/tmp/compiled'
     """
     check_type("the path", path, (str, os.PathLike, type(None)), "a folder")
-    configured = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    configured_folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     min_seconds = jax.config.jax_persistent_cache_min_compile_time_secs  # pyright: ignore[reportAttributeAccessIssue]
     if min_seconds == _JAX_MIN_SECONDS:
         # Startup compiles many small programs in less than a second each; JAX would cache none of them by default.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    if path is None and configured is not None:
-        return configured
+    if path is None and configured_folder is not None:
+        return configured_folder
     if path is None:
-        cache = kept("XDG_CACHE_HOME", ".cache")
-        if cache is None:
+        cache_folder = kept("XDG_CACHE_HOME", ".cache")
+        if cache_folder is None:
             raise MarsError(
                 "there is no home folder to keep compilations in: give a path, or set XDG_CACHE_HOME."
             )
-        path = cache / "mars_jax" / "compiled"
+        path = cache_folder / "mars_jax" / "compiled"
     path = os.fspath(path)
     jax.config.update("jax_compilation_cache_dir", path)
     # JAX reads the configured folder only at its first compilation, unless the cache is reset.
@@ -62,19 +62,19 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
 
 
 def _kept_path(folder: str, key: tuple[object, ...]) -> Path | None:
-    """Return the path of a result; None if programs are not cached, or in a bucket."""
-    root = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    if root is None or "://" in root:
+    """Return the path of a result; None if programs are not cached, or are cached in a bucket."""
+    cache_root = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if cache_root is None or "://" in cache_root:
         return None
     digest = hashlib.sha256(repr((jax.__version__, *key)).encode()).hexdigest()
-    return Path(root, folder, digest)
+    return Path(cache_root, folder, digest)
 
 
 def kept_text(folder: str, *key: object) -> str | None:
     """Return the text that an earlier call, perhaps of another process, kept under a key; None if there is none.
 
     Args:
-      folder: folder inside that of the compiled programs.
+      folder: name of a folder inside the folder of compiled programs.
       key: everything that the text depends on. Each object's `repr` must be the same in every process.
     """
     path = _kept_path(folder, key)
@@ -85,13 +85,13 @@ def kept_text(folder: str, *key: object) -> str | None:
 
 
 def keep_text(compute: Callable[[], str], folder: str, *key: object) -> None:
-    """Keep the text that `compute` returns under a key, if programs are cached; arguments as for `kept_text`."""
+    """If programs are cached, keep the text that `compute` returns; `folder` and `key` are as for `kept_text`."""
     path = _kept_path(folder, key)
     if path is None:
         return
-    # Processes may write the same text at once. A text that cannot be written is computed again next time.
-    staged = path.with_name(f"{path.name}.{os.getpid()}.part")
+    # Several processes may write the same text at once. A text that cannot be written is computed again next time.
+    staged_path = path.with_name(f"{path.name}.{os.getpid()}.part")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged.write_text(compute(), encoding="utf-8")
-        staged.replace(path)
+        staged_path.write_text(compute(), encoding="utf-8")
+        staged_path.replace(path)

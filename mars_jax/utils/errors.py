@@ -34,10 +34,10 @@ class MarsWarning(UserWarning):
 def warn(sentence: str) -> None:
     """Issue a MarsWarning that points to the caller of this package."""
     # Count the frames inside this package, so that the warning shows the caller's line.
-    frame, level = sys._getframe(), 1
+    frame, stack_level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mars_jax."):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(printable(sentence), MarsWarning, stacklevel=level)
+        frame, stack_level = frame.f_back, stack_level + 1
+    warnings.warn(printable(sentence), MarsWarning, stacklevel=stack_level)
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -65,8 +65,8 @@ def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None)
         reason = next((os.strerror(code) for code in _UNWRITABLE if os.strerror(code) in text), None)
         if reason is not None:
             name = path or getattr(cause, "filename", None)
-            file = "the disk" if name is None else f"'{os.fsdecode(name)}'"
-            return MarsError(f"cannot write to {file}: {reason}; make room, or choose another path.")
+            quoted_path = "the disk" if name is None else f"'{os.fsdecode(name)}'"
+            return MarsError(f"cannot write to {quoted_path}: {reason}; make room, or choose another path.")
         cause = cause.__cause__
     return None
 
@@ -83,17 +83,17 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], expecte
 
 
 def check_count(name: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Raise MarsError unless `value` is a whole number from `least` to `most`, if given; bools are rejected too.
+    """Raise MarsError unless `value` is a whole number, not a bool, of at least `least` and at most `most`, if given.
 
     >>> check_count("batch_size", 0.5)
     Traceback (most recent call last):
     mars_jax.utils.errors.MarsError: batch_size is 0.5: expected a whole number of at least 1.
     """
-    upper, between = math.inf, f"of at least {least}"
+    limit, range_text = math.inf, f"of at least {least}"
     if most is not None:
-        upper, between = most, f"from {least} to {most}"
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not least <= int(value) <= upper:
-        raise MarsError(f"{name} is {short_repr(value)}: expected a whole number {between}.")
+        limit, range_text = most, f"from {least} to {most}"
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not least <= int(value) <= limit:
+        raise MarsError(f"{name} is {short_repr(value)}: expected a whole number {range_text}.")
 
 
 def check_text(name: str, value: object) -> None:
@@ -126,17 +126,17 @@ def short_repr(value: object) -> str:
     >>> short_repr("ab"), short_repr(object()), len(short_repr("a" * 1000))
     ("'ab'", 'of type object', 100)
     """
-    description = f"of type {type(value).__name__}"
+    type_text = f"of type {type(value).__name__}"
     if not isinstance(value, numbers.Number | str | bytes | list | tuple | dict | set | type(None)):
-        return description
+        return type_text
     if isinstance(value, int) and value.bit_length() > 999:  # Python refuses to format thousands of digits
         return f"a number of {value.bit_length()} bits"
     try:
         text = repr(value)
     except ValueError:  # such a number inside a list
-        return description
+        return type_text
     if "\n" in text:  # an array inside a list
-        return description
+        return type_text
     return shortened(text, 100)
 
 

@@ -29,20 +29,20 @@ def check_path(path: str | os.PathLike[str], shown: str = "the path") -> None:
     mars_jax.utils.errors.MarsError: --output 'runs/a\\x00b' holds a NUL character, which no path can: remove it.
     """
     text = os.fspath(path)
-    quoted = f"{shown} '{shortened(text, 80)}'"
+    quoted_path = f"{shown} '{shortened(text, 80)}'"
     try:
-        encoded = os.fsencode(text)
+        path_bytes = os.fsencode(text)
     except UnicodeEncodeError:
-        raise MarsError(f"{quoted} is not valid Unicode: rename the file.") from None
-    if b"\0" in encoded:
-        raise MarsError(f"{quoted} holds a NUL character, which no path can: remove it.")
-    if len(encoded) > PATH_BYTES:
+        raise MarsError(f"{quoted_path} is not valid Unicode: rename the file.") from None
+    if b"\0" in path_bytes:
+        raise MarsError(f"{quoted_path} holds a NUL character, which no path can: remove it.")
+    if len(path_bytes) > PATH_BYTES:
         raise MarsError(
-            f"{quoted} has {len(encoded):,} bytes: expected at most {PATH_BYTES:,}; shorten the path."
+            f"{quoted_path} has {len(path_bytes):,} bytes: expected at most {PATH_BYTES:,}; shorten the path."
         )
-    if (longest := max(map(len, encoded.split(b"/")))) > NAME_BYTES:
+    if (longest_name := max(map(len, path_bytes.split(b"/")))) > NAME_BYTES:
         raise MarsError(
-            f"{quoted} holds a name of {longest:,} bytes: expected at most {NAME_BYTES}; shorten the name."
+            f"{quoted_path} holds a name of {longest_name:,} bytes: expected at most {NAME_BYTES}; shorten the name."
         )
 
 
@@ -73,8 +73,8 @@ def kept(variable: str, *usual: str) -> Path | None:
     >>> kept("HOME", ".cache") == Path.home()
     True
     """
-    if named := os.environ.get(variable):
-        return Path(named)
+    if configured_folder := os.environ.get(variable):
+        return Path(configured_folder)
     try:
         return Path.home().joinpath(*usual)
     except RuntimeError:
@@ -96,16 +96,16 @@ def open_file(path: str | os.PathLike[str], max_bytes: int = FILE_BYTES) -> IO[b
     check_path(path)
     # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    status, error = os.fstat(descriptor), None
+    status, error_args = os.fstat(descriptor), None
     if stat.S_ISDIR(status.st_mode):
-        error = errno.EISDIR, "it is a directory"
+        error_args = errno.EISDIR, "it is a directory"
     elif not stat.S_ISREG(status.st_mode):
-        error = errno.EINVAL, "it is a pipe or a device, not a regular file"
+        error_args = errno.EINVAL, "it is a pipe or a device, not a regular file"
     elif status.st_size > max_bytes:
-        error = errno.EFBIG, f"it has {status.st_size:,} bytes, and at most {max_bytes:,} are read"
-    if error is not None:
+        error_args = errno.EFBIG, f"it has {status.st_size:,} bytes, and at most {max_bytes:,} are read"
+    if error_args is not None:
         os.close(descriptor)
-        raise OSError(*error)
+        raise OSError(*error_args)
     return os.fdopen(descriptor, "rb")
 
 
@@ -134,9 +134,9 @@ def unpacked(path: str | os.PathLike[str]) -> bytes:
     decompress = {".xz": lzma.open, ".gz": gzip.open}.get(Path(path).suffix)
     if decompress is None:
         return read_bytes(path)
-    with open_file(path) as packed, decompress(packed, "rb") as file:
+    with open_file(path) as packed_file, decompress(packed_file, "rb") as file:
         # One byte past the limit shows that the data is too large. A small archive may expand to any size.
-        data = file.read(FILE_BYTES + 1)
-    if len(data) > FILE_BYTES:
+        content = file.read(FILE_BYTES + 1)
+    if len(content) > FILE_BYTES:
         raise OSError(errno.EFBIG, f"it holds more than {FILE_BYTES:,} bytes")
-    return data
+    return content

@@ -40,17 +40,19 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         # A comparison with NaN is False, so every range excludes NaN.
-        reached = value > self.low or (value == self.low and not self.above)
-        return reached and (value <= self.high or (self.inf and value == math.inf))
+        above_low = value > self.low or (value == self.low and not self.above)
+        return above_low and (value <= self.high or (self.inf and value == math.inf))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
     """One setting of a request or of a rule.
 
-    `ranges` is one range, or one for each value of the choice `by`: mars' threshold has a different unit for each
-    margin. Settings with `choices`, bools, and numbers that are not `per_row` are structural: they determine the
-    compiled program. Numbers that are `per_row` are values on the device, one for all rows or one per row.
+    `ranges` is one range, or one for each value of the choice named by `by`. For example, the threshold of mars has a
+    different unit for each margin.
+
+    Settings with `choices`, bools, and numbers that are not `per_row` are structural: they determine the compiled
+    program. Numbers that are `per_row` are values on the device, one for all rows or one per row.
     """
 
     name: str
@@ -78,8 +80,8 @@ class Setting:
         """Describe the allowed values."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        words = {bool: "true or false", str: "a text"}
-        return words.get(self.kind) or self.range(**structural).words
+        words_by_type = {bool: "true or false", str: "a text"}
+        return words_by_type.get(self.kind) or self.range(**structural).words
 
     @property
     def default_words(self) -> str:
@@ -89,12 +91,10 @@ class Setting:
         return self.word or format(self.default, "g" if self.kind is float else "").lower()
 
     def check(self, value: Any, *, shown: str | None = None, **structural: object) -> None:
-        """Raise MarsError unless `value` is in range: a number, a choice, or an array or a list of them, one per row.
-
-        Traced values are not checked.
+        """Raise MarsError unless `value` is valid. Traced values are not checked.
 
         Args:
-          value: the value to check.
+          value: a number or a choice, or an array or a list with one of them per row.
           shown: name of the setting in the message; default: `name`.
           structural: the structural choices that ranges depend on.
 
@@ -123,7 +123,7 @@ class Setting:
             return False
         if self.kind is int and isinstance(value, float) and not value.is_integer():
             return False
-        # Python compares a huge integer with a float, but cannot convert it to one.
+        # Python can compare a huge integer with a float, but cannot convert it to a float.
         if self.kind is float and isinstance(value, int) and abs(value) > LARGEST_FLOAT:
             return False
         return value in self.range(**structural)
@@ -173,8 +173,8 @@ class Setting:
 
         def range_as_json(limits: Range) -> JsonObject:
             low, high = (x if math.isfinite(x) else str(x) for x in (limits.low, limits.high))
-            ends = {"low": low, "high": high, "low_included": not limits.above}
-            return {"expected": limits.words, **ends, "inf_included": math.inf in limits}
+            range_ends = {"low": low, "high": high, "low_included": not limits.above}
+            return {"expected": limits.words, **range_ends, "inf_included": math.inf in limits}
 
         entry: JsonObject = {"name": self.name, "type": self.kind.__name__, "default": self.default}
         if self.choices:
@@ -198,8 +198,8 @@ def _each(value: Any) -> list[Any]:
         value = value.tolist()
     if not isinstance(value, list | tuple):
         return [value]
-    lengths = {len(part) if isinstance(part, list | tuple) else None for part in value}
-    if len(lengths) > 1:  # ragged lists are not an array
+    part_lengths = {len(part) if isinstance(part, list | tuple) else None for part in value}
+    if len(part_lengths) > 1:  # ragged lists are not an array
         return [value]
     return [item for part in value for item in _each(part)]
 
@@ -237,7 +237,7 @@ def setting(
     if choices:
         kind = str
     is_leaf = kind in (float, int)
-    declared = Setting(
+    declared_setting = Setting(
         name="",  # known once the class exists: `settings_of`
         kind=kind,
         help=help,
@@ -249,20 +249,20 @@ def setting(
     return dataclasses.field(
         default=default,
         kw_only=kw_only,
-        metadata={"pytree_node": is_leaf, "setting": declared},
+        metadata={"pytree_node": is_leaf, "setting": declared_setting},
     )
 
 
 @functools.cache
 def settings_of(cls: type) -> dict[str, Setting]:
     """Return the settings that a class's fields declare, by name: its own settings before inherited ones."""
-    fields = {f.name: f for f in dataclasses.fields(cls) if "setting" in f.metadata}
+    setting_fields = {f.name: f for f in dataclasses.fields(cls) if "setting" in f.metadata}
     # `dataclasses.fields` lists inherited fields first, and the MRO begins with the class itself.
-    names = [name for owner in cls.__mro__ for name in inspect.get_annotations(owner)]
+    ordered_names = [name for owner in cls.__mro__ for name in inspect.get_annotations(owner)]
     return {
-        name: dataclasses.replace(fields[name].metadata["setting"], name=name)
-        for name in dict.fromkeys(names)
-        if name in fields
+        name: dataclasses.replace(setting_fields[name].metadata["setting"], name=name)
+        for name in dict.fromkeys(ordered_names)
+        if name in setting_fields
     }
 
 
@@ -360,8 +360,8 @@ FILTERS = ("top_k", "top_p", "min_p")
 
 
 def _count(name: str, most: int, help: str) -> Setting:
-    words = f"a whole number from 1 to {most}"
-    return Setting(name=name, kind=int, ranges=Range(words, 1, most), help=help)
+    range_words = f"a whole number from 1 to {most}"
+    return Setting(name=name, kind=int, ranges=Range(range_words, 1, most), help=help)
 
 
 BATCH = by_name(

@@ -56,8 +56,8 @@ def failure(
     If there are no frames, report where `code` is defined; without `code`, return None.
     """
     if frames:
-        deepest, line = frames[-1]
-        return f"{deepest.co_filename}, line {line}: {deepest.co_name} raised {reason(error)}"
+        deepest_code, line = frames[-1]
+        return f"{deepest_code.co_filename}, line {line}: {deepest_code.co_name} raised {reason(error)}"
     return None if code is None else f"{location_of(code)}: it raised {reason(error)}"
 
 
@@ -102,19 +102,19 @@ def load_function(spec: str, kind: str = "rule") -> Callable[..., Any]:
       MarsError: the file, module or name does not exist, its value is not callable, or the file raises an error.
     """
     # A path may contain colons, and a name cannot.
-    where, _, name = spec.rpartition(":")
-    module = _from_file(where, kind) if where.endswith(".py") else _from_module(where, spec, kind)
-    target = getattr(module, name, None)
-    if not callable(target):
+    source, _, name = spec.rpartition(":")
+    module = _from_file(source, kind) if source.endswith(".py") else _from_module(source, spec, kind)
+    function = getattr(module, name, None)
+    if not callable(function):
         problem = "is nothing that can be called" if hasattr(module, name) else "is not in it"
         raise MarsError(f"the {kind} is {spec}: {name} {problem}; name a function {_PURPOSES[kind]}.")
-    return target
+    return function
 
 
 def spec_file_digest(spec: str) -> str | None:
     """Return a digest of the file that defines the function of a spec. Imported files are not covered."""
-    where = spec.rpartition(":")[0]
-    path = where if where.endswith(".py") else _from_module(where, spec, "rule").__file__
+    source = spec.rpartition(":")[0]
+    path = source if source.endswith(".py") else _from_module(source, spec, "rule").__file__
     return None if path is None else hashlib.sha256(read_bytes(path)).hexdigest()[:16]
 
 
@@ -130,13 +130,13 @@ def _from_file(path: str, kind: str) -> types.ModuleType:
     name = f"mars_jax_own_{Path(path).stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module  # dataclasses look up their module here
     MODULES.add(name)
     try:
-        spec.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise MarsError(

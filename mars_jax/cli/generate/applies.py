@@ -50,7 +50,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     draft_size = _draft_size(args, draft, rule)
     if args.draft_size == "fixed":
         args.draft_size = None  # rows do not record a flag at its default
-    # A draft that learns needs finished completions, so with --refine the text does not stream.
+    # A draft that learns needs finished completions, so with --refine the text is not streamed.
     shows_text = not (args.json or args.output or args.compare)
     return Choices(
         draft=draft,
@@ -84,9 +84,9 @@ def _check_draft(present: Present, draft: DraftSpec, rule: RuleChoice) -> None:
         flags = ["--compare", "--num-draft-tokens"]
         if "draft" in rule.needs:
             flags.append(f"--verify {rule.spec}")
-        drafts = draft_words(name for name in definitions() if name != "none")
+        draft_names = draft_words(name for name in definitions() if name != "none")
         present.refuse(
-            flags, f"to --draft none, which proposes nothing: leave it out, or draft with {drafts}"
+            flags, f"to --draft none, which proposes nothing: leave it out, or draft with {draft_names}"
         )
     if draft.kind != "model":
         small = f"{definition('model').spec}, which reads nothing of the target"
@@ -95,34 +95,34 @@ def _check_draft(present: Present, draft: DraftSpec, rule: RuleChoice) -> None:
         learns = f"{drafters_that('learns')}, which learn from their failures"
         present.refuse(["--refine"], f"to --draft {draft.kind}: leave it out, or draft with {learns}")
     if any(name in present for name in CONSTRAINTS):
-        why = "where a text is constrained, of which the draft would not know: leave one of them out"
+        why = "where a text is constrained, as the draft ignores constraints: leave one of them out"
         present.refuse(["--draft-device"], why)
 
 
 def _check_rule(present: Present, draft: DraftSpec, rule: RuleChoice, rows: Sequence[PromptRow]) -> None:
     """Raise MarsError for flags that do not apply to the rule, and for missing settings."""
     if "long" in rule.needs:
-        verify = f"--verify {rule.definition.name}"
+        verify_flag = f"--verify {rule.definition.name}"
         if not draft.definition.stops:
             why = f"which often drafts nothing: draft with {drafters_that('stops')}"
-            raise MarsError(f"{verify} does not apply to --draft {draft.kind}, {why}.")
-        why = f"to {verify}, whose drafts must be long enough: leave it out"
+            raise MarsError(f"{verify_flag} does not apply to --draft {draft.kind}, {why}.")
+        why = f"to {verify_flag}, whose drafts must be long enough: leave it out"
         present.refuse(["--draft-stop", "draft_stop"], why)
     if "q" in rule.needs:
         why = f"to --verify {rule.name}, which needs the draft's true probabilities: verify with exact, or mars over it"
         present.refuse(["--draft-device"], why)
     if rule.definition.lossless:
-        names = [name for key in ("relax_constrained", *SPANS) for name in (flag_of(key), key)]
+        relax_names = [name for key in ("relax_constrained", *SPANS) for name in (flag_of(key), key)]
         cure = "leave it out, or verify with a rule that is lossy"
-        present.refuse([*names, "strict"], f"to the rule {rule.name}, which relaxes nothing: {cure}")
+        present.refuse([*relax_names, "strict"], f"to the rule {rule.name}, which relaxes nothing: {cure}")
     elif "--any-rule" not in present:
-        depends = "which is lossy, so that a text would depend on what was decoded before it"
+        lossy_reason = "which is lossy, so that a text would depend on what was decoded before it"
         cure = "add --verify exact or rejection, or --any-rule"
-        present.refuse(["--refine"], f"to the rule {rule.name}, {depends}: {cure}")
+        present.refuse(["--refine"], f"to the rule {rule.name}, {lossy_reason}: {cure}")
     for name, setting in rule.options.items():
-        required = setting.default is None and not setting.optional and name not in rule.settings
+        is_required = setting.default is None and not setting.optional and name not in rule.settings
         # A setting that every row provides needs no flag.
-        if required and not (rows and all(name in row.numbers for row in rows)):
+        if is_required and not (rows and all(name in row.numbers for row in rows)):
             flag = flag_of(name) if setting.flag else f"--rule-option {name}=VALUE"
             raise MarsError(f"--verify {rule.definition.name} needs a {flag}: give {setting.expected()}.")
 
@@ -149,7 +149,7 @@ def _check_file(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
     """Check that a run with a calibrated threshold uses the settings of the calibration."""
     if args.theta_file is None:
         return
-    # Leave out the temperature, which a prompt may set: the loop compares it for each prompt.
+    # Leave out the temperature, which a prompt may set. The loop below compares it for each prompt.
     args.theta_file.check({name: value for name, value in vars(args).items() if name != "temperature"})
     for row in rows:
         # A prompt with its own theta does not use the calibrated one.

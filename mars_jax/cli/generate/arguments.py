@@ -106,15 +106,15 @@ def _add_models(command_parser: Parser) -> None:
         "explains them",
     )
     add_settings(group, "num_draft_tokens")
-    dynamic = Dynamic()
-    sizes = f"{dynamic.top_k}-{dynamic.depth}-{dynamic.nodes}"
+    default_tree = Dynamic()
+    tree_sizes = f"{default_tree.top_k}-{default_tree.depth}-{default_tree.nodes}"
     group.add_argument(
         "--tree",
         metavar="4-2-2-1",
         type=parse_tree,
         help="children per node at each depth of a draft tree, or dynamic (default for eagle and dflash); dynamic "
         f"follows the draft's confidence; with {drafters_that('trees')}; dynamic:8-6-40 gives "
-        f"children, depth and nodes (default: dynamic:{sizes}, for dflash as deep as its block), with "
+        f"children, depth and nodes (default: dynamic:{tree_sizes}, for dflash as deep as its block), with "
         f"{drafters_that('dynamic')}. EAGLE's own depth does not count the first level: "
         "its depth=7 is dynamic:10-8-60",
     )
@@ -148,11 +148,11 @@ def _add_models(command_parser: Parser) -> None:
 def _add_rule(command_parser: Parser) -> None:
     group = command_parser.add_argument_group("rule", description=_OWN)
     add_rule_flags(group, default="exact, or mars with --compare, a setting of it or no model")
-    exclusive = group.add_mutually_exclusive_group()
-    exclusive.add_argument(
+    list_group = group.add_mutually_exclusive_group()
+    list_group.add_argument(
         "--list-rules", action="store_true", help="print the table of rules, and nothing else"
     )
-    exclusive.add_argument(
+    list_group.add_argument(
         "--list-drafters", action="store_true", help="print the table of drafters, and nothing else"
     )
 
@@ -196,12 +196,12 @@ def _add_text(command_parser: Parser) -> None:
         default=None,
         help="let a lossy rule relax in constrained text, which stays valid (default: it does not)",
     )
-    spans = "think, code, tool, json, or OPEN...CLOSE; may be given several times"
+    span_words = "think, code, tool, json, or OPEN...CLOSE; may be given several times"
     group.add_argument(
         "--relax-in",
         action="append",
         metavar="SPAN",
-        help=f"let a lossy rule relax in this span only: {spans}",
+        help=f"let a lossy rule relax in this span only: {span_words}",
     )
     group.add_argument(
         "--strict-in", action="append", metavar="SPAN", help="let a lossy rule relax nothing in this span"
@@ -300,18 +300,18 @@ def _check_constraints(args: argparse.Namespace) -> None:
 
 def _template_args(texts: Sequence[str]) -> JsonObject:
     """Parse NAME=VALUE strings into a dict. Values that are not JSON stay strings."""
-    by_name = {}
+    args_by_name = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise MarsError(f"--template-arg is {text!r}: expected NAME=VALUE, as in enable_thinking=false.")
         try:
-            by_name[name] = json.loads(value)
+            args_by_name[name] = json.loads(value)
         except ValueError:
-            by_name[name] = value
+            args_by_name[name] = value
         except RecursionError:
             raise MarsError(f"--template-arg {name} is nested too deeply: give a flatter value.") from None
-    return by_name
+    return args_by_name
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -324,22 +324,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser().parse_args(argv)
     numbers_of(args, REQUEST | BATCH)
     if args.logit_bias is not None:
-        biases = (text.partition("=") for text in args.logit_bias)
-        args.logit_bias = logit_bias_of({token: value for token, _, value in biases})
+        bias_parts = (text.partition("=") for text in args.logit_bias)
+        args.logit_bias = logit_bias_of({token: value for token, _, value in bias_parts})
     args.template_args = _template_args(args.template_args or []) or None
     if args.stop_strings is not None and not all(args.stop_strings):
         raise MarsError("--stop-string is empty: give at least one character.")
     _check_constraints(args)
     # The default rule is mars for the embedded pair, with --compare, and if a rule setting is given. Otherwise, and
     # without a draft, it is exact.
-    shows = args.target is None and args.draft is None
+    is_embedded_pair = args.target is None and args.draft is None
     args.target = args.target or assets.TARGET
-    # A default draft may adapt its length on a CPU, see `check_flags`; that of the embedded pair does not.
-    args.draft_is_default = args.draft is None and not shows
+    # A default draft may adapt its length on a CPU (see `check_flags`), except for the embedded pair.
+    args.draft_is_default = args.draft is None and not is_embedded_pair
     args.draft = draft_or_default(args.draft, args.target)
     rule_settings = given_settings(args)
     default_rule = "exact"
-    if (shows or rule_settings or args.compare) and args.draft != "none":
+    if (is_embedded_pair or rule_settings or args.compare) and args.draft != "none":
         default_rule = "mars"
     args.rule, args.theta_file = rule_and_file(args.verify, rule_settings, default_rule)
     return args

@@ -32,10 +32,10 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     if args.list_rules or args.list_drafters:
         _list(args, out)
         return
-    file = args.prompts_file
-    if args.prompts and file is not None:
+    prompts_path = args.prompts_file
+    if args.prompts and prompts_path is not None:
         raise MarsError("there are prompts and a --prompts-file: give one of the two.")
-    if not args.prompts and file is None:
+    if not args.prompts and prompts_path is None:
         if not (sys.stdin.isatty() and out.isatty()):
             raise MarsError(
                 "there are no prompts: give texts, or a --prompts-file; on a terminal they are asked for."
@@ -45,7 +45,7 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
 
         talk(argv, args, out)
         return
-    rows = from_texts(args.prompts) if file is None else read_prompts(file, args.rule)
+    rows = from_texts(args.prompts) if prompts_path is None else read_prompts(prompts_path, args.rule)
     choices = check_flags(args, rows)
     # Each sample is a separate row with a separate seed, next to the other samples of its prompt.
     rows = [row for row in rows for _ in range(args.samples or 1)]
@@ -55,8 +55,8 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.cli.host_flags import joined
 
     keep_compilations()
-    with joined(args, rows, out) as place:
-        _decode(args, choices, rows, place)
+    with joined(args, rows, out) as output_stream:
+        _decode(args, choices, rows, output_stream)
 
 
 def _list(args: argparse.Namespace, out: IO[str]) -> None:
@@ -75,19 +75,19 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
     from mars_jax.cli.generate.output_file import fingerprints, recorded
     from mars_jax.serve.rows import RowFile
 
-    share = rows[args.part or slice(None)]
+    part_rows = rows[args.part or slice(None)]
     with contextlib.ExitStack() as stack:
-        file = None
+        row_file = None
         if args.output is not None:
             # Open the file before the weights load, so that a file of another run is refused at once.
-            file = RowFile(args.output, recorded(args, choices, rows), resume=args.resume)
-            stack.callback(file.close)
-            stack.enter_context(signals.ending(functools.partial(_stop, file, len(share))))
+            row_file = RowFile(args.output, recorded(args, choices, rows), resume=args.resume)
+            stack.callback(row_file.close)
+            stack.enter_context(signals.ending(functools.partial(_stop, row_file, len(part_rows))))
         with busy("loading"):
-            job = open_job(args, choices, share)
-        if file is not None:
+            job = open_job(args, choices, part_rows)
+        if row_file is not None:
             # Fingerprints need the weights, so the existing rows are compared only now.
-            file.start(fingerprints(job.session, choices.draft))
+            row_file.start(fingerprints(job.session, choices.draft))
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
             # JSON is UTF-8 in every locale.
             if args.json:
@@ -96,8 +96,8 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
                 reconfigure(errors="replace")  # characters that the locale cannot encode
         if args.compare:
             ways.print_comparison(job, out, json=args.json)
-        elif file is not None:
-            ways.write_output(job, file, out, json=args.json)
+        elif row_file is not None:
+            ways.write_output(job, row_file, out, json=args.json)
         elif args.json:
             ways.print_json(job, out)
         elif choices.streams:
@@ -109,7 +109,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
 
 def _stop(file: RowFile, total: int) -> str:
     """Close the file when a signal ends the process. Return a note on the number of rows and how to continue."""
-    count = file.stop()
-    if count == total:
+    num_rows = file.stop()
+    if num_rows == total:
         return f" with all {total} rows in '{file.path}': nothing is left to do."
-    return f" with {count} of {total} rows in '{file.path}': run it again with --resume to continue."
+    return f" with {num_rows} of {total} rows in '{file.path}': run it again with --resume to continue."

@@ -47,14 +47,14 @@ def in_order(numbered: Iterable[tuple[int, T]], order: Iterable[int]) -> Iterato
     >>> list(in_order([(1, "b"), (0, "a"), (2, "c")], range(3)))
     ['a', 'b', 'c']
     """
-    early: dict[int, T] = {}
-    waiting = iter(order)
-    following = next(waiting, None)
+    early_values: dict[int, T] = {}
+    remaining_numbers = iter(order)
+    next_number = next(remaining_numbers, None)
     for number, value in numbered:
-        early[number] = value
-        while following in early:
-            yield early.pop(following)
-            following = next(waiting, None)
+        early_values[number] = value
+        while next_number in early_values:
+            yield early_values.pop(next_number)
+            next_number = next(remaining_numbers, None)
 
 
 class JobCompletions:
@@ -70,30 +70,30 @@ class JobCompletions:
         self._queue.warm_up()
 
     def __iter__(self) -> Iterator[Completion]:
-        """Yield the completions. If the whole first batch fails, raise MarsError: later ones would fail too."""
-        waiting, any_succeeded = [], False
+        """Yield the completions. If the whole first batch fails, raise MarsError: later batches would fail too."""
+        held_completions, any_succeeded = [], False
         for completion in in_order(self._timed(), self._order):
             self._job.finished.append(completion)
             any_succeeded = any_succeeded or completion.finish_reason != "failed"
-            waiting.append(completion)
+            held_completions.append(completion)
             # Hold back all completions until one has succeeded, so that broken weights produce no output.
             if any_succeeded:
-                yield from waiting
-                waiting.clear()
-            elif len(waiting) == self._job.session.batch_size:
+                yield from held_completions
+                held_completions.clear()
+            elif len(held_completions) == self._job.session.batch_size:
                 break
-        if waiting:
+        if held_completions:
             self._job.check_finite()
 
     def _timed(self) -> Iterator[tuple[int, Completion]]:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         for index, completion in self._queue:
             if self._job.refining is not None:
                 # Training time counts, because the next prompt waits for it.
                 completion = self._job.refining.see(completion, self._queue)
-            self.seconds += time.perf_counter() - began
+            self.seconds += time.perf_counter() - start_time
             yield index, completion
-            began = time.perf_counter()  # the time that the caller spends on a completion does not count
+            start_time = time.perf_counter()  # the time that the caller spends on a completion does not count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,11 +171,11 @@ def open_job(
         # Place the weights of the rule on the target's mesh.
         rule = load_rule(choices.rule, target, rows)
     # A default draft of "usual" size is short and adaptive on a CPU, and has its fixed length elsewhere.
-    draft_size, length = choices.draft_size, args.num_draft_tokens
+    draft_size, num_draft_tokens = choices.draft_size, args.num_draft_tokens
     if draft_size == "usual":
         draft_size = "fixed"
         if jax.default_backend() == "cpu":
-            draft_size, length = "auto", length or SHORT
+            draft_size, num_draft_tokens = "auto", num_draft_tokens or SHORT
     if args.draft_device is None:
         drafter = drafters.load(
             args.draft,
@@ -185,13 +185,13 @@ def open_job(
             draft_size=draft_size,
             any_rule=bool(args.any_rule),
             head_embed=args.head_embed or "own",
-            num_draft_tokens=length,
+            num_draft_tokens=num_draft_tokens,
             dtype=args.dtype,
         )
     else:
         open_elsewhere = load_function("mars_jax.contrib.drafters.elsewhere:open_elsewhere")
         drafter = open_elsewhere(
-            args.draft, target, args.draft_device, num_draft_tokens=length, dtype=args.dtype
+            args.draft, target, args.draft_device, num_draft_tokens=num_draft_tokens, dtype=args.dtype
         )
     if args.theta_file is not None:
         args.theta_file.check_weights(target, drafter, rule)
@@ -199,24 +199,24 @@ def open_job(
     if accepts_copies and not args.compare and hosts.is_first():
         why = f"which copies from the text: {choices.rule.name} accepts repetitions of it, and --verify exact does not"
         print(f"note: the draft is {draft.kind}, {why}.", file=sys.stderr)
-    simulated = choices.rule.definition.name == "simulated"
-    if simulated:
+    is_simulated = choices.rule.definition.name == "simulated"
+    if is_simulated:
         _check_tau(choices.rule, rows, drafter.drafter.max_depth + 1)
-    default_rows = 1 if choices.streams else 8  # streamed text is shown one prompt after another
+    default_batch_size = 1 if choices.streams else 8  # streamed text is shown one prompt after another
     # A draft that learns reads the kind of each token, which is recorded with the log-probabilities.
     session = Session(
         target=target,
         drafter=drafter,
         loaded_rule=rule,
-        batch_size=min(args.batch_size or default_rows, len(requests)),
+        batch_size=min(args.batch_size or default_batch_size, len(requests)),
         log_probs=args.log_probs or args.top_log_probs is not None or args.refine is not None,
         top_log_probs=args.top_log_probs or 0,
     )
     refining = None
     if args.refine is not None:
-        samples = any(request.temperature > 0 for request in requests)
+        any_sampling = any(request.temperature > 0 for request in requests)
         open_refining = load_function("mars_jax.lab.training.online:open_refining")
-        refining = open_refining(args, target, drafter, samples=samples)
+        refining = open_refining(args, target, drafter, samples=any_sampling)
     run = {"version": __version__, "target": args.target, "draft": args.draft, **choices.rule.as_json()}
     run |= {
         "tree": plain(args.tree),
@@ -227,7 +227,7 @@ def open_job(
         session=session,
         requests=requests,
         drafts=draft.kind != "none",
-        simulated=simulated,
+        simulated=is_simulated,
         run=run,
         numbers=[row.numbers for row in rows],
         refining=refining,
@@ -244,10 +244,10 @@ def _dtype(params: PyTree) -> str:
 
 def load_rule(choice: RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:
     """Return the rule. A setting that some rows choose becomes a list with one value per prompt."""
-    names = dict.fromkeys(name for row in rows for name in row.numbers)
+    row_settings = dict.fromkeys(name for row in rows for name in row.numbers)
     # Prompts that do not choose a setting get the value of its flag, or its default.
     common = {name: setting.default for name, setting in choice.options.items()} | dict(choice.settings)
-    per_row = {name: [row.numbers.get(name, common[name]) for row in rows] for name in names}
+    per_row = {name: [row.numbers.get(name, common[name]) for row in rows] for name in row_settings}
     for name, values in per_row.items():
         if None in values:
             raise rows[values.index(None)].error(f"it has no {name}, which other rows have: give it one too.")
@@ -277,14 +277,14 @@ def make_job_requests(
       MarsError: the model cannot process a prompt. The message contains its line.
     """
     names = [*REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS]
-    common = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    flags = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     requests = []
-    part = args.part or slice(0, None, 1)
+    part_slice = args.part or slice(0, None, 1)
     # The rows' numbers in the whole run, which determine their seeds.
-    numbers = range(part.start, part.start + part.step * len(rows), part.step)
-    for number, row, tokens in zip(numbers, rows, _tokens(target, rows, args), strict=True):
+    row_numbers = range(part_slice.start, part_slice.start + part_slice.step * len(rows), part_slice.step)
+    for number, row, tokens in zip(row_numbers, rows, _tokens(target, rows, args), strict=True):
         # Later entries win: the flags, then the seed of this row number, then the row's own settings.
-        settings = common | {"seed": ((args.seed or 0) + number) % 2**32} | row.settings
+        settings = flags | {"seed": ((args.seed or 0) + number) % 2**32} | row.settings
         if any(name in row.settings for name in CONSTRAINTS):
             # A row's constraint replaces the one from the flags.
             settings |= {name: row.settings.get(name) for name in CONSTRAINTS}
@@ -309,24 +309,24 @@ def _tokens(
     Raises:
       MarsError: a prompt cannot be tokenized; the message contains its line.
     """
-    options = {"chat": args.chat, "system": args.system, "template_args": args.template_args}
-    with activity.doing("tokenizing") as running:
+    encode_options = {"chat": args.chat, "system": args.system, "template_args": args.template_args}
+    with activity.doing("tokenizing") as running_activity:
         for first in range(0, len(rows), CHUNK):
             chunk = rows[first : first + CHUNK]
             texts = [row.prompt or row.messages or "" for row in chunk if row.tokens is None]
-            encoded = None
+            encoded_prompts = None
             if texts:
                 # After an error, encode one at a time, to find the prompt at fault.
                 with contextlib.suppress(MarsError):
-                    encoded = iter(target.encode_many(texts, **options))
+                    encoded_prompts = iter(target.encode_many(texts, **encode_options))
             for row in chunk:
                 if row.tokens is not None:
                     yield row.tokens
-                elif encoded is not None:
-                    yield next(encoded)
+                elif encoded_prompts is not None:
+                    yield next(encoded_prompts)
                 else:
                     try:
-                        yield target.encode(row.prompt or row.messages or "", **options)
+                        yield target.encode(row.prompt or row.messages or "", **encode_options)
                     except MarsError as error:
                         raise row.error(error) from None
-            running.detail = f"{first + len(chunk)} of {len(rows)} prompts"
+            running_activity.detail = f"{first + len(chunk)} of {len(rows)} prompts"

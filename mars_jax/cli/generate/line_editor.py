@@ -19,8 +19,8 @@ def history_file() -> Path | None:
     >>> history_file().parts[-2:]
     ('mars_jax', 'history')
     """
-    state = home.kept("XDG_STATE_HOME", ".local", "state")
-    return state and state / "mars_jax" / "history"
+    state_folder = home.kept("XDG_STATE_HOME", ".local", "state")
+    return state_folder and state_folder / "mars_jax" / "history"
 
 
 @contextlib.contextmanager
@@ -40,21 +40,21 @@ def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]
     readline.set_history_length(HISTORY_LINES)
     # The history is global to the process: drop lines of an earlier session.
     readline.clear_history()
-    path = history_file()
+    history_path = history_file()
     with contextlib.suppress(OSError):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path.touch(mode=0o600)
-            readline.read_history_file(path)
+        if history_path is not None:
+            history_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            history_path.touch(mode=0o600)
+            readline.read_history_file(history_path)
 
     def ask(prompt: str) -> str:
         # Python edits lines only if its own stdout is the terminal; commands redirect stdout to stderr.
         with contextlib.redirect_stdout(out):
             line = input(prompt)
-        if path is not None and line.strip():
+        if history_path is not None and line.strip():
             with contextlib.suppress(OSError):
                 # Append only the new line, because several sessions may share the file.
-                readline.append_history_file(1, path)
+                readline.append_history_file(1, history_path)
         return line
 
     try:
@@ -64,12 +64,12 @@ def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]
 
 
 def _completion(line: str, words: Sequence[str], state: int) -> str | None:
-    """Return number `state` of the words that begin with the line.
+    """Return the word at index `state` among the words that begin with the line.
 
     >>> _completion("/s", ["/new", "/set", "/settings"], 1)
     '/settings'
     """
     if not line.startswith("/"):
         return None
-    candidates = [word for word in words if word.startswith(line)]
-    return next(iter(candidates[state:]), None)
+    matching_words = [word for word in words if word.startswith(line)]
+    return next(iter(matching_words[state:]), None)

@@ -122,23 +122,23 @@ def missing_rows(file: RowFile, requests: Sequence[Request]) -> list[int]:
     Raises:
       MarsError: the file repeats a row, or contains a row of a different part of the run.
     """
-    numbers: dict[str, list[int]] = {}
+    numbers_by_key: dict[str, list[int]] = {}
     for number, request in enumerate(requests):
         # Compare rows in the form of JSON, which is how the file stores them.
-        key = to_line(
+        row_key = to_line(
             {"id": request.id, "prompt_tokens": request.prompt_tokens, "sampling": sampling(request)}
         )
-        numbers.setdefault(key, []).append(number)
+        numbers_by_key.setdefault(row_key, []).append(number)
     for line, row in enumerate(file.rows, start=1):
-        key = to_line({name: row.get(name) for name in ("id", "prompt_tokens", "sampling")})
-        if not numbers.get(key):
+        row_key = to_line({name: row.get(name) for name in ("id", "prompt_tokens", "sampling")})
+        if not numbers_by_key.get(row_key):
             raise MarsError(
                 f"line {line} of '{file.path}' repeats another line or belongs to another --part: remove the line, or "
                 "choose another --output."
             )
         # Equal requests share a key, and each row on file accounts for one of them.
-        numbers[key].pop(0)
-    return sorted(itertools.chain.from_iterable(numbers.values()))
+        numbers_by_key[row_key].pop(0)
+    return sorted(itertools.chain.from_iterable(numbers_by_key.values()))
 
 
 def fingerprints(session: Session, draft: DraftSpec) -> dict[str, str]:
@@ -149,10 +149,10 @@ def fingerprints(session: Session, draft: DraftSpec) -> dict[str, str]:
       draft: spec of the drafter.
     """
     target, drafter, rule = session.target, session.drafter, session.loaded_rule
-    by_component = {"target": fingerprint(target.params, target.path)}
+    fingerprint_by_component = {"target": fingerprint(target.params, target.path)}
     if draft.path:
         checkpoints = [resolve(draft.checkpoint, weights=False)] if draft.checkpoint else []
-        by_component["draft"] = fingerprint(drafter.params, *checkpoints)
+        fingerprint_by_component["draft"] = fingerprint(drafter.params, *checkpoints)
     if jax.tree.leaves(rule.params):
-        by_component["rule"] = fingerprint(rule.params)
-    return by_component
+        fingerprint_by_component["rule"] = fingerprint(rule.params)
+    return fingerprint_by_component

@@ -1,4 +1,4 @@
-"""Prompts from text files, JSON lines, parquet files and datasets. Rows of the last three may have settings."""
+"""Prompts from text files, JSON lines, parquet files and datasets. JSON lines and parquet rows may have settings."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     """Read the rows of a file; `-` is stdin. Blank lines are ignored.
 
     Files named *.jsonl, *.ndjson or *.json hold JSON lines, and so does stdin if it begins with "{". The columns of a
-    *.parquet file, and the known columns of a dataset, correspond to the keys of a JSON line; null means a missing key.
+    *.parquet file correspond to the keys of a JSON line; null means a missing key. From a dataset, only the prompts and
+    their ids are read.
 
     Args:
       path: path or URL of the file; or a dataset on the hub as OWNER/NAME[:CONFIG[:SPLIT]]; or a dataset's folder.
@@ -76,22 +77,22 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     Raises:
       MarsError: the file does not exist or contains no prompts, or a line is not a prompt.
     """
-    name = "stdin" if path == "-" else path
-    stream = path == "-" or remote.is_url(path) or path.startswith(_PIPES)
-    if not stream:
+    shown_name = "stdin" if path == "-" else path
+    is_stream = path == "-" or remote.is_url(path) or path.startswith(_PIPES)
+    if not is_stream:
         check_path(path, "the prompts file")
-    columns = None
-    if not (stream or Path(path).is_file()):
+    dataset_rows = None
+    if not (is_stream or Path(path).is_file()):
         # None if the path does not have the form of a dataset's name.
-        columns = load_function("mars_jax.lab.evaluate.tasks.datasets:columns")(path)
-    if columns is not None:
-        rows = list(_of_dataset(path, columns, rule))
+        dataset_rows = load_function("mars_jax.lab.evaluate.tasks.datasets:columns")(path)
+    if dataset_rows is not None:
+        rows = list(_of_dataset(path, dataset_rows, rule))
     elif path.lower().endswith(".parquet"):
         rows = [_from_columns(row, f"{path}, row {i}", rule) for i, row in enumerate(_parquet(path))]
     else:
-        rows = list(_lines(path, name, rule))
+        rows = list(_lines(path, shown_name, rule))
     if not rows:
-        raise MarsError(f"the prompts file '{name}' holds no prompts: give one a line.")
+        raise MarsError(f"the prompts file '{shown_name}' holds no prompts: give one a line.")
     return rows
 
 
@@ -158,8 +159,8 @@ def _of_dataset(
 def _from_columns(columns: JsonObject, where: str, rule: RuleChoice) -> PromptRow:
     # pandas writes an index column, and stores integers as floats if a column has nulls.
     fields = {key: x for key, x in _without_nulls(columns).items() if not key.startswith("__index_level_")}
-    integers = {key: int(x) for key, x in fields.items() if isinstance(x, float) and x.is_integer()}
-    return _checked(_from_fields(fields | integers, PromptRow(where=where), rule))
+    integer_fields = {key: int(x) for key, x in fields.items() if isinstance(x, float) and x.is_integer()}
+    return _checked(_from_fields(fields | integer_fields, PromptRow(where=where), rule))
 
 
 def _without_nulls(value: Any) -> Any:
@@ -172,7 +173,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
-    jsonl = None if path == "-" else path.lower().endswith((".jsonl", ".ndjson", ".json"))
+    is_jsonl = None if path == "-" else path.lower().endswith((".jsonl", ".ndjson", ".json"))
     with _opened(path) as file:
         # Split bytes into lines: str.splitlines would also split at other characters, which prompts may contain.
         for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
@@ -190,10 +191,10 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
                 raise MarsError(f"{where}: it is not UTF-8: convert the file.") from None
             if not text.strip():
                 continue
-            if jsonl is None:  # stdin has no file extension: detect the format from the first line
-                jsonl = text.lstrip().startswith("{")
+            if is_jsonl is None:  # stdin has no file extension: detect the format from the first line
+                is_jsonl = text.lstrip().startswith("{")
             try:
-                row = _from_json_line(text, where, rule) if jsonl else PromptRow(where=where, prompt=text)
+                row = _from_json_line(text, where, rule) if is_jsonl else PromptRow(where=where, prompt=text)
             except RecursionError:  # in the JSON parser or in the checks
                 raise MarsError(f"{where}: it is nested too deeply: give flatter values.") from None
             yield _checked(row)
@@ -257,8 +258,8 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
         rule_numbers = {}
         for key in fields.keys() & set(rule_keys):
             # The range of a setting may depend on the rule's structure: theta's depends on the margin.
-            setting, structure = rule.setting(key)
-            rule_numbers[key] = setting.from_json(fields[key], **structure)
+            setting, structural_settings = rule.setting(key)
+            rule_numbers[key] = setting.from_json(fields[key], **structural_settings)
     except MarsError as error:
         raise row.error(error) from None
     return PromptRow(
@@ -307,9 +308,9 @@ def _checked(row: PromptRow) -> PromptRow:
     if not row.prompt:
         raise row.error("the prompt is empty: give at least one character of text to continue.")
     try:
-        size = len(row.prompt.encode("utf-8"))
+        num_bytes = len(row.prompt.encode("utf-8"))
     except UnicodeEncodeError:
         raise row.error("the prompt is not valid Unicode: give it as UTF-8.") from None
-    if size > PROMPT_BYTES:
-        raise row.error(f"the prompt has {size:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
+    if num_bytes > PROMPT_BYTES:
+        raise row.error(f"the prompt has {num_bytes:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
     return row

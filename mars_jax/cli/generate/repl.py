@@ -79,11 +79,11 @@ def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
             raise MarsError("one process answers on a terminal, and this run has several: give prompts.")
         with busy("loading"):
             job = open_job(args, choices, _ROW)
-        session = Talk(list(argv), args, choices, job, out)
-        session.compile()
-        session.greet()
+        talk_session = Talk(list(argv), args, choices, job, out)
+        talk_session.compile()
+        talk_session.greet()
         with editing(out, list(COMMANDS)) as ask:
-            while session.takes(ask):
+            while talk_session.takes(ask):
                 pass
 
 
@@ -97,8 +97,8 @@ class Talk:
         self._out, self._screen = console(out), console(sys.stderr)
         self._running = Running(job.session)
         self._chat = Chat.over(self._running, self._turns_request) if args.chat else None
-        self._last: str | None = None  # prompt
-        self._count = 0  # of answers
+        self._last: str | None = None  # the last prompt
+        self._count = 0  # number of answers
 
     def compile(self) -> None:
         """Compile the pair's step before the first answer."""
@@ -152,8 +152,8 @@ class Talk:
         if words and name not in ("/set", *_CHOSEN):
             raise MarsError(f"{name} takes nothing: leave {' '.join(words)!r} out.")
         if name == "/help":
-            for command, does in COMMANDS.items():
-                self._tell(f"  {command:<10} {does}")
+            for command, summary in COMMANDS.items():
+                self._tell(f"  {command:<10} {summary}")
         elif name == "/settings":
             self._show()
         elif name == "/set":
@@ -176,9 +176,9 @@ class Talk:
         completion = None
         # Ctrl-C ends the answer after the current step. In a chat, closing the stream then adds the text so far as
         # the answer.
-        with signals.stoppable() as stop, contextlib.closing(self._events(text)) as events:
+        with signals.stoppable() as stop_event, contextlib.closing(self._events(text)) as events:
             self._last, self._count = text, self._count + 1
-            # A prompt without a chat is repeated, so that its continuation follows it.
+            # Outside a chat, print the prompt again, so that its continuation follows it.
             if self._chat is None:
                 printer.prompt(text, chat=False)
             for event in events:
@@ -187,7 +187,7 @@ class Talk:
                     break
                 for kind, piece in event.pieces:
                     printer.piece(kind, piece)
-                if stop.is_set():
+                if stop_event.is_set():
                     break
         printer.end()
         if completion is None:
@@ -195,10 +195,10 @@ class Talk:
             return
         check_finite(self._job.session.target, [completion])
         self._tell(line_of(completion, drafts=self._job.drafts, read=self._running.read), "dim")
-        context = self._job.session.target.config.max_positions
-        if len(completion.request.prompt_tokens) + len(completion.tokens) >= context:
+        context_length = self._job.session.target.config.max_positions
+        if len(completion.request.prompt_tokens) + len(completion.tokens) >= context_length:
             cure = "" if self._chat is None else ": /undo takes turns back, /new begins again"
-            self._tell(f"the context of {context} tokens is full{cure}")
+            self._tell(f"the context of {context_length} tokens is full{cure}")
 
     def _events(self, text: str) -> Generator[Said | Finished, None, None]:
         [row] = from_texts([text])  # also checks the text of a turn
@@ -226,18 +226,18 @@ class Talk:
 
     def _show(self) -> None:
         # /set may have changed the rule since the job was opened.
-        run = dict(self._job.run) | self._choices.rule.as_json()
+        run_settings = dict(self._job.run) | self._choices.rule.as_json()
         [request] = make_job_requests(self._job.session.target, self._args, _ROW)
-        settings = {name: run[name] for name in ("target", "draft", "verify", "dtype")}
-        settings |= run["settings"]
+        settings = {name: run_settings[name] for name in ("target", "draft", "verify", "dtype")}
+        settings |= run_settings["settings"]
         settings |= {name: getattr(request, name) for name in SAMPLING}
         for name, value in settings.items():
             self._tell(f"  {name:<20} {value}")
 
     def _set(self, words: list[str]) -> None:
         """Parse the flags again with this one added, so that errors are the same as for the flag."""
-        options = {name: o for name, o in self._choices.rule.options.items() if o.flag}
-        names = [*SAMPLING, *options]
+        rule_options = {name: option for name, option in self._choices.rule.options.items() if option.flag}
+        names = [*SAMPLING, *rule_options]
         if len(words) != 2:
             raise MarsError(
                 f"/set takes a name and a value, as in /set temperature 0.7: the names are {', '.join(names)}."
@@ -250,7 +250,7 @@ class Talk:
         argv = [*self._argv, flag_of(name), words[1]]  # the last of two equal flags counts
         args, choices = _parsed(argv)
         # Settings of a request take effect with the next line. A setting of the rule needs a new rule.
-        if name in options:
+        if name in rule_options:
             session = self._job.session
             self._running.session = session.using(load_rule(choices.rule, session.target, _ROW))
         self._argv, self._args, self._choices = argv, args, choices

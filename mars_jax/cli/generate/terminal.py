@@ -81,22 +81,22 @@ class TextPrinter:
 
 
 def legend(width: int, *, trusts: bool = False) -> Text:
-    """Return an explanation of the colours on one line, or on one line each if they do not fit into `width` columns.
+    """Return an explanation of the colours: on one line if it fits into `width` columns, otherwise one line per colour.
 
     Args:
       width: columns of the terminal.
       trusts: whether drafts may have `trusted` nodes, which are accepted without a test.
     """
-    kinds = [kind for kind in _MEANING if trusts or kind != "trusted"]
-    parts = [Text(kind, STYLES[kind]) + Text(f" {_MEANING[kind]}") for kind in kinds]
-    line = Text("   ").join(parts)
-    return line if line.cell_len <= width else Text("\n").join(parts)
+    shown_kinds = [kind for kind in _MEANING if trusts or kind != "trusted"]
+    kind_texts = [Text(kind, STYLES[kind]) + Text(f" {_MEANING[kind]}") for kind in shown_kinds]
+    line = Text("   ").join(kind_texts)
+    return line if line.cell_len <= width else Text("\n").join(kind_texts)
 
 
 def line_of(completion: Completion, *, drafts: bool, read: int) -> str:
     """Describe an answer in one line. `read` tokens of its prompt were prefilled; the others were cached."""
-    metrics, tokens = completion.metrics, len(completion.tokens)
-    line = f"{tokens} tokens in {completion.seconds:.2f} s, {completion.tokens_per_second:.1f} tokens/s"
+    metrics, num_tokens = completion.metrics, len(completion.tokens)
+    line = f"{num_tokens} tokens in {completion.seconds:.2f} s, {completion.tokens_per_second:.1f} tokens/s"
     if drafts:
         line += f", tau {metrics.tau:.2f}, {metrics.accepted} of {metrics.proposed} drafted accepted"
     if metrics.accepted_relaxed:
@@ -106,19 +106,19 @@ def line_of(completion: Completion, *, drafts: bool, read: int) -> str:
 
 def statistics(metrics: Metrics, seconds: float, rule: str, *, drafts: bool) -> str:
     """Return the totals of a run as lines of text."""
-    speed = metrics.emitted / max(seconds, 1e-9)
+    rate = metrics.emitted / max(seconds, 1e-9)
     lines = [
-        f"{metrics.emitted} tokens in {seconds:.2f} s, {speed:.1f} tokens/s, {metrics.steps} steps, rule {rule}"
+        f"{metrics.emitted} tokens in {seconds:.2f} s, {rate:.1f} tokens/s, {metrics.steps} steps, rule {rule}"
     ]
     if drafts:
-        histogram = "  ".join(f"{depth}: {count}" for depth, count in enumerate(metrics.depth_histogram))
-        trusted = f", {metrics.accepted_trusted} trusted" if metrics.accepted_trusted else ""
+        histogram_text = "  ".join(f"{depth}: {count}" for depth, count in enumerate(metrics.depth_histogram))
+        trusted_text = f", {metrics.accepted_trusted} trusted" if metrics.accepted_trusted else ""
         lines += [
             f"tau {metrics.tau:.2f} tokens per step with the correction or bonus token, "
             f"{metrics.tau_without_bonus:.2f} without",
             f"drafted {metrics.proposed}, accepted {metrics.accepted} ({metrics.acceptance_rate:.1%}): "
-            f"{metrics.accepted_exact} exact, {metrics.accepted_relaxed} relaxed{trusted}",
-            f"steps by draft tokens accepted  {histogram}",
+            f"{metrics.accepted_exact} exact, {metrics.accepted_relaxed} relaxed{trusted_text}",
+            f"steps by draft tokens accepted  {histogram_text}",
         ]
     lines.append(f"regret {metrics.regret_per_token:.4f} nats per token below the target's best")
     return "\n".join(lines)
