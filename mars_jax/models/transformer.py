@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.typing import DTypeLike
 
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
-from mars_jax.mesh.axes import alone, devices_of, hold_whole, in_order, map_devices, on_tpu
+from mars_jax.mesh.axes import alone, current, devices_of, hold_whole, in_order, map_devices, on_tpu
 from mars_jax.models import ring, weights
 from mars_jax.models.attention import BLOCK, FORMS, KERNEL_ROWS, KERNEL_SLOTS, TURN_SLOTS, Attend, attending
 from mars_jax.models.config import ModelConfig
@@ -32,6 +33,27 @@ the weights for each piece takes longer than sending it."""
 
 Sublayers = tuple[tuple[bool, bool], ...]
 """(has attention, has MLP) for every layer."""
+
+
+def _lowered_once(num_static: int) -> Callable[[Callable], Callable]:
+    """Decorate a function of `num_static` static arguments and arrays: equal calls in a program share its lowering.
+
+    Inside a map over mesh axes (`by_rows`), each call is inlined instead: libtpu 0.0.42 aborts if a function that is
+    called twice holds another map, such as that of attention over `model`.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        jit = functools.partial(jax.jit, function, static_argnums=tuple(range(num_static)))
+        shared, inlined = jit(), jit(inline=True)
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            mesh = current()
+            return (inlined if mesh is not None and mesh.manual_axes else shared)(*args)
+
+        return call
+
+    return decorate
 
 
 def init_params(
@@ -129,7 +151,7 @@ def _out(config: ModelConfig, layer: dict, mixed: Array) -> Array:
     return dense(mixed, layer["o"], layer.get("o_bias"), inputs=("heads", config.num_heads))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@_lowered_once(2)
 def _layer(config: ModelConfig, sublayers: tuple[bool, bool], layer: dict, x: Array, rotation, attend, rows):
     """Run the `sublayers` of one layer on x [B, N, E] and its rows of the cache, which are None without attention.
 
@@ -149,7 +171,7 @@ def _layer(config: ModelConfig, sublayers: tuple[bool, bool], layer: dict, x: Ar
     return x, rows
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+@_lowered_once(5)
 def _ring_layer(
     config: ModelConfig,
     sublayers: tuple[bool, bool],
@@ -282,7 +304,7 @@ def _each_layer(
     return x, outputs, KVCache(k=tuple(ks), v=tuple(vs))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@_lowered_once(4)
 def _forward(
     config: ModelConfig,
     form: str,
