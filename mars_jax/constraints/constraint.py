@@ -83,15 +83,15 @@ def _table(constraint: Constraint, vocabulary: Vocabulary) -> TokenTable:
 
 
 def _allow_list(ids: tuple[int, ...], size: int) -> TokenTable:
-    outside = [i for i in ids if i >= size]
-    if outside:
-        raise MarsError(f"the constraint allows the token {outside[0]}, and there are {size}: leave it out.")
-    classes = np.zeros(size, np.uint16)
-    classes[list(ids)] = 1
+    bad_ids = [i for i in ids if i >= size]
+    if bad_ids:
+        raise MarsError(f"the constraint allows the token {bad_ids[0]}, and there are {size}: leave it out.")
+    token_classes = np.zeros(size, np.uint16)
+    token_classes[list(ids)] = 1
     # State 0 is dead. State 1 accepts, and allowed tokens (class 1) stay in it.
     return TokenTable(
         next=np.asarray([[0, 0], [0, FIRST]], np.uint16),
-        classes=classes,
+        classes=token_classes,
         accepting=np.asarray([False, True]),
         forced=np.full(2, NO_TOKEN, np.int32),
         strict=np.zeros(2, bool),

@@ -77,10 +77,10 @@ def load(
     check_switch("sample", sample)
     check_switch("any_rule", any_rule)
     check_dtype(dtype)
-    parsed = parse_draft(spec)
-    (kind, path), row = parsed, parsed.definition
+    draft_spec = parse_draft(spec)
+    (kind, path), draft_definition = draft_spec, draft_spec.definition
     # A user's model may have a config of a different type.
-    mixture = target is not None and getattr(target.config, "num_experts", 0) > 0
+    is_mixture = target is not None and getattr(target.config, "num_experts", 0) > 0
     if not (isinstance(draft_size, str) and draft_size in ("fixed", "auto")):
         raise MarsError(f"draft_size is {short_repr(draft_size)}: expected 'fixed' or 'auto'.")
     if not (isinstance(head_embed, str) and head_embed in HEAD_EMBED):
@@ -89,25 +89,25 @@ def load(
         raise MarsError(
             "any_rule does not apply to drafts of a fixed size, which no text depends on: leave it out."
         )
-    if draft_size == "auto" and (tree is not None or not row.resizes):
+    if draft_size == "auto" and (tree is not None or not draft_definition.resizes):
         subject = f"the drafter '{kind}'" if tree is None else "trees"
         raise MarsError(
             f"draft_size='auto' does not apply to {subject}: draft a chain with {drafters_that('resizes')}."
         )
-    length, usual_tree = row.usual(mixture=mixture, sample=sample or draft_size == "auto")
+    length, usual_tree = draft_definition.usual(mixture=is_mixture, sample=sample or draft_size == "auto")
     # Name: (whether the caller set it, the field of the definition that allows it).
-    optional = {
+    optional_arguments = {
         "tree": (tree is not None, "trees"),
         "sample": (sample, "samples"),
         "head_embed": (head_embed != "own", "embeds"),
     }
-    for name, (is_set, ability) in optional.items():
-        if is_set and not getattr(row, ability):
+    for name, (is_set, ability) in optional_arguments.items():
+        if is_set and not getattr(draft_definition, ability):
             raise MarsError(
                 f"{name} does not apply to the drafter '{kind}': leave it out, or draft with "
                 f"{drafters_that(ability)}."
             )
-    if row.head and not isinstance(target.config, ModelConfig):
+    if draft_definition.head and not isinstance(target.config, ModelConfig):
         raise MarsError(
             f"'{target.name}' has no config, by which the heads of '{path}' are checked: give Pretrained.from_parts "
             "one, or make the drafter by its constructor, such as mars_jax.drafters.eagle."
@@ -123,7 +123,7 @@ def load(
         length = num_draft_tokens
     elif tree is None:
         tree = usual_tree
-    loaded_drafter = row.load(Asked(target, path, length, tree, sample, dtype, head_embed))
+    loaded_drafter = draft_definition.load(Asked(target, path, length, tree, sample, dtype, head_embed))
     check_finite_weights(path, loaded_drafter.params)
     return sized(loaded_drafter, any_rule=any_rule) if draft_size == "auto" else loaded_drafter
 
@@ -162,11 +162,11 @@ def _on_host(weight: Array | np.ndarray) -> bool:
 
 def _is_finite(weight: Array | np.ndarray) -> bool:
     """Check one weight in host memory, without compiling a program."""
-    host = np.asarray(weight)
-    if host.dtype == jnp.bfloat16:
+    host_weight = np.asarray(weight)
+    if host_weight.dtype == jnp.bfloat16:
         # Infinities and NaNs have all eight exponent bits set.
-        return not np.any(host.view(np.uint16) & 0x7F80 == 0x7F80)
-    return bool(np.all(np.isfinite(host)))
+        return not np.any(host_weight.view(np.uint16) & 0x7F80 == 0x7F80)
+    return bool(np.all(np.isfinite(host_weight)))
 
 
 def check_finite_weights(name: str, params: PyTree) -> None:
@@ -174,20 +174,20 @@ def check_finite_weights(name: str, params: PyTree) -> None:
 
     Bad target weights show in the output. Bad draft weights would only cause every draft to be rejected, so check them.
     """
-    weights = [
+    named_weights = [
         (path, weight)
         for path, weight in jax.tree_util.tree_leaves_with_path(params)
         if jnp.issubdtype(weight.dtype, jnp.floating)
     ]
-    arrays = [weight for _, weight in weights]
+    weights = [weight for _, weight in named_weights]
     # A draft on a CPU is checked without compiling.
-    if all(map(_on_host, arrays)):
-        results = map(_is_finite, arrays)
+    if all(map(_on_host, weights)):
+        are_finite = map(_is_finite, weights)
     else:
-        results = jax.device_get(_are_finite(arrays))
-    for (path, _), finite in zip(weights, results, strict=True):
-        if not finite:
-            place = jax.tree_util.keystr(path, simple=True, separator=".")
+        are_finite = jax.device_get(_are_finite(weights))
+    for (path, _), is_finite in zip(named_weights, are_finite, strict=True):
+        if not is_finite:
+            location = jax.tree_util.keystr(path, simple=True, separator=".")
             raise MarsError(
-                f"the weights of the draft '{name}' are not finite ({place}): load an intact checkpoint."
+                f"the weights of the draft '{name}' are not finite ({location}): load an intact checkpoint."
             )

@@ -100,13 +100,13 @@ class DraftModel(ShapedDrafter):
     def _unembed(self, params: Params, hidden: Array) -> Array:
         logits = self._model.unembed(params.draft, hidden)
         # A model with other tokens already gives -inf to those that it lacks.
-        missing = self._vocab - self.model.vocab_size
-        if self.own_tokens or missing == 0:
+        padding = self._vocab - self.model.vocab_size
+        if self.own_tokens or padding == 0:
             return logits
         # Rows of padding at the end of an embedding differ between models of one tokenizer. Cut or fill them.
-        if missing < 0:
+        if padding < 0:
             return logits[..., : self._vocab]
-        return jnp.pad(logits, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
+        return jnp.pad(logits, ((0, 0), (0, 0), (0, padding)), constant_values=-jnp.inf)
 
     def propose(self, params: Params, state: ModelState, inputs: DraftInput) -> tuple[DraftTree, ModelState]:
         def extend(carry: tuple[PyTree, Array | None], level: Level) -> tuple[Array, PyTree]:
@@ -160,8 +160,8 @@ class DraftModel(ShapedDrafter):
             return state
         # i32[B, D + 1]. Row 1 is in slot `length` and the root, row 0, in slot `length - 1`, so `commit` can treat them
         # as the nodes of a tree rooted at `length - 1`.
-        path = pick(state.rows, verdict.path)
-        return dataclasses.replace(state, cache=self.model.commit(state.cache, length - 1, path))
+        path_rows = pick(state.rows, verdict.path)
+        return dataclasses.replace(state, cache=self.model.commit(state.cache, length - 1, path_rows))
 
 
 language_model = DraftModel
@@ -171,11 +171,11 @@ def feed_last(
     model: LanguageModel, weights: PyTree, cache: PyTree, tokens: Array, length: Array
 ) -> tuple[Array, PyTree]:
     """Feed the last two committed tokens; return the hidden state [B, 1, E] of the last one, and the cache."""
-    first = jnp.maximum(length - 2, 0)
-    window = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, 2))(tokens, first)
-    output = model.forward(weights, window, Visible.causal(first, 2), cache)
+    window_start = jnp.maximum(length - 2, 0)
+    window_tokens = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, 2))(tokens, window_start)
+    output = model.forward(weights, window_tokens, Visible.causal(window_start, 2), cache)
     # i32[B, 1]: the last token is at index 1 of the window [length - 2, length), or 0 for a one-token prompt.
-    return pick(output.hidden, (length - 1 - first)[:, None]), output.cache
+    return pick(output.hidden, (length - 1 - window_start)[:, None]), output.cache
 
 
 def load_model(arguments: Asked) -> LoadedDrafter:
@@ -190,21 +190,21 @@ def load_model(arguments: Asked) -> LoadedDrafter:
     draft = hub.load(
         arguments.path, dtype=arguments.dtype, mesh=target.mesh, prefill_chunk=target.model.prefill_chunk
     )
-    shared = shared_tokens(target, draft)
-    params, ids = draft.params, None
-    if shared is not None:
+    token_tables = shared_tokens(target, draft)
+    params, draft_ids = draft.params, None
+    if token_tables is not None:
         if target.mesh is not None:
-            everywhere = NamedSharding(target.mesh, PartitionSpec())
-            shared = hosts.put(shared, jax.tree.map(lambda _: everywhere, shared))
-        params, ids = shared._replace(weights=draft.params), shared.ids
+            replicated_sharding = NamedSharding(target.mesh, PartitionSpec())
+            token_tables = hosts.put(token_tables, jax.tree.map(lambda _: replicated_sharding, token_tables))
+        params, draft_ids = token_tables._replace(weights=draft.params), token_tables.ids
     drafter = language_model(
         draft.model,
         arguments.chain,
         **arguments.shape,
         vocab_size=target.config.vocab_size,
-        own_tokens=shared is not None,
+        own_tokens=token_tables is not None,
     )
-    return LoadedDrafter(drafter, params, draft_ids=ids, max_positions=draft.config.max_positions)
+    return LoadedDrafter(drafter, params, draft_ids=draft_ids, max_positions=draft.config.max_positions)
 
 
 register("model", DraftModel, load_model, path="PATH", learns=True, paper="2211.17192")

@@ -36,8 +36,8 @@ class Steering(NamedTuple):
         """Return the states i32[B, W * k] after the k children of W nodes, tokens i32[B, W * k]."""
         if self.guide is None or states is None:
             return None
-        repeats = tokens.shape[1] // states.shape[1]
-        return self.guide.moved(jnp.repeat(states, repeats, axis=1), tokens)
+        num_children = tokens.shape[1] // states.shape[1]
+        return self.guide.moved(jnp.repeat(states, num_children, axis=1), tokens)
 
     def logits(self, logits: Array, states: Array | None) -> Array:
         """Return the logits f32[B, W, U] of W nodes with forbidden tokens at -inf; f32[B, W, V] for a sampled draft.
@@ -48,20 +48,20 @@ class Steering(NamedTuple):
             logits = self.growth.widen(logits)
         if self.guide is None or states is None:
             return logits
-        count = logits.shape[-1]
+        vocab = logits.shape[-1]
 
         def token_ids() -> Array:
-            return self.growth.to_target(jnp.arange(count, dtype=jnp.int32))
+            return self.growth.to_target(jnp.arange(vocab, dtype=jnp.int32))
 
         # A draft vocabulary of a different size needs its token ids. So does one of the same size from a different
         # tokenizer; its tables are `narrowed`.
-        narrowed = not self.sample and (count != self.guide.vocab or self.guide.tables.narrow is not None)
-        masked = self.guide.masked(logits, states, ids=token_ids if narrowed else None)
+        narrowed = not self.sample and (vocab != self.guide.vocab or self.guide.tables.narrow is not None)
+        masked_logits = self.guide.masked(logits, states, ids=token_ids if narrowed else None)
         if not self.sample:
-            return masked
+            return masked_logits
         # bool[B, W, 1]: q has no mass on allowed tokens. Masked zeros are the logits of a uniform q over them.
-        nothing = jnp.max(masked, axis=-1, keepdims=True) == -jnp.inf
-        return jnp.where(nothing, self.guide.masked(jnp.zeros_like(logits), states), masked)
+        none_allowed = jnp.max(masked_logits, axis=-1, keepdims=True) == -jnp.inf
+        return jnp.where(none_allowed, self.guide.masked(jnp.zeros_like(logits), states), masked_logits)
 
     def confidence_logits(self, raw_logits: Array, logits: Array) -> Array:
         """Return the logits that decide whether a drafter stops: its own, or the constrained ones under a guide."""
@@ -96,6 +96,6 @@ class Steering(NamedTuple):
         if self.guide is None or states is None:
             return log_q
         # In `logits`, forbidden tokens are -inf.
-        allowed = jnp.where(best.values > -jnp.inf, log_q, -jnp.inf)
-        certain = (best.values[..., 0] == -jnp.inf) & (self.guide.forced(states) >= 0)
-        return allowed.at[..., 0].set(jnp.where(certain, 0.0, allowed[..., 0]))
+        allowed_log_q = jnp.where(best.values > -jnp.inf, log_q, -jnp.inf)
+        is_forced = (best.values[..., 0] == -jnp.inf) & (self.guide.forced(states) >= 0)
+        return allowed_log_q.at[..., 0].set(jnp.where(is_forced, 0.0, allowed_log_q[..., 0]))

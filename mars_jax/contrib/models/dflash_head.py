@@ -138,8 +138,8 @@ class DFlashConfig(LayeredHead):
 @jax.named_scope("fuse")
 def fuse(config: DFlashConfig, head: PyTree, output: ForwardOutput) -> Array:
     """Return the inputs of the context, [B, N, E], from the target's output at N tokens."""
-    joined = hold_whole(jnp.concatenate(list(output.features), axis=-1)).astype(head["fc"].dtype)
-    return rms_norm(dense(joined, head["fc"]), head["hidden_norm"], config.layer.norm_eps)
+    joined_features = hold_whole(jnp.concatenate(list(output.features), axis=-1)).astype(head["fc"].dtype)
+    return rms_norm(dense(joined_features, head["fc"]), head["hidden_norm"], config.layer.norm_eps)
 
 
 @jax.named_scope("context")
@@ -157,13 +157,13 @@ def absorb(
     """
     layer_config = config.layer
     batch, n, _ = fused.shape
-    shape = (batch, n, layer_config.num_kv_heads, layer_config.head_dim)
+    head_shape = (batch, n, layer_config.num_kv_heads, layer_config.head_dim)
     # The context has keys and values only: no query comes from it.
     cos, sin = angles(positions, layer_config.rope, layer_config.head_dim)
     ks, vs = [], []
     for i, layer in enumerate(head["layers"]):
-        k = dense(fused, layer["k"], layer.get("k_bias")).reshape(shape)
-        v = dense(fused, layer["v"], layer.get("v_bias")).reshape(shape)
+        k = dense(fused, layer["k"], layer.get("k_bias")).reshape(head_shape)
+        v = dense(fused, layer["v"], layer.get("v_bias")).reshape(head_shape)
         if layer_config.qk_norm:
             k = rms_norm(k, layer["k_norm"], layer_config.norm_eps)
         ks.append(hold_heads(kv_cache.write_slots(cache.k[i], rotate(k, cos, sin), slot)))
@@ -243,8 +243,8 @@ def unembed(config: DFlashConfig, target: LanguageModel, params: Params, hidden:
 @jax.named_scope("markov")
 def markov(head: PyTree, parents: Array) -> Array:
     """Return the Markov head's correction f32[B, N, W] of the logits after the tokens `parents` i32[B, N]."""
-    embedded = embed(head["markov_in"], parents).astype(head["fc"].dtype)
-    return dense(embedded, head["markov_out"], dtype=jnp.float32)
+    parent_embedding = embed(head["markov_in"], parents).astype(head["fc"].dtype)
+    return dense(parent_embedding, head["markov_out"], dtype=jnp.float32)
 
 
 @jax.named_scope("confidence")

@@ -56,11 +56,11 @@ class Learned(Relaxed):
                 "verify.load."
             )
         stats = evidence.stats
-        harm = jax.nn.sigmoid(
+        harm_prob = jax.nn.sigmoid(
             indicator.harm_log_odds(evidence.params, evidence.hidden, stats.top1, stats.top2)
         )
         theta = self.theta[:, None]
-        return (harm < theta) & (theta < jnp.inf)
+        return (harm_prob < theta) & (theta < jnp.inf)
 
 
 learned = Learned
