@@ -211,7 +211,7 @@ def _subsets(
     start_set = closed(frozenset([first]))
     # A constraint that matches nothing has an empty start, which is DEAD.
     set_ids = {start_set: FIRST, frozenset(): DEAD}
-    state_of: dict[frozenset[int], int] = {}  # ids by the set of states before its closure
+    state_of: dict[frozenset[int], int] = {}  # numbers of closed sets, by the set before its closure
     todo = [start_set]
     next_rows = [[DEAD] * count, [DEAD] * count]
     accepting = [False, last in start_set]

@@ -36,8 +36,8 @@ class Compiled(NamedTuple):
         """Return the initial states of a batch's rows.
 
         Args:
-          keys: for each row a constraint, or another key of `starts`; None: no constraint.
-          states: for each row the state of its table to begin in; default: the initial state.
+          keys: for each row, a constraint or another key of `starts`; None: no constraint.
+          states: for each row, the state of its table in which it begins; default: the initial state.
         """
         start_states, row_groups = np.full(len(keys), FREE, np.int32), np.zeros(len(keys), np.int32)
         for row, key in enumerate(keys):

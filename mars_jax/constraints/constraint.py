@@ -72,7 +72,7 @@ def _automaton(constraint: Constraint) -> Automaton:
         return schema_automaton(json.loads(content), compact=constraint.compact)
     if kind == "choice":
         return automaton(Either(tuple(map(text, content))))
-    raise MarsError("a constraint of tokens is none of bytes: use its table.")
+    raise MarsError("a constraint on tokens has no automaton over bytes: use its table.")
 
 
 @functools.lru_cache(maxsize=64)
@@ -163,7 +163,7 @@ def _written(schema: object) -> str:
 
 
 def _listed(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the entries of an iterable; () for any other value, also for an array without axes."""
+    """Return the entries of an iterable; () for any other value, including an array without axes."""
     try:
         return tuple(values)
     except TypeError:
@@ -234,7 +234,7 @@ def from_fields(fields: Mapping[str, object]) -> Constraint | None:
 
 
 def without_relax(constraint: Constraint) -> Constraint:
-    """Return the constraint with `relax` unset, as a key of tables, which do not depend on it.
+    """Return the constraint with `relax` unset, to serve as a key of tables, which do not depend on `relax`.
 
     >>> without_relax(regex("a").relaxed()) == regex("a")
     True

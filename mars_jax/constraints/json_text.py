@@ -64,7 +64,7 @@ def integers(low: int | None, high: int | None) -> Node:
     if high is None or high >= 0:
         alternatives.append(_naturals(max(low or 0, 0), high))
     if low is None or low < 0:
-        # Leave out -0: the absolute value is at least 1, or at least -high if no number reaches 0.
+        # Leave out -0: the absolute value is at least 1, or at least -high if `high` is negative.
         min_absolute = max(1, -(high or 0))
         alternatives.append(sequence(text("-"), _naturals(min_absolute, low and -low)))
     return Either(tuple(alternatives))
@@ -72,7 +72,7 @@ def integers(low: int | None, high: int | None) -> Node:
 
 @functools.lru_cache(maxsize=1024)
 def _naturals(low: int, high: int | None) -> Node:
-    """Return whole numbers from `low` >= 0 to `high`; None allows 18 digits, or as many as `low` if it has more."""
+    """Return the node for whole numbers from `low` >= 0 to `high`; None allows 18 digits, or as many as `low` has."""
     if high is None:
         high = 10 ** max(18, len(str(low))) - 1
     alternatives: list[Node] = []
@@ -83,10 +83,10 @@ def _naturals(low: int, high: int | None) -> Node:
 
 
 def _same_length(low: str, high: str) -> Node:
-    """Return numbers from `low` to `high`, which have the same number of digits."""
+    """Return the node for numbers from `low` to `high`, which have the same number of digits."""
     if set(low) <= {"0"} and set(high) <= {"9"}:
         return Repeat(_DIGIT, len(low), len(low))
-    # Split by the leading digit. Between its ends, all other digits are free.
+    # Split by the leading digit. If it is strictly between those of the bounds, all other digits are free.
     zeros, nines = "0" * (len(low) - 1), "9" * (len(low) - 1)
     first_code, last_code = ord(low[0]), ord(high[0])
     if first_code == last_code:

@@ -28,7 +28,7 @@ _BETWEEN = "..."
 
 @dataclasses.dataclass(frozen=True)
 class _Tags:
-    """Tracker of a span between two strings; the state is (inside, bytes read so far of the next string)."""
+    """Tracker of a span between two strings; the state is (inside, number of bytes read of the next string)."""
 
     opening: bytes
     closing: bytes
@@ -51,7 +51,7 @@ class _Tags:
 
 @dataclasses.dataclass(frozen=True)
 class _Json:
-    """Tracker of JSON; the state is (depth, mode): 0 outside strings, 1 in one, 2 in one after a backslash."""
+    """Tracker of JSON; the state is (depth, mode). Mode 0: outside strings; 1: in a string; 2: after its backslash."""
 
     bytes: bytes = b'{}[]"\\'
 
@@ -78,7 +78,7 @@ def _tracker(name: str) -> _Tags | _Json:
     opening, closing = NAMED.get(name, (opening, closing))
     if not opening or not closing:
         raise MarsError(
-            f"the span is {name!r}: expected {', '.join(NAMED)}, json, or what opens and what closes one, as in "
+            f"the span is {name!r}: expected {', '.join(NAMED)}, json, or an opening and a closing string, as in "
             f"'<plan>{_BETWEEN}</plan>'."
         )
     return _Tags(opening.encode(), closing.encode())
@@ -118,7 +118,8 @@ class Spans:
         classes = np.zeros(256, np.uint8)
         classes[tag_bytes] = np.arange(1, len(tag_bytes) + 1)
         other_byte = next(b for b in range(256) if b not in tag_bytes)
-        # The product automaton of the trackers, found from its start. Bytes that no tracker distinguishes are class 0.
+        # The product automaton of the trackers, explored from its initial state. Bytes that no tracker distinguishes
+        # are class 0.
         start = ((0, 0),) * len(trackers)
         state_ids, todo, next_rows = {start: FIRST}, [start], [[0] * (len(tag_bytes) + 1)]
         for states in todo:

@@ -109,7 +109,7 @@ def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, 
         token_maps[unfinished] = pair_maps[pair_index.reshape(-1)]
     token_maps[lengths == 0] = dead_map
     used_maps, classes = np.unique(np.concatenate([[dead_map], token_maps]), return_inverse=True)
-    # `nowhere` has number 0, so it is class 0.
+    # `dead_map` has number 0, so it is class 0.
     next = np.stack([state_maps[i] for i in used_maps.tolist()], axis=1)
     return next, classes.reshape(-1)[1:].astype(np.uint16)
 

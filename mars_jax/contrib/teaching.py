@@ -31,7 +31,7 @@ class Training(NamedTuple):
 
 
 def shuffled(examples: PyTree, rows: int, seed: int) -> Any:
-    """Return an endless `grain.MapDataset` of batches of `rows` of n examples, a named tuple of arrays [n, ...]."""
+    """Return an endless `grain.MapDataset` of batches of `rows` examples, from a named tuple of arrays [n, ...]."""
     import grain
 
     num_examples = len(examples[0])

@@ -45,10 +45,11 @@ def load(
         verification and is therefore never lossless: `sprinter:PATH`, `trispec:PATH` or `via_sd:PATH`.
       target: the model to draft for. Heads and systems must share its vocabulary. The draft is sharded over its mesh.
       num_draft_tokens: chain length; default 5 for a model or `self`, all heads for Medusa, the whole block for DFlash,
-        8 for n-grams, which cost nothing to draft, 20 for SPRINTER, and 24 for TriSpec and VIA-SD. If the target is a
-        mixture of experts that verifies every token, at most 3, because each node reads different experts.
+        8 for n-grams, which cost nothing to draft, 20 for SPRINTER, and 24 for TriSpec and VIA-SD. For a target
+        that is a mixture of experts the default is at most 3, because each node reads different experts; SPRINTER,
+        TriSpec and VIA-SD keep their defaults.
       tree: children per node at each depth, `Dynamic(...)` (not for Medusa), or either as a string, such as "4-2-2-1"
-        and "dynamic". Default: a chain; `Dynamic()` for EAGLE unless a chain length is given or the target is a
+        or "dynamic". Default: a chain; `Dynamic()` for EAGLE unless a chain length is given or the target is a
         mixture of experts; for DFlash a dynamic tree as deep as its block.
       sample: draw the chain from the draft and pass the true q to `verify.rejection`. EAGLE then drafts a
         chain, of 5 tokens unless a length is given.
@@ -87,7 +88,7 @@ def load(
         raise MarsError(f"head_embed is {short_repr(head_embed)}: expected one of {', '.join(HEAD_EMBED)}.")
     if any_rule and draft_size == "fixed":
         raise MarsError(
-            "any_rule does not apply to drafts of a fixed size, which no text depends on: leave it out."
+            "any_rule does not apply to drafts of a fixed size, which work with every rule: leave it out."
         )
     if draft_size == "auto" and (tree is not None or not draft_definition.resizes):
         subject = f"the drafter '{kind}'" if tree is None else "trees"
@@ -116,7 +117,7 @@ def load(
         raise MarsError("num_draft_tokens does not apply to the drafter 'none': leave it out.")
     if tree is not None and num_draft_tokens is not None:
         raise MarsError(
-            "num_draft_tokens does not apply to a tree, whose depth is its own: leave one of them out."
+            "num_draft_tokens does not apply to a tree, which has its own depth: leave one of them out."
         )
     # A length overrides the usual tree, so EAGLE then drafts a chain.
     if num_draft_tokens is not None:

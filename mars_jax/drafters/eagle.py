@@ -89,7 +89,7 @@ class Eagle(ShapedDrafter):
     def init(self, params: Params, tokens: Array, length: Array) -> EagleState:
         batch, buffer_length = tokens.shape
         slots = buffer_length + max(self.shape.rows, self.shape.depth + 1)
-        # `observe` replaces it before the first draft.
+        # `observe` replaces this feature before the first draft.
         feature = jnp.zeros((batch, 1, self.config.layer.hidden_size), params.draft["fc"].dtype)
         return EagleState(cache=self.config.init_cache(batch, slots, self.cache_dtype), feature=feature)
 
@@ -102,7 +102,7 @@ class Eagle(ShapedDrafter):
         first: Array,
         last: Array,
     ) -> EagleState:
-        """Write the entries of n consecutive positions from `first` i32[B].
+        """Write the entries of n consecutive positions starting at `first` i32[B].
 
         The entry at a position combines the target's feature there with the embedding of the next token, `following`
         i32[B, n]. The entry at position `last` i32[B] becomes the feature to draft from, if it is in this window.
@@ -111,7 +111,7 @@ class Eagle(ShapedDrafter):
         # [B, n, E]: the input feature of each position, which EAGLE-3 fuses from several layers of the target.
         fused = head.fuse(self.config, params.draft, output)
         hidden, cache = self._forward(params, fused, following, Visible.causal(first, n), state.cache)
-        # i32[B, 1]; clamped for windows without `last`, whose gathered value is discarded below.
+        # The index i32[B, 1] is clamped for windows without `last`. The value gathered there is discarded below.
         has_last = (last >= first) & (last < first + n)
         last_index = jnp.clip(last - first, 0, n - 1)[:, None]
         last_hidden = pick(hidden, last_index).astype(state.feature.dtype)
@@ -178,8 +178,9 @@ class Eagle(ShapedDrafter):
     ) -> EagleState:
         path_outputs = jax.tree.map(lambda x: pick(x, verdict.path), (output.hidden, output.features))
         output = ForwardOutput(hidden=path_outputs[0], features=path_outputs[1], cache=output.cache)
-        # The target's features at the root and the accepted path replace D + 1 entries that the head wrote from its
-        # own features, from the root's position. The last committed entry is at `length - 1 + num_accepted`.
+        # The target's features at the root and the accepted path replace the D + 1 entries, starting at the root's
+        # position, that the head wrote from its own features. The last committed entry is at
+        # `length - 1 + num_accepted`.
         start = length - 1
         return self._absorb(
             params, state, output, step_tokens(tree, verdict), start, start + verdict.num_accepted
@@ -203,7 +204,7 @@ def load_eagle_drafter(arguments: Asked) -> LoadedDrafter:
         dtype=arguments.heads_dtype,
         head_embed=arguments.head_embed,
     )
-    # As in `hub.load`: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
+    # Use float32 on a CPU, as in `hub.load`: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
     cache_dtype = {"cpu": "float32"}.get(jax.default_backend(), str(params["fc"].dtype))
 
     drafter = eagle(config, target.model, arguments.chain, **arguments.shape, cache_dtype=cache_dtype)

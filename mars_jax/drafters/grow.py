@@ -52,7 +52,7 @@ class Growth(NamedTuple):
     stops: Callable[[Array, PyTree, Controls], Array] | None = None
 
     def ends(self, logits: Array, carry: PyTree, controls: Controls) -> Array:
-        """Return bool[B, W]: draft no children of these nodes."""
+        """Return bool[B, W]: True for nodes of which no children are drafted."""
         if self.stops is None:
             return stops_at(logits, controls)
         return self.stops(logits, carry, controls)
@@ -84,8 +84,8 @@ def grow(
       guide: guide of a constraint. Each level is drafted from the allowed tokens, and q is renormalised over them.
 
     Returns:
-      The tree; i32[B, N], 1 + the row (counted from `growth.first`) into which each node was written, 0 for the root
-      and unspecified for nodes that were not extended; and the carry.
+      The tree; i32[B, N], for each extended node 1 + the row that it was written to, counted from `growth.first`, 0 for
+      the root, and unspecified for other nodes; and the carry.
     """
     steering = Steering(growth, sample, guide)
     if isinstance(shape, Dynamic):
@@ -172,7 +172,7 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
 def _visible(
     growth: Growth, seen: Array, depth: Array | int, row: Array | int, depths: np.ndarray
 ) -> Visible:
-    """Return the visibility of W nodes of one depth, which are written from row `row` on.
+    """Return the visibility of W nodes of one depth, which are written to consecutive rows starting at `row`.
 
     Args:
       seen: bool[B, W, R]; the rows that each node attends to.
@@ -192,7 +192,7 @@ def _visible(
 
 @jax.named_scope("mask")
 def _seen(parent_rows: Array, parents: Array, first: Array | int) -> Array:
-    """Return bool[B, W, R]: each of W new rows, from row `first` on, sees itself and the rows its parent sees."""
+    """Return bool[B, W, R]: each of W new rows, starting at row `first`, sees itself and its parent's visible rows."""
     row_numbers = jnp.arange(parent_rows.shape[2], dtype=jnp.int32)
     # bool[W, R]; new node i is row `first + i`.
     is_self = row_numbers[None] == first + jnp.arange(parents.shape[1], dtype=jnp.int32)[:, None]
@@ -202,7 +202,7 @@ def _seen(parent_rows: Array, parents: Array, first: Array | int) -> Array:
 def _static(shape: Static, steering: Steering, root: Array, keys: Array, controls: Controls) -> Grown:
     parents, depths = static_topology(shape.branching)
     growth, batch, n = steering.growth, root.shape[0], shape.num_nodes
-    drawn_logits = []  # f32[B, W, V] of each level
+    drawn_logits = []  # f32[B, W, V] for each level
 
     def children(raw_logits: Array, depth: int, alive: Array, carry: PyTree, states: Array | None) -> Array:
         """Return i32[B, W * width], the children of the level at `depth`; NO_TOKEN under nodes that are not alive."""
@@ -231,7 +231,7 @@ def _static(shape: Static, steering: Steering, root: Array, keys: Array, control
             logits, carry = growth.extend(carry, level)
         states = steering.moved(states, tokens[-1])
         tokens.append(children(logits, depth, tokens[-1] != NO_TOKEN, carry, states))
-        # The children of one parent are adjacent: [W, width] flattened, so parent i is repeated `width` times.
+        # The children of one parent are adjacent: so repeat each parent's index once per child.
         next_parents, row = np.repeat(np.arange(width, dtype=np.int32), shape.branching[depth]), row + width
         width = len(next_parents)
     tree = DraftTree(
@@ -272,7 +272,7 @@ class _TreeLevel(NamedTuple):
 
 
 class _Extended(NamedTuple):
-    """The new candidates of one extended level, and its nodes."""
+    """One extended level: its nodes, and the new candidates below them."""
 
     tokens: Array  # i32[B, k * k]
     rank: Array  # f32[B, k * k]
@@ -373,7 +373,7 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
 
     tree, kept_ids = keep(shape, root, Candidates(all_tokens, all_ranks, all_parents, all_depths))
     row_ids = jnp.broadcast_to(1 + jnp.arange(extended_ids.shape[1], dtype=jnp.int32), extended_ids.shape)
-    # Inverse of `extended`: 1 + the row of each candidate, and 0 for candidates that were not extended.
+    # Inverse of `extended_ids`: 1 + the row of each candidate, and 0 for candidates that were not extended.
     candidate_rows = scatter_integers(shape.candidates, extended_ids, row_ids)
     node_rows = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), pick(candidate_rows, kept_ids)], axis=1)
     if root_q is not None and levels.logits is not None:

@@ -61,8 +61,8 @@ class DraftModel(ShapedDrafter):
     model: LanguageModel  # the small model
     # K, the length of the chain; ignored if there is a tree.
     num_draft_tokens: int = dataclasses.field(default=5, compare=False)
-    # The target's vocabulary size, if checkpoints that share a tokenizer pad it differently. Draft logits are cut or
-    # padded with -inf to this size. Default: the model's own.
+    # The target's vocabulary size, which can differ because checkpoints that share a tokenizer may pad it differently.
+    # Draft logits are cut or padded with -inf to this size. Default: the model's own size.
     vocab_size: int | None = dataclasses.field(default=None, kw_only=True)
     # True if the model's tokenizer differs from the target's; `Params.draft` is then `shared_tokens.Shared`.
     own_tokens: bool = dataclasses.field(default=False, kw_only=True)
@@ -99,11 +99,11 @@ class DraftModel(ShapedDrafter):
 
     def _unembed(self, params: Params, hidden: Array) -> Array:
         logits = self._model.unembed(params.draft, hidden)
-        # A model with other tokens already gives -inf to those that it lacks.
+        # The logits of a model with its own tokens stay in its vocabulary; `grow` widens them.
         padding = self._vocab - self.model.vocab_size
         if self.own_tokens or padding == 0:
             return logits
-        # Rows of padding at the end of an embedding differ between models of one tokenizer. Cut or fill them.
+        # Models that share a tokenizer may pad their embeddings to different sizes. Cut or pad the logits.
         if padding < 0:
             return logits[..., : self._vocab]
         return jnp.pad(logits, ((0, 0), (0, 0), (0, padding)), constant_values=-jnp.inf)
@@ -113,7 +113,7 @@ class DraftModel(ShapedDrafter):
             cache, hidden_rows = carry
             output = self._model.forward(params.draft, level.tokens, level.visible, cache)
             if hidden_rows is not None:
-                # Entry 0 is the root's. Slot `length + r` is entry 1 + r, as `grow` numbers rows.
+                # Entry 0 is the root's. In `grow`'s numbering of rows, slot `length + r` is entry 1 + r.
                 entries = 1 + level.visible.slot - inputs.length
                 write = functools.partial(lax.dynamic_update_slice_in_dim, axis=0)
                 hidden_rows = jax.vmap(write)(hidden_rows, output.hidden, entries)
@@ -121,7 +121,7 @@ class DraftModel(ShapedDrafter):
 
         hidden, cache = feed_last(self._model, params.draft, state.cache, inputs.tokens, inputs.length)
         logits = self._unembed(params, hidden)
-        # [B, 1 + N, E]: the hidden state of the root, then room for those of the extended nodes, by row.
+        # [B, 1 + N, E]: the hidden state of the root, then room for that of each extended node, by row.
         hidden_rows = jnp.pad(hidden, ((0, 0), (0, self.num_nodes), (0, 0))) if inputs.hidden else None
         growth = Growth(logits=logits, carry=(cache, hidden_rows), extend=extend, first=inputs.length)
         if self.own_tokens:
@@ -134,14 +134,14 @@ class DraftModel(ShapedDrafter):
             self.shape, self.sample, growth, last_token(inputs), inputs.keys, inputs.controls, inputs.guide
         )
         if hidden_rows is not None:
-            # From the order of rows to the order of nodes.
+            # Reorder the hidden states from the order of rows to the order of nodes.
             tree = dataclasses.replace(tree, hidden=pick(hidden_rows, rows))
         return tree, ModelState(cache=cache, rows=state.rows if self.is_chain else rows)
 
     def catch_up(
         self, params: Params, state: ModelState, tokens: Array, cached: Array, length: Array
     ) -> ModelState:
-        # Read only the tokens from `cached` on. The last two are fed by the next draft.
+        # Read only the tokens from index `cached` on. The next draft feeds the last two.
         chunk = self.model.prefill_chunk or chunk_of()
         cache, _ = prefill(self._model, params.draft, tokens, cached, length - 2, state.cache, chunk=chunk)
         return dataclasses.replace(state, cache=cache)
@@ -174,14 +174,14 @@ def feed_last(
     window_start = jnp.maximum(length - 2, 0)
     window_tokens = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, 2))(tokens, window_start)
     output = model.forward(weights, window_tokens, Visible.causal(window_start, 2), cache)
-    # i32[B, 1]: the last token is at index 1 of the window [length - 2, length), or 0 for a one-token prompt.
+    # i32[B, 1]: the last token is at index 1 of the window [length - 2, length), or at index 0 for a one-token prompt.
     return pick(output.hidden, (length - 1 - window_start)[:, None]), output.cache
 
 
 def load_model(arguments: Asked) -> LoadedDrafter:
     """Load `language_model` from a checkpoint.
 
-    If its tokenizer differs from the target's, it drafts only the tokens that both share.
+    If the model's tokenizer differs from the target's, it drafts only the tokens that both vocabularies share.
 
     Raises:
       MarsError: as for `hub.load` and `shared_tokens`.

@@ -24,8 +24,8 @@ from mars_jax.utils.limits import DRAFT_TOKENS, NGRAM_TOKENS
 class NGram(Drafter):
     """Copies of the text so far.
 
-    The draft is the continuation of the longest earlier match of the last tokens, and of the latest among equally long
-    matches. A continuation that reaches the end of the context wraps around to the match, so that repetitions continue.
+    The draft is the continuation of the longest earlier match of the last tokens. Of equally long matches, it uses the
+    latest. A continuation that reaches the end of the context wraps around to the match, so that repetitions continue.
     Without a match the nodes are padding and the step emits one token.
 
     Raises:
@@ -106,7 +106,7 @@ def lookup(
     has_match, start, match_length = longest_match(
         tokens, length, tokens, length, max_ngram=max_ngram, min_ngram=min_ngram
     )
-    # The text from the match to the end is one period of a repetition: after its end continue with its begin.
+    # The text from the match to the end is one period of a repetition: after its end, continue from its beginning.
     period = jnp.maximum(length - start, 1)
     offsets = jnp.arange(count, dtype=jnp.int32)[None] % period[:, None]
     draft = jnp.take_along_axis(tokens, jnp.minimum(start[:, None] + offsets, tokens.shape[1] - 1), axis=1)
@@ -127,18 +127,18 @@ def longest_match(
       of tokens that matched, i32[B].
     """
     past_size = past.shape[1]
-    # i32[1, C]: candidate e is a match that ends just before index e, where the draft would begin. `matched` counts the
-    # tokens of the row's suffix that precede e.
+    # i32[1, C]: candidate e is a match that ends just before index e, where the draft would begin. `match_length`
+    # counts the tokens of the row's suffix that precede e.
     match_end = jnp.arange(past_size, dtype=jnp.int32)[None]
     match_length = jnp.zeros(past.shape, jnp.int32)
     is_matching = (match_end >= 1) & (match_end < past_length[:, None])
     for steps_back in range(1, max_ngram + 1):
-        # Compare past[end - steps_back] with tokens[length - steps_back]; a candidate lives while the suffixes agree.
+        # Compare past[e - steps_back] with tokens[length - steps_back]. A candidate matches while the suffixes agree.
         shifted = jnp.pad(past, ((0, 0), (steps_back, 0)), constant_values=NO_TOKEN)[:, :past_size]
         suffix_token = jnp.take_along_axis(tokens, jnp.maximum(length - steps_back, 0)[:, None], axis=1)
         is_matching &= (shifted == suffix_token) & (match_end >= steps_back) & (length >= steps_back)[:, None]
         match_length += is_matching.astype(jnp.int32)
-    # The longest match wins, then the latest: its length is the high digit of the score, its end the low one.
+    # The longest match wins, then the latest: its length is the score's high digit, and its end the low digit.
     match_score = jnp.where(match_length >= min_ngram, match_length * past_size + match_end, -1)
     best_end = jnp.argmax(match_score, axis=1).astype(jnp.int32)
     best_score = jnp.max(match_score, axis=1)

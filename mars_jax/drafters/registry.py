@@ -45,13 +45,13 @@ class DraftDefinition:
     copies: bool = False  # copies earlier text, so a lossy rule accepts repetitions
     embeds: bool = False  # its checkpoint may contain an embedding, which head_embed replaces
     learns: bool = False  # `lab.training.online` trains it on its rejected drafts
-    # For a head with a published shape in `mars-jax plan`: its name there, and the class of its config.
+    # For a head whose published shape is in `mars-jax plan`: the shape's name, and the class of the head's config.
     outlined: tuple[str, type] | None = None
     paper: str = ""  # the source, such as an arXiv number
 
     @property
     def spec(self) -> str:
-        """Form of its spec.
+        """The form of its spec.
 
         >>> definition("model").spec
         'model:PATH'
@@ -99,7 +99,7 @@ class DraftDefinition:
         return {f.name: f.default for f in dataclasses.fields(self.cls) if f.init}  # pyright: ignore[reportArgumentType]
 
     def usual(self, *, mixture: bool, sample: bool = False) -> tuple[int | None, Dynamic | None]:
-        """Return the default draft, if neither a length nor a tree is requested: a chain length, or a tree.
+        """Return the chain length and the tree of the default draft, for a request with neither.
 
         Args:
           mixture: the target is a mixture of experts.
@@ -209,7 +209,7 @@ def names_that(capability: str) -> list[str]:
 
 
 def published_heads() -> dict[str, type]:
-    """Return the config class of each head with a published shape in `mars-jax plan`, by the shape's name there."""
+    """Return the config class of each head with a published shape in `mars-jax plan`, keyed by the shape's name."""
     return dict(entry.outlined for entry in definitions().values() if entry.outlined)
 
 

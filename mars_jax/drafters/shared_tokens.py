@@ -56,7 +56,7 @@ def translated(model: LanguageModel) -> LanguageModel:
 def shared_tokens(target: Pretrained, draft: Pretrained) -> Shared | None:
     """Return the tables of a pair, without weights; None if both models have the same vocabulary.
 
-    Ordinary tokens are shared if their bytes are equal, special tokens if their names are.
+    Ordinary tokens are shared if their bytes are equal; special tokens are shared if their names are equal.
 
     Raises:
       MarsError: fewer than `FEWEST` tokens are shared, or as for `hub.pretrained.differing_tokens`.
@@ -90,7 +90,7 @@ def tables(target: Vocabulary, draft: Vocabulary, stand_in: int = 0) -> Shared:
     >>> shared.ids.tolist(), shared.fed.tolist()
     ([2, -1, 1], [0, 2, 0, 0])
     """
-    # Tokens are equal if their keys are, the bytes of an ordinary token or the name of a special one.
+    # Tokens are equal if their keys are equal: the bytes of ordinary tokens, or the names of special tokens.
     target_ids, draft_ids = _ids_of_bytes(target), _ids_of_bytes(draft)
     to_target = np.full(len(draft.tokens), NO_TOKEN, np.int32)
     for key in target_ids.keys() & draft_ids.keys():
@@ -108,6 +108,6 @@ def tables(target: Vocabulary, draft: Vocabulary, stand_in: int = 0) -> Shared:
 
 
 def _ids_of_bytes(words: Vocabulary) -> dict[tuple[bool, bytes], int]:
-    """Map (False, bytes) of ordinary and (True, name) of special tokens to ids, the first id for duplicate bytes."""
+    """Map (False, bytes) of ordinary and (True, name) of special tokens to ids; duplicate bytes map to the first id."""
     ordinary_ids = {(False, token): i for i, token in reversed(list(enumerate(words.tokens))) if token}
     return ordinary_ids | {(True, special_name): i for i, special_name in words.marks}

@@ -43,8 +43,8 @@ from mars_jax.utils.errors import MarsError
 DECAY = 0.95
 """Factor on the counts after each step with a draft: at batch 1, about the last twenty steps count (some 60 tokens)."""
 USUAL_ACCEPTANCE, PRIOR_TOKENS = 0.8, 4.0
-"""Acceptance assumed for a drafter that does not estimate its own. The counts start as if `PRIOR_TOKENS` tokens of such
-a draft had been accepted as expected."""
+"""Acceptance assumed for a drafter that does not estimate its own. The counts start as if `PRIOR_TOKENS` drafted
+tokens had been accepted at this rate."""
 MARGIN = 1.1
 """Minimum estimated speed of a draft relative to no draft. It exceeds 1 because costs leave out the tokens that a draft
 model has to catch up on, and because a batch ends with its slowest row."""
@@ -152,7 +152,7 @@ def with_step_costs(loaded: LoadedDrafter, costs: Sequence[float]) -> LoadedDraf
 
 def with_size(loaded: LoadedDrafter, index: int) -> LoadedDrafter:
     """Return the drafter with every step fixed to the size at this index, such as 0 for no draft."""
-    # No gain is worth an infinite cost.
+    # A size with an infinite cost is never chosen.
     costs = np.full(len(loaded.params.costs), np.inf)
     costs[index] = 1.0
     return with_step_costs(loaded, costs.tolist())
@@ -186,9 +186,9 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SizedDecoder(Decoder):
-    """A decoder whose every step chooses a draft length; shapes are those of the longest draft.
+    """A decoder that chooses a draft length in each step; shapes are those of the longest draft.
 
-    The choice is a number on the device, so one program serves every loop. On a mesh each shard of the rows chooses
+    The choice is a number on the device, so one program contains all lengths. On a mesh each shard of the rows chooses
     for itself.
     """
 
@@ -226,9 +226,9 @@ class _Turn(NamedTuple):
 
 
 def _run_if_chosen(number: int, decoder: Decoder, params: Params, turn: _Turn) -> _Turn:
-    """Run the step of the decoder of one size if that size was chosen.
+    """Run a step with the decoder of one size if that size was chosen.
 
-    This is a loop of at most one iteration, because a loop works in the buffers of its carry. XLA copies a cache that
+    This is a loop of at most one iteration, because a loop updates its carry in place, whereas XLA copies a cache that
     goes through a `lax.cond`.
     """
 
@@ -284,11 +284,11 @@ def best_size(
 
 
 def _fastest(params: SizedParams, lengths: Sequence[int], acceptance: Array, counted_rows: Array) -> Array:
-    """Return i32[], the index of the fastest size at an acceptance f32[B], averaged over the rows `counts` bool[B].
+    """Return i32[], the index of the fastest size at an acceptance f32[B], averaged over `counted_rows` bool[B].
 
     Choose size 0 unless a draft is `MARGIN` times as fast, and the shortest of equally fast sizes.
     """
-    # Leviathan et al., equation 1: a chain of K gives 1 + a + ... + a^K tokens. powers[k] is the mean of a^(k + 1).
+    # Leviathan et al., equation 1: a chain of K gives 1 + a + ... + a^K tokens. mean_powers[k] is the mean a^(k + 1).
     depths = jnp.arange(1.0, max(lengths) + 1.0, dtype=jnp.float32)
     mean_powers = jnp.mean(jnp.minimum(acceptance, 1.0)[None] ** depths[:, None], axis=1, where=counted_rows)
     tokens_per_step = jnp.stack([1.0 + jnp.sum(mean_powers[:length]) for length in lengths])
@@ -313,8 +313,8 @@ class SizedDrafter(Drafter):
     size: Drafter  # drafts this length
     longest: Drafter  # the longest drafter of this kind; all sizes share its state
     lengths: tuple[int, ...]  # chain lengths of all sizes
-    # Set only for the drafter that represents all sizes. A step with a sparse drafter's empty draft chooses the size 0,
-    # so no size needs to forward only the root.
+    # Set only for the drafter that represents all sizes. If a sparse drafter finds no draft, the step chooses size 0,
+    # so no other size needs a program that forwards only the root.
     sparse: bool = False
 
     @property
@@ -359,7 +359,7 @@ class SizedDrafter(Drafter):
     def catch_up(
         self, params: Params, state: SizedState, tokens: Array, cached: Array, length: Array
     ) -> SizedState:
-        # The next draft reads the missing tokens. The record of acceptance stays.
+        # The next draft reads the missing tokens. The counts of acceptance stay.
         return dataclasses.replace(state, cached=jnp.minimum(state.cached, cached))
 
     def propose(self, params: Params, state: SizedState, inputs: DraftInput) -> tuple[DraftTree, SizedState]:

@@ -97,7 +97,7 @@ Shape = Static | Dynamic
 
 
 def checked_tree(tree: object) -> tuple[int, ...] | Dynamic:
-    """Return `Dynamic`, or the number of children per node at each depth as a tuple.
+    """Return a checked tree: a `Dynamic`, or the children per node at each depth as a tuple.
 
     Raises:
       MarsError: the wrong type, an empty sequence, or a number below 1.
@@ -134,15 +134,15 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
     if not are_counts or (is_dynamic and len(parts) != 3):
         suggestion = did_you_mean(text.partition(":")[0], ("dynamic",))
         raise MarsError(
-            f"{shown} is {text}{suggestion}: expected the children per node at each depth, such as 4-2-2-1, or "
-            "dynamic, or its children, depth and nodes, such as dynamic:8-6-40."
+            f"{shown} is {text}{suggestion}: expected the children per node at each depth, such as 4-2-2-1; or "
+            "dynamic; or dynamic with its children, depth and nodes, such as dynamic:8-6-40."
         )
     sizes = tuple(int(part) for part in parts)
     if is_dynamic:
         if sizes[2] < 2:
             raise MarsError(f"{shown} is {text}: expected at least 2 nodes, the first being the root.")
         top_k, depth, nodes = sizes
-        check_nodes(shown, text, max(nodes, top_k * depth))  # Dynamic would not name the flag
+        check_nodes(shown, text, max(nodes, top_k * depth))  # the error of Dynamic would not name the flag
         return Dynamic(*sizes)
     check_branching(shown, text, sizes)
     return sizes
@@ -225,5 +225,5 @@ class ShapedDrafter(Drafter):
 
     @property
     def kind(self) -> str:
-        """First part of the name."""
+        """The first part of the name."""
         return type(self).__name__.lower()

@@ -4,8 +4,8 @@ Source: PEARL 2408.11850 (pre-verify and post-verify). B batch, K tokens per dra
 sequential loop, token for token (tests/contrib/test_ahead.py).
 
 The drafter drafts K + 1 tokens, and the target gets the first K. While it verifies them, the drafter continues as if
-all K were accepted and the target added the last one. If that guess is right for every live row, the next draft is
-ready together with the verdict, and a step takes the maximum of the two times instead of their sum. Otherwise the
+all K had been accepted and the target had added the last one. If that guess is right for every live row, the next draft
+is ready together with the verdict, and a step takes the maximum of the two times instead of their sum. Otherwise the
 drafter drafts again from the committed tokens, which overwrites the cache entries of the wrong guess, so no rollback is
 needed. Under a lossless rule the tokens equal those of the sequential loop, whether the guesses are right or wrong.
 """
@@ -116,7 +116,7 @@ class Handed(Drafter):
 
 
 class Committed(NamedTuple):
-    """The committed tokens as the drafter assumes them."""
+    """The tokens that the drafter assumes are committed."""
 
     tokens: Array  # i32[B, T]
     length: Array  # i32[B]

@@ -4,11 +4,11 @@ Source: DDTree 2604.12989. B batch, D depth, V vocabulary, M nodes without the r
 Oracle: a best-first search with a heap in Python (tests/contrib/test_best_first.py).
 
 All nodes at one depth have the same children. So once the prefixes at a depth are sorted, the rank of every node has a
-lower bound that does not depend on its value. The j-th child of the r-th prefix (both from 0) is preceded or equalled
-by the (r + 1) * (j + 1) nodes at its depth whose prefix and child rank no lower, and by their ancestors at each depth
-above. If these are more than M nodes, the node is in no tree. `_plan` lists all other nodes, about 3,000 for M = 59 and
-D = 15, three depths at a time. Their values are sums over static indices, and only the last of three depths is sorted
-for the next three.
+lower bound that does not depend on its value. The j-th child of the r-th prefix (both counted from 0) is preceded or
+equalled by the (r + 1) * (j + 1) nodes at its depth whose prefix and child rank no lower, and by their ancestors at
+each depth above. If these are more than M nodes, the node is in no tree. `_plan` lists all other nodes, about 3,000 for
+M = 59 and D = 15, three depths at a time. Their values are sums over static indices, and only the last of three depths
+is sorted for the next three.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
     zero_term = jnp.zeros((batch, 1), jnp.float32)
     prefix_log_q, node_log_q, sorted_prefixes = zero_term, [], []
     for part in plan.parts:
-        # The sums add log-probabilities of the sorted prefixes and of the children at each depth, and a zero.
+        # The terms of the sums: log-probabilities of the sorted prefixes and of the children at each depth, and a zero.
         part_log_q = child_log_q[:, part.begin : part.end].reshape(batch, -1)
         node_log_q.append(_sums(jnp.concatenate([prefix_log_q, part_log_q, zero_term], axis=1), part.places))
         if part.width:
@@ -66,7 +66,7 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
     # rounding. top_k breaks ties in favour of the lower number, which is the parent's. So the kept nodes form a tree,
     # and parents precede their children.
     ranks, kept_ids = lax.top_k(jnp.concatenate(node_log_q, axis=1), m)
-    # Look up each i32[B, M] in the static table of all candidates.
+    # Look up the kept candidates in the static table of all candidates; each column becomes an i32[B, M].
     node_columns = jnp.asarray(plan.table).at[kept_ids].get(mode="promise_in_bounds")
     token_index, parent_ids, depths = jnp.unstack(node_columns, axis=2)
     if sorted_prefixes:
@@ -88,7 +88,7 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
 
 
 def _sums(source: Array, places: np.ndarray) -> Array:
-    """Return f32[B, C]: sums of source f32[B, S] at places i32[C, P], which repeat only the index of the zero."""
+    """Return f32[B, C]: sums of source f32[B, S] at places i32[C, P]. A row repeats only the index of the zero."""
 
     def gathered(source: Array) -> Array:
         # Add in a fixed order, so that a node and its parent round alike.
@@ -175,8 +175,8 @@ def _nodes(m: int, k: int, begin: int, end: int, prefixes: int) -> Iterator[tupl
     def descendants(path: tuple[int, ...], width: int, num_likelier: int) -> Iterator[tuple[int, ...]]:
         """Yield the nodes below `path`.
 
-        At least as likely as `path` are `width` nodes at its depth, including itself, and `num_likelier` nodes in
-        total.
+        `width` nodes at its depth, including itself, and `num_likelier` nodes in total are at least as likely as
+        `path`.
         """
         for j in range(k):
             num_ahead = num_likelier + width * (j + 1)

@@ -61,13 +61,13 @@ class _Round(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cascade(Drafter):
-    """A drafter whose drafts a proxy model verifies, deferring to the target only where the proxy is unsure.
+    """A drafter whose drafts a proxy model verifies, deferring to the target only if the proxy is unsure.
 
     With the gate "margin" and a small model as proxy, this is TriSpec (arXiv 2601.23180). With the gate "ratio" and the
     target without some of its layers (`LanguageModel.with_layers`) as proxy, it is VIA-SD (arXiv 2606.12243).
 
     In each round the proxy reads the inner draft x. Let t_a be the first position where the gate replaces x by the
-    proxy's token a, and t_m the first where it is unsure; see `gates`. If t_a < t_m, x before t_a and then a are
+    proxy's token a, and t_m the first where it is unsure; see `gates`. If t_a < t_m, x before t_a and a itself are
     trusted, and another round follows, unless the draft is full. Otherwise x before t_m is trusted, and the target
     verifies the remaining tokens. *Trusted* tokens are emitted without verification and marked by their kind in
     `StepInfo`, with the target's regret.
@@ -239,7 +239,7 @@ def _first(mask: Array) -> Array:
 
 
 def _put(values: Array, first: Array, new: Array, mask: Array) -> Array:
-    """Write new [B, P] into values [B, M] from index `first` i32[B] on, at the positions of mask bool[B, P]."""
+    """Write new [B, P] into values [B, M] starting at index `first` i32[B], if mask bool[B, P] is True."""
     write_indices = first[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     write_indices = jnp.where(mask, write_indices, values.shape[1])
     return jax.vmap(lambda row, indices, updates: row.at[indices].set(updates, mode="drop"))(

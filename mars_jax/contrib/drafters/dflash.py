@@ -5,7 +5,7 @@ nodes, D depth, T token buffer, V vocabulary, W draft vocabulary. Oracle: the he
 empty cache (tests/contrib/test_dflash.py).
 
 Invariant: the head's cache holds the context of the tokens in `[0, length - 1)`, computed from the target's features.
-A block is written after it, from the slot of the last committed token on. `update` overwrites the block.
+A block is written after this context, starting at the slot of the last committed token. `update` overwrites the block.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DFlash(ShapedDrafter):
     `Params.target`. A dynamic tree holds the likeliest nodes (DDTree). With a Markov head, whose tokens depend on their
     ancestors, it is grown as in EAGLE-2. `Controls.draft_stop` limits the square root of the entropy or, with a
     confidence head, the probability of a rejection: the draft ends at the first depth where one minus the confidence
-    exceeds it.
+    exceeds `draft_stop`.
 
     Raises:
       MarsError: the head does not fit the target, the draft is longer than a block, or as for `DraftModel`.
@@ -133,7 +133,7 @@ class DFlash(ShapedDrafter):
         block_tokens = head.block(config, root)
         with jax.named_scope("block"):
             hidden, cache = head.forward(config, self.target, params, block_tokens, visible, state)
-        # If a block predicts its positions themselves, the first is the committed token, which is not drafted.
+        # If each position predicts its own token, the first one predicts the committed token, which is not drafted.
         num_skipped = size - config.drafts
         hidden = hidden[:, num_skipped : num_skipped + self.shape.depth]
         marginals = head.unembed(config, self.target, params, hidden)
@@ -162,7 +162,7 @@ class DFlash(ShapedDrafter):
         return self._absorb(params, state, output._replace(features=features), length - 1)
 
     def _absorb(self, params: Params, state: KVCache, output: ForwardOutput, first: Array) -> KVCache:
-        """Write the context of consecutive tokens from position `first` i32[B] on."""
+        """Write the context of consecutive tokens starting at position `first` i32[B]."""
         fused_features = head.fuse(self.config, params.draft, output)
         positions = first[:, None] + jnp.arange(fused_features.shape[1], dtype=jnp.int32)[None]
         return head.absorb(self.config, params.draft, fused_features, positions, first, state)
@@ -214,7 +214,7 @@ class DFlash(ShapedDrafter):
             return logits, self._doubt(block, hidden, parent_tokens)
 
         def extend(carry: Array, level: Level) -> tuple[Array, Array]:
-            # Nodes of depth d have position `first + d - 1`; see `Growth.first`.
+            # Nodes of depth d have position `Growth.first + d - 1`.
             return logits_and_doubt(level.visible.positions[0, 0] - root_position[0] + 1, level.tokens)
 
         def stops(logits: Array, doubt: Array, controls: Controls) -> Array:

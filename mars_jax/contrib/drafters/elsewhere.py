@@ -42,7 +42,7 @@ def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> Draf
     """
     devices = jax.devices()
     if jax.process_count() > 1:
-        raise MarsError("a drafter on devices of its own is for one process: start one.")
+        raise MarsError("a drafter on separate devices works only in a single process: start one process.")
     target_devices = set(devices[:1] if target_mesh is None else target_mesh.devices.flat)
     for number in numbers:
         if number >= len(devices):
@@ -119,7 +119,7 @@ def _load(
         raise MarsError(f"the drafter is '{kind}' and drafts elsewhere: only model:PATH can.")
     is_mixture = getattr(target.config, "num_experts", 0) > 0
     length = options.pop("num_draft_tokens", None) or definition(kind).usual(mixture=is_mixture)[0]
-    assert length is not None  # the row of `model` has a default length
+    assert length is not None  # the definition of `model` has a default length
     # Weights for a mesh are sharded as they load. Those for a single device are moved there afterwards.
     mesh = draft_device if isinstance(draft_device, Mesh) else None
     loaded = drafters.load(

@@ -36,16 +36,16 @@ def margin_gate(logits: Array, drafted: Array, least: ArrayLike) -> ProxyVerdict
     top_two = top_k_logits(logits, 2)
     p = jnp.exp(top_two.values - top_two.logsumexp[..., None])
     best_token = argmax(logits)
-    # Negated, so that the proxy is unsure if a probability is NaN.
+    # The comparison is negated, so that the proxy is unsure if a probability is NaN.
     return ProxyVerdict(best_token, drafted != best_token, ~(p[..., 0] - p[..., 1] >= least))
 
 
 def ratio_gate(logits: Array, drafted: Array, bounds: tuple[ArrayLike, ArrayLike]) -> ProxyVerdict:
-    """Apply VIA-SD's gate (arXiv 2606.12243) to r = q'(x) / max q', for the drafted x under the slim verifier.
+    """Apply VIA-SD's gate (arXiv 2606.12243) to r = q'(x) / max q', for the drafted x and the slim verifier's q'.
 
     If r >= accept, x is accepted. Else if r >= escalate, the verifier's best token replaces it. Otherwise the target
-    decides. `bounds` are (accept, escalate), f32[] each. At padding the verifier's best token has r = 1, so with
-    `escalate` above 1 the target always decides. The published (.5, .3) leave the middle range nearly unused;
+    decides. `bounds` are (accept, escalate), f32[] each. Padding counts as the verifier's best token, with r = 1, so
+    with `escalate` above 1 the target always decides. The published (.5, .3) leave the middle range nearly unused;
     re-implementations use (.6, .3), the default of `system_files`.
     """
     accept, escalate = bounds

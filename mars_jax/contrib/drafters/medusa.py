@@ -4,7 +4,7 @@ Source: Medusa 2401.10774. B batch, K heads in use, N nodes, T token buffer, E h
 Oracle: the heads in numpy over a forward of the target from an empty cache (tests/contrib/test_medusa.py).
 
 Invariant: the state is the target's hidden state [B, 1, E] at position `length - 2`, the last position that the target
-has read, or zeros for a one-token prompt. From it the heads predict positions `length`, `length + 1` and so on,
+has read, or zeros for a one-token prompt. From this state the heads predict positions `length`, `length + 1` and so on,
 independently of each other, so all nodes of one depth have the same children.
 """
 

@@ -39,7 +39,7 @@ class Replay(Drafter):
     latest. A draft ends at the end of the answer that it copies. Without a corpus match of `min_ngram` tokens it equals
     `ngram`.
 
-    Lossless under lossless rules, because a draft is a function of the committed tokens and the corpus.
+    The drafter is lossless under lossless rules, because a draft is a function of the committed tokens and the corpus.
 
     Raises:
       MarsError: a field is out of range.
@@ -50,7 +50,7 @@ class Replay(Drafter):
 
     num_draft_tokens: int = 8  # K, length of the chain, from 1 to `DRAFT_TOKENS`
     _: dataclasses.KW_ONLY
-    max_ngram: int = 6  # longest suffix to search for in the corpus; 3 in the row's own tokens
+    max_ngram: int = 6  # longest suffix to search for in the corpus; in the row's own tokens it is 3
     min_ngram: int = 2  # shortest suffix that counts as a match in the corpus
 
     sparse = True

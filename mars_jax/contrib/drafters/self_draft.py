@@ -63,7 +63,7 @@ class SelfDraft(ShapedDrafter):
     model: LanguageModel  # the target, without sliding windows, and with a cache whose leaves are [B, S, ...]
     # Length of the chain; ignored if there is a tree.
     num_draft_tokens: int = dataclasses.field(default=5, compare=False)
-    # Number of most recent tokens that the draft attends to, in addition to the first `SINKS`.
+    # Number of most recent tokens that the draft attends to, in addition to the first `SINKS` tokens.
     window: int = dataclasses.field(default=WINDOW, kw_only=True)
 
     reads = ()
@@ -95,7 +95,7 @@ class SelfDraft(ShapedDrafter):
     ) -> PyTree:
         """Copy the visible rows at `length` i32[B] from the target's cache, where position p is in slot `slot(p)`."""
         num_kept = self._num_kept
-        # Sinks keep their positions; the window's slots lie `skipped` positions further on.
+        # The slots of the sinks hold their own positions; the window's slots hold positions higher by `skipped`.
         slots = jnp.arange(num_kept, dtype=jnp.int32)[None]
         position = jnp.where(slots < SINKS, slots, slots + self._skipped(length)[:, None])
         read = jax.vmap(lambda x, index: x.at[index].get(mode="clip"))
@@ -138,8 +138,8 @@ class SelfDraft(ShapedDrafter):
         root_slot = (length - 1)[:, None]
 
         def slot(position: Array) -> Array:
-            # The rows of the tree's nodes are still in the order of the nodes, from slot `first` on. The target moves
-            # the rows of the accepted path only after this update.
+            # The rows of the tree's nodes are still in the order of the nodes, starting at `root_slot`. The target
+            # moves the rows of the accepted path only after this update.
             path_index = jnp.clip(position - root_slot, 0, self.shape.depth)
             return jnp.where(position < root_slot, position, root_slot + pick(verdict.path, path_index))
 

@@ -34,7 +34,7 @@ class SprinterParams(NamedTuple):
     model: PyTree  # weights of the small model
     weight: Array  # f32[E]; weight of the classifier, which reads the model's hidden state at a drafted token
     bias: Array  # f32[]; bias of the classifier
-    # f32[]; the target verifies tokens whose probability of acceptance is lower; above 1 it verifies all. It is an
+    # f32[]; the target verifies tokens whose probability of acceptance is below this; above 1 it verifies all. It is an
     # array, so that changing it does not trigger recompilation.
     threshold: ArrayLike = np.float32(0.5)
 

@@ -62,7 +62,7 @@ def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
         return MarsError(f"{key} of '{config_path}' is {data.get(key)!r}: expected {expected}.")
 
     if data.get("model_type") != kind:
-        raise refuse("model_type", f"{kind}, or draft with what it names")
+        raise refuse("model_type", f"{kind}, or draft with the system that it names")
     for key in {"trispec": ("draft", "proxy")}.get(kind, ("draft",)):
         if not isinstance(data.get(key), str) or not data[key]:
             raise refuse(key, "the name of a checkpoint")

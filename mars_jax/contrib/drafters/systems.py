@@ -58,7 +58,7 @@ def load_sprinter(asked: Asked) -> LoadedDrafter:
 
 
 def load_trispec(asked: Asked) -> LoadedDrafter:
-    """Load `cascade` with a small model as proxy from its directory.
+    """Load a TriSpec system, a `cascade` with a small model as proxy, from its directory.
 
     Raises:
       MarsError: as for `hub.load`, `load_system` and `cascade`, or the vocabularies of the models differ.
@@ -69,7 +69,9 @@ def load_trispec(asked: Asked) -> LoadedDrafter:
 
 
 def load_via_sd(asked: Asked) -> LoadedDrafter:
-    """Load `cascade` from its directory, with a proxy that is the target without some layers and shares its weights.
+    """Load a VIA-SD system, a `cascade` whose proxy is the target without some layers, from its directory.
+
+    The proxy shares the target's weights.
 
     Raises:
       MarsError: as for `load_system` and `cascade`, or the layer mask is for a different target.

@@ -71,7 +71,7 @@ def search(
     Args:
       model, params: the target, a transformer of this library whose weights are not in 8 bits.
       batches: rows of text on which to compare the models.
-      log: a file with one line per mask, from which a killed search continues.
+      log: a file with one line per mask, from which an interrupted search continues.
       left_out: share of all sublayers to leave out.
       evaluations: maximum number of masks to try.
       seed: seed of the search.
@@ -148,13 +148,13 @@ def _evaluate(
 
 
 def _logged(log: Path) -> dict[Mask, Found]:
-    """Read the masks that were tried before. Skip a line that a kill cut short."""
+    """Read the masks that were tried before. Skip a line that was cut short when the search was killed."""
     results_by_mask: dict[Mask, Found] = {}
     with log.open("a+") as file:
         file.seek(0)
         text = file.read()
         if text and not text.endswith("\n"):
-            file.write("\n")  # so that the next row does not join the torn line
+            file.write("\n")  # so that the next row does not join the incomplete line
     for line in text.splitlines():
         try:
             record = json.loads(line)

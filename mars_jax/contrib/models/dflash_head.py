@@ -54,7 +54,7 @@ class DFlashConfig(LayeredHead):
     mask_token: int
     # Position i predicts the token of position i + 1 (DSpark, DeepSeek) instead of position i (z-lab).
     from_anchor: bool = False
-    # For each layer, whether positions see only earlier positions of the block; (): no layer is causal.
+    # For each layer, whether positions see no later positions of the block; (): no layer is causal.
     causal: tuple[bool, ...] = ()
     markov_rank: int = 0  # R; 0: no Markov head
     confidence: bool = False  # has a head that predicts the acceptance of each position

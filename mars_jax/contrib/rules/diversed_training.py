@@ -46,7 +46,7 @@ def surrogate(
     *,
     models: tuple[LanguageModel, LanguageModel],
 ) -> tuple[Array, dict[str, Array]]:
-    """Return a loss whose gradient is that of -(reward + ACCEPTANCE * share accepted), and its figures.
+    """Return a loss whose gradient is that of -(reward + ACCEPTANCE * share accepted), and figures for the log.
 
     `params` and `models` each hold the target's, then the draft's.
     """
@@ -82,7 +82,7 @@ def rollouts(
     *,
     seed: int = 0,
 ) -> Callable[[PyTree, np.ndarray], Rollouts]:
-    """Return `(head, draws) -> Rollouts`: the rule answers prompts with this head. Pass it to `fit` as `prepare`.
+    """Return a function `(head, draws) -> Rollouts` that lets the rule answer prompts. Pass it to `fit` as `prepare`.
 
     Args:
       target, small: models with the same vocabulary.

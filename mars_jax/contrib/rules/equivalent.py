@@ -103,7 +103,7 @@ def token_groups(
     # {token id: text}, without special tokens and the like.
     texts = {i: token.decode("utf-8", errors="surrogateescape") for i, token in enumerate(tokens) if token}
     known_texts = set(texts.values())
-    # Groups join keys: `joined` maps a key to an equivalent one, up to a root.
+    # Groups join keys: `parent_key` maps a key to an equivalent one, and repeated look-ups end at a root.
     parent_key: dict[str, str] = {}
 
     def root(key: str) -> str:

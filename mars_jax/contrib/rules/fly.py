@@ -93,7 +93,7 @@ def followed(tree: DraftTree, native: Array) -> Array:
     [[0, 2, 1, 0]]
     """
     to_parents = jax.vmap(lambda lengths, parents: jnp.zeros_like(lengths).at[parents].max(lengths))
-    # After d iterations, `length` counts paths of up to d edges.
+    # After d iterations, `path_length` counts paths of up to d edges.
     path_length = jnp.zeros(native.shape, jnp.int32)
     for _ in range(tree.max_depth):
         longer_path = jnp.where(native, path_length + 1, 0)

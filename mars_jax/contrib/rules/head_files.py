@@ -28,7 +28,7 @@ HEADS = {
     "learned": ("mars_jax_indicator", indicator.init_params),
     "diversed": ("mars_jax_mixer", mixer.init_params),
 }
-"""For each rule the `model_type` of its weights, and the function that makes random ones."""
+"""For each rule, the `model_type` of its weights and the function that makes random weights."""
 
 
 def save(directory: str | os.PathLike[str], params: PyTree, rule: str = "learned") -> Path:

@@ -28,7 +28,7 @@ from mars_jax.verify.relaxed import Relaxed
 class Learned(Relaxed):
     """Also accept the runner-up where a trained head predicts the same outcome.
 
-    `Mars` with a head on the target's features instead of its margin.
+    The rule is `Mars` with a head on the target's features instead of the margin.
 
     An edge to one of the two best tokens is relaxed if the head's probability of a changed outcome is below `theta`.
 

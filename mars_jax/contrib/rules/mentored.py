@@ -32,7 +32,7 @@ class Mentored(Retargeted):
     with a <= 1 <= b, the paper's 1 / beta and 1 / alpha: x is accepted with probability min(1, b p(x) / q(x)),
     otherwise the token is drawn from norm((a p - q)+). If KL(p || q) is within the bound, v is q. Tokens that only the
     target excludes get the mass that is left over at a. Lossy; at bound 0 it equals `rejection` bit for bit, and at
-    temperature 0 it is exact. `lenience` has only b, as a setting: its 1 / factor. A step reads the two distributions
+    temperature 0 it is exact. `lenience` has only b, and its setting is 1 / b. A step reads the two distributions
     90 times, because a and b are found by bisection.
 
     >>> from mars_jax import verify
@@ -65,7 +65,7 @@ class Mentored(Retargeted):
 
         def upper(a: Array, b: Array) -> Array:
             # The mass of q above b p is convex and decreasing in b, so Newton steps from below stay below the root.
-            # Then v has at most its mass, and the bound holds after any number of steps.
+            # Then the mass of v is at most 1, and the bound holds after any number of steps.
             excess = excess_mass(a)
 
             def step(_: int, b: Array) -> Array:
@@ -96,5 +96,5 @@ mentored = Mentored
 
 
 def _total(weights: Array) -> Array:
-    """f32[B, N, V] -> f32[B, N, 1]"""
+    """Return f32[B, N, 1], the sum of weights f32[B, N, V] over the vocabulary."""
     return jnp.sum(weights, axis=-1, keepdims=True)

@@ -65,7 +65,7 @@ class Released(Retargeted):
         p_x, q_x = value_of(p, x), value_of(q, x)
         accept_prob = jnp.where(is_certain, 1.0, jnp.minimum(p_x / q_x, 1.0))
         # Express the rule as rejection against v, which accepts x with probability v(x) / q(x) and otherwise draws from
-        # norm((v - q)+): v is q with the mass q(x) (1 - accept) moved from x to the other tokens.
+        # norm((v - q)+): v is q with the mass q(x) (1 - accept_prob) moved from x to the other tokens.
         other_shares = jnp.where(ids == x[..., None], 0.0, p) / jnp.where(p_x < 1, 1 - p_x, 1.0)[..., None]
         moved_mass = (q_x * (1 - accept_prob))[..., None]
         return jnp.log(jnp.where(ids == x[..., None], q - moved_mass, q + moved_mass * other_shares))

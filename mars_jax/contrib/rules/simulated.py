@@ -88,7 +88,7 @@ class Simulated(Lossy):
             end_node = jnp.argmax(depths, axis=1)[:, None, None]
             on_path = jnp.take_along_axis(ancestors(tree.parents, tree.max_depth), end_node, axis=1)[:, 0]
         acceptance = acceptance_rate(self.tau, height, tree.max_depth)
-        # One u per row: depth d is accepted if u < rate ** d.
+        # One u per row: depth d is accepted if u < acceptance ** d.
         uniform = node_uniforms(evidence.keys, evidence.start[:, None])
         uniform = jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)
         is_accepted = on_path & (uniform < acceptance[:, None] ** tree.depths.astype(jnp.float32))
