@@ -62,9 +62,9 @@ def utf8(ranges: Ranges) -> tuple[Bytes, ...]:
     sequences: list[Bytes] = []
     for low, high in ranges:
         # A character takes one to four bytes. Divide each range where this number changes.
-        for first, last in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):
-            if max(low, first) <= min(high, last):
-                sequences += _split(chr(max(low, first)).encode(), chr(min(high, last)).encode())
+        for length_low, length_high in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):
+            if max(low, length_low) <= min(high, length_high):
+                sequences += _split(chr(max(low, length_low)).encode(), chr(min(high, length_high)).encode())
     return tuple(sequences)
 
 
@@ -75,10 +75,10 @@ def _split(low: bytes, high: bytes) -> list[Bytes]:
     if low[1:] == lowest and high[1:] == highest:
         return [((low[0], high[0]), *(((0x80, 0xBF),) * len(lowest)))]
     if low[0] == high[0]:
-        return [((low[0], low[0]), *following) for following in _split(low[1:], high[1:])]
+        return [((low[0], low[0]), *suffix) for suffix in _split(low[1:], high[1:])]
     # Divide at a lead byte: the first part ends with the highest continuation bytes, the second begins with the lowest.
-    last = high[0] - 1 if low[1:] == lowest else low[0]
-    return [*_split(low, bytes([last]) + highest), *_split(bytes([last + 1]) + lowest, high)]
+    last_lead = high[0] - 1 if low[1:] == lowest else low[0]
+    return [*_split(low, bytes([last_lead]) + highest), *_split(bytes([last_lead + 1]) + lowest, high)]
 
 
 class _Pieces:
@@ -100,9 +100,9 @@ class _Pieces:
         if isinstance(node, Chars):
             end = self.state()
             # Sequences with the same suffix share the states of that suffix.
-            ends: dict[Bytes, int] = {(): end}
+            suffix_ends: dict[Bytes, int] = {(): end}
             for sequence in utf8(node.ranges):
-                self._tail(sequence, start, ends)
+                self._tail(sequence, start, suffix_ends)
             return end
         if isinstance(node, Sequence):
             for part in node.parts:

@@ -51,7 +51,7 @@ class _Tags:
 
 @dataclasses.dataclass(frozen=True)
 class _Json:
-    """Tracker of JSON; the state is (depth, mode). Mode 0: outside strings; 1: in a string; 2: after its backslash."""
+    """Tracker of JSON; the state is (depth, mode): mode 0 outside strings, 1 in a string, 2 after a backslash in it."""
 
     bytes: bytes = b'{}[]"\\'
 

@@ -178,12 +178,12 @@ class Eagle(ShapedDrafter):
     ) -> EagleState:
         path_outputs = jax.tree.map(lambda x: pick(x, verdict.path), (output.hidden, output.features))
         output = ForwardOutput(hidden=path_outputs[0], features=path_outputs[1], cache=output.cache)
-        # The target's features at the root and the accepted path replace the D + 1 entries, starting at the root's
+        # The target's features at the root and the accepted path replace D + 1 entries, starting at the root's
         # position, that the head wrote from its own features. The last committed entry is at
         # `length - 1 + num_accepted`.
-        start = length - 1
+        root_slot = length - 1
         return self._absorb(
-            params, state, output, step_tokens(tree, verdict), start, start + verdict.num_accepted
+            params, state, output, step_tokens(tree, verdict), root_slot, root_slot + verdict.num_accepted
         )
 
 

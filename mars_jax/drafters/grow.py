@@ -52,7 +52,7 @@ class Growth(NamedTuple):
     stops: Callable[[Array, PyTree, Controls], Array] | None = None
 
     def ends(self, logits: Array, carry: PyTree, controls: Controls) -> Array:
-        """Return bool[B, W]: True for nodes of which no children are drafted."""
+        """Return bool[B, W]: True for nodes that get no children."""
         if self.stops is None:
             return stops_at(logits, controls)
         return self.stops(logits, carry, controls)
@@ -210,9 +210,9 @@ def _static(shape: Static, steering: Steering, root: Array, keys: Array, control
         logits = steering.logits(raw_logits, states)
         alive = alive & ~growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
         if steering.sample:
-            drawn = draw_siblings(logits, width, _level_keys(keys, depth), controls)
-            drawn_logits.append(drawn.logits)
-            ids = drawn.ids
+            siblings = draw_siblings(logits, width, _level_keys(keys, depth), controls)
+            drawn_logits.append(siblings.logits)
+            ids = siblings.ids
         else:
             best_ids = top_k_logits(logits, width).ids if width > 1 else argmax(logits)[..., None]
             ids = steering.tokens(best_ids, states)
@@ -231,7 +231,7 @@ def _static(shape: Static, steering: Steering, root: Array, keys: Array, control
             logits, carry = growth.extend(carry, level)
         states = steering.moved(states, tokens[-1])
         tokens.append(children(logits, depth, tokens[-1] != NO_TOKEN, carry, states))
-        # The children of one parent are adjacent: so repeat each parent's index once per child.
+        # The children of one parent are adjacent, so repeat each parent's index once per child.
         next_parents, row = np.repeat(np.arange(width, dtype=np.int32), shape.branching[depth]), row + width
         width = len(next_parents)
     tree = DraftTree(
@@ -302,11 +302,11 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
             return values.reshape(batch, -1)
 
         if steering.sample:
-            drawn = draw_siblings(logits, k, _level_keys(keys, depth), controls)
+            siblings = draw_siblings(logits, k, _level_keys(keys, depth), controls)
             # Rank the j-th child by the j-th largest probability of q, independent of the draw, and at most as high as
             # its parent.
-            ranks = jnp.minimum(path + drawn.likeliest, rank[..., None])
-            return _Children(flat(drawn.ids), flat(ranks), flat(path + drawn.log_q)), drawn.logits
+            ranks = jnp.minimum(path + siblings.likeliest, rank[..., None])
+            return _Children(flat(siblings.ids), flat(ranks), flat(path + siblings.log_q)), siblings.logits
         best_tokens = top_k_logits(logits, k)
         # Rounding can make a log-probability positive. Clip it, so that no child is likelier than its parent.
         log_q = steering.only_allowed(

@@ -61,8 +61,8 @@ class DraftModel(ShapedDrafter):
     model: LanguageModel  # the small model
     # K, the length of the chain; ignored if there is a tree.
     num_draft_tokens: int = dataclasses.field(default=5, compare=False)
-    # The target's vocabulary size, which can differ because checkpoints that share a tokenizer may pad it differently.
-    # Draft logits are cut or padded with -inf to this size. Default: the model's own size.
+    # The target's vocabulary size, which can differ from the model's: checkpoints that share a tokenizer may pad it
+    # differently. Draft logits are cut or padded with -inf to this size. Default: the model's own size.
     vocab_size: int | None = dataclasses.field(default=None, kw_only=True)
     # True if the model's tokenizer differs from the target's; `Params.draft` is then `shared_tokens.Shared`.
     own_tokens: bool = dataclasses.field(default=False, kw_only=True)
@@ -99,7 +99,7 @@ class DraftModel(ShapedDrafter):
 
     def _unembed(self, params: Params, hidden: Array) -> Array:
         logits = self._model.unembed(params.draft, hidden)
-        # The logits of a model with its own tokens stay in its vocabulary; `grow` widens them.
+        # With a different tokenizer, logits stay in the draft vocabulary, which `grow` maps to the target's.
         padding = self._vocab - self.model.vocab_size
         if self.own_tokens or padding == 0:
             return logits

@@ -288,7 +288,7 @@ def _fastest(params: SizedParams, lengths: Sequence[int], acceptance: Array, cou
 
     Choose size 0 unless a draft is `MARGIN` times as fast, and the shortest of equally fast sizes.
     """
-    # Leviathan et al., equation 1: a chain of K gives 1 + a + ... + a^K tokens. mean_powers[k] is the mean a^(k + 1).
+    # Leviathan et al., equation 1: a chain of K gives 1 + a + ... + a^K tokens. mean_powers[k]: the mean of a^(k + 1).
     depths = jnp.arange(1.0, max(lengths) + 1.0, dtype=jnp.float32)
     mean_powers = jnp.mean(jnp.minimum(acceptance, 1.0)[None] ** depths[:, None], axis=1, where=counted_rows)
     tokens_per_step = jnp.stack([1.0 + jnp.sum(mean_powers[:length]) for length in lengths])
@@ -314,7 +314,7 @@ class SizedDrafter(Drafter):
     longest: Drafter  # the longest drafter of this kind; all sizes share its state
     lengths: tuple[int, ...]  # chain lengths of all sizes
     # Set only for the drafter that represents all sizes. If a sparse drafter finds no draft, the step chooses size 0,
-    # so no other size needs a program that forwards only the root.
+    # so no other size needs a branch that forwards only the root.
     sparse: bool = False
 
     @property

@@ -192,12 +192,12 @@ class Cascade(Drafter):
             out_of_room = decides & ~stops & (carry.begin + num_new + k + 1 > limit)
             num_new = jnp.where(out_of_room, num_new - 1, jnp.minimum(num_new, stop_at))
             # After a stop token, the target verifies the proxy's tokens; otherwise it verifies x.
-            unverified = jnp.where(
+            target_draft = jnp.where(
                 stops[:, None], jnp.where(place <= replaced_at[:, None], proxy_tokens, NO_TOKEN), x
             )
             # A row that continues or is full leaves no token for the target to verify.
-            unverified = jnp.where((decides & ~stops)[:, None], NO_TOKEN, unverified)
-            row_draft = jnp.where(place < num_new[:, None], proxy_tokens, unverified)
+            target_draft = jnp.where((decides & ~stops)[:, None], NO_TOKEN, target_draft)
+            row_draft = jnp.where(place < num_new[:, None], proxy_tokens, target_draft)
             active = ~carry.waits
             return _Round(
                 tokens=_put(carry.tokens, length, proxy_tokens, active[:, None] & (place < num_new[:, None])),
@@ -239,7 +239,7 @@ def _first(mask: Array) -> Array:
 
 
 def _put(values: Array, first: Array, new: Array, mask: Array) -> Array:
-    """Write new [B, P] into values [B, M] starting at index `first` i32[B], if mask bool[B, P] is True."""
+    """Write new [B, P] into values [B, M] starting at index `first` i32[B], where mask bool[B, P] is True."""
     write_indices = first[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     write_indices = jnp.where(mask, write_indices, values.shape[1])
     return jax.vmap(lambda row, indices, updates: row.at[indices].set(updates, mode="drop"))(

@@ -84,8 +84,8 @@ class Replay(Drafter):
         indices = corpus_start[:, None] + offsets
         corpus_tokens = jnp.take_along_axis(corpus_rows, jnp.minimum(indices, corpus_size - 1), axis=1)
         # A draft ends where the answer does, at a NO_TOKEN or at the end of the corpus.
-        is_past = jnp.cumsum(((corpus_tokens < 0) | (indices >= corpus_size)).astype(jnp.int32), axis=1) > 0
-        corpus_tokens = jnp.where(is_past, NO_TOKEN, corpus_tokens)
+        past_end = jnp.cumsum(((corpus_tokens < 0) | (indices >= corpus_size)).astype(jnp.int32), axis=1) > 0
+        corpus_tokens = jnp.where(past_end, NO_TOKEN, corpus_tokens)
         own_tokens = jnp.where(has_own[:, None], own_tokens, NO_TOKEN)
         use_corpus = in_corpus & (~has_own | (corpus_matched > own_matched))
         drafted_tokens = jnp.where(use_corpus[:, None], corpus_tokens, own_tokens)

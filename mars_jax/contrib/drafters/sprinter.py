@@ -41,8 +41,8 @@ class SprinterParams(NamedTuple):
 
 def chance(params: SprinterParams, hidden: Array) -> Array:
     """Return f32[...]: sigmoid(w . h + b), the probability that the target accepts a token with state h [..., E]."""
-    score = jnp.einsum("...e,e->...", hidden.astype(jnp.float32), params.weight) + params.bias
-    return jax.nn.sigmoid(score)
+    log_odds = jnp.einsum("...e,e->...", hidden.astype(jnp.float32), params.weight) + params.bias
+    return jax.nn.sigmoid(log_odds)
 
 
 class _DraftCarry(NamedTuple):
@@ -109,7 +109,7 @@ class Sprinter(Drafter):
         return prefill(self.model, params.draft.model, tokens, cached, length - 2, state, chunk=chunk_size)[0]
 
     def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
-        weights, controls, max_tokens = params.draft.model, inputs.controls, self.num_draft_tokens
+        model_weights, controls, max_tokens = params.draft.model, inputs.controls, self.num_draft_tokens
         batch = inputs.tokens.shape[0]
         # Strict rows also draft until the classifier rejects a token; the rule verifies all of their tokens.
         if self.sample:
@@ -132,29 +132,29 @@ class Sprinter(Drafter):
         def extend(run: _DraftCarry) -> _DraftCarry:
             visible = Visible.causal(inputs.length + run.depth - 1, 1)
             with jax.named_scope("level"):
-                output = self.model.forward(weights, run.last, visible, run.cache)
-                logits = self.model.unembed(weights, output.hidden)
+                output = self.model.forward(model_weights, run.last, visible, run.cache)
+                logits = self.model.unembed(model_weights, output.hidden)
             is_sure = chance(params.draft, output.hidden)[:, 0] >= params.draft.threshold
             is_stop_token = is_stop(run.last, controls.stop_tokens)[:, 0]
             is_trusted = (run.last[:, 0] != NO_TOKEN) & is_sure & ~is_stop_token & may_trust
-            token, drawn_from = pick(logits, run.depth + 1)
-            token = jnp.where(is_trusted[:, None], token, NO_TOKEN)
+            next_token, drawn_from = pick(logits, run.depth + 1)
+            next_token = jnp.where(is_trusted[:, None], next_token, NO_TOKEN)
             return _DraftCarry(
                 depth=run.depth + 1,
-                last=token,
-                tokens=_put(run.tokens, token, run.depth),
+                last=next_token,
+                tokens=_put(run.tokens, next_token, run.depth),
                 trusted=run.trusted + is_trusted.astype(jnp.int32),
                 cache=output.cache,
                 drawn_from=_put(run.drawn_from, drawn_from, run.depth),
             )
 
-        hidden, cache = feed_last(self.model, weights, state, inputs.tokens, inputs.length)
-        logits = self.model.unembed(weights, hidden)
-        token, drawn_from = pick(logits, jnp.int32(1))
+        hidden, cache = feed_last(self.model, model_weights, state, inputs.tokens, inputs.length)
+        logits = self.model.unembed(model_weights, hidden)
+        next_token, drawn_from = pick(logits, jnp.int32(1))
         first_carry = _DraftCarry(
             depth=jnp.int32(1),
-            last=token,
-            tokens=_put(jnp.full((batch, max_tokens), NO_TOKEN, jnp.int32), token, jnp.int32(0)),
+            last=next_token,
+            tokens=_put(jnp.full((batch, max_tokens), NO_TOKEN, jnp.int32), next_token, jnp.int32(0)),
             trusted=jnp.zeros((batch,), jnp.int32),
             cache=cache,
             drawn_from=_put(
