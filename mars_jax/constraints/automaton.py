@@ -62,9 +62,9 @@ def utf8(ranges: Ranges) -> tuple[Bytes, ...]:
     sequences: list[Bytes] = []
     for low, high in ranges:
         # A character takes one to four bytes. Divide each range where this number changes.
-        for first, last in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):
-            if max(low, first) <= min(high, last):
-                sequences += _split(chr(max(low, first)).encode(), chr(min(high, last)).encode())
+        for length_low, length_high in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):
+            if max(low, length_low) <= min(high, length_high):
+                sequences += _split(chr(max(low, length_low)).encode(), chr(min(high, length_high)).encode())
     return tuple(sequences)
 
 
@@ -75,10 +75,10 @@ def _split(low: bytes, high: bytes) -> list[Bytes]:
     if low[1:] == lowest and high[1:] == highest:
         return [((low[0], high[0]), *(((0x80, 0xBF),) * len(lowest)))]
     if low[0] == high[0]:
-        return [((low[0], low[0]), *following) for following in _split(low[1:], high[1:])]
+        return [((low[0], low[0]), *suffix) for suffix in _split(low[1:], high[1:])]
     # Divide at a lead byte: the first part ends with the highest continuation bytes, the second begins with the lowest.
-    last = high[0] - 1 if low[1:] == lowest else low[0]
-    return [*_split(low, bytes([last]) + highest), *_split(bytes([last + 1]) + lowest, high)]
+    last_lead = high[0] - 1 if low[1:] == lowest else low[0]
+    return [*_split(low, bytes([last_lead]) + highest), *_split(bytes([last_lead + 1]) + lowest, high)]
 
 
 class _Pieces:
@@ -100,9 +100,9 @@ class _Pieces:
         if isinstance(node, Chars):
             end = self.state()
             # Sequences with the same suffix share the states of that suffix.
-            ends: dict[Bytes, int] = {(): end}
+            suffix_ends: dict[Bytes, int] = {(): end}
             for sequence in utf8(node.ranges):
-                self._tail(sequence, start, ends)
+                self._tail(sequence, start, suffix_ends)
             return end
         if isinstance(node, Sequence):
             for part in node.parts:
@@ -175,23 +175,23 @@ def automaton(node: Node) -> Automaton:
     (True, False, 3)
     """
     pieces = _Pieces()
-    first = pieces.state()
-    last = pieces.add(node, first)
+    start_state = pieces.state()
+    end_state = pieces.add(node, start_state)
     # Bytes between two neighbouring ends of ranges lead from every state to the same states: they form one class.
-    edges = {0, 256}
-    for steps in pieces.byte:
-        for low, high, _ in steps:
-            edges |= {low, high + 1}
-    bounds = sorted(edges)
-    classes = np.searchsorted(bounds, np.arange(256), side="right").astype(np.int32) - 1
-    return _trimmed(*_subsets(pieces, first, last, classes, len(bounds) - 1), classes)
+    range_ends = {0, 256}
+    for byte_steps in pieces.byte:
+        for low, high, _ in byte_steps:
+            range_ends |= {low, high + 1}
+    class_bounds = sorted(range_ends)
+    classes = np.searchsorted(class_bounds, np.arange(256), side="right").astype(np.int32) - 1
+    return _trimmed(*_subsets(pieces, start_state, end_state, classes, len(class_bounds) - 1), classes)
 
 
 def _subsets(
     pieces: _Pieces, first: int, last: int, classes: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run the subset construction: return next i32[S, K] and accepting bool[S]."""
-    by_class = [
+    class_steps = [
         [(int(classes[low]), int(classes[high]) + 1, to) for low, high, to in steps] for steps in pieces.byte
     ]
 
@@ -201,43 +201,43 @@ def _subsets(
         """Return the epsilon closure of `states`, without states that have no byte steps and are not `last`."""
         reached_states, todo = set(states), list(states)
         while todo:
-            for following in pieces.free[todo.pop()]:
-                if following not in reached_states:
-                    reached_states.add(following)
-                    todo.append(following)
+            for next_state in pieces.free[todo.pop()]:
+                if next_state not in reached_states:
+                    reached_states.add(next_state)
+                    todo.append(next_state)
         budget.spend(len(reached_states))
-        return frozenset(s for s in reached_states if by_class[s] or s == last)
+        return frozenset(s for s in reached_states if class_steps[s] or s == last)
 
-    start = closed(frozenset([first]))
+    start_set = closed(frozenset([first]))
     # A constraint that matches nothing has an empty start, which is DEAD.
-    ids = {start: FIRST, frozenset(): DEAD}
-    state_of: dict[frozenset[int], int] = {}  # ids by the set of states before its closure
-    todo = [start]
-    rows = [[DEAD] * count, [DEAD] * count]
-    accepting = [False, last in start]
+    set_ids = {start_set: FIRST, frozenset(): DEAD}
+    state_of: dict[frozenset[int], int] = {}  # numbers of closed sets, by the set before its closure
+    todo = [start_set]
+    next_rows = [[DEAD] * count, [DEAD] * count]
+    accepting = [False, last in start_set]
     for subset in todo:
         to: list[set[int]] = [set() for _ in range(count)]
         for state in subset:
-            for low, high, following in by_class[state]:
+            for low, high, next_state in class_steps[state]:
                 budget.spend(high - low)
-                for kind in range(low, high):
-                    to[kind].add(following)
-        row = rows[ids[subset]]
-        for kind, successors in enumerate(map(frozenset, to)):
+                for byte_class in range(low, high):
+                    to[byte_class].add(next_state)
+        next_row = next_rows[set_ids[subset]]
+        for byte_class, successors in enumerate(map(frozenset, to)):
             if not successors:
                 continue
             if successors not in state_of:
-                reached = closed(successors)
-                if reached not in ids:
-                    if len(rows) >= MOST_STATES:
+                reached_set = closed(successors)
+                if reached_set not in set_ids:
+                    if len(next_rows) >= MOST_STATES:
                         raise TooLarge(f"more than {MOST_STATES:,} states")
-                    ids[reached] = len(rows)
-                    rows.append([DEAD] * count)
-                    accepting.append(last in reached)
-                    todo.append(reached)
-                state_of[successors] = ids[reached]
-            row[kind] = state_of[successors]
-    return np.asarray(rows, np.int32), np.asarray(accepting, bool)
+                    set_ids[reached_set] = len(next_rows)
+                    next_rows.append([DEAD] * count)
+                    accepting.append(last in reached_set)
+                    todo.append(reached_set)
+                state_of[successors] = set_ids[reached_set]
+            next_row[byte_class] = state_of[successors]
+    return np.asarray(next_rows, np.int32), np.asarray(accepting, bool)
 
 
 def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Automaton:
@@ -247,22 +247,22 @@ def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Au
         raise MarsError("the constraint matches no text at all: correct it.")
     next = np.where(alive[next], next, DEAD)
     next[~alive] = DEAD
-    label = _alike(next, accepting, alive)
+    labels = _alike(next, accepting, alive)
     # The first state of each label represents it; states 0 and 1 keep their numbers.
-    order, first = np.unique(label, return_index=True)
-    ranked = [label[DEAD], label[FIRST]]
-    ranked += [state_label for state_label in order[np.argsort(first)].tolist() if state_label not in ranked]
-    number = np.zeros(int(order.max()) + 1, np.int32)
-    number[ranked] = np.arange(len(ranked))
-    representative = np.zeros(len(ranked), np.int64)
-    representative[number[order]] = first
-    merged = number[label[next[representative]]]
+    unique_labels, first_states = np.unique(labels, return_index=True)
+    label_order = [labels[DEAD], labels[FIRST]]
+    label_order += [n for n in unique_labels[np.argsort(first_states)].tolist() if n not in label_order]
+    new_numbers = np.zeros(int(unique_labels.max()) + 1, np.int32)
+    new_numbers[label_order] = np.arange(len(label_order))
+    representatives = np.zeros(len(label_order), np.int64)
+    representatives[new_numbers[unique_labels]] = first_states
+    merged_next = new_numbers[labels[next[representatives]]]
     # Byte classes with equal columns lead every state to the same states.
-    columns, kind = np.unique(merged, axis=1, return_inverse=True)
+    class_columns, column_of_class = np.unique(merged_next, axis=1, return_inverse=True)
     return Automaton(
-        next=columns.astype(np.int32),
-        classes=kind.reshape(-1)[classes].astype(np.uint8),
-        accepting=accepting[representative],
+        next=class_columns.astype(np.int32),
+        classes=column_of_class.reshape(-1)[classes].astype(np.uint8),
+        accepting=accepting[representatives],
     )
 
 
@@ -271,12 +271,12 @@ def living(next: np.ndarray, accepting: np.ndarray) -> np.ndarray:
     # Search backwards from the accepting states, over edges sorted by their targets.
     alive = accepting.copy()
     sources, targets = np.repeat(np.arange(len(next)), next.shape[1]), next.reshape(-1)
-    order = np.argsort(targets, kind="stable")
-    sources, first = sources[order], np.searchsorted(targets[order], np.arange(len(next) + 1))
+    by_target = np.argsort(targets, kind="stable")
+    sources, first_edges = sources[by_target], np.searchsorted(targets[by_target], np.arange(len(next) + 1))
     todo = np.flatnonzero(alive).tolist()
     while todo:
         state = todo.pop()
-        for source in sources[first[state] : first[state + 1]].tolist():
+        for source in sources[first_edges[state] : first_edges[state + 1]].tolist():
             if not alive[source]:
                 alive[source] = True
                 todo.append(source)
@@ -286,20 +286,20 @@ def living(next: np.ndarray, accepting: np.ndarray) -> np.ndarray:
 
 def _alike(next: np.ndarray, accepting: np.ndarray, alive: np.ndarray) -> np.ndarray:
     """Return labels i64[S], equal for equivalent states if they are cheap to find."""
-    states = np.where(alive, np.arange(len(next)), DEAD)
+    state_labels = np.where(alive, np.arange(len(next)), DEAD)
     if len(next) > _MINIMISED:
-        return states
+        return state_labels
     # Three labels at first: 0 for dead states, 2 for accepting ones, 1 for all others.
-    label = accepting.astype(np.int64) + alive
-    count = len(np.unique(label))
+    labels = accepting.astype(np.int64) + alive
+    num_labels = len(np.unique(labels))
     for _ in range(_ROUNDS):
         # Two states remain equivalent if their labels and the labels of their next states are equal. The keys are
         # compared as bytes, which is faster than `np.unique` over an axis.
-        keys = np.concatenate([label[:, None], label[next]], axis=1).astype(np.int32)
-        rows = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1] * 4))).reshape(-1)
-        label = np.unique(rows, return_inverse=True)[1].reshape(-1)
-        if (label_count := int(label.max()) + 1) == count:
-            return label
-        count = label_count
+        keys = np.concatenate([labels[:, None], labels[next]], axis=1).astype(np.int32)
+        key_bytes = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1] * 4))).reshape(-1)
+        labels = np.unique(key_bytes, return_inverse=True)[1].reshape(-1)
+        if (new_num_labels := int(labels.max()) + 1) == num_labels:
+            return labels
+        num_labels = new_num_labels
     # States with one label may still differ after the last round, so each living state keeps its own label.
-    return states
+    return state_labels

@@ -36,18 +36,18 @@ class Compiled(NamedTuple):
         """Return the initial states of a batch's rows.
 
         Args:
-          keys: for each row a constraint, or another key of `starts`; None: no constraint.
-          states: for each row the state of its table to begin in; default: the initial state.
+          keys: for each row, a constraint or another key of `starts`; None: no constraint.
+          states: for each row, the state of its table in which it begins; default: the initial state.
         """
-        start, groups = np.full(len(keys), FREE, np.int32), np.zeros(len(keys), np.int32)
+        start_states, row_groups = np.full(len(keys), FREE, np.int32), np.zeros(len(keys), np.int32)
         for row, key in enumerate(keys):
             if isinstance(key, Constraint):
                 key = without_relax(key)
             if key is not None:
-                start[row], groups[row] = self.starts[key]
+                start_states[row], row_groups[row] = self.starts[key]
                 if states is not None:
-                    start[row] += states[row] - FIRST
-        return Tracked(start=jnp.asarray(start), group=jnp.asarray(groups))
+                    start_states[row] += states[row] - FIRST
+        return Tracked(start=jnp.asarray(start_states), group=jnp.asarray(row_groups))
 
 
 def compiled(constraints: Sequence[Constraint | None], vocabulary: Vocabulary) -> Compiled:
@@ -65,10 +65,10 @@ def compiled(constraints: Sequence[Constraint | None], vocabulary: Vocabulary) -
     >>> made.rows([Constraint("regex", "ab+"), None]).group.tolist()
     [1, 0]
     """
-    distinct = dict.fromkeys(
+    distinct_constraints = dict.fromkeys(
         without_relax(constraint) for constraint in constraints if constraint is not None
     )
-    return _compiled(tuple(distinct), vocabulary)
+    return _compiled(tuple(distinct_constraints), vocabulary)
 
 
 @functools.lru_cache(maxsize=8)
@@ -88,43 +88,43 @@ def join_tables(tables: Mapping[Hashable, TokenTable], vocab: int) -> Compiled:
         raise TooLarge(
             f"{num_states:,} states of all constraints together, and there is room for {1 << 16:,}"
         )
-    size = _bucket(num_states, 128)
-    kinds = _bucket(max((t.next.shape[1] for t in tables.values()), default=1), 32)
-    groups = _bucket(len(tables) + 1, 4)
-    next = np.full((size, kinds), DEAD, np.uint16)
+    padded_states = _bucket(num_states, 128)
+    padded_classes = _bucket(max((t.next.shape[1] for t in tables.values()), default=1), 32)
+    padded_groups = _bucket(len(tables) + 1, 4)
+    next = np.full((padded_states, padded_classes), DEAD, np.uint16)
     # Rows without a constraint stay in the state FREE, of group 0.
     next[FREE] = FREE
-    classes = np.zeros((groups, vocab), np.uint16)
-    rows = np.zeros(size, np.int32)
-    accepting, closed, strict = (np.zeros(size, bool) for _ in range(3))
-    forced = np.full(size, NO_TOKEN, np.int32)
+    classes = np.zeros((padded_groups, vocab), np.uint16)
+    row_of_state = np.zeros(padded_states, np.int32)
+    accepting, closed, strict = (np.zeros(padded_states, bool) for _ in range(3))
+    forced = np.full(padded_states, NO_TOKEN, np.int32)
     accepting[FREE] = True
     bits = _Bits(vocab)
     starts: dict[Hashable, tuple[int, int]] = {}
     offset = 2
     for group, (key, table) in enumerate(tables.items(), start=1):
-        count, width = table.next.shape
-        states = slice(offset, offset + count - 1)
+        num_table_states, num_classes = table.next.shape
+        state_slice = slice(offset, offset + num_table_states - 1)
         # State s of the table becomes state s + offset - 1.
         moved = np.where(table.next == 0, DEAD, table.next.astype(np.int64) + offset - 1).astype(np.uint16)
-        next[states, :width] = moved[1:]
+        next[state_slice, :num_classes] = moved[1:]
         classes[group] = table.classes
-        accepting[states] = table.accepting[1:]
-        strict[states] = table.strict[1:]
-        forced[states] = table.forced[1:]
+        accepting[state_slice] = table.accepting[1:]
+        strict[state_slice] = table.strict[1:]
+        forced[state_slice] = table.forced[1:]
         # A closed state accepts the text so far and allows no further token, so the row ends.
-        closed[states] = (table.accepting & ~table.allowed.any(axis=1))[1:]
+        closed[state_slice] = (table.accepting & ~table.allowed.any(axis=1))[1:]
         # States with the same allowed tokens share a row of bits.
-        patterns, of_state = np.unique(table.allowed[1:], axis=0, return_inverse=True)
-        numbers = np.asarray([bits.add(pattern[table.classes]) for pattern in patterns], np.int32)
-        rows[states] = numbers[of_state.reshape(-1)]
+        patterns, pattern_of_state = np.unique(table.allowed[1:], axis=0, return_inverse=True)
+        row_numbers = np.asarray([bits.add(pattern[table.classes]) for pattern in patterns], np.int32)
+        row_of_state[state_slice] = row_numbers[pattern_of_state.reshape(-1)]
         starts[key] = (offset - 1 + FIRST, group)
-        offset += count - 1
+        offset += num_table_states - 1
     batch_tables = Tables(
         next=jnp.asarray(next),
         classes=jnp.asarray(classes),
         bits=jnp.asarray(bits.padded()),
-        rows=jnp.asarray(rows),
+        rows=jnp.asarray(row_of_state),
         forced=jnp.asarray(forced),
         accepting=jnp.asarray(accepting),
         closed=jnp.asarray(closed),
@@ -150,17 +150,17 @@ class _Bits:
 
     def add(self, allowed: np.ndarray) -> int:
         """Return the number of a row bool[V]; add it if it is new."""
-        padded = np.zeros(BITS * self._width, bool)
-        padded[: self._vocab] = allowed
+        padded_allowed = np.zeros(BITS * self._width, bool)
+        padded_allowed[: self._vocab] = allowed
         # Bit k of word j is token k W + j.
-        octets = np.packbits(padded.reshape(BITS, self._width), axis=0, bitorder="little")
-        row = np.ascontiguousarray(octets.T).view("<u4").reshape(-1)
-        key = row.tobytes()
+        octets = np.packbits(padded_allowed.reshape(BITS, self._width), axis=0, bitorder="little")
+        bit_row = np.ascontiguousarray(octets.T).view("<u4").reshape(-1)
+        key = bit_row.tobytes()
         if key not in self._numbers:
-            if (len(self._rows) + 1) * row.nbytes > MOST_BYTES:
+            if (len(self._rows) + 1) * bit_row.nbytes > MOST_BYTES:
                 raise TooLarge("its states allow too many different sets of tokens")
             self._numbers[key] = len(self._rows)
-            self._rows.append(row)
+            self._rows.append(bit_row)
         return self._numbers[key]
 
     def padded(self) -> np.ndarray:

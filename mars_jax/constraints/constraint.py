@@ -72,7 +72,7 @@ def _automaton(constraint: Constraint) -> Automaton:
         return schema_automaton(json.loads(content), compact=constraint.compact)
     if kind == "choice":
         return automaton(Either(tuple(map(text, content))))
-    raise MarsError("a constraint of tokens is none of bytes: use its table.")
+    raise MarsError("a constraint on tokens has no automaton over bytes: use its table.")
 
 
 @functools.lru_cache(maxsize=64)
@@ -83,15 +83,15 @@ def _table(constraint: Constraint, vocabulary: Vocabulary) -> TokenTable:
 
 
 def _allow_list(ids: tuple[int, ...], size: int) -> TokenTable:
-    outside = [i for i in ids if i >= size]
-    if outside:
-        raise MarsError(f"the constraint allows the token {outside[0]}, and there are {size}: leave it out.")
-    classes = np.zeros(size, np.uint16)
-    classes[list(ids)] = 1
+    bad_ids = [i for i in ids if i >= size]
+    if bad_ids:
+        raise MarsError(f"the constraint allows the token {bad_ids[0]}, and there are {size}: leave it out.")
+    token_classes = np.zeros(size, np.uint16)
+    token_classes[list(ids)] = 1
     # State 0 is dead. State 1 accepts, and allowed tokens (class 1) stay in it.
     return TokenTable(
         next=np.asarray([[0, 0], [0, FIRST]], np.uint16),
-        classes=classes,
+        classes=token_classes,
         accepting=np.asarray([False, True]),
         forced=np.full(2, NO_TOKEN, np.int32),
         strict=np.zeros(2, bool),
@@ -163,7 +163,7 @@ def _written(schema: object) -> str:
 
 
 def _listed(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the entries of an iterable; () for any other value, also for an array without axes."""
+    """Return the entries of an iterable; () for any other value, including an array without axes."""
     try:
         return tuple(values)
     except TypeError:
@@ -234,7 +234,7 @@ def from_fields(fields: Mapping[str, object]) -> Constraint | None:
 
 
 def without_relax(constraint: Constraint) -> Constraint:
-    """Return the constraint with `relax` unset, as a key of tables, which do not depend on it.
+    """Return the constraint with `relax` unset, to serve as a key of tables, which do not depend on `relax`.
 
     >>> without_relax(regex("a").relaxed()) == regex("a")
     True

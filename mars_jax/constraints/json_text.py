@@ -60,42 +60,42 @@ def integers(low: int | None, high: int | None) -> Node:
     True
     """
     # A negative number is a minus sign and its absolute value, which is at most -low.
-    parts: list[Node] = []
+    alternatives: list[Node] = []
     if high is None or high >= 0:
-        parts.append(_naturals(max(low or 0, 0), high))
+        alternatives.append(_naturals(max(low or 0, 0), high))
     if low is None or low < 0:
-        # Leave out -0: the absolute value is at least 1, or at least -high if no number reaches 0.
-        least = max(1, -(high or 0))
-        parts.append(sequence(text("-"), _naturals(least, low and -low)))
-    return Either(tuple(parts))
+        # Leave out -0: the absolute value is at least 1, or at least -high if `high` is negative.
+        min_absolute = max(1, -(high or 0))
+        alternatives.append(sequence(text("-"), _naturals(min_absolute, low and -low)))
+    return Either(tuple(alternatives))
 
 
 @functools.lru_cache(maxsize=1024)
 def _naturals(low: int, high: int | None) -> Node:
-    """Return whole numbers from `low` >= 0 to `high`; None allows 18 digits, or as many as `low` if it has more."""
+    """Return the node for whole numbers from `low` >= 0 to `high`; None allows 18 digits, or more if `low` has more."""
     if high is None:
         high = 10 ** max(18, len(str(low))) - 1
-    parts: list[Node] = []
+    alternatives: list[Node] = []
     for digits in range(len(str(low)), len(str(high)) + 1):
-        parts.append(_same_length(str(low), str(min(high, 10**digits - 1))))
+        alternatives.append(_same_length(str(low), str(min(high, 10**digits - 1))))
         low = 10**digits
-    return Either(tuple(parts))
+    return Either(tuple(alternatives))
 
 
 def _same_length(low: str, high: str) -> Node:
-    """Return numbers from `low` to `high`, which have the same number of digits."""
+    """Return the node for numbers from `low` to `high`, which have the same number of digits."""
     if set(low) <= {"0"} and set(high) <= {"9"}:
         return Repeat(_DIGIT, len(low), len(low))
-    # Split by the leading digit. Between its ends, all other digits are free.
+    # Split by the leading digit. If it is strictly between those of the bounds, all other digits are free.
     zeros, nines = "0" * (len(low) - 1), "9" * (len(low) - 1)
-    first, last = ord(low[0]), ord(high[0])
-    if first == last:
-        cases = [(first, first, low[1:], high[1:])]
+    first_code, last_code = ord(low[0]), ord(high[0])
+    if first_code == last_code:
+        cases = [(first_code, first_code, low[1:], high[1:])]
     else:
         cases = [
-            (first, first, low[1:], nines),
-            (first + 1, last - 1, zeros, nines),
-            (last, last, zeros, high[1:]),
+            (first_code, first_code, low[1:], nines),
+            (first_code + 1, last_code - 1, zeros, nines),
+            (last_code, last_code, zeros, high[1:]),
         ]
     return Either(
         tuple(sequence(Chars(((a, b),)), _same_length(*bounds)) for a, b, *bounds in cases if a <= b)

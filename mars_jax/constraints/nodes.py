@@ -75,10 +75,10 @@ def ranges_of(parts: list[tuple[int, int]]) -> Ranges:
     >>> ranges_of([(98, 99), (97, 97), (120, 122)])
     ((97, 99), (120, 122))
     """
-    first, last = _SURROGATES
+    first_surrogate, last_surrogate = _SURROGATES
     # The parts of each range below and above the surrogates; empty ones are dropped.
-    parts = [(low, min(high, first - 1)) for low, high in parts] + [
-        (max(low, last + 1), high) for low, high in parts
+    parts = [(low, min(high, first_surrogate - 1)) for low, high in parts] + [
+        (max(low, last_surrogate + 1), high) for low, high in parts
     ]
     merged: list[tuple[int, int]] = []
     for low, high in sorted((low, high) for low, high in parts if low <= high):

@@ -129,21 +129,21 @@ class _Reader:
         return Chars(ranges)
 
     def _members(self, items: list[Any]) -> Ranges:
-        negated, literals, named = False, [], []
+        is_negated, literal_ranges, category_ranges = False, [], []
         for op, argument in items:
             name = str(op)
             if name == "NEGATE":
-                negated = True
+                is_negated = True
             elif name == "LITERAL":
-                literals.append((argument, argument))
+                literal_ranges.append((argument, argument))
             elif name == "RANGE":
-                literals.append(tuple(argument))
+                literal_ranges.append(tuple(argument))
             elif name == "CATEGORY":
-                named += _category(str(argument), self._flags & re.ASCII)
+                category_ranges += _category(str(argument), self._flags & re.ASCII)
             else:
                 raise self._refuse(f"has {name.lower()} in a class")
-        members = ranges_of([*self._cased(literals), *named])
-        return complement(members) if negated else members
+        members = ranges_of([*self._cased(literal_ranges), *category_ranges])
+        return complement(members) if is_negated else members
 
     def _cased(self, ranges: list[tuple[int, int]]) -> Ranges:
         """Add the characters that differ only in case, if the pattern ignores case."""
@@ -183,7 +183,7 @@ _LETTERS = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 @functools.cache
 def _category(name: str, ascii_flag: int) -> list[tuple[int, int]]:
     """Return the code points that Python's `re` assigns to a category."""
-    letter = _LETTERS[name.removeprefix("CATEGORY_").removeprefix("UNI_").removeprefix("NOT_")]
-    singles = [(ord(c), ord(c)) for c in re.findall(letter, _all_characters(), ascii_flag)]
-    ranges = ranges_of(singles)
+    class_escape = _LETTERS[name.removeprefix("CATEGORY_").removeprefix("UNI_").removeprefix("NOT_")]
+    single_ranges = [(ord(c), ord(c)) for c in re.findall(class_escape, _all_characters(), ascii_flag)]
+    ranges = ranges_of(single_ranges)
     return list(complement(ranges) if "NOT_" in name else ranges)

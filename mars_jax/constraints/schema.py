@@ -108,19 +108,19 @@ def parsed(schema_text: str) -> Any:
     {'type': 'null'}
     """
     try:
-        value = json.loads(schema_text)
+        schema_value = json.loads(schema_text)
     except ValueError as error:
         raise MarsError(f"the schema is not JSON ({error}): correct it.") from None
     except RecursionError:
         raise too_deep() from None
     # Count the levels with a loop, because recursion fails on deep input.
-    level = [value]
+    level_parts = [schema_value]
     for _ in range(MOST_NESTED):
-        lists = [part for part in level if isinstance(part, list)]
-        lists += [part.values() for part in level if isinstance(part, dict)]
-        level = [item for items in lists for item in items]
-        if not level:
-            return value
+        containers = [part for part in level_parts if isinstance(part, list)]
+        containers += [part.values() for part in level_parts if isinstance(part, dict)]
+        level_parts = [item for items in containers for item in items]
+        if not level_parts:
+            return schema_value
     raise too_deep()
 
 
@@ -183,12 +183,12 @@ class _Writer:
         kinds = _types(keywords.pop("type", None) or _type_of(keywords, where))
         allowed_names = set().union(*(_OF_TYPE[kind] for kind in kinds))
         _only(keywords, allowed_names, f" beside the type {' or '.join(kinds)}", where)
-        parts = []
+        type_nodes = []
         for kind in kinds:
             write: Callable[[JsonObject, str, int], Node] = getattr(self, f"_{kind}")
             type_keywords = {name: content for name, content in keywords.items() if name in _OF_TYPE[kind]}
-            parts.append(write(type_keywords, where, depth))
-        return parts[0] if len(parts) == 1 else Either(tuple(parts))
+            type_nodes.append(write(type_keywords, where, depth))
+        return type_nodes[0] if len(type_nodes) == 1 else Either(tuple(type_nodes))
 
     def _alternatives(self, name: str, value: Any, where: str) -> list[tuple[str, object]]:
         """Return the alternatives of a keyword as (location, schema) pairs."""
@@ -200,21 +200,21 @@ class _Writer:
         return [(f"{where}/{name}/{i}", subschema) for i, subschema in enumerate(value)]
 
     def _referenced(self, reference: str, where: str) -> object:
-        target = self._root
+        subschema = self._root
         for part in filter(None, reference[1:].split("/")):
             # A JSON pointer writes / as ~1 and ~ as ~0. Decode ~1 first, so that ~01 becomes ~1 (RFC 6901).
             part = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(target, Mapping) or part not in target:
+            if not isinstance(subschema, Mapping) or part not in subschema:
                 raise MarsError(
                     f"the $ref at {where} is {short_repr(reference)}, and there is no such schema: correct it."
                 )
-            target = target[part]
-        return target
+            subschema = subschema[part]
+        return subschema
 
     def _one_of(self, keywords: JsonObject, where: str) -> Node:
         """Return the node for listed values: those that const, enum and type all allow."""
-        named = " and ".join(name for name in ("const", "enum") if name in keywords)
-        _only(keywords, {"const", "enum", "type"}, f" beside {named}", where)
+        listing_keywords = " and ".join(name for name in ("const", "enum") if name in keywords)
+        _only(keywords, {"const", "enum", "type"}, f" beside {listing_keywords}", where)
         values = keywords.get("enum", [keywords.get("const")])
         if "const" in keywords:
             # Compare as JSON, because in Python 1 == True and 1 == 1.0.
@@ -277,26 +277,26 @@ class _Writer:
 
     def _array(self, keywords: JsonObject, where: str, depth: int) -> Node:
         least, maximum = _least_and_most(keywords, "Items", where)
-        named = keywords.get("prefixItems", [])
+        prefix_schemas = keywords.get("prefixItems", [])
         # An array with prefixItems has no further items unless `items` is given.
-        items = keywords.get("items", not named)
+        item_schema = keywords.get("items", not prefix_schemas)
         first = [
             self.value(prefix_schema, f"{where}/prefixItems/{i}", depth + 1)
-            for i, prefix_schema in enumerate(named[:maximum])
+            for i, prefix_schema in enumerate(prefix_schemas[:maximum])
         ]
-        if items is False or maximum == len(first):
+        if item_schema is False or maximum == len(first):
             if least > len(first):
                 raise MarsError(
                     f"minItems at {where} is {least}, and prefixItems and items describe {len(first)}: describe all."
                 )
             return sequence(text("["), *self._separated(first), text("]"))
         # Further items follow those at fixed positions. Without fixed items and a minimum, the array may be empty.
-        item = self.value(items, f"{where}/items", depth + 1)
-        begun = first or [item]
+        item_node = self.value(item_schema, f"{where}/items", depth + 1)
+        leading_nodes = first or [item_node]
         if maximum is not None:
-            maximum -= len(begun)
-        further = Repeat(self._after_comma(item), max(least - len(begun), 0), maximum)
-        contents = sequence(*self._separated(begun), further)
+            maximum -= len(leading_nodes)
+        later_items = Repeat(self._after_comma(item_node), max(least - len(leading_nodes), 0), maximum)
+        contents = sequence(*self._separated(leading_nodes), later_items)
         if not first and not least:
             contents = optional(contents)
         return sequence(text("["), contents, text("]"))
@@ -311,21 +311,21 @@ class _Writer:
                 )
         if not properties:
             # By default, an object without `properties` may have any, and one with empty `properties` has none.
-            further = keywords.get("additionalProperties", properties is None)
-            if further is False:
+            extra_schema = keywords.get("additionalProperties", properties is None)
+            if extra_schema is False:
                 return text("{}")
-            if further in (None, True):
+            if extra_schema in (None, True):
                 return self._map(self._any[ANY_DEPTH - 1])
-            return self._map(self.value(further, f"{where}/additionalProperties", depth + 1))
-        needed = set(required)
-        pairs = []
+            return self._map(self.value(extra_schema, f"{where}/additionalProperties", depth + 1))
+        required_names = set(required)
+        member_pairs = []
         for name, property_schema in properties.items():
             value = self.value(property_schema, f"{where}/{_part(name)}", depth + 1)
-            pairs.append((sequence(self._literal(name), self._colon, value), name in needed))
-        inside = self._members(pairs)
-        if not needed:
-            inside = optional(inside)
-        return sequence(text("{"), inside, text("}"))
+            member_pairs.append((sequence(self._literal(name), self._colon, value), name in required_names))
+        members = self._members(member_pairs)
+        if not required_names:
+            members = optional(members)
+        return sequence(text("{"), members, text("}"))
 
     def _members(self, pairs: list[tuple[Node, bool]]) -> Node:
         """Return the node for one or more of an object's members, in order and separated by commas.
@@ -335,27 +335,27 @@ class _Writer:
         """
         if len(pairs) == 1:
             return pairs[0][0]
-        first, second = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
-        later_members = [(self._after_comma(pair), needed) for pair, needed in second]
-        begun = sequence(
-            self._members(first),
+        first_half, second_half = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+        later_members = [(self._after_comma(pair), needed) for pair, needed in second_half]
+        from_first_half = sequence(
+            self._members(first_half),
             *(member if needed else optional(member) for member, needed in later_members),
         )
-        if any(needed for _, needed in first):
-            return begun
-        return Either((begun, self._members(second)))
+        if any(needed for _, needed in first_half):
+            return from_first_half
+        return Either((from_first_half, self._members(second_half)))
 
     def _map(self, value: Node) -> Node:
-        pair = sequence(json_text.string(), self._colon, value)
-        return sequence(text("{"), optional(self._some(pair)), text("}"))
+        member = sequence(json_text.string(), self._colon, value)
+        return sequence(text("{"), optional(self._some(member)), text("}"))
 
     def _anything(self, depth: int) -> Node:
         """Return the node for any value, with objects and arrays nested up to `depth`."""
-        simple = [json_text.string(), json_text.NUMBER, json_text.BOOLEAN, json_text.NULL]
+        options = [json_text.string(), json_text.NUMBER, json_text.BOOLEAN, json_text.NULL]
         if depth:
             inner = self._anything(depth - 1)
-            simple += [sequence(text("["), optional(self._some(inner)), text("]")), self._map(inner)]
-        return Either(tuple(simple))
+            options += [sequence(text("["), optional(self._some(inner)), text("]")), self._map(inner)]
+        return Either(tuple(options))
 
     def _some(self, part: Node) -> Node:
         """Return the node for one or more parts separated by commas."""
@@ -376,8 +376,8 @@ def _keywords(schema: object, where: str) -> JsonObject:
         raise MarsError(f"the schema at {where} is {short_repr(schema)}: expected an object.")
     keywords = {name: content for name, content in schema.items() if name not in _NOTES}
     for name in keywords.keys() & _VALUES.keys():
-        holds, expected = _VALUES[name]
-        if not holds(keywords[name]):
+        is_valid, expected = _VALUES[name]
+        if not is_valid(keywords[name]):
             raise _unexpected(name, keywords[name], where, expected)
     return keywords
 
@@ -398,13 +398,13 @@ def _both(beside: JsonObject, schema: object, where: str) -> JsonObject:
     if "type" in keywords and "type" in beside:
         # An integer satisfies both "integer" and "number".
         kinds, outer = _types(keywords["type"]), _types(beside["type"])
-        both = [kind for kind in _OF_TYPE if _within(kind, kinds) and _within(kind, outer)]
-        if not both:
+        shared_types = [kind for kind in _OF_TYPE if _within(kind, kinds) and _within(kind, outer)]
+        if not shared_types:
             raise MarsError(
                 f"the schema at {where} has the type {' or '.join(kinds)} beside the type {' or '.join(outer)} of "
                 "the schema around it, and no value is of both: correct one of them."
             )
-        keywords["type"] = both
+        keywords["type"] = shared_types
     return {**beside, **keywords}
 
 

@@ -28,7 +28,7 @@ _BETWEEN = "..."
 
 @dataclasses.dataclass(frozen=True)
 class _Tags:
-    """Tracker of a span between two strings; the state is (inside, bytes read so far of the next string)."""
+    """Tracker of a span between two strings; the state is (inside, number of bytes read of the next string)."""
 
     opening: bytes
     closing: bytes
@@ -39,19 +39,19 @@ class _Tags:
         return self.opening + self.closing
 
     def step(self, state: tuple[int, int], byte: int) -> tuple[int, int]:
-        inside, read = state
-        awaited = {0: self.opening, 1: self.closing}[inside]
-        read_bytes = awaited[:read] + bytes([byte])
+        inside, num_read = state
+        tag = {0: self.opening, 1: self.closing}[inside]
+        read_bytes = tag[:num_read] + bytes([byte])
         # Length of the longest suffix of the bytes read that is a prefix of the awaited string.
-        read = next(
-            n for n in range(len(read_bytes), -1, -1) if awaited.startswith(read_bytes[len(read_bytes) - n :])
+        num_read = next(
+            n for n in range(len(read_bytes), -1, -1) if tag.startswith(read_bytes[len(read_bytes) - n :])
         )
-        return (1 - inside, 0) if read == len(awaited) else (inside, read)
+        return (1 - inside, 0) if num_read == len(tag) else (inside, num_read)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Json:
-    """Tracker of JSON; the state is (depth, mode): 0 outside strings, 1 in one, 2 in one after a backslash."""
+    """Tracker of JSON; the state is (depth, mode): mode 0 outside strings, 1 in a string, 2 after a backslash in it."""
 
     bytes: bytes = b'{}[]"\\'
 
@@ -78,7 +78,7 @@ def _tracker(name: str) -> _Tags | _Json:
     opening, closing = NAMED.get(name, (opening, closing))
     if not opening or not closing:
         raise MarsError(
-            f"the span is {name!r}: expected {', '.join(NAMED)}, json, or what opens and what closes one, as in "
+            f"the span is {name!r}: expected {', '.join(NAMED)}, json, or an opening and a closing string, as in "
             f"'<plan>{_BETWEEN}</plan>'."
         )
     return _Tags(opening.encode(), closing.encode())
@@ -118,25 +118,26 @@ class Spans:
         classes = np.zeros(256, np.uint8)
         classes[tag_bytes] = np.arange(1, len(tag_bytes) + 1)
         other_byte = next(b for b in range(256) if b not in tag_bytes)
-        # The product automaton of the trackers, found from its start. Bytes that no tracker distinguishes are class 0.
+        # The product automaton of the trackers, explored from its initial state. Bytes that no tracker distinguishes
+        # are class 0.
         start = ((0, 0),) * len(trackers)
-        ids, todo, rows = {start: FIRST}, [start], [[0] * (len(tag_bytes) + 1)]
+        state_ids, todo, next_rows = {start: FIRST}, [start], [[0] * (len(tag_bytes) + 1)]
         for states in todo:
-            row = []
+            next_row = []
             for byte in (other_byte, *tag_bytes):
-                to = tuple(t.step(s, byte) for t, s in zip(trackers, states, strict=True))
-                if to not in ids:
-                    ids[to] = len(ids) + 1
-                    todo.append(to)
-                row.append(ids[to])
-            rows.append(row)
-        inside = np.asarray([[False] * len(names)] + [[s[0] > 0 for s in states] for states in todo])
-        may, may_not = inside[:, : len(self.relax_in)], inside[:, len(self.relax_in) :]
-        strict = may_not.any(axis=1)
+                next_states = tuple(t.step(s, byte) for t, s in zip(trackers, states, strict=True))
+                if next_states not in state_ids:
+                    state_ids[next_states] = len(state_ids) + 1
+                    todo.append(next_states)
+                next_row.append(state_ids[next_states])
+            next_rows.append(next_row)
+        is_inside = np.asarray([[False] * len(names)] + [[s[0] > 0 for s in states] for states in todo])
+        in_relaxed, in_strict = is_inside[:, : len(self.relax_in)], is_inside[:, len(self.relax_in) :]
+        is_strict = in_strict.any(axis=1)
         if self.relax_in:
-            strict |= ~may.any(axis=1)
-        accepting = np.arange(len(rows)) > 0
-        return Automaton(np.asarray(rows, np.int32), classes, accepting), np.asarray(strict, bool)
+            is_strict |= ~in_relaxed.any(axis=1)
+        accepting = np.arange(len(next_rows)) > 0
+        return Automaton(np.asarray(next_rows, np.int32), classes, accepting), np.asarray(is_strict, bool)
 
     def table(self, vocabulary: Vocabulary) -> TokenTable:
         """Return the table for a vocabulary; special tokens are read as the text of their names."""

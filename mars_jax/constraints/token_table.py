@@ -75,42 +75,42 @@ def token_table(automaton: Automaton, vocabulary: Vocabulary) -> TokenTable:
 
 def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
     """Return next u16[S, C], and the class of every token u16[V]."""
-    states, kinds = automaton.next.shape
-    step = np.ascontiguousarray(automaton.next.T).astype(np.uint16)  # [K, S]
-    data, lengths = vocabulary.bytes_and_lengths
-    numbers: dict[bytes, int] = {}
-    maps: list[np.ndarray] = []
+    num_states, num_classes = automaton.next.shape
+    byte_next = np.ascontiguousarray(automaton.next.T).astype(np.uint16)  # [K, S]
+    token_bytes, lengths = vocabulary.bytes_and_lengths
+    map_numbers: dict[bytes, int] = {}
+    state_maps: list[np.ndarray] = []
 
-    def number(to: np.ndarray) -> int:
-        key = to.tobytes()
-        if key not in numbers:
-            if (len(maps) + 1) * states > MOST_ENTRIES:
-                raise TooLarge(f"{states:,} states and more than {len(maps):,} classes of tokens")
-            numbers[key] = len(maps)
-            maps.append(to)
-        return numbers[key]
+    def number(state_map: np.ndarray) -> int:
+        key = state_map.tobytes()
+        if key not in map_numbers:
+            if (len(state_maps) + 1) * num_states > MOST_ENTRIES:
+                raise TooLarge(f"{num_states:,} states and more than {len(state_maps):,} classes of tokens")
+            map_numbers[key] = len(state_maps)
+            state_maps.append(state_map)
+        return map_numbers[key]
 
-    nowhere = number(np.zeros(states, np.uint16))
-    same = number(np.arange(states, dtype=np.uint16))
+    dead_map = number(np.zeros(num_states, np.uint16))
+    identity_map = number(np.arange(num_states, dtype=np.uint16))
     # The class of each token's first `position` bytes: a map from every state to its next state.
-    current = np.full(len(lengths), same, np.int64)
-    composed: dict[int, int] = {}
-    for position in range(data.shape[1]):
-        unfinished = np.flatnonzero((lengths > position) & (current != nowhere))
+    token_maps = np.full(len(lengths), identity_map, np.int64)
+    composed_maps: dict[int, int] = {}
+    for position in range(token_bytes.shape[1]):
+        unfinished = np.flatnonzero((lengths > position) & (token_maps != dead_map))
         # A prefix class and the class of the next byte determine the class of the longer prefix.
-        pairs = current[unfinished] * kinds + automaton.classes[data[unfinished, position]]
-        unique, inverse = np.unique(pairs, return_inverse=True)
-        to = np.empty(len(unique), np.int64)
-        for i, pair in enumerate(unique.tolist()):
-            if pair not in composed:
-                previous, kind = divmod(pair, kinds)
-                composed[pair] = number(step[kind][maps[previous]])
-            to[i] = composed[pair]
-        current[unfinished] = to[inverse.reshape(-1)]
-    current[lengths == 0] = nowhere
-    used, classes = np.unique(np.concatenate([[nowhere], current]), return_inverse=True)
-    # `nowhere` has number 0, so it is class 0.
-    next = np.stack([maps[i] for i in used.tolist()], axis=1)
+        pairs = token_maps[unfinished] * num_classes + automaton.classes[token_bytes[unfinished, position]]
+        unique_pairs, pair_index = np.unique(pairs, return_inverse=True)
+        pair_maps = np.empty(len(unique_pairs), np.int64)
+        for i, pair in enumerate(unique_pairs.tolist()):
+            if pair not in composed_maps:
+                previous, byte_class = divmod(pair, num_classes)
+                composed_maps[pair] = number(byte_next[byte_class][state_maps[previous]])
+            pair_maps[i] = composed_maps[pair]
+        token_maps[unfinished] = pair_maps[pair_index.reshape(-1)]
+    token_maps[lengths == 0] = dead_map
+    used_maps, classes = np.unique(np.concatenate([[dead_map], token_maps]), return_inverse=True)
+    # `dead_map` has number 0, so it is class 0.
+    next = np.stack([state_maps[i] for i in used_maps.tolist()], axis=1)
     return next, classes.reshape(-1)[1:].astype(np.uint16)
 
 
@@ -121,21 +121,21 @@ def _forced(
     bytes_per_class = np.bincount(automaton.classes, minlength=automaton.next.shape[1])
     is_open = automaton.next != DEAD
     # States in which exactly one byte can follow, and the text cannot end.
-    single = (is_open @ bytes_per_class == 1) & ~automaton.accepting
-    byte_of = np.zeros(automaton.next.shape[1], np.int64)
-    byte_of[automaton.classes] = np.arange(256)
-    kind = np.argmax(is_open, axis=1)
+    is_single = (is_open @ bytes_per_class == 1) & ~automaton.accepting
+    byte_of_class = np.zeros(automaton.next.shape[1], np.int64)
+    byte_of_class[automaton.classes] = np.arange(256)
+    next_class = np.argmax(is_open, axis=1)
     forced_tokens = np.full(len(next), NO_TOKEN, np.int32)
     first_tokens: dict[bytes, int] = {}
-    for first in np.flatnonzero(single).tolist():
-        state, forced_bytes = first, bytearray()
-        while single[state] and len(forced_bytes) < MOST_FORCED:
-            forced_bytes.append(int(byte_of[kind[state]]))
-            state = int(automaton.next[state, kind[state]])
+    for start_state in np.flatnonzero(is_single).tolist():
+        state, forced_bytes = start_state, bytearray()
+        while is_single[state] and len(forced_bytes) < MOST_FORCED:
+            forced_bytes.append(int(byte_of_class[next_class[state]]))
+            state = int(automaton.next[state, next_class[state]])
         key = bytes(forced_bytes)
         if key not in first_tokens:
             first_tokens[key], *_ = [*vocabulary.spell(key), NO_TOKEN]
         token = first_tokens[key]
-        if token != NO_TOKEN and next[first, classes[token]] != DEAD:
-            forced_tokens[first] = token
+        if token != NO_TOKEN and next[start_state, classes[token]] != DEAD:
+            forced_tokens[start_state] = token
     return forced_tokens

@@ -36,11 +36,11 @@ class Vocabulary:
         """u8[V, L] and i32[V]: padded bytes of every token, and their count; 0 for a token without text."""
         pieces = [token or b"" for token in self.tokens]
         lengths = np.asarray(list(map(len, pieces)), np.int32)
-        padded = np.zeros((len(pieces), max(1, int(lengths.max(initial=0)))), np.uint8)
-        padded[np.arange(padded.shape[1])[None] < lengths[:, None]] = np.frombuffer(
+        padded_bytes = np.zeros((len(pieces), max(1, int(lengths.max(initial=0)))), np.uint8)
+        padded_bytes[np.arange(padded_bytes.shape[1])[None] < lengths[:, None]] = np.frombuffer(
             b"".join(pieces), np.uint8
         )
-        return padded, lengths
+        return padded_bytes, lengths
 
     def with_marks(self) -> Vocabulary:
         """Return the vocabulary with the names of special tokens as their text, because spans may be marked by them."""
@@ -53,8 +53,8 @@ class Vocabulary:
             # Drop an incomplete character at the end, which the tokenizer cannot encode.
             text = data.decode("utf-8", errors="ignore")
             ids = self.encode(text)
-            spelled = b"".join(self.tokens[i] or b"" for i in ids if i < len(self.tokens))
-            if spelled == text.encode():
+            spelled_bytes = b"".join(self.tokens[i] or b"" for i in ids if i < len(self.tokens))
+            if spelled_bytes == text.encode():
                 return ids
         return self._longest(data)
 
@@ -105,11 +105,11 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
       MarsError: a tokenizer whose tokens are not pieces of text.
     """
     # These are part of the cache key, because a user may add tokens to a tokenizer or make them special.
-    added = str(tokenizer.added_tokens_decoder), str(getattr(tokenizer, "all_special_ids", ()))
+    added_tokens = str(tokenizer.added_tokens_decoder), str(getattr(tokenizer, "all_special_ids", ()))
     try:
-        return _vocabulary(tokenizer, size, added)
+        return _vocabulary(tokenizer, size, added_tokens)
     except TypeError:  # a tokenizer that cannot be hashed
-        return _vocabulary.__wrapped__(tokenizer, size, added)
+        return _vocabulary.__wrapped__(tokenizer, size, added_tokens)
 
 
 @functools.lru_cache(maxsize=4)
@@ -122,8 +122,8 @@ def _vocabulary(tokenizer: Any, size: int, _: tuple[str, str]) -> Vocabulary:
         )
     as_bytes = _byte_level if "ByteLevel" in decoders else _piece
     added = {int(i): token for i, token in tokenizer.added_tokens_decoder.items()}
-    special = {i for i, token in added.items() if token.special}
-    special |= {int(i) for i in getattr(tokenizer, "all_special_ids", ())}
+    special_ids = {i for i, token in added.items() if token.special}
+    special_ids |= {int(i) for i in getattr(tokenizer, "all_special_ids", ())}
     tokens: list[bytes | None] = [None] * size
     marks = []
     for piece, i in tokenizer.get_vocab().items():
@@ -131,7 +131,7 @@ def _vocabulary(tokenizer: Any, size: int, _: tuple[str, str]) -> Vocabulary:
         data = str(added[i]).encode() if i in added else as_bytes(piece)
         if not data or not 0 <= i < size:
             continue
-        if i in special:
+        if i in special_ids:
             marks.append((i, data))
         else:
             tokens[i] = data
@@ -168,9 +168,9 @@ def _inside(tokenizer: Any) -> Callable[[str], list[int]]:
     line_break_ids = ids("\n")
 
     def encode(text: str) -> list[int]:
-        both = ids("\n" + text)
-        if both[: len(line_break_ids)] == line_break_ids:
-            return both[len(line_break_ids) :]
+        joined_ids = ids("\n" + text)
+        if joined_ids[: len(line_break_ids)] == line_break_ids:
+            return joined_ids[len(line_break_ids) :]
         return ids(text)
 
     return encode

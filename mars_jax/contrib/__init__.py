@@ -36,13 +36,13 @@ def __getattr__(name: str) -> Any:
         return __dir__()
     rules = _rules()
     if name in rules:
-        value = rules[name].make
+        attribute = rules[name].make
     elif name in _HOME:
-        value = load_function(_HOME[name])
+        attribute = load_function(_HOME[name])
     else:
         raise AttributeError(f"module 'mars_jax.contrib' has no attribute '{name}'")
-    globals()[name] = value
-    return value
+    globals()[name] = attribute
+    return attribute
 
 
 def __dir__() -> list[str]:

@@ -31,11 +31,11 @@ class Training(NamedTuple):
 
 
 def shuffled(examples: PyTree, rows: int, seed: int) -> Any:
-    """Return an endless `grain.MapDataset` of batches of `rows` of n examples, a named tuple of arrays [n, ...]."""
+    """Return an endless `grain.MapDataset` of batches of `rows` examples, from a named tuple of arrays [n, ...]."""
     import grain
 
-    count = len(examples[0])
-    indices = grain.MapDataset.source(range(count)).seed(seed).shuffle().repeat()
+    num_examples = len(examples[0])
+    indices = grain.MapDataset.source(range(num_examples)).seed(seed).shuffle().repeat()
     batches = indices.batch(rows, drop_remainder=True)
     return batches.map(lambda batch: type(examples)(*(column[batch] for column in examples)))
 
@@ -44,8 +44,8 @@ def binary_loss(log_odds: Array, labels: Array) -> tuple[Array, dict[str, Array]
     """Return the cross entropy of labels f32[n] in [0, 1], and the share of log odds f32[n] on the right side of 0."""
     import optax
 
-    right = jnp.mean(((log_odds > 0) == (labels > 0.5)).astype(jnp.float32))
-    return jnp.mean(optax.sigmoid_binary_cross_entropy(log_odds, labels)), {"right": right}
+    right_share = jnp.mean(((log_odds > 0) == (labels > 0.5)).astype(jnp.float32))
+    return jnp.mean(optax.sigmoid_binary_cross_entropy(log_odds, labels)), {"right": right_share}
 
 
 class Batch(NamedTuple):

@@ -63,7 +63,7 @@ class Asked(NamedTuple):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Keyword arguments of every drafter with weights."""
+        """Keyword arguments for the shape of a drafter with weights."""
         return {"tree": self.tree, "sample": self.sample}
 
     @property

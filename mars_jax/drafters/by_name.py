@@ -45,10 +45,11 @@ def load(
         verification and is therefore never lossless: `sprinter:PATH`, `trispec:PATH` or `via_sd:PATH`.
       target: the model to draft for. Heads and systems must share its vocabulary. The draft is sharded over its mesh.
       num_draft_tokens: chain length; default 5 for a model or `self`, all heads for Medusa, the whole block for DFlash,
-        8 for n-grams, which cost nothing to draft, 20 for SPRINTER, and 24 for TriSpec and VIA-SD. If the target is a
-        mixture of experts that verifies every token, at most 3, because each node reads different experts.
+        8 for n-grams, which cost nothing to draft, 20 for SPRINTER, and 24 for TriSpec and VIA-SD. For a target
+        that is a mixture of experts the default is at most 3, because each node reads different experts; SPRINTER,
+        TriSpec and VIA-SD keep their defaults.
       tree: children per node at each depth, `Dynamic(...)` (not for Medusa), or either as a string, such as "4-2-2-1"
-        and "dynamic". Default: a chain; `Dynamic()` for EAGLE unless a chain length is given or the target is a
+        or "dynamic". Default: a chain; `Dynamic()` for EAGLE unless a chain length is given or the target is a
         mixture of experts; for DFlash a dynamic tree as deep as its block.
       sample: draw the chain from the draft and pass the true q to `verify.rejection`. EAGLE then drafts a
         chain, of 5 tokens unless a length is given.
@@ -77,37 +78,37 @@ def load(
     check_switch("sample", sample)
     check_switch("any_rule", any_rule)
     check_dtype(dtype)
-    parsed = parse_draft(spec)
-    (kind, path), row = parsed, parsed.definition
+    draft_spec = parse_draft(spec)
+    (kind, path), draft_definition = draft_spec, draft_spec.definition
     # A user's model may have a config of a different type.
-    mixture = target is not None and getattr(target.config, "num_experts", 0) > 0
+    is_mixture = target is not None and getattr(target.config, "num_experts", 0) > 0
     if not (isinstance(draft_size, str) and draft_size in ("fixed", "auto")):
         raise MarsError(f"draft_size is {short_repr(draft_size)}: expected 'fixed' or 'auto'.")
     if not (isinstance(head_embed, str) and head_embed in HEAD_EMBED):
         raise MarsError(f"head_embed is {short_repr(head_embed)}: expected one of {', '.join(HEAD_EMBED)}.")
     if any_rule and draft_size == "fixed":
         raise MarsError(
-            "any_rule does not apply to drafts of a fixed size, which no text depends on: leave it out."
+            "any_rule does not apply to drafts of a fixed size, which work with every rule: leave it out."
         )
-    if draft_size == "auto" and (tree is not None or not row.resizes):
+    if draft_size == "auto" and (tree is not None or not draft_definition.resizes):
         subject = f"the drafter '{kind}'" if tree is None else "trees"
         raise MarsError(
             f"draft_size='auto' does not apply to {subject}: draft a chain with {drafters_that('resizes')}."
         )
-    length, usual_tree = row.usual(mixture=mixture, sample=sample or draft_size == "auto")
+    length, usual_tree = draft_definition.usual(mixture=is_mixture, sample=sample or draft_size == "auto")
     # Name: (whether the caller set it, the field of the definition that allows it).
-    optional = {
+    optional_arguments = {
         "tree": (tree is not None, "trees"),
         "sample": (sample, "samples"),
         "head_embed": (head_embed != "own", "embeds"),
     }
-    for name, (is_set, ability) in optional.items():
-        if is_set and not getattr(row, ability):
+    for name, (is_set, ability) in optional_arguments.items():
+        if is_set and not getattr(draft_definition, ability):
             raise MarsError(
                 f"{name} does not apply to the drafter '{kind}': leave it out, or draft with "
                 f"{drafters_that(ability)}."
             )
-    if row.head and not isinstance(target.config, ModelConfig):
+    if draft_definition.head and not isinstance(target.config, ModelConfig):
         raise MarsError(
             f"'{target.name}' has no config, by which the heads of '{path}' are checked: give Pretrained.from_parts "
             "one, or make the drafter by its constructor, such as mars_jax.drafters.eagle."
@@ -116,14 +117,14 @@ def load(
         raise MarsError("num_draft_tokens does not apply to the drafter 'none': leave it out.")
     if tree is not None and num_draft_tokens is not None:
         raise MarsError(
-            "num_draft_tokens does not apply to a tree, whose depth is its own: leave one of them out."
+            "num_draft_tokens does not apply to a tree, which has its own depth: leave one of them out."
         )
     # A length overrides the usual tree, so EAGLE then drafts a chain.
     if num_draft_tokens is not None:
         length = num_draft_tokens
     elif tree is None:
         tree = usual_tree
-    loaded_drafter = row.load(Asked(target, path, length, tree, sample, dtype, head_embed))
+    loaded_drafter = draft_definition.load(Asked(target, path, length, tree, sample, dtype, head_embed))
     check_finite_weights(path, loaded_drafter.params)
     return sized(loaded_drafter, any_rule=any_rule) if draft_size == "auto" else loaded_drafter
 
@@ -162,11 +163,11 @@ def _on_host(weight: Array | np.ndarray) -> bool:
 
 def _is_finite(weight: Array | np.ndarray) -> bool:
     """Check one weight in host memory, without compiling a program."""
-    host = np.asarray(weight)
-    if host.dtype == jnp.bfloat16:
+    host_weight = np.asarray(weight)
+    if host_weight.dtype == jnp.bfloat16:
         # Infinities and NaNs have all eight exponent bits set.
-        return not np.any(host.view(np.uint16) & 0x7F80 == 0x7F80)
-    return bool(np.all(np.isfinite(host)))
+        return not np.any(host_weight.view(np.uint16) & 0x7F80 == 0x7F80)
+    return bool(np.all(np.isfinite(host_weight)))
 
 
 def check_finite_weights(name: str, params: PyTree) -> None:
@@ -174,20 +175,20 @@ def check_finite_weights(name: str, params: PyTree) -> None:
 
     Bad target weights show in the output. Bad draft weights would only cause every draft to be rejected, so check them.
     """
-    weights = [
+    named_weights = [
         (path, weight)
         for path, weight in jax.tree_util.tree_leaves_with_path(params)
         if jnp.issubdtype(weight.dtype, jnp.floating)
     ]
-    arrays = [weight for _, weight in weights]
+    weights = [weight for _, weight in named_weights]
     # A draft on a CPU is checked without compiling.
-    if all(map(_on_host, arrays)):
-        results = map(_is_finite, arrays)
+    if all(map(_on_host, weights)):
+        are_finite = map(_is_finite, weights)
     else:
-        results = jax.device_get(_are_finite(arrays))
-    for (path, _), finite in zip(weights, results, strict=True):
-        if not finite:
-            place = jax.tree_util.keystr(path, simple=True, separator=".")
+        are_finite = jax.device_get(_are_finite(weights))
+    for (path, _), is_finite in zip(named_weights, are_finite, strict=True):
+        if not is_finite:
+            location = jax.tree_util.keystr(path, simple=True, separator=".")
             raise MarsError(
-                f"the weights of the draft '{name}' are not finite ({place}): load an intact checkpoint."
+                f"the weights of the draft '{name}' are not finite ({location}): load an intact checkpoint."
             )

@@ -39,24 +39,24 @@ def draw_siblings(logits: Array, k: int, keys: Array, controls: Controls) -> Dra
       controls: controls of the requests.
     """
     # log q up to a constant per node, with -inf for filtered tokens.
-    greedy = is_greedy(controls)[:, None, None]
-    filtered = jnp.where(greedy, logits, process(logits, controls))
-    best = top_k_logits(filtered, k)
+    greedy_mask = is_greedy(controls)[:, None, None]
+    filtered_logits = jnp.where(greedy_mask, logits, process(logits, controls))
+    top_entries = top_k_logits(filtered_logits, k)
     # log q is the logit minus the logsumexp. Rounding can make it positive, so clip it.
-    likeliest = jnp.minimum(best.values - best.logsumexp[..., None], 0.0)
+    top_log_q = jnp.minimum(top_entries.values - top_entries.logsumexp[..., None], 0.0)
 
     def noisy() -> tuple[Array, Array]:
         # The default float32 Gumbel has too few distinct values in its upper tail: with a large vocabulary, likely
         # winners tie. mode="high" has enough.
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], mode="high"))(keys)
-        winners = top_k_logits(jnp.where(greedy, filtered, filtered + noise), k)
+        gumbel_noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], mode="high"))(keys)
+        winners = top_k_logits(jnp.where(greedy_mask, filtered_logits, filtered_logits + gumbel_noise), k)
         ids = jnp.where(winners.values > -jnp.inf, winners.ids, NO_TOKEN)
         # The winners' log q, without the noise.
-        drawn_logits = jnp.take_along_axis(filtered, winners.ids, axis=2, mode="promise_in_bounds")
-        return ids, jnp.minimum(drawn_logits - best.logsumexp[..., None], 0.0)
+        drawn_logits = jnp.take_along_axis(filtered_logits, winners.ids, axis=2, mode="promise_in_bounds")
+        return ids, jnp.minimum(drawn_logits - top_entries.logsumexp[..., None], 0.0)
 
-    ids, log_q = if_greedy(controls, lambda: (best.ids, likeliest), noisy)
-    return Drawn(ids, log_q, likeliest, filtered)
+    ids, log_q = if_greedy(controls, lambda: (top_entries.ids, top_log_q), noisy)
+    return Drawn(ids, log_q, top_log_q, filtered_logits)
 
 
 def with_leaves(levels: list[Array], n: int) -> Array:
@@ -64,5 +64,5 @@ def with_leaves(levels: list[Array], n: int) -> Array:
 
     The rows of leaves are zeros, which are never read.
     """
-    logits = jnp.concatenate(levels, axis=1)
-    return jnp.pad(logits, ((0, 0), (0, n - logits.shape[1]), (0, 0)))
+    inner_logits = jnp.concatenate(levels, axis=1)
+    return jnp.pad(inner_logits, ((0, 0), (0, n - inner_logits.shape[1]), (0, 0)))

@@ -87,9 +87,9 @@ class Eagle(ShapedDrafter):
         return self.config.layer.vocab_size
 
     def init(self, params: Params, tokens: Array, length: Array) -> EagleState:
-        batch, buffer = tokens.shape
-        slots = buffer + max(self.shape.rows, self.shape.depth + 1)
-        # `observe` replaces it before the first draft.
+        batch, buffer_length = tokens.shape
+        slots = buffer_length + max(self.shape.rows, self.shape.depth + 1)
+        # `observe` replaces this feature before the first draft.
         feature = jnp.zeros((batch, 1, self.config.layer.hidden_size), params.draft["fc"].dtype)
         return EagleState(cache=self.config.init_cache(batch, slots, self.cache_dtype), feature=feature)
 
@@ -102,20 +102,20 @@ class Eagle(ShapedDrafter):
         first: Array,
         last: Array,
     ) -> EagleState:
-        """Write the entries of n consecutive positions from `first` i32[B].
+        """Write the entries of n consecutive positions starting at `first` i32[B].
 
         The entry at a position combines the target's feature there with the embedding of the next token, `following`
         i32[B, n]. The entry at position `last` i32[B] becomes the feature to draft from, if it is in this window.
         """
         n = following.shape[1]
         # [B, n, E]: the input feature of each position, which EAGLE-3 fuses from several layers of the target.
-        feature = head.fuse(self.config, params.draft, output)
-        hidden, cache = self._forward(params, feature, following, Visible.causal(first, n), state.cache)
-        # i32[B, 1]; clamped for windows without `last`, whose gathered value is discarded below.
-        inside = (last >= first) & (last < first + n)
-        index = jnp.clip(last - first, 0, n - 1)[:, None]
-        picked = pick(hidden, index).astype(state.feature.dtype)
-        return EagleState(cache=cache, feature=jnp.where(inside[:, None, None], picked, state.feature))
+        fused = head.fuse(self.config, params.draft, output)
+        hidden, cache = self._forward(params, fused, following, Visible.causal(first, n), state.cache)
+        # The index i32[B, 1] is clamped for windows without `last`. The value gathered there is discarded below.
+        has_last = (last >= first) & (last < first + n)
+        last_index = jnp.clip(last - first, 0, n - 1)[:, None]
+        last_hidden = pick(hidden, last_index).astype(state.feature.dtype)
+        return EagleState(cache=cache, feature=jnp.where(has_last[:, None, None], last_hidden, state.feature))
 
     def _forward(
         self, params: Params, feature: Array, tokens: Array, visible: Visible, cache: KVCache
@@ -135,9 +135,9 @@ class Eagle(ShapedDrafter):
         # The feature of token t is paired with the embedding of token t + 1. The last valid entry is at length - 2,
         # whose next token is the last committed one. The entry at the end of the buffer has no next token, but no
         # unfinished row reaches it.
-        place = first[:, None] + 1 + jnp.arange(n, dtype=jnp.int32)[None]
-        following = pick(tokens, jnp.minimum(place, tokens.shape[1] - 1))
-        return self._absorb(params, state, output, following, first, length - 2)
+        next_positions = first[:, None] + 1 + jnp.arange(n, dtype=jnp.int32)[None]
+        next_tokens = pick(tokens, jnp.minimum(next_positions, tokens.shape[1] - 1))
+        return self._absorb(params, state, output, next_tokens, first, length - 2)
 
     def propose(self, params: Params, state: EagleState, inputs: DraftInput) -> tuple[DraftTree, EagleState]:
         config = self.config
@@ -148,8 +148,8 @@ class Eagle(ShapedDrafter):
         def extend(carry: tuple[KVCache, Array], level: Level) -> tuple[Array, tuple[KVCache, Array]]:
             cache, parent_hidden = carry
             # [B, W, E]: each node continues from the head's own output at its parent.
-            feature = pick(parent_hidden, level.parents)
-            hidden, cache = self._forward(params, feature, level.tokens, level.visible, cache)
+            parent_features = pick(parent_hidden, level.parents)
+            hidden, cache = self._forward(params, parent_features, level.tokens, level.visible, cache)
             hidden = hidden.astype(state.feature.dtype)
             return unembed(hidden), (cache, hidden)
 
@@ -176,13 +176,14 @@ class Eagle(ShapedDrafter):
         output: ForwardOutput,
         length: Array,
     ) -> EagleState:
-        on_path = jax.tree.map(lambda x: pick(x, verdict.path), (output.hidden, output.features))
-        output = ForwardOutput(hidden=on_path[0], features=on_path[1], cache=output.cache)
-        # The target's features at the root and the accepted path replace D + 1 entries that the head wrote from its
-        # own features, from the root's position. The last committed entry is at `length - 1 + num_accepted`.
-        first = length - 1
+        path_outputs = jax.tree.map(lambda x: pick(x, verdict.path), (output.hidden, output.features))
+        output = ForwardOutput(hidden=path_outputs[0], features=path_outputs[1], cache=output.cache)
+        # The target's features at the root and the accepted path replace D + 1 entries, starting at the root's
+        # position, that the head wrote from its own features. The last committed entry is at
+        # `length - 1 + num_accepted`.
+        root_slot = length - 1
         return self._absorb(
-            params, state, output, step_tokens(tree, verdict), first, first + verdict.num_accepted
+            params, state, output, step_tokens(tree, verdict), root_slot, root_slot + verdict.num_accepted
         )
 
 
@@ -203,13 +204,13 @@ def load_eagle_drafter(arguments: Asked) -> LoadedDrafter:
         dtype=arguments.heads_dtype,
         head_embed=arguments.head_embed,
     )
-    # As in `hub.load`: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
+    # Use float32 on a CPU, as in `hub.load`: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else str(params["fc"].dtype)
 
     drafter = eagle(config, target.model, arguments.chain, **arguments.shape, cache_dtype=cache_dtype)
     params = arguments.placed(params, config)
-    longest = config.layer.max_positions
-    return LoadedDrafter(drafter, params, draft_ids=params.get("ids"), max_positions=longest)
+    max_positions = config.layer.max_positions
+    return LoadedDrafter(drafter, params, draft_ids=params.get("ids"), max_positions=max_positions)
 
 
 register(

@@ -52,7 +52,7 @@ class Growth(NamedTuple):
     stops: Callable[[Array, PyTree, Controls], Array] | None = None
 
     def ends(self, logits: Array, carry: PyTree, controls: Controls) -> Array:
-        """Return bool[B, W]: draft no children of these nodes."""
+        """Return bool[B, W]: True for nodes that get no children."""
         if self.stops is None:
             return stops_at(logits, controls)
         return self.stops(logits, carry, controls)
@@ -84,8 +84,8 @@ def grow(
       guide: guide of a constraint. Each level is drafted from the allowed tokens, and q is renormalised over them.
 
     Returns:
-      The tree; i32[B, N], 1 + the row (counted from `growth.first`) into which each node was written, 0 for the root
-      and unspecified for nodes that were not extended; and the carry.
+      The tree; i32[B, N], for each extended node 1 + the row that it was written to, counted from `growth.first`, 0 for
+      the root, and unspecified for other nodes; and the carry.
     """
     steering = Steering(growth, sample, guide)
     if isinstance(shape, Dynamic):
@@ -101,11 +101,11 @@ def stops_at(logits: Array, controls: Controls) -> Array:
     def unsure() -> Array:
         # H = log(sum w) - sum(w (z - top)) / sum w, with w = exp(z - top): the entropy in nats without a softmax. SVIP
         # stops if sqrt(H) exceeds the threshold. A masked token has w = 0, and 0 * -inf must not be added.
-        top = jnp.max(logits, axis=-1, keepdims=True)
-        weights = jnp.exp(logits - top)
-        total = jnp.sum(weights, axis=-1)
-        mean = jnp.sum(jnp.where(weights > 0, weights * (logits - top), 0.0), axis=-1) / total
-        return jnp.sqrt(jnp.maximum(jnp.log(total) - mean, 0.0)) > controls.draft_stop[:, None]
+        top_logit = jnp.max(logits, axis=-1, keepdims=True)
+        weights = jnp.exp(logits - top_logit)
+        weight_sum = jnp.sum(weights, axis=-1)
+        mean = jnp.sum(jnp.where(weights > 0, weights * (logits - top_logit), 0.0), axis=-1) / weight_sum
+        return jnp.sqrt(jnp.maximum(jnp.log(weight_sum) - mean, 0.0)) > controls.draft_stop[:, None]
 
     is_enabled = jnp.any(controls.draft_stop < jnp.inf)
     return lax.cond(is_enabled, unsure, lambda: jnp.zeros(logits.shape[:2], bool))
@@ -127,18 +127,18 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
     ) -> tuple[Array, Array | None]:
         """Return the next token of each row, i32[B, 1], and the logits f32[B, 1, V] that it was drawn from."""
         logits = steering.logits(raw_logits, states)
-        stops = growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
+        is_end = growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
         if steering.sample:
-            processed = process(logits, controls)
+            q_logits = process(logits, controls)
             # The keys differ in every step. Fold in the depth, so that the draws of the levels are independent.
             level_keys = _level_keys(keys, depth)
             # There is one node per level, so there is no second index to fold in.
-            node = jnp.zeros((batch, 1), jnp.int32)
-            return jnp.where(stops, NO_TOKEN, sample_processed(level_keys, node, processed)), processed
-        return jnp.where(stops, NO_TOKEN, steering.best(logits, states)), None
+            node_index = jnp.zeros((batch, 1), jnp.int32)
+            return jnp.where(is_end, NO_TOKEN, sample_processed(level_keys, node_index, q_logits)), q_logits
+        return jnp.where(is_end, NO_TOKEN, steering.best(logits, states)), None
 
-    first = steering.first
-    tokens, processed = draft_next(1, growth.logits, growth.carry, first)
+    root_states = steering.first
+    first_tokens, first_logits = draft_next(1, growth.logits, growth.carry, root_states)
 
     # All levels have the same shapes, so the scan compiles one extension for any chain length.
     def body(level: _ChainLevel, depth: Array) -> tuple[_ChainLevel, tuple[Array, Array | None]]:
@@ -147,32 +147,32 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
         nodes = Level(level.tokens, jnp.zeros((batch, 1), jnp.int32), Visible.causal(slot, 1))
         with jax.named_scope("level"):
             logits, carry = growth.extend(level.carry, nodes)
-        following, q = draft_next(depth + 1, logits, carry, level.states)
+        next_tokens, q = draft_next(depth + 1, logits, carry, level.states)
         # A row that has stopped stays stopped.
-        following = jnp.where(level.tokens == NO_TOKEN, NO_TOKEN, following)
-        next_level = _ChainLevel(following, steering.moved(level.states, following), carry)
-        return next_level, jax.tree.map(lambda x: x[:, 0], (following, q))
+        next_tokens = jnp.where(level.tokens == NO_TOKEN, NO_TOKEN, next_tokens)
+        next_level = _ChainLevel(next_tokens, steering.moved(level.states, next_tokens), carry)
+        return next_level, jax.tree.map(lambda x: x[:, 0], (next_tokens, q))
 
     # Extend depths 1 .. D - 1. The leaf at depth D is drafted and never fed.
     depths = jnp.arange(1, shape.depth, dtype=jnp.int32)
-    initial = _ChainLevel(tokens, steering.moved(first, tokens), growth.carry)
-    last, (later_tokens, later_processed) = lax.scan(body, initial, depths)
+    first_level = _ChainLevel(first_tokens, steering.moved(root_states, first_tokens), growth.carry)
+    last_level, (later_tokens, later_logits) = lax.scan(body, first_level, depths)
     draft_logits = None
-    if processed is not None and later_processed is not None:
+    if first_logits is not None and later_logits is not None:
         # f32[B, N, V]: row i is the q that node i + 1 was drawn from. Row 0 belongs to the root, and the scan's
         # [D - 1, B, V] gives the next D - 1 rows. The leaf has no children, so the last row is never read.
         draft_logits = jnp.concatenate(
-            [processed, jnp.moveaxis(later_processed, 0, 1), jnp.zeros_like(processed)], axis=1
+            [first_logits, jnp.moveaxis(later_logits, 0, 1), jnp.zeros_like(first_logits)], axis=1
         )
-    tree = chain(jnp.concatenate([root, tokens, later_tokens.T], axis=1), draft_logits)
-    return tree, jnp.maximum(tree.depths, 0), last.carry
+    tree = chain(jnp.concatenate([root, first_tokens, later_tokens.T], axis=1), draft_logits)
+    return tree, jnp.maximum(tree.depths, 0), last_level.carry
 
 
 @jax.named_scope("mask")
 def _visible(
     growth: Growth, seen: Array, depth: Array | int, row: Array | int, depths: np.ndarray
 ) -> Visible:
-    """Return the visibility of W nodes of one depth, which are written from row `row` on.
+    """Return the visibility of W nodes of one depth, which are written to consecutive rows starting at `row`.
 
     Args:
       seen: bool[B, W, R]; the rows that each node attends to.
@@ -192,17 +192,17 @@ def _visible(
 
 @jax.named_scope("mask")
 def _seen(parent_rows: Array, parents: Array, first: Array | int) -> Array:
-    """Return bool[B, W, R]: each of W new rows, from row `first` on, sees itself and the rows its parent sees."""
-    rows = jnp.arange(parent_rows.shape[2], dtype=jnp.int32)
+    """Return bool[B, W, R]: each of W new rows, starting at row `first`, sees itself and its parent's visible rows."""
+    row_numbers = jnp.arange(parent_rows.shape[2], dtype=jnp.int32)
     # bool[W, R]; new node i is row `first + i`.
-    is_self = rows[None] == first + jnp.arange(parents.shape[1], dtype=jnp.int32)[:, None]
+    is_self = row_numbers[None] == first + jnp.arange(parents.shape[1], dtype=jnp.int32)[:, None]
     return pick(parent_rows, parents) | is_self[None]
 
 
 def _static(shape: Static, steering: Steering, root: Array, keys: Array, controls: Controls) -> Grown:
     parents, depths = static_topology(shape.branching)
     growth, batch, n = steering.growth, root.shape[0], shape.num_nodes
-    drawn_from = []  # f32[B, W, V] of each level
+    drawn_logits = []  # f32[B, W, V] for each level
 
     def children(raw_logits: Array, depth: int, alive: Array, carry: PyTree, states: Array | None) -> Array:
         """Return i32[B, W * width], the children of the level at `depth`; NO_TOKEN under nodes that are not alive."""
@@ -210,35 +210,35 @@ def _static(shape: Static, steering: Steering, root: Array, keys: Array, control
         logits = steering.logits(raw_logits, states)
         alive = alive & ~growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
         if steering.sample:
-            drawn = draw_siblings(logits, width, _level_keys(keys, depth), controls)
-            drawn_from.append(drawn.logits)
-            ids = drawn.ids
+            siblings = draw_siblings(logits, width, _level_keys(keys, depth), controls)
+            drawn_logits.append(siblings.logits)
+            ids = siblings.ids
         else:
-            best = top_k_logits(logits, width).ids if width > 1 else argmax(logits)[..., None]
-            ids = steering.tokens(best, states)
+            best_ids = top_k_logits(logits, width).ids if width > 1 else argmax(logits)[..., None]
+            ids = steering.tokens(best_ids, states)
         return jnp.where(alive[..., None], ids, NO_TOKEN).reshape(batch, -1)
 
     states = steering.first
     # The root has been fed, so level 1 is drafted from `growth.logits`, and node r + 1 goes to row r: R = N - 1.
-    levels = [root, children(growth.logits, 0, jnp.ones((batch, 1), bool), growth.carry, states)]
+    tokens = [root, children(growth.logits, 0, jnp.ones((batch, 1), bool), growth.carry, states)]
     visible_rows, carry, row = jnp.zeros((batch, 1, n - 1), bool), growth.carry, 0
     next_parents, width = np.zeros(shape.branching[0], np.int32), shape.branching[0]
     for depth in range(1, shape.depth):
         level_parents = jnp.broadcast_to(jnp.asarray(next_parents), (batch, width))
         visible_rows = _seen(visible_rows, level_parents, row)
-        level = Level(levels[-1], level_parents, _visible(growth, visible_rows, depth, row, depths[1:]))
+        level = Level(tokens[-1], level_parents, _visible(growth, visible_rows, depth, row, depths[1:]))
         with jax.named_scope("level"):
             logits, carry = growth.extend(carry, level)
-        states = steering.moved(states, levels[-1])
-        levels.append(children(logits, depth, levels[-1] != NO_TOKEN, carry, states))
-        # The children of one parent are adjacent: [W, width] flattened, so parent i is repeated `width` times.
+        states = steering.moved(states, tokens[-1])
+        tokens.append(children(logits, depth, tokens[-1] != NO_TOKEN, carry, states))
+        # The children of one parent are adjacent, so repeat each parent's index once per child.
         next_parents, row = np.repeat(np.arange(width, dtype=np.int32), shape.branching[depth]), row + width
         width = len(next_parents)
     tree = DraftTree(
-        tokens=jnp.concatenate(levels, axis=1),
+        tokens=jnp.concatenate(tokens, axis=1),
         parents=jnp.broadcast_to(jnp.asarray(parents), (batch, n)),
         depths=jnp.broadcast_to(jnp.asarray(depths), (batch, n)),
-        draft_logits=with_leaves(drawn_from, n) if steering.sample else None,
+        draft_logits=with_leaves(drawn_logits, n) if steering.sample else None,
         max_depth=shape.depth,
         is_chain=False,
     )
@@ -272,7 +272,7 @@ class _TreeLevel(NamedTuple):
 
 
 class _Extended(NamedTuple):
-    """The new candidates of one extended level, and its nodes."""
+    """One extended level: its nodes, and the new candidates below them."""
 
     tokens: Array  # i32[B, k * k]
     rank: Array  # f32[B, k * k]
@@ -295,29 +295,29 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
     ) -> tuple[_Children, Array | None]:
         """Return the k children of W nodes with ranks and paths f32[B, W], and the logits they were drawn from."""
         logits = steering.logits(raw_logits, states)
-        ends = growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
-        path = jnp.where(ends, -jnp.inf, path)[..., None]
+        is_end = growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
+        path = jnp.where(is_end, -jnp.inf, path)[..., None]
 
         def flat(values: Array) -> Array:
             return values.reshape(batch, -1)
 
         if steering.sample:
-            drawn = draw_siblings(logits, k, _level_keys(keys, depth), controls)
+            siblings = draw_siblings(logits, k, _level_keys(keys, depth), controls)
             # Rank the j-th child by the j-th largest probability of q, independent of the draw, and at most as high as
             # its parent.
-            ranks = jnp.minimum(path + drawn.likeliest, rank[..., None])
-            return _Children(flat(drawn.ids), flat(ranks), flat(path + drawn.log_q)), drawn.logits
+            ranks = jnp.minimum(path + siblings.likeliest, rank[..., None])
+            return _Children(flat(siblings.ids), flat(ranks), flat(path + siblings.log_q)), siblings.logits
         best_tokens = top_k_logits(logits, k)
         # Rounding can make a log-probability positive. Clip it, so that no child is likelier than its parent.
         log_q = steering.only_allowed(
             jnp.minimum(best_tokens.values - best_tokens.logsumexp[..., None], 0.0), best_tokens, states
         )
-        score = flat(path + log_q)
-        return _Children(flat(steering.tokens(best_tokens.ids, states)), score, score), None
+        path_log_q = flat(path + log_q)
+        return _Children(flat(steering.tokens(best_tokens.ids, states)), path_log_q, path_log_q), None
 
     # Candidates are numbered: those of level 1 are 0 to k - 1, and each later level adds the next k * k numbers.
-    zeros = jnp.zeros((batch, 1), jnp.float32)
-    top, q = children(growth.logits, zeros, zeros, 0, growth.carry, steering.first)
+    root_scores = jnp.zeros((batch, 1), jnp.float32)
+    level_1, root_q = children(growth.logits, root_scores, root_scores, 0, growth.carry, steering.first)
     # For the k nodes of a level, i32[B, k]: their candidate numbers and the indices of their parents in the previous
     # level.
     no_parents = jnp.zeros((batch, k), jnp.int32)
@@ -330,13 +330,13 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
     # All levels have the same shapes, so the scan compiles one extension.
     def body(level: _TreeLevel, depth: Array) -> tuple[_TreeLevel, _Extended]:
         row = (depth - 1) * k
-        seen = _seen(level.seen, level.parents, row)
-        nodes = Level(level.nodes.tokens, level.parents, _visible(growth, seen, depth, row, row_depths))
+        seen_rows = _seen(level.seen, level.parents, row)
+        nodes = Level(level.nodes.tokens, level.parents, _visible(growth, seen_rows, depth, row, row_depths))
         with jax.named_scope("level"):
             logits, carry = growth.extend(level.carry, nodes)
         new_children, new_q = children(logits, level.nodes.rank, level.nodes.path, depth, carry, level.states)
         # i32[B, k * k]: new candidates i * k .. i * k + k - 1 are children of node i of the level.
-        parents = jnp.repeat(level.ids, k, axis=1)
+        parent_ids = jnp.repeat(level.ids, k, axis=1)
         best_ranks, best = lax.top_k(new_children.rank, k)
         best_children = _Children(pick(new_children.tokens, best), best_ranks, pick(new_children.path, best))
         parent_states = jax.tree.map(lambda states: pick(states, best // k), level.states)
@@ -348,40 +348,40 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
             # k + (depth - 1) * k * k = k + row * k.
             ids=k + row * k + best,
             parents=best // k,
-            seen=seen,
+            seen=seen_rows,
         )
-        return next_level, _Extended(new_children.tokens, new_children.rank, parents, level.ids, new_q)
+        return next_level, _Extended(new_children.tokens, new_children.rank, parent_ids, level.ids, new_q)
 
     first_level = _TreeLevel(
-        growth.carry, top, steering.moved(steering.first, top.tokens), ids, no_parents, visible_rows
+        growth.carry, level_1, steering.moved(steering.first, level_1.tokens), ids, no_parents, visible_rows
     )
     depths = jnp.arange(1, shape.depth, dtype=jnp.int32)
     last_level, levels = lax.scan(body, first_level, depths)
 
     # The scan stacks over depths. Append its [D - 1, B, k * k] as [B, (D - 1) * k * k] to the k of level 1.
-    def joined(first: Array, later: Array) -> Array:
-        return jnp.concatenate([first, jnp.moveaxis(later, 0, 1).reshape(batch, -1)], axis=1)
+    def joined(first_values: Array, later_values: Array) -> Array:
+        return jnp.concatenate([first_values, jnp.moveaxis(later_values, 0, 1).reshape(batch, -1)], axis=1)
 
-    all_tokens, all_ranks = joined(top.tokens, levels.tokens), joined(top.rank, levels.rank)
+    all_tokens, all_ranks = joined(level_1.tokens, levels.tokens), joined(level_1.rank, levels.rank)
     # Candidate numbers of the parents; -1 is the root.
     all_parents = joined(no_parents - 1, levels.parents)
     # Candidate numbers of the extended nodes, in the order of their rows.
-    extended = jnp.moveaxis(levels.extended, 0, 1).reshape(batch, -1)
+    extended_ids = jnp.moveaxis(levels.extended, 0, 1).reshape(batch, -1)
     all_depths = np.concatenate([np.ones(k), np.repeat(np.arange(2, shape.depth + 1), k * k)]).astype(
         np.int32
     )
 
     tree, kept_ids = keep(shape, root, Candidates(all_tokens, all_ranks, all_parents, all_depths))
-    rows = jnp.broadcast_to(1 + jnp.arange(extended.shape[1], dtype=jnp.int32), extended.shape)
-    # Inverse of `extended`: 1 + the row of each candidate, and 0 for candidates that were not extended.
-    row_of = scatter_integers(shape.candidates, extended, rows)
-    node_rows = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), pick(row_of, kept_ids)], axis=1)
-    if q is not None and levels.logits is not None:
+    row_ids = jnp.broadcast_to(1 + jnp.arange(extended_ids.shape[1], dtype=jnp.int32), extended_ids.shape)
+    # Inverse of `extended_ids`: 1 + the row of each candidate, and 0 for candidates that were not extended.
+    candidate_rows = scatter_integers(shape.candidates, extended_ids, row_ids)
+    node_rows = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), pick(candidate_rows, kept_ids)], axis=1)
+    if root_q is not None and levels.logits is not None:
         # f32[B, 1 + R, V]: the logits that the children of the root and of each extended node were drawn from. Row 0 is
         # the root's. Nodes that were not extended have no children, so their logits are never read.
-        later = jnp.moveaxis(levels.logits, 0, 1)
-        stacked = jnp.concatenate([q, later.reshape(batch, -1, later.shape[-1])], axis=1)
-        tree = dataclasses.replace(tree, draft_logits=pick(stacked, node_rows))
+        later_q = jnp.moveaxis(levels.logits, 0, 1)
+        all_q = jnp.concatenate([root_q, later_q.reshape(batch, -1, later_q.shape[-1])], axis=1)
+        tree = dataclasses.replace(tree, draft_logits=pick(all_q, node_rows))
     return tree, node_rows, last_level.carry
 
 
@@ -400,17 +400,17 @@ def keep(shape: Dynamic, root: Array, candidates: Candidates) -> tuple[DraftTree
     # A child ranks at most as high as its parent, and top_k breaks ties by the lower number, which is the parent's. So
     # the selected candidates form a tree, and in the order of their numbers parents precede children.
     kept_ids = jnp.sort(lax.top_k(candidates.ranks, n - 1)[1], axis=1)
-    nodes = jnp.broadcast_to(jnp.arange(1, n, dtype=jnp.int32), (batch, n - 1))
+    node_numbers = jnp.broadcast_to(jnp.arange(1, n, dtype=jnp.int32), (batch, n - 1))
     # i32[B, C]: the tree node of each candidate; 0 for dropped candidates, which are no kept candidate's parent.
-    node_of = scatter_integers(len(candidates.depths), kept_ids, nodes)
-    parent = pick(candidates.parents, kept_ids)
-    parent = jnp.where(parent < 0, 0, pick(node_of, jnp.maximum(parent, 0)))
+    candidate_nodes = scatter_integers(len(candidates.depths), kept_ids, node_numbers)
+    parents = pick(candidates.parents, kept_ids)
+    parents = jnp.where(parents < 0, 0, pick(candidate_nodes, jnp.maximum(parents, 0)))
     alive = pick(candidates.ranks, kept_ids) > -jnp.inf
-    zero = jnp.zeros((batch, 1), jnp.int32)
+    root_zeros = jnp.zeros((batch, 1), jnp.int32)
     tree = DraftTree(
         tokens=jnp.concatenate([root, jnp.where(alive, pick(candidates.tokens, kept_ids), NO_TOKEN)], axis=1),
-        parents=jnp.concatenate([zero - 1, jnp.where(alive, parent, 0)], axis=1),
-        depths=jnp.concatenate([zero, jnp.asarray(candidates.depths)[kept_ids]], axis=1),
+        parents=jnp.concatenate([root_zeros - 1, jnp.where(alive, parents, 0)], axis=1),
+        depths=jnp.concatenate([root_zeros, jnp.asarray(candidates.depths)[kept_ids]], axis=1),
         max_depth=shape.depth,
         is_chain=False,
     )

@@ -61,8 +61,8 @@ class DraftModel(ShapedDrafter):
     model: LanguageModel  # the small model
     # K, the length of the chain; ignored if there is a tree.
     num_draft_tokens: int = dataclasses.field(default=5, compare=False)
-    # The target's vocabulary size, if checkpoints that share a tokenizer pad it differently. Draft logits are cut or
-    # padded with -inf to this size. Default: the model's own.
+    # The target's vocabulary size, which can differ from the model's: checkpoints that share a tokenizer may pad it
+    # differently. Draft logits are cut or padded with -inf to this size. Default: the model's own size.
     vocab_size: int | None = dataclasses.field(default=None, kw_only=True)
     # True if the model's tokenizer differs from the target's; `Params.draft` is then `shared_tokens.Shared`.
     own_tokens: bool = dataclasses.field(default=False, kw_only=True)
@@ -99,21 +99,21 @@ class DraftModel(ShapedDrafter):
 
     def _unembed(self, params: Params, hidden: Array) -> Array:
         logits = self._model.unembed(params.draft, hidden)
-        # A model with other tokens already gives -inf to those that it lacks.
-        missing = self._vocab - self.model.vocab_size
-        if self.own_tokens or missing == 0:
+        # With a different tokenizer, logits stay in the draft vocabulary, which `grow` maps to the target's.
+        padding = self._vocab - self.model.vocab_size
+        if self.own_tokens or padding == 0:
             return logits
-        # Rows of padding at the end of an embedding differ between models of one tokenizer. Cut or fill them.
-        if missing < 0:
+        # Models that share a tokenizer may pad their embeddings to different sizes. Cut or pad the logits.
+        if padding < 0:
             return logits[..., : self._vocab]
-        return jnp.pad(logits, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
+        return jnp.pad(logits, ((0, 0), (0, 0), (0, padding)), constant_values=-jnp.inf)
 
     def propose(self, params: Params, state: ModelState, inputs: DraftInput) -> tuple[DraftTree, ModelState]:
         def extend(carry: tuple[PyTree, Array | None], level: Level) -> tuple[Array, PyTree]:
             cache, hidden_rows = carry
             output = self._model.forward(params.draft, level.tokens, level.visible, cache)
             if hidden_rows is not None:
-                # Entry 0 is the root's. Slot `length + r` is entry 1 + r, as `grow` numbers rows.
+                # Entry 0 is the root's. In `grow`'s numbering of rows, slot `length + r` is entry 1 + r.
                 entries = 1 + level.visible.slot - inputs.length
                 write = functools.partial(lax.dynamic_update_slice_in_dim, axis=0)
                 hidden_rows = jax.vmap(write)(hidden_rows, output.hidden, entries)
@@ -121,7 +121,7 @@ class DraftModel(ShapedDrafter):
 
         hidden, cache = feed_last(self._model, params.draft, state.cache, inputs.tokens, inputs.length)
         logits = self._unembed(params, hidden)
-        # [B, 1 + N, E]: the hidden state of the root, then room for those of the extended nodes, by row.
+        # [B, 1 + N, E]: the hidden state of the root, then room for that of each extended node, by row.
         hidden_rows = jnp.pad(hidden, ((0, 0), (0, self.num_nodes), (0, 0))) if inputs.hidden else None
         growth = Growth(logits=logits, carry=(cache, hidden_rows), extend=extend, first=inputs.length)
         if self.own_tokens:
@@ -134,14 +134,14 @@ class DraftModel(ShapedDrafter):
             self.shape, self.sample, growth, last_token(inputs), inputs.keys, inputs.controls, inputs.guide
         )
         if hidden_rows is not None:
-            # From the order of rows to the order of nodes.
+            # Reorder the hidden states from the order of rows to the order of nodes.
             tree = dataclasses.replace(tree, hidden=pick(hidden_rows, rows))
         return tree, ModelState(cache=cache, rows=state.rows if self.is_chain else rows)
 
     def catch_up(
         self, params: Params, state: ModelState, tokens: Array, cached: Array, length: Array
     ) -> ModelState:
-        # Read only the tokens from `cached` on. The last two are fed by the next draft.
+        # Read only the tokens from index `cached` on. The next draft feeds the last two.
         chunk = self.model.prefill_chunk or chunk_of()
         cache, _ = prefill(self._model, params.draft, tokens, cached, length - 2, state.cache, chunk=chunk)
         return dataclasses.replace(state, cache=cache)
@@ -160,8 +160,8 @@ class DraftModel(ShapedDrafter):
             return state
         # i32[B, D + 1]. Row 1 is in slot `length` and the root, row 0, in slot `length - 1`, so `commit` can treat them
         # as the nodes of a tree rooted at `length - 1`.
-        path = pick(state.rows, verdict.path)
-        return dataclasses.replace(state, cache=self.model.commit(state.cache, length - 1, path))
+        path_rows = pick(state.rows, verdict.path)
+        return dataclasses.replace(state, cache=self.model.commit(state.cache, length - 1, path_rows))
 
 
 language_model = DraftModel
@@ -171,17 +171,17 @@ def feed_last(
     model: LanguageModel, weights: PyTree, cache: PyTree, tokens: Array, length: Array
 ) -> tuple[Array, PyTree]:
     """Feed the last two committed tokens; return the hidden state [B, 1, E] of the last one, and the cache."""
-    first = jnp.maximum(length - 2, 0)
-    window = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, 2))(tokens, first)
-    output = model.forward(weights, window, Visible.causal(first, 2), cache)
-    # i32[B, 1]: the last token is at index 1 of the window [length - 2, length), or 0 for a one-token prompt.
-    return pick(output.hidden, (length - 1 - first)[:, None]), output.cache
+    window_start = jnp.maximum(length - 2, 0)
+    window_tokens = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, 2))(tokens, window_start)
+    output = model.forward(weights, window_tokens, Visible.causal(window_start, 2), cache)
+    # i32[B, 1]: the last token is at index 1 of the window [length - 2, length), or at index 0 for a one-token prompt.
+    return pick(output.hidden, (length - 1 - window_start)[:, None]), output.cache
 
 
 def load_model(arguments: Asked) -> LoadedDrafter:
     """Load `language_model` from a checkpoint.
 
-    If its tokenizer differs from the target's, it drafts only the tokens that both share.
+    If the model's tokenizer differs from the target's, it drafts only the tokens that both vocabularies share.
 
     Raises:
       MarsError: as for `hub.load` and `shared_tokens`.
@@ -190,21 +190,21 @@ def load_model(arguments: Asked) -> LoadedDrafter:
     draft = hub.load(
         arguments.path, dtype=arguments.dtype, mesh=target.mesh, prefill_chunk=target.model.prefill_chunk
     )
-    shared = shared_tokens(target, draft)
-    params, ids = draft.params, None
-    if shared is not None:
+    token_tables = shared_tokens(target, draft)
+    params, draft_ids = draft.params, None
+    if token_tables is not None:
         if target.mesh is not None:
-            everywhere = NamedSharding(target.mesh, PartitionSpec())
-            shared = hosts.put(shared, jax.tree.map(lambda _: everywhere, shared))
-        params, ids = shared._replace(weights=draft.params), shared.ids
+            replicated_sharding = NamedSharding(target.mesh, PartitionSpec())
+            token_tables = hosts.put(token_tables, jax.tree.map(lambda _: replicated_sharding, token_tables))
+        params, draft_ids = token_tables._replace(weights=draft.params), token_tables.ids
     drafter = language_model(
         draft.model,
         arguments.chain,
         **arguments.shape,
         vocab_size=target.config.vocab_size,
-        own_tokens=shared is not None,
+        own_tokens=token_tables is not None,
     )
-    return LoadedDrafter(drafter, params, draft_ids=ids, max_positions=draft.config.max_positions)
+    return LoadedDrafter(drafter, params, draft_ids=draft_ids, max_positions=draft.config.max_positions)
 
 
 register("model", DraftModel, load_model, path="PATH", learns=True, paper="2211.17192")

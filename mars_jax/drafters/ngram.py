@@ -24,8 +24,8 @@ from mars_jax.utils.limits import DRAFT_TOKENS, NGRAM_TOKENS
 class NGram(Drafter):
     """Copies of the text so far.
 
-    The draft is the continuation of the longest earlier match of the last tokens, and of the latest among equally long
-    matches. A continuation that reaches the end of the context wraps around to the match, so that repetitions continue.
+    The draft is the continuation of the longest earlier match of the last tokens. Of equally long matches, it uses the
+    latest. A continuation that reaches the end of the context wraps around to the match, so that repetitions continue.
     Without a match the nodes are padding and the step emits one token.
 
     Raises:
@@ -51,15 +51,15 @@ class NGram(Drafter):
         return self.num_draft_tokens
 
     def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
-        drafted, matched = lookup(
+        drafted_tokens, match_length = lookup(
             inputs.tokens,
             inputs.length,
             self.num_draft_tokens,
             max_ngram=self.max_ngram,
             min_ngram=self.min_ngram,
         )
-        tokens = jnp.concatenate([last_token(inputs), drafted], axis=1)
-        return chain(tokens, expected=expected(matched)), state
+        tokens = jnp.concatenate([last_token(inputs), drafted_tokens], axis=1)
+        return chain(tokens, expected=expected(match_length)), state
 
 
 ngram = NGram
@@ -103,14 +103,14 @@ def lookup(
     ...        max_ngram=3, min_ngram=1)[0].tolist()
     [[7, 5]]
     """
-    has_match, start, matched = longest_match(
+    has_match, start, match_length = longest_match(
         tokens, length, tokens, length, max_ngram=max_ngram, min_ngram=min_ngram
     )
-    # The text from the match to the end is one period of a repetition: after its end continue with its begin.
+    # The text from the match to the end is one period of a repetition: after its end, continue from its beginning.
     period = jnp.maximum(length - start, 1)
-    step = jnp.arange(count, dtype=jnp.int32)[None] % period[:, None]
-    drafted = jnp.take_along_axis(tokens, jnp.minimum(start[:, None] + step, tokens.shape[1] - 1), axis=1)
-    return jnp.where(has_match[:, None], drafted, NO_TOKEN), matched
+    offsets = jnp.arange(count, dtype=jnp.int32)[None] % period[:, None]
+    draft = jnp.take_along_axis(tokens, jnp.minimum(start[:, None] + offsets, tokens.shape[1] - 1), axis=1)
+    return jnp.where(has_match[:, None], draft, NO_TOKEN), match_length
 
 
 def longest_match(
@@ -126,23 +126,23 @@ def longest_match(
       bool[B], true in rows with a match; the index i32[B] after the match, which is below `past_length`; and the number
       of tokens that matched, i32[B].
     """
-    size = past.shape[1]
-    # i32[1, C]: candidate e is a match that ends just before index e, where the draft would begin. `matched` counts the
-    # tokens of the row's suffix that precede e.
-    end = jnp.arange(size, dtype=jnp.int32)[None]
-    matched = jnp.zeros(past.shape, jnp.int32)
-    alive = (end >= 1) & (end < past_length[:, None])
+    past_size = past.shape[1]
+    # i32[1, C]: candidate e is a match that ends just before index e, where the draft would begin. `match_length`
+    # counts the tokens of the row's suffix that precede e.
+    match_end = jnp.arange(past_size, dtype=jnp.int32)[None]
+    match_length = jnp.zeros(past.shape, jnp.int32)
+    is_matching = (match_end >= 1) & (match_end < past_length[:, None])
     for steps_back in range(1, max_ngram + 1):
-        # Compare past[end - steps_back] with tokens[length - steps_back]; a candidate lives while the suffixes agree.
-        shifted = jnp.pad(past, ((0, 0), (steps_back, 0)), constant_values=NO_TOKEN)[:, :size]
+        # Compare past[e - steps_back] with tokens[length - steps_back]. A candidate matches while the suffixes agree.
+        shifted = jnp.pad(past, ((0, 0), (steps_back, 0)), constant_values=NO_TOKEN)[:, :past_size]
         suffix_token = jnp.take_along_axis(tokens, jnp.maximum(length - steps_back, 0)[:, None], axis=1)
-        alive &= (shifted == suffix_token) & (end >= steps_back) & (length >= steps_back)[:, None]
-        matched += alive.astype(jnp.int32)
-    # The longest match wins, then the latest: its length is the high digit of the score, its end the low one.
-    score = jnp.where(matched >= min_ngram, matched * size + end, -1)
-    best = jnp.argmax(score, axis=1).astype(jnp.int32)
-    top = jnp.max(score, axis=1)
-    return top >= 0, best, jnp.maximum(top, 0) // size
+        is_matching &= (shifted == suffix_token) & (match_end >= steps_back) & (length >= steps_back)[:, None]
+        match_length += is_matching.astype(jnp.int32)
+    # The longest match wins, then the latest: its length is the score's high digit, and its end the low digit.
+    match_score = jnp.where(match_length >= min_ngram, match_length * past_size + match_end, -1)
+    best_end = jnp.argmax(match_score, axis=1).astype(jnp.int32)
+    best_score = jnp.max(match_score, axis=1)
+    return best_score >= 0, best_end, jnp.maximum(best_score, 0) // past_size
 
 
 def load_ngram(arguments: Asked) -> LoadedDrafter:

@@ -45,13 +45,13 @@ class DraftDefinition:
     copies: bool = False  # copies earlier text, so a lossy rule accepts repetitions
     embeds: bool = False  # its checkpoint may contain an embedding, which head_embed replaces
     learns: bool = False  # `lab.training.online` trains it on its rejected drafts
-    # For a head with a published shape in `mars-jax plan`: its name there, and the class of its config.
+    # For a head whose published shape is in `mars-jax plan`: the shape's name, and the class of the head's config.
     outlined: tuple[str, type] | None = None
     paper: str = ""  # the source, such as an arXiv number
 
     @property
     def spec(self) -> str:
-        """Form of its spec.
+        """The form of its spec.
 
         >>> definition("model").spec
         'model:PATH'
@@ -99,7 +99,7 @@ class DraftDefinition:
         return {f.name: f.default for f in dataclasses.fields(self.cls) if f.init}  # pyright: ignore[reportArgumentType]
 
     def usual(self, *, mixture: bool, sample: bool = False) -> tuple[int | None, Dynamic | None]:
-        """Return the default draft, if neither a length nor a tree is requested: a chain length, or a tree.
+        """Return the chain length and the tree of the default draft, for a request with neither.
 
         Args:
           mixture: the target is a mixture of experts.
@@ -122,7 +122,7 @@ class DraftDefinition:
         """Return the definition for `--list-drafters --json`."""
         facts = ("name", "spec", "help", "head", "trees", "dynamic", "samples", "stops", "length", "resizes")
         facts += ("grows", "trusts", "block", "copies", "embeds", "learns", "paper")
-        return {fact: getattr(self, fact) for fact in facts}
+        return {field_name: getattr(self, field_name) for field_name in facts}
 
 
 _DRAFTERS: dict[str, DraftDefinition] = {}
@@ -194,8 +194,8 @@ def draft_words(names: Iterable[str] | None = None) -> str:
     >>> draft_words(["ngram", "model", "eagle"])
     'ngram, model:PATH or eagle:PATH'
     """
-    *earlier, last = (definition(name).spec for name in names or definitions())
-    return " or ".join(filter(None, (", ".join(earlier), last)))
+    *earlier_specs, last_spec = (definition(name).spec for name in names or definitions())
+    return " or ".join(filter(None, (", ".join(earlier_specs), last_spec)))
 
 
 def drafters_that(capability: str) -> str:
@@ -205,12 +205,12 @@ def drafters_that(capability: str) -> str:
 
 def names_that(capability: str) -> list[str]:
     """Return the names of the drafters with a capability, such as "learns"."""
-    return [name for name, row in definitions().items() if getattr(row, capability)]
+    return [name for name, entry in definitions().items() if getattr(entry, capability)]
 
 
 def published_heads() -> dict[str, type]:
-    """Return the config class of each head with a published shape in `mars-jax plan`, by the shape's name there."""
-    return dict(row.outlined for row in definitions().values() if row.outlined)
+    """Return the config class of each head with a published shape in `mars-jax plan`, keyed by the shape's name."""
+    return dict(entry.outlined for entry in definitions().values() if entry.outlined)
 
 
 def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] | None = None) -> DraftSpec:

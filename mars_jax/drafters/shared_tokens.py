@@ -56,7 +56,7 @@ def translated(model: LanguageModel) -> LanguageModel:
 def shared_tokens(target: Pretrained, draft: Pretrained) -> Shared | None:
     """Return the tables of a pair, without weights; None if both models have the same vocabulary.
 
-    Ordinary tokens are shared if their bytes are equal, special tokens if their names are.
+    Ordinary tokens are shared if their bytes are equal; special tokens are shared if their names are equal.
 
     Raises:
       MarsError: fewer than `FEWEST` tokens are shared, or as for `hub.pretrained.differing_tokens`.
@@ -70,13 +70,13 @@ def shared_tokens(target: Pretrained, draft: Pretrained) -> Shared | None:
     target_tokens, draft_tokens = (
         vocabulary(model.tokenizer, model.config.vocab_size) for model in (target, draft)
     )
-    shared = tables(target_tokens, draft_tokens, stand_in=draft.config.bos_token_id or 0)
-    if shared.count < FEWEST:
+    token_tables = tables(target_tokens, draft_tokens, stand_in=draft.config.bos_token_id or 0)
+    if token_tables.count < FEWEST:
         raise MarsError(
-            f"the draft '{draft.name}' and the target '{target.name}' share {shared.count} tokens, and drafting needs "
-            f"{FEWEST}: pair models whose tokenizers are more alike."
+            f"the draft '{draft.name}' and the target '{target.name}' share {token_tables.count} tokens, and drafting "
+            f"needs {FEWEST}: pair models whose tokenizers are more alike."
         )
-    return shared
+    return token_tables
 
 
 def tables(target: Vocabulary, draft: Vocabulary, stand_in: int = 0) -> Shared:
@@ -90,24 +90,24 @@ def tables(target: Vocabulary, draft: Vocabulary, stand_in: int = 0) -> Shared:
     >>> shared.ids.tolist(), shared.fed.tolist()
     ([2, -1, 1], [0, 2, 0, 0])
     """
-    # Tokens are equal if their keys are, the bytes of an ordinary token or the name of a special one.
+    # Tokens are equal if their keys are equal: the bytes of ordinary tokens, or the names of special tokens.
     target_ids, draft_ids = _ids_of_bytes(target), _ids_of_bytes(draft)
-    ids = np.full(len(draft.tokens), NO_TOKEN, np.int32)
+    to_target = np.full(len(draft.tokens), NO_TOKEN, np.int32)
     for key in target_ids.keys() & draft_ids.keys():
-        ids[draft_ids[key]] = target_ids[key]
-    fed = np.full(len(target.tokens), stand_in, np.int32)
-    for number, token in enumerate(token or b"" for token in target.tokens):
+        to_target[draft_ids[key]] = target_ids[key]
+    to_draft = np.full(len(target.tokens), stand_in, np.int32)
+    for i, token in enumerate(token or b"" for token in target.tokens):
         # Feed the longest suffix of the token that is in the draft's vocabulary: the next token depends most on the
         # latest bytes.
         suffixes = ((False, token[start:]) for start in range(len(token)))
-        fed[number] = next((draft_ids[suffix] for suffix in suffixes if suffix in draft_ids), stand_in)
+        to_draft[i] = next((draft_ids[suffix] for suffix in suffixes if suffix in draft_ids), stand_in)
     # A special token is fed only as the special token of the same name.
-    for number, mark in target.marks:
-        fed[number] = draft_ids.get((True, mark), stand_in)
-    return Shared(None, jnp.asarray(ids), jnp.asarray(fed))
+    for i, special_name in target.marks:
+        to_draft[i] = draft_ids.get((True, special_name), stand_in)
+    return Shared(None, jnp.asarray(to_target), jnp.asarray(to_draft))
 
 
 def _ids_of_bytes(words: Vocabulary) -> dict[tuple[bool, bytes], int]:
-    """Map (False, bytes) of ordinary and (True, name) of special tokens to ids, the first id for duplicate bytes."""
-    ids = {(False, token): i for i, token in reversed(list(enumerate(words.tokens))) if token}
-    return ids | {(True, mark): i for i, mark in words.marks}
+    """Map (False, bytes) of ordinary and (True, name) of special tokens to ids; duplicate bytes map to the first id."""
+    ordinary_ids = {(False, token): i for i, token in reversed(list(enumerate(words.tokens))) if token}
+    return ordinary_ids | {(True, special_name): i for i, special_name in words.marks}

@@ -43,8 +43,8 @@ from mars_jax.utils.errors import MarsError
 DECAY = 0.95
 """Factor on the counts after each step with a draft: at batch 1, about the last twenty steps count (some 60 tokens)."""
 USUAL_ACCEPTANCE, PRIOR_TOKENS = 0.8, 4.0
-"""Acceptance assumed for a drafter that does not estimate its own. The counts start as if `PRIOR_TOKENS` tokens of such
-a draft had been accepted as expected."""
+"""Acceptance assumed for a drafter that does not estimate its own. The counts start as if `PRIOR_TOKENS` drafted
+tokens had been accepted at this rate."""
 MARGIN = 1.1
 """Minimum estimated speed of a draft relative to no draft. It exceeds 1 because costs leave out the tokens that a draft
 model has to catch up on, and because a batch ends with its slowest row."""
@@ -79,8 +79,8 @@ def usual_sizes(length: int) -> tuple[int, ...]:
     >>> usual_sizes(5), usual_sizes(3)
     ((0, 3, 5), (0, 3))
     """
-    half = (length + 1) // 2
-    return (0, half, length) if half + 1 < length else (0, length)
+    half_length = (length + 1) // 2
+    return (0, half_length, length) if half_length + 1 < length else (0, length)
 
 
 def sized(
@@ -122,8 +122,8 @@ def sized(
     if sizes is None:
         sizes = usual_sizes(longest.max_depth)
     lengths = tuple(int(size) for size in sizes)
-    rises = list(lengths) == sorted(set(lengths))
-    if not 2 <= len(lengths) <= 4 or lengths[0] != 0 or not rises or lengths[-1] > longest.max_depth:
+    is_increasing = list(lengths) == sorted(set(lengths))
+    if not 2 <= len(lengths) <= 4 or lengths[0] != 0 or not is_increasing or lengths[-1] > longest.max_depth:
         raise MarsError(
             f"sizes are {list(lengths)}: expected two to four lengths that rise from 0 to at most {longest.max_depth}, "
             "the drafter's own."
@@ -152,7 +152,7 @@ def with_step_costs(loaded: LoadedDrafter, costs: Sequence[float]) -> LoadedDraf
 
 def with_size(loaded: LoadedDrafter, index: int) -> LoadedDrafter:
     """Return the drafter with every step fixed to the size at this index, such as 0 for no draft."""
-    # No gain is worth an infinite cost.
+    # A size with an infinite cost is never chosen.
     costs = np.full(len(loaded.params.costs), np.inf)
     costs[index] = 1.0
     return with_step_costs(loaded, costs.tolist())
@@ -186,9 +186,9 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SizedDecoder(Decoder):
-    """A decoder whose every step chooses a draft length; shapes are those of the longest draft.
+    """A decoder that chooses a draft length in each step; shapes are those of the longest draft.
 
-    The choice is a number on the device, so one program serves every loop. On a mesh each shard of the rows chooses
+    The choice is a number on the device, so one program contains all lengths. On a mesh each shard of the rows chooses
     for itself.
     """
 
@@ -205,15 +205,15 @@ class SizedDecoder(Decoder):
                 acceptance = _acceptance_of(tree)
             else:
                 acceptance = jnp.full(state.length.shape, USUAL_ACCEPTANCE)
-            index = best_size(params.draft, self.sizes.lengths, state.draft, ~state.done, acceptance)
+            size_index = best_size(params.draft, self.sizes.lengths, state.draft, ~state.done, acceptance)
         decoders = [
             Decoder(self.target, drafter, self.rule_structure, self.prefill_chunk, self.top_log_probs)
             for drafter in self.sizes.drafters
         ]
         info_shapes = jax.eval_shape(decoders[-1]._step, params, state)[1]
-        turn = _Turn(index, state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), info_shapes))
-        for number, decoder in enumerate(decoders):
-            turn = _run_if_chosen(number, decoder, params, turn)
+        turn = _Turn(size_index, state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), info_shapes))
+        for size_number, decoder in enumerate(decoders):
+            turn = _run_if_chosen(size_number, decoder, params, turn)
         return turn.state, turn.info
 
 
@@ -226,9 +226,9 @@ class _Turn(NamedTuple):
 
 
 def _run_if_chosen(number: int, decoder: Decoder, params: Params, turn: _Turn) -> _Turn:
-    """Run the step of the decoder of one size if that size was chosen.
+    """Run a step with the decoder of one size if that size was chosen.
 
-    This is a loop of at most one iteration, because a loop works in the buffers of its carry. XLA copies a cache that
+    This is a loop of at most one iteration, because a loop updates its carry in place, whereas XLA copies a cache that
     goes through a `lax.cond`.
     """
 
@@ -241,14 +241,14 @@ def _run_if_chosen(number: int, decoder: Decoder, params: Params, turn: _Turn) -
 
 def _pad_info(info: StepInfo, longest: StepInfo) -> StepInfo:
     """Pad the info of a short draft to the shapes of the longest, as if the missing depths had not been drafted."""
-    fills = {"kind": NO_KIND} | dict.fromkeys(("emitted", "tokens", "processed_tokens"), NO_TOKEN)
+    fill_values = {"kind": NO_KIND} | dict.fromkeys(("emitted", "tokens", "processed_tokens"), NO_TOKEN)
 
     def pad(path: jax.tree_util.KeyPath, x: Array, like: Array) -> Array:
-        widths = [(0, size - length) for length, size in zip(x.shape, like.shape, strict=True)]
-        name = path[-1].name
-        if name == "path":  # repeats the last node
-            return jnp.pad(x, widths, mode="edge")
-        return jnp.pad(x, widths, constant_values=fills.get(name, 0))
+        pad_widths = [(0, size - length) for length, size in zip(x.shape, like.shape, strict=True)]
+        field_name = path[-1].name
+        if field_name == "path":  # repeats the last node
+            return jnp.pad(x, pad_widths, mode="edge")
+        return jnp.pad(x, pad_widths, constant_values=fill_values.get(field_name, 0))
 
     return jax.tree_util.tree_map_with_path(pad, info, longest)
 
@@ -274,36 +274,36 @@ def best_size(
     >>> [int(best_size(c, (0, 2, 5), state, one > 0, full(0.8))) for c in costs]
     [2, 1]
     """
-    counts = live | ~jnp.any(live)
-    accepted_tokens = jnp.sum(state.accepted, where=counts) + USUAL_ACCEPTANCE * PRIOR_TOKENS
-    expected_tokens = jnp.sum(state.expected, where=counts) + USUAL_ACCEPTANCE * PRIOR_TOKENS
+    counted_rows = live | ~jnp.any(live)
+    accepted_tokens = jnp.sum(state.accepted, where=counted_rows) + USUAL_ACCEPTANCE * PRIOR_TOKENS
+    expected_tokens = jnp.sum(state.expected, where=counted_rows) + USUAL_ACCEPTANCE * PRIOR_TOKENS
     # Without a draft nothing is learned, so after a pause choose as if a little more were accepted.
-    is_trial = jnp.any(counts & (state.idle >= PAUSE))
+    is_trial = jnp.any(counted_rows & (state.idle >= PAUSE))
     acceptance = expected * (accepted_tokens / expected_tokens) + jnp.where(is_trial, OPTIMISM, 0.0)
-    return _fastest(params, lengths, jnp.where(expected > 0, acceptance, 0.0), counts)
+    return _fastest(params, lengths, jnp.where(expected > 0, acceptance, 0.0), counted_rows)
 
 
-def _fastest(params: SizedParams, lengths: Sequence[int], acceptance: Array, counts: Array) -> Array:
-    """Return i32[], the index of the fastest size at an acceptance f32[B], averaged over the rows `counts` bool[B].
+def _fastest(params: SizedParams, lengths: Sequence[int], acceptance: Array, counted_rows: Array) -> Array:
+    """Return i32[], the index of the fastest size at an acceptance f32[B], averaged over `counted_rows` bool[B].
 
     Choose size 0 unless a draft is `MARGIN` times as fast, and the shortest of equally fast sizes.
     """
-    # Leviathan et al., equation 1: a chain of K gives 1 + a + ... + a^K tokens. powers[k] is the mean of a^(k + 1).
+    # Leviathan et al., equation 1: a chain of K gives 1 + a + ... + a^K tokens. mean_powers[k]: the mean of a^(k + 1).
     depths = jnp.arange(1.0, max(lengths) + 1.0, dtype=jnp.float32)
-    powers = jnp.mean(jnp.minimum(acceptance, 1.0)[None] ** depths[:, None], axis=1, where=counts)
-    tokens = jnp.stack([1.0 + jnp.sum(powers[:length]) for length in lengths])
+    mean_powers = jnp.mean(jnp.minimum(acceptance, 1.0)[None] ** depths[:, None], axis=1, where=counted_rows)
+    tokens_per_step = jnp.stack([1.0 + jnp.sum(mean_powers[:length]) for length in lengths])
     # Without measurements all sizes are assumed to cost the same.
-    speeds = tokens / jnp.where(params.costs > 0, params.costs, 1.0)
+    speeds = tokens_per_step / jnp.where(params.costs > 0, params.costs, 1.0)
     return jnp.argmax(speeds.at[0].multiply(MARGIN)).astype(jnp.int32)
 
 
 def _acceptance_of(tree: DraftTree) -> Array:
     """Return f32[B]: a drafter's expected acceptance of its draft; 0 without a draft."""
-    expected = jnp.full(tree.tokens.shape[:1], USUAL_ACCEPTANCE)
+    acceptance = jnp.full(tree.tokens.shape[:1], USUAL_ACCEPTANCE)
     if tree.expected is not None:
         # A draft with no expectation consists of tokens that a constraint forces.
-        expected = jnp.where(tree.expected > 0, tree.expected, USUAL_ACCEPTANCE)
-    return jnp.where(jnp.any(tree.tokens[:, 1:] != NO_TOKEN, axis=1), expected, 0.0)
+        acceptance = jnp.where(tree.expected > 0, tree.expected, USUAL_ACCEPTANCE)
+    return jnp.where(jnp.any(tree.tokens[:, 1:] != NO_TOKEN, axis=1), acceptance, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,8 +313,8 @@ class SizedDrafter(Drafter):
     size: Drafter  # drafts this length
     longest: Drafter  # the longest drafter of this kind; all sizes share its state
     lengths: tuple[int, ...]  # chain lengths of all sizes
-    # Set only for the drafter that represents all sizes. A step with a sparse drafter's empty draft chooses the size 0,
-    # so no size needs to forward only the root.
+    # Set only for the drafter that represents all sizes. If a sparse drafter finds no draft, the step chooses size 0,
+    # so no other size needs a branch that forwards only the root.
     sparse: bool = False
 
     @property
@@ -341,9 +341,9 @@ class SizedDrafter(Drafter):
         cached_length = length
         if self.longest.lags:
             # If no draft is likely to pay, a draft model does not read the prompt: `catch_up` can read it later.
-            hopeful = jnp.asarray([USUAL_ACCEPTANCE + OPTIMISM])
-            pays = _fastest(params.draft, self.lengths, hopeful, jnp.asarray([True])) > 0
-            cached_length = jnp.where(pays, length, jnp.minimum(length, 2))
+            hopeful_acceptance = jnp.asarray([USUAL_ACCEPTANCE + OPTIMISM])
+            draft_pays = _fastest(params.draft, self.lengths, hopeful_acceptance, jnp.asarray([True])) > 0
+            cached_length = jnp.where(draft_pays, length, jnp.minimum(length, 2))
         return SizedState(
             draft=self.longest.init(_inner(params), tokens, cached_length),
             # A draft model's cache ends two tokens before the length.
@@ -359,7 +359,7 @@ class SizedDrafter(Drafter):
     def catch_up(
         self, params: Params, state: SizedState, tokens: Array, cached: Array, length: Array
     ) -> SizedState:
-        # The next draft reads the missing tokens. The record of acceptance stays.
+        # The next draft reads the missing tokens. The counts of acceptance stay.
         return dataclasses.replace(state, cached=jnp.minimum(state.cached, cached))
 
     def propose(self, params: Params, state: SizedState, inputs: DraftInput) -> tuple[DraftTree, SizedState]:
@@ -385,8 +385,8 @@ class SizedDrafter(Drafter):
                 draft = self.longest.update(_inner(params), draft, tree, verdict, output, length)
             return dataclasses.replace(state, draft=draft, idle=state.idle + 1)
         # Tokens after the first rejection are not tested. Padding at the end of a chain counts as rejected.
-        tested = jnp.minimum(verdict.num_accepted + 1, self.max_depth)
-        expected = _acceptance_of(tree) * tested.astype(jnp.float32)
+        num_tested = jnp.minimum(verdict.num_accepted + 1, self.max_depth)
+        expected_tokens = _acceptance_of(tree) * num_tested.astype(jnp.float32)
         # After steps without a draft, older counts count half. A sparse drafter often finds no draft for a few steps.
         decay = jnp.where(state.idle >= (PAUSE if self.size.sparse else 1), DECAY / 2, DECAY)
         return SizedState(
@@ -394,7 +394,7 @@ class SizedDrafter(Drafter):
             # The new length is length + num_accepted + 1, and a draft model's cache ends two tokens before it.
             cached=length + verdict.num_accepted - 1,
             accepted=decay * state.accepted + verdict.num_accepted.astype(jnp.float32),
-            expected=decay * state.expected + expected,
+            expected=decay * state.expected + expected_tokens,
             idle=jnp.zeros_like(state.idle),
         )
 

@@ -97,7 +97,7 @@ Shape = Static | Dynamic
 
 
 def checked_tree(tree: object) -> tuple[int, ...] | Dynamic:
-    """Return `Dynamic`, or the number of children per node at each depth as a tuple.
+    """Return a checked tree: a `Dynamic`, or the children per node at each depth as a tuple.
 
     Raises:
       MarsError: the wrong type, an empty sequence, or a number below 1.
@@ -128,21 +128,21 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
     """
     if text == "dynamic":
         return Dynamic()
-    dynamic = text.startswith("dynamic:")
+    is_dynamic = text.startswith("dynamic:")
     parts = text.removeprefix("dynamic:").split("-")
     are_counts = all(part.isascii() and part.isdigit() and len(part) < 5 and int(part) for part in parts)
-    if not are_counts or (dynamic and len(parts) != 3):
+    if not are_counts or (is_dynamic and len(parts) != 3):
         suggestion = did_you_mean(text.partition(":")[0], ("dynamic",))
         raise MarsError(
-            f"{shown} is {text}{suggestion}: expected the children per node at each depth, such as 4-2-2-1, or "
-            "dynamic, or its children, depth and nodes, such as dynamic:8-6-40."
+            f"{shown} is {text}{suggestion}: expected the children per node at each depth, such as 4-2-2-1; or "
+            "dynamic; or dynamic with its children, depth and nodes, such as dynamic:8-6-40."
         )
     sizes = tuple(int(part) for part in parts)
-    if dynamic:
+    if is_dynamic:
         if sizes[2] < 2:
             raise MarsError(f"{shown} is {text}: expected at least 2 nodes, the first being the root.")
         top_k, depth, nodes = sizes
-        check_nodes(shown, text, max(nodes, top_k * depth))  # Dynamic would not name the flag
+        check_nodes(shown, text, max(nodes, top_k * depth))  # the error of Dynamic would not name the flag
         return Dynamic(*sizes)
     check_branching(shown, text, sizes)
     return sizes
@@ -150,11 +150,11 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
 
 def check_branching(shown: str, shape: object, branching: Sequence[int]) -> None:
     """Raise MarsError if a tree with `branching[l]` children per node at depth l has more than `TREE_NODES` nodes."""
-    nodes, level = 1, 1
-    for width in branching:
-        level *= width
-        nodes += level
-        check_nodes(shown, shape, nodes)
+    num_nodes, level_nodes = 1, 1
+    for num_children in branching:
+        level_nodes *= num_children
+        num_nodes += level_nodes
+        check_nodes(shown, shape, num_nodes)
 
 
 def check_nodes(shown: str, shape: object, nodes: int) -> None:
@@ -214,16 +214,16 @@ class ShapedDrafter(Drafter):
     @property
     def name(self) -> str:
         if isinstance(self.shape, Dynamic):
-            text = f"dynamic {self.shape.top_k}-{self.shape.depth}-{self.shape.num_nodes}"
+            shape_text = f"dynamic {self.shape.top_k}-{self.shape.depth}-{self.shape.num_nodes}"
         elif self.shape.is_chain:
-            text = str(self.shape.depth)
+            shape_text = str(self.shape.depth)
         else:
-            text = "-".join(map(str, self.shape.branching))
+            shape_text = "-".join(map(str, self.shape.branching))
         if self.sample:
-            text += ", sampled"
-        return f"{self.kind}({text})"
+            shape_text += ", sampled"
+        return f"{self.kind}({shape_text})"
 
     @property
     def kind(self) -> str:
-        """First part of the name."""
+        """The first part of the name."""
         return type(self).__name__.lower()

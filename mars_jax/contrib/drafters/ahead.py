@@ -4,8 +4,8 @@ Source: PEARL 2408.11850 (pre-verify and post-verify). B batch, K tokens per dra
 sequential loop, token for token (tests/contrib/test_ahead.py).
 
 The drafter drafts K + 1 tokens, and the target gets the first K. While it verifies them, the drafter continues as if
-all K were accepted and the target added the last one. If that guess is right for every live row, the next draft is
-ready together with the verdict, and a step takes the maximum of the two times instead of their sum. Otherwise the
+all K had been accepted and the target had added the last one. If that guess is right for every live row, the next draft
+is ready together with the verdict, and a step takes the maximum of the two times instead of their sum. Otherwise the
 drafter drafts again from the committed tokens, which overwrites the cache entries of the wrong guess, so no rollback is
 needed. Under a lossless rule the tokens equal those of the sequential loop, whether the guesses are right or wrong.
 """
@@ -116,7 +116,7 @@ class Handed(Drafter):
 
 
 class Committed(NamedTuple):
-    """The committed tokens as the drafter assumes them."""
+    """The tokens that the drafter assumes are committed."""
 
     tokens: Array  # i32[B, T]
     length: Array  # i32[B]
@@ -132,17 +132,17 @@ def _draft(
     drafter: Drafter, params: PyTree, state: PyTree, text: Committed, controls: Controls, keys: Array
 ) -> tuple[Array, Committed, PyTree]:
     """Return the draft i32[B, K + 1], the tokens as if the whole draft were accepted, and the drafter's state."""
-    inputs = DraftInput(keys=keys, tokens=text.tokens, length=text.length, controls=controls)
-    tree, state = drafter.propose(Params((), params), state, inputs)
+    draft_input = DraftInput(keys=keys, tokens=text.tokens, length=text.length, controls=controls)
+    tree, state = drafter.propose(Params((), params), state, draft_input)
     if tree.draft_logits is not None:
         raise MarsError(f"the drafter '{drafter.name}' draws its drafts: make it with sample=False.")
-    drafted = tree.tokens[:, 1:]
+    new_tokens = tree.tokens[:, 1:]
     # Append the draft to the committed tokens. Tokens past the end of the buffer are dropped.
     buffer = text.tokens.shape[1]
-    row = jnp.arange(drafted.shape[0], dtype=jnp.int32)[:, None]
-    positions = text.length[:, None] + jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
-    tokens = text.tokens.at[row, positions].set(jnp.maximum(drafted, 0), mode="drop")
-    return drafted, Committed(tokens, jnp.minimum(text.length + drafted.shape[1], buffer)), state
+    row_index = jnp.arange(new_tokens.shape[0], dtype=jnp.int32)[:, None]
+    positions = text.length[:, None] + jnp.arange(new_tokens.shape[1], dtype=jnp.int32)[None]
+    tokens = text.tokens.at[row_index, positions].set(jnp.maximum(new_tokens, 0), mode="drop")
+    return new_tokens, Committed(tokens, jnp.minimum(text.length + new_tokens.shape[1], buffer)), state
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -158,9 +158,9 @@ def _verify(
 @jax.jit
 def _flags(info: StepInfo, done_rows: Array, guessed: tuple[Array, ...]) -> tuple[Array, Array]:
     """Return whether all live rows emitted the guess (arrays i32[B, ...], concatenated) and whether all are done."""
-    tokens = jnp.concatenate(guessed, axis=1)
-    length = tokens.shape[1]
-    is_right = (info.num_emitted == length) & jnp.all(info.emitted[:, :length] == tokens, axis=1)
+    guessed_tokens = jnp.concatenate(guessed, axis=1)
+    length = guessed_tokens.shape[1]
+    is_right = (info.num_emitted == length) & jnp.all(info.emitted[:, :length] == guessed_tokens, axis=1)
     return jnp.all(is_right | done_rows), jnp.all(done_rows)
 
 
@@ -195,41 +195,41 @@ def stream_ahead(
     remote = _Drafter(pair.drafter, params.draft, state, draft_device)
     target_params, sharding = params._replace(draft=()), state.draft.sharding
     no_draft = jax.device_put(jnp.full_like(state.draft, NO_TOKEN), sharding)
-    drafted, guessed = remote.draft(Committed(jnp.copy(state.tokens), jnp.copy(state.length)))
+    draft, assumed_text = remote.draft(Committed(jnp.copy(state.tokens), jnp.copy(state.length)))
     # Usually the target gets all tokens of a draft but the last, which is the guess. If pre-verify has already emitted
     # the first token, the target gets the remaining tokens, and the guess is the first token of the next draft.
     first_known, finished = False, bool(jnp.all(state.done))
     while not finished:
         # K of the K + 1 tokens: without the first, which is committed, or without the last, which is the guess.
-        columns = slice(1, None) if first_known else slice(-1)
-        handed = jax.device_put(remote.part(drafted, columns), sharding)
-        state, info, text, done_rows = _verify(pair.decoder, target_params, state, handed)
+        handed_columns = slice(1, None) if first_known else slice(-1)
+        handed_tokens = jax.device_put(remote.part(draft, handed_columns), sharding)
+        state, info, committed, done_rows = _verify(pair.decoder, target_params, state, handed_tokens)
         # Start the next draft before the verdict is known.
-        following, next_guessed = remote.draft(guessed)
+        next_draft, next_assumed_text = remote.draft(assumed_text)
         if first_known:
-            guess = jax.device_put(remote.part(following, slice(1)), sharding)
+            guess = jax.device_put(remote.part(next_draft, slice(1)), sharding)
         else:
-            guess = jax.device_put(remote.part(drafted, slice(-1, None)), sharding)
-        is_right, all_done = _flags(info, done_rows, (handed, guess))
+            guess = jax.device_put(remote.part(draft, slice(-1, None)), sharding)
+        is_right, all_done = _flags(info, done_rows, (handed_tokens, guess))
         guesses.steps += 1
         yield state, info
         finished = bool(all_done)
         if bool(is_right):
-            drafted, guessed = following, next_guessed
+            draft, assumed_text = next_draft, next_assumed_text
             guesses.held += 1
             continue
         first_known = False
         if not finished:
-            drafted, guessed = remote.draft(text)
+            draft, assumed_text = remote.draft(committed)
         if pre_verify and not finished:
-            state, info, text, done_rows = _verify(pair.decoder, target_params, state, no_draft)
-            first_token = jax.device_put(remote.part(drafted, slice(1)), sharding)
+            state, info, committed, done_rows = _verify(pair.decoder, target_params, state, no_draft)
+            first_token = jax.device_put(remote.part(draft, slice(1)), sharding)
             is_right, all_done = _flags(info, done_rows, (first_token,))
             guesses.steps += 1
             yield state, info
             finished, first_known = bool(all_done), bool(is_right)
             if not (finished or first_known):
-                drafted, guessed = remote.draft(text)
+                draft, assumed_text = remote.draft(committed)
 
 
 class _Drafter:
@@ -246,9 +246,9 @@ class _Drafter:
             self._here = contextlib.nullcontext
             self._params, self._place = jax.device_put(params, draft_device), draft_device
         # Copy, because the next step donates the state's buffers.
-        inputs = (state.controls, state.keys, Committed(state.tokens, state.length))
-        copies = jax.tree.map(jnp.copy, inputs)
-        self._controls, self._keys, text = jax.device_put(copies, self._place)
+        draft_inputs = (state.controls, state.keys, Committed(state.tokens, state.length))
+        copied_inputs = jax.tree.map(jnp.copy, draft_inputs)
+        self._controls, self._keys, text = jax.device_put(copied_inputs, self._place)
         with self._here():
             self._state = _begin(drafter, self._params, text)
 
@@ -261,10 +261,10 @@ class _Drafter:
         """Return the draft i32[B, K + 1] after `text`, and the tokens as if the whole draft were accepted."""
         text = jax.device_put(text, self._place)
         with self._here():
-            drafted, guessed, self._state = _draft(
+            drafted_tokens, assumed_text, self._state = _draft(
                 self._drafter, self._params, self._state, text, self._controls, self._keys
             )
-        return drafted, guessed
+        return drafted_tokens, assumed_text
 
 
 _count = jax.jit(accumulate, donate_argnums=0)

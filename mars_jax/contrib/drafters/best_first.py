@@ -4,11 +4,11 @@ Source: DDTree 2604.12989. B batch, D depth, V vocabulary, M nodes without the r
 Oracle: a best-first search with a heap in Python (tests/contrib/test_best_first.py).
 
 All nodes at one depth have the same children. So once the prefixes at a depth are sorted, the rank of every node has a
-lower bound that does not depend on its value. The j-th child of the r-th prefix (both from 0) is preceded or equalled
-by the (r + 1) * (j + 1) nodes at its depth whose prefix and child rank no lower, and by their ancestors at each depth
-above. If these are more than M nodes, the node is in no tree. `_plan` lists all other nodes, about 3,000 for M = 59 and
-D = 15, three depths at a time. Their values are sums over static indices, and only the last of three depths is sorted
-for the next three.
+lower bound that does not depend on its value. The j-th child of the r-th prefix (both counted from 0) is preceded or
+equalled by the (r + 1) * (j + 1) nodes at its depth whose prefix and child rank no lower, and by their ancestors at
+each depth above. If these are more than M nodes, the node is in no tree. `_plan` lists all other nodes, about 3,000 for
+M = 59 and D = 15, three depths at a time. Their values are sums over static indices, and only the last of three depths
+is sorted for the next three.
 """
 
 from __future__ import annotations
@@ -47,57 +47,57 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
     batch, m = root.shape[0], shape.num_nodes - 1
     k = min(shape.top_k, m)
     plan = _plan(m, shape.depth, k)
-    top = top_k_logits(logits, k)
+    top_entries = top_k_logits(logits, k)
     # Rounding can make a log-probability positive. Clip it, so that no child is likelier than its parent.
-    children = jnp.minimum(top.values - top.logsumexp[..., None], 0.0)
-    children = jnp.where(alive[..., None], children, -jnp.inf)
+    child_log_q = jnp.minimum(top_entries.values - top_entries.logsumexp[..., None], 0.0)
+    child_log_q = jnp.where(alive[..., None], child_log_q, -jnp.inf)
 
-    zero = jnp.zeros((batch, 1), jnp.float32)
-    prefixes, values, sorted_prefixes = zero, [], []
+    zero_term = jnp.zeros((batch, 1), jnp.float32)
+    prefix_log_q, node_log_q, sorted_prefixes = zero_term, [], []
     for part in plan.parts:
-        # The sums add log-probabilities of the sorted prefixes and of the children at each depth, and a zero.
-        part_log_q = children[:, part.begin : part.end].reshape(batch, -1)
-        values.append(_sums(jnp.concatenate([prefixes, part_log_q, zero], axis=1), part.places))
+        # The terms of the sums: log-probabilities of the sorted prefixes and of the children at each depth, and a zero.
+        part_log_q = child_log_q[:, part.begin : part.end].reshape(batch, -1)
+        node_log_q.append(_sums(jnp.concatenate([prefix_log_q, part_log_q, zero_term], axis=1), part.places))
         if part.width:
-            prefixes, best = lax.top_k(values[-1][:, part.last :], part.width)
-            sorted_prefixes.append(best + part.first + part.last)
+            prefix_log_q, best_indices = lax.top_k(node_log_q[-1][:, part.last :], part.width)
+            sorted_prefixes.append(best_indices + part.first + part.last)
 
     # A child's sum is its parent's with a zero replaced by a term of at most 0, so it is never higher, even after
     # rounding. top_k breaks ties in favour of the lower number, which is the parent's. So the kept nodes form a tree,
     # and parents precede their children.
-    ranks, kept_ids = lax.top_k(jnp.concatenate(values, axis=1), m)
-    # Look up each i32[B, M] in the static table of all candidates.
-    columns = jnp.asarray(plan.table).at[kept_ids].get(mode="promise_in_bounds")
-    token, parent_ids, depth = jnp.unstack(columns, axis=2)
+    ranks, kept_ids = lax.top_k(jnp.concatenate(node_log_q, axis=1), m)
+    # Look up the kept candidates in the static table of all candidates; each column becomes an i32[B, M].
+    node_columns = jnp.asarray(plan.table).at[kept_ids].get(mode="promise_in_bounds")
+    token_index, parent_ids, depths = jnp.unstack(node_columns, axis=2)
     if sorted_prefixes:
         prefix_ids = pick(jnp.concatenate(sorted_prefixes, axis=1), jnp.maximum(-1 - parent_ids, 0))
         parent_ids = jnp.where(parent_ids < 0, prefix_ids, parent_ids)
     # A parent's node is 1 + its index among the kept nodes. The root matches none, so the sum is 0.
     is_parent = parent_ids[:, :, None] == kept_ids[:, None]
     parents = jnp.sum(jnp.where(is_parent, jnp.arange(1, m + 1, dtype=jnp.int32), 0), axis=2, dtype=jnp.int32)
-    tokens = pick(top.ids.reshape(batch, -1), token)
-    drafted = ranks > -jnp.inf
-    zeros = jnp.zeros((batch, 1), jnp.int32)
+    tokens = pick(top_entries.ids.reshape(batch, -1), token_index)
+    is_drafted = ranks > -jnp.inf
+    root_zeros = jnp.zeros((batch, 1), jnp.int32)
     return DraftTree(
-        tokens=jnp.concatenate([root, jnp.where(drafted, tokens, NO_TOKEN)], axis=1),
-        parents=jnp.concatenate([zeros - 1, jnp.where(drafted, parents, 0)], axis=1),
-        depths=jnp.concatenate([zeros, depth], axis=1),
+        tokens=jnp.concatenate([root, jnp.where(is_drafted, tokens, NO_TOKEN)], axis=1),
+        parents=jnp.concatenate([root_zeros - 1, jnp.where(is_drafted, parents, 0)], axis=1),
+        depths=jnp.concatenate([root_zeros, depths], axis=1),
         max_depth=shape.depth,
         is_chain=False,
     )
 
 
 def _sums(source: Array, places: np.ndarray) -> Array:
-    """Return f32[B, C]: sums of source f32[B, S] at places i32[C, P], which repeat only the index of the zero."""
+    """Return f32[B, C]: sums of source f32[B, S] at places i32[C, P]. A row repeats only the index of the zero."""
 
     def gathered(source: Array) -> Array:
         # Add in a fixed order, so that a node and its parent round alike.
         return functools.reduce(jnp.add, (source[:, column] for column in places.T))
 
     def compared(source: Array) -> Array:
-        positions = jnp.arange(source.shape[1], dtype=jnp.int32)[None]
+        source_indices = jnp.arange(source.shape[1], dtype=jnp.int32)[None]
         is_term = functools.reduce(
-            jnp.logical_or, (jnp.asarray(column)[:, None] == positions for column in places.T)
+            jnp.logical_or, (jnp.asarray(column)[:, None] == source_indices for column in places.T)
         )
         return jnp.sum(jnp.where(is_term[None], source[:, None], 0.0), axis=2)
 
@@ -129,41 +129,41 @@ class _CandidatePlan(NamedTuple):
 def _plan(m: int, depth: int, k: int) -> _CandidatePlan:
     """Return the candidate nodes for trees with m nodes, `depth` levels and k children per node."""
     # Larger parts need fewer sorts, each of more nodes.
-    size = 1
+    part_depths = 1
     if m <= 128:
-        size = 3
+        part_depths = 3
     elif m <= 512:
-        size = 2
-    cuts = [*range(0, depth, size), depth]
+        part_depths = 2
+    part_bounds = [*range(0, depth, part_depths), depth]
     part_nodes, num_prefixes = [], 1
-    for begin, end in itertools.pairwise(cuts):
+    for begin, end in itertools.pairwise(part_bounds):
         part_nodes.append(list(_nodes(m, k, begin, end, num_prefixes)))
         num_prefixes = sum(len(path) == 1 + end - begin for path in part_nodes[-1])
     # Keep only the prefixes that have candidates below them.
     widths = [1, *(1 + max(path[0] for path in paths) for paths in part_nodes[1:]), 0]
-    total = sum(map(len, part_nodes))
-    parts, table, first, carried = [], [], 0, -widths[0]
+    num_nodes = sum(map(len, part_nodes))
+    parts, node_table, first_number, prefix_offset = [], [], 0, -widths[0]
     for paths, begin, end, num_sources, width in zip(
-        part_nodes, cuts, cuts[1:], widths, widths[1:], strict=False
+        part_nodes, part_bounds, part_bounds[1:], widths, widths[1:], strict=False
     ):
         paths.sort(key=len)
-        number_of = {path: first + i for i, path in enumerate(paths)}
-        zero = num_sources + (end - begin) * k
-        places = np.full((len(paths), 1 + end - begin), zero, np.int32)
-        for row, path in zip(places, paths, strict=True):
-            row[: len(path)] = [path[0], *(num_sources + level * k + j for level, j in enumerate(path[1:]))]
+        node_numbers = {path: first_number + i for i, path in enumerate(paths)}
+        zero_index = num_sources + (end - begin) * k
+        term_indices = np.full((len(paths), 1 + end - begin), zero_index, np.int32)
+        for terms, path in zip(term_indices, paths, strict=True):
+            terms[: len(path)] = [path[0], *(num_sources + level * k + j for level, j in enumerate(path[1:]))]
             level = begin + len(path) - 2
             if len(path) > 2:
-                parent = number_of[path[:-1]]
+                parent_number = node_numbers[path[:-1]]
             elif begin:
-                parent = -1 - (carried + path[0])
+                parent_number = -1 - (prefix_offset + path[0])
             else:
-                parent = total
-            table.append((level * k + path[-1], parent, level + 1))
-        last = next(i for i, path in enumerate(paths) if len(path) == 1 + end - begin)
-        parts.append(_Part(begin, end, places, first, last, width))
-        first, carried = first + len(paths), carried + num_sources
-    return _CandidatePlan(tuple(parts), np.asarray(table, np.int32))
+                parent_number = num_nodes
+            node_table.append((level * k + path[-1], parent_number, level + 1))
+        last_depth_index = next(i for i, path in enumerate(paths) if len(path) == 1 + end - begin)
+        parts.append(_Part(begin, end, term_indices, first_number, last_depth_index, width))
+        first_number, prefix_offset = first_number + len(paths), prefix_offset + num_sources
+    return _CandidatePlan(tuple(parts), np.asarray(node_table, np.int32))
 
 
 def _nodes(m: int, k: int, begin: int, end: int, prefixes: int) -> Iterator[tuple[int, ...]]:
@@ -175,16 +175,16 @@ def _nodes(m: int, k: int, begin: int, end: int, prefixes: int) -> Iterator[tupl
     def descendants(path: tuple[int, ...], width: int, num_likelier: int) -> Iterator[tuple[int, ...]]:
         """Yield the nodes below `path`.
 
-        At least as likely as `path` are `width` nodes at its depth, including itself, and `num_likelier` nodes in
-        total.
+        `width` nodes at its depth, including itself, and `num_likelier` nodes in total are at least as likely as
+        `path`.
         """
         for j in range(k):
-            count = num_likelier + width * (j + 1)
-            if count > m:
+            num_ahead = num_likelier + width * (j + 1)
+            if num_ahead > m:
                 return
             yield (*path, j)
             if begin + len(path) < end:
-                yield from descendants((*path, j), width * (j + 1), count)
+                yield from descendants((*path, j), width * (j + 1), num_ahead)
 
     if not begin:
         yield from descendants((0,), 1, 0)

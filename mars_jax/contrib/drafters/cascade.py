@@ -61,13 +61,13 @@ class _Round(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cascade(Drafter):
-    """A drafter whose drafts a proxy model verifies, deferring to the target only where the proxy is unsure.
+    """A drafter whose drafts a proxy model verifies, deferring to the target only if the proxy is unsure.
 
     With the gate "margin" and a small model as proxy, this is TriSpec (arXiv 2601.23180). With the gate "ratio" and the
     target without some of its layers (`LanguageModel.with_layers`) as proxy, it is VIA-SD (arXiv 2606.12243).
 
     In each round the proxy reads the inner draft x. Let t_a be the first position where the gate replaces x by the
-    proxy's token a, and t_m the first where it is unsure; see `gates`. If t_a < t_m, x before t_a and then a are
+    proxy's token a, and t_m the first where it is unsure; see `gates`. If t_a < t_m, x before t_a and a itself are
     trusted, and another round follows, unless the draft is full. Otherwise x before t_m is trusted, and the target
     verifies the remaining tokens. *Trusted* tokens are emitted without verification and marked by their kind in
     `StepInfo`, with the target's regret.
@@ -143,19 +143,19 @@ class Cascade(Drafter):
         tokens = self._widen(tokens)
         cache = self.proxy.init_cache(tokens.shape[0], tokens.shape[1] + self.inner.max_depth + 1)
         cache, _ = prefill(self.proxy, params.draft.proxy, tokens, jnp.zeros_like(length), length - 1, cache)
-        draft = self.inner.init(_inner_params(params), tokens, length)
-        return CascadeState(draft, cache, jnp.zeros_like(length))
+        inner_state = self.inner.init(_inner_params(params), tokens, length)
+        return CascadeState(inner_state, cache, jnp.zeros_like(length))
 
     def catch_up(
         self, params: Params, state: CascadeState, tokens: Array, cached: Array, length: Array
     ) -> CascadeState:
         tokens = self._widen(tokens)
-        chunk = self.proxy.prefill_chunk or chunk_of()
+        chunk_size = self.proxy.prefill_chunk or chunk_of()
         cache, _ = prefill(
-            self.proxy, params.draft.proxy, tokens, cached, length - 1, state.cache, chunk=chunk
+            self.proxy, params.draft.proxy, tokens, cached, length - 1, state.cache, chunk=chunk_size
         )
-        draft = self.inner.catch_up(_inner_params(params), state.inner, tokens, cached, length)
-        return CascadeState(draft, cache, jnp.zeros_like(length))
+        inner_state = self.inner.catch_up(_inner_params(params), state.inner, tokens, cached, length)
+        return CascadeState(inner_state, cache, jnp.zeros_like(length))
 
     def propose(
         self, params: Params, state: CascadeState, inputs: DraftInput
@@ -169,7 +169,7 @@ class Cascade(Drafter):
         def play_round(carry: _Round) -> _Round:
             length = inputs.length + carry.begin
             draft_input = DraftInput(keys=inputs.keys, tokens=carry.tokens, length=length, controls=controls)
-            tree, draft = inner.propose(inner_params, carry.state.inner, draft_input)
+            tree, inner_state = inner.propose(inner_params, carry.state.inner, draft_input)
             if not tree.is_chain or tree.draft_logits is not None:
                 raise MarsError(f"the drafter '{inner.name}' samples: give a cascade one that does not.")
             output = proxy.forward(
@@ -180,49 +180,49 @@ class Cascade(Drafter):
             x = jnp.concatenate([tree.tokens[:, 1:], jnp.full((batch, 1), NO_TOKEN, jnp.int32)], axis=1)
             verdict = judge(logits, x, params.draft.gate)
             # t_a, the first position at which the proxy's token replaces x, and t_m, the first at which it is unsure.
-            differs, unsure = _first(verdict.differs), _first(verdict.unsure)
-            decided = (differs < unsure) & may_trust
+            replaced_at, unsure_at = _first(verdict.differs), _first(verdict.unsure)
+            decides = (replaced_at < unsure_at) & may_trust
             # The proxy's output is x up to its first correction, followed by its own tokens.
-            proxy_tokens = jnp.where(place < differs[:, None], x, verdict.token)
-            count = jnp.where(decided, differs + 1, jnp.where(may_trust, unsure, 0))
-            stop = _first(is_stop(proxy_tokens, controls.stop_tokens))
-            stopped = decided & (stop < count)
+            proxy_tokens = jnp.where(place < replaced_at[:, None], x, verdict.token)
+            num_new = jnp.where(decides, replaced_at + 1, jnp.where(may_trust, unsure_at, 0))
+            stop_at = _first(is_stop(proxy_tokens, controls.stop_tokens))
+            stops = decides & (stop_at < num_new)
             # If there is no room for another round, drop the proxy's own last token, which is in no cache. The target
             # supplies the next token.
-            full = decided & ~stopped & (carry.begin + count + k + 1 > limit)
-            count = jnp.where(full, count - 1, jnp.minimum(count, stop))
+            out_of_room = decides & ~stops & (carry.begin + num_new + k + 1 > limit)
+            num_new = jnp.where(out_of_room, num_new - 1, jnp.minimum(num_new, stop_at))
             # After a stop token, the target verifies the proxy's tokens; otherwise it verifies x.
-            untrusted = jnp.where(
-                stopped[:, None], jnp.where(place <= differs[:, None], proxy_tokens, NO_TOKEN), x
+            target_draft = jnp.where(
+                stops[:, None], jnp.where(place <= replaced_at[:, None], proxy_tokens, NO_TOKEN), x
             )
             # A row that continues or is full leaves no token for the target to verify.
-            untrusted = jnp.where((decided & ~stopped)[:, None], NO_TOKEN, untrusted)
-            row_draft = jnp.where(place < count[:, None], proxy_tokens, untrusted)
+            target_draft = jnp.where((decides & ~stops)[:, None], NO_TOKEN, target_draft)
+            row_draft = jnp.where(place < num_new[:, None], proxy_tokens, target_draft)
             active = ~carry.waits
             return _Round(
-                tokens=_put(carry.tokens, length, proxy_tokens, active[:, None] & (place < count[:, None])),
-                begin=jnp.where(active & decided & ~stopped & ~full, carry.begin + count, carry.begin),
-                trusted=jnp.where(active, carry.begin + count, carry.trusted),
+                tokens=_put(carry.tokens, length, proxy_tokens, active[:, None] & (place < num_new[:, None])),
+                begin=jnp.where(active & decides & ~stops & ~out_of_room, carry.begin + num_new, carry.begin),
+                trusted=jnp.where(active, carry.begin + num_new, carry.trusted),
                 drafted=_put(
                     carry.drafted, carry.begin, row_draft, active[:, None] & jnp.ones_like(place, bool)
                 ),
-                waits=carry.waits | ~decided | stopped | full,
-                state=CascadeState(draft, output.cache, carry.state.rounds + active.astype(jnp.int32)),
+                waits=carry.waits | ~decides | stops | out_of_room,
+                state=CascadeState(inner_state, output.cache, carry.state.rounds + active.astype(jnp.int32)),
             )
 
-        zeros = jnp.zeros((batch,), jnp.int32)
-        start = _Round(
+        zero_counts = jnp.zeros((batch,), jnp.int32)
+        first_round = _Round(
             tokens=self._widen(inputs.tokens),
-            begin=zeros,
-            trusted=zeros,
+            begin=zero_counts,
+            trusted=zero_counts,
             drafted=jnp.full((batch, limit), NO_TOKEN, jnp.int32),
             waits=jnp.zeros((batch,), bool),
             state=state,
         )
-        final = lax.while_loop(lambda current: ~jnp.all(current.waits), play_round, start)
-        tree = chain(jnp.concatenate([last_token(inputs), final.drafted], axis=1))
-        trusted = (tree.depths > 0) & (tree.depths <= final.trusted[:, None])
-        return dataclasses.replace(tree, trusted=trusted), final.state
+        last_round = lax.while_loop(lambda current: ~jnp.all(current.waits), play_round, first_round)
+        tree = chain(jnp.concatenate([last_token(inputs), last_round.drafted], axis=1))
+        is_trusted = (tree.depths > 0) & (tree.depths <= last_round.trusted[:, None])
+        return dataclasses.replace(tree, trusted=is_trusted), last_round.state
 
 
 cascade = Cascade
@@ -239,9 +239,9 @@ def _first(mask: Array) -> Array:
 
 
 def _put(values: Array, first: Array, new: Array, mask: Array) -> Array:
-    """Write new [B, P] into values [B, M] from index `first` i32[B] on, at the positions of mask bool[B, P]."""
-    index = first[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
-    index = jnp.where(mask, index, values.shape[1])
+    """Write new [B, P] into values [B, M] starting at index `first` i32[B], where mask bool[B, P] is True."""
+    write_indices = first[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
+    write_indices = jnp.where(mask, write_indices, values.shape[1])
     return jax.vmap(lambda row, indices, updates: row.at[indices].set(updates, mode="drop"))(
-        values, index, new
+        values, write_indices, new
     )

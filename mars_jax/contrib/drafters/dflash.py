@@ -5,7 +5,7 @@ nodes, D depth, T token buffer, V vocabulary, W draft vocabulary. Oracle: the he
 empty cache (tests/contrib/test_dflash.py).
 
 Invariant: the head's cache holds the context of the tokens in `[0, length - 1)`, computed from the target's features.
-A block is written after it, from the slot of the last committed token on. `update` overwrites the block.
+A block is written after this context, starting at the slot of the last committed token. `update` overwrites the block.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DFlash(ShapedDrafter):
     `Params.target`. A dynamic tree holds the likeliest nodes (DDTree). With a Markov head, whose tokens depend on their
     ancestors, it is grown as in EAGLE-2. `Controls.draft_stop` limits the square root of the entropy or, with a
     confidence head, the probability of a rejection: the draft ends at the first depth where one minus the confidence
-    exceeds it.
+    exceeds `draft_stop`.
 
     Raises:
       MarsError: the head does not fit the target, the draft is longer than a block, or as for `DraftModel`.
@@ -110,8 +110,8 @@ class DFlash(ShapedDrafter):
         return self.config.layer.vocab_size
 
     def init(self, params: Params, tokens: Array, length: Array) -> KVCache:
-        batch, buffer = tokens.shape
-        slots = buffer + max(self.config.block_size, self.shape.depth + 1)
+        batch, buffer_length = tokens.shape
+        slots = buffer_length + max(self.config.block_size, self.shape.depth + 1)
         return self.config.init_cache(batch, slots, self.cache_dtype)
 
     def observe(
@@ -130,12 +130,12 @@ class DFlash(ShapedDrafter):
         root, first = last_token(inputs), inputs.length - 1
         positions = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         visible = Visible(first=first, positions=positions, slot=first, seen=jnp.ones((1, size, size), bool))
-        blocks = head.block(config, root)
+        block_tokens = head.block(config, root)
         with jax.named_scope("block"):
-            hidden, cache = head.forward(config, self.target, params, blocks, visible, state)
-        # If a block predicts its positions themselves, the first is the committed token, which is not drafted.
-        skipped = size - config.drafts
-        hidden = hidden[:, skipped : skipped + self.shape.depth]
+            hidden, cache = head.forward(config, self.target, params, block_tokens, visible, state)
+        # If each position predicts its own token, the first one predicts the committed token, which is not drafted.
+        num_skipped = size - config.drafts
+        hidden = hidden[:, num_skipped : num_skipped + self.shape.depth]
         marginals = head.unembed(config, self.target, params, hidden)
         block = _Block(params=params, inputs=inputs, root=root, hidden=hidden, marginals=marginals)
         if self.is_chain and not config.markov_rank:
@@ -162,19 +162,19 @@ class DFlash(ShapedDrafter):
         return self._absorb(params, state, output._replace(features=features), length - 1)
 
     def _absorb(self, params: Params, state: KVCache, output: ForwardOutput, first: Array) -> KVCache:
-        """Write the context of consecutive tokens from position `first` i32[B] on."""
-        fused = head.fuse(self.config, params.draft, output)
-        positions = first[:, None] + jnp.arange(fused.shape[1], dtype=jnp.int32)[None]
-        return head.absorb(self.config, params.draft, fused, positions, first, state)
+        """Write the context of consecutive tokens starting at position `first` i32[B]."""
+        fused_features = head.fuse(self.config, params.draft, output)
+        positions = first[:, None] + jnp.arange(fused_features.shape[1], dtype=jnp.int32)[None]
+        return head.absorb(self.config, params.draft, fused_features, positions, first, state)
 
     def _alive(self, block: _Block) -> Array:
         """Return bool[B, D]: the depths to draft, for a head whose positions are independent of each other."""
         controls = block.inputs.controls
         if self.config.confidence:
-            stops = self._doubt(block, block.hidden, block.root) > controls.draft_stop[:, None]
+            is_end = self._doubt(block, block.hidden, block.root) > controls.draft_stop[:, None]
         else:
-            stops = stops_at(block.marginals, controls)
-        return jnp.cumprod((~stops).astype(jnp.int32), axis=1) > 0
+            is_end = stops_at(block.marginals, controls)
+        return jnp.cumprod((~is_end).astype(jnp.int32), axis=1) > 0
 
     def _doubt(self, block: _Block, hidden: Array, parents: Array) -> Array:
         """Return f32[B, N]: the confidence head's probability that tokens after `parents` i32[B, N] are rejected."""
@@ -184,11 +184,11 @@ class DFlash(ShapedDrafter):
         """Draft each position independently: its likeliest token, or a draw from its marginal."""
         config, params = self.config, block.params
         if self.sample:
-            processed = process(config.widen(params, block.marginals), block.inputs.controls)
-            place = jnp.broadcast_to(jnp.arange(processed.shape[1], dtype=jnp.int32), processed.shape[:2])
-            ids = sample_processed(block.inputs.keys, place, processed)
+            q_logits = process(config.widen(params, block.marginals), block.inputs.controls)
+            depths = jnp.broadcast_to(jnp.arange(q_logits.shape[1], dtype=jnp.int32), q_logits.shape[:2])
+            ids = sample_processed(block.inputs.keys, depths, q_logits)
             # The last node has no children, so its row is never read.
-            q = jnp.pad(processed, ((0, 0), (0, 1), (0, 0)))
+            q = jnp.pad(q_logits, ((0, 0), (0, 1), (0, 0)))
         else:
             ids, q = config.to_target(params, argmax(block.marginals)), None
         ids = jnp.where(self._alive(block), ids, NO_TOKEN)
@@ -197,7 +197,7 @@ class DFlash(ShapedDrafter):
     def _grow(self, block: _Block) -> DraftTree:
         """Grow a draft level by level from the marginals of each depth and, with a Markov head, the parent's token."""
         config, params, inputs = self.config, block.params, block.inputs
-        first = inputs.length - 1
+        root_position = inputs.length - 1
 
         def broadcast_level(depth: Array | int, values: Array, parent_tokens: Array) -> Array:
             """Return values [B, D, ...] at one depth, repeated for each parent in `parent_tokens` i32[B, W]."""
@@ -214,8 +214,8 @@ class DFlash(ShapedDrafter):
             return logits, self._doubt(block, hidden, parent_tokens)
 
         def extend(carry: Array, level: Level) -> tuple[Array, Array]:
-            # Nodes of depth d have position `first + d - 1`; see `Growth.first`.
-            return logits_and_doubt(level.visible.positions[0, 0] - first[0] + 1, level.tokens)
+            # Nodes of depth d have position `Growth.first + d - 1`.
+            return logits_and_doubt(level.visible.positions[0, 0] - root_position[0] + 1, level.tokens)
 
         def stops(logits: Array, doubt: Array, controls: Controls) -> Array:
             return doubt[:, : logits.shape[1]] > controls.draft_stop[:, None]
@@ -225,7 +225,7 @@ class DFlash(ShapedDrafter):
             logits=logits,
             carry=jnp.repeat(doubt, self.shape.top_k, axis=1),
             extend=extend,
-            first=first,
+            first=root_position,
             to_target=lambda ids: config.to_target(params, ids),
             widen=lambda logits: config.widen(params, logits),
             stops=stops if config.confidence else None,
@@ -258,8 +258,8 @@ def load_dflash_drafter(asked: Asked) -> LoadedDrafter:
         config, target.model, asked.length, tree=tree, sample=asked.sample, cache_dtype=cache_dtype
     )
     params = asked.placed(params, config)
-    longest = config.layer.max_positions
-    return LoadedDrafter(drafter, params, draft_ids=params.get("ids"), max_positions=longest)
+    max_positions = config.layer.max_positions
+    return LoadedDrafter(drafter, params, draft_ids=params.get("ids"), max_positions=max_positions)
 
 
 register(

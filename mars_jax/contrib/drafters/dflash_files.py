@@ -63,8 +63,8 @@ def load_dflash(
     >>> target = load("Qwen/Qwen3-8B")  # doctest: +SKIP
     >>> config, head = load_dflash("z-lab/Qwen3-8B-DFlash-b16", target.config, target.params)  # doctest: +SKIP
     """
-    checkpoint = name_or_path, target_config, target_params, dtype
-    return load_head(*checkpoint, from_dflash_json, lambda config: True, head_embed=head_embed)
+    load_arguments = name_or_path, target_config, target_params, dtype
+    return load_head(*load_arguments, from_dflash_json, lambda config: True, head_embed=head_embed)
 
 
 def save_dflash(
@@ -107,40 +107,40 @@ def from_dflash_json(data: JsonObject, shapes: Shapes, target: ModelConfig) -> D
       MarsError: the contents contradict the shapes or the target, or are not supported.
     """
     _check_kind(data, shapes)
-    dspark = "markov_head.markov_w1.weight" in shapes or "confidence_head.proj.weight" in shapes
-    names = str(data.get("architectures") or "").lower() + str(data.get("speculators_model_type") or "")
-    nested = nested_layer(data)
-    layer, settings, vocab_settings = data if nested is None else nested, data, data
-    if nested is None:
+    has_dspark = "markov_head.markov_w1.weight" in shapes or "confidence_head.proj.weight" in shapes
+    class_names = str(data.get("architectures") or "").lower() + str(data.get("speculators_model_type") or "")
+    nested_json = nested_layer(data)
+    layer_json, settings, vocab_settings = data if nested_json is None else nested_json, data, data
+    if nested_json is None:
         settings = data | (data.get("dflash_config") or {})
         # z-lab's class reads the block size from the top level of config.json and other settings from dflash_config.
         settings["block_size"] = value_or_default(data, "block_size", settings.get("block_size"))
         # Only the rows of lm_head determine the draft vocabulary.
         vocab_settings = settings | {"draft_vocab_size": None}
-    config = _layer(layer, shapes, target)
-    layers = _feature_layers(settings, shapes, target, nested is not None)
+    layer_config = _layer(layer_json, shapes, target)
+    feature_layers = _feature_layers(settings, shapes, target, nested_json is not None)
     for key in ("block_size", "mask_token_id"):
         if type(settings.get(key)) is not int:
             raise MarsError(f"config.json gives no number for {key}: use the config the weights came with.")
-    kinds = layer.get("layer_types") or ["full_attention"] * config.num_layers
+    layer_types = layer_json.get("layer_types") or ["full_attention"] * layer_config.num_layers
     if settings.get("is_causal") is not None:
-        causal = (bool(settings["is_causal"]),) * len(kinds)
+        causal_layers = (bool(settings["is_causal"]),) * len(layer_types)
     else:
         windows_are_causal = not settings.get("sliding_window_non_causal", False)
-        causal = tuple(kind == "sliding_attention" and windows_are_causal for kind in kinds)
+        causal_layers = tuple(kind == "sliding_attention" and windows_are_causal for kind in layer_types)
     return DFlashConfig(
-        **shared_fields(DFlashConfig.title, vocab_settings, shapes, target, config),
-        feature_layers=layers,
+        **shared_fields(DFlashConfig.title, vocab_settings, shapes, target, layer_config),
+        feature_layers=feature_layers,
         block_size=settings["block_size"],
         mask_token=settings["mask_token_id"],
         # DeepSeek's DFlash heads have the class name of its DSpark heads, and their positions also predict the next
         # token.
-        from_anchor=bool(value_or_default(data, "sample_from_anchor", dspark or "dspark" in names)),
-        causal=causal,
+        from_anchor=bool(value_or_default(data, "sample_from_anchor", has_dspark or "dspark" in class_names)),
+        causal=causal_layers,
         markov_rank=shapes.get("markov_head.markov_w1.weight", (0, 0))[1],
         confidence="confidence_head.proj.weight" in shapes,
         confidence_bias="confidence_head.proj.bias" in shapes,
-        confidence_markov=shapes.get("confidence_head.proj.weight", (1, 0))[1] > config.hidden_size,
+        confidence_markov=shapes.get("confidence_head.proj.weight", (1, 0))[1] > layer_config.hidden_size,
     )
 
 
@@ -166,17 +166,17 @@ def _check_kind(data: JsonObject, shapes: Shapes) -> None:
             f"markov_head_type is {settings['markov_head_type']!r}: only 'vanilla' is supported, whose correction "
             "depends only on the token before."
         )
-    for key, neutral in _UNSUPPORTED.items():
-        if settings.get(key) not in (None, neutral):
+    for key, disabling_value in _UNSUPPORTED.items():
+        if settings.get(key) not in (None, disabling_value):
             raise MarsError(f"{key} is {settings[key]}, which is not supported: use a head without it.")
 
 
 def _layer(data: JsonObject, shapes: Shapes, target: ModelConfig) -> ModelConfig:
     """Return the config of the layers: Qwen3's, with the norms and biases that have tensors."""
-    norm = shapes.get("layers.0.self_attn.q_norm.weight")
+    norm_shape = shapes.get("layers.0.self_attn.q_norm.weight")
     fields = {"vocab_size": target.vocab_size} | {k: v for k, v in data.items() if v is not None}
     if "head_dim" not in fields:
-        fields["head_dim"] = (norm or [fields["hidden_size"] // fields["num_attention_heads"]])[0]
+        fields["head_dim"] = (norm_shape or [fields["hidden_size"] // fields["num_attention_heads"]])[0]
     config = from_json(fields | {"architectures": None, "model_type": "qwen3"})
 
     def has_tensor(name: str) -> bool:
@@ -184,8 +184,8 @@ def _layer(data: JsonObject, shapes: Shapes, target: ModelConfig) -> ModelConfig
 
     return dataclasses.replace(
         config,
-        family="qwen3" if norm else "llama",
-        qk_norm=norm is not None,
+        family="qwen3" if norm_shape else "llama",
+        qk_norm=norm_shape is not None,
         qkv_bias=has_tensor("q_proj.bias"),
         o_bias=has_tensor("o_proj.bias"),
         tie_embeddings=False,
@@ -195,7 +195,7 @@ def _layer(data: JsonObject, shapes: Shapes, target: ModelConfig) -> ModelConfig
 def _feature_layers(data: JsonObject, shapes: Shapes, target: ModelConfig, nested: bool) -> tuple[int, ...]:
     """Return the layers whose outputs the head reads."""
     key = _STATES if nested else "target_layer_ids"
-    layers, count = data.get(key), target.num_layers
+    layers, num_layers = data.get(key), target.num_layers
     if layers is None and nested:
         raise MarsError(
             f"config.json does not say {key}: add the hidden states that the head was trained on."
@@ -203,10 +203,10 @@ def _feature_layers(data: JsonObject, shapes: Shapes, target: ModelConfig, neste
     if layers is None:
         # The published default spreads the layers evenly from layer 1 on (z-lab/dflash, `build_target_layer_ids`).
         num_features = shapes.get("fc.weight", (0,))[-1] // target.hidden_size
-        layers = [count // 2]
+        layers = [num_layers // 2]
         if num_features != 1:
-            layers = [round(1 + i * (count - 4) / max(num_features - 1, 1)) for i in range(num_features)]
-    return read_layers(DFlashConfig.title, key, layers, count, states=nested)
+            layers = [round(1 + i * (num_layers - 4) / max(num_features - 1, 1)) for i in range(num_features)]
+    return read_layers(DFlashConfig.title, key, layers, num_layers, states=nested)
 
 
 def to_dflash_json(config: DFlashConfig, *, dtype: str, layout: str, verifier: str | None) -> JsonObject:
@@ -228,9 +228,9 @@ def to_dflash_json(config: DFlashConfig, *, dtype: str, layout: str, verifier: s
         )
     layer = to_json(dataclasses.replace(layer_config, family="qwen3"), dtype=dtype) | {"architectures": None}
     # The values of `causal` among the layers with a window, and among those with full attention.
-    layers = list(zip(layer_config.windows, config.causal, strict=True))
-    windowed = {causal for window, causal in layers if window is not None}
-    full = {causal for window, causal in layers if window is None}
+    windows_and_causal = list(zip(layer_config.windows, config.causal, strict=True))
+    windowed_causal = {causal for window, causal in windows_and_causal if window is not None}
+    full_causal = {causal for window, causal in windows_and_causal if window is None}
     settings: JsonObject = {
         "block_size": config.block_size,
         "draft_vocab_size": config.draft_vocab_size,
@@ -245,22 +245,22 @@ def to_dflash_json(config: DFlashConfig, *, dtype: str, layout: str, verifier: s
             "enable_confidence_head": config.confidence,
             "confidence_head_with_markov": config.confidence_markov,
         }
-    if True in full or len(windowed) > 1:
-        if len(windowed | full) > 1 or layout == "speculators":
+    if True in full_causal or len(windowed_causal) > 1:
+        if len(windowed_causal | full_causal) > 1 or layout == "speculators":
             raise MarsError("this layout cannot express which layers of the head are causal: choose another.")
         settings["is_causal"] = True
     elif layout == "speculators":
-        settings["sliding_window_non_causal"] = windowed == {False}
-    elif windowed == {False}:
+        settings["sliding_window_non_causal"] = windowed_causal == {False}
+    elif windowed_causal == {False}:
         settings["is_causal"] = False
     if layout == "dflash":
         nested = {"target_layer_ids": list(config.feature_layers), "mask_token_id": config.mask_token}
         architecture = "Qwen3DSparkModel" if config.from_anchor else "DFlashDraftModel"
         return layer | settings | nested | {"dflash_config": nested, "architectures": [architecture]}
-    kind, architecture = "dflash", "DFlashSpeculator"
+    speculators_type, architecture = "dflash", "DFlashSpeculator"
     if config.markov_rank or config.confidence:
-        kind, architecture = "dspark", "DSparkSpeculator"
-    settings |= speculators(kind, config.drafts, verifier, None)
+        speculators_type, architecture = "dspark", "DSparkSpeculator"
+    settings |= speculators(speculators_type, config.drafts, verifier, None)
     settings |= {
         "architectures": [architecture],
         _STATES: [i + 1 for i in config.feature_layers],

@@ -42,14 +42,14 @@ def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> Draf
     """
     devices = jax.devices()
     if jax.process_count() > 1:
-        raise MarsError("a drafter on devices of its own is for one process: start one.")
+        raise MarsError("a drafter on separate devices works only in a single process: start one process.")
     target_devices = set(devices[:1] if target_mesh is None else target_mesh.devices.flat)
     for number in numbers:
         if number >= len(devices):
-            cure = ""
+            hint = ""
             if devices[0].platform == "cpu":
-                cure = "; XLA_FLAGS=--xla_force_host_platform_device_count=2 makes two of a CPU"
-            raise MarsError(f"there is no device {number} to draft on; the last is {len(devices) - 1}{cure}.")
+                hint = "; XLA_FLAGS=--xla_force_host_platform_device_count=2 makes two of a CPU"
+            raise MarsError(f"there is no device {number} to draft on; the last is {len(devices) - 1}{hint}.")
         if devices[number] in target_devices:
             raise MarsError(
                 f"the target works on device {number}, so the draft cannot be made there at the same time: name others."
@@ -117,9 +117,9 @@ def _load(
     kind, _ = parse_draft(spec)
     if kind != "model":
         raise MarsError(f"the drafter is '{kind}' and drafts elsewhere: only model:PATH can.")
-    mixture = getattr(target.config, "num_experts", 0) > 0
-    length = options.pop("num_draft_tokens", None) or definition(kind).usual(mixture=mixture)[0]
-    assert length is not None  # the row of `model` has a default length
+    is_mixture = getattr(target.config, "num_experts", 0) > 0
+    length = options.pop("num_draft_tokens", None) or definition(kind).usual(mixture=is_mixture)[0]
+    assert length is not None  # the definition of `model` has a default length
     # Weights for a mesh are sharded as they load. Those for a single device are moved there afterwards.
     mesh = draft_device if isinstance(draft_device, Mesh) else None
     loaded = drafters.load(

@@ -33,27 +33,27 @@ def margin_gate(logits: Array, drafted: Array, least: ArrayLike) -> ProxyVerdict
 
     `least` is f32[]; above 1 the proxy is never sure.
     """
-    best = top_k_logits(logits, 2)
-    p = jnp.exp(best.values - best.logsumexp[..., None])
+    top_two = top_k_logits(logits, 2)
+    p = jnp.exp(top_two.values - top_two.logsumexp[..., None])
     best_token = argmax(logits)
-    # Negated, so that the proxy is unsure if a probability is NaN.
+    # The comparison is negated, so that the proxy is unsure if a probability is NaN.
     return ProxyVerdict(best_token, drafted != best_token, ~(p[..., 0] - p[..., 1] >= least))
 
 
 def ratio_gate(logits: Array, drafted: Array, bounds: tuple[ArrayLike, ArrayLike]) -> ProxyVerdict:
-    """Apply VIA-SD's gate (arXiv 2606.12243) to r = q'(x) / max q', for the drafted x under the slim verifier.
+    """Apply VIA-SD's gate (arXiv 2606.12243) to r = q'(x) / max q', for the drafted x and the slim verifier's q'.
 
     If r >= accept, x is accepted. Else if r >= escalate, the verifier's best token replaces it. Otherwise the target
-    decides. `bounds` are (accept, escalate), f32[] each. At padding the verifier's best token has r = 1, so with
-    `escalate` above 1 the target always decides. The published (.5, .3) leave the middle range nearly unused;
+    decides. `bounds` are (accept, escalate), f32[] each. Padding counts as the verifier's best token, with r = 1, so
+    with `escalate` above 1 the target always decides. The published (.5, .3) leave the middle range nearly unused;
     re-implementations use (.6, .3), the default of `system_files`.
     """
     accept, escalate = bounds
     best_token = argmax(logits)
-    batch, places = drafted.shape
-    nodes = jnp.broadcast_to(jnp.arange(places, dtype=jnp.int32), (batch, places))
-    token = jnp.where(drafted == NO_TOKEN, best_token, drafted)
-    r = jnp.exp(at_tokens(logits, nodes, token) - jnp.max(logits, axis=-1))
+    batch, num_positions = drafted.shape
+    position_index = jnp.broadcast_to(jnp.arange(num_positions, dtype=jnp.int32), (batch, num_positions))
+    judged_tokens = jnp.where(drafted == NO_TOKEN, best_token, drafted)
+    r = jnp.exp(at_tokens(logits, position_index, judged_tokens) - jnp.max(logits, axis=-1))
     return ProxyVerdict(best_token, (drafted == NO_TOKEN) | ~(r >= accept), ~(r >= escalate))
 
 

@@ -4,7 +4,7 @@ Source: Medusa 2401.10774. B batch, K heads in use, N nodes, T token buffer, E h
 Oracle: the heads in numpy over a forward of the target from an empty cache (tests/contrib/test_medusa.py).
 
 Invariant: the state is the target's hidden state [B, 1, E] at position `length - 2`, the last position that the target
-has read, or zeros for a one-token prompt. From it the heads predict positions `length`, `length + 1` and so on,
+has read, or zeros for a one-token prompt. From this state the heads predict positions `length`, `length + 1` and so on,
 independently of each other, so all nodes of one depth have the same children.
 """
 
@@ -89,10 +89,10 @@ class Medusa(ShapedDrafter):
     ) -> Array:
         n = output.hidden.shape[1]
         # Position length - 2 as an index into this chunk.
-        index = length - 2 - first
-        picked = pick(output.hidden, jnp.clip(index, 0, n - 1)[:, None])
-        inside = (index >= 0) & (index < n)
-        return jnp.where(inside[:, None, None], picked.astype(state.dtype), state)
+        chunk_index = length - 2 - first
+        last_hidden = pick(output.hidden, jnp.clip(chunk_index, 0, n - 1)[:, None])
+        in_chunk = (chunk_index >= 0) & (chunk_index < n)
+        return jnp.where(in_chunk[:, None, None], last_hidden.astype(state.dtype), state)
 
     def propose(self, params: Params, state: Array, inputs: DraftInput) -> tuple[DraftTree, Array]:
         root = last_token(inputs)
@@ -103,9 +103,9 @@ class Medusa(ShapedDrafter):
         alive = jnp.cumprod((~stops_at(logits, inputs.controls)).astype(jnp.int32), axis=1) > 0
         if not self.is_chain:
             return self._draft_tree(root, inputs, logits, alive, steering), state
-        drafted, processed = self._draft_chain(inputs, logits, steering)
-        drafted = jnp.where(alive, drafted, NO_TOKEN)
-        return chain(jnp.concatenate([root, drafted], axis=1), processed), state
+        drafted_tokens, draft_logits = self._draft_chain(inputs, logits, steering)
+        drafted_tokens = jnp.where(alive, drafted_tokens, NO_TOKEN)
+        return chain(jnp.concatenate([root, drafted_tokens], axis=1), draft_logits), state
 
     def _draft_chain(
         self, inputs: DraftInput, logits: Array, steering: Steering
@@ -115,64 +115,64 @@ class Medusa(ShapedDrafter):
             return self._steered_chain(inputs, logits, steering)
         if not self.sample:
             return argmax(logits), None
-        processed = process(logits, inputs.controls)
+        q_logits = process(logits, inputs.controls)
         # The last node has no children, so its row is never read.
-        head = jnp.broadcast_to(jnp.arange(self.shape.depth, dtype=jnp.int32), processed.shape[:2])
-        return sample_processed(inputs.keys, head, processed), jnp.pad(processed, ((0, 0), (0, 1), (0, 0)))
+        head_id = jnp.broadcast_to(jnp.arange(self.shape.depth, dtype=jnp.int32), q_logits.shape[:2])
+        return sample_processed(inputs.keys, head_id, q_logits), jnp.pad(q_logits, ((0, 0), (0, 1), (0, 0)))
 
     def _steered_chain(
         self, inputs: DraftInput, logits: Array, steering: Steering
     ) -> tuple[Array, Array | None]:
         """Draft like `_draft_chain` under a constraint: each token determines which tokens the next head may draft."""
-        states, tokens, drawn_from = steering.first, [], []
+        states, head_tokens, head_logits = steering.first, [], []
         for i in range(self.shape.depth):
             z = steering.logits(logits[:, i : i + 1], states)
             if self.sample:
-                drawn_from.append(process(z, inputs.controls))
-                place = jnp.full(z.shape[:2], i, jnp.int32)
-                tokens.append(sample_processed(inputs.keys, place, drawn_from[-1]))
+                head_logits.append(process(z, inputs.controls))
+                head_index = jnp.full(z.shape[:2], i, jnp.int32)
+                head_tokens.append(sample_processed(inputs.keys, head_index, head_logits[-1]))
             else:
-                tokens.append(steering.best(z, states))
-            states = steering.moved(states, tokens[-1])
-        drafted = jnp.concatenate(tokens, axis=1)
+                head_tokens.append(steering.best(z, states))
+            states = steering.moved(states, head_tokens[-1])
+        drafted_tokens = jnp.concatenate(head_tokens, axis=1)
         if not self.sample:
-            return drafted, None
-        return drafted, jnp.pad(jnp.concatenate(drawn_from, axis=1), ((0, 0), (0, 1), (0, 0)))
+            return drafted_tokens, None
+        return drafted_tokens, jnp.pad(jnp.concatenate(head_logits, axis=1), ((0, 0), (0, 1), (0, 0)))
 
     def _draft_tree(
         self, root: Array, inputs: DraftInput, logits: Array, alive: Array, steering: Steering
     ) -> DraftTree:
         """Draft a static tree from logits f32[B, D, V], with padding at depths that are not `alive` bool[B, D]."""
         assert isinstance(self.shape, Static)
-        levels, drawn_from, states = [root], [], steering.first
+        level_tokens, level_logits, states = [root], [], steering.first
         for depth, width in enumerate(self.shape.branching):
-            parents_level = levels[-1]
+            parent_tokens = level_tokens[-1]
             if self.sample:
                 level_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(inputs.keys, depth)
                 # The head's logits are the same for all nodes of a depth, but each node draws its own children.
-                shared = jnp.repeat(logits[:, depth : depth + 1], parents_level.shape[1], axis=1)
-                shared = steering.logits(shared, states)
-                drawn = draw_siblings(shared, width, level_keys, inputs.controls)
-                drawn_from.append(drawn.logits)
-                ids = jnp.where((parents_level != NO_TOKEN)[..., None], drawn.ids, NO_TOKEN)
+                node_logits = jnp.repeat(logits[:, depth : depth + 1], parent_tokens.shape[1], axis=1)
+                node_logits = steering.logits(node_logits, states)
+                drawn = draw_siblings(node_logits, width, level_keys, inputs.controls)
+                level_logits.append(drawn.logits)
+                ids = jnp.where((parent_tokens != NO_TOKEN)[..., None], drawn.ids, NO_TOKEN)
                 ids = ids.reshape(root.shape[0], -1)
             elif steering.guide is not None:
-                shared = jnp.repeat(logits[:, depth : depth + 1], parents_level.shape[1], axis=1)
-                shared = steering.logits(shared, states)
-                ids = steering.tokens(top_k_logits(shared, width).ids, states)
-                ids = jnp.where((parents_level != NO_TOKEN)[..., None], ids, NO_TOKEN)
+                node_logits = jnp.repeat(logits[:, depth : depth + 1], parent_tokens.shape[1], axis=1)
+                node_logits = steering.logits(node_logits, states)
+                ids = steering.tokens(top_k_logits(node_logits, width).ids, states)
+                ids = jnp.where((parent_tokens != NO_TOKEN)[..., None], ids, NO_TOKEN)
                 ids = ids.reshape(root.shape[0], -1)
             else:
-                ids = jnp.tile(top_k_logits(logits[:, depth], width).ids, (1, parents_level.shape[1]))
-            levels.append(jnp.where(alive[:, depth, None], ids, NO_TOKEN))
-            states = steering.moved(states, levels[-1])
-        tokens = jnp.concatenate(levels, axis=1)
+                ids = jnp.tile(top_k_logits(logits[:, depth], width).ids, (1, parent_tokens.shape[1]))
+            level_tokens.append(jnp.where(alive[:, depth, None], ids, NO_TOKEN))
+            states = steering.moved(states, level_tokens[-1])
+        tokens = jnp.concatenate(level_tokens, axis=1)
         parents, depths = static_topology(self.shape.branching)
         return DraftTree(
             tokens=tokens,
             parents=jnp.broadcast_to(jnp.asarray(parents), tokens.shape),
             depths=jnp.broadcast_to(jnp.asarray(depths), tokens.shape),
-            draft_logits=with_leaves(drawn_from, tokens.shape[1]) if self.sample else None,
+            draft_logits=with_leaves(level_logits, tokens.shape[1]) if self.sample else None,
             max_depth=self.shape.depth,
             is_chain=False,
         )

@@ -96,48 +96,48 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
             )
         return data[key]
 
-    names = [match for name in tensors if (match := re.fullmatch(r"(\d+)\.(\d+)\.(linear\.)?weight", name))]
+    matches = [match for name in tensors if (match := re.fullmatch(r"(\d+)\.(\d+)\.(linear\.)?weight", name))]
     # Head i, block j: `i.j.linear.weight` is a residual block, and the last `i.j.weight` is the unembedding.
-    heads = len({match[1] for match in names})
-    layers = len({match[2] for match in names if match[3]})
+    num_heads = len({match[1] for match in matches})
+    depth = len({match[2] for match in matches if match[3]})
     for part, stated, count in (
-        ("heads", number("medusa_num_heads"), heads),
-        ("residual layers a head", number("medusa_num_layers"), layers),
+        ("heads", number("medusa_num_heads"), num_heads),
+        ("residual layers a head", number("medusa_num_layers"), depth),
     ):
         if count != stated and not (part == "heads" and count > stated):
             raise MarsError(
                 f"config.json in '{directory}' says {stated} {part} and the weights hold {count}: use the config the "
                 "heads came with."
             )
-    shape = getattr(tensors.get(f"0.{layers}.weight"), "shape", ())
-    sizes = (("vocabulary", target.vocab_size), ("hidden size", target.hidden_size))
+    unembed_shape = getattr(tensors.get(f"0.{depth}.weight"), "shape", ())
+    target_sizes = (("vocabulary", target.vocab_size), ("hidden size", target.hidden_size))
     # The unembedding is [V, E]. If it is missing, `shape` is empty, and `_read` reports the tensor.
-    for head_size, (part, target_size) in zip(shape, sizes, strict=False):
+    for head_size, (part, target_size) in zip(unembed_shape, target_sizes, strict=False):
         if head_size != target_size:
             raise MarsError(
                 f"the Medusa heads in '{directory}' are for a {part} of {head_size} and the target has {target_size}: "
                 "use the heads that were trained for this target."
             )
     return MedusaConfig(
-        num_heads=heads, num_layers=layers, hidden_size=target.hidden_size, vocab_size=target.vocab_size
+        num_heads=num_heads, num_layers=depth, hidden_size=target.hidden_size, vocab_size=target.vocab_size
     )
 
 
 def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: str | None) -> PyTree:
-    table = config.weights()
-    by_name = {name: [(name, tensor)] for name, tensor in tensors.items()}
-    check_tensors(file.parent, by_name, {row.name: row for row in table}, lambda name: False)
+    weight_rows = config.weights()
+    tensor_parts = {name: [(name, tensor)] for name, tensor in tensors.items()}
+    check_tensors(file.parent, tensor_parts, {row.name: row for row in weight_rows}, lambda name: False)
 
     def take(row: Weight) -> jax.Array | Quantized:
         tensor = tensors[row.name]
-        floating, bits = resolve_dtype(dtype, tensor.rows(0, 0).dtype.name)
+        float_dtype, bits = resolve_dtype(dtype, tensor.rows(0, 0).dtype.name)
         try:
-            arrays = read_array([(row.name, tensor)], row.shape, floating, bits=bits_of_head(row, bits))
+            arrays = read_array([(row.name, tensor)], row.shape, float_dtype, bits=bits_of_head(row, bits))
         except MarsError as error:
             raise MarsError(f"'{file}': {error}") from None
-        return to_params(arrays, floating)
+        return to_params(arrays, float_dtype)
 
-    return build_rows(table, take)
+    return build_rows(weight_rows, take)
 
 
 def save_medusa(
@@ -166,11 +166,11 @@ def save_medusa(
     >>> save_medusa("heads", config, params, base_model="lmsys/vicuna-7b-v1.3")  # doctest: +SKIP
     PosixPath('heads')
     """
-    target = free_directory(path, overwrite=overwrite)
+    directory = free_directory(path, overwrite=overwrite)
     arrays = named_arrays(config.weights(), params)
     data = {
         "medusa_num_heads": config.num_heads,
         "medusa_num_layers": config.num_layers,
         "base_model_name_or_path": base_model,
     }
-    return write_directory(target, arrays, data, file=_FILES[0])
+    return write_directory(directory, arrays, data, file=_FILES[0])

@@ -39,7 +39,7 @@ class Replay(Drafter):
     latest. A draft ends at the end of the answer that it copies. Without a corpus match of `min_ngram` tokens it equals
     `ngram`.
 
-    Lossless under lossless rules, because a draft is a function of the committed tokens and the corpus.
+    The drafter is lossless under lossless rules, because a draft is a function of the committed tokens and the corpus.
 
     Raises:
       MarsError: a field is out of range.
@@ -50,7 +50,7 @@ class Replay(Drafter):
 
     num_draft_tokens: int = 8  # K, length of the chain, from 1 to `DRAFT_TOKENS`
     _: dataclasses.KW_ONLY
-    max_ngram: int = 6  # longest suffix to search for in the corpus; 3 in the row's own tokens
+    max_ngram: int = 6  # longest suffix to search for in the corpus; in the row's own tokens it is 3
     min_ngram: int = 2  # shortest suffix that counts as a match in the corpus
 
     sparse = True
@@ -69,28 +69,28 @@ class Replay(Drafter):
         has_own, own_start, own_matched = longest_match(
             tokens, length, tokens, length, max_ngram=3, min_ngram=1
         )
-        size = params.draft.shape[0]
-        past = jnp.broadcast_to(params.draft[None], (tokens.shape[0], size))
-        end = jnp.full_like(length, size)
-        in_corpus, corpus_start, matched = longest_match(
-            tokens, length, past, end, max_ngram=self.max_ngram, min_ngram=self.min_ngram
+        corpus_size = params.draft.shape[0]
+        corpus_rows = jnp.broadcast_to(params.draft[None], (tokens.shape[0], corpus_size))
+        corpus_length = jnp.full_like(length, corpus_size)
+        in_corpus, corpus_start, corpus_matched = longest_match(
+            tokens, length, corpus_rows, corpus_length, max_ngram=self.max_ngram, min_ngram=self.min_ngram
         )
-        steps = jnp.arange(self.num_draft_tokens, dtype=jnp.int32)[None]
+        offsets = jnp.arange(self.num_draft_tokens, dtype=jnp.int32)[None]
         # The row's own continuation wraps around to the match, as in `ngram`.
         period = jnp.maximum(length - own_start, 1)[:, None]
         own_tokens = jnp.take_along_axis(
-            tokens, jnp.minimum(own_start[:, None] + steps % period, tokens.shape[1] - 1), axis=1
+            tokens, jnp.minimum(own_start[:, None] + offsets % period, tokens.shape[1] - 1), axis=1
         )
-        places = corpus_start[:, None] + steps
-        corpus_tokens = jnp.take_along_axis(past, jnp.minimum(places, size - 1), axis=1)
+        indices = corpus_start[:, None] + offsets
+        corpus_tokens = jnp.take_along_axis(corpus_rows, jnp.minimum(indices, corpus_size - 1), axis=1)
         # A draft ends where the answer does, at a NO_TOKEN or at the end of the corpus.
-        ended = jnp.cumsum(((corpus_tokens < 0) | (places >= size)).astype(jnp.int32), axis=1) > 0
-        corpus_tokens = jnp.where(ended, NO_TOKEN, corpus_tokens)
+        past_end = jnp.cumsum(((corpus_tokens < 0) | (indices >= corpus_size)).astype(jnp.int32), axis=1) > 0
+        corpus_tokens = jnp.where(past_end, NO_TOKEN, corpus_tokens)
         own_tokens = jnp.where(has_own[:, None], own_tokens, NO_TOKEN)
-        use_corpus = in_corpus & (~has_own | (matched > own_matched))
-        drafted = jnp.where(use_corpus[:, None], corpus_tokens, own_tokens)
-        copied = jnp.concatenate([last_token(inputs), drafted], axis=1)
-        return chain(copied, expected=expected(jnp.where(use_corpus, matched, own_matched))), state
+        use_corpus = in_corpus & (~has_own | (corpus_matched > own_matched))
+        drafted_tokens = jnp.where(use_corpus[:, None], corpus_tokens, own_tokens)
+        copied = jnp.concatenate([last_token(inputs), drafted_tokens], axis=1)
+        return chain(copied, expected=expected(jnp.where(use_corpus, corpus_matched, own_matched))), state
 
 
 replay = Replay
@@ -116,10 +116,10 @@ def corpus(texts: Iterable[Sequence[int]], size: int = CORPUS) -> Array:
     ids: list[int] = []
     for text in texts:
         ids += [NO_TOKEN, *(int(i) for i in text)]
-    filled = np.full(size, NO_TOKEN, np.int32)
+    padded_ids = np.full(size, NO_TOKEN, np.int32)
     last_ids = ids[-size:]
-    filled[size - len(last_ids) :] = last_ids
-    return jnp.asarray(filled)
+    padded_ids[size - len(last_ids) :] = last_ids
+    return jnp.asarray(padded_ids)
 
 
 def load_replay(asked: Asked) -> LoadedDrafter:
@@ -141,8 +141,8 @@ def load_replay(asked: Asked) -> LoadedDrafter:
     documents = [_tokens(asked, path, number, line) for number, line in enumerate(lines, start=1)]
     for document in documents:
         asked.target.check_tokens(document)
-    room = max(CORPUS, 1 << (sum(map(len, documents)) + len(documents) - 1).bit_length())
-    corpus_ids = corpus(documents, min(room, 1 << 20))
+    corpus_size = max(CORPUS, 1 << (sum(map(len, documents)) + len(documents) - 1).bit_length())
+    corpus_ids = corpus(documents, min(corpus_size, 1 << 20))
     return LoadedDrafter(replay(asked.chain), corpus_ids)
 
 

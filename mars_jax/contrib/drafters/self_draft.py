@@ -63,7 +63,7 @@ class SelfDraft(ShapedDrafter):
     model: LanguageModel  # the target, without sliding windows, and with a cache whose leaves are [B, S, ...]
     # Length of the chain; ignored if there is a tree.
     num_draft_tokens: int = dataclasses.field(default=5, compare=False)
-    # Number of most recent tokens that the draft attends to, in addition to the first `SINKS`.
+    # Number of most recent tokens that the draft attends to, in addition to the first `SINKS` tokens.
     window: int = dataclasses.field(default=WINDOW, kw_only=True)
 
     reads = ()
@@ -95,11 +95,11 @@ class SelfDraft(ShapedDrafter):
     ) -> PyTree:
         """Copy the visible rows at `length` i32[B] from the target's cache, where position p is in slot `slot(p)`."""
         num_kept = self._num_kept
-        # Sinks keep their positions; the window's slots lie `skipped` positions further on.
+        # The slots of the sinks hold their own positions; the window's slots hold positions higher by `skipped`.
         slots = jnp.arange(num_kept, dtype=jnp.int32)[None]
         position = jnp.where(slots < SINKS, slots, slots + self._skipped(length)[:, None])
-        rows = jax.vmap(lambda x, index: x.at[index].get(mode="clip"))
-        return jax.tree.map(lambda x, y: x.at[:, :num_kept].set(rows(y, slot(position))), cache, target_cache)
+        read = jax.vmap(lambda x, index: x.at[index].get(mode="clip"))
+        return jax.tree.map(lambda x, y: x.at[:, :num_kept].set(read(y, slot(position))), cache, target_cache)
 
     def observe(
         self, params: Params, state: PyTree, tokens: Array, first: Array, length: Array, output: ForwardOutput
@@ -107,11 +107,11 @@ class SelfDraft(ShapedDrafter):
         return self._copied(state, output.cache, length, lambda position: position)
 
     def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
-        skip = self._skipped(inputs.length)
+        skipped = self._skipped(inputs.length)
 
         def forward(tokens: Array, visible: Visible, cache: PyTree) -> tuple[Array, PyTree]:
             # Keys are rotated by their absolute positions, so only the slots shift.
-            shifted = dataclasses.replace(visible, first=visible.first - skip, slot=visible.slot - skip)
+            shifted = dataclasses.replace(visible, first=visible.first - skipped, slot=visible.slot - skipped)
             output = self.model.forward(params.draft, tokens, shifted, cache)
             return self.model.unembed(params.draft, output.hidden), output.cache
 
@@ -135,13 +135,13 @@ class SelfDraft(ShapedDrafter):
         output: ForwardOutput,
         length: Array,
     ) -> PyTree:
-        first = (length - 1)[:, None]
+        root_slot = (length - 1)[:, None]
 
         def slot(position: Array) -> Array:
-            # The rows of the tree's nodes are still in the order of the nodes, from slot `first` on. The target moves
-            # the rows of the accepted path only after this update.
-            step = jnp.clip(position - first, 0, self.shape.depth)
-            return jnp.where(position < first, position, first + pick(verdict.path, step))
+            # The rows of the tree's nodes are still in the order of the nodes, starting at `root_slot`. The target
+            # moves the rows of the accepted path only after this update.
+            path_index = jnp.clip(position - root_slot, 0, self.shape.depth)
+            return jnp.where(position < root_slot, position, root_slot + pick(verdict.path, path_index))
 
         return self._copied(state, output.cache, length + verdict.num_accepted + 1, slot)
 

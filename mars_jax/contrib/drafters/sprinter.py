@@ -34,15 +34,15 @@ class SprinterParams(NamedTuple):
     model: PyTree  # weights of the small model
     weight: Array  # f32[E]; weight of the classifier, which reads the model's hidden state at a drafted token
     bias: Array  # f32[]; bias of the classifier
-    # f32[]; the target verifies tokens whose probability of acceptance is lower; above 1 it verifies all. It is an
+    # f32[]; the target verifies tokens whose probability of acceptance is below this; above 1 it verifies all. It is an
     # array, so that changing it does not trigger recompilation.
     threshold: ArrayLike = np.float32(0.5)
 
 
 def chance(params: SprinterParams, hidden: Array) -> Array:
     """Return f32[...]: sigmoid(w . h + b), the probability that the target accepts a token with state h [..., E]."""
-    score = jnp.einsum("...e,e->...", hidden.astype(jnp.float32), params.weight) + params.bias
-    return jax.nn.sigmoid(score)
+    log_odds = jnp.einsum("...e,e->...", hidden.astype(jnp.float32), params.weight) + params.bias
+    return jax.nn.sigmoid(log_odds)
 
 
 class _DraftCarry(NamedTuple):
@@ -105,67 +105,67 @@ class Sprinter(Drafter):
         return prefill(self.model, params.draft.model, tokens, jnp.zeros_like(length), length - 2, cache)[0]
 
     def catch_up(self, params: Params, state: PyTree, tokens: Array, cached: Array, length: Array) -> PyTree:
-        chunk = self.model.prefill_chunk or chunk_of()
-        return prefill(self.model, params.draft.model, tokens, cached, length - 2, state, chunk=chunk)[0]
+        chunk_size = self.model.prefill_chunk or chunk_of()
+        return prefill(self.model, params.draft.model, tokens, cached, length - 2, state, chunk=chunk_size)[0]
 
     def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
-        weights, controls, limit = params.draft.model, inputs.controls, self.num_draft_tokens
+        model_weights, controls, max_tokens = params.draft.model, inputs.controls, self.num_draft_tokens
         batch = inputs.tokens.shape[0]
         # Strict rows also draft until the classifier rejects a token; the rule verifies all of their tokens.
         if self.sample:
-            may_trust, recorded = jnp.ones((batch,), bool), limit + 1
+            may_trust, num_recorded = jnp.ones((batch,), bool), max_tokens + 1
         else:
             # A greedy draft records no logits.
-            may_trust, recorded = is_greedy(controls), 0
+            may_trust, num_recorded = is_greedy(controls), 0
 
         def pick(logits: Array, depth: Array) -> tuple[Array, Array]:
             """Return the next token i32[B, 1], and the logits f32[B, 1, V] that it was drawn from."""
             if not self.sample:
                 return argmax(logits), logits
-            processed = process(logits, controls)
-            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(inputs.keys, depth)
-            return sample_processed(keys, jnp.zeros((batch, 1), jnp.int32), processed), processed
+            q_logits = process(logits, controls)
+            depth_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(inputs.keys, depth)
+            return sample_processed(depth_keys, jnp.zeros((batch, 1), jnp.int32), q_logits), q_logits
 
         def should_continue(run: _DraftCarry) -> Array:
-            return (run.depth < limit) & jnp.any(run.last != NO_TOKEN)
+            return (run.depth < max_tokens) & jnp.any(run.last != NO_TOKEN)
 
         def extend(run: _DraftCarry) -> _DraftCarry:
             visible = Visible.causal(inputs.length + run.depth - 1, 1)
             with jax.named_scope("level"):
-                output = self.model.forward(weights, run.last, visible, run.cache)
-                logits = self.model.unembed(weights, output.hidden)
-            sure = chance(params.draft, output.hidden)[:, 0] >= params.draft.threshold
-            stop = is_stop(run.last, controls.stop_tokens)[:, 0]
-            trusted = (run.last[:, 0] != NO_TOKEN) & sure & ~stop & may_trust
-            token, drawn_from = pick(logits, run.depth + 1)
-            token = jnp.where(trusted[:, None], token, NO_TOKEN)
+                output = self.model.forward(model_weights, run.last, visible, run.cache)
+                logits = self.model.unembed(model_weights, output.hidden)
+            is_sure = chance(params.draft, output.hidden)[:, 0] >= params.draft.threshold
+            is_stop_token = is_stop(run.last, controls.stop_tokens)[:, 0]
+            is_trusted = (run.last[:, 0] != NO_TOKEN) & is_sure & ~is_stop_token & may_trust
+            next_token, drawn_from = pick(logits, run.depth + 1)
+            next_token = jnp.where(is_trusted[:, None], next_token, NO_TOKEN)
             return _DraftCarry(
                 depth=run.depth + 1,
-                last=token,
-                tokens=_put(run.tokens, token, run.depth),
-                trusted=run.trusted + trusted.astype(jnp.int32),
+                last=next_token,
+                tokens=_put(run.tokens, next_token, run.depth),
+                trusted=run.trusted + is_trusted.astype(jnp.int32),
                 cache=output.cache,
                 drawn_from=_put(run.drawn_from, drawn_from, run.depth),
             )
 
-        hidden, cache = feed_last(self.model, weights, state, inputs.tokens, inputs.length)
-        logits = self.model.unembed(weights, hidden)
-        token, drawn_from = pick(logits, jnp.int32(1))
-        start = _DraftCarry(
+        hidden, cache = feed_last(self.model, model_weights, state, inputs.tokens, inputs.length)
+        logits = self.model.unembed(model_weights, hidden)
+        next_token, drawn_from = pick(logits, jnp.int32(1))
+        first_carry = _DraftCarry(
             depth=jnp.int32(1),
-            last=token,
-            tokens=_put(jnp.full((batch, limit), NO_TOKEN, jnp.int32), token, jnp.int32(0)),
+            last=next_token,
+            tokens=_put(jnp.full((batch, max_tokens), NO_TOKEN, jnp.int32), next_token, jnp.int32(0)),
             trusted=jnp.zeros((batch,), jnp.int32),
             cache=cache,
             drawn_from=_put(
-                jnp.zeros((batch, recorded, logits.shape[-1]), jnp.float32), drawn_from, jnp.int32(0)
+                jnp.zeros((batch, num_recorded, logits.shape[-1]), jnp.float32), drawn_from, jnp.int32(0)
             ),
         )
-        final = lax.while_loop(should_continue, extend, start)
-        tokens = jnp.concatenate([last_token(inputs), final.tokens], axis=1)
-        tree = chain(tokens, final.drawn_from if self.sample else None)
-        trusted = (tree.depths > 0) & (tree.depths <= final.trusted[:, None])
-        return dataclasses.replace(tree, trusted=trusted), final.cache
+        last_carry = lax.while_loop(should_continue, extend, first_carry)
+        tokens = jnp.concatenate([last_token(inputs), last_carry.tokens], axis=1)
+        tree = chain(tokens, last_carry.drawn_from if self.sample else None)
+        is_trusted = (tree.depths > 0) & (tree.depths <= last_carry.trusted[:, None])
+        return dataclasses.replace(tree, trusted=is_trusted), last_carry.cache
 
 
 sprinter = Sprinter

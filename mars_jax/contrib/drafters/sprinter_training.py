@@ -51,8 +51,8 @@ def examples(
     tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
     rows, n = tokens.shape
     p = jax.nn.log_softmax(predict(target, teacher, tokens, segments))
-    text = draft.forward(params, tokens, in_documents(segments), draft.init_cache(rows, 2 * n))
-    logits = draft.unembed(params, text.hidden)
+    text_output = draft.forward(params, tokens, in_documents(segments), draft.init_cache(rows, 2 * n))
+    logits = draft.unembed(params, text_output.hidden)
     q = jax.nn.log_softmax(logits)
     drawn = (jnp.arange(rows) % 2 == 1)[:, None]
     x = jnp.where(drawn, jax.random.categorical(key, logits), jnp.argmax(logits, axis=-1)).astype(jnp.int32)
@@ -61,24 +61,24 @@ def examples(
         return jnp.take_along_axis(values, x[..., None], axis=-1)[..., 0]
 
     # Drawn tokens: min(1, p / q). Best tokens: whether the target has the same one.
-    accepted = jnp.where(
+    acceptance = jnp.where(
         drawn,
         jnp.exp(jnp.minimum(of_x(p) - of_x(q), 0.0)),
         (x == jnp.argmax(p, axis=-1)).astype(jnp.float32),
     )
-    place = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (rows, n))
+    text_positions = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (rows, n))
     # Slots [0, n) hold the text and slots [n, 2 n) the drafted tokens, each at the position after its text token.
-    itself = jnp.broadcast_to(jnp.eye(n, dtype=bool), (rows, n, n))
-    branches = Visible(
+    sees_itself = jnp.broadcast_to(jnp.eye(n, dtype=bool), (rows, n, n))
+    branch_visible = Visible(
         first=jnp.zeros((rows,), jnp.int32),
-        positions=place + 1,
+        positions=text_positions + 1,
         slot=jnp.full((rows,), n, jnp.int32),
-        seen=jnp.concatenate([document_mask(segments), itself], axis=2),
-        seen_positions=jnp.concatenate([place, place + 1], axis=1),
+        seen=jnp.concatenate([document_mask(segments), sees_itself], axis=2),
+        seen_positions=jnp.concatenate([text_positions, text_positions + 1], axis=1),
     )
-    hidden = draft.forward(params, x, branches, text.cache).hidden
-    valid = jnp.broadcast_to(batch.segments[:, 1:] == segments, (rows, n))
-    return SprinterExamples(hidden.astype(jnp.float32), accepted, valid)
+    hidden = draft.forward(params, x, branch_visible, text_output.cache).hidden
+    is_valid = jnp.broadcast_to(batch.segments[:, 1:] == segments, (rows, n))
+    return SprinterExamples(hidden.astype(jnp.float32), acceptance, is_valid)
 
 
 def flattened(parts: Sequence[SprinterExamples]) -> SprinterExamples:
@@ -89,8 +89,8 @@ def flattened(parts: Sequence[SprinterExamples]) -> SprinterExamples:
     """
     valid_parts = []
     for part in parts:
-        valid = np.asarray(part.valid)
-        valid_parts.append([np.asarray(column)[valid] for column in part])
+        is_valid = np.asarray(part.valid)
+        valid_parts.append([np.asarray(column)[is_valid] for column in part])
     return SprinterExamples(*map(np.concatenate, zip(*valid_parts, strict=True)))
 
 
@@ -109,13 +109,13 @@ def classifier_training(
     def loss(params: PyTree, batch: SprinterExamples, _: PyTree) -> tuple[Array, dict[str, Array]]:
         return binary_loss(batch.hidden @ params["weight"] + params["bias"], batch.accepted)
 
-    count, size = examples.hidden.shape
+    num_examples, hidden_size = examples.hidden.shape
     return Training(
-        init=lambda: {"weight": jnp.zeros((size,)), "bias": jnp.zeros((1,))},
+        init=lambda: {"weight": jnp.zeros((hidden_size,)), "bias": jnp.zeros((1,))},
         loss=loss,
         batches=shuffled(examples, ROWS, seed),
         optimizer=optax.adam(learning_rate),
-        steps=EPOCHS * max(1, count // ROWS),
+        steps=EPOCHS * max(1, num_examples // ROWS),
         step_tokens=ROWS,
     )
 
@@ -127,8 +127,8 @@ def figures(examples: SprinterExamples, params: Mapping[str, Any], threshold: fl
     >>> figures(some, {"weight": np.asarray([4.0]), "bias": np.zeros(1)}, 0.5)
     {'trusted': 0.5, 'accepted': 0.75}
     """
-    score = examples.hidden @ np.asarray(params["weight"]) + np.asarray(params["bias"])
-    trusted = (1 / (1 + np.exp(-score)) >= threshold) & examples.valid
-    share = float(trusted.sum() / max(1, examples.valid.sum()))
-    accepted = float(examples.accepted[trusted].mean()) if trusted.any() else float("nan")
-    return {"trusted": round(share, 4), "accepted": round(accepted, 4)}
+    log_odds = examples.hidden @ np.asarray(params["weight"]) + np.asarray(params["bias"])
+    is_trusted = (1 / (1 + np.exp(-log_odds)) >= threshold) & examples.valid
+    trusted_share = float(is_trusted.sum() / max(1, examples.valid.sum()))
+    accepted_share = float(examples.accepted[is_trusted].mean()) if is_trusted.any() else float("nan")
+    return {"trusted": round(trusted_share, 4), "accepted": round(accepted_share, 4)}

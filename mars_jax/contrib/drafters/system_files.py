@@ -55,14 +55,14 @@ def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
     'tiny/draft'
     """
     directory = resolve(name_or_path)
-    path = directory / "config.json"
-    data = read_json(path)
+    config_path = directory / "config.json"
+    data = read_json(config_path)
 
     def refuse(key: str, expected: str) -> MarsError:
-        return MarsError(f"{key} of '{path}' is {data.get(key)!r}: expected {expected}.")
+        return MarsError(f"{key} of '{config_path}' is {data.get(key)!r}: expected {expected}.")
 
     if data.get("model_type") != kind:
-        raise refuse("model_type", f"{kind}, or draft with what it names")
+        raise refuse("model_type", f"{kind}, or draft with the system that it names")
     for key in {"trispec": ("draft", "proxy")}.get(kind, ("draft",)):
         if not isinstance(data.get(key), str) or not data[key]:
             raise refuse(key, "the name of a checkpoint")
@@ -74,10 +74,10 @@ def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
         raise refuse("layers", "[attention, mlp] of every layer, each true or false")
     numbers = {}
     for key, default in NUMBERS[kind].items():
-        value = data.get(key, default)
-        if type(value) not in (int, float) or not math.isfinite(value):
+        threshold = data.get(key, default)
+        if type(threshold) not in (int, float) or not math.isfinite(threshold):
             raise refuse(key, "a number")
-        numbers[key] = float(value)
+        numbers[key] = float(threshold)
     system = System(name=kind, draft=data["draft"], draft_tokens=tokens, numbers=numbers, directory=directory)
     if kind == "trispec":
         return dataclasses.replace(system, proxy=data["proxy"])
@@ -111,15 +111,15 @@ def load_classifier(system: System) -> tuple[np.ndarray, np.ndarray]:
     Raises:
       MarsError: the weights are missing or not those of a classifier.
     """
-    stored: dict[str, Tensor] = {}
+    stored_tensors: dict[str, Tensor] = {}
     for part in tensors(system.directory):
-        stored |= part
-    shapes = {name: t.shape for name, t in stored.items()}
+        stored_tensors |= part
+    shapes = {name: t.shape for name, t in stored_tensors.items()}
     if shapes.keys() != {"weight", "bias"} or len(shapes["weight"]) != 1 or shapes["bias"] != (1,):
         raise MarsError(
             f"the weights in '{system.directory}' are {shapes}: expected weight [E] and bias [1] of a classifier."
         )
-    weight, bias = (stored[name].read().astype(np.float32) for name in ("weight", "bias"))
+    weight, bias = (stored_tensors[name].read().astype(np.float32) for name in ("weight", "bias"))
     return weight, bias[0]
 
 
@@ -145,6 +145,6 @@ def save_system(
     if system.name == "trispec":
         data["proxy"] = system.proxy
     if system.name == "via_sd":
-        data["layers"] = [list(x) for x in system.layers]
+        data["layers"] = [list(keeps) for keeps in system.layers]
     data |= {**NUMBERS[system.name], **system.numbers}
     return write_directory(free_directory(path, overwrite=False), dict(arrays or {}), data)

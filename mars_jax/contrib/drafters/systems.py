@@ -58,7 +58,7 @@ def load_sprinter(asked: Asked) -> LoadedDrafter:
 
 
 def load_trispec(asked: Asked) -> LoadedDrafter:
-    """Load `cascade` with a small model as proxy from its directory.
+    """Load a TriSpec system, a `cascade` with a small model as proxy, from its directory.
 
     Raises:
       MarsError: as for `hub.load`, `load_system` and `cascade`, or the vocabularies of the models differ.
@@ -69,7 +69,9 @@ def load_trispec(asked: Asked) -> LoadedDrafter:
 
 
 def load_via_sd(asked: Asked) -> LoadedDrafter:
-    """Load `cascade` from its directory, with a proxy that is the target without some layers and shares its weights.
+    """Load a VIA-SD system, a `cascade` whose proxy is the target without some layers, from its directory.
+
+    The proxy shares the target's weights.
 
     Raises:
       MarsError: as for `load_system` and `cascade`, or the layer mask is for a different target.
@@ -92,13 +94,13 @@ def _cascade(
 ) -> LoadedDrafter:
     """Load the inner draft and pair it with `proxy`, whose longest trained context is `longest`."""
     inner: Drafter
-    params: PyTree
+    inner_params: PyTree
     if system.draft == NGRAM:
-        inner, params = ngram(system.draft_tokens), ()
+        inner, inner_params = ngram(system.draft_tokens), ()
     else:
         draft = _model(asked, system, system.draft)
         vocab = asked.target.config.vocab_size
-        inner, params = language_model(draft.model, system.draft_tokens, vocab_size=vocab), draft.params
+        inner, inner_params = language_model(draft.model, system.draft_tokens, vocab_size=vocab), draft.params
         longest = min(longest, draft.config.max_positions)
     if proxy.vocab_size != asked.target.config.vocab_size:
         raise MarsError(
@@ -108,7 +110,7 @@ def _cascade(
     # In the order of `NUMBERS`: accept and escalate for the gate "ratio", or one margin.
     thresholds = tuple(map(np.float32, system.numbers.values()))
     drafter = cascade(inner, proxy, asked.chain, gate=gate)
-    cascade_params = CascadeParams(params, weights, thresholds if gate == "ratio" else thresholds[0])
+    cascade_params = CascadeParams(inner_params, weights, thresholds if gate == "ratio" else thresholds[0])
     return LoadedDrafter(drafter, cascade_params, max_positions=longest)
 
 

@@ -71,7 +71,7 @@ def search(
     Args:
       model, params: the target, a transformer of this library whose weights are not in 8 bits.
       batches: rows of text on which to compare the models.
-      log: a file with one line per mask, from which a killed search continues.
+      log: a file with one line per mask, from which an interrupted search continues.
       left_out: share of all sublayers to leave out.
       evaluations: maximum number of masks to try.
       seed: seed of the search.
@@ -79,17 +79,17 @@ def search(
     Raises:
       MarsError: the weights are in 8 bits, or `left_out` exceeds the sublayers between the first and the last layer.
     """
-    layers = len(params["layers"])
+    num_layers = len(params["layers"])
     # (layer, 0 for attention or 1 for MLP). The first and the last layer stay whole.
-    places = [(i, j) for i in range(1, layers - 1) for j in range(2)]
-    count = round(left_out * 2 * layers)
-    if not 0 < count <= len(places):
+    sublayers = [(i, j) for i in range(1, num_layers - 1) for j in range(2)]
+    num_out = round(left_out * 2 * num_layers)
+    if not 0 < num_out <= len(sublayers):
         raise MarsError(
-            f"{count} of {2 * layers} sublayers are to be left out, and {len(places)} lie between the first and the "
-            "last layer: choose another share."
+            f"{num_out} of {2 * num_layers} sublayers are to be left out, and {len(sublayers)} lie between the first "
+            "and the last layer: choose another share."
         )
-    summands = [layer[name] for layer in params["layers"] for name in _OUT if name in layer]
-    if not all(isinstance(matrix, Array) for matrix in summands):
+    output_matrices = [layer[name] for layer in params["layers"] for name in _OUT if name in layer]
+    if not all(isinstance(matrix, Array) for matrix in output_matrices):
         raise MarsError("the target's weights are in 8 bits: search on the checkpoint in bfloat16.")
 
     @jax.jit
@@ -97,29 +97,29 @@ def search(
         tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
         p = predict(model, params, tokens, segments)
         q = predict(model, leave_out(params, mask), tokens, segments)
-        same = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
+        is_same = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
         # optax takes the predictions first: this is KL(p || q) for the target's p and the slim model's q.
         divergence = optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(q), jax.nn.log_softmax(p))
-        return jnp.mean(divergence), jnp.mean(same.astype(jnp.float32))
+        return jnp.mean(divergence), jnp.mean(is_same.astype(jnp.float32))
 
     def as_mask(out: Sublayers) -> Mask:
-        return tuple(((i, 0) not in out, (i, 1) not in out) for i in range(layers))
+        return tuple(((i, 0) not in out, (i, 1) not in out) for i in range(num_layers))
 
-    evaluated = _logged(log)
+    results_by_mask = _logged(log)
 
     def evaluate(out: Sublayers) -> Found:
         mask = as_mask(out)
-        if mask not in evaluated:
+        if mask not in results_by_mask:
             mask_array = jnp.asarray(mask, jnp.float32)
-            figures = np.mean(
+            kl_and_same = np.mean(
                 [[float(x) for x in measure(params, mask_array, batch)] for batch in batches], axis=0
             )
-            evaluated[mask] = Found(mask, float(figures[0]), float(figures[1]))
+            results_by_mask[mask] = Found(mask, float(kl_and_same[0]), float(kl_and_same[1]))
             with log.open("a") as file:
-                file.write(json.dumps(evaluated[mask]._asdict()) + "\n")
-        return evaluated[mask]
+                file.write(json.dumps(results_by_mask[mask]._asdict()) + "\n")
+        return results_by_mask[mask]
 
-    return min(_evaluate(places, count, evaluations, seed, evaluate), key=lambda result: result.kl)
+    return min(_evaluate(sublayers, num_out, evaluations, seed, evaluate), key=lambda result: result.kl)
 
 
 def _evaluate(
@@ -131,35 +131,35 @@ def _evaluate(
 ) -> Iterator[Found]:
     """Yield the result of each mask that the search tries, leaving out `count` of the sublayers `places`."""
     if math.comb(len(places), count) <= evaluations:
-        yield from (evaluate(frozenset(out)) for out in itertools.combinations(places, count))
+        yield from (evaluate(frozenset(removed)) for removed in itertools.combinations(places, count))
         return
-    rng, best, best_out = np.random.default_rng(seed), None, frozenset()
-    for turn in range(evaluations):
-        if best is None or turn < evaluations // 2:
+    rng, best_result, best_removed = np.random.default_rng(seed), None, frozenset()
+    for evaluation in range(evaluations):
+        if best_result is None or evaluation < evaluations // 2:
             candidate = frozenset(places[i] for i in rng.choice(len(places), count, replace=False))
         else:
             # Exchange a sublayer that the best mask leaves out and one that it keeps.
-            out, inside = sorted(best_out), sorted(set(places) - best_out)
-            candidate = best_out - {out[rng.integers(len(out))]} | {inside[rng.integers(len(inside))]}
+            removed, kept = sorted(best_removed), sorted(set(places) - best_removed)
+            candidate = best_removed - {removed[rng.integers(len(removed))]} | {kept[rng.integers(len(kept))]}
         result = evaluate(candidate)
-        if best is None or result.kl < best.kl:
-            best, best_out = result, candidate
+        if best_result is None or result.kl < best_result.kl:
+            best_result, best_removed = result, candidate
         yield result
 
 
 def _logged(log: Path) -> dict[Mask, Found]:
-    """Read the masks that were tried before. Skip a line that a kill cut short."""
-    evaluated: dict[Mask, Found] = {}
+    """Read the masks that were tried before. Skip a line that was cut short when the search was killed."""
+    results_by_mask: dict[Mask, Found] = {}
     with log.open("a+") as file:
         file.seek(0)
         text = file.read()
         if text and not text.endswith("\n"):
-            file.write("\n")  # so that the next row does not join the torn line
+            file.write("\n")  # so that the next row does not join the incomplete line
     for line in text.splitlines():
         try:
-            row = json.loads(line)
+            record = json.loads(line)
         except ValueError:
             continue
-        mask = tuple((bool(a), bool(m)) for a, m in row["mask"])
-        evaluated[mask] = Found(mask, row["kl"], row["same"])
-    return evaluated
+        mask = tuple((bool(a), bool(m)) for a, m in record["mask"])
+        results_by_mask[mask] = Found(mask, record["kl"], record["same"])
+    return results_by_mask

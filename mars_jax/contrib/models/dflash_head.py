@@ -54,7 +54,7 @@ class DFlashConfig(LayeredHead):
     mask_token: int
     # Position i predicts the token of position i + 1 (DSpark, DeepSeek) instead of position i (z-lab).
     from_anchor: bool = False
-    # For each layer, whether positions see only earlier positions of the block; (): no layer is causal.
+    # For each layer, whether positions see no later positions of the block; (): no layer is causal.
     causal: tuple[bool, ...] = ()
     markov_rank: int = 0  # R; 0: no Markov head
     confidence: bool = False  # has a head that predicts the acceptance of each position
@@ -138,8 +138,8 @@ class DFlashConfig(LayeredHead):
 @jax.named_scope("fuse")
 def fuse(config: DFlashConfig, head: PyTree, output: ForwardOutput) -> Array:
     """Return the inputs of the context, [B, N, E], from the target's output at N tokens."""
-    joined = hold_whole(jnp.concatenate(list(output.features), axis=-1)).astype(head["fc"].dtype)
-    return rms_norm(dense(joined, head["fc"]), head["hidden_norm"], config.layer.norm_eps)
+    joined_features = hold_whole(jnp.concatenate(list(output.features), axis=-1)).astype(head["fc"].dtype)
+    return rms_norm(dense(joined_features, head["fc"]), head["hidden_norm"], config.layer.norm_eps)
 
 
 @jax.named_scope("context")
@@ -157,13 +157,13 @@ def absorb(
     """
     layer_config = config.layer
     batch, n, _ = fused.shape
-    shape = (batch, n, layer_config.num_kv_heads, layer_config.head_dim)
+    head_shape = (batch, n, layer_config.num_kv_heads, layer_config.head_dim)
     # The context has keys and values only: no query comes from it.
     cos, sin = angles(positions, layer_config.rope, layer_config.head_dim)
     ks, vs = [], []
     for i, layer in enumerate(head["layers"]):
-        k = dense(fused, layer["k"], layer.get("k_bias")).reshape(shape)
-        v = dense(fused, layer["v"], layer.get("v_bias")).reshape(shape)
+        k = dense(fused, layer["k"], layer.get("k_bias")).reshape(head_shape)
+        v = dense(fused, layer["v"], layer.get("v_bias")).reshape(head_shape)
         if layer_config.qk_norm:
             k = rms_norm(k, layer["k_norm"], layer_config.norm_eps)
         ks.append(hold_heads(kv_cache.write_slots(cache.k[i], rotate(k, cos, sin), slot)))
@@ -243,8 +243,8 @@ def unembed(config: DFlashConfig, target: LanguageModel, params: Params, hidden:
 @jax.named_scope("markov")
 def markov(head: PyTree, parents: Array) -> Array:
     """Return the Markov head's correction f32[B, N, W] of the logits after the tokens `parents` i32[B, N]."""
-    embedded = embed(head["markov_in"], parents).astype(head["fc"].dtype)
-    return dense(embedded, head["markov_out"], dtype=jnp.float32)
+    parent_embedding = embed(head["markov_in"], parents).astype(head["fc"].dtype)
+    return dense(parent_embedding, head["markov_out"], dtype=jnp.float32)
 
 
 @jax.named_scope("confidence")

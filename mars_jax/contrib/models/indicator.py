@@ -23,10 +23,10 @@ def init_params(hidden_size: int, key: Array, *, width: int = WIDTH) -> PyTree:
     >>> init_params(8, jax.random.key(0), width=4)["inner"].shape
     (4, 8)
     """
-    inner, outer = jax.random.split(key)
+    inner_key, outer_key = jax.random.split(key)
     return {
-        "inner": jax.random.normal(inner, (width, hidden_size)) * hidden_size**-0.5,
-        "outer": jax.random.normal(outer, (width,)) * 0.1 * width**-0.5,
+        "inner": jax.random.normal(inner_key, (width, hidden_size)) * hidden_size**-0.5,
+        "outer": jax.random.normal(outer_key, (width,)) * 0.1 * width**-0.5,
         "margin": jnp.zeros((2,)),
         "bias": jnp.zeros(()),
     }
@@ -46,9 +46,9 @@ def harm_log_odds(params: PyTree, hidden: Array, z1: Array, z2: Array) -> Array:
     """
     x = hidden.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-    inner = jax.nn.gelu(jnp.einsum("...e,we->...w", x, params["inner"]))
+    activations = jax.nn.gelu(jnp.einsum("...e,we->...w", x, params["inner"]))
     # The two margins of `mars`: the gap z1 - z2, and the ratio z2 / z1, which is 0 unless z1 is positive.
     gap = jnp.minimum(z1 - z2, WORST_GAP)
-    share = jnp.where(z1 > 0, jnp.clip(z2 / jnp.where(z1 > 0, z1, 1.0), 0.0, 1.0), 0.0)
-    direct = params["margin"][0] * gap + params["margin"][1] * (1 - share)
-    return jnp.einsum("...w,w->...", inner, params["outer"]) + direct + params["bias"]
+    clipped_ratio = jnp.where(z1 > 0, jnp.clip(z2 / jnp.where(z1 > 0, z1, 1.0), 0.0, 1.0), 0.0)
+    margin_term = params["margin"][0] * gap + params["margin"][1] * (1 - clipped_ratio)
+    return jnp.einsum("...w,w->...", activations, params["outer"]) + margin_term + params["bias"]

@@ -59,18 +59,18 @@ def weight_log_odds(
     >>> [round(float(x), 2) for x in weight_log_odds(params, jnp.ones((3, 8)), p, p)]
     [2.0, 2.0, 2.0]
     """
-    inner = _read(hidden, params["inner"])
+    activations = _read(hidden, params["inner"])
     if "drafted" in params:
         assert drafted is not None, "the head reads the draft's hidden states"
-        inner += _read(drafted, params["drafted"])
-    inner = jax.nn.gelu(inner)
+        activations += _read(drafted, params["drafted"])
+    activations = jax.nn.gelu(activations)
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     # Both entropies, and the total variation distance.
     signals = jnp.stack(
         [_entropy(p, log_p), _entropy(q, log_q), 0.5 * jnp.sum(jnp.abs(p - q), axis=-1)], axis=-1
     )
-    direct = jnp.einsum("...s,s->...", signals, params["signals"])
-    return jnp.einsum("...w,w->...", inner, params["outer"]) + direct + params["bias"]
+    signal_term = jnp.einsum("...s,s->...", signals, params["signals"])
+    return jnp.einsum("...w,w->...", activations, params["outer"]) + signal_term + params["bias"]
 
 
 def _read(hidden: Array, matrix: Array) -> Array:

@@ -64,8 +64,8 @@ class Budget(Relaxed):
 
     def relaxable(self, evidence: Evidence) -> Array:
         # K - i for token i, which has depth i + 1.
-        at_stake = evidence.tree.max_depth + 1 - evidence.tree.depths
-        return drafted.shortfall(evidence) <= self.gap[:, None] * at_stake.astype(self.gap.dtype)
+        tokens_left = evidence.tree.max_depth + 1 - evidence.tree.depths
+        return drafted.shortfall(evidence) <= self.gap[:, None] * tokens_left.astype(self.gap.dtype)
 
     def cost(self, evidence: Evidence) -> tuple[Array, Array]:
         return drafted.shortfall(evidence), self.total

@@ -56,8 +56,8 @@ class Cactus(Retargeted):
         p_x = jnp.sum(jnp.where(is_x, jnp.exp(log_p), 0.0), axis=-1, keepdims=True)
         h_x = jnp.minimum(p_x + jnp.sqrt(2 * divergence * p_x * jnp.maximum(1 - p_x, 0.0)), 1.0)
         # Scale of the other tokens; 0 if p(x) = 1, when they have no mass.
-        scale = jnp.where(p_x < 1, (1 - h_x) / jnp.where(p_x < 1, 1 - p_x, 1.0), 0.0)
-        log_h = jnp.where(is_x, jnp.log(h_x), log_p + jnp.log(scale))
+        other_scale = jnp.where(p_x < 1, (1 - h_x) / jnp.where(p_x < 1, 1 - p_x, 1.0), 0.0)
+        log_h = jnp.where(is_x, jnp.log(h_x), log_p + jnp.log(other_scale))
         return jnp.where(divergence > 0, log_h, log_p)
 
 

@@ -92,18 +92,18 @@ def thresholds(by: str, table: Context, evidence: Evidence, theta: Array, margin
       MarsError: the table is missing or for a different kind of context.
     """
     if not isinstance(table, Context) or table.by != by:
-        stated = f"one by {table.by}" if isinstance(table, Context) else "none"
+        table_text = f"one by {table.by}" if isinstance(table, Context) else "none"
         raise MarsError(
-            f"the rule has a context by {by} and Params.verify holds {stated}: pass "
+            f"the rule has a context by {by} and Params.verify holds {table_text}: pass "
             f'LoadedRule(by_context("{by}"), contrib.context("{by}", ...)).'
         )
     # Factors multiply the looseness of a threshold: 0 is strict, and larger values relax more.
     if margin == "gap":
-        scaled = theta * _factor(table, evidence)
+        scaled_theta = theta * _factor(table, evidence)
     else:
         looseness = 1 / theta - 1  # the gap in units of z2
-        scaled = 1 / (1 + looseness * _factor(table, evidence))
-    return jnp.where(jnp.isinf(theta), theta, scaled)
+        scaled_theta = 1 / (1 + looseness * _factor(table, evidence))
+    return jnp.where(jnp.isinf(theta), theta, scaled_theta)
 
 
 def _factor(table: Context, evidence: Evidence) -> Array:
@@ -112,10 +112,10 @@ def _factor(table: Context, evidence: Evidence) -> Array:
         stats = evidence.stats
         return jnp.minimum(token_factors[stats.id1], token_factors[stats.id2])
     if table.by == "entropy":
-        value = entropy(evidence.logits)
+        context_value = entropy(evidence.logits)
     else:
-        value = evidence.tree.depths.astype(jnp.float32)
-    return table.factors[jnp.searchsorted(table.edges, value, side="right")]
+        context_value = evidence.tree.depths.astype(jnp.float32)
+    return table.factors[jnp.searchsorted(table.edges, context_value, side="right")]
 
 
 def check_kind(by: str) -> None:

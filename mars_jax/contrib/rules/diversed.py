@@ -57,22 +57,22 @@ class Diversed(Retargeted):
                 "the rule diversed needs the weights of its head: pass LoadedRule(contrib.diversed(), weights), or "
                 "verify.load."
             )
-        drafted = evidence.tree.hidden
+        draft_hidden = evidence.tree.hidden
         if "drafted" in evidence.params:
-            size = evidence.params["drafted"].shape[1]
+            expected_size = evidence.params["drafted"].shape[1]
             problem = None
-            if drafted is None:
+            if draft_hidden is None:
                 problem = "the drafter gives none"
-            elif drafted.shape[-1] != size:
-                problem = f"the draft's have {drafted.shape[-1]}"
+            elif draft_hidden.shape[-1] != expected_size:
+                problem = f"the draft's have {draft_hidden.shape[-1]}"
             if problem:
                 raise MarsError(
-                    f"the head of the rule diversed reads hidden states of size {size} from the draft, and {problem}: "
-                    "draft with the model that the head was trained with, as in model:PATH."
+                    f"the head of the rule diversed reads hidden states of size {expected_size} from the draft, and "
+                    f"{problem}: draft with the model that the head was trained with, as in model:PATH."
                 )
-        odds = mixer.weight_log_odds(evidence.params, evidence.hidden, log_p, log_q, drafted)
-        odds = odds + self.shift[:, None]
-        log_w, log_draft_weight = jax.nn.log_sigmoid(odds), jax.nn.log_sigmoid(-odds)
+        log_odds = mixer.weight_log_odds(evidence.params, evidence.hidden, log_p, log_q, draft_hidden)
+        log_odds = log_odds + self.shift[:, None]
+        log_w, log_draft_weight = jax.nn.log_sigmoid(log_odds), jax.nn.log_sigmoid(-log_odds)
         # v = w p + (1 - w) q
         return jnp.logaddexp(log_w[..., None] + log_p, log_draft_weight[..., None] + log_q)
 

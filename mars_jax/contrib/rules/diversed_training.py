@@ -46,7 +46,7 @@ def surrogate(
     *,
     models: tuple[LanguageModel, LanguageModel],
 ) -> tuple[Array, dict[str, Array]]:
-    """Return a loss whose gradient is that of -(reward + ACCEPTANCE * share accepted), and its figures.
+    """Return a loss whose gradient is that of -(reward + ACCEPTANCE * share accepted), and figures for the log.
 
     `params` and `models` each hold the target's, then the draft's.
     """
@@ -58,20 +58,20 @@ def surrogate(
     drafted = forward_packed(draft, params[1], tokens, segments)
     log_q = jax.nn.log_softmax(draft.unembed(params[1], drafted.hidden))
     log_p, log_q, hidden, draft_hidden = jax.lax.stop_gradient((log_p, log_q, output.hidden, drafted.hidden))
-    odds = mixer.weight_log_odds(head, hidden, log_p, log_q, draft_hidden)[..., None]
+    log_odds = mixer.weight_log_odds(head, hidden, log_p, log_q, draft_hidden)[..., None]
     # v = w p + (1 - w) q, in logarithms, for the target's weight w = sigmoid(odds).
-    log_v = jnp.logaddexp(jax.nn.log_sigmoid(odds) + log_p, jax.nn.log_sigmoid(-odds) + log_q)
-    written = rollouts.written[:, 1:].astype(jnp.float32)
-    count = jnp.maximum(jnp.sum(written), 1.0)
+    log_v = jnp.logaddexp(jax.nn.log_sigmoid(log_odds) + log_p, jax.nn.log_sigmoid(-log_odds) + log_q)
+    is_written = rollouts.written[:, 1:].astype(jnp.float32)
+    num_written = jnp.maximum(jnp.sum(is_written), 1.0)
     log_prob = jnp.take_along_axis(log_v, rollouts.tokens[:, 1:, None], axis=-1)[..., 0]
     # REINFORCE, with the mean reward as the baseline.
     advantage = rollouts.reward - jnp.mean(rollouts.reward)
     # The sum of min(v, q) is the probability of acceptance at a position.
-    accepted = jnp.sum(jnp.sum(jnp.exp(jnp.minimum(log_v, log_q)), axis=-1) * written) / count
-    worth = jnp.mean(advantage * jnp.sum(log_prob * written, axis=1))
-    weight = jnp.sum(jax.nn.sigmoid(odds[..., 0]) * written) / count
-    figures = {"reward": jnp.mean(rollouts.reward), "accepted": accepted, "weight": weight}
-    return -(worth + ACCEPTANCE * accepted), figures
+    accepted_share = jnp.sum(jnp.sum(jnp.exp(jnp.minimum(log_v, log_q)), axis=-1) * is_written) / num_written
+    reward_term = jnp.mean(advantage * jnp.sum(log_prob * is_written, axis=1))
+    mean_weight = jnp.sum(jax.nn.sigmoid(log_odds[..., 0]) * is_written) / num_written
+    figures = {"reward": jnp.mean(rollouts.reward), "accepted": accepted_share, "weight": mean_weight}
+    return -(reward_term + ACCEPTANCE * accepted_share), figures
 
 
 def rollouts(
@@ -82,7 +82,7 @@ def rollouts(
     *,
     seed: int = 0,
 ) -> Callable[[PyTree, np.ndarray], Rollouts]:
-    """Return `(head, draws) -> Rollouts`: the rule answers prompts with this head. Pass it to `fit` as `prepare`.
+    """Return a function `(head, draws) -> Rollouts` that lets the rule answer prompts. Pass it to `fit` as `prepare`.
 
     Args:
       target, small: models with the same vocabulary.
@@ -91,11 +91,11 @@ def rollouts(
       seed: draw i uses the seed `seed + i` and the prompt i modulo the number of prompts.
     """
     drafter = language_model(small.model, CHAIN, sample=True, vocab_size=target.config.vocab_size)
-    room = max(map(len, prompts)) + ANSWER_TOKENS
+    length = max(map(len, prompts)) + ANSWER_TOKENS
 
     def prepare(head: PyTree, draws: np.ndarray) -> Rollouts:
         prompt_numbers = [int(draw) % len(prompts) for draw in draws]
-        result = generate(
+        answers = generate(
             target,
             LoadedDrafter(drafter, small.params),
             [prompts[i] for i in prompt_numbers],
@@ -105,12 +105,12 @@ def rollouts(
             max_new_tokens=ANSWER_TOKENS,
             batch_size=len(draws),
         )
-        tokens, written = np.zeros((len(draws), room), np.int32), np.zeros((len(draws), room), bool)
-        for row, (number, answer) in enumerate(zip(prompt_numbers, result.tokens, strict=True)):
+        tokens, written = np.zeros((len(draws), length), np.int32), np.zeros((len(draws), length), bool)
+        for row, (number, answer) in enumerate(zip(prompt_numbers, answers.tokens, strict=True)):
             ids = [*prompts[number], *answer]
             tokens[row, : len(ids)] = ids
             written[row, len(prompts[number]) : len(ids)] = True
-        rewards = [reward(number, text) for number, text in zip(prompt_numbers, result.text, strict=True)]
+        rewards = [reward(number, text) for number, text in zip(prompt_numbers, answers.text, strict=True)]
         return Rollouts(tokens, written, np.asarray(rewards, np.float32))
 
     return prepare

@@ -103,12 +103,12 @@ def token_groups(
     # {token id: text}, without special tokens and the like.
     texts = {i: token.decode("utf-8", errors="surrogateescape") for i, token in enumerate(tokens) if token}
     known_texts = set(texts.values())
-    # Groups join keys: `joined` maps a key to an equivalent one, up to a root.
-    joined: dict[str, str] = {}
+    # Groups join keys: `parent_key` maps a key to an equivalent one, and repeated look-ups end at a root.
+    parent_key: dict[str, str] = {}
 
     def root(key: str) -> str:
-        while key in joined:
-            key = joined[key]
+        while key in parent_key:
+            key = parent_key[key]
         return key
 
     for group in groups:
@@ -121,14 +121,14 @@ def token_groups(
         for text in group[1:]:
             text_root = root(_key(text, differences))
             if text_root != first_root:
-                joined[text_root] = first_root
+                parent_key[text_root] = first_root
     roots = {i: root(_key(text, differences)) for i, text in texts.items()}
-    shared = (key for key, count in collections.Counter(roots.values()).items() if count > 1)
-    classes = {key: number for number, key in enumerate(shared, start=1)}
-    table = np.zeros(len(tokens), np.int32)
+    shared_roots = (key for key, count in collections.Counter(roots.values()).items() if count > 1)
+    class_numbers = {key: number for number, key in enumerate(shared_roots, start=1)}
+    class_table = np.zeros(len(tokens), np.int32)
     for i, key in roots.items():
-        table[i] = classes.get(key, 0)
-    return on_mesh(jnp.asarray(table), target)
+        class_table[i] = class_numbers.get(key, 0)
+    return on_mesh(jnp.asarray(class_table), target)
 
 
 def _key(text: str, alike: tuple[str, ...]) -> str:
@@ -142,10 +142,10 @@ def _key(text: str, alike: tuple[str, ...]) -> str:
     if "case" in alike:
         text = text.lower()
     if "numbers" in alike:
-        space = " " * text.startswith(" ")
-        bare = text.removeprefix(" ")
-        digits = {word: str(number) for number, word in enumerate(_WORDS.split())}
-        text = space + digits.get(bare, bare)
+        leading_space = " " * text.startswith(" ")
+        bare_text = text.removeprefix(" ")
+        digits_of_word = {word: str(number) for number, word in enumerate(_WORDS.split())}
+        text = leading_space + digits_of_word.get(bare_text, bare_text)
     return text
 
 

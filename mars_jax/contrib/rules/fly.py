@@ -73,13 +73,13 @@ class Fly(Relaxed):
 
     def relaxable(self, evidence: Evidence) -> Array:
         tree = evidence.tree
-        total = node_stats(evidence.logits, logsumexp=True).logsumexp
-        assert total is not None
-        top_probs = jnp.exp(top_k_logits(evidence.logits, 3).values - total[..., None])
-        unsure = jnp.sum(jax.scipy.special.entr(top_probs), axis=-1) >= self.entropy[:, None]
+        logsumexp = node_stats(evidence.logits, logsumexp=True).logsumexp
+        assert logsumexp is not None
+        top_probs = jnp.exp(top_k_logits(evidence.logits, 3).values - logsumexp[..., None])
+        is_unsure = jnp.sum(jax.scipy.special.entr(top_probs), axis=-1) >= self.entropy[:, None]
         # Edges along which the drafted token is the target's.
-        native = (tree.tokens == at_parent(tree, target_tokens(evidence))) & (tree.depths > 0)
-        return at_parent(tree, unsure) & (followed(tree, native) >= self.window[:, None])
+        is_native = (tree.tokens == at_parent(tree, target_tokens(evidence))) & (tree.depths > 0)
+        return at_parent(tree, is_unsure) & (followed(tree, is_native) >= self.window[:, None])
 
 
 fly = Fly
@@ -93,9 +93,9 @@ def followed(tree: DraftTree, native: Array) -> Array:
     [[0, 2, 1, 0]]
     """
     to_parents = jax.vmap(lambda lengths, parents: jnp.zeros_like(lengths).at[parents].max(lengths))
-    # After d iterations, `length` counts paths of up to d edges.
-    length = jnp.zeros(native.shape, jnp.int32)
+    # After d iterations, `path_length` counts paths of up to d edges.
+    path_length = jnp.zeros(native.shape, jnp.int32)
     for _ in range(tree.max_depth):
-        through = jnp.where(native, length + 1, 0)
-        length = to_parents(through, jnp.maximum(tree.parents, 0))
-    return length
+        longer_path = jnp.where(native, path_length + 1, 0)
+        path_length = to_parents(longer_path, jnp.maximum(tree.parents, 0))
+    return path_length

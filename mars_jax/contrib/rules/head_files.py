@@ -28,7 +28,7 @@ HEADS = {
     "learned": ("mars_jax_indicator", indicator.init_params),
     "diversed": ("mars_jax_mixer", mixer.init_params),
 }
-"""For each rule the `model_type` of its weights, and the function that makes random ones."""
+"""For each rule, the `model_type` of its weights and the function that makes random weights."""
 
 
 def save(directory: str | os.PathLike[str], params: PyTree, rule: str = "learned") -> Path:
@@ -79,12 +79,12 @@ def read_weights(
         if config["model_type"] != model_type:
             raise ValueError(f"its model_type is {config['model_type']}")
         open_file(directory / WEIGHTS).close()  # refuses a pipe, on which `load_file` would block
-        arrays = load_file(directory / WEIGHTS)
+        stored_arrays = load_file(directory / WEIGHTS)
         sizes = {name: size for name, size in config.items() if name not in ("model_type", "hidden_size")}
         # Only shapes are computed, so a damaged config with huge sizes allocates nothing.
-        expected = jax.eval_shape(lambda key: init(config["hidden_size"], key, **sizes), jax.random.key(0))
-        shapes = {name: leaf.shape for name, leaf in expected.items()}
-        if {name: leaf.shape for name, leaf in arrays.items()} != shapes:
+        params = jax.eval_shape(lambda key: init(config["hidden_size"], key, **sizes), jax.random.key(0))
+        expected_shapes = {name: leaf.shape for name, leaf in params.items()}
+        if {name: leaf.shape for name, leaf in stored_arrays.items()} != expected_shapes:
             raise ValueError("its tensors do not have the shapes that config.json says")
     except OSError as error:
         raise MarsError(
@@ -95,14 +95,14 @@ def read_weights(
         raise MarsError(
             f"'{directory}' holds no weights of a rule ({error}): name a directory that mars_jax.contrib.save wrote."
         ) from None
-    if not all(np.all(np.isfinite(leaf)) for leaf in arrays.values()):
+    if not all(np.all(np.isfinite(leaf)) for leaf in stored_arrays.values()):
         raise MarsError(f"the weights of the rule '{directory}' are not finite: load intact ones.")
     if target is not None and config["hidden_size"] != target.config.hidden_size:
         raise MarsError(
             f"the weights of the rule '{directory}' are for a hidden size of {config['hidden_size']}, and "
             f"'{target.name}' has {target.config.hidden_size}: train them for this target."
         )
-    return on_mesh({name: jnp.asarray(leaf, jnp.float32) for name, leaf in arrays.items()}, target)
+    return on_mesh({name: jnp.asarray(leaf, jnp.float32) for name, leaf in stored_arrays.items()}, target)
 
 
 def on_mesh(params: PyTree, target: Pretrained | None) -> PyTree:

@@ -28,7 +28,7 @@ from mars_jax.verify.relaxed import Relaxed
 class Learned(Relaxed):
     """Also accept the runner-up where a trained head predicts the same outcome.
 
-    `Mars` with a head on the target's features instead of its margin.
+    The rule is `Mars` with a head on the target's features instead of the margin.
 
     An edge to one of the two best tokens is relaxed if the head's probability of a changed outcome is below `theta`.
 
@@ -56,11 +56,11 @@ class Learned(Relaxed):
                 "verify.load."
             )
         stats = evidence.stats
-        harm = jax.nn.sigmoid(
+        harm_prob = jax.nn.sigmoid(
             indicator.harm_log_odds(evidence.params, evidence.hidden, stats.top1, stats.top2)
         )
         theta = self.theta[:, None]
-        return (harm < theta) & (theta < jnp.inf)
+        return (harm_prob < theta) & (theta < jnp.inf)
 
 
 learned = Learned

@@ -32,7 +32,7 @@ class Mentored(Retargeted):
     with a <= 1 <= b, the paper's 1 / beta and 1 / alpha: x is accepted with probability min(1, b p(x) / q(x)),
     otherwise the token is drawn from norm((a p - q)+). If KL(p || q) is within the bound, v is q. Tokens that only the
     target excludes get the mass that is left over at a. Lossy; at bound 0 it equals `rejection` bit for bit, and at
-    temperature 0 it is exact. `lenience` has only b, as a setting: its 1 / factor. A step reads the two distributions
+    temperature 0 it is exact. `lenience` has only b, and its setting is 1 / b. A step reads the two distributions
     90 times, because a and b are found by bisection.
 
     >>> from mars_jax import verify
@@ -53,23 +53,23 @@ class Mentored(Retargeted):
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
         p, q = jnp.exp(log_p), jnp.exp(log_q)
-        possible = p > 0
-        log_ratio = jnp.where(possible, log_q - log_p, 0.0)
-        excluded = _total(jnp.where(possible, 0.0, q))
+        is_possible = p > 0
+        log_ratio = jnp.where(is_possible, log_q - log_p, 0.0)
+        excluded_mass = _total(jnp.where(is_possible, 0.0, q))
         bound = self.bound[:, None, None]
 
         def excess_mass(a: Array) -> Array:
             # Total mass of max(q, a p) minus 1, over the tokens with p > 0. If positive, remove it from tokens with
             # q > b p; if negative, give it to excluded tokens.
-            return _total(jnp.maximum(a * p - q, 0.0)) - excluded
+            return _total(jnp.maximum(a * p - q, 0.0)) - excluded_mass
 
         def upper(a: Array, b: Array) -> Array:
             # The mass of q above b p is convex and decreasing in b, so Newton steps from below stay below the root.
-            # Then v has at most its mass, and the bound holds after any number of steps.
+            # Then the mass of v is at most 1, and the bound holds after any number of steps.
             excess = excess_mass(a)
 
             def step(_: int, b: Array) -> Array:
-                is_above = possible & (q > b * p)
+                is_above = is_possible & (q > b * p)
                 next_b = (_total(jnp.where(is_above, q, 0.0)) - excess) / _total(jnp.where(is_above, p, 0.0))
                 return jnp.where(jnp.any(is_above, axis=-1, keepdims=True), jnp.maximum(b, next_b), b)
 
@@ -84,11 +84,11 @@ class Mentored(Retargeted):
             if_within, if_not = (low, middle, b_of_middle), (middle, high, b)
             return jax.tree.map(lambda yes, no: jnp.where(is_within, yes, no), if_within, if_not)
 
-        ones = jnp.ones_like(excluded)
+        ones = jnp.ones_like(excluded_mass)
         _, a, b = jax.lax.fori_loop(0, HALVINGS, halve, (jnp.zeros_like(ones), ones, ones))
-        excluded_scale = jnp.maximum(-excess_mass(a), 0.0) / jnp.where(excluded > 0, excluded, 1.0)
-        clipped = jnp.clip(log_q, log_p + jnp.log(a), log_p + jnp.log(b))
-        log_v = jnp.where(possible, clipped, log_q + jnp.log(excluded_scale))
+        excluded_scale = jnp.maximum(-excess_mass(a), 0.0) / jnp.where(excluded_mass > 0, excluded_mass, 1.0)
+        clipped_log_q = jnp.clip(log_q, log_p + jnp.log(a), log_p + jnp.log(b))
+        log_v = jnp.where(is_possible, clipped_log_q, log_q + jnp.log(excluded_scale))
         return jnp.where(bound > 0, log_v, log_p)
 
 
@@ -96,5 +96,5 @@ mentored = Mentored
 
 
 def _total(weights: Array) -> Array:
-    """f32[B, N, V] -> f32[B, N, 1]"""
+    """Return f32[B, N, 1], the sum of weights f32[B, N, V] over the vocabulary."""
     return jnp.sum(weights, axis=-1, keepdims=True)

@@ -76,10 +76,10 @@ phrase = Phrase
 
 def check_window(rule: str, window: ArrayLike, drafter: Drafter) -> None:
     """Raise MarsError if no draft is longer than the window of a rule that looks ahead."""
-    least = int(np.min(np.asarray(window)))
-    if drafter.max_depth <= least:
+    min_window = int(np.min(np.asarray(window)))
+    if drafter.max_depth <= min_window:
         raise MarsError(
-            f"window is {least}, and this draft is {drafter.max_depth} tokens deep, so that the rule {rule} could "
+            f"window is {min_window}, and this draft is {drafter.max_depth} tokens deep, so that the rule {rule} could "
             "relax nothing: draft deeper, or give a smaller window."
         )
 
@@ -87,8 +87,8 @@ def check_window(rule: str, window: ArrayLike, drafter: Drafter) -> None:
 def regrets(evidence: Evidence) -> Array:
     """Return f32[B, N]: the regret in nats of the token at each node; inf for padding and the root."""
     tree = evidence.tree
-    logit = at_tokens(evidence.logits, jnp.maximum(tree.parents, 0), jnp.maximum(tree.tokens, 0))
-    shortfall = at_parent(tree, evidence.stats.top1) - logit
+    token_logit = at_tokens(evidence.logits, jnp.maximum(tree.parents, 0), jnp.maximum(tree.tokens, 0))
+    shortfall = at_parent(tree, evidence.stats.top1) - token_logit
     return jnp.where((tree.tokens >= 0) & (tree.depths > 0), shortfall, jnp.inf)
 
 
@@ -105,8 +105,8 @@ def stretch(tree: DraftTree, costs: Array, window: Array) -> Array:
     to_parents = jax.vmap(lambda sums, parents: jnp.full_like(sums, jnp.inf).at[parents].min(sums))
     parents = jnp.maximum(tree.parents, 0)
     # After iteration `length`, sums[:, n] is the cheapest sum over node n and a path of `length` nodes below it.
-    sums = selected = costs
+    sums = window_sums = costs
     for length in range(1, tree.max_depth):
         sums = costs + to_parents(jnp.where(tree.depths > 0, sums, jnp.inf), parents)
-        selected = jnp.where((window == length)[:, None], sums, selected)
-    return jnp.where((window < tree.max_depth)[:, None], selected, jnp.inf)
+        window_sums = jnp.where((window == length)[:, None], sums, window_sums)
+    return jnp.where((window < tree.max_depth)[:, None], window_sums, jnp.inf)

@@ -59,16 +59,16 @@ class Released(Retargeted):
         def value_of(values: Array, token: Array) -> Array:
             return jnp.sum(jnp.where(ids == token[..., None], values, 0.0), axis=-1)
 
-        second = jnp.where(value_of(p, stats.id2) > 0, stats.top2, -jnp.inf)
-        passes = second / stats.top1 > self.ratio[:, None]
-        is_certain = passes & ((x == stats.id1) | (x == stats.id2))
+        second_logit = jnp.where(value_of(p, stats.id2) > 0, stats.top2, -jnp.inf)
+        ratio_passes = second_logit / stats.top1 > self.ratio[:, None]
+        is_certain = ratio_passes & ((x == stats.id1) | (x == stats.id2))
         p_x, q_x = value_of(p, x), value_of(q, x)
-        accept = jnp.where(is_certain, 1.0, jnp.minimum(p_x / q_x, 1.0))
+        accept_prob = jnp.where(is_certain, 1.0, jnp.minimum(p_x / q_x, 1.0))
         # Express the rule as rejection against v, which accepts x with probability v(x) / q(x) and otherwise draws from
-        # norm((v - q)+): v is q with the mass q(x) (1 - accept) moved from x to the other tokens.
+        # norm((v - q)+): v is q with the mass q(x) (1 - accept_prob) moved from x to the other tokens.
         other_shares = jnp.where(ids == x[..., None], 0.0, p) / jnp.where(p_x < 1, 1 - p_x, 1.0)[..., None]
-        moved = (q_x * (1 - accept))[..., None]
-        return jnp.log(jnp.where(ids == x[..., None], q - moved, q + moved * other_shares))
+        moved_mass = (q_x * (1 - accept_prob))[..., None]
+        return jnp.log(jnp.where(ids == x[..., None], q - moved_mass, q + moved_mass * other_shares))
 
 
 released = Released

@@ -69,34 +69,34 @@ class Simulated(Lossy):
                 f"the rule simulated does not apply to the drafter '{drafter.name}', which often drafts nothing: draft "
                 "with a model or a head."
             )
-        limit = drafter.max_depth + 1
-        if np.max(np.asarray(self.tau)) > limit:
+        max_tokens = drafter.max_depth + 1
+        if np.max(np.asarray(self.tau)) > max_tokens:
             raise MarsError(
-                f"tau is {np.max(np.asarray(self.tau)):g}, and this draft gives {limit} tokens a step at most: ask for "
-                "less, or draft deeper."
+                f"tau is {np.max(np.asarray(self.tau)):g}, and this draft gives {max_tokens} tokens a step at most: "
+                "ask for less, or draft deeper."
             )
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Simulated]:
         tree = evidence.tree
-        real = tree.tokens >= 0
-        depths = jnp.where(real, tree.depths, -1)
+        is_real = tree.tokens >= 0
+        depths = jnp.where(is_real, tree.depths, -1)
         height = jnp.max(depths, axis=1)  # i32[B]
         if tree.is_chain:
-            on_path = real
+            on_path = is_real
         else:
             # Mark the first of the deepest nodes and its ancestors.
-            deepest = jnp.argmax(depths, axis=1)[:, None, None]
-            on_path = jnp.take_along_axis(ancestors(tree.parents, tree.max_depth), deepest, axis=1)[:, 0]
-        rate = acceptance_rate(self.tau, height, tree.max_depth)
-        # One u per row: depth d is accepted if u < rate ** d.
+            end_node = jnp.argmax(depths, axis=1)[:, None, None]
+            on_path = jnp.take_along_axis(ancestors(tree.parents, tree.max_depth), end_node, axis=1)[:, 0]
+        acceptance = acceptance_rate(self.tau, height, tree.max_depth)
+        # One u per row: depth d is accepted if u < acceptance ** d.
         uniform = node_uniforms(evidence.keys, evidence.start[:, None])
         uniform = jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)
-        accepted = on_path & (uniform < rate[:, None] ** tree.depths.astype(jnp.float32))
+        is_accepted = on_path & (uniform < acceptance[:, None] ** tree.depths.astype(jnp.float32))
         # Sample the target's tokens at all nodes, so that the cost equals that of `exact`.
         y = sample(evidence.keys, evidence.positions, evidence.logits, evidence.controls)
-        strict = (tree.depths <= self.strict_edges(evidence)[:, None]) | below_strict(evidence)
-        accepted = jnp.where(strict, tree.tokens == at_parent(tree, y), accepted)
-        path, num_accepted, relaxed = walk(tree, accepted, None)
+        is_strict = (tree.depths <= self.strict_edges(evidence)[:, None]) | below_strict(evidence)
+        is_accepted = jnp.where(is_strict, tree.tokens == at_parent(tree, y), is_accepted)
+        path, num_accepted, relaxed = walk(tree, is_accepted, None)
         next_token = pick(y, path[:, -1:])[:, 0]
         verdict = Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
         return verdict, self

@@ -63,14 +63,14 @@ class SpecCascade(Retargeted):
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
         p, q, alpha = jnp.exp(log_p), jnp.exp(log_q), self.alpha[:, None, None]
-        top = jnp.max(p, axis=-1, keepdims=True)
+        top_prob = jnp.max(p, axis=-1, keepdims=True)
         if self.trust == "opt":
             distance = jnp.sum(jnp.abs(p - q), axis=-1, keepdims=True) / 2
-            return jnp.where(jnp.max(q, axis=-1, keepdims=True) < top - alpha * distance, log_p, log_q)
-        trusted = p >= (1 - alpha) * top
+            return jnp.where(jnp.max(q, axis=-1, keepdims=True) < top_prob - alpha * distance, log_p, log_q)
+        is_trusted = p >= (1 - alpha) * top_prob
         # Trusted tokens keep their mass from q. The rest of q is distributed over all tokens in proportion to p.
-        untrusted_mass = jnp.sum(jnp.where(trusted, 0.0, q), axis=-1, keepdims=True)
-        return jnp.log(jnp.where(trusted, q, 0.0) + p * untrusted_mass)
+        untrusted_mass = jnp.sum(jnp.where(is_trusted, 0.0, q), axis=-1, keepdims=True)
+        return jnp.log(jnp.where(is_trusted, q, 0.0) + p * untrusted_mass)
 
 
 speccascade = SpecCascade
