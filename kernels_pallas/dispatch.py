@@ -1,4 +1,4 @@
-"""Choice of an implementation during lowering, for all operations except attention, unless the caller names one.
+"""Choice of an operation's implementation during lowering, if the caller names none. Attention does not use it.
 
 A kernel is compiled as part of a program, so a kernel that does not compile would make the whole program fail. Each
 kernel is therefore first compiled separately, on the local chip. Without a chip, for example when a program is compiled
@@ -50,7 +50,7 @@ def dispatch(
     platform: str | None = None,
     differentiable: bool = False,
 ) -> Any:
-    """Call the named one of `forms` on `operands`, or by default the best one for the lowering platform.
+    """Call one of `forms` on `operands`: the one that the caller names, or by default the best one for the platform.
 
     The default is "partitioned" on GPUs and if XLA partitions the program over devices. Otherwise it is the platform's
     kernel if `KERNELS` has one, `SWITCH` allows it and it compiles (`kernel_or`), else "xla".
@@ -58,9 +58,9 @@ def dispatch(
     Args:
       implementation, interpret, blocks: arguments of the operation; the last two apply only to a named kernel.
       operands: arrays, or pytrees of arrays.
-      forms: by name; without "partitioned", "xla" runs in its place.
+      forms: implementations by name; if "partitioned" is absent, "xla" replaces it.
       platform: the platform that the program is lowered for, if the caller has already branched on it.
-      differentiable: the result has the gradient of "xla"; otherwise it has none.
+      differentiable: if True, the result has the gradient of "xla"; otherwise it has none.
 
     Raises:
       ValueError: an unknown name; blocks or interpret without a named kernel; the switch is neither 0 nor 1.
@@ -146,8 +146,8 @@ def kernel_or(kernel: Form, fallback: Form, *, platform: str) -> Form:
     together compile the same kernels, and so make the same choice.
 
     Args:
-      kernel: a function of arrays, or `functools.partial` of one with hashable keywords. Its attribute `trial`, if any,
-        is a function to compile instead in the trial, for a kernel that compiles only inside `shard_map`.
+      kernel: a function of arrays, or `functools.partial` of one with hashable keywords. If it has an attribute
+        `trial`, the trial compiles that function instead, because the kernel compiles only inside `shard_map`.
       fallback: a function of the same arrays whose results have the same shapes and dtypes.
       platform: platform that the kernel is for, as named by `jax.default_backend()`.
     """
@@ -177,7 +177,7 @@ def _compiles(kernel: Form, operands: tuple[object, ...]) -> bool:
     """Return whether the kernel compiles for operands of these shapes; log the first failure of each kernel."""
     leaves, structure = jax.tree.flatten(operands)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    # Partials of one function with equal keywords are different objects, so look the trial up by their parts.
+    # Partials of one function with equal keywords are different objects, so look up the trial by their parts.
     function, options = kernel, ()
     if isinstance(kernel, functools.partial):
         function, options = kernel.func, tuple(sorted(kernel.keywords.items()))
@@ -220,8 +220,8 @@ def _failure(
     return next(iter(errors), None)
 
 
-# A primitive, because only its lowering rule learns whether XLA partitions the program. Its parameters are both forms,
-# as functions of the flattened operands that return lists of arrays.
+# This is a primitive because only a lowering rule can find out whether XLA partitions the program. Its parameters are
+# both forms, as functions of the flattened operands that return lists of arrays.
 _choice_p = Primitive("whole_or_partitioned")
 _choice_p.multiple_results = True
 

@@ -38,7 +38,7 @@ def outer_block(outer: int, inner: int) -> int:
 def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
     """Return (experts, tiles, count): the expert and the tile of every visit, i32[tiles + X - 1] each, in row order.
 
-    The first `count` i32[] visits are real. `count` is at least 1, because a grid must not be empty.
+    Only the first `count` visits, an i32[], are real. `count` is at least 1, because a grid must not be empty.
 
     >>> experts, tiles, count = visits(jnp.asarray([3, 0, 2], jnp.int32), 2, 4)
     >>> experts[:3].tolist(), tiles[:3].tolist(), int(count)
@@ -134,5 +134,6 @@ def _kernel(
     # Rows are sorted by expert, and a tile that holds rows of several experts is visited once for each.
     row = tile_id * x.shape[0] + lax.broadcasted_iota(jnp.int32, product.shape, 0)
     in_expert = (row >= begins[expert_id]) & (row < ends[expert_id])
-    # At a tile's first visit `out` is uninitialised. Every row has an expert, so each row is overwritten.
+    # At a tile's first visit `out` is uninitialised. The tile's visits overwrite every row that has an expert; other
+    # rows stay undefined.
     out[...] = jnp.where(in_expert, product * scale[...], out[...])

@@ -4,9 +4,9 @@ R rows, K inputs, N outputs, G groups of `size` inputs. XLA computes one product
 them up; for 60 rows and groups of 32 that takes far longer than reading the weights. This kernel reads the matrix in
 its stored layout. Oracle: the product with the dequantised matrix (tests/kernels/test_int4.py).
 
-A 32-bit word holds inputs 8s .. 8s + 7 of an output. A shift, a mask and an exclusive or extract inputs k and k + 4 as
-two bfloat16 numbers 24 + v: between 16 and 32 the mantissa has room for v + 8. This changes the order of the inputs, so
-a permutation matrix reorders x to match, which is exact.
+A 32-bit word holds inputs 8s .. 8s + 7 of an output. A shift, a mask and an exclusive-or extract inputs k and k + 4 as
+two bfloat16 numbers 24 + v, where v is the weight: between 16 and 32 the mantissa has room for v + 8. This changes the
+order of the inputs, so a permutation matrix reorders x to match, which is exact.
 
 Group sums are scaled after the product, which is also exact; the offset corrects for the 24. If groups are smaller than
 the depth of a matrix unit, each row of x is split into one row per group of a chunk, with 0 in the other groups. 8
@@ -35,12 +35,13 @@ ROWS = 64
 INNER = 2048
 """Maximum inputs per block."""
 WEIGHTS = 2**20, 2**21
-"""Maximum weights per block, before v6e and from v6e on. Blocks are small because no work hides the first copy of a
-product. From v6e on a block's work takes about as long as its copy, so larger blocks leave fewer gaps."""
+"""Maximum weights per block, on chips before v6e and on later ones. Blocks are small because no computation overlaps
+the first copy of a product. On v6e and later, computing a block takes about as long as copying it, so larger blocks
+leave fewer gaps."""
 SCALES = 2**18
 """Maximum number of groups over a block's outputs. Each takes 16 to 28 bytes of fast memory, and a v4 has 16 MB."""
 BIAS = 24
-"""The number that an unpacked weight of 0 represents."""
+"""The number that a weight of 0 is unpacked to."""
 
 
 def supports_product(rows: int, inputs: int, outputs: int, size: int) -> bool:
@@ -79,14 +80,14 @@ def dense_int4(
     """
     (count, inputs), (groups, size, outputs) = x.shape, values.shape
     groups_per_chunk = CHUNK // size
-    # Scale the results of each group if the rows, one per group of a chunk, fit into a product; else the weights.
+    # If a product has room for one row per row of x and group of a chunk, scale each group's results, else the weights.
     by_group = groups_per_chunk * count <= ROWS or groups_per_chunk == 1
     narrow = not chip.startswith(("TPU v4", "TPU v5"))
     inner, width = block_sizes(inputs, outputs, groups, narrow=narrow)
     steps, block_groups = inputs // inner, inner // size
     parts, scale_rows = 1, block_groups
     if by_group and groups_per_chunk > 1:
-        # [R * parts, K]: row r of x becomes rows r * parts + g for the groups g of a chunk, 0 in the other groups.
+        # [R * parts, K]: row r of x becomes one row r * parts + g for each group g of a chunk, with 0 in other groups.
         parts = groups_per_chunk
         k, group = (lax.broadcasted_iota(jnp.int32, (1, parts, inputs), axis) for axis in (2, 1))
         x = jnp.where(k // size % parts == group, x[:, None], 0).reshape(-1, inputs)
@@ -112,7 +113,7 @@ def dense_int4(
         ],
         out_specs=pl.BlockSpec((rows // parts, width), column),
         out_shape=jax.ShapeDtypeStruct((rows // parts, outputs), jnp.float32),
-        # These are in the order of `_Memory`, from `ordered` on. The rows are laid out once for all blocks of outputs.
+        # The fields of `_Memory`, starting at `ordered`. The rows are reordered once for all blocks of outputs.
         scratch_shapes=[
             pltpu.VMEM((steps, rows, inner), jnp.bfloat16),
             pltpu.VMEM((steps, rows, block_groups), jnp.float32),
@@ -137,7 +138,7 @@ def dense_int4(
 
 
 class _Memory(NamedTuple):
-    """The kernel's memory: the inputs, the output, and the scratch from `ordered` on."""
+    """The kernel's memory: the inputs, the output, and the scratch arrays, which start at `ordered`."""
 
     x: Ref  # bf16[R, K]; `parts` rows of x yield one result row
     values: Ref  # i4[groups of the block, size, outputs]
@@ -147,9 +148,10 @@ class _Memory(NamedTuple):
     ordered: Ref  # bf16[steps, R, inputs of the block]; x in the order of the unpacked inputs
     added: Ref  # f32[steps, R, groups of the block]; the sums of x over groups
     sums: Ref  # bf16[R, 3 G]; `added`, split into bfloat16 parts
-    # f32[steps, rows, outputs]; the scales, if results are scaled. A row per group, or 8 per chunk of several groups.
+    # f32[steps, rows, outputs]; the scales, if results are scaled: one row per group, or 8 rows per chunk if a chunk
+    # has several groups.
     scales: Ref
-    total: Ref  # f32[outputs / 128 * R, 128]; the sums so far, see `_put`
+    total: Ref  # f32[outputs / 128 * R, 128]; the running sums, see `_put`
 
 
 def _kernel(*refs: Ref, by_group: bool, narrow: bool) -> None:
@@ -165,7 +167,7 @@ def _kernel(*refs: Ref, by_group: bool, narrow: bool) -> None:
     # All blocks of outputs use the same ordered rows, so compute them once per core.
     pl.when((turn == 0) & (step == 0))(functools.partial(_order_rows, memory, by_group or narrow))
     pl.when(step == 0)(functools.partial(_start_total, memory, by_group))
-    # Undo `_put`: the sums so far, f32[R, outputs].
+    # Undo `_put`: the running sums, f32[R, outputs].
     product = jnp.concatenate([total[first : first + rows] for first in range(0, len(total), rows)], axis=1)
     if by_group:
         product = _add_groups(memory, product, step)
@@ -175,7 +177,7 @@ def _kernel(*refs: Ref, by_group: bool, narrow: bool) -> None:
 
     @pl.when(step == len(memory.ordered) - 1)
     def _():
-        # Result row r is the sum over the groups g of the rows r * parts + g. Strided reads take them from each slice.
+        # Result row r is the sum of the rows r * parts + g over the groups g. A strided read takes one group's rows.
         parts = rows // len(out)
         for t in range(len(total) // rows):
             group_rows = [total[pl.ds(rows * t + g, len(out), stride=parts)] for g in range(parts)]
@@ -211,7 +213,7 @@ def _order_rows(memory: _Memory, pairs: bool) -> None:
 
 
 def _start_total(memory: _Memory, by_group: bool) -> None:
-    """Set the total to the product of the sums with the offsets, and lay out the scales of the results."""
+    """Set the total to the group sums times the offsets, and lay out the scales of the results."""
     offsets = memory.offset[...]
     if by_group:
         scale = _float32(memory.bits[...])
@@ -230,7 +232,7 @@ def _start_total(memory: _Memory, by_group: bool) -> None:
                 repeats = SUBLANES // groups_per_chunk
                 step_scale = jnp.concatenate([part for part in chunks for _ in range(repeats)], axis=0)
             memory.scales[i] = step_scale
-    # high * high + low * high + high * low multiplies 16-bit numbers in one product of bfloat16 numbers.
+    # One product of bfloat16 numbers, high * high + low * high + high * low, multiplies the 16-bit numbers.
     high, low = _split(offsets)
     _put(memory.total, _product(memory.sums[...], jnp.concatenate([high, high, low], axis=0)))
 
@@ -257,13 +259,13 @@ def _add_scaled_weights(memory: _Memory, product: Array, step: Array, narrow: bo
     first_group = pl.multiple_of(step * block_groups, block_groups)
     scale = _float32(memory.bits[pl.ds(first_group, block_groups), :])
     if narrow:
-        # Matrix units of these chips are two chunks deep. A word holds the bfloat16 scale twice, once for each number.
-        # The bits of a bfloat16 number are the upper half of those of the float32 number with the same value.
+        # Matrix units of these chips are two chunks deep. A word holds the bfloat16 scale twice, once for each of its
+        # numbers. The bits of a bfloat16 number are the upper half of those of the float32 number with the same value.
         deep = 2 * CHUNK
         high = lax.bitcast_convert_type(scale.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
         scale = lax.bitcast_convert_type(high | lax.shift_right_logical(high, 16), jnp.float32)
     else:
-        # `_scaled` leaves the numbers in the top bits of words, so they are too large by 2^28.
+        # `_scaled` leaves the numbers in the top bits of words, so they are too large by a factor of 2^28.
         deep, scale = CHUNK, scale * 2.0**-28
     for first in range(0, inner, deep):
         last = min(first + deep, inner)
@@ -306,7 +308,7 @@ def _float32(bits: Array) -> Array:
 
 
 def _words(values: Ref, chunk: int) -> list[Array]:
-    """Return the halves of a chunk as words i32[8, N]."""
+    """Return the two halves of a chunk, as words i32[8, N] each."""
     groups_per_chunk = CHUNK // values.shape[1]
     weights = values[chunk * groups_per_chunk : (chunk + 1) * groups_per_chunk]
     # i32[16, N]: word s holds inputs 8s .. 8s + 7, input 8s + k in bits 4k .. 4k + 3.
@@ -317,13 +319,13 @@ def _words(values: Ref, chunk: int) -> list[Array]:
 def _biased(word: Array, k: int) -> Array:
     """Return the inputs k and k + 4 of words i32[8, N] as bf16[16, N], each plus 24."""
     # Input k goes to bits 3 .. 6, the top of a bfloat16 mantissa, and input k + 4 to the same bits of the upper half.
-    # The exclusive or flips the sign bit, which adds 8, and sets the exponent of numbers from 16 to 32.
+    # The exclusive-or flips the sign bit, which adds 8, and sets the exponent of numbers from 16 to 32.
     moved = word << 3 if k == 0 else word >> (4 * k - 3)
     return pltpu.bitcast((moved & 0x00780078) ^ 0x41C041C0, jnp.bfloat16)
 
 
 def _scaled(values: Ref, scales: Array, chunk: int, narrow: bool) -> list[Array]:
-    """Return the weights of a chunk, in parts: bf16[16, N] if `narrow`, otherwise f32[8, N]."""
+    """Return the scaled weights of a chunk in parts: bf16[16, N] each if `narrow`, otherwise f32[8, N] each."""
     parts, groups_per_half, wide = [], 64 // values.shape[1], (8, values.shape[2])
     for half, word in enumerate(_words(values, chunk), 2 * chunk):
         # The 8 inputs of a word belong to one group. A half of a chunk has one group, or two with 4 rows of words each.

@@ -40,7 +40,7 @@ def margin_stats(
 ) -> MarginStats:
     """Compute the statistics of logits [..., V] (bfloat16 or float32, V >= 1) over the last axis, in float32.
 
-    They are for decisions, so no gradient flows through them.
+    Only decisions use the statistics, so they have no gradient.
 
     Args:
       logits: raw logits; `-inf` for masked tokens.
@@ -49,7 +49,7 @@ def margin_stats(
         and if XLA partitions the program over devices; otherwise "pallas_tpu" if the program is lowered for a TPU, else
         "xla". A named implementation is never replaced: on another platform it fails.
       blocks: block sizes of the named kernel.
-      interpret: run the named kernel on CPU: True, or `pltpu.InterpretParams(...)`.
+      interpret: True or `pltpu.InterpretParams(...)` runs the named kernel on a CPU.
 
     Raises:
       ValueError: unknown implementation, illegal block sizes, or options that the implementation does not support.
@@ -101,7 +101,7 @@ def margin_accept(
       controls: per-row settings: `AcceptControls`, or any object with its fields.
       max_depth: D.
       margin: "ratio" (z2 / z1 > theta and z1 > 0) or "gap" (z1 - z2 < theta nats). `theta = inf` is strict for both.
-      logsumexp: also return it per node.
+      logsumexp: also return the logsumexp of each node.
       implementation, blocks, interpret: as in `margin_stats`.
 
     Raises:
@@ -189,8 +189,8 @@ def sharded_margin_accept(
 ) -> Acceptance:
     """Compute `margin_accept` of logits [B, N, V] sharded as in `sharded_margin_stats`.
 
-    The other arguments are sharded by `batch_axis`. Every device walks the tree: that costs less than sending the
-    result.
+    The other arguments are sharded by `batch_axis`. Every device walks the tree itself, which costs less than receiving
+    the result.
 
     Raises:
       ValueError: as in `sharded_margin_stats`, or an unknown margin.

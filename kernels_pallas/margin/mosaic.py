@@ -84,8 +84,8 @@ def margin_accept(
     ]
     per_row = jnp.concatenate(numbers, axis=1)
     tree = [x.astype(jnp.int32) for x in (tokens, parents, y) if x is not None]
-    # Lanes of a verdict: the D + 1 nodes of the path, a flag for each of the D edges that is 1 if it was relaxed, the
-    # number of accepted edges, and the next token.
+    # Lanes of a verdict: the D + 1 nodes of the path, a flag for each of the D edges (1 if it was relaxed), the number
+    # of accepted edges, and the next token.
     width = round_up(2 * max_depth + 3, LANES)
     kernel = functools.partial(_accept_kernel, vocab=vocab, nodes=nodes, max_depth=max_depth, margin=margin)
     packed, verdict = _pass(kernel, plan, [per_row, *tree], [width], interpret, "margin_accept")
@@ -103,7 +103,7 @@ class _Plan(NamedTuple):
 
     logits: Array  # [trees, N, V] or [rows, V]
     blocks: TpuBlocks
-    trees: int  # rows, if the rows of a matrix are independent
+    trees: int  # number of trees, or of rows if the rows of a matrix are independent
     lead: tuple[int, ...]  # the dimensions of a block before the vocabulary
     logsumexp: bool
 
@@ -132,15 +132,15 @@ def _pass(
     interpret: Interpret,
     name: str,
 ) -> list[Array]:
-    """Call a kernel on blocks of the logits, with `inputs` [trees, ...] of the same trees.
+    """Call a kernel on blocks of the logits and of `inputs` [trees, ...], which belong to the same trees.
 
     Returns:
       The packed statistics i32[..., 128] of every row, and arrays i32[trees, width], one for each of `widths`.
     """
     logits, blocks, lead = plan.logits, plan.blocks, plan.lead
     rows, vocab = math.prod(logits.shape[:-1]), logits.shape[-1]
-    # Block i is the i-th group of trees, or rows, in the first dimension, and has all nodes in the second one, if there
-    # is one.
+    # Along the first dimension, block i is the i-th group of trees or rows. Along the second one, if any, each block
+    # has all nodes.
     zeros = (0,) * (len(lead) - 1)
 
     def by_tree(width: int) -> pl.BlockSpec:
@@ -242,13 +242,13 @@ def _fold(logits_ref: Ref, state: tuple[Ref, ...], block: int | Array, last: int
     if vocab % tokens == 0:
         fold_block(partial=False)
     else:
-        # Only the last block compares ids with V, so that all others spend no instruction on it.
+        # Only the last block compares ids with V, so that no other block spends instructions on the comparison.
         pl.when(block < last)(lambda: fold_block(partial=False))
         pl.when(block == last)(lambda: fold_block(partial=True))
 
 
 class _State(NamedTuple):
-    """State of a strip of rows, [rows, 128] each: lane l keeps the two largest of tokens l, l + 128, l + 256, ..."""
+    """State of a strip of rows, [rows, 128] each: lane l keeps the two best of tokens l, l + 128, l + 256, ..."""
 
     top1: Ref  # f32; the largest
     id1: Ref  # i32; its id
@@ -258,7 +258,7 @@ class _State(NamedTuple):
 
 
 def _fold_strip(logits_ref: Ref, *state_refs: Ref, block: int | Array, vocab: int, partial: bool) -> None:
-    """Fold a strip of rows of block number `block` into its state. Only a `partial` block contains ids from V on."""
+    """Fold a strip of rows of block number `block` into its state. Only a `partial` block contains ids >= V."""
     rows, tokens = logits_ref.shape
     # The token ids of the block's first 128 columns. Chunk c adds c * 128, so an id stays in lane id % 128.
     lanes = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) + block * tokens
@@ -303,7 +303,7 @@ def _finish(state: tuple[Ref, ...], packed_ref: Ref, vocab: int) -> None:
     def one_strip(packed_ref: Ref, *state_refs: Ref) -> None:
         state = _State(*state_refs)
         top1, id1, top2, id2 = (ref[...] for ref in state[:4])
-        # The row's runner-up is the winning lane's second entry, or another lane's first. i32[rows, 1] each.
+        # The row's runner-up is the winning lane's second entry, or another lane's first. All results are [rows, 1].
         best, best_id = largest(top1, id1)
         winner = id1 == best_id
         second, second_id = largest(jnp.where(winner, top2, top1), jnp.where(winner, id2, id1))
@@ -352,7 +352,7 @@ def _per_tree(packed_ref: Ref, trees: int, nodes: int) -> MarginStats:
     lane = lax.broadcasted_iota(jnp.int32, (trees, nodes), 1)
     out = [jnp.zeros((trees, nodes), jnp.int32) for _ in range(4)]
     for n in range(nodes):
-        # `rows`, i32[trees, 128]: node n of every tree.
+        # `node_rows`, i32[trees, 128]: node n of every tree.
         if packed_ref.ndim == 3:
             rows = packed_ref[:, n, :]
         elif nodes > 1:

@@ -50,7 +50,7 @@ def accept_by_edges(
     max_depth: int,
     margin: str,
 ) -> Acceptance:
-    """Compute `margin_accept` from its statistics: find the acceptable edges, then walk. Shapes are the same."""
+    """Compute `margin_accept` from the statistics of its logits: find the acceptable edges, then walk them."""
 
     def at_parent(values: Array) -> Array:
         return jnp.take_along_axis(values, jnp.maximum(parents, 0), axis=1)
@@ -60,12 +60,12 @@ def accept_by_edges(
 
     # y: the target's token at every node, its argmax at temperature 0.
     y = stats.id1 if y is None else jnp.where(y < 0, stats.id1, y)
-    # An edge belongs to its child. Its parent decides whether it may be relaxed: the margin is low, and neither of the
-    # target's tokens ends the text.
+    # An edge is stored at its child. It may be relaxed only if the margin at its parent is low and neither of the
+    # target's tokens there is a stop token.
     low = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(controls.theta[:, None], y.shape))
     open_node = low & ~is_stop(stats.id1) & ~is_stop(y)
     exact = (tokens >= 0) & (tokens == at_parent(y))
-    # If a sampled y differs from the target's best token, that token is relaxable like the runner-up.
+    # If a sampled y differs from the target's best token, the best token is relaxable like the runner-up.
     best = (tokens == at_parent(stats.id1)) | (tokens == at_parent(stats.id2))
     relaxable = (tokens >= 0) & ~exact & best & at_parent(open_node) & ~is_stop(tokens)
 

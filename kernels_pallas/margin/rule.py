@@ -68,10 +68,10 @@ def merge(a: MarginStats, b: MarginStats) -> MarginStats:
     >>> merge(left, right).id2.tolist()
     7
     """
-    # The leader of one side is the first of both.
+    # The first entry of the union is the first entry of one side, the leader.
     a_leads = _before(a.top1, a.id1, b.top1, b.id1)
     top1, id1 = jnp.where(a_leads, a.top1, b.top1), jnp.where(a_leads, a.id1, b.id1)
-    # The second is either the leader's second or the other side's first.
+    # The second entry of the union is the leader's second or the other side's first.
     za, ia = jnp.where(a_leads, a.top2, a.top1), jnp.where(a_leads, a.id2, a.id1)
     zb, ib = jnp.where(a_leads, b.top1, b.top2), jnp.where(a_leads, b.id1, b.id2)
     a_second = _before(za, ia, zb, ib)
@@ -82,7 +82,7 @@ def merge(a: MarginStats, b: MarginStats) -> MarginStats:
 
 
 def _before(za: Array, ia: Array, zb: Array, ib: Array) -> Array:
-    """Return where entry a precedes entry b: larger value, then smaller id; a missing entry comes last."""
+    """Return whether entry a precedes entry b: larger value, then smaller id; a missing entry comes last."""
     ia, ib = jnp.where(ia < 0, LAST_ID, ia), jnp.where(ib < 0, LAST_ID, ib)
     return (za > zb) | ((za == zb) & (ia < ib))
 
@@ -90,8 +90,8 @@ def _before(za: Array, ia: Array, zb: Array, ib: Array) -> Array:
 def close(top1: Array, id1: Array, top2: Array, id2: Array, vocab: int) -> tuple[Array, Array]:
     """Complete the ids `(id1, id2)`, i32 of the same shape, of a fold that skips `-inf` entries.
 
-    If `top2` is -inf, every token but `id1` is -inf, so the second is the smallest id other than `id1`, without a
-    search. Uses only comparisons and selects, so it also runs inside kernels.
+    If `top2` is -inf, every token but `id1` is -inf, so the second id is the smallest id other than `id1`, and no
+    search is needed. The function uses only comparisons and selects, so it also runs inside kernels.
     """
     # In a row of -inf, token 0 comes first by its id.
     id1 = jnp.where(top1 == -jnp.inf, 0, id1)
@@ -114,7 +114,7 @@ def as_arrays(controls: AcceptControls) -> AcceptControls:
     """Convert an object with the fields of `AcceptControls`, with `strict` as a number of edges, i32[B]."""
     strict = controls.strict
     if strict.dtype == jnp.bool_:
-        # A strict row has more strict edges than any tree is deep.
+        # In a strict row, the number of strict edges exceeds the depth of every tree.
         strict = jnp.where(strict, jnp.iinfo(jnp.int32).max, 0)
     return AcceptControls(
         controls.theta, strict.astype(jnp.int32), controls.max_relaxed_run, controls.stop_tokens
@@ -139,7 +139,7 @@ logits z1 >= z2, so that relaxing is allowed. An infinite theta is strict for ev
 def ratio(z1: Array, z2: Array, theta: Array) -> Array:
     """Return `z2 / z1 > theta` (MARS, arXiv 2601.15498, Algorithm 1); False if z1 <= 0, where the ratio is meaningless.
 
-    The ratio depends on the offset of the logits: 0.9 allows p2 / p1 down to exp(-0.1 z1).
+    The ratio depends on the offset of the logits: a theta of 0.9 allows p2 / p1 down to exp(-0.1 z1).
 
     >>> ratio(jnp.asarray([10.0, -1.0]), jnp.asarray([9.5, -2.0]), jnp.asarray([0.9, 0.9])).tolist()
     [True, False]
@@ -188,8 +188,8 @@ def walk_columns(
 ) -> Walk:
     """Descend from the root while a child is acceptable; prefer the exact child, then the lowest node id.
 
-    No parent is gathered. At each depth, one-hot selections over N read the three acceptable tokens at the current node
-    of each row.
+    The walk gathers no parents. At each depth, one-hot selections over N read the three acceptable tokens at the
+    current node of each row.
 
     Args:
       stats: [B, N] each.
@@ -248,7 +248,7 @@ def walk_columns(
         accepted += going.astype(jnp.int32)
         path.append(node)
         relaxed.append(is_relaxed.astype(jnp.int32))
-    # The target's token where the walk stops: one-hot, as in `at_node`.
+    # The target's token at the node where the walk stops, selected as in `at_node`.
     next_token = jnp.sum(jnp.where(ids == node, y, 0), axis=1, keepdims=True, dtype=jnp.int32)
     return Walk(path, relaxed, accepted, next_token)
 

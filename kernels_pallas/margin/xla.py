@@ -89,9 +89,9 @@ def _stats(logits: Array, *, logsumexp: bool) -> MarginStats:
 def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
     """Compute `margin_stats` with reductions over the vocabulary only.
 
-    For a sharded vocabulary XLA partitions each of them into a reduction per device and an exchange of one number per
-    node and device, independent of V. It would gather the whole logits for `margin_stats` above or for `lax.top_k`.
-    This form is slow on CPU, because argmax is, and the fastest on an H100.
+    For a sharded vocabulary, XLA partitions each reduction into one per device and an exchange of one number per node
+    and device, independent of V. For `margin_stats` above or `lax.top_k`, it would gather all logits. This form is slow
+    on a CPU, where argmax is slow, and the fastest form on an H100.
     """
     z = logits.astype(jnp.float32)
     ids = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)

@@ -30,7 +30,7 @@ def top_k(
       interpret: as in `margin_stats`.
 
     Raises:
-      ValueError: unknown implementation, or one that this operation does not have.
+      ValueError: an implementation that this operation does not have.
 
     >>> import jax.numpy as jnp
     >>> largest = top_k(jnp.asarray([1.0, 3.0, 2.0]), 2)
@@ -53,7 +53,7 @@ def sharded_top_k(
     One collective sends the k largest entries of each part to all devices, and every device joins them.
 
     Args:
-      part: [..., V / devices]; may have fewer than k tokens.
+      part: [..., V / devices]; this device's part of the logits, which may have fewer than k tokens.
       k: 1 to V.
       axis: mesh axis, or axes, that shard the vocabulary.
       implementation, interpret: as in `top_k`.
@@ -99,13 +99,13 @@ def join_top_k(parts: Array, k: int, size: int, *, interpret: Interpret | None =
         return xla.join(parts, k, size)
     from kernels_pallas.top_k import mosaic
 
-    # The kernel's rows are all leading dimensions together.
+    # The kernel takes a single dimension of rows, so flatten all leading dimensions.
     flat = parts.reshape(parts.shape[0], 2, -1, LANES)
     return unpack(mosaic.join(flat, k, size, interpret=interpret).reshape(parts.shape[1:]), k)
 
 
 def _runs_kernel(logits: Array, k: int, implementation: str | None) -> bool:
-    """Return True if the kernel should run: it fits, or it was named explicitly and raises if it does not fit."""
+    """Return whether the kernel should run: it fits, or the caller named it, and then it raises if it does not fit."""
     return implementation == "pallas_tpu" or fits_in_vmem(logits.shape[-1], k)
 
 

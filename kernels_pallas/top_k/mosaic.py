@@ -22,7 +22,7 @@ from kernels_pallas.common import LANES, LAST_ID, LOWEST, SUBLANES, Interpret, b
 from kernels_pallas.top_k.shapes import block_rows
 
 CHAINS = 4
-"""Independent chains that a scan folds side by side: in a single chain, each vector would wait for the previous one."""
+"""Independent chains that a scan folds in parallel: in a single chain, each vector would wait for the previous one."""
 STRIP = 16
 """Vectors along the vocabulary per iteration of a scan's loop."""
 
@@ -83,7 +83,7 @@ def _top_k_kernel(logits_ref: Ref, packed_ref: Ref, *, vocab: int, k: int) -> No
 
     def scan(body: Callable[..., Carry], start: Carry, merge: Callable[[Carry, Carry], Carry]) -> Carry:
         def chunk(first: Array | int, carry: Carry) -> Carry:
-            """Fold vector number `first` of every row, which is static after the loop."""
+            """Fold vector number `first` of every row into a chain; after the loop, `first` is a Python int."""
             offset = first * LANES if isinstance(first, int) else pl.multiple_of(first * LANES, LANES)
             z = logits_ref[:, pl.ds(offset, LANES)].astype(jnp.float32)
             ids = lane + offset
@@ -100,7 +100,7 @@ def _top_k_kernel(logits_ref: Ref, packed_ref: Ref, *, vocab: int, k: int) -> No
                 chains[j] = chunk(i * STRIP + c, chains[j])
             return chains
 
-        # The loop processes only whole vectors; the rest of the vocabulary is masked below.
+        # The loop processes only whole strips. The remaining vectors follow it; the last of them may need a mask.
         strips = vocab // LANES // STRIP
         chains = lax.fori_loop(0, strips, strip, [start] * side_by_side)
         for c in range(strips * STRIP, chunks):

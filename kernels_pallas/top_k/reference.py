@@ -36,7 +36,7 @@ def pack(entries: TopKEntries, k: int) -> Array:
     values are -inf.
     """
 
-    # [..., k]
+    # Pad x to [..., k].
     def padded(x: Array, fill: float) -> Array:
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, k - x.shape[-1])], constant_values=fill)
 

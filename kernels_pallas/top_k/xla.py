@@ -13,14 +13,15 @@ from kernels_pallas.top_k import reference
 from kernels_pallas.top_k.reference import TopKEntries, unpack
 
 BLOCK = 64
-"""Tokens per block; blocks are first compared by their maxima. Ten blocks hold fewer than 1,024 tokens, up to which XLA
-sorts on a GPU. Sorting is faster than the search that XLA uses for more tokens."""
+"""Tokens per block; blocks are first compared by their maxima. Ten blocks hold fewer than 1,024 tokens. Up to that
+number XLA sorts on a GPU, which is faster than the search that it uses for more tokens."""
 
 
 def top_k(logits: Array, k: int) -> TopKEntries:
     """Search only the k blocks with the largest maxima; they contain the k largest entries.
 
-    Ties cannot change the result: a tied entry outside of these blocks has a larger id than enough tied entries inside.
+    Ties cannot change the result: each of these blocks has an entry that comes before every entry outside of them, in
+    the order (larger value, then smaller id).
     """
     z = logits.astype(jnp.float32)
     if z.shape[-1] < 4 * k * BLOCK:

@@ -1,4 +1,4 @@
-"""TPU attention over a key-value cache: DMA copies in the used slots of each row and reads nothing else.
+"""TPU attention over a key-value cache: DMA reads only the used slots of each row.
 
 B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows of the
 region, W new rows, M = N * G queries per head and tile, T tiles. Oracle: `reference.tree_attention`.
@@ -68,7 +68,7 @@ def tree_attention(
     batch, n, heads, group, dim = q.shape
     scaled = operands.k_scale is not None
     blocks, align = attention_blocks(blocks, q.shape, k.shape[1], k.dtype, scaled=scaled)
-    # `inside`: the rows of the region that each query sees. `last_hidden`: the last position that its window hides.
+    # The rows of the region that each query sees, and the last position that its window hides.
     inside, last_hidden = operands.region()
     tiles, per_tile = pl.cdiv(n, blocks.queries), blocks.queries
     # Chips with two cores split the rows. On other chips both halves run on the single core.
@@ -90,7 +90,7 @@ def tree_attention(
     columns = _columns(operands.first, inside, last_hidden, shape, n, group, queries.shape[3])
     table = _table(operands.first, inside, last_hidden, shape, n)
     if new is not None:
-        # The entry `WRITTEN`, the same for all tiles of a row.
+        # Append the entry `WRITTEN`, which is the same for all tiles of a row.
         table = jnp.concatenate([table, jnp.repeat(new.slot.astype(jnp.int32), tiles)[None]])
     out, *caches = _call(operands, new, shape, table, queries, columns, interpret)
     # Undo `_tiled`: cut the padding and move the heads behind the queries, [B, T, K, M, D] -> [B, N, K, G, D].
@@ -150,8 +150,8 @@ def _call(
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct(queries.shape, operands.q.dtype), caches],
-        # Inputs 0 to 2 are the table, the queries and their columns; then come keys and values. Output 0 is the result;
-        # outputs 1 and 2 are the caches, in the memory of the keys and values.
+        # Inputs 0 to 2 are the table, the queries and their columns; keys and values follow. Output 0 is the result;
+        # outputs 1 and 2 are the caches, which reuse the memory of the keys and values.
         input_output_aliases={3 + i: 1 + i for i in range(len(caches))},
         # A core runs its items in order, because the copy for the next item starts during the current one.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
@@ -172,7 +172,7 @@ def _sources(operands: Operands, shape: Shape, *, in_place: bool) -> tuple[list[
         buffer_shape = (size, dim)
     else:
         # Heads wider than the lanes are copied in parts, because a strided load reads rows of one register's width.
-        # Heads that are not a multiple of the lanes are narrower than them, see `attention_blocks`.
+        # A head whose width is not a multiple of the lanes is narrower than the lanes, see `attention_blocks`.
         width = min(dim, LANES)
         buffer_shape = (dim // width, size, k.shape[2], width)
     if in_place:
@@ -202,7 +202,7 @@ def _cost(queries: Array, k: Array) -> pl.CostEstimate:
 def _tiled(q: Array, tiles: int, per_tile: int) -> Array:
     """Return q [B, N, K, G, D] as [B, T, K, M, D], padded to whole memory tiles."""
     batch, n, heads, group, dim = q.shape
-    # Row i * G + g of a tile's M rows is query i for head g of the group, which all read the same keys.
+    # Row i * G + g of a tile's M rows is query i of head g of the group. All heads of a group read the same keys.
     q = jnp.pad(q, ((0, 0), (0, tiles * per_tile - n), (0, 0), (0, 0), (0, 0)))
     q = jnp.moveaxis(q.reshape(batch, tiles, per_tile, heads, group, dim), 2, 3)
     q = q.reshape(batch, tiles, heads, per_tile * group, dim)
@@ -212,7 +212,7 @@ def _tiled(q: Array, tiles: int, per_tile: int) -> Array:
 def _columns(
     first: Array, inside: Array | None, last_hidden: Array | None, shape: Shape, n: int, group: int, m: int
 ) -> Array:
-    """Return the columns of the queries, i32[B, T, M, 2 + words]; padding after the first N sees no region rows."""
+    """Return the columns of the queries, i32[B, T, M, 2 + words]; padding queries see no row of the region."""
     batch, tiles, per_tile = first.shape[0], shape.tiles, shape.blocks.queries
     # Query i is in slot `first + i`, the last one that it sees under a causal mask.
     upper = first[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
@@ -234,7 +234,8 @@ def _table(first: Array, inside: Array | None, last_hidden: Array | None, shape:
     for begin in range(0, n, per_tile):
         end = min(begin + per_tile, n)
         if inside is None:
-            # A causal mask: all queries of the tile see the slots before its first one, and the last sees up to itself.
+            # The mask is causal: all queries of the tile see the slots before its first query, and its last query sees
+            # the slots up to its own.
             tile_first, rows = first + begin, end - begin
         else:
             tile_first, rows = first, inside.shape[2]
@@ -324,7 +325,7 @@ class _Core(NamedTuple):
             yield pltpu.make_async_copy(rows.at[row], cache.at[row, place], self.landed[0].at[kind])
 
     def block_copies(self, row: Array, start: Array, buffer: Array) -> Iterator[Any]:
-        """Yield the copies of a block of slots from `start` on into a buffer."""
+        """Yield the copies into a buffer of the block of slots that begins at `start`."""
         slots = pl.ds(start, self.shape.blocks.slots)
         for kind, (source, target) in enumerate(zip(self.sources, self.buffers, strict=True)):
             signal = self.arrived.at[buffer, kind]
@@ -339,7 +340,7 @@ class _Core(NamedTuple):
                     yield pltpu.make_async_copy(rows, target.at[buffer, part], signal)
 
     def begin(self) -> None:
-        """Start writing all new rows of this core and copying in the first blocks."""
+        """Start writing all new rows of this core, and start copying its first blocks."""
         # The second core may run after the first one on the same chip, so reset the state.
         for i in range(5):
             self.state[i] = 0
@@ -410,7 +411,8 @@ def _attend_rows(
     pl.when(item == 0)(core.begin)
     row = core.row_of(item)
     first, base, recent = core.entry(FIRST, item), core.entry(BASE, item), core.entry(RECENT, item)
-    # An empty softmax. `LOWEST` instead of -inf, because a block may show a query nothing, and -inf - -inf is NaN.
+    # Start from an empty softmax. Use `LOWEST` for -inf, since a query may see no slot of a block and -inf - -inf is
+    # NaN.
     folded = _Folded(*softmax)
     for ref, value in zip(folded, (LOWEST, 0.0, 0.0), strict=True):
         ref[...] = jnp.full(ref.shape, value, ref.dtype)
@@ -457,7 +459,7 @@ def _attend_block(q: Ref, folded: _Folded, core: _Core, buffer: Array, mask: Arr
         # f32[M, slots]. With a cap, the factor log2(e) comes after the tanh; otherwise it is part of the scale.
         scores = scores * (scale if cap is not None else scale * LOG2_E)
         if len(buffers) > 2:
-            # The keys' scales, one per slot and thus per lane of the scores.
+            # Multiply by the keys' scales, one per slot and thus per lane of the scores.
             scores = scores * buffers[2][buffer, pl.ds(head, 1)]
         if cap is not None:
             scores = cap * LOG2_E * jnp.tanh(scores / cap)
@@ -470,7 +472,7 @@ def _attend_block(q: Ref, folded: _Folded, core: _Core, buffer: Array, mask: Arr
         folded.top[head] = top
         folded.total[head] = folded.total[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
         if len(buffers) > 2:
-            # The values' scales. The softmax's total is unscaled.
+            # Multiply by the values' scales. The softmax's total stays unscaled.
             weights = weights * buffers[3][buffer, pl.ds(head, 1)]
         folded.mixed[head] = folded.mixed[head] * _wide(shrink, values.shape[1]) + jnp.dot(
             weights.astype(values.dtype), values, preferred_element_type=jnp.float32
@@ -495,7 +497,7 @@ def _mask(columns: Array, first: Array, start: Array, own_start: Array, size: in
         word = jnp.zeros_like(row)
         for i in range(columns.shape[1] - WORDS):
             word = jnp.where(row >> 5 == i, columns[:, WORDS + i : WORDS + i + 1], word)
-        # Slots behind the region select no word, so they keep 0. `inside` already includes the window.
+        # Slots after the region select no set bit. The bitmask already includes the window.
         inside = (word >> (row & 31)) & 1
         visible = jnp.where(row < 0, recent.astype(jnp.int32), inside) == 1
     # The previous block covered the slots before `own_start`.
@@ -513,7 +515,7 @@ def _of_head(ref: Ref, buffer: Array, head: int, dtype: DTypeLike, simulated: bo
         return ref[buffer].astype(dtype)
     _, parts, size, heads, width = ref.shape
     packing = 4 // jnp.dtype(ref.dtype).itemsize
-    # Words per slot, and the head's place in its word, from the low bits on.
+    # Words per slot, and the head's place in its word, counted from the low bits.
     words, place = heads // packing, head % packing
     head_parts = []
     for part in range(parts):

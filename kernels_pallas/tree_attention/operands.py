@@ -90,10 +90,10 @@ def dense_mask(first: Array, n: int, slots: int, inside: Array | None, last_hidd
         if last_hidden is None:
             return sees_slot
         return sees_slot & (slot[None, None] > last_hidden[:, :, None])
-    # Multiply by a one-hot matrix instead of gathering: there are few queries, and products are fast on every platform.
     if inside.shape[2] == slots:
         # The region is the whole cache, so `first` is 0.
         return jnp.broadcast_to(inside, (offset.shape[0], *inside.shape[1:]))
+    # Multiply by a one-hot matrix instead of gathering: there are few queries, and products are fast on every platform.
     rows = jnp.arange(inside.shape[2], dtype=jnp.int32)
     one_hot = (offset[:, None, :] == rows[None, :, None]).astype(jnp.float32)
     inside = jnp.broadcast_to(inside, (one_hot.shape[0], *inside.shape[1:])).astype(jnp.float32)

@@ -74,7 +74,7 @@ def attention_blocks(
         raise BlockError(f"blocks.slots is {blocks.slots}: expected a positive multiple of {align}.")
     if blocks.queries <= 0 or blocks.buffers < 2:
         raise BlockError(
-            f"blocks has {blocks.queries} queries and {blocks.buffers} buffers: expected 1 or more, and 2 or more."
+            f"blocks has {blocks.queries} queries and {blocks.buffers} buffers: expected at least 1 and at least 2."
         )
     return blocks._replace(slots=min(blocks.slots, slots), queries=min(blocks.queries, n)), align
 

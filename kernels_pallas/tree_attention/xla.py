@@ -39,7 +39,7 @@ def tree_attention(operands: Operands) -> Array:
     top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1)
-    # The values' scales, after the total: the softmax is over unscaled weights.
+    # Apply the values' scales after summing the weights: the softmax is over unscaled weights.
     if operands.v_scale is not None:
         weights = weights * per_slot(operands.v_scale)
     mixed = jnp.einsum(

@@ -93,7 +93,7 @@ def write_slots(buffer: PyTree, rows: Array, start: Array) -> PyTree:
     if isinstance(buffer, Int8Rows):
         return jax.tree.map(lambda b, r: write_slots(b, r, start), buffer, Int8Rows.of(rows))
     rows = rows.astype(buffer.dtype)
-    # One row of the batch is one slice update, which needs neither a loop nor a scatter.
+    # A batch of one row needs one slice update, but neither a loop nor a scatter.
     if buffer.shape[0] == 1:
         return lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis=1)
     tpu = _write_short if _is_short(buffer) else _write_rows
@@ -180,7 +180,7 @@ def commit_path(cache: PyTree, start: Array, path: Array) -> PyTree:
 
 
 def put_rows(cache: PyTree, rows: Array, new: PyTree) -> PyTree:
-    """Replace rows i32[b] of the cache with those of `new`, in place under jit; the first axis of every leaf is B.
+    """Replace rows i32[b] of the cache with the rows of `new`, in place under jit; the first axis of every leaf is B.
 
     Entries of B or more are dropped. Row numbers must be unique.
 

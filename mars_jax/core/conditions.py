@@ -73,7 +73,7 @@ class Nodes(NamedTuple):
         return logits
 
     def ended(self, verdict: Verdict) -> Array | None:
-        """bool[B]: the constraint allows no token after the accepted path; None without a constraint."""
+        """Return bool[B]: whether the constraint allows no token after the accepted path; None without a constraint."""
         return self.constraint and self.constraint.ended(verdict)
 
     def after(self, verdict: Verdict, state: DecodeState) -> GuideStates | None:

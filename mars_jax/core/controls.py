@@ -55,8 +55,8 @@ def make_controls(
       top_p: 1 is off.
       min_p: 0 is off.
       strict: True replaces a lossy rule by its lossless base in this row.
-      draft_stop: threshold on the square root of the draft's entropy in nats; drafting stops after a node above it
-        (SVIP, arXiv 2411.18462). inf is off.
+      draft_stop: threshold on the square root of the draft's entropy in nats; drafting stops after a node that exceeds
+        it (SVIP, arXiv 2411.18462). inf is off.
       stop_tokens: ids for all rows, or one sequence of ids per row; padded with `NO_TOKEN` to a common M >= 1.
 
     Raises:
@@ -136,7 +136,7 @@ def _stop_tokens(value: Any, batch: int) -> Array:
         raise MarsError(
             f"stop_tokens is {short_repr(value)}: expected a sequence of token ids, or one for each row."
         ) from None
-    # Token ids without a sequence around them are one sequence, the same for all rows.
+    # Token ids that are not inside further sequences form one sequence, which applies to all rows.
     if not any(getattr(row, "ndim", isinstance(row, list | tuple | range)) for row in rows):
         rows = [rows] * batch
     if len(rows) != batch:

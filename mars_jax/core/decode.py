@@ -35,7 +35,7 @@ def check_given(
     decoder: object, params: object, state: object = _ABSENT, *, max_steps: object = None, **_: object
 ) -> None:
     """Raise MarsError unless these are a decoder, its weights, a state, and a whole number of steps."""
-    check_type("the decoder", decoder, Decoder, "what speculative_decoder gives")
+    check_type("the decoder", decoder, Decoder, "the result of speculative_decoder")
     check_params(params)
     if state is not _ABSENT:
         rows_of(state)
@@ -56,7 +56,7 @@ def _start(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
 
 
 def start(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
-    """Call `decoder.init`, checked and compiled. Each rule parameter is one value or one per row.
+    """Check the arguments and call the compiled `decoder.init`. Each rule parameter is one value or one per row.
 
     Raises:
       MarsError: see `Decoder.checked`.
@@ -71,7 +71,7 @@ def shapes(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
 
 
 def ready(decoder: Decoder, prompts: Prompts) -> Prompts:
-    """Check prompts on the host, where their values are concrete, and broadcast the rule to rows.
+    """Check prompts on the host, where their values are concrete, and broadcast the rule's parameters to rows.
 
     Each rule parameter gets one value per row, so that a scalar and an array compile to the same program.
     """
@@ -83,14 +83,14 @@ def ready(decoder: Decoder, prompts: Prompts) -> Prompts:
 def extend(
     decoder: Decoder, params: Params, state: DecodeState, prompts: Prompts
 ) -> tuple[DecodeState, Array]:
-    """Call `decoder.extend`, checked and compiled. `state` is donated.
+    """Check the arguments and call the compiled `decoder.extend`. `state` is donated.
 
     Use `insert` instead for a failed row, whose cache may hold non-finite values, and for a one-token prompt, for which
     a draft head would start from the features of the row's previous tokens.
 
     Args:
       decoder, params: from `speculative_decoder`, and the weights.
-      state: B rows from `start`, `run`, `stream` or this function, done or not.
+      state: B rows, done or not, from `start`, `run`, `stream` or this function.
       prompts: the full token sequence of every row, including the part that was already read.
 
     Returns:
@@ -182,7 +182,7 @@ def run(
 
 @donating(2, check=check_given)
 def jitted_step(decoder: Decoder, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-    """Call `decoder.step`, compiled, with `state` donated."""
+    """Call the compiled `decoder.step`. `state` is donated."""
     return decoder.step(params, state)
 
 
@@ -194,7 +194,8 @@ processes an earlier step, and one more to absorb host delays."""
 def look_ahead(state: DecodeState) -> int:
     """Return the default value of `ahead`: 0 for a state on a CPU, else `AHEAD`.
 
-    On a CPU the call returns only after the step is computed (measured with jax 0.10), so steps ahead are pure cost.
+    On a CPU the call returns only after the step is computed (measured with jax 0.10), so dispatching ahead has only a
+    cost.
     """
     return {"cpu": 0}.get(next(iter(state.done.devices())).platform, AHEAD)
 
@@ -233,7 +234,7 @@ def stream(
 
 
 def _all_done(state: DecodeState) -> Array:
-    """Return bool[] and start its copy to the host; a separate array, since the next step donates the state's."""
+    """Return a new array bool[], since the next step donates the state's arrays, and start copying it to the host."""
     flag = jnp.all(state.done)
     flag.copy_to_host_async()
     return flag

@@ -131,7 +131,7 @@ class Decoder:
         )
 
     def extend(self, params: Params, state: DecodeState, prompts: Prompts) -> tuple[DecodeState, Array]:
-        """Continue every row with a new prompt, such as a conversation with its next turn.
+        """Continue every row with a new prompt, such as a conversation that gained a turn.
 
         The longest common prefix of a row's committed tokens and its new prompt stays in the caches, and only the
         tokens after it are read. Callers therefore need not mark the new part. If a chat template renders an earlier
@@ -192,7 +192,7 @@ class Decoder:
         scores = score_tree(self.drafter, self.target, params, state, tree, nodes)
         # Walk down from the root to the last accepted node. A correction or bonus token follows it.
         verdict, rule, trusted = judge(params, state, tree, scores, nodes, verify_keys)
-        # A drafter that reads the target gets its output over the tree, and keeps the part on the accepted path.
+        # A drafter that reads the target gets the target's output over the tree, and keeps the accepted path's part.
         with jax.named_scope("update"):
             draft = self.drafter.update(params, draft, tree, verdict, scores.output, state.length)
         with jax.named_scope("emit"):
@@ -264,9 +264,9 @@ class Decoder:
         tokens, length = prompts.tokens, prompts.length
         self._check_cache(state)
         check_same("draft", state.draft, jax.eval_shape(self.drafter.init, params, tokens, length))
-        # i32[B]: the number of committed tokens that the new prompt repeats from its beginning.
+        # i32[B]: the length of the longest common prefix of the committed tokens and the new prompt.
         place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        # Past either length the buffers hold garbage.
+        # Past its length, either buffer holds garbage.
         is_same = (tokens == state.tokens) & (place < jnp.minimum(state.length, length)[:, None])
         common = leading(is_same)
         # A draft head's entry for the last common token depends on the token after it, so a coupled drafter rereads

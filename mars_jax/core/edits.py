@@ -6,7 +6,7 @@ vocabulary.
 
 Sources: the bias, the repetition penalty and the minimum length are those of transformers
 (`SequenceBiasLogitsProcessor`, then `RepetitionPenaltyLogitsProcessor`; CTRL, arXiv 1909.05858;
-`MinNewTokensLengthLogitsProcessor`), presence and frequency penalties those of OpenAI's API.
+`MinNewTokensLengthLogitsProcessor`). The presence and frequency penalties are those of OpenAI's API.
 Oracles: these processors, and autoregression (tests/core/test_edits.py).
 """
 

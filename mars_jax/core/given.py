@@ -28,9 +28,9 @@ NO_ROW = -1
 
 def check_pair(target: object, drafter: Drafter) -> None:
     """Raise MarsError unless these are a `LanguageModel` and a `Drafter`, both without weights."""
-    expected = "a LanguageModel, which is the field model of what mars_jax.load gives"
+    expected = "a LanguageModel, such as the field model of the result of mars_jax.load"
     check_type("the target", target, LanguageModel, expected)
-    expected = "a Drafter, which is the field drafter of what mars_jax.drafters.load gives"
+    expected = "a Drafter, such as the field drafter of the result of mars_jax.drafters.load"
     check_type("the drafter", drafter, Drafter, expected)
     try:
         hash(drafter)
@@ -96,7 +96,7 @@ def check_settings(controls: Controls, keys: Array, count: int) -> None:
     if not typed or str(jax.random.key_impl(keys)) != KEY_IMPL:
         raise MarsError(
             f"keys are of dtype {dtype}: expected typed keys of {KEY_IMPL}, as keys_from_seeds makes them; with "
-            "other generators a row would draw other numbers in a batch than alone."
+            "other generators, a row's random numbers would depend on its batch."
         )
     if keys.shape != (count,):
         raise MarsError(

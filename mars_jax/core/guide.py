@@ -41,7 +41,7 @@ from mars_jax.utils.errors import MarsError
 
 FREE, DEAD = 0, 1
 BITS = 32
-"""Bits per word. Bit k of word j is token k W + j, so shift k of all words unpacks W consecutive tokens."""
+"""Bits per word. Bit k of word j is token k W + j, so one shift of all words by k unpacks W consecutive tokens."""
 
 
 @struct.dataclass(kw_only=True)
@@ -119,7 +119,7 @@ class Guide:
           ids: function that returns the target's token ids i32[U] of the draft vocabulary. Without `Tables.narrow`,
             every draft level gathers U single bits.
         """
-        # A draft vocabulary with its own rows of bits.
+        # The tables have separate bit rows for the draft vocabulary.
         if ids is not None and (narrow := self.tables.narrow) is not None:
             may_follow = _unpacked(narrow.bits[self.tables.rows[states]])[..., : logits.shape[-1]]
             for stop, is_allowed in self._stops(states):
@@ -153,7 +153,7 @@ class Guide:
         reads q rejects it losslessly; removing the node would change q.
 
         Args:
-          tree: as drafted.
+          tree: the draft.
           fill: replace drafted tokens by forced ones. Only for chains of stateless drafters: a cache would miss tokens
             that the drafter did not draft.
         """
@@ -182,7 +182,7 @@ class Guide:
             state = jnp.where(is_valid, next_state, FREE)
             columns.append(jnp.where(is_valid, token, NO_TOKEN))
         tokens = jnp.concatenate(columns, axis=1)
-        # The drafter did not vouch for a token that was filled in.
+        # A filled-in token is not trusted, because the drafter did not draft it.
         trusted = None if tree.trusted is None else tree.trusted & (tokens == tree.tokens)
         return dataclasses.replace(tree, tokens=tokens, trusted=trusted)
 
@@ -211,7 +211,7 @@ class Followed(NamedTuple):
         return self.guide.moved(pick(self.states, verdict.path[:, -1:]), verdict.next_token[:, None])[:, 0]
 
     def ended(self, verdict: Verdict) -> Array:
-        """Return bool[B]: rows that must end after the accepted path, in a closed state and without stop tokens."""
+        """Return bool[B]: whether a row must end after the path: its state is closed, and it has no stop tokens."""
         closed = self.guide.tables.closed[pick(self.states, verdict.path[:, -1:])[:, 0]]
         return closed & jnp.all(self.guide.stop_tokens < 0, axis=1)
 
@@ -269,7 +269,8 @@ def guide_of(kind: str, params: Params, state: DecodeState) -> Guide | None:
     tables = getattr(params.guides, kind, None)
     if tables is None:
         raise MarsError(
-            f"the rows have a {kind} and Params.guides has no tables of it: give those that constraints.compiled made."
+            f"the rows have a {kind} and Params.guides has no tables for it: give those that constraints.compiled "
+            "returns."
         )
     stop_tokens = state.controls.stop_tokens
     # A span does not restrict where the output may end.

@@ -48,7 +48,7 @@ class TokenRecord:
     """A record of each new token. Entry [b, t] of each field describes `DecodeState.tokens[b, t]`; see `StepInfo`."""
 
     kind: Array  # i32; NO_KIND for tokens of the prompt or of unrecorded steps
-    regret: Array  # f32, like the following fields; 0 for such tokens
+    regret: Array  # f32, like the following fields; 0 if `kind` is NO_KIND
     log_prob: Array
     temperature_log_prob: Array
     processed_log_prob: Array
@@ -167,7 +167,7 @@ class Metrics:
 
 def summarize(stats: DecodeStats, rows: int | slice | Sequence[int] = slice(None)) -> Metrics:
     """Sum `stats` over `rows` (an index, a slice or a list of indices into the batch) on the host."""
-    check_type("stats", stats, DecodeStats, "the counters that mars_jax.run gives")
+    check_type("stats", stats, DecodeStats, "the counters that mars_jax.run returns")
     try:
         # NumPy raises an error here if the index is not valid for this number of rows.
         np.empty(stats.steps.shape[0])[rows]

@@ -83,7 +83,7 @@ def _gather(values: Array, places: Array) -> Array:
 
 
 def _compare(values: Array, places: Array) -> Array:
-    # bool[B, P, M], then with a dimension of 1 for each trailing one of the values.
+    # bool[B, P, M], which then gets one dimension of size 1 for each trailing dimension of the values.
     one_hot = places[:, :, None] == jnp.arange(values.shape[1], dtype=places.dtype)[None, None]
     one_hot = one_hot.reshape(one_hot.shape + (1,) * (values.ndim - 2))
     if values.dtype == bool:

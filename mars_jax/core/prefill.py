@@ -22,7 +22,7 @@ CHUNK, LONG_CHUNK, LONG = 64, 256, 1024
 tokens are already compute-bound, and small chunks waste little on a short prompt; larger chunks read a long cache less
 often."""
 WIDE_CHUNK = 512
-"""Tokens per chunk on accelerators: reading the weights takes as long as the arithmetic of 166 (v5p) to 560 (v6e)
+"""Tokens per chunk on accelerators, where reading the weights takes as long as the arithmetic of 166 (v5p) to 560 (v6e)
 tokens."""
 RING_CHUNK, RING_LONG = 2048, 4096
 """Tokens per chunk over all rows, if the devices of a TPU mesh share the chunk, so that arithmetic hides the
@@ -31,7 +31,7 @@ empty. Models without ring communication, such as mixtures of experts, do not be
 
 
 def chunk_of(buffer: int = 0, rows: int = 1) -> int:
-    """Return the tokens per prefill forward for a buffer length and number of rows, on the current devices.
+    """Return the number of tokens per prefill forward for a buffer length and number of rows, on the current devices.
 
     The default `buffer` suits extensions of any length, because their new part is usually short.
 

@@ -39,7 +39,7 @@ def _check(
     decoder: object, params: object, state: object, stats: object, ended: object = 1, most: object = 1
 ) -> None:
     check_given(decoder, params, state)
-    check_type("stats", stats, DecodeStats, "what zero_stats or an earlier call gives")
+    check_type("stats", stats, DecodeStats, "the result of zero_stats or of an earlier call")
     check_number("ended", ended)
     check_number("most", most)
 
@@ -53,15 +53,15 @@ def advance(
     ended: int | Array = 1,
     most: int | Array = 2**30,
 ) -> tuple[DecodeState, DecodeStats, Array]:
-    """Step until `ended` more rows are done, or all are, or for `most` steps. `state` and `stats` are donated.
+    """Step until `ended` more rows or all rows are done, for at most `most` steps. `state` and `stats` are donated.
 
     On a mesh the devices sum their counts of finished rows after every step, with one scalar psum.
 
     Args:
       decoder, params, state: as for `decode.run`.
       stats: counters of the rows so far, from `metrics.zero_stats`.
-      ended: i32[], at least 1.
-      most: i32[], at least 1.
+      ended: i32[]; number of rows, at least 1.
+      most: i32[]; number of steps, at least 1.
 
     Returns:
       The state, the counters, and the number of steps (target forwards) as i32[B], the same in every row.
@@ -77,8 +77,9 @@ def advance(
         def count_done(state: DecodeState) -> Array:
             return over_rows(jnp.sum(state.done, dtype=jnp.int32))
 
-        # Counts are over all devices, so that every device leaves the loop after the same step: the psum in its body
-        # must have all of them. Rows that are already done, such as padding rows, do not count towards `ended`.
+        # The psum in the loop body needs all devices, so every device must leave the loop after the same step. Counts
+        # therefore cover the rows of all devices. Rows that are already done, such as padding rows, do not count
+        # towards `ended`.
         goal = jnp.minimum(count_done(state) + ended, rows)
 
         def keep_going(carry: _Advancing) -> Array:
@@ -108,7 +109,9 @@ def refill(
     prompts: Prompts,
     read: DecodeState | None = None,
 ) -> tuple[DecodeState, DecodeStats]:
-    """Call `decoder.insert`, checked and compiled, and reset the rows' counters. `state` and `stats` are donated.
+    """Check the arguments, call the compiled `decoder.insert`, and reset the rows' counters.
+
+    `state` and `stats` are donated.
 
     Args:
       decoder, params, state, stats: as for `advance`.

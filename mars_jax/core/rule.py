@@ -120,7 +120,7 @@ def evidence(tree: DraftTree, logits: Array, *, seeds: ArrayLike | None = None, 
 
 
 ALL_EDGES = np.iinfo(np.int32).max
-"""A depth below which no edge lies: `strict_edges` of a row whose edges are all strict."""
+"""A depth that no edge exceeds: `strict_edges` of a row whose edges are all strict."""
 _VALUES = (bool, int, float, str, list, tuple, np.ndarray, np.generic, Array)
 
 
@@ -163,7 +163,7 @@ class Rule:
         # Choices first, because they determine the ranges of numbers.
         for name, setting in sorted(settings.items(), key=lambda item: not item[1].choices):
             value = getattr(self, name)
-            # A base is checked by its owner. Other libraries may rebuild a pytree with placeholders as leaves.
+            # The class that declares a base checks it. Other libraries may rebuild pytrees with placeholders as leaves.
             is_value = setting.choices or value is None or isinstance(value, _VALUES)
             if isinstance(value, Rule) or not is_value:
                 continue
@@ -188,7 +188,7 @@ class Rule:
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
         """Return the verdict on a draft, and the rule with its updated state."""
-        raise MarsError(f"the rule {self.name} decides nothing: give it a method __call__.")
+        raise MarsError(f"the rule {self.name} has no method __call__: define one.")
 
 
 class LoadedRule(NamedTuple):
@@ -392,7 +392,7 @@ def for_rows(rule: PyTree, batch: int) -> PyTree:
 
 
 def take_rows(rule: PyTree, rows: Sequence[int] | Array | np.ndarray, count: int) -> PyTree:
-    """Select `rows` of a rule for `count` prompts: index the parameters that have one value per prompt.
+    """Select `rows` of a rule for `count` prompts: take their values of each parameter that has one per prompt.
 
     Raises:
       MarsError: a parameter has neither one value nor `count` values.

@@ -56,12 +56,12 @@ def process(logits: Array, controls: Controls) -> Array:
     """Return the processed logits f32[B, N, V], whose softmax is the distribution that tokens are drawn from.
 
     Apply temperature, top-k, top-p (of the mass that top-k left) and min-p, in this order. Excluded tokens become
-    `-inf`, and each node is shifted so that its largest logit is 0. A row with temperature 0 becomes the one-hot of
+    `-inf`, and each node's logits are shifted so that the largest is 0. A row with temperature 0 becomes the one-hot of
     its argmax (0 there, ties to the smaller id, `-inf` elsewhere) and is never divided by its temperature.
 
     All three filters are thresholds on the raw logit, so tokens that tie with the last one kept are kept too:
     top-k keeps `z >= k-th largest`, top-p keeps `mass(z' > z) < top_p`, min-p keeps `p >= min_p * max(p)`.
-    Without ties, these are the sets that the warpers of transformers keep in the same order.
+    Without ties, the warpers of transformers, applied in the same order, keep the same tokens.
 
     Args:
       logits: f32[B, N, V] raw; `-inf` marks forbidden tokens, and every node has at least one allowed token.
@@ -160,8 +160,8 @@ class _Bounds(NamedTuple):
 def _bisect(holds: Callable[[Array], Array], high: Array, use: Array) -> _Bounds:
     """Find neighbouring floats, as orders i32[B, N], between which the decreasing predicate `holds` turns false.
 
-    The predicate holds at -inf and fails at `high`. At most 32 passes over the vocabulary halve the 2**32 orders:
-    exact, and several times cheaper than sorting.
+    The predicate holds at -inf and fails at `high`. At most 32 passes over the vocabulary bisect the 2**32 orders,
+    which is exact and several times cheaper than sorting.
     """
     # Rows without the filter start with an empty interval and need no pass.
     low = jnp.where(use[:, None], jnp.full_like(high, _NEG_INF_ORDER), high)
@@ -242,7 +242,7 @@ def _argmax(logits: Array) -> Array:
 
 
 def top_k_logits(logits: Array, k: int) -> TopKEntries:
-    """Return the k largest of logits f32[..., V] like `lax.top_k`, ties to the smaller id, and the row's logsumexp.
+    """Return the k largest of logits f32[..., V], with ties to the smaller id as in `lax.top_k`, and the logsumexp.
 
     If the vocabulary is sharded, each device sends only its k largest, in one collective.
     """
@@ -328,7 +328,7 @@ def inverse_cdf(weights: Array, uniform: Array) -> Array:
 
 def _token_at(blocks: Array, sums: Array, target: Array) -> Array:
     """Return the first token whose cumulative weight exceeds target, given the sums of the blocks."""
-    # Two levels: the block that crosses the target, then the token in it that crosses the remainder.
+    # Find the block whose cumulative weight exceeds the target, then the token in that block.
     block, offset = _quantile(sums, target)
     token, _ = _quantile(_block(blocks, block), target - offset)
     return block * BLOCK + token

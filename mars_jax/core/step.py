@@ -113,7 +113,7 @@ def score_tree(
     def forward_root() -> tuple[ForwardOutput, Array]:
         output, raw = forward(chain(tree.tokens[:, :1]))
         # Both branches of a cond must return the same shapes: pad [B, 1, ...] to [B, N, ...], where N = D + 1 since
-        # the draft is a chain. The cache already has its shape; only the root's row in it is new.
+        # the draft is a chain. The cache already has the full shape; only its row for the root is new.
         padded = (output._replace(cache=()), raw)
         padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, tree.max_depth), (0, 0))), padded)
         return padded[0]._replace(cache=output.cache), padded[1]
@@ -174,8 +174,8 @@ def cut(verdict: Verdict, evidence: Evidence) -> Verdict:
     """Truncate the verdict at the first `impossible` node, and draw the next token there from the target.
 
     Bans and constraints therefore hold under any rule, including randomized and user-written ones, and a step still
-    adds a token. A `next_token` with a logit of -inf is also replaced by a draw from the target. Lossless rules produce
-    neither.
+    adds a token. A `next_token` with a logit of -inf is also replaced by a draw from the target. Lossless rules choose
+    no such node or token.
     """
     accepted, place = verdict.num_accepted, jnp.arange(verdict.path.shape[1], dtype=jnp.int32)[None]
     # Edge d leads from path[d] to path[d + 1]; only the first `accepted` of them were taken.
@@ -214,7 +214,7 @@ def emit(
       tree: the draft.
       verdict: the rule's verdict.
       logits: f32[B, N, V]; raw target logits.
-      decided: f32[B, N, V]; target logits with edits and constraints, which the rule has judged.
+      decided: f32[B, N, V]; target logits with edits and constraints, from which the rule decided.
       trusted: i32[B]; number of tokens accepted without a test, or None if the drafter has no trusted nodes.
       ended: bool[B]; the row's constraint allows no token after the path. None without a constraint.
       num_top: n of `StepInfo.top`; 0 for none.
@@ -234,7 +234,7 @@ def emit(
     if state.controls.edits is not None:  # edits may ban every token
         top_decided = pick(jnp.max(decided, axis=-1), verdict.path)
         all_banned = jnp.any(~jnp.isfinite(top_decided), axis=1)
-        # At the end of a constraint no token is allowed either, which is no failure.
+        # At the end of a constraint no token is allowed either, but that is not a failure.
         if ended is not None:
             all_banned &= ~ended
         broken |= all_banned & ~state.done
@@ -243,7 +243,7 @@ def emit(
     room = jnp.minimum(state.controls.limit, buffer) - state.length
     # `next_token` is entry `num_accepted`; later entries are padding.
     stops = is_stop(emitted, state.controls.stop_tokens) & (place <= verdict.num_accepted[:, None])
-    # Emit the stop token too (`place + 1`); D + 1 without a stop token.
+    # The number of tokens up to and including the first stop token; D + 1 if there is none.
     until_stop = jnp.min(jnp.where(stops, place + 1, place.shape[1]), axis=1)
     count = jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_stop), room)
     if ended is not None:  # the constraint allows no `next_token`
@@ -331,7 +331,7 @@ def commit(
     """Return the state after a step.
 
     Args:
-      target: the owner of the cache; only a tree has rows to move.
+      target: the owner of the cache; only trees have rows to move.
       state: before the step.
       emitted: from `emit`, with the new tokens.
       tree, verdict: the draft and its verdict.

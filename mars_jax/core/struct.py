@@ -1,7 +1,7 @@
 """Frozen dataclasses that are pytrees, registered with JAX directly.
 
 They are compatible with `flax.struct.dataclass` in both directions: a user's rule may be either, and may derive from
-ours. This avoids importing Flax, which takes a quarter as long as importing the step. Oracle: `flax.struct`
+ours. This avoids importing Flax, which takes a quarter as long as importing the decoding step. Oracle: `flax.struct`
 (tests/core/test_struct.py).
 """
 

@@ -89,7 +89,7 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
     """
     batch, n = exact.shape
     ids = jnp.arange(n, dtype=jnp.int32)[None]
-    # Entry [b, i] is about the edge into node i, whose token is judged by the logits of its parent. Padding is never
+    # Entry [b, i] describes the edge into node i, whose token is judged by the logits of its parent. Padding is never
     # accepted.
     real = tree.tokens >= 0
     exact = exact & real
@@ -99,7 +99,7 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
         """Return i32[B]: the lowest id among the candidates; n if there is none."""
         return jnp.min(jnp.where(candidates, ids, n), axis=1)
 
-    # [B] each: current node, relaxed edges since the last exact one, relaxed edges in total, their cost, end of walk.
+    # [B] each: current node, relaxed edges since the last exact one, relaxed edges in total, their cost, has stopped.
     node = jnp.zeros((batch,), jnp.int32)
     run = jnp.zeros((batch,), jnp.int32)
     count = jnp.zeros((batch,), jnp.int32)
@@ -152,7 +152,7 @@ def last_token(inputs: DraftInput) -> Array:
 
 
 def chain(tokens: Array, draft_logits: Array | None = None, *, expected: Array | None = None) -> DraftTree:
-    """Build a tree that is a chain of tokens i32[B, N], of which the first is the last committed token."""
+    """Build a chain of tokens i32[B, N]. The first one, the root, is the last committed token."""
     batch, n = tokens.shape
     ids = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n))
     return DraftTree(

@@ -4,7 +4,7 @@ B batch, N nodes, V vocabulary. Oracle: a loop in Python over the same models in
 
 A rule never judges trusted tokens. Its evidence starts after them, as if they were already committed. Every rule, its
 guards and its state therefore work unchanged, and the probability ratios of rejection sampling and block verification
-start there.
+start after the trusted tokens.
 """
 
 from __future__ import annotations

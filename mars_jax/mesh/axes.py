@@ -64,9 +64,9 @@ def name_axes(**names: str | Sequence[str]) -> None:
     for role, axis_names in names.items():
         if role not in AXES:
             raise MarsError(f"'{role}' is no role of a mesh axis: expected {', '.join(AXES)}.")
-        check_type(f"the name of the axis for {role}", axis_names, (str, Sequence), "a text, or some")
+        check_type(f"the name of the axis for {role}", axis_names, (str, Sequence), "a string, or several")
         for name in [axis_names] if isinstance(axis_names, str) else axis_names:
-            check_type(f"the name of the axis for {role}", name, str, "a text")
+            check_type(f"the name of the axis for {role}", name, str, "a string")
             if _ROLES.get(name, role) != role:
                 raise MarsError(
                     f"the mesh axis '{name}' is to be {role} and holds {_ROLES[name]} already: give the axes of your "
@@ -80,7 +80,7 @@ def check_named(mesh: AnyMesh) -> None:
     for name, size in mesh.shape.items():
         if size > 1 and name not in _ROLES:
             raise MarsError(
-                f"the mesh axis '{name}' of {size} devices has no role: say what it holds, as in "
+                f"the mesh axis '{name}' of {size} devices has no role: give it one, as in "
                 f"mars_jax.sharding.name_axes(model='{name}'); roles are {', '.join(AXES)}."
             )
 
@@ -133,7 +133,7 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
     count = math.prod(sizes.values())
     if count > len(devices):
         raise MarsError(
-            f"the mesh {text} is of {count} devices and there are {len(devices)}: make it smaller."
+            f"the mesh {text} needs {count} devices and there are {len(devices)}: make it smaller."
         )
     shape = tuple(sizes.values())
     try:
@@ -152,7 +152,7 @@ def axes_of(logical: str, size: int, mesh: AnyMesh, *, without: tuple[str, ...] 
     (('model',), ())
     """
     axes = [name for role in RULES[logical] for name in names_of(role, mesh) if name not in without]
-    # Drop the innermost axes until the size divides. It is then replicated over them.
+    # Drop the innermost axes until the size divides over the remaining ones. The array is replicated over dropped axes.
     while axes and size % math.prod(mesh.shape[name] for name in axes):
         axes.pop()
     return tuple(axes)
@@ -349,7 +349,7 @@ def _ready() -> AbstractMesh | None:
     """Return the mesh inside `by_rows`, where the other axes may be mapped by hand; None elsewhere."""
     mesh = current()
     data = set(names_of("data", mesh))
-    # Exactly the axes of the rows must be mapped: fewer outside of `by_rows`, more inside of `map_devices`.
+    # Exactly the axes of the rows must be mapped: fewer are mapped outside of `by_rows`, and more in `map_devices`.
     if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) != data:
         return None
     return mesh

@@ -50,7 +50,7 @@ class RuleChoice:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Needs of the rule and its base, as listed in the table; `block` adds chains.
+        """Needs of the rule and its base, as listed in the table; `block` adds "chain".
 
         >>> sorted(choose("mars", {"base": Given("rejection", "--base"), "block": Given("true", "--block")}).needs)
         ['chain', 'draft', 'q']

@@ -1,4 +1,4 @@
-"""Relaxation of rejection: relaxed edges override its stops, on chains and trees.
+"""Relaxation of rejection: relaxed edges override the stops of rejection, on chains and trees.
 
 B batch, N nodes, D depth. Oracle: tests/verify/test_mars.py and tests/verify/test_siblings.py.
 """
@@ -102,7 +102,7 @@ def _verdict(tree: DraftTree, stop: Array, token: Array, relaxed: Array) -> Verd
     if tree.is_chain:
         path = jnp.minimum(jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None], stop[:, None])
         return Verdict(path=path, num_accepted=depth, next_token=token, relaxed=relaxed)
-    # Build the path upwards from the stop, entry D first; entries below its depth repeat the stop node.
+    # Build the path upwards from the stop, entry D first; entries beyond the stop's depth repeat the stop node.
     nodes = [stop]
     for entry in range(tree.max_depth, 0, -1):
         parent = pick_one(tree.parents, nodes[-1])
