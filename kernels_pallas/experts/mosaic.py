@@ -44,61 +44,61 @@ def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
     >>> experts[:3].tolist(), tiles[:3].tolist(), int(count)
     ([0, 2, 2], [0, 0, 1], 3)
     """
-    # Rows [ends - size, ends) belong to expert e. `visit_ends` counts the visits up to and including those of e.
-    ends = jnp.cumsum(sizes)
-    first = (ends - sizes) // rows
-    visit_counts = jnp.where(sizes > 0, (ends - 1) // rows - first + 1, 0)
+    # Rows [row_ends - sizes, row_ends) belong to the experts. `visit_ends` counts the visits up to and including those of each expert.
+    row_ends = jnp.cumsum(sizes)
+    first_tile = (row_ends - sizes) // rows
+    visit_counts = jnp.where(sizes > 0, (row_ends - 1) // rows - first_tile + 1, 0)
     visit_ends = jnp.cumsum(visit_counts)
-    number = jnp.arange(tiles + sizes.shape[0] - 1)
+    visit = jnp.arange(tiles + sizes.shape[0] - 1)
     # Visit v belongs to the first expert with visit_ends > v. The clamps apply to visits that are not real.
-    expert = jnp.minimum(jnp.sum(visit_ends[None] <= number[:, None], axis=1), sizes.shape[0] - 1)
-    tile = first[expert] + number - (visit_ends - visit_counts)[expert]
-    tile, count = jnp.clip(tile, 0, tiles - 1), jnp.maximum(visit_ends[-1], 1)
-    return expert.astype(jnp.int32), tile.astype(jnp.int32), count.astype(jnp.int32)
+    visit_expert = jnp.minimum(jnp.sum(visit_ends[None] <= visit[:, None], axis=1), sizes.shape[0] - 1)
+    visit_tile = first_tile[visit_expert] + visit - (visit_ends - visit_counts)[visit_expert]
+    visit_tile, count = jnp.clip(visit_tile, 0, tiles - 1), jnp.maximum(visit_ends[-1], 1)
+    return visit_expert.astype(jnp.int32), visit_tile.astype(jnp.int32), count.astype(jnp.int32)
 
 
 def dense_by_expert_int8(
     x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Interpret = False
 ) -> Array:
     """See `api.dense_by_expert_int8`."""
-    count, inner = x.shape
+    row_count, inner = x.shape
     outer = scale.shape[1]
-    rows = min(ROWS, round_up(count, 16))
-    tiles, width = pl.cdiv(count, rows), outer_block(outer, inner)
-    x = jnp.pad(x, ((0, tiles * rows - count), (0, 0)))
+    tile_rows = min(ROWS, round_up(row_count, 16))
+    num_tiles, out_width = pl.cdiv(row_count, tile_rows), outer_block(outer, inner)
+    x = jnp.pad(x, ((0, num_tiles * tile_rows - row_count), (0, 0)))
     sizes = sizes.astype(jnp.int32)
-    expert, tile, real = visits(sizes, tiles, rows)
-    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    experts, tiles, num_visits = visits(sizes, num_tiles, tile_rows)
+    row_ends = jnp.cumsum(sizes, dtype=jnp.int32)
     # JAX picks the layout with the least padding: a matrix whose rows do not fill registers is stored by columns.
     if inner % 128 != 0 and outer % 128 == 0:
         # A view of the stored layout, [X, K, N], whose blocks are columns.
         values, inner_axis = values.swapaxes(1, 2), 0
-        block, block_index = (inner, width), lambda n: (0, n)
+        block_shape, block_index = (inner, out_width), lambda n: (0, n)
     else:
         inner_axis = 1
-        block, block_index = (width, inner), lambda n: (n, 0)
+        block_shape, block_index = (out_width, inner), lambda n: (n, 0)
     padded_product = pl.pallas_call(
         functools.partial(_kernel, inner_axis=inner_axis),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             # The visits and the bounds of the experts' rows are scalars, from which the block indices are computed.
             num_scalar_prefetch=4,
             # The visits of a tile are consecutive, so its results stay in fast memory between them.
-            grid=(pl.cdiv(outer, width), real),
+            grid=(pl.cdiv(outer, out_width), num_visits),
             in_specs=[
-                pl.BlockSpec((rows, inner), lambda n, v, expert, tile, *_: (tile[v], 0)),
-                pl.BlockSpec((None, *block), lambda n, v, expert, *_: (expert[v], *block_index(n))),
-                pl.BlockSpec((None, 1, width), lambda n, v, expert, *_: (expert[v], 0, n)),
+                pl.BlockSpec((tile_rows, inner), lambda n, v, experts, tiles, *_: (tiles[v], 0)),
+                pl.BlockSpec((None, *block_shape), lambda n, v, experts, *_: (experts[v], *block_index(n))),
+                pl.BlockSpec((None, 1, out_width), lambda n, v, experts, *_: (experts[v], 0, n)),
             ],
-            out_specs=pl.BlockSpec((rows, width), lambda n, v, expert, tile, *_: (tile[v], n)),
+            out_specs=pl.BlockSpec((tile_rows, out_width), lambda n, v, experts, tiles, *_: (tiles[v], n)),
         ),
-        out_shape=jax.ShapeDtypeStruct((tiles * rows, outer), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((num_tiles * tile_rows, outer), jnp.float32),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=32 * 2**20
         ),
         interpret=interpret,
         name="dense_by_expert_int8",
-    )(expert, tile, ends - sizes, ends, x, values, scale[:, None])
-    return padded_product[:count]
+    )(experts, tiles, row_ends - sizes, row_ends, x, values, scale[:, None])
+    return padded_product[:row_count]
 
 
 def _kernel(

@@ -144,14 +144,14 @@ def merge_over(stats: MarginStats, axis: Axis, *, local_vocab: int) -> MarginSta
         `[i * local_vocab, (i + 1) * local_vocab)`.
       axis: mesh axis, or axes, that shard the vocabulary.
     """
-    first = lax.axis_index(axis) * local_vocab
+    first_id = lax.axis_index(axis) * local_vocab
     # Local ids count from 0. -1, the id of a token that does not exist, stays -1.
-    id1, id2 = (jnp.where(ids < 0, ids, ids + first) for ids in (stats.id1, stats.id2))
+    id1, id2 = (jnp.where(ids < 0, ids, ids + first_id) for ids in (stats.id1, stats.id2))
     stats = stats._replace(id1=id1, id2=id2)
     # Stack into one array, so that one collective suffices.
-    columns = [bits(x) for x in stats if x is not None]
-    parts = lax.all_gather(jnp.stack(columns), axis)  # i32[shards, 4 or 5, ...]
-    return functools.reduce(rule.merge, (rule.from_bits(list(part)) for part in parts))
+    packed_fields = [bits(x) for x in stats if x is not None]
+    packed_shards = lax.all_gather(jnp.stack(packed_fields), axis)  # i32[shards, 4 or 5, ...]
+    return functools.reduce(rule.merge, (rule.from_bits(list(part)) for part in packed_shards))
 
 
 def sharded_margin_stats(
@@ -223,30 +223,30 @@ def _map(
     """Run a function on each device's shard of the logits [B, ..., V] and of other operands [B, ...]."""
     if logits.ndim < 2:
         raise ValueError(f"logits have shape {logits.shape}: expected [B, ..., V].")
-    devices = mesh or jax.sharding.get_abstract_mesh()
-    sizes = devices.shape
-    names = (axis,) if isinstance(axis, str) else axis
-    if not set(names) <= set(sizes):
+    current_mesh = mesh or jax.sharding.get_abstract_mesh()
+    axis_sizes = current_mesh.shape
+    vocab_axes = (axis,) if isinstance(axis, str) else axis
+    if not set(vocab_axes) <= set(axis_sizes):
         raise ValueError(
-            f"axis is {axis!r} and the mesh has {tuple(sizes)}: pass mesh=, or enter jax.set_mesh(mesh) first."
+            f"axis is {axis!r} and the mesh has {tuple(axis_sizes)}: pass mesh=, or enter jax.set_mesh(mesh) first."
         )
-    vocab, shards = logits.shape[-1], math.prod(sizes[name] for name in names)
+    vocab, shards = logits.shape[-1], math.prod(axis_sizes[name] for name in vocab_axes)
     if vocab % shards:
         raise ValueError(
             f"a vocabulary of {vocab} does not divide over {shards} devices: pad the unembedding, with -inf logits."
         )
     # The logits are sharded in the first and the last dimension, all other operands and the result only in the first.
-    rows = PartitionSpec(batch_axis)
+    rows_spec = PartitionSpec(batch_axis)
     logits_spec = PartitionSpec(batch_axis, *[None] * (logits.ndim - 2), axis)
     # check_vma is off because pallas_call does not declare how its results vary over a mesh. The merged results are
     # equal along `axis`.
-    mapped = jax.shard_map(
+    mapped_function = jax.shard_map(
         function,
         mesh=mesh,
-        in_specs=(logits_spec, *jax.tree.map(lambda _: rows, operands)),
-        out_specs=rows,
+        in_specs=(logits_spec, *jax.tree.map(lambda _: rows_spec, operands)),
+        out_specs=rows_spec,
         # An outer `shard_map` has already mapped its own axes.
-        axis_names=set(devices.axis_names) - set(devices.manual_axes),
+        axis_names=set(current_mesh.axis_names) - set(current_mesh.manual_axes),
         check_vma=False,
     )
-    return mapped(logits, *operands)
+    return mapped_function(logits, *operands)

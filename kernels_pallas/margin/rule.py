@@ -39,8 +39,8 @@ def dtypes(*, logsumexp: bool) -> list[jnp.dtype]:
     >>> len(dtypes(logsumexp=False))
     4
     """
-    fields = [jnp.dtype(x) for x in (jnp.float32, jnp.int32, jnp.float32, jnp.int32, jnp.float32)]
-    return fields if logsumexp else fields[:-1]
+    field_dtypes = [jnp.dtype(x) for x in (jnp.float32, jnp.int32, jnp.float32, jnp.int32, jnp.float32)]
+    return field_dtypes if logsumexp else field_dtypes[:-1]
 
 
 def from_bits(columns: Sequence[Array]) -> MarginStats:
@@ -55,8 +55,8 @@ def empty(shape: tuple[int, ...], *, logsumexp: bool = False) -> MarginStats:
     >>> empty(()).id1.tolist()
     -1
     """
-    low, no_id = jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, NO_ID, jnp.int32)
-    return MarginStats(low, no_id, low, no_id, low if logsumexp else None)
+    neg_inf, no_ids = jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, NO_ID, jnp.int32)
+    return MarginStats(neg_inf, no_ids, neg_inf, no_ids, neg_inf if logsumexp else None)
 
 
 def merge(a: MarginStats, b: MarginStats) -> MarginStats:
@@ -75,10 +75,10 @@ def merge(a: MarginStats, b: MarginStats) -> MarginStats:
     za, ia = jnp.where(a_leads, a.top2, a.top1), jnp.where(a_leads, a.id2, a.id1)
     zb, ib = jnp.where(a_leads, b.top1, b.top2), jnp.where(a_leads, b.id1, b.id2)
     a_second = _before(za, ia, zb, ib)
-    total = None
+    log_sum_exp = None
     if a.logsumexp is not None and b.logsumexp is not None:
-        total = jnp.logaddexp(a.logsumexp, b.logsumexp)
-    return MarginStats(top1, id1, jnp.where(a_second, za, zb), jnp.where(a_second, ia, ib), total)
+        log_sum_exp = jnp.logaddexp(a.logsumexp, b.logsumexp)
+    return MarginStats(top1, id1, jnp.where(a_second, za, zb), jnp.where(a_second, ia, ib), log_sum_exp)
 
 
 def _before(za: Array, ia: Array, zb: Array, ib: Array) -> Array:
@@ -196,61 +196,61 @@ def walk_columns(
       tokens, parents, y: i32[B, N]; if y is None or negative at a node, the token with the largest logit is used.
       controls: the first three fields are f32, i32 and i32 [B, 1], since a TPU register has two dimensions.
     """
-    theta, strict, max_run, stops = controls
-    count = tokens.shape[1]
+    theta, strict, max_run, stop_tokens = controls
+    num_nodes = tokens.shape[1]
     # i32[B, N]: the node id of every lane.
-    ids = lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
+    node_ids = lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
 
     def is_stop(values: Array) -> Array:
-        hit = jnp.zeros(values.shape, bool)
-        for m in range(stops.shape[1]):
-            hit |= values == stops[:, m : m + 1]
-        return hit & (values >= 0)
+        matches = jnp.zeros(values.shape, bool)
+        for m in range(stop_tokens.shape[1]):
+            matches |= values == stop_tokens[:, m : m + 1]
+        return matches & (values >= 0)
 
     # At temperature 0 the target's token is its argmax, which the statistics contain.
     y = stats.id1 if y is None else jnp.where(y < 0, stats.id1, y)
     # Algorithm 1, line "z2 / z1 > theta", at all nodes at once.
-    low = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(theta, stats.top1.shape))
+    low_margin = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(theta, stats.top1.shape))
     # -2 matches no drafted token, so it disables the runner-up at nodes that may not be relaxed.
-    open_node = low & ~is_stop(stats.id1) & ~is_stop(y)
-    best, second = (jnp.where(open_node, i, -2) for i in (stats.id1, stats.id2))
-    real = tokens >= 0
-    may_relax = real & ~is_stop(tokens)
+    open_node = low_margin & ~is_stop(stats.id1) & ~is_stop(y)
+    best_id, second_id = (jnp.where(open_node, i, -2) for i in (stats.id1, stats.id2))
+    is_token = tokens >= 0
+    may_relax = is_token & ~is_stop(tokens)
 
     # i32[B, 1] each: the current node, the relaxed edges since the last exact one, and the edges walked; and
     # bool[B, 1], whether the walk continues.
     node = jnp.zeros(theta.shape, jnp.int32)
-    run, accepted, going = node, node, node == 0
-    path, relaxed = [node], []
+    run, num_accepted, continues = node, node, node == 0
+    path, relaxed_columns = [node], []
     for depth in range(max_depth):
         # Algorithm 1 at the current node of each row: accept x = y, which is top1 at temperature 0, or x = top2 if the
         # margin is low. Otherwise the row stops, and y is emitted after the loop.
-        is_node = ids == node
+        is_node = node_ids == node
 
         def at_node(values: Array, is_node: Array = is_node) -> Array:
             return jnp.sum(jnp.where(is_node, values, 0), axis=1, keepdims=True, dtype=values.dtype)
 
         # bool[B, N] each. `child`: a child of the current node. `exact`: a child with the target's token y.
         # `runner_up`: one of the target's two best tokens, which may be relaxed.
-        child = (parents == node) & going
-        exact = child & real & (tokens == at_node(y))
-        runner_up = (tokens == at_node(best)) | (tokens == at_node(second))
+        child = (parents == node) & continues
+        exact = child & is_token & (tokens == at_node(y))
+        runner_up = (tokens == at_node(best_id)) | (tokens == at_node(second_id))
         relaxable = child & may_relax & runner_up & (run < max_run) & (strict <= depth)
         # Exact children have ranks below N, relaxed ones from N to 2 N - 1, all others 2 N. So one minimum selects the
         # exact child with the lowest id, or else the relaxed one.
-        rank = jnp.where(exact, ids, jnp.where(relaxable, ids + count, 2 * count))
+        rank = jnp.where(exact, node_ids, jnp.where(relaxable, node_ids + num_nodes, 2 * num_nodes))
         best_rank = jnp.min(rank, axis=1, keepdims=True)
-        going = best_rank < 2 * count
-        is_relaxed = (best_rank >= count) & going
+        continues = best_rank < 2 * num_nodes
+        is_relaxed = (best_rank >= num_nodes) & continues
         # A row that has stopped keeps its node, so the path repeats it.
-        node = jnp.where(going, jnp.where(is_relaxed, best_rank - count, best_rank), node)
+        node = jnp.where(continues, jnp.where(is_relaxed, best_rank - num_nodes, best_rank), node)
         run = jnp.where(is_relaxed, run + 1, 0)
-        accepted += going.astype(jnp.int32)
+        num_accepted += continues.astype(jnp.int32)
         path.append(node)
-        relaxed.append(is_relaxed.astype(jnp.int32))
+        relaxed_columns.append(is_relaxed.astype(jnp.int32))
     # The target's token at the node where the walk stops, selected as in `at_node`.
-    next_token = jnp.sum(jnp.where(ids == node, y, 0), axis=1, keepdims=True, dtype=jnp.int32)
-    return Walk(path, relaxed, accepted, next_token)
+    next_token = jnp.sum(jnp.where(node_ids == node, y, 0), axis=1, keepdims=True, dtype=jnp.int32)
+    return Walk(path, relaxed_columns, num_accepted, next_token)
 
 
 def accept_from_stats(
@@ -263,20 +263,20 @@ def accept_from_stats(
     margin: str,
 ) -> Acceptance:
     """Run `walk_columns` on arrays of the public shapes; see `margin_accept`."""
-    columns = controls._replace(
+    column_controls = controls._replace(
         theta=controls.theta[:, None],
         strict=controls.strict[:, None],
         max_relaxed_run=controls.max_relaxed_run[:, None],
     )
-    walked = walk_columns(stats, tokens, parents, y, columns, max_depth=max_depth, margin=margin)
+    walked = walk_columns(stats, tokens, parents, y, column_controls, max_depth=max_depth, margin=margin)
     if max_depth > 0:
-        relaxed = jnp.concatenate(walked.relaxed, axis=1) > 0
+        relaxed_edges = jnp.concatenate(walked.relaxed, axis=1) > 0
     else:
-        relaxed = jnp.zeros((tokens.shape[0], 0), bool)
+        relaxed_edges = jnp.zeros((tokens.shape[0], 0), bool)
     return Acceptance(
         jnp.concatenate(walked.path, axis=1),
         walked.num_accepted[:, 0],
         walked.next_token[:, 0],
-        relaxed,
+        relaxed_edges,
         stats,
     )

@@ -80,8 +80,8 @@ def tpu_blocks(
             f"{jnp.dtype(dtype).name} logits, or all {trees} of them."
         )
     # The caller's block may be twice as large as a default one: two such blocks still fit into VMEM.
-    rows = blocks.trees * nodes
-    if rows > MAX_ROWS or rows * blocks.tokens * itemsize > 2 * BLOCK_BYTES:
+    block_rows = blocks.trees * nodes
+    if block_rows > MAX_ROWS or block_rows * blocks.tokens * itemsize > 2 * BLOCK_BYTES:
         raise BlockError(
             f"a block of {blocks.trees} trees of {nodes} nodes by {blocks.tokens} tokens does not fit: at "
             f"most {MAX_ROWS} rows and {2 * BLOCK_BYTES} bytes, so take fewer trees or tokens."
@@ -107,5 +107,5 @@ def _default(trees: int, nodes: int, vocab: int, itemsize: int, group: int) -> T
     else:
         padded_rows = max(block_trees, SUBLANES)
     # The kernel's loop over chunks of 128 tokens is unrolled, so limit the tokens per block even for few rows.
-    tokens = min(BLOCK_BYTES // (padded_rows * itemsize), 4096, round_up(vocab, LANES))
-    return TpuBlocks(block_trees, max(tokens // LANES, 1) * LANES)
+    block_tokens = min(BLOCK_BYTES // (padded_rows * itemsize), 4096, round_up(vocab, LANES))
+    return TpuBlocks(block_trees, max(block_tokens // LANES, 1) * LANES)

@@ -37,9 +37,9 @@ def top_k(
     >>> largest.ids.tolist(), largest.values.tolist()
     ([1, 2], [3.0, 2.0])
     """
-    form = functools.partial(xla.top_k, k=k)
+    xla_form = functools.partial(xla.top_k, k=k)
     forms = {"reference": functools.partial(reference.top_k, k=k)}
-    forms |= dict.fromkeys(("xla", "partitioned", "pallas_tpu"), form)
+    forms |= dict.fromkeys(("xla", "partitioned", "pallas_tpu"), xla_form)
     if _runs_kernel(logits, k, implementation):
         forms["pallas_tpu"] = functools.partial(_top_k_kernel, k=k)
     return dispatch(implementation, interpret, (logits,), forms)
@@ -83,8 +83,8 @@ def packed_top_k(logits: Array, k: int, *, interpret: Interpret | None = None) -
         return pack(xla.top_k(logits, min(k, logits.shape[-1])), k)
     from kernels_pallas.top_k import mosaic
 
-    lead, vocab = logits.shape[:-1], logits.shape[-1]
-    return mosaic.top_k(logits.reshape(-1, vocab), k, interpret=interpret).reshape(2, *lead, LANES)
+    leading_dims, vocab = logits.shape[:-1], logits.shape[-1]
+    return mosaic.top_k(logits.reshape(-1, vocab), k, interpret=interpret).reshape(2, *leading_dims, LANES)
 
 
 def join_top_k(parts: Array, k: int, size: int, *, interpret: Interpret | None = None) -> TopKEntries:
@@ -100,8 +100,8 @@ def join_top_k(parts: Array, k: int, size: int, *, interpret: Interpret | None =
     from kernels_pallas.top_k import mosaic
 
     # The kernel takes a single dimension of rows, so flatten all leading dimensions.
-    flat = parts.reshape(parts.shape[0], 2, -1, LANES)
-    return unpack(mosaic.join(flat, k, size, interpret=interpret).reshape(parts.shape[1:]), k)
+    flat_parts = parts.reshape(parts.shape[0], 2, -1, LANES)
+    return unpack(mosaic.join(flat_parts, k, size, interpret=interpret).reshape(parts.shape[1:]), k)
 
 
 def _runs_kernel(logits: Array, k: int, implementation: str | None) -> bool:

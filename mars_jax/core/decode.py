@@ -164,15 +164,15 @@ def run(
 
         def keep_going(carry: _Decoding) -> Array:
             # Finished rows keep stepping, but change nothing; see `Decoder.step`.
-            live = ~jnp.all(carry.state.done)
-            return live if carry.steps_left is None else live & (carry.steps_left > 0)
+            any_live = ~jnp.all(carry.state.done)
+            return any_live if carry.steps_left is None else any_live & (carry.steps_left > 0)
 
         batch, buffer = rows_of(state), state.tokens.shape[1]
-        width = buffer if record else None
-        stats = zero_stats(batch, decoder.max_depth, record=width, num_top=decoder.top_log_probs)
+        record_width = buffer if record else None
+        stats = zero_stats(batch, decoder.max_depth, record=record_width, num_top=decoder.top_log_probs)
         # The whole state is the carry, so XLA updates the caches in place from step to step.
-        end = lax.while_loop(keep_going, body, _Decoding(state, stats, max_steps))
-        return end.state, end.stats
+        final_carry = lax.while_loop(keep_going, body, _Decoding(state, stats, max_steps))
+        return final_carry.state, final_carry.stats
 
     if max_steps is not None:
         max_steps = jnp.asarray(max_steps, jnp.int32)
@@ -224,17 +224,17 @@ def stream(
     if ahead is None:
         ahead = look_ahead(state)
     check_count("ahead", ahead, 0)
-    # `flags[0]` belongs to the state `ahead` steps ago: its copy to the host has had that long to arrive.
-    flags = collections.deque([_all_done(state)])
+    # `done_flags[0]` belongs to the state `ahead` steps ago: its copy to the host has had that long to arrive.
+    done_flags = collections.deque([_all_done(state)])
     # For the first `ahead` steps no flag is read, so that the queue of dispatched steps fills up.
-    while len(flags) <= ahead or not bool(flags.popleft()):
+    while len(done_flags) <= ahead or not bool(done_flags.popleft()):
         state, info = jitted_step(decoder, params, state)
-        flags.append(_all_done(state))
+        done_flags.append(_all_done(state))
         yield state, info
 
 
 def _all_done(state: DecodeState) -> Array:
     """Return a new array bool[], since the next step donates the state's arrays, and start copying it to the host."""
-    flag = jnp.all(state.done)
-    flag.copy_to_host_async()
-    return flag
+    all_done = jnp.all(state.done)
+    all_done.copy_to_host_async()
+    return all_done

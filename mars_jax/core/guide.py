@@ -68,10 +68,10 @@ class Guide:
         token_class = tables.classes.at[self.group[:, None], jnp.maximum(tokens, 0)].get(mode="clip")
         transitions = tables.next.at[states, token_class.astype(jnp.int32)]
         next_states = transitions.get(mode="promise_in_bounds").astype(jnp.int32)
-        stops = is_stop(tokens, self.stop_tokens)
+        is_stop_token = is_stop(tokens, self.stop_tokens)
         # A stop token without text (class 0) leaves the state unchanged; any other stop token advances it by its text.
-        ends = tables.accepting[jnp.where(token_class == 0, states, next_states)]
-        next_states = jnp.where(stops, jnp.where(ends & (states != DEAD), FREE, DEAD), next_states)
+        may_end = tables.accepting[jnp.where(token_class == 0, states, next_states)]
+        next_states = jnp.where(is_stop_token, jnp.where(may_end & (states != DEAD), FREE, DEAD), next_states)
         return jnp.where(tokens < 0, FREE, next_states)
 
     def along(self, tree: DraftTree) -> Array:
@@ -94,13 +94,13 @@ class Guide:
         # Many states allow the same tokens and share a row of bits.
         words = self.tables.bits[self.tables.rows[states]]
         width = words.shape[-1]
-        place = jnp.arange(width, dtype=jnp.int32)[None, None]
+        word_index = jnp.arange(width, dtype=jnp.int32)[None, None]
         for stop, is_allowed in self._stops(states):
             # The bit of token t is bit t // W of word t % W. The tables are shared by rows with other stop tokens, so
             # the bit is set or cleared here.
-            is_word = (place == stop % width) & (stop >= 0)
+            is_stop_word = (word_index == stop % width) & (stop >= 0)
             bit = jnp.uint32(1) << (jnp.maximum(stop, 0) // width).astype(jnp.uint32)
-            words = jnp.where(is_word, jnp.where(is_allowed, words | bit, words & ~bit), words)
+            words = jnp.where(is_stop_word, jnp.where(is_allowed, words | bit, words & ~bit), words)
         return words
 
     def _stops(self, states: Array) -> Iterator[tuple[Array, Array]]:
@@ -139,8 +139,8 @@ class Guide:
             first = lax.axis_index(axes) * size
             return jnp.where(lax.dynamic_slice_in_dim(_unpacked(words), first, size, axis=-1), part, -jnp.inf)
 
-        spec = P(None, None, axes)
-        return map_devices(local, (spec, P()), spec)(logits, words)
+        logits_spec = P(None, None, axes)
+        return map_devices(local, (logits_spec, P()), logits_spec)(logits, words)
 
     def forced(self, states: Array) -> Array:
         """Return i32[B, P]: the token that must follow each state, or NO_TOKEN."""
@@ -212,8 +212,8 @@ class Followed(NamedTuple):
 
     def ended(self, verdict: Verdict) -> Array:
         """Return bool[B]: whether a row must end after the path: its state is closed, and it has no stop tokens."""
-        closed = self.guide.tables.closed[pick(self.states, verdict.path[:, -1:])[:, 0]]
-        return closed & jnp.all(self.guide.stop_tokens < 0, axis=1)
+        is_closed = self.guide.tables.closed[pick(self.states, verdict.path[:, -1:])[:, 0]]
+        return is_closed & jnp.all(self.guide.stop_tokens < 0, axis=1)
 
 
 def _bits(words: Array) -> Array:
@@ -236,8 +236,8 @@ def _mask_by_words(words: Array, logits: Array) -> Array:
     """Compute `_mask` on logits reshaped to [..., 32, W], which a CPU loops over without index arithmetic."""
     if logits.shape[-1] != BITS * words.shape[-1]:
         return _mask(words, logits)
-    parts = logits.reshape(*words.shape[:-1], BITS, words.shape[-1])
-    return jnp.where(_bits(words), parts, -jnp.inf).reshape(logits.shape)
+    logits_by_word = logits.reshape(*words.shape[:-1], BITS, words.shape[-1])
+    return jnp.where(_bits(words), logits_by_word, -jnp.inf).reshape(logits.shape)
 
 
 @jax.jit
@@ -246,13 +246,13 @@ def narrowed(tables: Tables, ids: Array) -> Tables:
 
     A draft level then reads one row of bits instead of gathering U single bits, which is slow on a TPU.
     """
-    width = (ids.shape[0] + BITS - 1) // BITS
-    place = jnp.arange(BITS, dtype=jnp.uint32)[:, None]
+    num_words = (ids.shape[0] + BITS - 1) // BITS
+    shift = jnp.arange(BITS, dtype=jnp.uint32)[:, None]
 
     def of_row(words: Array) -> Array:
         # Bit k of word j is draft token k W + j, as in `BITS`: row k of the reshaped bits holds bit k of every word.
-        bits = jnp.pad(_unpacked(words)[ids], (0, BITS * width - ids.shape[0])).reshape(BITS, width)
-        return jnp.sum(bits.astype(jnp.uint32) << place, axis=0, dtype=jnp.uint32)
+        bits = jnp.pad(_unpacked(words)[ids], (0, BITS * num_words - ids.shape[0])).reshape(BITS, num_words)
+        return jnp.sum(bits.astype(jnp.uint32) << shift, axis=0, dtype=jnp.uint32)
 
     return dataclasses.replace(tables, narrow=Narrow(ids=ids, bits=lax.map(of_row, tables.bits)))
 

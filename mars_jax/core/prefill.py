@@ -38,8 +38,8 @@ def chunk_of(buffer: int = 0, rows: int = 1) -> int:
     >>> chunk_of(256) if on_cpu() else 64
     64
     """
-    shared = size_of("model", current()) > 1 and size_of("data", current()) == 1
-    if on_tpu() and buffer >= RING_LONG and shared:
+    shares_chunk = size_of("model", current()) > 1 and size_of("data", current()) == 1
+    if on_tpu() and buffer >= RING_LONG and shares_chunk:
         # A power of two splits evenly over the devices.
         return max(RING_CHUNK >> (rows - 1).bit_length(), WIDE_CHUNK)
     if not on_cpu():
@@ -85,17 +85,17 @@ def prefill(
       chunk: tokens per forward. Default: the model's `prefill_chunk`, or else `chunk_of`.
     """
     buffer = tokens.shape[1]
-    size = min(chunk or model.prefill_chunk or chunk_of(buffer, len(tokens)), buffer)
+    chunk_size = min(chunk or model.prefill_chunk or chunk_of(buffer, len(tokens)), buffer)
 
     def body(carry: _Reading) -> _Reading:
         # Slide the last window back to stay inside the buffer. Tokens fed twice produce the same keys, since a key
         # depends only on its own and earlier tokens. Later steps overwrite the slots past the end of a row.
-        start = jnp.minimum(carry.next_start, buffer - size)
-        # i32[B, size]; each row has its own start.
-        window = jax.vmap(lambda row, begin: lax.dynamic_slice_in_dim(row, begin, size))(tokens, start)
-        output = model.forward(params, window, Visible.causal(start, size), carry.cache)
+        start = jnp.minimum(carry.next_start, buffer - chunk_size)
+        # i32[B, chunk_size]; each row has its own start.
+        window = jax.vmap(lambda row, begin: lax.dynamic_slice_in_dim(row, begin, chunk_size))(tokens, start)
+        output = model.forward(params, window, Visible.causal(start, chunk_size), carry.cache)
         state = carry.state if observe is None else observe(carry.state, start, output)
-        return _Reading(start + size, output.cache, state)
+        return _Reading(start + chunk_size, output.cache, state)
 
     # Complete rows keep running until all rows are complete; their windows write garbage past their end.
     end = lax.while_loop(lambda carry: jnp.any(carry.next_start < count), body, _Reading(first, cache, state))

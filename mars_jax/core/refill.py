@@ -72,7 +72,7 @@ def advance(
     ) -> tuple[DecodeState, DecodeStats, Array]:
         params, ended, max_steps = inputs
         batch = state.done.shape[0]
-        rows = over_rows(jnp.int32(batch))
+        total_rows = over_rows(jnp.int32(batch))
 
         def count_done(state: DecodeState) -> Array:
             return over_rows(jnp.sum(state.done, dtype=jnp.int32))
@@ -80,11 +80,11 @@ def advance(
         # The psum in the loop body needs all devices, so every device must leave the loop after the same step. Counts
         # therefore cover the rows of all devices. Rows that are already done, such as padding rows, do not count
         # towards `ended`.
-        goal = jnp.minimum(count_done(state) + ended, rows)
+        num_done_goal = jnp.minimum(count_done(state) + ended, total_rows)
 
         def keep_going(carry: _Advancing) -> Array:
-            # If every row is done at the start, `goal` is already reached.
-            return (carry.num_done < goal) & (carry.steps < max_steps)
+            # If every row is done at the start, `num_done_goal` is already reached.
+            return (carry.num_done < num_done_goal) & (carry.steps < max_steps)
 
         def body(carry: _Advancing) -> _Advancing:
             state, info = decoder.step(params, carry.state)
@@ -92,9 +92,9 @@ def advance(
                 stats = accumulate(carry.stats, info, state.length)
                 return _Advancing(state, stats, carry.steps + 1, count_done(state))
 
-        start = _Advancing(state, stats, jnp.int32(0), count_done(state))
-        end = lax.while_loop(keep_going, body, start)
-        return end.state, end.stats, jnp.broadcast_to(end.steps, (batch,))
+        initial_carry = _Advancing(state, stats, jnp.int32(0), count_done(state))
+        final_carry = lax.while_loop(keep_going, body, initial_carry)
+        return final_carry.state, final_carry.stats, jnp.broadcast_to(final_carry.steps, (batch,))
 
     inputs = (params, jnp.asarray(ended, jnp.int32), jnp.asarray(most, jnp.int32))
     return by_rows(loop)(inputs, state, stats)
@@ -137,16 +137,16 @@ def _refill(
 ) -> tuple[DecodeState, DecodeStats]:
     state = decoder.insert(params, state, rows, prompts, read)
     batch, buffer = state.tokens.shape
-    width = stats.tokens and buffer
-    empty = zero_stats(batch, decoder.max_depth, record=width, num_top=decoder.top_log_probs)
-    if jax.tree.map(jnp.shape, empty) != jax.tree.map(jnp.shape, stats):
+    record_width = stats.tokens and buffer
+    zero_counters = zero_stats(batch, decoder.max_depth, record=record_width, num_top=decoder.top_log_probs)
+    if jax.tree.map(jnp.shape, zero_counters) != jax.tree.map(jnp.shape, stats):
         raise MarsError(
             f"stats are counters of other rows or of another drafter: begin with zero_stats({batch}, "
             f"{decoder.max_depth}), the rows of the state and the decoder's max_depth."
         )
     # bool[B]; an entry of -1 matches no row.
     is_new = jnp.any(jnp.arange(batch, dtype=jnp.int32)[:, None] == rows[None], axis=1)
-    return state, in_rows(is_new, empty, stats)
+    return state, in_rows(is_new, zero_counters, stats)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -130,18 +130,18 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
         sizes[name] = int(size)
     if devices is None:
         devices = jax.devices()
-    count = math.prod(sizes.values())
-    if count > len(devices):
+    num_devices = math.prod(sizes.values())
+    if num_devices > len(devices):
         raise MarsError(
-            f"the mesh {text} needs {count} devices and there are {len(devices)}: make it smaller."
+            f"the mesh {text} needs {num_devices} devices and there are {len(devices)}: make it smaller."
         )
-    shape = tuple(sizes.values())
+    mesh_shape = tuple(sizes.values())
     try:
         # On a TPU, place neighbours along an axis next to each other on the slice, for the shapes that jax supports.
-        grid = mesh_utils.create_device_mesh(shape, devices[:count])
+        device_grid = mesh_utils.create_device_mesh(mesh_shape, devices[:num_devices])
     except (NotImplementedError, ValueError, AssertionError):
-        grid = np.array(devices[:count]).reshape(shape)
-    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+        device_grid = np.array(devices[:num_devices]).reshape(mesh_shape)
+    return Mesh(device_grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def axes_of(logical: str, size: int, mesh: AnyMesh, *, without: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -206,30 +206,30 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     def call(params: PyTree, *rows: PyTree) -> PyTree:
         # Arrays with explicit shardings bring their own mesh, whether or not one is set.
         meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves((params, rows))]
-        explicit = next((mesh for mesh in meshes if mesh.explicit_axes), None)
-        if explicit is not None:
-            return _as_auto(explicit, call, params, *rows)
+        explicit_mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+        if explicit_mesh is not None:
+            return _as_auto(explicit_mesh, call, params, *rows)
         mesh = current()
         if mesh is None:
             return function(params, *rows)
 
-        def placed(params: PyTree, *rows: PyTree) -> PyTree:
+        def with_shardings(params: PyTree, *rows: PyTree) -> PyTree:
             return _map_nodes(_hold, function(params, *rows))
 
-        data = names_of("data", mesh)
+        data_axes = names_of("data", mesh)
         # No mesh axis shards rows, or an outer `by_rows` has already mapped them.
-        if not set(data) - set(mesh.manual_axes):
-            return placed(params, *rows)
+        if not set(data_axes) - set(mesh.manual_axes):
+            return with_shardings(params, *rows)
         check_rows(jax.tree.leaves(rows)[0].shape[0], mesh)
         # check_vma is not needed: no result is replicated over `data`.
-        mapped = jax.shard_map(
-            placed,
-            in_specs=(P(), *[P(data)] * len(rows)),
-            out_specs=P(data),
-            axis_names=set(data),
+        mapped_function = jax.shard_map(
+            with_shardings,
+            in_specs=(P(), *[P(data_axes)] * len(rows)),
+            out_specs=P(data_axes),
+            axis_names=set(data_axes),
             check_vma=False,
         )
-        return mapped(params, *rows)
+        return mapped_function(params, *rows)
 
     return call
 
@@ -237,18 +237,18 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def over_rows(count: Array) -> Array:
     """Sum a per-device count over the shards of the rows, when traced inside `by_rows`."""
     mesh = current()
-    data = names_of("data", mesh)
-    if mesh is None or not data or set(data) - set(mesh.manual_axes):
+    data_axes = names_of("data", mesh)
+    if mesh is None or not data_axes or set(data_axes) - set(mesh.manual_axes):
         return count
-    return jax.lax.psum(count, data)
+    return jax.lax.psum(count, data_axes)
 
 
 def check_rows(batch: int, mesh: AnyMesh) -> None:
     """Raise MarsError if the rows do not divide over the mesh's axis `data`."""
-    size = size_of("data", mesh)
-    if batch % size:
+    num_shards = size_of("data", mesh)
+    if batch % num_shards:
         raise MarsError(
-            f"a batch of {batch} rows does not divide over data={size}: pad it to a multiple of {size}."
+            f"a batch of {batch} rows does not divide over data={num_shards}: pad it to a multiple of {num_shards}."
         )
 
 
@@ -338,8 +338,8 @@ def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: Py
 
     Shardings of the results follow `row_specs` and are known only after tracing.
     """
-    auto = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
-    with jax.sharding.use_abstract_mesh(auto):
+    auto_mesh = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
+    with jax.sharding.use_abstract_mesh(auto_mesh):
         outputs = function(*jax.sharding.reshard(arguments, jax.tree.map(lambda _: P(), arguments)))
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.sharding.reshard(outputs, row_specs(outputs, mesh))
@@ -348,9 +348,9 @@ def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: Py
 def _ready() -> AbstractMesh | None:
     """Return the mesh inside `by_rows`, where the other axes may be mapped by hand; None elsewhere."""
     mesh = current()
-    data = set(names_of("data", mesh))
+    data_axes = set(names_of("data", mesh))
     # Exactly the axes of the rows must be mapped: fewer are mapped outside of `by_rows`, and more in `map_devices`.
-    if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) != data:
+    if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) != data_axes:
         return None
     return mesh
 
@@ -402,9 +402,9 @@ def expert_axes(experts: int, size: int) -> tuple[tuple[str, ...], tuple[str, ..
     mesh = _ready()
     if mesh is None:
         return (), ()
-    axes = axes_of("experts", experts, mesh)
+    shard_axes = axes_of("experts", experts, mesh)
     # Axes that do not shard the experts shard the matrices within an expert.
-    return axes, axes_of("expert_hidden", size, mesh, without=axes)
+    return shard_axes, axes_of("expert_hidden", size, mesh, without=shard_axes)
 
 
 def map_devices(

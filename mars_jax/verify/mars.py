@@ -96,19 +96,19 @@ class Mars(Relaxed):
             lambda: jnp.full(tree.tokens.shape, NO_TOKEN, jnp.int32),
             lambda: sample_processed(evidence.keys, evidence.positions, process(logits, controls)),
         )
-        strict = self.strict_edges(evidence)
+        strict_edges = self.strict_edges(evidence)
         # The kernel compares the margin with theta; see `kernels_pallas.margin.rule`.
-        rows = AcceptControls(self.theta, strict, self.max_relaxed_run, controls.stop_tokens)
+        row_controls = AcceptControls(self.theta, strict_edges, self.max_relaxed_run, controls.stop_tokens)
         axes = vocabulary_axes(logits.shape[-1])
         accept = functools.partial(sharded_margin_accept, axis=axes) if axes else margin_accept
-        result = accept(
-            logits, tree.tokens, tree.parents, y, rows, max_depth=tree.max_depth, margin=self.margin
+        acceptance = accept(
+            logits, tree.tokens, tree.parents, y, row_controls, max_depth=tree.max_depth, margin=self.margin
         )
         verdict = Verdict(
-            path=result.path,
-            num_accepted=result.num_accepted,
-            next_token=result.next_token,
-            relaxed=result.relaxed,
+            path=acceptance.path,
+            num_accepted=acceptance.num_accepted,
+            next_token=acceptance.next_token,
+            relaxed=acceptance.relaxed,
         )
         return verdict, self
 

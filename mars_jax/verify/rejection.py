@@ -114,12 +114,12 @@ def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
     def stretch(start: Array) -> tuple[Array, Array]:
         if block:
             # A block's decision depends on all of its uniforms, so the next block must not reuse any of them.
-            keys = jax.vmap(jax.random.fold_in)(accept_keys, evidence.start + start)
-            stop, scale = _block_stop(ratios, node_uniforms(keys, evidence.positions), start)
+            block_keys = jax.vmap(jax.random.fold_in)(accept_keys, evidence.start + start)
+            stop, scale = _block_stop(ratios, node_uniforms(block_keys, evidence.positions), start)
         else:
             stop, scale = _token_stop(ratios, node_uniforms(accept_keys, evidence.positions), start)
-        drawn = node_uniforms(draw_keys, (evidence.start + stop)[:, None])[:, 0]
-        return stop, inverse_cdf(ratios.residual(stop, scale), drawn)
+        draw_uniform = node_uniforms(draw_keys, (evidence.start + stop)[:, None])[:, 0]
+        return stop, inverse_cdf(ratios.residual(stop, scale), draw_uniform)
 
     return overridden(evidence, stretch, allowed)
 
@@ -145,19 +145,19 @@ class _Ratios:
         log_q, norm_q = tree.draft_logits, None
 
         def at_drafted(logits: Array, norm: Array) -> Array:
-            picked = at_tokens(logits, nodes, jnp.maximum(drafted, 0))
+            drafted_logit = at_tokens(logits, nodes, jnp.maximum(drafted, 0))
             # Row i of the logits predicts node i + 1, and the last row predicts no node, so use `norm[:, :-1]`, f32[B,
             # K]. Clamp at log 1: if q were rounded above 1, a token with probability 1 could be rejected.
-            return jnp.minimum(picked - norm[:, :-1], 0.0)
+            return jnp.minimum(drafted_logit - norm[:, :-1], 0.0)
 
         # For a deterministic draft, q is 1 at the drafted token, so log p is log(p / q).
-        ratio = at_drafted(log_p, norm_p)
+        log_ratio = at_drafted(log_p, norm_p)
         if log_q is not None:
             norm_q = jax.nn.logsumexp(log_q, axis=-1)
-            ratio = ratio - at_drafted(log_q, norm_q)
+            log_ratio = log_ratio - at_drafted(log_q, norm_q)
         # NaN marks a token of probability 0 under both p and q: reject it.
         return _Ratios(
-            tree, leading(drafted >= 0), log_p, log_q, norm_p, norm_q, jnp.nan_to_num(jnp.exp(ratio))
+            tree, leading(drafted >= 0), log_p, log_q, norm_p, norm_q, jnp.nan_to_num(jnp.exp(log_ratio))
         )
 
     def p(self) -> Array:
@@ -176,8 +176,8 @@ class _Ratios:
         p = jnp.exp(pick_one(self.log_p, stop) - pick_one(self.norm_p, stop)[:, None])
         # The draft distribution q at the same node; one-hot if the next token was chosen without sampling.
         if self.log_q is None or self.norm_q is None:
-            rejected = pick_one(following(self.tree), stop)
-            q = (rejected[:, None] == jnp.arange(p.shape[-1], dtype=jnp.int32)[None]).astype(jnp.float32)
+            next_token = pick_one(following(self.tree), stop)
+            q = (next_token[:, None] == jnp.arange(p.shape[-1], dtype=jnp.int32)[None]).astype(jnp.float32)
         else:
             q = jnp.exp(pick_one(self.log_q, stop) - pick_one(self.norm_q, stop)[:, None])
         weights = jnp.maximum(scale[:, None] * p - q, 0.0)
@@ -195,10 +195,10 @@ def _token_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     edge = jnp.arange(ratios.ratio.shape[1], dtype=jnp.int32)[None]
     # Edge i leads to node i + 1, and uses the uniform of that node's position. Since u < 1, u < p / q is equivalent to
     # u < min(1, p / q).
-    accepted = (uniforms[:, 1:] < ratios.ratio) & (edge < ratios.length[:, None])
+    is_accepted = (uniforms[:, 1:] < ratios.ratio) & (edge < ratios.length[:, None])
     # The edges up to node `start` have been taken already.
-    accepted = accepted | (edge < start[:, None])
-    return leading(accepted), jnp.ones(start.shape, jnp.float32)
+    is_accepted = is_accepted | (edge < start[:, None])
+    return leading(is_accepted), jnp.ones(start.shape, jnp.float32)
 
 
 def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, Array]:
@@ -228,6 +228,6 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
         jnp.where(divisor > 0, m / jnp.where(divisor > 0, divisor, 1.0), 1.0),
     )
     # The longest prefix that passes; the start of the stretch always passes.
-    keep = (uniforms < h) & (node <= ratios.length[:, None]) & (node > start[:, None])
-    stop = jnp.max(jnp.where(keep, node, start[:, None]), axis=1)
+    passes = (uniforms < h) & (node <= ratios.length[:, None]) & (node > start[:, None])
+    stop = jnp.max(jnp.where(passes, node, start[:, None]), axis=1)
     return stop, pick_one(r, stop)

@@ -59,18 +59,18 @@ class Retargeted(Lossy):
                 f"{self.name} asks what a tree was drawn from, and this one was not drawn: draft it with sample=True, "
                 "or draft a chain."
             )
-        greedy = is_greedy(evidence.controls)
+        is_greedy_row = is_greedy(evidence.controls)
 
         def retargeted() -> Verdict:
             # p, after temperature and filters. v replaces it where the rule may deviate from the target.
             log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls))
-            ends = ~_has_children(evidence.tree)
+            is_leaf = ~_has_children(evidence.tree)
             # Node i judges the edges below it, whose depth is one larger.
             follows_p = evidence.tree.depths < self.strict_edges(evidence)[:, None]
-            follows_p |= greedy[:, None] | ends
+            follows_p |= is_greedy_row[:, None] | is_leaf
             if evidence.strict_nodes is not None:
                 follows_p |= evidence.strict_nodes
-            log_v = self.target(log_p, _log_q(evidence, ends, log_p), evidence)
+            log_v = self.target(log_p, _log_q(evidence, is_leaf, log_p), evidence)
             check_array(self, "target", log_v, "floating", log_p.shape)
             if evidence.controls.guides is not None or evidence.controls.edits is not None:
                 # The draft may give probability to forbidden tokens, which v must not inherit from q.
