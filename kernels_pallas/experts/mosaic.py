@@ -44,7 +44,7 @@ def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
     >>> experts[:3].tolist(), tiles[:3].tolist(), int(count)
     ([0, 2, 2], [0, 0, 1], 3)
     """
-    # Rows [row_ends - sizes, row_ends) belong to the experts. `visit_ends` counts the visits up to and including those of each expert.
+    # Expert e has the rows [row_ends - sizes, row_ends). `visit_ends` counts the visits of e and of the experts before.
     row_ends = jnp.cumsum(sizes)
     first_tile = (row_ends - sizes) // rows
     visit_counts = jnp.where(sizes > 0, (row_ends - 1) // rows - first_tile + 1, 0)
