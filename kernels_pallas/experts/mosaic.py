@@ -61,37 +61,37 @@ def dense_by_expert_int8(
     x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Interpret = False
 ) -> Array:
     """See `api.dense_by_expert_int8`."""
-    row_count, inner = x.shape
-    outer = scale.shape[1]
+    row_count, num_inputs = x.shape
+    num_outputs = scale.shape[1]
     tile_rows = min(ROWS, round_up(row_count, 16))
-    num_tiles, out_width = pl.cdiv(row_count, tile_rows), outer_block(outer, inner)
+    num_tiles, out_width = pl.cdiv(row_count, tile_rows), outer_block(num_outputs, num_inputs)
     x = jnp.pad(x, ((0, num_tiles * tile_rows - row_count), (0, 0)))
     sizes = sizes.astype(jnp.int32)
     experts, tiles, num_visits = visits(sizes, num_tiles, tile_rows)
     row_ends = jnp.cumsum(sizes, dtype=jnp.int32)
     # JAX picks the layout with the least padding: a matrix whose rows do not fill registers is stored by columns.
-    if inner % 128 != 0 and outer % 128 == 0:
+    if num_inputs % 128 != 0 and num_outputs % 128 == 0:
         # A view of the stored layout, [X, K, N], whose blocks are columns.
         values, inner_axis = values.swapaxes(1, 2), 0
-        block_shape, block_index = (inner, out_width), lambda n: (0, n)
+        block_shape, block_index = (num_inputs, out_width), lambda n: (0, n)
     else:
         inner_axis = 1
-        block_shape, block_index = (out_width, inner), lambda n: (n, 0)
+        block_shape, block_index = (out_width, num_inputs), lambda n: (n, 0)
     padded_product = pl.pallas_call(
         functools.partial(_kernel, inner_axis=inner_axis),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             # The visits and the bounds of the experts' rows are scalars, from which the block indices are computed.
             num_scalar_prefetch=4,
             # The visits of a tile are consecutive, so its results stay in fast memory between them.
-            grid=(pl.cdiv(outer, out_width), num_visits),
+            grid=(pl.cdiv(num_outputs, out_width), num_visits),
             in_specs=[
-                pl.BlockSpec((tile_rows, inner), lambda n, v, experts, tiles, *_: (tiles[v], 0)),
+                pl.BlockSpec((tile_rows, num_inputs), lambda n, v, experts, tiles, *_: (tiles[v], 0)),
                 pl.BlockSpec((None, *block_shape), lambda n, v, experts, *_: (experts[v], *block_index(n))),
                 pl.BlockSpec((None, 1, out_width), lambda n, v, experts, *_: (experts[v], 0, n)),
             ],
             out_specs=pl.BlockSpec((tile_rows, out_width), lambda n, v, experts, tiles, *_: (tiles[v], n)),
         ),
-        out_shape=jax.ShapeDtypeStruct((num_tiles * tile_rows, outer), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((num_tiles * tile_rows, num_outputs), jnp.float32),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=32 * 2**20
         ),

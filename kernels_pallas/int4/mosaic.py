@@ -267,21 +267,21 @@ def _add_scaled_weights(memory: _Memory, product: Array, step: Array, in_bfloat1
     else:
         # `_scaled` leaves the numbers in the top bits of words, so they are too large by a factor of 2^28.
         product_depth, scale = CHUNK, scale * 2.0**-28
-    for first in range(0, inner, product_depth):
-        last = min(first + product_depth, inner)
-        chunks = range(first // CHUNK, last // CHUNK)
+    for first_input in range(0, inner, product_depth):
+        end_input = min(first_input + product_depth, inner)
+        chunks = range(first_input // CHUNK, end_input // CHUNK)
         w = jnp.concatenate(
-            [part for c in chunks for part in _scaled(memory.values, scale, c, in_bfloat16)], axis=0
+            [weights for c in chunks for weights in _scaled(memory.values, scale, c, in_bfloat16)], axis=0
         )
-        product += _product(memory.ordered[step, :, first:last], w.astype(jnp.bfloat16))
+        product += _product(memory.ordered[step, :, first_input:end_input], w.astype(jnp.bfloat16))
     return product
 
 
 def _put(total: Ref, product: Array) -> None:
     """Store f32[R, outputs] as successive slices of 128 columns, whose rows can be read with a stride."""
-    rows = len(product)
-    for t in range(len(total) // rows):
-        total[rows * t : rows * (t + 1)] = product[:, 128 * t : 128 * (t + 1)]
+    num_rows = len(product)
+    for t in range(len(total) // num_rows):
+        total[num_rows * t : num_rows * (t + 1)] = product[:, 128 * t : 128 * (t + 1)]
 
 
 def _product(x: Array, w: Array) -> Array:

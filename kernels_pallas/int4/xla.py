@@ -35,5 +35,5 @@ def dense_int4(x: Array, values: Array, scale: Array, offset: Array) -> Array:
     y = jnp.einsum("bgk,gkn->gbn", x_groups, values.astype(x.dtype), preferred_element_type=jnp.float32)
     # f32[G, R, 1]: the sums of x over groups, which the offsets multiply.
     x_sums = jnp.sum(x_groups.astype(jnp.float32), axis=-1).T[..., None]
-    scale, offset = (part.astype(jnp.float32)[:, None] for part in (scale, offset))
+    scale, offset = (per_group.astype(jnp.float32)[:, None] for per_group in (scale, offset))
     return jnp.sum(y * scale + x_sums * offset, axis=0)[:row_count]

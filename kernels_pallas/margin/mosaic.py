@@ -232,8 +232,8 @@ def _fold(logits_ref: Ref, state: tuple[Ref, ...], block: int | Array, last: int
     @pl.when(block == 0)
     def _():
         # `strict=False` because the state has the sum only if the logsumexp is requested.
-        for ref, value in zip(state, (-jnp.inf, LAST_ID, -jnp.inf, LAST_ID, 0.0), strict=False):
-            ref[...] = jnp.full(ref.shape, value, ref.dtype)
+        for ref, initial_value in zip(state, (-jnp.inf, LAST_ID, -jnp.inf, LAST_ID, 0.0), strict=False):
+            ref[...] = jnp.full(ref.shape, initial_value, ref.dtype)
 
     def fold_block(partial: bool) -> None:
         fold_strip = functools.partial(_fold_strip, block=block, vocab=vocab, partial=partial)
@@ -326,7 +326,7 @@ def _each_strip(body: Callable[..., None], *refs: Ref) -> None:
     """
     if refs[0].ndim == 2:
         rows = refs[0].shape[0]
-        strip_rows = next((size for size in (32, 16, 8) if rows % size == 0), rows)
+        strip_rows = next((strip_size for strip_size in (32, 16, 8) if rows % strip_size == 0), rows)
         if strip_rows == rows:
             body(*refs)
         else:
@@ -342,8 +342,8 @@ def _each_strip(body: Callable[..., None], *refs: Ref) -> None:
         # Strips do not cross trees, whose rows are padded to whole registers.
         @pl.loop(0, trees)
         def _(tree):
-            for start in range(0, nodes, 32):
-                strip_slice = pl.ds(start, min(32, nodes - start))
+            for first_node in range(0, nodes, 32):
+                strip_slice = pl.ds(first_node, min(32, nodes - first_node))
                 body(*(ref.at[tree, strip_slice] for ref in refs))
 
 

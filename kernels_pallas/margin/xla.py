@@ -134,8 +134,8 @@ def _top_two(values: Array, ids: Array) -> tuple[Array, Array, Array, Array]:
     """Return the two largest of values f32[..., C] with their ids, without argmax; ties go to the smaller id."""
 
     def largest(z: Array) -> tuple[Array, Array]:
-        top = jnp.max(z, axis=-1)
-        return top, jnp.min(jnp.where(z == top[..., None], ids, LAST_ID), axis=-1)
+        top_value = jnp.max(z, axis=-1)
+        return top_value, jnp.min(jnp.where(z == top_value[..., None], ids, LAST_ID), axis=-1)
 
     top1, id1 = largest(values)
     # Exclude the first by its id: its value may occur twice.

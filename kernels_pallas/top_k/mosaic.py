@@ -29,11 +29,11 @@ STRIP = 16
 
 def top_k(logits: Array, k: int, *, interpret: Interpret = False) -> Array:
     """Return the k largest of logits [R, V] as i32[2, R, 128], packed as by `reference.pack`."""
-    rows, vocab = logits.shape
-    rows_per_block = block_rows(rows, vocab, k, logits.dtype)
+    num_rows, vocab = logits.shape
+    rows_per_block = block_rows(num_rows, vocab, k, logits.dtype)
     in_spec = pl.BlockSpec((rows_per_block, round_up(vocab, LANES)), lambda i: (i, 0))
     kernel = functools.partial(_top_k_kernel, vocab=vocab, k=k)
-    return _call(kernel, logits, in_spec, rows, rows_per_block, interpret, "top_k")
+    return _call(kernel, logits, in_spec, num_rows, rows_per_block, interpret, "top_k")
 
 
 def join(parts: Array, k: int, size: int, *, interpret: Interpret = False) -> Array:
@@ -168,11 +168,11 @@ def _write(packed_ref: Ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[
         """Return the entry after (value, id), f32[rows, 128] and i32[rows, 128], replicated over lanes."""
 
         def body(carry: Carry, z: Array, ids: Array, real: Array) -> Carry:
-            best, best_id = carry
+            lane_best, lane_best_id = carry
             comes_after = real & ((z < value) | ((z == value) & (ids > id)))
             # The first candidate of a lane always counts, even -inf. Ids ascend, so the smaller id wins ties.
-            replaces_best = comes_after & ((z > best) | (best_id == LAST_ID))
-            return jnp.where(replaces_best, z, best), jnp.where(replaces_best, ids, best_id)
+            replaces_best = comes_after & ((z > lane_best) | (lane_best_id == LAST_ID))
+            return jnp.where(replaces_best, z, lane_best), jnp.where(replaces_best, ids, lane_best_id)
 
         def merge(a: Carry, b: Carry) -> Carry:
             # Ids of different chains interleave, so ties compare them.
@@ -180,11 +180,11 @@ def _write(packed_ref: Ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[
             return jnp.where(replaces_best, b[0], a[0]), jnp.where(replaces_best, b[1], a[1])
 
         nothing = jnp.full((rows, LANES), -jnp.inf, jnp.float32), jnp.full((rows, LANES), LAST_ID, jnp.int32)
-        best, best_id = scan(body, nothing, merge)
+        lane_best, lane_best_id = scan(body, nothing, merge)
         # Broadcast over the lanes once here rather than at every comparison.
-        next_value = jnp.broadcast_to(jnp.max(best, axis=1, keepdims=True), best.shape)
-        next_id = jnp.min(jnp.where(best == next_value, best_id, LAST_ID), axis=1, keepdims=True)
-        return next_value, jnp.broadcast_to(next_id, best.shape)
+        next_value = jnp.broadcast_to(jnp.max(lane_best, axis=1, keepdims=True), lane_best.shape)
+        next_id = jnp.min(jnp.where(lane_best == next_value, lane_best_id, LAST_ID), axis=1, keepdims=True)
+        return next_value, jnp.broadcast_to(next_id, lane_best.shape)
 
     def add(i: Array, entries: _Entries) -> _Entries:
         value, id = following(entries.value, entries.id)

@@ -148,9 +148,9 @@ def _attend(
     check_options(implementation, FORMS, blocks, interpret)
     if (operands.k_scale is None) != (operands.v_scale is None):
         raise ValueError("keys and values have scales both or neither: give k_scale and v_scale.")
-    dtype = operands.k.dtype
-    if operands.k_scale is None and not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"keys are {dtype.name} without scales: give k_scale and v_scale.")
+    cache_dtype = operands.k.dtype
+    if operands.k_scale is None and not jnp.issubdtype(cache_dtype, jnp.floating):
+        raise ValueError(f"keys are {cache_dtype.name} without scales: give k_scale and v_scale.")
     # The kernel copies new rows into the caches itself; all other forms scatter them first.
     # DMA copies whole 32-bit words, which neighbouring slots share in a cache with a single narrow head.
     if new is not None and (implementation != "pallas_tpu" or is_flat(operands.k)):

@@ -66,8 +66,8 @@ def tree_attention(
     """
     q, k, v = operands.q, operands.k, operands.v
     batch, n, heads, group, dim = q.shape
-    scaled = operands.k_scale is not None
-    blocks, align = attention_blocks(blocks, q.shape, k.shape[1], k.dtype, scaled=scaled)
+    has_scales = operands.k_scale is not None
+    blocks, align = attention_blocks(blocks, q.shape, k.shape[1], k.dtype, scaled=has_scales)
     # The rows of the region that each query sees, and the last position that its window hides.
     visible_rows, last_hidden = operands.region()
     tiles, per_tile = pl.cdiv(n, blocks.queries), blocks.queries
@@ -173,8 +173,8 @@ def _sources(operands: Operands, shape: Shape, *, in_place: bool) -> tuple[list[
     else:
         # Heads wider than the lanes are copied in parts, because a strided load reads rows of one register's width.
         # A head whose width is not a multiple of the lanes is narrower than the lanes, see `attention_blocks`.
-        width = min(dim, LANES)
-        buffer_shape = (dim // width, block_slots, k.shape[2], width)
+        part_width = min(dim, LANES)
+        buffer_shape = (dim // part_width, block_slots, k.shape[2], part_width)
     if in_place:
         # Without this constraint XLA, given the cost estimate, would move a whole cache into fast memory if it fits.
         sources = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in sources]
@@ -240,8 +240,8 @@ def _table(first: Array, visible: Array | None, last_hidden: Array | None, shape
         else:
             tile_first, region_rows = first, visible.shape[2]
         tile_hidden = None if last_hidden is None else last_hidden[:, first_query:end_query]
-        sizes = {"slots": shape.slots, "size": shape.blocks.slots, "align": shape.align}
-        tile_tables.append(tile_table(tile_first, region_rows, tile_hidden, **sizes)[..., None])
+        block_sizes = {"slots": shape.slots, "size": shape.blocks.slots, "align": shape.align}
+        tile_tables.append(tile_table(tile_first, region_rows, tile_hidden, **block_sizes)[..., None])
     # [4, B, T] -> [4, B * T], so that an item of the grid is a column.
     return jnp.concatenate(tile_tables, axis=2).reshape(RECENT + 1, -1)
 

@@ -111,9 +111,9 @@ def pack_bits(seen: Array) -> Array:
     >>> pack_bits(jnp.asarray([True, False, True])).tolist()
     [5]
     """
-    rows = seen.shape[-1]
-    padded = jnp.pad(seen, [(0, 0)] * (seen.ndim - 1) + [(0, -rows % 32)])
+    num_rows = seen.shape[-1]
+    padded_seen = jnp.pad(seen, [(0, 0)] * (seen.ndim - 1) + [(0, -num_rows % 32)])
     # [..., W, 32], each bit shifted to its place. The bits are distinct, so their sum is their union.
-    bits_of_words = padded.reshape(*seen.shape[:-1], -1, 32).astype(jnp.uint32)
+    bits_of_words = padded_seen.reshape(*seen.shape[:-1], -1, 32).astype(jnp.uint32)
     shifted = bits_of_words << lax.broadcasted_iota(jnp.uint32, bits_of_words.shape, bits_of_words.ndim - 1)
     return jnp.sum(shifted, axis=-1, dtype=jnp.uint32).astype(jnp.int32)

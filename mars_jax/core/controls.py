@@ -131,19 +131,19 @@ def _stop_tokens(value: Any, batch: int) -> Array:
     try:
         if isinstance(value, str | bytes | Mapping):
             raise TypeError
-        rows = list(value)
+        sequences = list(value)
     except TypeError:
         raise MarsError(
             f"stop_tokens is {short_repr(value)}: expected a sequence of token ids, or one for each row."
         ) from None
     # Token ids that are not inside further sequences form one sequence, which applies to all rows.
-    if not any(getattr(row, "ndim", isinstance(row, list | tuple | range)) for row in rows):
-        rows = [rows] * batch
-    if len(rows) != batch:
+    if not any(getattr(row, "ndim", isinstance(row, list | tuple | range)) for row in sequences):
+        sequences = [sequences] * batch
+    if len(sequences) != batch:
         raise MarsError(
-            f"stop_tokens has {len(rows)} rows: expected one sequence of ids, or one for each of {batch}."
+            f"stop_tokens has {len(sequences)} rows: expected one sequence of ids, or one for each of {batch}."
         )
-    ids_by_row = [_row_of_ids(row) for row in rows]
+    ids_by_row = [_row_of_ids(row) for row in sequences]
     padded = np.full((batch, max(1, *map(len, ids_by_row))), NO_TOKEN, np.int32)
     for b, row in enumerate(ids_by_row):
         padded[b, : len(row)] = row

@@ -93,13 +93,13 @@ class Guide:
         """Return u32[B, P, W]: bit masks of the tokens that may follow states i32[B, P], including stop tokens."""
         # Many states allow the same tokens and share a row of bits.
         words = self.tables.bits[self.tables.rows[states]]
-        width = words.shape[-1]
-        word_index = jnp.arange(width, dtype=jnp.int32)[None, None]
-        for stop, is_allowed in self._stops(states):
+        num_words = words.shape[-1]
+        word_index = jnp.arange(num_words, dtype=jnp.int32)[None, None]
+        for stop_token, is_allowed in self._stops(states):
             # The bit of token t is bit t // W of word t % W. The tables are shared by rows with other stop tokens, so
             # the bit is set or cleared here.
-            is_stop_word = (word_index == stop % width) & (stop >= 0)
-            bit = jnp.uint32(1) << (jnp.maximum(stop, 0) // width).astype(jnp.uint32)
+            is_stop_word = (word_index == stop_token % num_words) & (stop_token >= 0)
+            bit = jnp.uint32(1) << (jnp.maximum(stop_token, 0) // num_words).astype(jnp.uint32)
             words = jnp.where(is_stop_word, jnp.where(is_allowed, words | bit, words & ~bit), words)
         return words
 

@@ -88,7 +88,7 @@ def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats
       length: i32[B]; committed tokens after the step.
     """
     # A live row emits a token in every step; a row that is done emits none.
-    live = info.num_emitted > 0
+    is_live = info.num_emitted > 0
     # A stop token or the limit may cut the path before its end.
     num_accepted = jnp.minimum(info.verdict.num_accepted, info.num_emitted)
     depth = info.verdict.relaxed.shape[1]
@@ -97,16 +97,16 @@ def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats
     num_relaxed = jnp.sum(info.verdict.relaxed & (edge < num_accepted[:, None]), axis=1, dtype=jnp.int32)
     num_trusted = jnp.sum(info.kind == TRUSTED, axis=1, dtype=jnp.int32)
     # One-hot over 0 .. D accepted tokens; steps of finished rows are not counted.
-    depth_one_hot = (jnp.arange(depth + 1, dtype=jnp.int32)[None] == num_accepted[:, None]) & live[:, None]
+    depth_one_hot = (jnp.arange(depth + 1, dtype=jnp.int32)[None] == num_accepted[:, None]) & is_live[:, None]
     token_record = stats.tokens
     if token_record is not None:
         # The tokens of this step are at [length - num_emitted, length) of the buffer.
         step_record = TokenRecord(**{f.name: getattr(info, f.name) for f in dataclasses.fields(TokenRecord)})
         token_record = append(token_record, length - info.num_emitted, step_record, info.num_emitted)
     return DecodeStats(
-        steps=stats.steps + live.astype(jnp.int32),
+        steps=stats.steps + is_live.astype(jnp.int32),
         emitted=stats.emitted + info.num_emitted,
-        proposed=stats.proposed + jnp.where(live, info.num_proposed, 0),
+        proposed=stats.proposed + jnp.where(is_live, info.num_proposed, 0),
         accepted_exact=stats.accepted_exact + num_accepted - num_relaxed - num_trusted,
         accepted_relaxed=stats.accepted_relaxed + num_relaxed,
         accepted_trusted=stats.accepted_trusted + num_trusted,

@@ -171,8 +171,8 @@ class Rule:
             if setting.per_row:
                 dtype = {int: np.int32, float: np.float32}[setting.kind]
                 # A JAX array may be traced or on a device, so NumPy must not read it.
-                typed = value.astype(dtype) if isinstance(value, Array) else np.asarray(value, dtype)
-                object.__setattr__(self, name, typed)
+                typed_value = value.astype(dtype) if isinstance(value, Array) else np.asarray(value, dtype)
+                object.__setattr__(self, name, typed_value)
 
     @property
     def name(self) -> str:

@@ -237,8 +237,8 @@ def _shards_argmax(axes: tuple[str, ...], part: Array) -> Array:
 def _argmax(logits: Array) -> Array:
     # [..., V] -> [..., V / BLOCK, BLOCK]. argmax takes the first block of equal maxima, and in it the first token.
     blocks = _blocks(logits, -jnp.inf)
-    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
-    return block * BLOCK + jnp.argmax(_block(blocks, block), axis=-1).astype(jnp.int32)
+    best_block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
+    return best_block * BLOCK + jnp.argmax(_block(blocks, best_block), axis=-1).astype(jnp.int32)
 
 
 def top_k_logits(logits: Array, k: int) -> TopKEntries:
@@ -329,9 +329,9 @@ def inverse_cdf(weights: Array, uniform: Array) -> Array:
 def _token_at(blocks: Array, sums: Array, target: Array) -> Array:
     """Return the first token whose cumulative weight exceeds target, given the sums of the blocks."""
     # Find the block whose cumulative weight exceeds the target, then the token in that block.
-    block, offset = _quantile(sums, target)
-    token, _ = _quantile(_block(blocks, block), target - offset)
-    return block * BLOCK + token
+    crossing_block, offset = _quantile(sums, target)
+    token, _ = _quantile(_block(blocks, crossing_block), target - offset)
+    return crossing_block * BLOCK + token
 
 
 def _blocks(values: Array, fill: float) -> Array:

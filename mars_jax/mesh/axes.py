@@ -117,31 +117,31 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
     {'model': 1}
     """
     check_type("the mesh", text, str, "axes with their sizes, such as 'data=2,model=4'")
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = (piece.strip() for piece in part.partition("="))
+    axis_sizes: dict[str, int] = {}
+    for axis_text in text.split(","):
+        name, _, size_text = (piece.strip() for piece in axis_text.partition("="))
         # int() refuses more than 4,300 digits; nine are plenty for a number of devices.
-        is_whole = size.isascii() and size.isdigit() and len(size) < 10
-        if name not in _ROLES or name in sizes or not is_whole or not int(size):
+        is_whole = size_text.isascii() and size_text.isdigit() and len(size_text) < 10
+        if name not in _ROLES or name in axis_sizes or not is_whole or not int(size_text):
             raise MarsError(
                 f"the mesh is {text!r}: expected axes among {', '.join(_ROLES)}, each once with its number of devices, "
                 "such as data=2,model=4."
             )
-        sizes[name] = int(size)
+        axis_sizes[name] = int(size_text)
     if devices is None:
         devices = jax.devices()
-    num_devices = math.prod(sizes.values())
+    num_devices = math.prod(axis_sizes.values())
     if num_devices > len(devices):
         raise MarsError(
             f"the mesh {text} needs {num_devices} devices and there are {len(devices)}: make it smaller."
         )
-    mesh_shape = tuple(sizes.values())
+    mesh_shape = tuple(axis_sizes.values())
     try:
         # On a TPU, place neighbours along an axis next to each other on the slice, for the shapes that jax supports.
         device_grid = mesh_utils.create_device_mesh(mesh_shape, devices[:num_devices])
     except (NotImplementedError, ValueError, AssertionError):
         device_grid = np.array(devices[:num_devices]).reshape(mesh_shape)
-    return Mesh(device_grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return Mesh(device_grid, tuple(axis_sizes), axis_types=(AxisType.Auto,) * len(axis_sizes))
 
 
 def axes_of(logical: str, size: int, mesh: AnyMesh, *, without: tuple[str, ...] = ()) -> tuple[str, ...]:

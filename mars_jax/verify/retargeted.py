@@ -88,8 +88,8 @@ def _has_children(tree: DraftTree) -> Array:
     if tree.is_chain:
         return jnp.pad(tree.tokens[:, 1:] >= 0, ((0, 0), (0, 1)))
     # bool[B, N, N], entry [b, i, j]: node j is a child of node i and not padding.
-    nodes = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None, :, None]
-    return jnp.any((tree.parents[:, None] == nodes) & (tree.tokens >= 0)[:, None], axis=2)
+    node_ids = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None, :, None]
+    return jnp.any((tree.parents[:, None] == node_ids) & (tree.tokens >= 0)[:, None], axis=2)
 
 
 def _log_q(evidence: Evidence, ends: Array, log_p: Array) -> Array:
