@@ -80,7 +80,7 @@ def dense_int4(
     """
     (row_count, inputs), (groups, group_size, outputs) = x.shape, values.shape
     groups_per_chunk = CHUNK // group_size
-    # If a product has room for one row per row of x and group of a chunk, scale each group's results, else the weights.
+    # Scale each group's results if one row per row of x and group of a chunk fits into a product; else the weights.
     by_group = groups_per_chunk * row_count <= ROWS or groups_per_chunk == 1
     in_bfloat16 = not chip.startswith(("TPU v4", "TPU v5"))
     block_inputs, block_outputs = block_sizes(inputs, outputs, groups, in_bfloat16=in_bfloat16)

@@ -194,8 +194,8 @@ processes an earlier step, and one more to absorb host delays."""
 def look_ahead(state: DecodeState) -> int:
     """Return the default value of `ahead`: 0 for a state on a CPU, else `AHEAD`.
 
-    On a CPU the call returns only after the step is computed (measured with jax 0.10), so dispatching ahead has only a
-    cost.
+    On a CPU the call returns only after the step is computed (measured with jax 0.10), so dispatching ahead only
+    costs time.
     """
     return {"cpu": 0}.get(next(iter(state.done.devices())).platform, AHEAD)
 
@@ -234,7 +234,10 @@ def stream(
 
 
 def _all_done(state: DecodeState) -> Array:
-    """Return a new array bool[], since the next step donates the state's arrays, and start copying it to the host."""
+    """Return bool[], whether all rows are done, and start copying it to the host.
+
+    It is a separate array, because the next step donates the arrays of the state.
+    """
     all_done = jnp.all(state.done)
     all_done.copy_to_host_async()
     return all_done

@@ -131,7 +131,7 @@ class Decoder:
         )
 
     def extend(self, params: Params, state: DecodeState, prompts: Prompts) -> tuple[DecodeState, Array]:
-        """Continue every row with a new prompt, such as a conversation that gained a turn.
+        """Continue every row with a new prompt, such as a conversation with one more turn.
 
         The longest common prefix of a row's committed tokens and its new prompt stays in the caches, and only the
         tokens after it are read. Callers therefore need not mark the new part. If a chat template renders an earlier

@@ -137,16 +137,16 @@ def _refill(
 ) -> tuple[DecodeState, DecodeStats]:
     state = decoder.insert(params, state, rows, prompts, read)
     batch, buffer = state.tokens.shape
-    record_width = stats.tokens and buffer
-    zero_counters = zero_stats(batch, decoder.max_depth, record=record_width, num_top=decoder.top_log_probs)
-    if jax.tree.map(jnp.shape, zero_counters) != jax.tree.map(jnp.shape, stats):
+    width = stats.tokens and buffer
+    empty = zero_stats(batch, decoder.max_depth, record=width, num_top=decoder.top_log_probs)
+    if jax.tree.map(jnp.shape, empty) != jax.tree.map(jnp.shape, stats):
         raise MarsError(
             f"stats are counters of other rows or of another drafter: begin with zero_stats({batch}, "
             f"{decoder.max_depth}), the rows of the state and the decoder's max_depth."
         )
     # bool[B]; an entry of -1 matches no row.
     is_new = jnp.any(jnp.arange(batch, dtype=jnp.int32)[:, None] == rows[None], axis=1)
-    return state, in_rows(is_new, zero_counters, stats)
+    return state, in_rows(is_new, empty, stats)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -392,7 +392,7 @@ def for_rows(rule: PyTree, batch: int) -> PyTree:
 
 
 def take_rows(rule: PyTree, rows: Sequence[int] | Array | np.ndarray, count: int) -> PyTree:
-    """Select `rows` of a rule for `count` prompts: take their values of each parameter that has one per prompt.
+    """Select some `rows` of a rule for `count` prompts, in every parameter that has one value per prompt.
 
     Raises:
       MarsError: a parameter has neither one value nor `count` values.

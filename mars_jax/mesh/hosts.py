@@ -110,7 +110,7 @@ def _can_listen(coordinator: str) -> bool:
 def _no_listening(coordinator: str | None) -> MarsError:
     return MarsError(
         f"--coordinator is {coordinator}, where this machine cannot listen: name an address of process 0's machine and "
-        "a free port, or set JAX_COORDINATOR_BIND_ADDRESS to the one behind that name."
+        "a free port, or set JAX_COORDINATOR_BIND_ADDRESS to the local address for it."
     )
 
 
