@@ -138,7 +138,7 @@ def _join_kernel(parts_ref: Ref, packed_ref: Ref, *, k: int, size: int) -> None:
         return carry
 
     def logsumexp(largest: Array) -> Array:
-        # f32[rows, 1] each: the parts' logsumexps, whose logsumexp is that of the vocabulary.
+        # f32[rows, 1] each: the logsumexps of the parts. Their logsumexp is that of the whole vocabulary.
         del largest
         part_logsumexps = [
             jnp.max(jnp.where(lane == k, values(part), -jnp.inf), axis=1, keepdims=True)

@@ -93,7 +93,7 @@ def tree_attention(
         # Append the entry `WRITTEN`, which is the same for all tiles of a row.
         table = jnp.concatenate([table, jnp.repeat(new.slot.astype(jnp.int32), tiles)[None]])
     tiled_out, *caches = _call(operands, new, shape, table, queries, columns, interpret)
-    # Undo `_tiled`: cut the padding and move the heads behind the queries, [B, T, K, M, D] -> [B, N, K, G, D].
+    # Undo `_tiled`: cut the padding and move the heads after the queries, [B, T, K, M, D] -> [B, N, K, G, D].
     tiled_out = tiled_out[:, :, :, : per_tile * group].reshape(batch, tiles, heads, per_tile, group, dim)
     tiled_out = jnp.moveaxis(tiled_out, 2, 3).reshape(batch, tiles * per_tile, heads, group, dim)[:, :n]
     k, v = caches or (k, v)
@@ -140,7 +140,7 @@ def _call(
                 [in_hbm for _ in new_rows],
             ],
             out_specs=[query_spec, [in_hbm for _ in caches]],
-            # The fields of `_Folded`, then those of `_Core` from `state` on.
+            # The fields of `_Folded`, then the fields of `_Core`, starting at `state`.
             scratch_shapes=[
                 (lane_replicated, lane_replicated, pltpu.VMEM((heads, m, dim), jnp.float32)),
                 pltpu.SMEM((5,), jnp.int32),
@@ -221,7 +221,7 @@ def _columns(
     columns = [last_causal_slot[..., None], last_hidden[..., None]]
     if visible is not None:
         columns.append(pack_bits(jnp.broadcast_to(visible, (batch, *visible.shape[1:]))))
-    # The same order of rows as in `_tiled`: each query's columns once per head of its group.
+    # Order the rows as in `_tiled`: repeat each query's columns once per head of its group.
     padded_columns = jnp.pad(jnp.concatenate(columns, axis=2), ((0, 0), (0, tiles * per_tile - n), (0, 0)))
     by_query = jnp.repeat(padded_columns.reshape(batch, tiles, per_tile, -1), group, axis=2)
     return jnp.pad(by_query, ((0, 0), (0, 0), (0, m - per_tile * group), (0, 0)))
@@ -289,7 +289,7 @@ class _Core(NamedTuple):
     number: Array  # i32[]; 0, or 1 for the second core
     shape: Shape
     table: Ref  # i32[4 or 5, B T] in scalar memory
-    # Keys and values [B, S, K, D] in HBM, and scales f32[B, K, S] of both, if there are any.
+    # Keys and values [B, S, K, D] in HBM, followed by their scales f32[B, K, S], if they have any.
     sources: list[Ref]
     new_rows: list[Ref]  # new keys and values [B, W, K, D] in HBM, if there are any
     state: Ref  # i32[5] in scalar memory

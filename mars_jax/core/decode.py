@@ -176,7 +176,7 @@ def run(
 
     if max_steps is not None:
         max_steps = jnp.asarray(max_steps, jnp.int32)
-    # On a mesh each device loops over its own rows, and ends when they are done.
+    # On a mesh each device loops over its own rows, and stops when they are done.
     return by_rows(loop)((params, max_steps), state)
 
 

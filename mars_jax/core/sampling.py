@@ -57,7 +57,7 @@ def process(logits: Array, controls: Controls) -> Array:
 
     Apply temperature, top-k, top-p (of the mass that top-k left) and min-p, in this order. Excluded tokens become
     `-inf`, and each node's logits are shifted so that the largest is 0. A row with temperature 0 becomes the one-hot of
-    its argmax (0 there, ties to the smaller id, `-inf` elsewhere) and is never divided by its temperature.
+    its argmax (0 at the smallest such id, `-inf` elsewhere) and is never divided by its temperature.
 
     All three filters are thresholds on the raw logit, so tokens that tie with the last one kept are kept too:
     top-k keeps `z >= k-th largest`, top-p keeps `mass(z' > z) < top_p`, min-p keeps `p >= min_p * max(p)`.
@@ -186,7 +186,7 @@ def _bisect(holds: Callable[[Array], Array], high: Array, use: Array) -> _Bounds
 
 def _to_order(x: Array) -> Array:
     """Map f32 to i32 with the same order."""
-    # As integers, the bits of positive floats are in order, those of negative floats reversed: flip all but the sign.
+    # As integers, positive floats are in order and negative ones in reverse order, so flip their bits except the sign.
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 

@@ -85,7 +85,7 @@ class Scores(NamedTuple):
 
     output: ForwardOutput  # hidden states, features and cache
     raw: Array  # f32[B, N, V]; raw logits
-    logits: Array  # f32[B, N, V]; with edits and constraints; `raw` itself if there are none
+    logits: Array  # f32[B, N, V]; after edits and constraints; the array `raw` if there are none
 
 
 def score_tree(

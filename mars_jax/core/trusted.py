@@ -82,7 +82,7 @@ def _after_trusted(evidence: Evidence, count: Array) -> Evidence:
     shifted_tree: DraftTree = dataclasses.replace(
         tree,
         tokens=jnp.where(source_node <= last_node, shift(tree.tokens), NO_TOKEN),
-        # `jax.tree.map` leaves a field that is None as it is.
+        # `jax.tree.map` leaves a field that is None unchanged.
         draft_logits=jax.tree.map(shift, tree.draft_logits),
         trusted=None,
     )

@@ -112,7 +112,9 @@ class Tables:
     accepting: Array  # bool[S]; the output may end here
     closed: Array  # bool[S]; the output may end here, and no token may follow
     strict: Array  # bool[S]; for spans: rules must not relax here
-    narrow: Narrow | None = None  # if the drafter has its own vocabulary; see `guide.narrowed`
+    narrow: Narrow | None = (
+        None  # bit masks over the drafter's vocabulary, if it has its own; see `guide.narrowed`
+    )
 
 
 @struct.dataclass(kw_only=True)
@@ -327,7 +329,7 @@ class LanguageModel(NamedTuple):
     embed: Callable[[PyTree, Array], Array] | None = None  # (params, tokens i32[B, N]) -> [B, N, E]
     # layers -> the model that returns their outputs
     with_features: Callable[[tuple[int, ...]], LanguageModel] | None = None
-    # flags (attention, mlp) per layer -> the model without the parts that are False, with its own cache
+    # flags (attention, mlp) per layer -> the model without the parts whose flag is False, with its own cache
     with_layers: Callable[[tuple[tuple[bool, bool], ...]], LanguageModel] | None = None
     slots: Callable[[PyTree], int] = kv_cache.slots  # cache -> S
     # (cache, start i32[B], path i32[B, D + 1]) -> cache: move the rows of an accepted path to consecutive slots

@@ -41,7 +41,7 @@ class Definition:
     lossless: bool = False  # whether the output follows the target's distribution
     needs: tuple[str, ...] = ()  # keys of NEEDS
     paper: str = ""  # the source, such as an arXiv number
-    settings: Mapping[str, Setting]  # by name, those of the class before inherited ones
+    settings: Mapping[str, Setting]  # by name; the class's own settings precede inherited ones
 
     def options(self, **chosen: Any) -> dict[str, Setting]:
         """Return the rule's settings and those of its base.

@@ -133,7 +133,7 @@ class Relaxed(Lossy):
         guarded_edges = self.guarded(evidence)
         check_array(self, "guarded", guarded_edges, "bool", evidence.tree.tokens.shape)
         allowed = Allowance(guarded_edges, self.max_relaxed_run, cost, budget, self.max_relaxed)
-        # The base walks strictly. Where it would stop, it takes an allowed edge, unless its own token is a stop token.
+        # The base walks strictly. Before it stops, it takes an allowed edge, unless it would emit a stop token.
         verdict = self.base.relax(evidence, allowed)
         if cost is None or budget is None:
             return verdict, self

@@ -100,5 +100,5 @@ def _log_q(evidence: Evidence, ends: Array, log_p: Array) -> Array:
         log_q = jnp.where(ids == following(evidence.tree)[..., None], 0.0, -jnp.inf)
     else:
         log_q = jax.nn.log_softmax(evidence.tree.draft_logits, axis=-1)
-    # Nodes without children have no q; log p is a placeholder, since v is not used there.
+    # Nodes without children have no q; log p is a placeholder, since v is not used at them.
     return jnp.where(ends[..., None], log_p, log_q)
