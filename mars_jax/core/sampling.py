@@ -57,7 +57,7 @@ def process(logits: Array, controls: Controls) -> Array:
 
     Apply temperature, top-k, top-p (of the mass that top-k left) and min-p, in this order. Excluded tokens become
     `-inf`, and each node's logits are shifted so that the largest is 0. A row with temperature 0 becomes the one-hot of
-    its argmax (0 at the smallest such id, `-inf` elsewhere) and is never divided by its temperature.
+    its argmax (0 at the smallest id of a maximum, `-inf` elsewhere) and is never divided by its temperature.
 
     All three filters are thresholds on the raw logit, so tokens that tie with the last one kept are kept too:
     top-k keeps `z >= k-th largest`, top-p keeps `mass(z' > z) < top_p`, min-p keeps `p >= min_p * max(p)`.

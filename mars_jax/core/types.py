@@ -112,9 +112,7 @@ class Tables:
     accepting: Array  # bool[S]; the output may end here
     closed: Array  # bool[S]; the output may end here, and no token may follow
     strict: Array  # bool[S]; for spans: rules must not relax here
-    narrow: Narrow | None = (
-        None  # bit masks over the drafter's vocabulary, if it has its own; see `guide.narrowed`
-    )
+    narrow: Narrow | None = None  # masks over the drafter's own vocabulary, if any; see `guide.narrowed`
 
 
 @struct.dataclass(kw_only=True)
