@@ -133,7 +133,7 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
     num_devices = math.prod(axis_sizes.values())
     if num_devices > len(devices):
         raise MarsError(
-            f"the mesh {text} needs {num_devices} devices and there are {len(devices)}: make it smaller."
+            f"the mesh {text} is of {num_devices} devices and there are {len(devices)}: make it smaller."
         )
     mesh_shape = tuple(axis_sizes.values())
     try:
