@@ -1,4 +1,4 @@
-"""Values shared by the kernels of several operations: TPU registers and cores, sentinels, and the bits of floats.
+"""Constants and helpers shared by the kernels: TPU registers and cores, sentinels, and bit casts of floats.
 
 `...` stands for any dimensions.
 """
@@ -50,7 +50,10 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def block_width(size: int, limit: int) -> int:
-    """Return a block width for `size` numbers: `size` up to `limit`, else its largest divisor in whole registers.
+    """Return the width of blocks for `size` numbers.
+
+    It is `size` if that is at most `limit`, else the largest divisor of `size` that is at most `limit` and a multiple
+    of `LANES`, or `limit` if there is no such divisor.
 
     >>> block_width(14336, 2048), block_width(13824, 2048), block_width(96, 1024)
     (2048, 1536, 96)

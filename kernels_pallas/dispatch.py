@@ -1,4 +1,4 @@
-"""Choice of an implementation during lowering, for all operations except attention, unless the caller names one.
+"""Choice of an operation's implementation during lowering, if the caller names none. Attention does not use it.
 
 A kernel is compiled as part of a program, so a kernel that does not compile would make the whole program fail. Each
 kernel is therefore first compiled separately, on the local chip. Without a chip, for example when a program is compiled
@@ -50,7 +50,7 @@ def dispatch(
     platform: str | None = None,
     differentiable: bool = False,
 ) -> Any:
-    """Call the named one of `forms` on `operands`, or by default the best one for the lowering platform.
+    """Call one of `forms` on `operands`: the one that the caller names, or by default the best one for the platform.
 
     The default is "partitioned" on GPUs and if XLA partitions the program over devices. Otherwise it is the platform's
     kernel if `KERNELS` has one, `SWITCH` allows it and it compiles (`kernel_or`), else "xla".
@@ -58,9 +58,9 @@ def dispatch(
     Args:
       implementation, interpret, blocks: arguments of the operation; the last two apply only to a named kernel.
       operands: arrays, or pytrees of arrays.
-      forms: by name; without "partitioned", "xla" runs in its place.
+      forms: implementations by name; if "partitioned" is absent, "xla" replaces it.
       platform: the platform that the program is lowered for, if the caller has already branched on it.
-      differentiable: the result has the gradient of "xla"; otherwise it has none.
+      differentiable: if True, the result has the gradient of "xla"; otherwise it has none.
 
     Raises:
       ValueError: an unknown name; blocks or interpret without a named kernel; the switch is neither 0 nor 1.
@@ -79,19 +79,19 @@ def dispatch(
         return kernel(*operands)
     if implementation is not None:
         return forms[implementation](*operands)
-    partitioned = forms.get("partitioned", xla)
-    choices = {on: kernel_on(on, forms[name], xla, partitioned) for on, name in KERNELS.items()}
+    partitioned_form = forms.get("partitioned", xla)
+    platform_forms = {on: kernel_on(on, forms[name], xla, partitioned_form) for on, name in KERNELS.items()}
     if differentiable:
-        choices = {on: with_gradient_of(xla, form) for on, form in choices.items()}
+        platform_forms = {on: with_gradient_of(xla, form) for on, form in platform_forms.items()}
         # `whole_or_partitioned` has no gradient.
-        default = xla
+        default_form = xla
     else:
-        default = whole_or_partitioned(xla, partitioned)
+        default_form = whole_or_partitioned(xla, partitioned_form)
     if platform is not None:
-        return choices[platform](*operands)
+        return platform_forms[platform](*operands)
     # Platforms without an entry, such as a CPU, get the default.
-    choices |= dict.fromkeys(GPUS, partitioned)
-    return lax.platform_dependent(*operands, **choices, default=default)
+    platform_forms |= dict.fromkeys(GPUS, partitioned_form)
+    return lax.platform_dependent(*operands, **platform_forms, default=default_form)
 
 
 def check_options(
@@ -132,10 +132,10 @@ def switched_on() -> bool:
     >>> switched_on()
     True
     """
-    value = os.environ.get(SWITCH) or "1"
-    if value not in ("0", "1"):
-        raise ValueError(f"{SWITCH} is {value!r}: expected 0, which turns Pallas kernels off, or 1.")
-    return value == "1"
+    switch = os.environ.get(SWITCH) or "1"
+    if switch not in ("0", "1"):
+        raise ValueError(f"{SWITCH} is {switch!r}: expected 0, which turns Pallas kernels off, or 1.")
+    return switch == "1"
 
 
 def kernel_or(kernel: Form, fallback: Form, *, platform: str) -> Form:
@@ -146,8 +146,8 @@ def kernel_or(kernel: Form, fallback: Form, *, platform: str) -> Form:
     together compile the same kernels, and so make the same choice.
 
     Args:
-      kernel: a function of arrays, or `functools.partial` of one with hashable keywords. Its attribute `trial`, if any,
-        is a function to compile instead in the trial, for a kernel that compiles only inside `shard_map`.
+      kernel: a function of arrays, or `functools.partial` of one with hashable keywords. If it has an attribute
+        `trial`, the trial compiles that function instead, because the kernel compiles only inside `shard_map`.
       fallback: a function of the same arrays whose results have the same shapes and dtypes.
       platform: platform that the kernel is for, as named by `jax.default_backend()`.
     """
@@ -169,15 +169,15 @@ def runs_here(platform: str) -> bool:
     process. This uses a private part of jax, because there is no public equivalent. If a later version of jax
     lacks it, this function starts the default backend, as creating the first array would.
     """
-    started = getattr(xla_bridge, "backends_are_initialized", lambda: True)
-    return started() and jax.default_backend() == platform
+    backends_started = getattr(xla_bridge, "backends_are_initialized", lambda: True)
+    return backends_started() and jax.default_backend() == platform
 
 
 def _compiles(kernel: Form, operands: tuple[object, ...]) -> bool:
     """Return whether the kernel compiles for operands of these shapes; log the first failure of each kernel."""
     leaves, structure = jax.tree.flatten(operands)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    # Partials of one function with equal keywords are different objects, so look the trial up by their parts.
+    # Partials of one function with equal keywords are different objects, so look up the trial by their parts.
     function, options = kernel, ()
     if isinstance(kernel, functools.partial):
         function, options = kernel.func, tuple(sorted(kernel.keywords.items()))
@@ -209,8 +209,8 @@ def _failure(
             jax.jit(functools.partial(function, **dict(options))).lower(*operands).compile()
         # Any error from Pallas, Mosaic, XLA or the driver selects the fallback.
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            errors.append(f"{type(error).__name__}: {lines[0][:200].rstrip('.')}")
+            error_lines = str(error).strip().splitlines() or [""]
+            errors.append(f"{type(error).__name__}: {error_lines[0][:200].rstrip('.')}")
 
     # JAX's meshes and traces are thread-local. This runs while a program is lowered, possibly inside shard_map, so use
     # a new thread, which has neither.
@@ -220,8 +220,8 @@ def _failure(
     return next(iter(errors), None)
 
 
-# A primitive, because only its lowering rule learns whether XLA partitions the program. Its parameters are both forms,
-# as functions of the flattened operands that return lists of arrays.
+# This is a primitive because only a lowering rule can find out whether XLA partitions the program. Its parameters are
+# both forms, as functions of the flattened operands that return lists of arrays.
 _choice_p = Primitive("whole_or_partitioned")
 _choice_p.multiple_results = True
 
@@ -234,13 +234,13 @@ def whole_or_partitioned(unpartitioned: Form, partitioned: Form) -> Form:
 
     def call(*operands: object) -> Any:
         leaves, structure = jax.tree.flatten(operands)
-        result = jax.eval_shape(partitioned, *operands)
+        result_shapes = jax.eval_shape(partitioned, *operands)
 
         def on_leaves(form: Form) -> Form:
             return lambda *leaves: jax.tree.leaves(form(*structure.unflatten(leaves)))
 
         forms = {"unpartitioned": on_leaves(unpartitioned), "partitioned": on_leaves(partitioned)}
-        return jax.tree.unflatten(jax.tree.structure(result), _choice_p.bind(*leaves, **forms))
+        return jax.tree.unflatten(jax.tree.structure(result_shapes), _choice_p.bind(*leaves, **forms))
 
     return call
 
@@ -263,9 +263,9 @@ def _batch(
     leaves: Sequence[Array], axes: Sequence[int | None], **forms: Form
 ) -> tuple[list[Array], list[int]]:
     """Map both forms; `vmap` puts the mapped axis of every result first."""
-    mapped = {name: jax.vmap(form, axes) for name, form in forms.items()}
-    out = _choice_p.bind(*leaves, **mapped)
-    return out, [0] * len(out)
+    mapped_forms = {name: jax.vmap(form, axes) for name, form in forms.items()}
+    batched_results = _choice_p.bind(*leaves, **mapped_forms)
+    return batched_results, [0] * len(batched_results)
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, unpartitioned: Form, partitioned: Form) -> Any:
@@ -293,8 +293,8 @@ def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
     context: Any = getattr(getattr(ctx, "module_context", None), "axis_context", None)
     if hasattr(context, "manual_axes"):
         # Inside shard_map, possibly nested. If all axes of the mesh are manual, no axis is left to partition over.
-        manual = context.manual_axes | set(getattr(context.mesh, "manual_axes", ()))
-        return manual != set(context.mesh.axis_names)
+        manual_axes = context.manual_axes | set(getattr(context.mesh, "manual_axes", ()))
+        return manual_axes != set(context.mesh.axis_names)
     return getattr(context, "num_devices", None) != 1
 
 

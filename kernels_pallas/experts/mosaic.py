@@ -38,67 +38,67 @@ def outer_block(outer: int, inner: int) -> int:
 def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
     """Return (experts, tiles, count): the expert and the tile of every visit, i32[tiles + X - 1] each, in row order.
 
-    The first `count` i32[] visits are real. `count` is at least 1, because a grid must not be empty.
+    Only the first `count` visits, an i32[], are real. `count` is at least 1, because a grid must not be empty.
 
     >>> experts, tiles, count = visits(jnp.asarray([3, 0, 2], jnp.int32), 2, 4)
     >>> experts[:3].tolist(), tiles[:3].tolist(), int(count)
     ([0, 2, 2], [0, 0, 1], 3)
     """
-    # Rows [ends - size, ends) belong to expert e. `visit_ends` counts the visits up to and including those of e.
-    ends = jnp.cumsum(sizes)
-    first = (ends - sizes) // rows
-    visit_counts = jnp.where(sizes > 0, (ends - 1) // rows - first + 1, 0)
+    # Expert e has the rows [row_ends - sizes, row_ends). `visit_ends` counts the visits of e and of the experts before.
+    row_ends = jnp.cumsum(sizes)
+    first_tile = (row_ends - sizes) // rows
+    visit_counts = jnp.where(sizes > 0, (row_ends - 1) // rows - first_tile + 1, 0)
     visit_ends = jnp.cumsum(visit_counts)
-    number = jnp.arange(tiles + sizes.shape[0] - 1)
+    visit = jnp.arange(tiles + sizes.shape[0] - 1)
     # Visit v belongs to the first expert with visit_ends > v. The clamps apply to visits that are not real.
-    expert = jnp.minimum(jnp.sum(visit_ends[None] <= number[:, None], axis=1), sizes.shape[0] - 1)
-    tile = first[expert] + number - (visit_ends - visit_counts)[expert]
-    tile, count = jnp.clip(tile, 0, tiles - 1), jnp.maximum(visit_ends[-1], 1)
-    return expert.astype(jnp.int32), tile.astype(jnp.int32), count.astype(jnp.int32)
+    visit_expert = jnp.minimum(jnp.sum(visit_ends[None] <= visit[:, None], axis=1), sizes.shape[0] - 1)
+    visit_tile = first_tile[visit_expert] + visit - (visit_ends - visit_counts)[visit_expert]
+    visit_tile, count = jnp.clip(visit_tile, 0, tiles - 1), jnp.maximum(visit_ends[-1], 1)
+    return visit_expert.astype(jnp.int32), visit_tile.astype(jnp.int32), count.astype(jnp.int32)
 
 
 def dense_by_expert_int8(
     x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Interpret = False
 ) -> Array:
     """See `api.dense_by_expert_int8`."""
-    count, inner = x.shape
-    outer = scale.shape[1]
-    rows = min(ROWS, round_up(count, 16))
-    tiles, width = pl.cdiv(count, rows), outer_block(outer, inner)
-    x = jnp.pad(x, ((0, tiles * rows - count), (0, 0)))
+    row_count, num_inputs = x.shape
+    num_outputs = scale.shape[1]
+    tile_rows = min(ROWS, round_up(row_count, 16))
+    num_tiles, out_width = pl.cdiv(row_count, tile_rows), outer_block(num_outputs, num_inputs)
+    x = jnp.pad(x, ((0, num_tiles * tile_rows - row_count), (0, 0)))
     sizes = sizes.astype(jnp.int32)
-    expert, tile, real = visits(sizes, tiles, rows)
-    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    experts, tiles, num_visits = visits(sizes, num_tiles, tile_rows)
+    row_ends = jnp.cumsum(sizes, dtype=jnp.int32)
     # JAX picks the layout with the least padding: a matrix whose rows do not fill registers is stored by columns.
-    if inner % 128 != 0 and outer % 128 == 0:
+    if num_inputs % 128 != 0 and num_outputs % 128 == 0:
         # A view of the stored layout, [X, K, N], whose blocks are columns.
         values, inner_axis = values.swapaxes(1, 2), 0
-        block, block_index = (inner, width), lambda n: (0, n)
+        block_shape, block_index = (num_inputs, out_width), lambda n: (0, n)
     else:
         inner_axis = 1
-        block, block_index = (width, inner), lambda n: (n, 0)
+        block_shape, block_index = (out_width, num_inputs), lambda n: (n, 0)
     padded_product = pl.pallas_call(
         functools.partial(_kernel, inner_axis=inner_axis),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             # The visits and the bounds of the experts' rows are scalars, from which the block indices are computed.
             num_scalar_prefetch=4,
             # The visits of a tile are consecutive, so its results stay in fast memory between them.
-            grid=(pl.cdiv(outer, width), real),
+            grid=(pl.cdiv(num_outputs, out_width), num_visits),
             in_specs=[
-                pl.BlockSpec((rows, inner), lambda n, v, expert, tile, *_: (tile[v], 0)),
-                pl.BlockSpec((None, *block), lambda n, v, expert, *_: (expert[v], *block_index(n))),
-                pl.BlockSpec((None, 1, width), lambda n, v, expert, *_: (expert[v], 0, n)),
+                pl.BlockSpec((tile_rows, num_inputs), lambda n, v, experts, tiles, *_: (tiles[v], 0)),
+                pl.BlockSpec((None, *block_shape), lambda n, v, experts, *_: (experts[v], *block_index(n))),
+                pl.BlockSpec((None, 1, out_width), lambda n, v, experts, *_: (experts[v], 0, n)),
             ],
-            out_specs=pl.BlockSpec((rows, width), lambda n, v, expert, tile, *_: (tile[v], n)),
+            out_specs=pl.BlockSpec((tile_rows, out_width), lambda n, v, experts, tiles, *_: (tiles[v], n)),
         ),
-        out_shape=jax.ShapeDtypeStruct((tiles * rows, outer), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((num_tiles * tile_rows, num_outputs), jnp.float32),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=32 * 2**20
         ),
         interpret=interpret,
         name="dense_by_expert_int8",
-    )(expert, tile, ends - sizes, ends, x, values, scale[:, None])
-    return padded_product[:count]
+    )(experts, tiles, row_ends - sizes, row_ends, x, values, scale[:, None])
+    return padded_product[:row_count]
 
 
 def _kernel(
@@ -134,5 +134,6 @@ def _kernel(
     # Rows are sorted by expert, and a tile that holds rows of several experts is visited once for each.
     row = tile_id * x.shape[0] + lax.broadcasted_iota(jnp.int32, product.shape, 0)
     in_expert = (row >= begins[expert_id]) & (row < ends[expert_id])
-    # At a tile's first visit `out` is uninitialised. Every row has an expert, so each row is overwritten.
+    # At a tile's first visit `out` is uninitialised. The tile's visits overwrite every row that has an expert; other
+    # rows stay undefined.
     out[...] = jnp.where(in_expert, product * scale[...], out[...])

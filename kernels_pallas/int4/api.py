@@ -42,8 +42,8 @@ def dense_int4(
     >>> dense_int4(jnp.ones((1, 32)), values, scale, offset).tolist()
     [[32.0, 32.0]]
     """
-    (rows, inputs), (_, size, outputs) = x.shape, values.shape
-    is_supported = mosaic.supports_product(rows, inputs, outputs, size)
+    (num_rows, inputs), (_, group_size, outputs) = x.shape, values.shape
+    is_supported = mosaic.supports_product(num_rows, inputs, outputs, group_size)
     is_supported &= x.dtype == jnp.bfloat16 and values.dtype == jnp.int4
     forms = {"xla": xla.dense_int4, "pallas_tpu": xla.dense_int4}
     # A named kernel is never replaced: it raises an error if it does not support the operands.

@@ -4,9 +4,9 @@ R rows, K inputs, N outputs, G groups of `size` inputs. XLA computes one product
 them up; for 60 rows and groups of 32 that takes far longer than reading the weights. This kernel reads the matrix in
 its stored layout. Oracle: the product with the dequantised matrix (tests/kernels/test_int4.py).
 
-A 32-bit word holds inputs 8s .. 8s + 7 of an output. A shift, a mask and an exclusive or extract inputs k and k + 4 as
-two bfloat16 numbers 24 + v: between 16 and 32 the mantissa has room for v + 8. This changes the order of the inputs, so
-a permutation matrix reorders x to match, which is exact.
+A 32-bit word holds inputs 8s .. 8s + 7 of an output. A shift, a mask and an exclusive-or extract inputs k and k + 4 as
+two bfloat16 numbers 24 + v, where v is the weight: between 16 and 32 the mantissa has room for v + 8. This changes the
+order of the inputs, so a permutation matrix reorders x to match, which is exact.
 
 Group sums are scaled after the product, which is also exact; the offset corrects for the 24. If groups are smaller than
 the depth of a matrix unit, each row of x is split into one row per group of a chunk, with 0 in the other groups. 8
@@ -35,12 +35,13 @@ ROWS = 64
 INNER = 2048
 """Maximum inputs per block."""
 WEIGHTS = 2**20, 2**21
-"""Maximum weights per block, before v6e and from v6e on. Blocks are small because no work hides the first copy of a
-product. From v6e on a block's work takes about as long as its copy, so larger blocks leave fewer gaps."""
+"""Maximum weights per block, on chips before v6e and on later ones. Blocks are small because no computation overlaps
+the first copy of a product. On v6e and later, computing a block takes about as long as copying it, so larger blocks
+leave fewer gaps."""
 SCALES = 2**18
 """Maximum number of groups over a block's outputs. Each takes 16 to 28 bytes of fast memory, and a v4 has 16 MB."""
 BIAS = 24
-"""The number that an unpacked weight of 0 represents."""
+"""The number that a weight of 0 is unpacked to."""
 
 
 def supports_product(rows: int, inputs: int, outputs: int, size: int) -> bool:
@@ -54,15 +55,15 @@ def supports_product(rows: int, inputs: int, outputs: int, size: int) -> bool:
     return rows <= ROWS and inputs % CHUNK == 0 and outputs % 128 == 0 and size in (32, 64, CHUNK)
 
 
-def block_sizes(inputs: int, outputs: int, groups: int, *, narrow: bool) -> tuple[int, int]:
-    """Return the number of inputs and outputs per block. `narrow`: the chip scales weights in bfloat16 (v6e and later).
+def block_sizes(inputs: int, outputs: int, groups: int, *, in_bfloat16: bool) -> tuple[int, int]:
+    """Return the number of inputs and outputs per block. `in_bfloat16`: scale weights in bfloat16 (v6e and later).
 
-    >>> block_sizes(13824, 5120, 108, narrow=False)
+    >>> block_sizes(13824, 5120, 108, in_bfloat16=False)
     (1536, 640)
     """
     inner = block_width(inputs, INNER)
     # Fast memory holds the scales and offsets of all groups together with a block.
-    return inner, block_width(outputs, max(128, min(WEIGHTS[narrow] // inner, SCALES // groups)))
+    return inner, block_width(outputs, max(128, min(WEIGHTS[in_bfloat16] // inner, SCALES // groups)))
 
 
 def dense_int4(
@@ -77,67 +78,67 @@ def dense_int4(
       chip: JAX's name for the device kind. From v6e on, weights are scaled in bfloat16, with scales rounded to
         bfloat16; earlier chips compute only in float32.
     """
-    (count, inputs), (groups, size, outputs) = x.shape, values.shape
-    groups_per_chunk = CHUNK // size
-    # Scale the results of each group if the rows, one per group of a chunk, fit into a product; else the weights.
-    by_group = groups_per_chunk * count <= ROWS or groups_per_chunk == 1
-    narrow = not chip.startswith(("TPU v4", "TPU v5"))
-    inner, width = block_sizes(inputs, outputs, groups, narrow=narrow)
-    steps, block_groups = inputs // inner, inner // size
+    (row_count, inputs), (groups, group_size, outputs) = x.shape, values.shape
+    groups_per_chunk = CHUNK // group_size
+    # Scale each group's results if one row per row of x and group of a chunk fits into a product; else the weights.
+    by_group = groups_per_chunk * row_count <= ROWS or groups_per_chunk == 1
+    in_bfloat16 = not chip.startswith(("TPU v4", "TPU v5"))
+    block_inputs, block_outputs = block_sizes(inputs, outputs, groups, in_bfloat16=in_bfloat16)
+    input_blocks, block_groups = inputs // block_inputs, block_inputs // group_size
     parts, scale_rows = 1, block_groups
     if by_group and groups_per_chunk > 1:
-        # [R * parts, K]: row r of x becomes rows r * parts + g for the groups g of a chunk, 0 in the other groups.
+        # [R * parts, K]: row r of x becomes one row r * parts + g for each group g of a chunk, with 0 in other groups.
         parts = groups_per_chunk
         k, group = (lax.broadcasted_iota(jnp.int32, (1, parts, inputs), axis) for axis in (2, 1))
-        x = jnp.where(k // size % parts == group, x[:, None], 0).reshape(-1, inputs)
+        x = jnp.where(k // group_size % parts == group, x[:, None], 0).reshape(-1, inputs)
         # 8 rows per chunk, to match 8 rows of a product; see `_start_total`.
-        scale_rows = inner // CHUNK * SUBLANES
-    rows = round_up(len(x), SUBLANES)
-    x = jnp.pad(x, ((0, rows - len(x)), (0, 0)))
-    cores = 2 if chip in TWO_CORES and outputs // width % 2 == 0 else 1
-    turns = outputs // width // cores
+        scale_rows = block_inputs // CHUNK * SUBLANES
+    padded_rows = round_up(len(x), SUBLANES)
+    x = jnp.pad(x, ((0, padded_rows - len(x)), (0, 0)))
+    cores = 2 if chip in TWO_CORES and outputs // block_outputs % 2 == 0 else 1
+    turns = outputs // block_outputs // cores
 
     # Grid index (c, j, i): core c, its j-th block of outputs, the i-th block of inputs.
     def column(c: Array, j: Array, i: Array) -> tuple[int, Array]:
         return 0, c * turns + j
 
     padded_product = pl.pallas_call(
-        functools.partial(_kernel, by_group=by_group, narrow=narrow),
-        grid=(cores, turns, steps),
+        functools.partial(_kernel, by_group=by_group, in_bfloat16=in_bfloat16),
+        grid=(cores, turns, input_blocks),
         in_specs=[
-            pl.BlockSpec((rows, inputs), lambda c, j, i: (0, 0)),
-            pl.BlockSpec((block_groups, size, width), lambda c, j, i: (i, 0, c * turns + j)),
-            pl.BlockSpec((groups, width), column),
-            pl.BlockSpec((groups, width), column),
+            pl.BlockSpec((padded_rows, inputs), lambda c, j, i: (0, 0)),
+            pl.BlockSpec((block_groups, group_size, block_outputs), lambda c, j, i: (i, 0, c * turns + j)),
+            pl.BlockSpec((groups, block_outputs), column),
+            pl.BlockSpec((groups, block_outputs), column),
         ],
-        out_specs=pl.BlockSpec((rows // parts, width), column),
-        out_shape=jax.ShapeDtypeStruct((rows // parts, outputs), jnp.float32),
-        # These are in the order of `_Memory`, from `ordered` on. The rows are laid out once for all blocks of outputs.
+        out_specs=pl.BlockSpec((padded_rows // parts, block_outputs), column),
+        out_shape=jax.ShapeDtypeStruct((padded_rows // parts, outputs), jnp.float32),
+        # The fields of `_Memory`, starting at `ordered`. The rows are reordered once for all blocks of outputs.
         scratch_shapes=[
-            pltpu.VMEM((steps, rows, inner), jnp.bfloat16),
-            pltpu.VMEM((steps, rows, block_groups), jnp.float32),
-            pltpu.VMEM((rows, 3 * groups), jnp.bfloat16),
-            pltpu.VMEM((steps, scale_rows, width), jnp.float32),
-            pltpu.VMEM((width // 128 * rows, 128), jnp.float32),
+            pltpu.VMEM((input_blocks, padded_rows, block_inputs), jnp.bfloat16),
+            pltpu.VMEM((input_blocks, padded_rows, block_groups), jnp.float32),
+            pltpu.VMEM((padded_rows, 3 * groups), jnp.bfloat16),
+            pltpu.VMEM((input_blocks, scale_rows, block_outputs), jnp.float32),
+            pltpu.VMEM((block_outputs // 128 * padded_rows, 128), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=48 * 2**20
         ),
         # Per output: half a byte per weight, 6 bytes per group for its scale and offset, and the results.
         cost_estimate=pl.CostEstimate(
-            flops=2 * rows * inputs * outputs,
+            flops=2 * padded_rows * inputs * outputs,
             transcendentals=0,
-            bytes_accessed=outputs * (inputs // 2 + 6 * groups + 4 * rows),
+            bytes_accessed=outputs * (inputs // 2 + 6 * groups + 4 * padded_rows),
         ),
         interpret=interpret,
         name="dense_int4",
         # Mosaic does not support float16, so pass the bits of the scales.
     )(x, values, lax.bitcast_convert_type(scale, jnp.uint16), offset)
-    return padded_product[:count]
+    return padded_product[:row_count]
 
 
 class _Memory(NamedTuple):
-    """The kernel's memory: the inputs, the output, and the scratch from `ordered` on."""
+    """The kernel's memory: the inputs, the output, and the scratch arrays, which start at `ordered`."""
 
     x: Ref  # bf16[R, K]; `parts` rows of x yield one result row
     values: Ref  # i4[groups of the block, size, outputs]
@@ -147,35 +148,36 @@ class _Memory(NamedTuple):
     ordered: Ref  # bf16[steps, R, inputs of the block]; x in the order of the unpacked inputs
     added: Ref  # f32[steps, R, groups of the block]; the sums of x over groups
     sums: Ref  # bf16[R, 3 G]; `added`, split into bfloat16 parts
-    # f32[steps, rows, outputs]; the scales, if results are scaled. A row per group, or 8 per chunk of several groups.
+    # f32[steps, rows, outputs]; the scales, if results are scaled: one row per group, or 8 rows per chunk if a chunk
+    # has several groups.
     scales: Ref
-    total: Ref  # f32[outputs / 128 * R, 128]; the sums so far, see `_put`
+    total: Ref  # f32[outputs / 128 * R, 128]; the running sums, see `_put`
 
 
-def _kernel(*refs: Ref, by_group: bool, narrow: bool) -> None:
+def _kernel(*refs: Ref, by_group: bool, in_bfloat16: bool) -> None:
     """Add the product of one block to its outputs.
 
     Args:
       by_group: scale the results, not the weights.
-      narrow: scale weights in bfloat16.
+      in_bfloat16: scale weights in bfloat16, not in float32.
     """
     memory = _Memory(*refs)
     out, total, rows = memory.out, memory.total, len(memory.x)
     turn, step = pl.program_id(1), pl.program_id(2)
     # All blocks of outputs use the same ordered rows, so compute them once per core.
-    pl.when((turn == 0) & (step == 0))(functools.partial(_order_rows, memory, by_group or narrow))
+    pl.when((turn == 0) & (step == 0))(functools.partial(_order_rows, memory, by_group or in_bfloat16))
     pl.when(step == 0)(functools.partial(_start_total, memory, by_group))
-    # Undo `_put`: the sums so far, f32[R, outputs].
+    # Undo `_put`: the running sums, f32[R, outputs].
     product = jnp.concatenate([total[first : first + rows] for first in range(0, len(total), rows)], axis=1)
     if by_group:
         product = _add_groups(memory, product, step)
     else:
-        product = _add_scaled_weights(memory, product, step, narrow)
+        product = _add_scaled_weights(memory, product, step, in_bfloat16)
     _put(total, product)
 
     @pl.when(step == len(memory.ordered) - 1)
     def _():
-        # Result row r is the sum over the groups g of the rows r * parts + g. Strided reads take them from each slice.
+        # Result row r is the sum of the rows r * parts + g over the groups g. A strided read takes one group's rows.
         parts = rows // len(out)
         for t in range(len(total) // rows):
             group_rows = [total[pl.ds(rows * t + g, len(out), stride=parts)] for g in range(parts)]
@@ -191,19 +193,19 @@ def _order_rows(memory: _Memory, pairs: bool) -> None:
     row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
     s, t = ((column >> 1) & 7, column & 1) if pairs else (column & 7, (column >> 3) & 1)
     input_row = (column & 64) + 8 * s + ((column >> 4) & 3) + 4 * t
-    order = (row == input_row).astype(jnp.bfloat16)
+    permutation = (row == input_row).astype(jnp.bfloat16)
     # The matrix bf16[inputs, groups] that adds up each group. Sizes are powers of two, so `row & -size` is the first
     # input of the row's group.
     size = memory.values.shape[1]
     row, column = (lax.broadcasted_iota(jnp.int32, (inner, inner // size), axis) for axis in (0, 1))
-    members = ((row & -size) == column * size).astype(jnp.bfloat16)
+    group_members = ((row & -size) == column * size).astype(jnp.bfloat16)
 
     @pl.loop(0, steps)
     def _(i: Array) -> None:
         block = x[:, pl.ds(pl.multiple_of(i * inner, CHUNK), inner)]
         for c in range(0, inner, CHUNK):
-            ordered[i, :, c : c + CHUNK] = _product(block[:, c : c + CHUNK], order).astype(jnp.bfloat16)
-        added[i] = _product(block, members)
+            ordered[i, :, c : c + CHUNK] = _product(block[:, c : c + CHUNK], permutation).astype(jnp.bfloat16)
+        added[i] = _product(block, group_members)
 
     # bf16[R, 3 G], the left factor of the product in `_start_total`.
     high, low = _split(jnp.concatenate([added[i] for i in range(steps)], axis=1))
@@ -211,14 +213,14 @@ def _order_rows(memory: _Memory, pairs: bool) -> None:
 
 
 def _start_total(memory: _Memory, by_group: bool) -> None:
-    """Set the total to the product of the sums with the offsets, and lay out the scales of the results."""
+    """Set the total to the group sums times the offsets, and lay out the scales of the results."""
     offsets = memory.offset[...]
     if by_group:
         scale = _float32(memory.bits[...])
         # An unpacked weight is too large by `BIAS`, so correct every group sum for it.
         offsets -= BIAS * scale
-        block_groups, size, _ = memory.values.shape
-        groups_per_chunk = CHUNK // size
+        block_groups, group_size, _ = memory.values.shape
+        groups_per_chunk = CHUNK // group_size
         for i in range(len(memory.scales)):
             step_scale = scale[i * block_groups : (i + 1) * block_groups]
             if groups_per_chunk > 1:
@@ -230,9 +232,9 @@ def _start_total(memory: _Memory, by_group: bool) -> None:
                 repeats = SUBLANES // groups_per_chunk
                 step_scale = jnp.concatenate([part for part in chunks for _ in range(repeats)], axis=0)
             memory.scales[i] = step_scale
-    # high * high + low * high + high * low multiplies 16-bit numbers in one product of bfloat16 numbers.
-    high, low = _split(offsets)
-    _put(memory.total, _product(memory.sums[...], jnp.concatenate([high, high, low], axis=0)))
+    # One product of bfloat16 numbers, high * high + low * high + high * low, multiplies the 16-bit numbers.
+    high_part, low_part = _split(offsets)
+    _put(memory.total, _product(memory.sums[...], jnp.concatenate([high_part, high_part, low_part], axis=0)))
 
 
 def _add_groups(memory: _Memory, product: Array, step: Array) -> Array:
@@ -241,45 +243,45 @@ def _add_groups(memory: _Memory, product: Array, step: Array) -> Array:
     for c in range(memory.ordered.shape[2] // CHUNK):
         # bf16[CHUNK, outputs]: the chunk's weights plus 24, in the order of `ordered`.
         w = jnp.concatenate([_biased(word, k) for word in _words(values, c) for k in range(4)], axis=0)
-        part = _product(memory.ordered[step, :, CHUNK * c : CHUNK * (c + 1)], w)
+        chunk_product = _product(memory.ordered[step, :, CHUNK * c : CHUNK * (c + 1)], w)
         if values.shape[1] == CHUNK:
             # One group per chunk: its scales multiply all rows.
-            product += part * scales[step, c : c + 1]
+            product += chunk_product * scales[step, c : c + 1]
         else:
             row_scales = scales[step, SUBLANES * c : SUBLANES * (c + 1)]
-            product += part * jnp.concatenate([row_scales] * (rows // SUBLANES), axis=0)
+            product += chunk_product * jnp.concatenate([row_scales] * (rows // SUBLANES), axis=0)
     return product
 
 
-def _add_scaled_weights(memory: _Memory, product: Array, step: Array, narrow: bool) -> Array:
+def _add_scaled_weights(memory: _Memory, product: Array, step: Array, in_bfloat16: bool) -> Array:
     """Add a block's product, scaling the weights and rounding them to bfloat16 first."""
     block_groups, inner = memory.values.shape[0], memory.ordered.shape[2]
     first_group = pl.multiple_of(step * block_groups, block_groups)
     scale = _float32(memory.bits[pl.ds(first_group, block_groups), :])
-    if narrow:
-        # Matrix units of these chips are two chunks deep. A word holds the bfloat16 scale twice, once for each number.
-        # The bits of a bfloat16 number are the upper half of those of the float32 number with the same value.
-        deep = 2 * CHUNK
-        high = lax.bitcast_convert_type(scale.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
-        scale = lax.bitcast_convert_type(high | lax.shift_right_logical(high, 16), jnp.float32)
+    if in_bfloat16:
+        # Matrix units of these chips are two chunks deep. A word holds the bfloat16 scale twice, once for each of its
+        # numbers. The bits of a bfloat16 number are the upper half of those of the float32 number with the same value.
+        product_depth = 2 * CHUNK
+        scale_bits = lax.bitcast_convert_type(scale.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
+        scale = lax.bitcast_convert_type(scale_bits | lax.shift_right_logical(scale_bits, 16), jnp.float32)
     else:
-        # `_scaled` leaves the numbers in the top bits of words, so they are too large by 2^28.
-        deep, scale = CHUNK, scale * 2.0**-28
-    for first in range(0, inner, deep):
-        last = min(first + deep, inner)
-        chunks = range(first // CHUNK, last // CHUNK)
+        # `_scaled` leaves the numbers in the top bits of words, so they are too large by a factor of 2^28.
+        product_depth, scale = CHUNK, scale * 2.0**-28
+    for first_input in range(0, inner, product_depth):
+        end_input = min(first_input + product_depth, inner)
+        chunks = range(first_input // CHUNK, end_input // CHUNK)
         w = jnp.concatenate(
-            [part for c in chunks for part in _scaled(memory.values, scale, c, narrow)], axis=0
+            [weights for c in chunks for weights in _scaled(memory.values, scale, c, in_bfloat16)], axis=0
         )
-        product += _product(memory.ordered[step, :, first:last], w.astype(jnp.bfloat16))
+        product += _product(memory.ordered[step, :, first_input:end_input], w.astype(jnp.bfloat16))
     return product
 
 
 def _put(total: Ref, product: Array) -> None:
     """Store f32[R, outputs] as successive slices of 128 columns, whose rows can be read with a stride."""
-    rows = len(product)
-    for t in range(len(total) // rows):
-        total[rows * t : rows * (t + 1)] = product[:, 128 * t : 128 * (t + 1)]
+    num_rows = len(product)
+    for t in range(len(total) // num_rows):
+        total[num_rows * t : num_rows * (t + 1)] = product[:, 128 * t : 128 * (t + 1)]
 
 
 def _product(x: Array, w: Array) -> Array:
@@ -289,8 +291,8 @@ def _product(x: Array, w: Array) -> Array:
 def _split(x: Array) -> tuple[Array, Array]:
     """Split float32 numbers into sums of two bfloat16 numbers, which together keep 16 bits."""
     # The second number is the rounding error of the first, itself rounded to 8 bits of mantissa.
-    high = x.astype(jnp.bfloat16)
-    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    high_part = x.astype(jnp.bfloat16)
+    return high_part, (x - high_part.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def _float32(bits: Array) -> Array:
@@ -298,46 +300,46 @@ def _float32(bits: Array) -> Array:
     bits = bits.astype(jnp.int32)
     # The bits without the sign. A float16 has 10 bits of mantissa and the exponent bias 15, a float32 has 23 and 127:
     # shift by 13 and multiply by 2^(127 - 15).
-    size = bits & 0x7FFF
-    normal = lax.bitcast_convert_type(size << 13, jnp.float32) * 2.0**112
+    magnitude_bits = bits & 0x7FFF
+    normal_magnitude = lax.bitcast_convert_type(magnitude_bits << 13, jnp.float32) * 2.0**112
     # For subnormal numbers the first term is 0; for normal numbers the second term is smaller.
-    value = jnp.maximum(normal, size.astype(jnp.float32) * 2.0**-24)
-    return jnp.where(bits >= 0x8000, -value, value)
+    magnitude = jnp.maximum(normal_magnitude, magnitude_bits.astype(jnp.float32) * 2.0**-24)
+    return jnp.where(bits >= 0x8000, -magnitude, magnitude)
 
 
 def _words(values: Ref, chunk: int) -> list[Array]:
-    """Return the halves of a chunk as words i32[8, N]."""
+    """Return the two halves of a chunk, as words i32[8, N] each."""
     groups_per_chunk = CHUNK // values.shape[1]
-    weights = values[chunk * groups_per_chunk : (chunk + 1) * groups_per_chunk]
+    chunk_weights = values[chunk * groups_per_chunk : (chunk + 1) * groups_per_chunk]
     # i32[16, N]: word s holds inputs 8s .. 8s + 7, input 8s + k in bits 4k .. 4k + 3.
-    words = pltpu.bitcast(weights.reshape(CHUNK, values.shape[2]), jnp.int32)
+    words = pltpu.bitcast(chunk_weights.reshape(CHUNK, values.shape[2]), jnp.int32)
     return [words[:8], words[8:]]
 
 
 def _biased(word: Array, k: int) -> Array:
     """Return the inputs k and k + 4 of words i32[8, N] as bf16[16, N], each plus 24."""
     # Input k goes to bits 3 .. 6, the top of a bfloat16 mantissa, and input k + 4 to the same bits of the upper half.
-    # The exclusive or flips the sign bit, which adds 8, and sets the exponent of numbers from 16 to 32.
-    moved = word << 3 if k == 0 else word >> (4 * k - 3)
-    return pltpu.bitcast((moved & 0x00780078) ^ 0x41C041C0, jnp.bfloat16)
+    # The exclusive-or flips the sign bit, which adds 8, and sets the exponent of numbers from 16 to 32.
+    shifted_word = word << 3 if k == 0 else word >> (4 * k - 3)
+    return pltpu.bitcast((shifted_word & 0x00780078) ^ 0x41C041C0, jnp.bfloat16)
 
 
-def _scaled(values: Ref, scales: Array, chunk: int, narrow: bool) -> list[Array]:
-    """Return the weights of a chunk, in parts: bf16[16, N] if `narrow`, otherwise f32[8, N]."""
-    parts, groups_per_half, wide = [], 64 // values.shape[1], (8, values.shape[2])
+def _scaled(values: Ref, scales: Array, chunk: int, in_bfloat16: bool) -> list[Array]:
+    """Return the scaled weights of a chunk in parts: bf16[16, N] each if `in_bfloat16`, otherwise f32[8, N] each."""
+    scaled_parts, groups_per_half, word_shape = [], 64 // values.shape[1], (8, values.shape[2])
     for half, word in enumerate(_words(values, chunk), 2 * chunk):
         # The 8 inputs of a word belong to one group. A half of a chunk has one group, or two with 4 rows of words each.
-        groups = range(half * groups_per_half, (half + 1) * groups_per_half)
-        scale, *other_scales = [jnp.broadcast_to(scales[g : g + 1], wide) for g in groups]
+        half_groups = range(half * groups_per_half, (half + 1) * groups_per_half)
+        scale, *other_scales = [jnp.broadcast_to(scales[g : g + 1], word_shape) for g in half_groups]
         if other_scales:
-            scale = jnp.where(lax.broadcasted_iota(jnp.int32, wide, 0) < 4, scale, *other_scales)
-        if narrow:
+            scale = jnp.where(lax.broadcasted_iota(jnp.int32, word_shape, 0) < 4, scale, *other_scales)
+        if in_bfloat16:
             scale = pltpu.bitcast(scale, jnp.bfloat16)
-            parts += [(_biased(word, k) - jnp.bfloat16(BIAS)) * scale for k in range(4)]
+            scaled_parts += [(_biased(word, k) - jnp.bfloat16(BIAS)) * scale for k in range(4)]
         else:
             for k in range(4):
                 # Input k + 4 is in the top bits, with its sign. Input k, 16 bits below, adds less than 2^-12 to it, so
                 # it is not masked out.
-                both = (word << (12 - 4 * k)) & -0x0FFF1000
-                parts += [w.astype(jnp.float32) * scale for w in (both << 16, both)]
-    return parts
+                two_inputs = (word << (12 - 4 * k)) & -0x0FFF1000
+                scaled_parts += [w.astype(jnp.float32) * scale for w in (two_inputs << 16, two_inputs)]
+    return scaled_parts

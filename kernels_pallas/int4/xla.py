@@ -19,21 +19,21 @@ def dequantised(values: Array, scale: Array, offset: Array) -> Array:
     [[3.0, 5.0]]
     """
     scale, offset = (x.astype(jnp.float32)[:, None] for x in (scale, offset))
-    wide = values.astype(jnp.float32) * scale + offset
-    return wide.reshape(-1, wide.shape[-1]).T
+    weights = values.astype(jnp.float32) * scale + offset
+    return weights.reshape(-1, weights.shape[-1]).T
 
 
 def dense_int4(x: Array, values: Array, scale: Array, offset: Array) -> Array:
     """Multiply group by group and scale the sums; for many rows, such as a prompt's, dequantise the matrix first."""
-    rows, (count, size, _) = x.shape[0], values.shape
-    if rows > ROWS:
-        wide = dequantised(values, scale, offset).astype(x.dtype)
-        return lax.dot_general(x, wide, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    row_count, (num_groups, group_size, _) = x.shape[0], values.shape
+    if row_count > ROWS:
+        matrix = dequantised(values, scale, offset).astype(x.dtype)
+        return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     # A TPU would compute integer products with fewer than 8 rows outside its matrix units.
-    groups = jnp.pad(x, ((0, -rows % SUBLANES), (0, 0))).reshape(-1, count, size)
+    x_groups = jnp.pad(x, ((0, -row_count % SUBLANES), (0, 0))).reshape(-1, num_groups, group_size)
     # The integers are exact in every float dtype, so scale group sums instead of weights.
-    y = jnp.einsum("bgk,gkn->gbn", groups, values.astype(x.dtype), preferred_element_type=jnp.float32)
+    y = jnp.einsum("bgk,gkn->gbn", x_groups, values.astype(x.dtype), preferred_element_type=jnp.float32)
     # f32[G, R, 1]: the sums of x over groups, which the offsets multiply.
-    sums = jnp.sum(groups.astype(jnp.float32), axis=-1).T[..., None]
-    scale, offset = (part.astype(jnp.float32)[:, None] for part in (scale, offset))
-    return jnp.sum(y * scale + sums * offset, axis=0)[:rows]
+    x_sums = jnp.sum(x_groups.astype(jnp.float32), axis=-1).T[..., None]
+    scale, offset = (per_group.astype(jnp.float32)[:, None] for per_group in (scale, offset))
+    return jnp.sum(y * scale + x_sums * offset, axis=0)[:row_count]

@@ -40,7 +40,7 @@ def margin_stats(
 ) -> MarginStats:
     """Compute the statistics of logits [..., V] (bfloat16 or float32, V >= 1) over the last axis, in float32.
 
-    They are for decisions, so no gradient flows through them.
+    Only decisions use the statistics, so they have no gradient.
 
     Args:
       logits: raw logits; `-inf` for masked tokens.
@@ -49,7 +49,7 @@ def margin_stats(
         and if XLA partitions the program over devices; otherwise "pallas_tpu" if the program is lowered for a TPU, else
         "xla". A named implementation is never replaced: on another platform it fails.
       blocks: block sizes of the named kernel.
-      interpret: run the named kernel on CPU: True, or `pltpu.InterpretParams(...)`.
+      interpret: True or `pltpu.InterpretParams(...)` runs the named kernel on a CPU.
 
     Raises:
       ValueError: unknown implementation, illegal block sizes, or options that the implementation does not support.
@@ -101,7 +101,7 @@ def margin_accept(
       controls: per-row settings: `AcceptControls`, or any object with its fields.
       max_depth: D.
       margin: "ratio" (z2 / z1 > theta and z1 > 0) or "gap" (z1 - z2 < theta nats). `theta = inf` is strict for both.
-      logsumexp: also return it per node.
+      logsumexp: also return the logsumexp of each node.
       implementation, blocks, interpret: as in `margin_stats`.
 
     Raises:
@@ -144,14 +144,14 @@ def merge_over(stats: MarginStats, axis: Axis, *, local_vocab: int) -> MarginSta
         `[i * local_vocab, (i + 1) * local_vocab)`.
       axis: mesh axis, or axes, that shard the vocabulary.
     """
-    first = lax.axis_index(axis) * local_vocab
+    first_id = lax.axis_index(axis) * local_vocab
     # Local ids count from 0. -1, the id of a token that does not exist, stays -1.
-    id1, id2 = (jnp.where(ids < 0, ids, ids + first) for ids in (stats.id1, stats.id2))
+    id1, id2 = (jnp.where(ids < 0, ids, ids + first_id) for ids in (stats.id1, stats.id2))
     stats = stats._replace(id1=id1, id2=id2)
     # Stack into one array, so that one collective suffices.
-    columns = [bits(x) for x in stats if x is not None]
-    parts = lax.all_gather(jnp.stack(columns), axis)  # i32[shards, 4 or 5, ...]
-    return functools.reduce(rule.merge, (rule.from_bits(list(part)) for part in parts))
+    packed_fields = [bits(x) for x in stats if x is not None]
+    packed_shards = lax.all_gather(jnp.stack(packed_fields), axis)  # i32[shards, 4 or 5, ...]
+    return functools.reduce(rule.merge, (rule.from_bits(list(part)) for part in packed_shards))
 
 
 def sharded_margin_stats(
@@ -189,8 +189,8 @@ def sharded_margin_accept(
 ) -> Acceptance:
     """Compute `margin_accept` of logits [B, N, V] sharded as in `sharded_margin_stats`.
 
-    The other arguments are sharded by `batch_axis`. Every device walks the tree: that costs less than sending the
-    result.
+    The other arguments are sharded by `batch_axis`. Every device walks the tree itself, which costs less than receiving
+    the result.
 
     Raises:
       ValueError: as in `sharded_margin_stats`, or an unknown margin.
@@ -223,30 +223,30 @@ def _map(
     """Run a function on each device's shard of the logits [B, ..., V] and of other operands [B, ...]."""
     if logits.ndim < 2:
         raise ValueError(f"logits have shape {logits.shape}: expected [B, ..., V].")
-    devices = mesh or jax.sharding.get_abstract_mesh()
-    sizes = devices.shape
-    names = (axis,) if isinstance(axis, str) else axis
-    if not set(names) <= set(sizes):
+    current_mesh = mesh or jax.sharding.get_abstract_mesh()
+    axis_sizes = current_mesh.shape
+    vocab_axes = (axis,) if isinstance(axis, str) else axis
+    if not set(vocab_axes) <= set(axis_sizes):
         raise ValueError(
-            f"axis is {axis!r} and the mesh has {tuple(sizes)}: pass mesh=, or enter jax.set_mesh(mesh) first."
+            f"axis is {axis!r} and the mesh has {tuple(axis_sizes)}: pass mesh=, or enter jax.set_mesh(mesh) first."
         )
-    vocab, shards = logits.shape[-1], math.prod(sizes[name] for name in names)
+    vocab, shards = logits.shape[-1], math.prod(axis_sizes[name] for name in vocab_axes)
     if vocab % shards:
         raise ValueError(
             f"a vocabulary of {vocab} does not divide over {shards} devices: pad the unembedding, with -inf logits."
         )
     # The logits are sharded in the first and the last dimension, all other operands and the result only in the first.
-    rows = PartitionSpec(batch_axis)
+    rows_spec = PartitionSpec(batch_axis)
     logits_spec = PartitionSpec(batch_axis, *[None] * (logits.ndim - 2), axis)
     # check_vma is off because pallas_call does not declare how its results vary over a mesh. The merged results are
     # equal along `axis`.
-    mapped = jax.shard_map(
+    mapped_function = jax.shard_map(
         function,
         mesh=mesh,
-        in_specs=(logits_spec, *jax.tree.map(lambda _: rows, operands)),
-        out_specs=rows,
+        in_specs=(logits_spec, *jax.tree.map(lambda _: rows_spec, operands)),
+        out_specs=rows_spec,
         # An outer `shard_map` has already mapped its own axes.
-        axis_names=set(devices.axis_names) - set(devices.manual_axes),
+        axis_names=set(current_mesh.axis_names) - set(current_mesh.manual_axes),
         check_vma=False,
     )
-    return mapped(logits, *operands)
+    return mapped_function(logits, *operands)

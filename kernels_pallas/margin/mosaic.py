@@ -39,17 +39,17 @@ def margin_stats(
     logits: Array, *, logsumexp: bool = False, blocks: TpuBlocks | None = None, interpret: Interpret = False
 ) -> MarginStats:
     """See `kernels_pallas.margin_stats`."""
-    lead = logits.shape[:-1]
-    if len(lead) > 1 and _grouped(lead[-1], math.prod(lead[:-1])):
+    leading_dims = logits.shape[:-1]
+    if len(leading_dims) > 1 and _grouped(leading_dims[-1], math.prod(leading_dims[:-1])):
         # [trees, N, V]: the leading dimension is not tiled, so a block may hold any number of trees.
-        nodes, group = lead[-1], 1
+        nodes, tree_multiple = leading_dims[-1], 1
     else:
         # [rows, V]: a block holds whole tiles of the matrix.
-        nodes, group = 1, tile_rows(logits.dtype)
-    plan = _plan(logits, nodes, group, blocks, logsumexp)
+        nodes, tree_multiple = 1, tile_rows(logits.dtype)
+    plan = _plan(logits, nodes, tree_multiple, blocks, logsumexp)
     kernel = functools.partial(_stats_kernel, vocab=logits.shape[-1])
     (packed,) = _pass(kernel, plan, [], [], interpret, "margin_stats")
-    return _unpack(packed, lead, logsumexp)
+    return _unpack(packed, leading_dims, logsumexp)
 
 
 def margin_accept(
@@ -69,26 +69,26 @@ def margin_accept(
     batch, nodes, vocab = logits.shape
     # The operands i32[trees, N] have tiles of SUBLANES trees. With one node per tree, the trees are also the rows of
     # the logits, whose tiles are twice as high in bfloat16.
-    group = tile_rows(logits.dtype) if nodes == 1 else SUBLANES
-    if blocks is None and not fits_in_block(batch, nodes, group):
+    tree_multiple = tile_rows(logits.dtype) if nodes == 1 else SUBLANES
+    if blocks is None and not fits_in_block(batch, nodes, tree_multiple):
         # The walk needs whole trees in a block; the fold does not.
         stats = margin_stats(logits, logsumexp=logsumexp, interpret=interpret)
         return accept_from_stats(stats, tokens, parents, y, controls, max_depth, margin)
-    plan = _plan(logits, nodes, group, blocks, logsumexp)
+    plan = _plan(logits, nodes, tree_multiple, blocks, logsumexp)
     # Pass the per-row settings as one integer array: theta's bits, strict, max_relaxed_run, then the stop tokens.
-    numbers = [
+    settings_columns = [
         bits(controls.theta.astype(jnp.float32))[:, None],
         controls.strict.astype(jnp.int32)[:, None],
         controls.max_relaxed_run.astype(jnp.int32)[:, None],
         controls.stop_tokens.astype(jnp.int32),
     ]
-    per_row = jnp.concatenate(numbers, axis=1)
+    row_settings = jnp.concatenate(settings_columns, axis=1)
     tree = [x.astype(jnp.int32) for x in (tokens, parents, y) if x is not None]
-    # Lanes of a verdict: the D + 1 nodes of the path, a flag for each of the D edges that is 1 if it was relaxed, the
-    # number of accepted edges, and the next token.
-    width = round_up(2 * max_depth + 3, LANES)
+    # Lanes of a verdict: the D + 1 nodes of the path, a flag for each of the D edges (1 if it was relaxed), the number
+    # of accepted edges, and the next token.
+    verdict_lanes = round_up(2 * max_depth + 3, LANES)
     kernel = functools.partial(_accept_kernel, vocab=vocab, nodes=nodes, max_depth=max_depth, margin=margin)
-    packed, verdict = _pass(kernel, plan, [per_row, *tree], [width], interpret, "margin_accept")
+    packed, verdict = _pass(kernel, plan, [row_settings, *tree], [verdict_lanes], interpret, "margin_accept")
     return Acceptance(
         path=verdict[:, : max_depth + 1],
         num_accepted=verdict[:, 2 * max_depth + 1],
@@ -103,7 +103,7 @@ class _Plan(NamedTuple):
 
     logits: Array  # [trees, N, V] or [rows, V]
     blocks: TpuBlocks
-    trees: int  # rows, if the rows of a matrix are independent
+    trees: int  # number of trees, or of rows if the rows of a matrix are independent
     lead: tuple[int, ...]  # the dimensions of a block before the vocabulary
     logsumexp: bool
 
@@ -132,16 +132,16 @@ def _pass(
     interpret: Interpret,
     name: str,
 ) -> list[Array]:
-    """Call a kernel on blocks of the logits, with `inputs` [trees, ...] of the same trees.
+    """Call a kernel on blocks of the logits and of `inputs` [trees, ...], which belong to the same trees.
 
     Returns:
       The packed statistics i32[..., 128] of every row, and arrays i32[trees, width], one for each of `widths`.
     """
     logits, blocks, lead = plan.logits, plan.blocks, plan.lead
-    rows, vocab = math.prod(logits.shape[:-1]), logits.shape[-1]
-    # Block i is the i-th group of trees, or rows, in the first dimension, and has all nodes in the second one, if there
-    # is one.
-    zeros = (0,) * (len(lead) - 1)
+    row_count, vocab = math.prod(logits.shape[:-1]), logits.shape[-1]
+    # Along the first dimension, block i is the i-th group of trees or rows. Along the second one, if any, each block
+    # has all nodes.
+    inner_indices = (0,) * (len(lead) - 1)
 
     def by_tree(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((blocks.trees, width), lambda i, j: (i, 0))
@@ -151,11 +151,11 @@ def _pass(
         # The vocabulary is the inner dimension, so the state of a block of rows stays in fast memory.
         grid=(pl.cdiv(plan.trees, blocks.trees), pl.cdiv(vocab, blocks.tokens)),
         in_specs=[
-            pl.BlockSpec((*lead, blocks.tokens), lambda i, j: (i, *zeros, j)),
+            pl.BlockSpec((*lead, blocks.tokens), lambda i, j: (i, *inner_indices, j)),
             [by_tree(x.shape[1]) for x in inputs],
         ],
         out_specs=[
-            pl.BlockSpec((*lead, LANES), lambda i, j: (i, *zeros, 0)),
+            pl.BlockSpec((*lead, LANES), lambda i, j: (i, *inner_indices, 0)),
             *(by_tree(width) for width in widths),
         ],
         out_shape=[
@@ -167,9 +167,9 @@ def _pass(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         # The lane-wise fold takes about 8 operations per logit, and the logsumexp one exponential.
         cost_estimate=pl.CostEstimate(
-            flops=rows * vocab * 8,
-            transcendentals=rows * vocab * plan.logsumexp,
-            bytes_accessed=rows * vocab * logits.dtype.itemsize + rows * LANES * 4,
+            flops=row_count * vocab * 8,
+            transcendentals=row_count * vocab * plan.logsumexp,
+            bytes_accessed=row_count * vocab * logits.dtype.itemsize + row_count * LANES * 4,
         ),
         interpret=interpret,
         name=name,
@@ -178,8 +178,8 @@ def _pass(
 
 def _unpack(packed: Array, lead: tuple[int, ...], logsumexp: bool) -> MarginStats:
     """Unpack the result of `_finish` into statistics of shape `lead`."""
-    count = len(dtypes(logsumexp=logsumexp))
-    return from_bits([packed[..., lane].reshape(lead) for lane in range(count)])
+    field_count = len(dtypes(logsumexp=logsumexp))
+    return from_bits([packed[..., lane].reshape(lead) for lane in range(field_count)])
 
 
 def _stats_kernel(logits_ref: Ref, _: list[Ref], packed_ref: Ref, *state: Ref, vocab: int) -> None:
@@ -211,12 +211,12 @@ def _accept_kernel(
         _finish(state, packed_ref, vocab)
         # The block holds whole trees, and this is the last block of their vocabulary: decide and walk in registers.
         stats = _per_tree(packed_ref, per_row_ref.shape[0], nodes)
-        per_row = per_row_ref[...]
-        tokens, parents, *optional = (ref[...] for ref in tree_refs)
-        y = next(iter(optional), None)
+        row_settings = per_row_ref[...]
+        tokens, parents, *optional_y = (ref[...] for ref in tree_refs)
+        y = next(iter(optional_y), None)
         # Columns of the settings: theta's bits, strict, max_relaxed_run, then the stop tokens.
-        theta = lax.bitcast_convert_type(per_row[:, 0:1], jnp.float32)
-        controls = AcceptControls(theta, per_row[:, 1:2], per_row[:, 2:3], per_row[:, 3:])
+        theta = lax.bitcast_convert_type(row_settings[:, 0:1], jnp.float32)
+        controls = AcceptControls(theta, row_settings[:, 1:2], row_settings[:, 2:3], row_settings[:, 3:])
         walked = walk_columns(stats, tokens, parents, y, controls, max_depth=max_depth, margin=margin)
         columns = [*walked.path, *walked.relaxed, walked.num_accepted, walked.next_token]
         verdict_ref[...] = _in_lanes(columns, verdict_ref.shape)
@@ -232,23 +232,23 @@ def _fold(logits_ref: Ref, state: tuple[Ref, ...], block: int | Array, last: int
     @pl.when(block == 0)
     def _():
         # `strict=False` because the state has the sum only if the logsumexp is requested.
-        for ref, value in zip(state, (-jnp.inf, LAST_ID, -jnp.inf, LAST_ID, 0.0), strict=False):
-            ref[...] = jnp.full(ref.shape, value, ref.dtype)
+        for ref, initial_value in zip(state, (-jnp.inf, LAST_ID, -jnp.inf, LAST_ID, 0.0), strict=False):
+            ref[...] = jnp.full(ref.shape, initial_value, ref.dtype)
 
     def fold_block(partial: bool) -> None:
-        strip = functools.partial(_fold_strip, block=block, vocab=vocab, partial=partial)
-        _each_strip(strip, logits_ref, *state)
+        fold_strip = functools.partial(_fold_strip, block=block, vocab=vocab, partial=partial)
+        _each_strip(fold_strip, logits_ref, *state)
 
     if vocab % tokens == 0:
         fold_block(partial=False)
     else:
-        # Only the last block compares ids with V, so that all others spend no instruction on it.
+        # Only the last block compares ids with V, so that no other block spends instructions on the comparison.
         pl.when(block < last)(lambda: fold_block(partial=False))
         pl.when(block == last)(lambda: fold_block(partial=True))
 
 
 class _State(NamedTuple):
-    """State of a strip of rows, [rows, 128] each: lane l keeps the two largest of tokens l, l + 128, l + 256, ..."""
+    """State of a strip of rows, [rows, 128] each: lane l keeps the two best of tokens l, l + 128, l + 256, ..."""
 
     top1: Ref  # f32; the largest
     id1: Ref  # i32; its id
@@ -258,7 +258,7 @@ class _State(NamedTuple):
 
 
 def _fold_strip(logits_ref: Ref, *state_refs: Ref, block: int | Array, vocab: int, partial: bool) -> None:
-    """Fold a strip of rows of block number `block` into its state. Only a `partial` block contains ids from V on."""
+    """Fold a strip of rows of block number `block` into its state. Only a `partial` block contains ids >= V."""
     rows, tokens = logits_ref.shape
     # The token ids of the block's first 128 columns. Chunk c adds c * 128, so an id stays in lane id % 128.
     lanes = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) + block * tokens
@@ -277,19 +277,19 @@ def _fold_strip(logits_ref: Ref, *state_refs: Ref, block: int | Array, vocab: in
         z, ids = chunk(c), lanes + c * LANES
         # Strictly greater: a lane visits its ids in ascending order, so the smaller id wins ties. A new leader pushes
         # the old one to second place; otherwise z may still replace the second.
-        leads, follows = z > top1, z > top2
-        top2 = jnp.where(leads, top1, jnp.where(follows, z, top2))
-        id2 = jnp.where(leads, id1, jnp.where(follows, ids, id2))
-        top1, id1 = jnp.where(leads, z, top1), jnp.where(leads, ids, id1)
+        beats_first, beats_second = z > top1, z > top2
+        top2 = jnp.where(beats_first, top1, jnp.where(beats_second, z, top2))
+        id2 = jnp.where(beats_first, id1, jnp.where(beats_second, ids, id2))
+        top1, id1 = jnp.where(beats_first, z, top1), jnp.where(beats_first, ids, id1)
     for ref, value in zip(state[:4], (top1, id1, top2, id2), strict=True):
         ref[...] = value
     if state.total is not None:
         shift = jnp.maximum(top1, LOWEST)
         # Rescale the sum of exp(z - old maximum) to the new maximum, as flash attention does.
-        total = state.total[...] * jnp.exp(old_shift - shift)
+        exp_sum = state.total[...] * jnp.exp(old_shift - shift)
         for c in range(tokens // LANES):
-            total += jnp.exp(chunk(c) - shift)
-        state.total[...] = total
+            exp_sum += jnp.exp(chunk(c) - shift)
+        state.total[...] = exp_sum
 
 
 def _finish(state: tuple[Ref, ...], packed_ref: Ref, vocab: int) -> None:
@@ -297,16 +297,16 @@ def _finish(state: tuple[Ref, ...], packed_ref: Ref, vocab: int) -> None:
 
     def largest(z: Array, ids: Array) -> tuple[Array, Array]:
         # Neighbouring ids are in different lanes, so among lanes with equal logits choose the smallest id.
-        top = jnp.max(z, axis=1, keepdims=True)
-        return top, jnp.min(jnp.where(z == top, ids, LAST_ID), axis=1, keepdims=True)
+        top_logit = jnp.max(z, axis=1, keepdims=True)
+        return top_logit, jnp.min(jnp.where(z == top_logit, ids, LAST_ID), axis=1, keepdims=True)
 
     def one_strip(packed_ref: Ref, *state_refs: Ref) -> None:
         state = _State(*state_refs)
         top1, id1, top2, id2 = (ref[...] for ref in state[:4])
-        # The row's runner-up is the winning lane's second entry, or another lane's first. i32[rows, 1] each.
+        # The row's runner-up is the winning lane's second entry, or another lane's first. All results are [rows, 1].
         best, best_id = largest(top1, id1)
-        winner = id1 == best_id
-        second, second_id = largest(jnp.where(winner, top2, top1), jnp.where(winner, id2, id1))
+        is_winner = id1 == best_id
+        second, second_id = largest(jnp.where(is_winner, top2, top1), jnp.where(is_winner, id2, id1))
         best_id, second_id = close(best, best_id, second, second_id, vocab)
         columns = [bits(best), best_id, bits(second), second_id]
         if state.total is not None:
@@ -326,14 +326,14 @@ def _each_strip(body: Callable[..., None], *refs: Ref) -> None:
     """
     if refs[0].ndim == 2:
         rows = refs[0].shape[0]
-        strip = next((size for size in (32, 16, 8) if rows % size == 0), rows)
-        if strip == rows:
+        strip_rows = next((strip_size for strip_size in (32, 16, 8) if rows % strip_size == 0), rows)
+        if strip_rows == rows:
             body(*refs)
         else:
 
-            @pl.loop(0, rows // strip)
+            @pl.loop(0, rows // strip_rows)
             def _(i):
-                strip_slice = pl.ds(pl.multiple_of(i * strip, strip), strip)
+                strip_slice = pl.ds(pl.multiple_of(i * strip_rows, strip_rows), strip_rows)
                 body(*(ref.at[strip_slice] for ref in refs))
 
     else:
@@ -342,36 +342,36 @@ def _each_strip(body: Callable[..., None], *refs: Ref) -> None:
         # Strips do not cross trees, whose rows are padded to whole registers.
         @pl.loop(0, trees)
         def _(tree):
-            for start in range(0, nodes, 32):
-                strip_slice = pl.ds(start, min(32, nodes - start))
+            for first_node in range(0, nodes, 32):
+                strip_slice = pl.ds(first_node, min(32, nodes - first_node))
                 body(*(ref.at[tree, strip_slice] for ref in refs))
 
 
 def _per_tree(packed_ref: Ref, trees: int, nodes: int) -> MarginStats:
     """Unpack the statistics to [trees, N] each: nodes move from sublanes to lanes."""
     lane = lax.broadcasted_iota(jnp.int32, (trees, nodes), 1)
-    out = [jnp.zeros((trees, nodes), jnp.int32) for _ in range(4)]
+    fields = [jnp.zeros((trees, nodes), jnp.int32) for _ in range(4)]
     for n in range(nodes):
-        # `rows`, i32[trees, 128]: node n of every tree.
+        # `node_rows`, i32[trees, 128]: node n of every tree.
         if packed_ref.ndim == 3:
-            rows = packed_ref[:, n, :]
+            node_rows = packed_ref[:, n, :]
         elif nodes > 1:
             # Row t * N + n of the matrix is node n of tree t.
-            rows = packed_ref[pl.ds(n, trees, stride=nodes), :]
+            node_rows = packed_ref[pl.ds(n, trees, stride=nodes), :]
         else:
-            rows = packed_ref[...]
+            node_rows = packed_ref[...]
         # Broadcast column k, one of the four statistics, over the lanes and keep lane n.
         for k in range(4):
-            out[k] = jnp.where(lane == n, rows[:, k : k + 1], out[k])
+            fields[k] = jnp.where(lane == n, node_rows[:, k : k + 1], fields[k])
     # `_finish` writes values to columns 0 and 2, and ids to columns 1 and 3.
-    top1, top2 = (lax.bitcast_convert_type(out[k], jnp.float32) for k in (0, 2))
-    return MarginStats(top1, out[1], top2, out[3])
+    top1, top2 = (lax.bitcast_convert_type(fields[k], jnp.float32) for k in (0, 2))
+    return MarginStats(top1, fields[1], top2, fields[3])
 
 
 def _in_lanes(columns: list[Array], shape: tuple[int, int]) -> Array:
     """Return i32[rows, lanes]: lane k holds column k, i32[rows, 1]; the remaining lanes are 0."""
     lane = lax.broadcasted_iota(jnp.int32, shape, 1)
-    out = jnp.zeros(shape, jnp.int32)
+    packed = jnp.zeros(shape, jnp.int32)
     for k, column in enumerate(columns):
-        out = jnp.where(lane == k, column, out)
-    return out
+        packed = jnp.where(lane == k, column, packed)
+    return packed

@@ -31,14 +31,14 @@ def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
     z = logits.astype(jnp.float32)
     # top_k ranks 0 above -0, although they are equal logits and the smaller id must come first.
     z = jnp.where(z == 0, 0.0, z)
-    total = jax.nn.logsumexp(z, axis=-1) if logsumexp else None
+    log_sum_exp = jax.nn.logsumexp(z, axis=-1) if logsumexp else None
     if z.shape[-1] == 1:
         z = jnp.concatenate([z, jnp.full_like(z, -jnp.inf)], axis=-1)
-    top, ids = lax.top_k(z, 2)
+    top_logits, ids = lax.top_k(z, 2)
     id2 = ids[..., 1]
     if logits.shape[-1] == 1:
         id2 = jnp.full_like(id2, NO_ID)
-    return MarginStats(top[..., 0], ids[..., 0], top[..., 1], id2, total)
+    return MarginStats(top_logits[..., 0], ids[..., 0], top_logits[..., 1], id2, log_sum_exp)
 
 
 def accept_by_edges(
@@ -50,7 +50,7 @@ def accept_by_edges(
     max_depth: int,
     margin: str,
 ) -> Acceptance:
-    """Compute `margin_accept` from its statistics: find the acceptable edges, then walk. Shapes are the same."""
+    """Compute `margin_accept` from the statistics of its logits: find the acceptable edges, then walk them."""
 
     def at_parent(values: Array) -> Array:
         return jnp.take_along_axis(values, jnp.maximum(parents, 0), axis=1)
@@ -60,14 +60,14 @@ def accept_by_edges(
 
     # y: the target's token at every node, its argmax at temperature 0.
     y = stats.id1 if y is None else jnp.where(y < 0, stats.id1, y)
-    # An edge belongs to its child. Its parent decides whether it may be relaxed: the margin is low, and neither of the
-    # target's tokens ends the text.
-    low = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(controls.theta[:, None], y.shape))
-    open_node = low & ~is_stop(stats.id1) & ~is_stop(y)
+    # An edge is stored at its child. It may be relaxed only if the margin at its parent is low and neither of the
+    # target's tokens there is a stop token.
+    low_margin = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(controls.theta[:, None], y.shape))
+    open_node = low_margin & ~is_stop(stats.id1) & ~is_stop(y)
     exact = (tokens >= 0) & (tokens == at_parent(y))
-    # If a sampled y differs from the target's best token, that token is relaxable like the runner-up.
-    best = (tokens == at_parent(stats.id1)) | (tokens == at_parent(stats.id2))
-    relaxable = (tokens >= 0) & ~exact & best & at_parent(open_node) & ~is_stop(tokens)
+    # If a sampled y differs from the target's best token, the best token is relaxable like the runner-up.
+    is_top_two = (tokens == at_parent(stats.id1)) | (tokens == at_parent(stats.id2))
+    relaxable = (tokens >= 0) & ~exact & is_top_two & at_parent(open_node) & ~is_stop(tokens)
 
     def row(parents: Array, exact: Array, relaxable: Array, max_run: Array, strict: Array):
         def step(position: _Position, depth: Array):

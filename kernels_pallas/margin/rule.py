@@ -39,8 +39,8 @@ def dtypes(*, logsumexp: bool) -> list[jnp.dtype]:
     >>> len(dtypes(logsumexp=False))
     4
     """
-    fields = [jnp.dtype(x) for x in (jnp.float32, jnp.int32, jnp.float32, jnp.int32, jnp.float32)]
-    return fields if logsumexp else fields[:-1]
+    field_dtypes = [jnp.dtype(x) for x in (jnp.float32, jnp.int32, jnp.float32, jnp.int32, jnp.float32)]
+    return field_dtypes if logsumexp else field_dtypes[:-1]
 
 
 def from_bits(columns: Sequence[Array]) -> MarginStats:
@@ -55,8 +55,8 @@ def empty(shape: tuple[int, ...], *, logsumexp: bool = False) -> MarginStats:
     >>> empty(()).id1.tolist()
     -1
     """
-    low, no_id = jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, NO_ID, jnp.int32)
-    return MarginStats(low, no_id, low, no_id, low if logsumexp else None)
+    neg_inf, no_ids = jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, NO_ID, jnp.int32)
+    return MarginStats(neg_inf, no_ids, neg_inf, no_ids, neg_inf if logsumexp else None)
 
 
 def merge(a: MarginStats, b: MarginStats) -> MarginStats:
@@ -68,21 +68,21 @@ def merge(a: MarginStats, b: MarginStats) -> MarginStats:
     >>> merge(left, right).id2.tolist()
     7
     """
-    # The leader of one side is the first of both.
+    # The first entry of the union is the first entry of one side, the leader.
     a_leads = _before(a.top1, a.id1, b.top1, b.id1)
     top1, id1 = jnp.where(a_leads, a.top1, b.top1), jnp.where(a_leads, a.id1, b.id1)
-    # The second is either the leader's second or the other side's first.
+    # The second entry of the union is the leader's second or the other side's first.
     za, ia = jnp.where(a_leads, a.top2, a.top1), jnp.where(a_leads, a.id2, a.id1)
     zb, ib = jnp.where(a_leads, b.top1, b.top2), jnp.where(a_leads, b.id1, b.id2)
     a_second = _before(za, ia, zb, ib)
-    total = None
+    log_sum_exp = None
     if a.logsumexp is not None and b.logsumexp is not None:
-        total = jnp.logaddexp(a.logsumexp, b.logsumexp)
-    return MarginStats(top1, id1, jnp.where(a_second, za, zb), jnp.where(a_second, ia, ib), total)
+        log_sum_exp = jnp.logaddexp(a.logsumexp, b.logsumexp)
+    return MarginStats(top1, id1, jnp.where(a_second, za, zb), jnp.where(a_second, ia, ib), log_sum_exp)
 
 
 def _before(za: Array, ia: Array, zb: Array, ib: Array) -> Array:
-    """Return where entry a precedes entry b: larger value, then smaller id; a missing entry comes last."""
+    """Return whether entry a precedes entry b: larger value, then smaller id; a missing entry comes last."""
     ia, ib = jnp.where(ia < 0, LAST_ID, ia), jnp.where(ib < 0, LAST_ID, ib)
     return (za > zb) | ((za == zb) & (ia < ib))
 
@@ -90,8 +90,8 @@ def _before(za: Array, ia: Array, zb: Array, ib: Array) -> Array:
 def close(top1: Array, id1: Array, top2: Array, id2: Array, vocab: int) -> tuple[Array, Array]:
     """Complete the ids `(id1, id2)`, i32 of the same shape, of a fold that skips `-inf` entries.
 
-    If `top2` is -inf, every token but `id1` is -inf, so the second is the smallest id other than `id1`, without a
-    search. Uses only comparisons and selects, so it also runs inside kernels.
+    If `top2` is -inf, every token but `id1` is -inf, so the second id is the smallest id other than `id1`, and no
+    search is needed. The function uses only comparisons and selects, so it also runs inside kernels.
     """
     # In a row of -inf, token 0 comes first by its id.
     id1 = jnp.where(top1 == -jnp.inf, 0, id1)
@@ -114,7 +114,7 @@ def as_arrays(controls: AcceptControls) -> AcceptControls:
     """Convert an object with the fields of `AcceptControls`, with `strict` as a number of edges, i32[B]."""
     strict = controls.strict
     if strict.dtype == jnp.bool_:
-        # A strict row has more strict edges than any tree is deep.
+        # In a strict row, the number of strict edges exceeds the depth of every tree.
         strict = jnp.where(strict, jnp.iinfo(jnp.int32).max, 0)
     return AcceptControls(
         controls.theta, strict.astype(jnp.int32), controls.max_relaxed_run, controls.stop_tokens
@@ -139,7 +139,7 @@ logits z1 >= z2, so that relaxing is allowed. An infinite theta is strict for ev
 def ratio(z1: Array, z2: Array, theta: Array) -> Array:
     """Return `z2 / z1 > theta` (MARS, arXiv 2601.15498, Algorithm 1); False if z1 <= 0, where the ratio is meaningless.
 
-    The ratio depends on the offset of the logits: 0.9 allows p2 / p1 down to exp(-0.1 z1).
+    The ratio depends on the offset of the logits: a theta of 0.9 allows p2 / p1 down to exp(-0.1 z1).
 
     >>> ratio(jnp.asarray([10.0, -1.0]), jnp.asarray([9.5, -2.0]), jnp.asarray([0.9, 0.9])).tolist()
     [True, False]
@@ -188,69 +188,69 @@ def walk_columns(
 ) -> Walk:
     """Descend from the root while a child is acceptable; prefer the exact child, then the lowest node id.
 
-    No parent is gathered. At each depth, one-hot selections over N read the three acceptable tokens at the current node
-    of each row.
+    The walk gathers no parents. At each depth, one-hot selections over N read the three acceptable tokens at the
+    current node of each row.
 
     Args:
       stats: [B, N] each.
       tokens, parents, y: i32[B, N]; if y is None or negative at a node, the token with the largest logit is used.
       controls: the first three fields are f32, i32 and i32 [B, 1], since a TPU register has two dimensions.
     """
-    theta, strict, max_run, stops = controls
-    count = tokens.shape[1]
+    theta, strict, max_run, stop_tokens = controls
+    num_nodes = tokens.shape[1]
     # i32[B, N]: the node id of every lane.
-    ids = lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
+    node_ids = lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
 
     def is_stop(values: Array) -> Array:
-        hit = jnp.zeros(values.shape, bool)
-        for m in range(stops.shape[1]):
-            hit |= values == stops[:, m : m + 1]
-        return hit & (values >= 0)
+        matches = jnp.zeros(values.shape, bool)
+        for m in range(stop_tokens.shape[1]):
+            matches |= values == stop_tokens[:, m : m + 1]
+        return matches & (values >= 0)
 
     # At temperature 0 the target's token is its argmax, which the statistics contain.
     y = stats.id1 if y is None else jnp.where(y < 0, stats.id1, y)
     # Algorithm 1, line "z2 / z1 > theta", at all nodes at once.
-    low = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(theta, stats.top1.shape))
+    low_margin = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(theta, stats.top1.shape))
     # -2 matches no drafted token, so it disables the runner-up at nodes that may not be relaxed.
-    open_node = low & ~is_stop(stats.id1) & ~is_stop(y)
-    best, second = (jnp.where(open_node, i, -2) for i in (stats.id1, stats.id2))
-    real = tokens >= 0
-    may_relax = real & ~is_stop(tokens)
+    open_node = low_margin & ~is_stop(stats.id1) & ~is_stop(y)
+    best_id, second_id = (jnp.where(open_node, i, -2) for i in (stats.id1, stats.id2))
+    is_token = tokens >= 0
+    may_relax = is_token & ~is_stop(tokens)
 
     # i32[B, 1] each: the current node, the relaxed edges since the last exact one, and the edges walked; and
     # bool[B, 1], whether the walk continues.
     node = jnp.zeros(theta.shape, jnp.int32)
-    run, accepted, going = node, node, node == 0
-    path, relaxed = [node], []
+    run, num_accepted, continues = node, node, node == 0
+    path, relaxed_columns = [node], []
     for depth in range(max_depth):
         # Algorithm 1 at the current node of each row: accept x = y, which is top1 at temperature 0, or x = top2 if the
         # margin is low. Otherwise the row stops, and y is emitted after the loop.
-        is_node = ids == node
+        is_node = node_ids == node
 
         def at_node(values: Array, is_node: Array = is_node) -> Array:
             return jnp.sum(jnp.where(is_node, values, 0), axis=1, keepdims=True, dtype=values.dtype)
 
         # bool[B, N] each. `child`: a child of the current node. `exact`: a child with the target's token y.
         # `runner_up`: one of the target's two best tokens, which may be relaxed.
-        child = (parents == node) & going
-        exact = child & real & (tokens == at_node(y))
-        runner_up = (tokens == at_node(best)) | (tokens == at_node(second))
+        child = (parents == node) & continues
+        exact = child & is_token & (tokens == at_node(y))
+        runner_up = (tokens == at_node(best_id)) | (tokens == at_node(second_id))
         relaxable = child & may_relax & runner_up & (run < max_run) & (strict <= depth)
         # Exact children have ranks below N, relaxed ones from N to 2 N - 1, all others 2 N. So one minimum selects the
         # exact child with the lowest id, or else the relaxed one.
-        rank = jnp.where(exact, ids, jnp.where(relaxable, ids + count, 2 * count))
+        rank = jnp.where(exact, node_ids, jnp.where(relaxable, node_ids + num_nodes, 2 * num_nodes))
         best_rank = jnp.min(rank, axis=1, keepdims=True)
-        going = best_rank < 2 * count
-        is_relaxed = (best_rank >= count) & going
+        continues = best_rank < 2 * num_nodes
+        is_relaxed = (best_rank >= num_nodes) & continues
         # A row that has stopped keeps its node, so the path repeats it.
-        node = jnp.where(going, jnp.where(is_relaxed, best_rank - count, best_rank), node)
+        node = jnp.where(continues, jnp.where(is_relaxed, best_rank - num_nodes, best_rank), node)
         run = jnp.where(is_relaxed, run + 1, 0)
-        accepted += going.astype(jnp.int32)
+        num_accepted += continues.astype(jnp.int32)
         path.append(node)
-        relaxed.append(is_relaxed.astype(jnp.int32))
-    # The target's token where the walk stops: one-hot, as in `at_node`.
-    next_token = jnp.sum(jnp.where(ids == node, y, 0), axis=1, keepdims=True, dtype=jnp.int32)
-    return Walk(path, relaxed, accepted, next_token)
+        relaxed_columns.append(is_relaxed.astype(jnp.int32))
+    # The target's token at the node where the walk stops, selected as in `at_node`.
+    next_token = jnp.sum(jnp.where(node_ids == node, y, 0), axis=1, keepdims=True, dtype=jnp.int32)
+    return Walk(path, relaxed_columns, num_accepted, next_token)
 
 
 def accept_from_stats(
@@ -263,20 +263,20 @@ def accept_from_stats(
     margin: str,
 ) -> Acceptance:
     """Run `walk_columns` on arrays of the public shapes; see `margin_accept`."""
-    columns = controls._replace(
+    column_controls = controls._replace(
         theta=controls.theta[:, None],
         strict=controls.strict[:, None],
         max_relaxed_run=controls.max_relaxed_run[:, None],
     )
-    walked = walk_columns(stats, tokens, parents, y, columns, max_depth=max_depth, margin=margin)
+    walked = walk_columns(stats, tokens, parents, y, column_controls, max_depth=max_depth, margin=margin)
     if max_depth > 0:
-        relaxed = jnp.concatenate(walked.relaxed, axis=1) > 0
+        relaxed_edges = jnp.concatenate(walked.relaxed, axis=1) > 0
     else:
-        relaxed = jnp.zeros((tokens.shape[0], 0), bool)
+        relaxed_edges = jnp.zeros((tokens.shape[0], 0), bool)
     return Acceptance(
         jnp.concatenate(walked.path, axis=1),
         walked.num_accepted[:, 0],
         walked.next_token[:, 0],
-        relaxed,
+        relaxed_edges,
         stats,
     )

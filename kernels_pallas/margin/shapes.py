@@ -50,8 +50,8 @@ DRAFTS = {
 class TpuBlocks(NamedTuple):
     """Block of the TPU kernels: `trees` whole trees (or rows, for plain logits) by `tokens` of the vocabulary."""
 
-    trees: int  # per block
-    tokens: int  # per block
+    trees: int  # trees (or rows) per block
+    tokens: int  # tokens per block
 
 
 def tpu_blocks(
@@ -79,9 +79,9 @@ def tpu_blocks(
             f"blocks.trees is {blocks.trees}: expected a positive multiple of {group} for "
             f"{jnp.dtype(dtype).name} logits, or all {trees} of them."
         )
-    # A given block may be twice as large as a default one: that still fits into VMEM, twice.
-    rows = blocks.trees * nodes
-    if rows > MAX_ROWS or rows * blocks.tokens * itemsize > 2 * BLOCK_BYTES:
+    # The caller's block may be twice as large as a default one: two such blocks still fit into VMEM.
+    block_rows = blocks.trees * nodes
+    if block_rows > MAX_ROWS or block_rows * blocks.tokens * itemsize > 2 * BLOCK_BYTES:
         raise BlockError(
             f"a block of {blocks.trees} trees of {nodes} nodes by {blocks.tokens} tokens does not fit: at "
             f"most {MAX_ROWS} rows and {2 * BLOCK_BYTES} bytes, so take fewer trees or tokens."
@@ -106,6 +106,6 @@ def _default(trees: int, nodes: int, vocab: int, itemsize: int, group: int) -> T
         padded_rows = block_trees * round_up(nodes, SUBLANES)
     else:
         padded_rows = max(block_trees, SUBLANES)
-    # The kernel's loop over chunks of 128 tokens is unrolled, so limit the tokens of a block of few rows.
-    tokens = min(BLOCK_BYTES // (padded_rows * itemsize), 4096, round_up(vocab, LANES))
-    return TpuBlocks(block_trees, max(tokens // LANES, 1) * LANES)
+    # The kernel's loop over chunks of 128 tokens is unrolled, so limit the tokens per block even for few rows.
+    block_tokens = min(BLOCK_BYTES // (padded_rows * itemsize), 4096, round_up(vocab, LANES))
+    return TpuBlocks(block_trees, max(block_tokens // LANES, 1) * LANES)

@@ -48,50 +48,50 @@ def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
 
 def _stats_by_chunks(rows: Array) -> MarginStats:
     """Compute `_stats` of rows [R, V] with the logsumexp, `ROWS_BYTES` at a time."""
-    count, vocab = rows.shape
-    size = min(max(ROWS_BYTES // (4 * vocab), 1), count)
-    if size == count:
+    row_count, vocab = rows.shape
+    chunk_rows = min(max(ROWS_BYTES // (4 * vocab), 1), row_count)
+    if chunk_rows == row_count:
         return _stats(rows, logsumexp=True)
 
     def step(i: Array, partial_stats: MarginStats) -> MarginStats:
         # The last chunk is full-size too, so it overlaps the one before and recomputes some rows with the same result.
-        start = jnp.minimum(i * size, count - size)
-        part = _stats(lax.dynamic_slice_in_dim(rows, start, size), logsumexp=True)
+        start = jnp.minimum(i * chunk_rows, row_count - chunk_rows)
+        chunk_stats = _stats(lax.dynamic_slice_in_dim(rows, start, chunk_rows), logsumexp=True)
         return jax.tree.map(
-            lambda d, x: lax.dynamic_update_slice_in_dim(d, x, start, axis=0), partial_stats, part
+            lambda d, x: lax.dynamic_update_slice_in_dim(d, x, start, axis=0), partial_stats, chunk_stats
         )
 
-    return lax.fori_loop(0, math.ceil(count / size), step, empty((count,), logsumexp=True))
+    return lax.fori_loop(0, math.ceil(row_count / chunk_rows), step, empty((row_count,), logsumexp=True))
 
 
 def _stats(logits: Array, *, logsumexp: bool) -> MarginStats:
     vocab = logits.shape[-1]
-    blocks = vocab // BLOCK
-    if blocks < 4:
+    num_blocks = vocab // BLOCK
+    if num_blocks < 4:
         # The candidates would be most of the vocabulary.
-        values, ids = logits, lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+        candidates, candidate_ids = logits, lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     else:
-        values, ids = _candidates(logits, blocks)
-    top1, id1, top2, id2 = _top_two(values.astype(jnp.float32), ids)
+        candidates, candidate_ids = _candidates(logits, num_blocks)
+    top1, id1, top2, id2 = _top_two(candidates.astype(jnp.float32), candidate_ids)
     id1, id2 = close(top1, id1, top2, id2, vocab)
-    total = None
+    log_sum_exp = None
     if logsumexp:
         # A row of -inf has no finite maximum to subtract. Any finite number avoids NaN.
         shift = jnp.maximum(top1, LOWEST)
         # logsumexp(z) = shift + log sum exp(z - shift), with exponents of at most 0.
         exponent = logits.astype(jnp.float32) - shift[..., None]
-        total = shift + jnp.log(jnp.sum(_exp_of_negative(exponent), axis=-1))
+        log_sum_exp = shift + jnp.log(jnp.sum(_exp_of_negative(exponent), axis=-1))
         # `_exp_of_negative` never gives 0, so a row of -inf needs its own result.
-        total = jnp.where(top1 == -jnp.inf, -jnp.inf, total)
-    return MarginStats(top1, id1, top2, id2, total)
+        log_sum_exp = jnp.where(top1 == -jnp.inf, -jnp.inf, log_sum_exp)
+    return MarginStats(top1, id1, top2, id2, log_sum_exp)
 
 
 def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
     """Compute `margin_stats` with reductions over the vocabulary only.
 
-    For a sharded vocabulary XLA partitions each of them into a reduction per device and an exchange of one number per
-    node and device, independent of V. It would gather the whole logits for `margin_stats` above or for `lax.top_k`.
-    This form is slow on CPU, because argmax is, and the fastest on an H100.
+    For a sharded vocabulary, XLA partitions each reduction into one per device and an exchange of one number per node
+    and device, independent of V. For `margin_stats` above or `lax.top_k`, it would gather all logits. This form is slow
+    on a CPU, where argmax is slow, and the fastest form on an H100.
     """
     z = logits.astype(jnp.float32)
     ids = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
@@ -100,29 +100,29 @@ def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> Margi
     without_first = jnp.where(ids == id1[..., None], -jnp.inf, z)
     top2, id2 = jnp.max(without_first, axis=-1), jnp.argmax(without_first, axis=-1).astype(jnp.int32)
     id1, id2 = close(top1, id1, top2, id2, z.shape[-1])
-    total = None
+    log_sum_exp = None
     if logsumexp:
         shift = jnp.maximum(top1, LOWEST)
-        total = shift + jnp.log(jnp.sum(jnp.exp(z - shift[..., None]), axis=-1))
-    return MarginStats(top1, id1, top2, id2, total)
+        log_sum_exp = shift + jnp.log(jnp.sum(jnp.exp(z - shift[..., None]), axis=-1))
+    return MarginStats(top1, id1, top2, id2, log_sum_exp)
 
 
 def _candidates(logits: Array, blocks: int) -> tuple[Array, Array]:
     """Return values and ids [..., 2 * BLOCK + tail] that include the two largest entries."""
     lead = logits.shape[:-1]
     full_blocks = logits[..., : blocks * BLOCK].reshape(*lead, blocks, BLOCK)
-    best = jnp.max(full_blocks, axis=-1)
-    number = lax.broadcasted_iota(jnp.int32, best.shape, best.ndim - 1)
+    block_maxima = jnp.max(full_blocks, axis=-1)
+    block_ids = lax.broadcasted_iota(jnp.int32, block_maxima.shape, block_maxima.ndim - 1)
     # This argmax covers only the few block maxima. Ties go to the earlier block and so to the smaller id.
-    first = jnp.argmax(best, axis=-1, keepdims=True).astype(jnp.int32)
-    second = jnp.argmax(
-        jnp.where(number == first, -jnp.inf, best.astype(jnp.float32)), axis=-1, keepdims=True
+    best_block = jnp.argmax(block_maxima, axis=-1, keepdims=True).astype(jnp.int32)
+    second_block = jnp.argmax(
+        jnp.where(block_ids == best_block, -jnp.inf, block_maxima.astype(jnp.float32)), axis=-1, keepdims=True
     )
     # i32[..., 2]: the two best blocks, gathered as [..., 2, BLOCK]. Tokens after the last full block are appended.
-    best_blocks = jnp.concatenate([first, second.astype(jnp.int32)], axis=-1)
+    best_blocks = jnp.concatenate([best_block, second_block.astype(jnp.int32)], axis=-1)
     values = jnp.take_along_axis(full_blocks, best_blocks[..., None], axis=-2).reshape(*lead, 2 * BLOCK)
-    within = lax.broadcasted_iota(jnp.int32, (*lead, 2, BLOCK), len(lead) + 1)
-    ids = (best_blocks[..., None] * BLOCK + within).reshape(*lead, 2 * BLOCK)
+    offset = lax.broadcasted_iota(jnp.int32, (*lead, 2, BLOCK), len(lead) + 1)
+    ids = (best_blocks[..., None] * BLOCK + offset).reshape(*lead, 2 * BLOCK)
     tail = logits[..., blocks * BLOCK :]
     if tail.shape[-1]:
         tail_ids = lax.broadcasted_iota(jnp.int32, tail.shape, tail.ndim - 1) + blocks * BLOCK
@@ -134,8 +134,8 @@ def _top_two(values: Array, ids: Array) -> tuple[Array, Array, Array, Array]:
     """Return the two largest of values f32[..., C] with their ids, without argmax; ties go to the smaller id."""
 
     def largest(z: Array) -> tuple[Array, Array]:
-        top = jnp.max(z, axis=-1)
-        return top, jnp.min(jnp.where(z == top[..., None], ids, LAST_ID), axis=-1)
+        top_value = jnp.max(z, axis=-1)
+        return top_value, jnp.min(jnp.where(z == top_value[..., None], ids, LAST_ID), axis=-1)
 
     top1, id1 = largest(values)
     # Exclude the first by its id: its value may occur twice.

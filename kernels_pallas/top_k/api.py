@@ -30,16 +30,16 @@ def top_k(
       interpret: as in `margin_stats`.
 
     Raises:
-      ValueError: unknown implementation, or one that this operation does not have.
+      ValueError: an implementation that this operation does not have.
 
     >>> import jax.numpy as jnp
     >>> largest = top_k(jnp.asarray([1.0, 3.0, 2.0]), 2)
     >>> largest.ids.tolist(), largest.values.tolist()
     ([1, 2], [3.0, 2.0])
     """
-    form = functools.partial(xla.top_k, k=k)
+    xla_form = functools.partial(xla.top_k, k=k)
     forms = {"reference": functools.partial(reference.top_k, k=k)}
-    forms |= dict.fromkeys(("xla", "partitioned", "pallas_tpu"), form)
+    forms |= dict.fromkeys(("xla", "partitioned", "pallas_tpu"), xla_form)
     if _runs_kernel(logits, k, implementation):
         forms["pallas_tpu"] = functools.partial(_top_k_kernel, k=k)
     return dispatch(implementation, interpret, (logits,), forms)
@@ -53,7 +53,7 @@ def sharded_top_k(
     One collective sends the k largest entries of each part to all devices, and every device joins them.
 
     Args:
-      part: [..., V / devices]; may have fewer than k tokens.
+      part: [..., V / devices]; this device's part of the logits, which may have fewer than k tokens.
       k: 1 to V.
       axis: mesh axis, or axes, that shard the vocabulary.
       implementation, interpret: as in `top_k`.
@@ -83,8 +83,8 @@ def packed_top_k(logits: Array, k: int, *, interpret: Interpret | None = None) -
         return pack(xla.top_k(logits, min(k, logits.shape[-1])), k)
     from kernels_pallas.top_k import mosaic
 
-    lead, vocab = logits.shape[:-1], logits.shape[-1]
-    return mosaic.top_k(logits.reshape(-1, vocab), k, interpret=interpret).reshape(2, *lead, LANES)
+    leading_dims, vocab = logits.shape[:-1], logits.shape[-1]
+    return mosaic.top_k(logits.reshape(-1, vocab), k, interpret=interpret).reshape(2, *leading_dims, LANES)
 
 
 def join_top_k(parts: Array, k: int, size: int, *, interpret: Interpret | None = None) -> TopKEntries:
@@ -99,13 +99,13 @@ def join_top_k(parts: Array, k: int, size: int, *, interpret: Interpret | None =
         return xla.join(parts, k, size)
     from kernels_pallas.top_k import mosaic
 
-    # The kernel's rows are all leading dimensions together.
-    flat = parts.reshape(parts.shape[0], 2, -1, LANES)
-    return unpack(mosaic.join(flat, k, size, interpret=interpret).reshape(parts.shape[1:]), k)
+    # The kernel takes a single dimension of rows, so flatten all leading dimensions.
+    flat_parts = parts.reshape(parts.shape[0], 2, -1, LANES)
+    return unpack(mosaic.join(flat_parts, k, size, interpret=interpret).reshape(parts.shape[1:]), k)
 
 
 def _runs_kernel(logits: Array, k: int, implementation: str | None) -> bool:
-    """Return True if the kernel should run: it fits, or it was named explicitly and raises if it does not fit."""
+    """Return whether the kernel should run: it fits, or the caller named it, and then it raises if it does not fit."""
     return implementation == "pallas_tpu" or fits_in_vmem(logits.shape[-1], k)
 
 

@@ -36,14 +36,14 @@ def pack(entries: TopKEntries, k: int) -> Array:
     values are -inf.
     """
 
-    # [..., k]
+    # Pad x to [..., k].
     def padded(x: Array, fill: float) -> Array:
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, k - x.shape[-1])], constant_values=fill)
 
     # Lane k holds the logsumexp next to the values, and 0 next to the ids.
-    total = entries.logsumexp[..., None]
-    values = jnp.concatenate([padded(entries.values, -jnp.inf), total], axis=-1)
-    ids = jnp.concatenate([padded(entries.ids, 0), jnp.zeros_like(bits(total))], axis=-1)
+    log_sum_exp = entries.logsumexp[..., None]
+    values = jnp.concatenate([padded(entries.values, -jnp.inf), log_sum_exp], axis=-1)
+    ids = jnp.concatenate([padded(entries.ids, 0), jnp.zeros_like(bits(log_sum_exp))], axis=-1)
     return jnp.stack([bits(values), ids])
 
 

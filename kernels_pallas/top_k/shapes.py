@@ -14,7 +14,7 @@ BLOCK_BYTES = 4 * 2**20
 
 
 def fits_in_vmem(vocab: int, k: int) -> bool:
-    """Return whether a block of rows of `vocab` tokens fits into VMEM, and k entries into a vector.
+    """Return whether a block of rows of `vocab` tokens fits into VMEM and k entries fit into a vector.
 
     >>> fits_in_vmem(32000, 10), fits_in_vmem(262144, 10)
     (True, False)
@@ -31,8 +31,8 @@ def block_rows(rows: int, vocab: int, k: int, dtype: DTypeLike) -> int:
     """
     if not fits_in_vmem(vocab, k):
         raise BlockError(
-            f"the {k} largest of {vocab} tokens do not fit: at most {LANES - 1} of "
-            f"{BLOCK_BYTES // SUBLANES // 4} tokens, so name 'xla'."
+            f"the {k} largest of {vocab} tokens do not fit: the kernel takes at most {LANES - 1} of "
+            f"{BLOCK_BYTES // SUBLANES // 4} tokens, so pass implementation='xla'."
         )
     # Whole tiles, and at most 16 rows: a scan keeps the state of all rows of a block in registers.
     tile = tile_rows(dtype)

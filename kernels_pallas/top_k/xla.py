@@ -13,43 +13,44 @@ from kernels_pallas.top_k import reference
 from kernels_pallas.top_k.reference import TopKEntries, unpack
 
 BLOCK = 64
-"""Tokens per block; blocks are first compared by their maxima. Ten blocks hold fewer than 1,024 tokens, up to which XLA
-sorts on a GPU. Sorting is faster than the search that XLA uses for more tokens."""
+"""Tokens per block; blocks are first compared by their maxima. Ten blocks hold fewer than 1,024 tokens. Up to that
+number XLA sorts on a GPU, which is faster than the search that it uses for more tokens."""
 
 
 def top_k(logits: Array, k: int) -> TopKEntries:
     """Search only the k blocks with the largest maxima; they contain the k largest entries.
 
-    Ties cannot change the result: a tied entry outside of these blocks has a larger id than enough tied entries inside.
+    Ties cannot change the result: each of these blocks has an entry that comes before every entry outside of them, in
+    the order (larger value, then smaller id).
     """
     z = logits.astype(jnp.float32)
     if z.shape[-1] < 4 * k * BLOCK:
         return reference.top_k(z, k)
     # [..., V] -> [..., blocks, BLOCK]
-    missing, blocks = -z.shape[-1] % BLOCK, z
-    if missing:
-        blocks = jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)
+    padding, blocks = -z.shape[-1] % BLOCK, z
+    if padding:
+        blocks = jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, padding)], constant_values=-jnp.inf)
     blocks = blocks.reshape(*z.shape[:-1], -1, BLOCK)
     # At most k blocks contain the k largest entries, and each such block has one of the k largest maxima. i32[..., k].
-    _, best = lax.top_k(jnp.max(blocks, axis=-1), k)
+    _, best_blocks = lax.top_k(jnp.max(blocks, axis=-1), k)
     # Sort the blocks, so that candidates are in the order of their ids and ties go to the smaller id.
-    best = jnp.sort(best, axis=-1)
-    candidates = jnp.take_along_axis(blocks, best[..., None], axis=-2, mode="promise_in_bounds")
-    values, place = lax.top_k(candidates.reshape(*candidates.shape[:-2], -1), k)
+    best_blocks = jnp.sort(best_blocks, axis=-1)
+    candidates = jnp.take_along_axis(blocks, best_blocks[..., None], axis=-2, mode="promise_in_bounds")
+    values, candidate = lax.top_k(candidates.reshape(*candidates.shape[:-2], -1), k)
     # Convert an index into the k * BLOCK candidates to a token id.
-    block = jnp.take_along_axis(best, place // BLOCK, axis=-1, mode="promise_in_bounds")
-    return TopKEntries(values, block * BLOCK + place % BLOCK, jax.nn.logsumexp(z, axis=-1))
+    block_id = jnp.take_along_axis(best_blocks, candidate // BLOCK, axis=-1, mode="promise_in_bounds")
+    return TopKEntries(values, block_id * BLOCK + candidate % BLOCK, jax.nn.logsumexp(z, axis=-1))
 
 
 def join(parts: Array, k: int, size: int) -> TopKEntries:
     """Join i32[W, 2, ..., k + 1], packed results of parts of `size` tokens each, into the `top_k` of all tokens."""
     part_tops = unpack(parts, k, axis=1)  # [W, ..., k] each
-    first = jnp.arange(parts.shape[0], dtype=jnp.int32) * size
-    ids = part_tops.ids + first.reshape((-1,) + (1,) * (part_tops.ids.ndim - 1))
+    first_ids = jnp.arange(parts.shape[0], dtype=jnp.int32) * size
+    ids = part_tops.ids + first_ids.reshape((-1,) + (1,) * (part_tops.ids.ndim - 1))
     # Parts are in the order of their ids, so ties still go to the smaller id.
     # [W, ..., k] -> [..., W, k] -> [..., W * k].
     values, ids = (jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1) for x in (part_tops.values, ids))
-    best, place = lax.top_k(values, k)
-    ids = jnp.take_along_axis(ids, place, axis=-1, mode="promise_in_bounds")
+    top_values, entry_index = lax.top_k(values, k)
+    ids = jnp.take_along_axis(ids, entry_index, axis=-1, mode="promise_in_bounds")
     # The logsumexp of the vocabulary is the logsumexp of the parts' values, [W, ...].
-    return TopKEntries(best, ids, jax.nn.logsumexp(part_tops.logsumexp, axis=0))
+    return TopKEntries(top_values, ids, jax.nn.logsumexp(part_tops.logsumexp, axis=0))

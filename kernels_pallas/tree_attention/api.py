@@ -129,7 +129,7 @@ def write_and_attend(
 
 
 def _defaults(q: Array, first: Array, positions: Array | None, scale: float | None) -> tuple[Array, float]:
-    """Return the positions i32[B, N], by default those of consecutive queries from `first` on, and the scale."""
+    """Return the positions i32[B, N], by default those of consecutive queries that start at `first`, and the scale."""
     if positions is None:
         positions = first[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     if scale is None:
@@ -148,11 +148,11 @@ def _attend(
     check_options(implementation, FORMS, blocks, interpret)
     if (operands.k_scale is None) != (operands.v_scale is None):
         raise ValueError("keys and values have scales both or neither: give k_scale and v_scale.")
-    dtype = operands.k.dtype
-    if operands.k_scale is None and not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"keys are {dtype.name} without scales: give k_scale and v_scale.")
+    cache_dtype = operands.k.dtype
+    if operands.k_scale is None and not jnp.issubdtype(cache_dtype, jnp.floating):
+        raise ValueError(f"keys are {cache_dtype.name} without scales: give k_scale and v_scale.")
     # The kernel copies new rows into the caches itself; all other forms scatter them first.
-    # A single narrow head shares 32-bit words with its neighbouring slots, and DMA copies whole words.
+    # DMA copies whole 32-bit words, which neighbouring slots share in a cache with a single narrow head.
     if new is not None and (implementation != "pallas_tpu" or is_flat(operands.k)):
         k, v = xla.write_new_rows(operands.k, operands.v, new)
         operands, new = operands._replace(k=k, v=v), None

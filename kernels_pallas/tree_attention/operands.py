@@ -81,27 +81,27 @@ def region(
 
 def dense_mask(first: Array, n: int, slots: int, inside: Array | None, last_hidden: Array | None) -> Array:
     """Return the mask bool[B, N, S] over all slots from the results of `region`."""
-    slot = jnp.arange(slots, dtype=jnp.int32)
-    offset = slot[None] - first[:, None]  # i32[B, S]: the row that each slot holds
+    slot_ids = jnp.arange(slots, dtype=jnp.int32)
+    slot_row = slot_ids[None] - first[:, None]  # i32[B, S]: the row that each slot holds
     if inside is None:
         # Query i is row i and sees slots up to its own, `first + i`.
-        sees_slot = offset[:, None, :] <= jnp.arange(n, dtype=jnp.int32)[None, :, None]
+        sees_slot = slot_row[:, None, :] <= jnp.arange(n, dtype=jnp.int32)[None, :, None]
         # The queries are consecutive, so slot s holds the token at position s.
         if last_hidden is None:
             return sees_slot
-        return sees_slot & (slot[None, None] > last_hidden[:, :, None])
-    # Multiply by a one-hot matrix instead of gathering: there are few queries, and products are fast on every platform.
+        return sees_slot & (slot_ids[None, None] > last_hidden[:, :, None])
     if inside.shape[2] == slots:
         # The region is the whole cache, so `first` is 0.
-        return jnp.broadcast_to(inside, (offset.shape[0], *inside.shape[1:]))
-    rows = jnp.arange(inside.shape[2], dtype=jnp.int32)
-    one_hot = (offset[:, None, :] == rows[None, :, None]).astype(jnp.float32)
-    inside = jnp.broadcast_to(inside, (one_hot.shape[0], *inside.shape[1:])).astype(jnp.float32)
+        return jnp.broadcast_to(inside, (slot_row.shape[0], *inside.shape[1:]))
+    # Multiply by a one-hot matrix instead of gathering: there are few queries, and products are fast on every platform.
+    row_ids = jnp.arange(inside.shape[2], dtype=jnp.int32)
+    row_in_slot = (slot_row[:, None, :] == row_ids[None, :, None]).astype(jnp.float32)
+    inside = jnp.broadcast_to(inside, (row_in_slot.shape[0], *inside.shape[1:])).astype(jnp.float32)
     # [B, N, R] by [B, R, S]: column s is the one-hot of the row in slot s, or 0 if the slot is outside the region.
-    sees_row = jnp.einsum("bnr,brs->bns", inside, one_hot) > 0
-    sees_prefix = jnp.broadcast_to((offset < 0)[:, None], sees_row.shape)
+    sees_row = jnp.einsum("bnr,brs->bns", inside, row_in_slot) > 0
+    sees_prefix = jnp.broadcast_to((slot_row < 0)[:, None], sees_row.shape)
     if last_hidden is not None:
-        sees_prefix &= slot[None, None] > last_hidden[:, :, None]
+        sees_prefix &= slot_ids[None, None] > last_hidden[:, :, None]
     return sees_prefix | sees_row
 
 
@@ -111,9 +111,9 @@ def pack_bits(seen: Array) -> Array:
     >>> pack_bits(jnp.asarray([True, False, True])).tolist()
     [5]
     """
-    rows = seen.shape[-1]
-    padded = jnp.pad(seen, [(0, 0)] * (seen.ndim - 1) + [(0, -rows % 32)])
+    num_rows = seen.shape[-1]
+    padded_seen = jnp.pad(seen, [(0, 0)] * (seen.ndim - 1) + [(0, -num_rows % 32)])
     # [..., W, 32], each bit shifted to its place. The bits are distinct, so their sum is their union.
-    words = padded.reshape(*seen.shape[:-1], -1, 32).astype(jnp.uint32)
-    shifted = words << lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)
+    bits_of_words = padded_seen.reshape(*seen.shape[:-1], -1, 32).astype(jnp.uint32)
+    shifted = bits_of_words << lax.broadcasted_iota(jnp.uint32, bits_of_words.shape, bits_of_words.ndim - 1)
     return jnp.sum(shifted, axis=-1, dtype=jnp.uint32).astype(jnp.int32)

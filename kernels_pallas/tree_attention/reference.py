@@ -21,22 +21,22 @@ def tree_attention(operands: Operands) -> Array:
     if seen_positions is None:
         seen_positions = positions
 
-    def slot(b: Array, i: Array, s: Array) -> Array:
+    def sees_slot(b: Array, i: Array, s: Array) -> Array:
         """Return whether query i of row b sees slot s."""
         # Slot s holds row s - first of the region; earlier slots hold the token at position s.
         row = s - first[b]
-        index = jnp.clip(row, 0, seen.shape[2] - 1)
-        inside = (row < seen.shape[2]) & seen[b % seen.shape[0], i, index]
-        position = jnp.where(row < 0, s, seen_positions[b, index])
-        recent = True if window is None else position > positions[b, i] - window
-        return ((row < 0) | inside) & recent
+        row_index = jnp.clip(row, 0, seen.shape[2] - 1)
+        sees_row = (row < seen.shape[2]) & seen[b % seen.shape[0], i, row_index]
+        position = jnp.where(row < 0, s, seen_positions[b, row_index])
+        in_window = True if window is None else position > positions[b, i] - window
+        return ((row < 0) | sees_row) & in_window
 
-    vmapped = jax.vmap(jax.vmap(jax.vmap(slot, (None, None, 0)), (None, 0, None)), (0, None, None))
+    sees_all = jax.vmap(jax.vmap(jax.vmap(sees_slot, (None, None, 0)), (None, 0, None)), (0, None, None))
     # bool[B, N, S]
-    mask = vmapped(*(jnp.arange(size) for size in (q.shape[0], n, k.shape[1])))
+    mask = sees_all(*(jnp.arange(size) for size in (q.shape[0], n, k.shape[1])))
     keys, values = (
-        x.astype(jnp.float32) * (1 if by is None else by[..., None])
-        for x, by in zip((k, v), scales, strict=True)
+        x.astype(jnp.float32) * (1 if factor is None else factor[..., None])
+        for x, factor in zip((k, v), scales, strict=True)
     )
     scores = jnp.einsum("bnkgd,bskd->bnkgs", q.astype(jnp.float32), keys, precision="highest") * scale
     if cap is not None:

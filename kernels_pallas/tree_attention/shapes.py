@@ -64,17 +64,17 @@ def attention_blocks(
         )
     if blocks is None:
         # The largest power of two with at most `ATTENTION_BYTES` of keys, from 64 to 512 slots.
-        size = 512
-        while size > 64 and size * heads * dim * itemsize > ATTENTION_BYTES:
-            size //= 2
+        block_slots = 512
+        while block_slots > 64 and block_slots * heads * dim * itemsize > ATTENTION_BYTES:
+            block_slots //= 2
         # Allow about 8 MiB of queries, results and state, and the scores of 512 queries.
-        rows = max(2048 * LANES // (heads * max(dim, LANES)), 1)
-        blocks = AttentionBlocks(max(size, align), max(min(rows, 512) // group, 1))
+        query_rows = max(2048 * LANES // (heads * max(dim, LANES)), 1)
+        blocks = AttentionBlocks(max(block_slots, align), max(min(query_rows, 512) // group, 1))
     if blocks.slots <= 0 or blocks.slots % align:
         raise BlockError(f"blocks.slots is {blocks.slots}: expected a positive multiple of {align}.")
     if blocks.queries <= 0 or blocks.buffers < 2:
         raise BlockError(
-            f"blocks has {blocks.queries} queries and {blocks.buffers} buffers: expected 1 or more, and 2 or more."
+            f"blocks has {blocks.queries} queries and {blocks.buffers} buffers: expected at least 1 and at least 2."
         )
     return blocks._replace(slots=min(blocks.slots, slots), queries=min(blocks.queries, n)), align
 

@@ -36,18 +36,18 @@ def tree_attention(operands: Operands) -> Array:
         scores = cap * jnp.tanh(scores / cap)
     # f32[B, K, G, N, S]. A query that sees no slot has no finite maximum: LOWEST avoids NaN, and its total is 0.
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
-    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST)
-    weights = jnp.exp(scores - top)
-    total = jnp.sum(weights, axis=-1)
-    # The values' scales, after the total: the softmax is over unscaled weights.
+    top_score = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST)
+    weights = jnp.exp(scores - top_score)
+    weight_sum = jnp.sum(weights, axis=-1)
+    # Apply the values' scales after summing the weights: the softmax is over unscaled weights.
     if operands.v_scale is not None:
         weights = weights * per_slot(operands.v_scale)
-    mixed = jnp.einsum(
+    weighted_values = jnp.einsum(
         "bkgns,bskd->bkgnd", weights.astype(dtype), v.astype(dtype), preferred_element_type=jnp.float32
     )
     # Normalise after the sum over slots: N * D divisions instead of N * S.
-    mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
-    return jnp.transpose(mixed, (0, 3, 1, 2, 4)).astype(q.dtype)
+    weighted_values = weighted_values / jnp.where(weight_sum == 0, 1.0, weight_sum)[..., None]
+    return jnp.transpose(weighted_values, (0, 3, 1, 2, 4)).astype(q.dtype)
 
 
 def write_new_rows(k: Array, v: Array, new: NewRows) -> tuple[Array, Array]:
@@ -58,10 +58,10 @@ def write_new_rows(k: Array, v: Array, new: NewRows) -> tuple[Array, Array]:
     [0.0, 1.0, 1.0, 0.0]
     """
     # Row b of the batch writes its W rows to slots `slot[b] .. slot[b] + W - 1`.
-    row = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
+    batch_row = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
     slot = new.slot[:, None] + jnp.arange(new.k.shape[1], dtype=jnp.int32)[None]
     caches = [
-        cache.at[row, slot].set(
+        cache.at[batch_row, slot].set(
             rows.astype(cache.dtype), unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds"
         )
         for cache, rows in ((k, new.k), (v, new.v))

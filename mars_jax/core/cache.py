@@ -43,11 +43,11 @@ class Int8Rows:
         >>> rows.values.tolist(), rows.scale.shape
         ([[[[127, -64]]]], (1, 1, 1))
         """
-        wide = rows.astype(jnp.float32)
+        float_rows = rows.astype(jnp.float32)
         # One scale per token and head, f32[..., heads], so a new token never changes the rounding of earlier ones.
-        scale = jnp.max(jnp.abs(wide), axis=-1) / 127
+        scale = jnp.max(jnp.abs(float_rows), axis=-1) / 127
         # A row of zeros has scale 0; divide it by 1 instead.
-        values = jnp.round(wide / jnp.where(scale == 0, 1.0, scale)[..., None])
+        values = jnp.round(float_rows / jnp.where(scale == 0, 1.0, scale)[..., None])
         return Int8Rows(values=values.astype(jnp.int8), scale=scale)
 
 
@@ -76,13 +76,13 @@ def init_cache(
     """Allocate `layers` pairs of zeros [batch, slots, kv_heads, head_dim], stored as `Int8Rows` if dtype is int8."""
     shape = (batch, slots, kv_heads, head_dim)
 
-    def empty() -> Rows:
+    def zero_rows() -> Rows:
         zeros = jnp.zeros(shape, dtype)
         if zeros.dtype == jnp.int8:
             return Int8Rows(zeros, jnp.zeros(shape[:-1], jnp.float32))
         return zeros
 
-    return KVCache(k=tuple(empty() for _ in range(layers)), v=tuple(empty() for _ in range(layers)))
+    return KVCache(k=tuple(zero_rows() for _ in range(layers)), v=tuple(zero_rows() for _ in range(layers)))
 
 
 def write_slots(buffer: PyTree, rows: Array, start: Array) -> PyTree:
@@ -93,11 +93,11 @@ def write_slots(buffer: PyTree, rows: Array, start: Array) -> PyTree:
     if isinstance(buffer, Int8Rows):
         return jax.tree.map(lambda b, r: write_slots(b, r, start), buffer, Int8Rows.of(rows))
     rows = rows.astype(buffer.dtype)
-    # One row of the batch is one slice update, which needs neither a loop nor a scatter.
+    # A batch of one row needs one slice update, but neither a loop nor a scatter.
     if buffer.shape[0] == 1:
         return lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis=1)
-    tpu = _write_short if _is_short(buffer) else _write_rows
-    return lax.platform_dependent(buffer, rows, start, cpu=_write_slices, tpu=tpu, default=_write_rows)
+    tpu_write = _write_short if _is_short(buffer) else _write_rows
+    return lax.platform_dependent(buffer, rows, start, cpu=_write_slices, tpu=tpu_write, default=_write_rows)
 
 
 def _write_slices(buffer: Array, rows: Array, start: Array) -> Array:
@@ -108,9 +108,9 @@ def _write_slices(buffer: Array, rows: Array, start: Array) -> Array:
 def _write_rows(buffer: Array, rows: Array, start: Array) -> Array:
     """Write B * N rows with one scatter; a TPU would lower slice updates to a loop over the batch."""
     # Node i of row b goes to buffer[b, start[b] + i]: distinct places in increasing order, which the flags promise.
-    row = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
+    batch_row = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
     slot = start[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
-    return buffer.at[row, slot].set(
+    return buffer.at[batch_row, slot].set(
         rows, unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds"
     )
 
@@ -129,8 +129,8 @@ def _write_short(buffer: Array, rows: Array, start: Array) -> Array:
     # Select over the whole buffer and write back every slot, which is cheap because the rows are short. At most one
     # node targets a slot, so the sum over nodes copies its value unchanged.
     is_target = _one_hot(buffer, slot)
-    written = jnp.sum(jnp.where(is_target, rows[:, :, None], 0), axis=1, dtype=buffer.dtype)
-    return jnp.where(jnp.any(is_target, axis=1), written, buffer)
+    written_rows = jnp.sum(jnp.where(is_target, rows[:, :, None], 0), axis=1, dtype=buffer.dtype)
+    return jnp.where(jnp.any(is_target, axis=1), written_rows, buffer)
 
 
 def _take_short(buffer: Array, slot: Array) -> Array:
@@ -169,18 +169,18 @@ def commit_path(cache: PyTree, start: Array, path: Array) -> PyTree:
     """
     # i32[B, D]: the slot of the node at depth d + 1. All rows are read before any is written. Past the accepted depth
     # the path repeats its last node; those copies land in slots that the next step overwrites.
-    source = start[:, None] + path[:, 1:]
+    source_slots = start[:, None] + path[:, 1:]
 
     def move(buffer: Array) -> Array:
         tpu = _take_short if _is_short(buffer) else _take_rows
-        rows = lax.platform_dependent(buffer, source, tpu=tpu, default=_take_rows)
-        return write_slots(buffer, rows, start + 1)
+        moved_rows = lax.platform_dependent(buffer, source_slots, tpu=tpu, default=_take_rows)
+        return write_slots(buffer, moved_rows, start + 1)
 
     return jax.tree.map(move, cache)
 
 
 def put_rows(cache: PyTree, rows: Array, new: PyTree) -> PyTree:
-    """Replace rows i32[b] of the cache with those of `new`, in place under jit; the first axis of every leaf is B.
+    """Replace rows i32[b] of the cache with the rows of `new`, in place under jit; the first axis of every leaf is B.
 
     Entries of B or more are dropped. Row numbers must be unique.
 

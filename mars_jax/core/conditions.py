@@ -73,7 +73,7 @@ class Nodes(NamedTuple):
         return logits
 
     def ended(self, verdict: Verdict) -> Array | None:
-        """bool[B]: the constraint allows no token after the accepted path; None without a constraint."""
+        """Return bool[B]: whether the constraint allows no token after the accepted path; None without a constraint."""
         return self.constraint and self.constraint.ended(verdict)
 
     def after(self, verdict: Verdict, state: DecodeState) -> GuideStates | None:
@@ -81,8 +81,8 @@ class Nodes(NamedTuple):
         if state.guides is None:
             return None
         # Each automaton reads the accepted path and `next_token`; rows that are done keep their state.
-        moved = GuideStates(
+        next_states = GuideStates(
             constraint=self.constraint and self.constraint.after(verdict),
             span=self.span and self.span.after(verdict),
         )
-        return in_rows(state.done, state.guides, moved)
+        return in_rows(state.done, state.guides, next_states)

@@ -55,8 +55,8 @@ def make_controls(
       top_p: 1 is off.
       min_p: 0 is off.
       strict: True replaces a lossy rule by its lossless base in this row.
-      draft_stop: threshold on the square root of the draft's entropy in nats; drafting stops after a node above it
-        (SVIP, arXiv 2411.18462). inf is off.
+      draft_stop: threshold on the square root of the draft's entropy in nats; drafting stops after a node that exceeds
+        it (SVIP, arXiv 2411.18462). inf is off.
       stop_tokens: ids for all rows, or one sequence of ids per row; padded with `NO_TOKEN` to a common M >= 1.
 
     Raises:
@@ -88,8 +88,8 @@ def is_stop(tokens: Array, stop_tokens: Array) -> Array:
     >>> is_stop(jnp.asarray([[2, 7, -1]]), jnp.asarray([[2, -1]])).tolist()
     [[True, False, False]]
     """
-    stops = stop_tokens.reshape(tokens.shape[:1] + (1,) * (tokens.ndim - 1) + (-1,))
-    return jnp.any(tokens[..., None] == stops, axis=-1) & (tokens >= 0)
+    row_stops = stop_tokens.reshape(tokens.shape[:1] + (1,) * (tokens.ndim - 1) + (-1,))
+    return jnp.any(tokens[..., None] == row_stops, axis=-1) & (tokens >= 0)
 
 
 def one_per_row(name: str, value: PerRow, batch: int, dtype: DTypeLike) -> Array:
@@ -101,26 +101,26 @@ def one_per_row(name: str, value: PerRow, batch: int, dtype: DTypeLike) -> Array
     if isinstance(value, Tracer):
         return jnp.broadcast_to(value.astype(dtype), (batch,))
     # A boolean is not a number here, although NumPy would convert it.
-    kinds, expected = (jnp.integer, jnp.floating), "a number"
+    number_types, expected = (jnp.integer, jnp.floating), "a number"
     if dtype == np.bool_:
-        kinds, expected = (np.bool_,), "True or False"
+        number_types, expected = (np.bool_,), "True or False"
     try:
-        raw = np.asarray(value)
-        if not any(jnp.issubdtype(raw.dtype, kind) for kind in kinds):
+        untyped_array = np.asarray(value)
+        if not any(jnp.issubdtype(untyped_array.dtype, kind) for kind in number_types):
             raise TypeError
         with np.errstate(invalid="ignore", over="ignore"):  # checked below
-            array = raw.astype(dtype)
+            typed_array = untyped_array.astype(dtype)
     except (TypeError, ValueError, OverflowError):
         raise MarsError(f"{name} is {short_repr(value)}: expected {expected}, or one per row.") from None
-    if array.shape not in ((), (batch,)):
+    if typed_array.shape not in ((), (batch,)):
         raise MarsError(
-            f"{name} has shape {array.shape}: expected one value, or one for each of the {batch} rows."
+            f"{name} has shape {typed_array.shape}: expected one value, or one for each of the {batch} rows."
         )
-    if dtype == np.int32 and not np.all(raw == array):
+    if dtype == np.int32 and not np.all(untyped_array == typed_array):
         raise MarsError(f"{name} is {short_repr(value)}: expected whole numbers of 32 bits.")
-    _SETTINGS[name].check(array)
+    _SETTINGS[name].check(typed_array)
     # Broadcast in NumPy, which compiles nothing.
-    return jax.device_put(np.broadcast_to(array, (batch,)), may_alias=False)
+    return jax.device_put(np.broadcast_to(typed_array, (batch,)), may_alias=False)
 
 
 def _stop_tokens(value: Any, batch: int) -> Array:
@@ -131,21 +131,21 @@ def _stop_tokens(value: Any, batch: int) -> Array:
     try:
         if isinstance(value, str | bytes | Mapping):
             raise TypeError
-        rows = list(value)
+        sequences = list(value)
     except TypeError:
         raise MarsError(
             f"stop_tokens is {short_repr(value)}: expected a sequence of token ids, or one for each row."
         ) from None
-    # Token ids without a sequence around them are one sequence, the same for all rows.
-    if not any(getattr(row, "ndim", isinstance(row, list | tuple | range)) for row in rows):
-        rows = [rows] * batch
-    if len(rows) != batch:
+    # Token ids that are not inside further sequences form one sequence, which applies to all rows.
+    if not any(getattr(row, "ndim", isinstance(row, list | tuple | range)) for row in sequences):
+        sequences = [sequences] * batch
+    if len(sequences) != batch:
         raise MarsError(
-            f"stop_tokens has {len(rows)} rows: expected one sequence of ids, or one for each of {batch}."
+            f"stop_tokens has {len(sequences)} rows: expected one sequence of ids, or one for each of {batch}."
         )
-    ids = [_row_of_ids(row) for row in rows]
-    padded = np.full((batch, max(1, *map(len, ids))), NO_TOKEN, np.int32)
-    for b, row in enumerate(ids):
+    ids_by_row = [_row_of_ids(row) for row in sequences]
+    padded = np.full((batch, max(1, *map(len, ids_by_row))), NO_TOKEN, np.int32)
+    for b, row in enumerate(ids_by_row):
         padded[b, : len(row)] = row
     return jax.device_put(padded, may_alias=False)
 
@@ -191,13 +191,13 @@ def pad_controls(controls: Controls, state: Controls) -> Controls:
 
     def padded(values: Array, like: Array, noun: str, fill: float) -> Array:
         # The state's width is part of its compiled program, so new rows adapt to it.
-        room = like.shape[1] - values.shape[1]
-        if room < 0:
+        extra_columns = like.shape[1] - values.shape[1]
+        if extra_columns < 0:
             raise MarsError(
                 f"a row has {values.shape[1]} {noun} and the state has room for {like.shape[1]}: make the state's "
                 "controls with as many, padded with NO_TOKEN."
             )
-        return jnp.pad(values, ((0, 0), (0, room)), constant_values=fill)
+        return jnp.pad(values, ((0, 0), (0, extra_columns)), constant_values=fill)
 
     controls = dataclasses.replace(
         controls, stop_tokens=padded(controls.stop_tokens, state.stop_tokens, "stop tokens", NO_TOKEN)

@@ -35,7 +35,7 @@ def check_given(
     decoder: object, params: object, state: object = _ABSENT, *, max_steps: object = None, **_: object
 ) -> None:
     """Raise MarsError unless these are a decoder, its weights, a state, and a whole number of steps."""
-    check_type("the decoder", decoder, Decoder, "what speculative_decoder gives")
+    check_type("the decoder", decoder, Decoder, "the result of speculative_decoder")
     check_params(params)
     if state is not _ABSENT:
         rows_of(state)
@@ -56,7 +56,7 @@ def _start(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
 
 
 def start(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
-    """Call `decoder.init`, checked and compiled. Each rule parameter is one value or one per row.
+    """Check the arguments and call the compiled `decoder.init`. Each rule parameter is one value or one per row.
 
     Raises:
       MarsError: see `Decoder.checked`.
@@ -71,7 +71,7 @@ def shapes(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
 
 
 def ready(decoder: Decoder, prompts: Prompts) -> Prompts:
-    """Check prompts on the host, where their values are concrete, and broadcast the rule to rows.
+    """Check prompts on the host, where their values are concrete, and broadcast the rule's parameters to rows.
 
     Each rule parameter gets one value per row, so that a scalar and an array compile to the same program.
     """
@@ -83,14 +83,14 @@ def ready(decoder: Decoder, prompts: Prompts) -> Prompts:
 def extend(
     decoder: Decoder, params: Params, state: DecodeState, prompts: Prompts
 ) -> tuple[DecodeState, Array]:
-    """Call `decoder.extend`, checked and compiled. `state` is donated.
+    """Check the arguments and call the compiled `decoder.extend`. `state` is donated.
 
     Use `insert` instead for a failed row, whose cache may hold non-finite values, and for a one-token prompt, for which
     a draft head would start from the features of the row's previous tokens.
 
     Args:
       decoder, params: from `speculative_decoder`, and the weights.
-      state: B rows from `start`, `run`, `stream` or this function, done or not.
+      state: B rows, done or not, from `start`, `run`, `stream` or this function.
       prompts: the full token sequence of every row, including the part that was already read.
 
     Returns:
@@ -164,25 +164,25 @@ def run(
 
         def keep_going(carry: _Decoding) -> Array:
             # Finished rows keep stepping, but change nothing; see `Decoder.step`.
-            live = ~jnp.all(carry.state.done)
-            return live if carry.steps_left is None else live & (carry.steps_left > 0)
+            any_live = ~jnp.all(carry.state.done)
+            return any_live if carry.steps_left is None else any_live & (carry.steps_left > 0)
 
         batch, buffer = rows_of(state), state.tokens.shape[1]
-        width = buffer if record else None
-        stats = zero_stats(batch, decoder.max_depth, record=width, num_top=decoder.top_log_probs)
+        record_width = buffer if record else None
+        stats = zero_stats(batch, decoder.max_depth, record=record_width, num_top=decoder.top_log_probs)
         # The whole state is the carry, so XLA updates the caches in place from step to step.
-        end = lax.while_loop(keep_going, body, _Decoding(state, stats, max_steps))
-        return end.state, end.stats
+        final_carry = lax.while_loop(keep_going, body, _Decoding(state, stats, max_steps))
+        return final_carry.state, final_carry.stats
 
     if max_steps is not None:
         max_steps = jnp.asarray(max_steps, jnp.int32)
-    # On a mesh each device loops over its own rows, and ends when they are done.
+    # On a mesh each device loops over its own rows, and stops when they are done.
     return by_rows(loop)((params, max_steps), state)
 
 
 @donating(2, check=check_given)
 def jitted_step(decoder: Decoder, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-    """Call `decoder.step`, compiled, with `state` donated."""
+    """Call the compiled `decoder.step`. `state` is donated."""
     return decoder.step(params, state)
 
 
@@ -194,7 +194,8 @@ processes an earlier step, and one more to absorb host delays."""
 def look_ahead(state: DecodeState) -> int:
     """Return the default value of `ahead`: 0 for a state on a CPU, else `AHEAD`.
 
-    On a CPU the call returns only after the step is computed (measured with jax 0.10), so steps ahead are pure cost.
+    On a CPU the call returns only after the step is computed (measured with jax 0.10), so dispatching ahead only
+    costs time.
     """
     return 0 if next(iter(state.done.devices())).platform == "cpu" else AHEAD
 
@@ -223,17 +224,20 @@ def stream(
     if ahead is None:
         ahead = look_ahead(state)
     check_count("ahead", ahead, 0)
-    # `flags[0]` belongs to the state `ahead` steps ago: its copy to the host has had that long to arrive.
-    flags = collections.deque([_all_done(state)])
+    # `done_flags[0]` belongs to the state `ahead` steps ago: its copy to the host has had that long to arrive.
+    done_flags = collections.deque([_all_done(state)])
     # For the first `ahead` steps no flag is read, so that the queue of dispatched steps fills up.
-    while len(flags) <= ahead or not bool(flags.popleft()):
+    while len(done_flags) <= ahead or not bool(done_flags.popleft()):
         state, info = jitted_step(decoder, params, state)
-        flags.append(_all_done(state))
+        done_flags.append(_all_done(state))
         yield state, info
 
 
 def _all_done(state: DecodeState) -> Array:
-    """Return bool[] and start its copy to the host; a separate array, since the next step donates the state's."""
-    flag = jnp.all(state.done)
-    flag.copy_to_host_async()
-    return flag
+    """Return bool[], whether all rows are done, and start copying it to the host.
+
+    It is a separate array, because the next step donates the arrays of the state.
+    """
+    all_done = jnp.all(state.done)
+    all_done.copy_to_host_async()
+    return all_done

@@ -131,7 +131,7 @@ class Decoder:
         )
 
     def extend(self, params: Params, state: DecodeState, prompts: Prompts) -> tuple[DecodeState, Array]:
-        """Continue every row with a new prompt, such as a conversation with its next turn.
+        """Continue every row with a new prompt, such as a conversation with one more turn.
 
         The longest common prefix of a row's committed tokens and its new prompt stays in the caches, and only the
         tokens after it are read. Callers therefore need not mark the new part. If a chat template renders an earlier
@@ -174,10 +174,10 @@ class Decoder:
                 f"the rule {prompts.rule.name} is not of the structure that this decoder was made for: give "
                 "speculative_decoder the same rule; only its numbers may differ."
             )
-        count = prompts.tokens.shape[0]
-        check_settings(prompts.controls, prompts.keys, count)
+        num_prompts = prompts.tokens.shape[0]
+        check_settings(prompts.controls, prompts.keys, num_prompts)
         controls, rule, keys = jax.tree.map(
-            jnp.copy, (prompts.controls, for_rows(prompts.rule, count), prompts.keys)
+            jnp.copy, (prompts.controls, for_rows(prompts.rule, num_prompts), prompts.keys)
         )
         tokens, length = jnp.array(prompts.tokens, jnp.int32), jnp.array(prompts.length, jnp.int32)
         return Prompts(tokens, length, controls, rule, keys)
@@ -191,18 +191,18 @@ class Decoder:
         # One forward of the target gives p(. | the tokens up to node i) for every node i at once.
         scores = score_tree(self.drafter, self.target, params, state, tree, nodes)
         # Walk down from the root to the last accepted node. A correction or bonus token follows it.
-        verdict, rule, trusted = judge(params, state, tree, scores, nodes, verify_keys)
-        # A drafter that reads the target gets its output over the tree, and keeps the part on the accepted path.
+        verdict, rule, num_trusted = judge(params, state, tree, scores, nodes, verify_keys)
+        # A drafter that reads the target gets the target's output over the tree, and keeps the accepted path's part.
         with jax.named_scope("update"):
             draft = self.drafter.update(params, draft, tree, verdict, scores.output, state.length)
         with jax.named_scope("emit"):
-            emitted, info = emit(
+            emitted_state, info = emit(
                 state,
                 tree,
                 verdict,
                 scores.raw,
                 scores.logits,
-                trusted,
+                num_trusted,
                 nodes.ended(verdict),
                 self.top_log_probs,
             )
@@ -210,7 +210,7 @@ class Decoder:
         next_state = commit(
             self.target,
             state,
-            emitted,
+            emitted_state,
             tree,
             verdict,
             cache=scores.output.cache,
@@ -240,10 +240,10 @@ class Decoder:
     def _read_into(self, params: Params, state: DecodeState, rows: Array, prompts: Prompts) -> DecodeState:
         """Read prompts into rows i32[b] of the state."""
         batch, buffer = state.tokens.shape
-        width = prompts.tokens.shape[1]
-        if width > buffer:
+        prompt_width = prompts.tokens.shape[1]
+        if prompt_width > buffer:
             raise MarsError(
-                f"the prompts are {width} wide and the state's token buffer {buffer}: cut them to {buffer}."
+                f"the prompts are {prompt_width} wide and the state's token buffer {buffer}: cut them to {buffer}."
             )
 
         def insert_shard(
@@ -264,32 +264,32 @@ class Decoder:
         tokens, length = prompts.tokens, prompts.length
         self._check_cache(state)
         check_same("draft", state.draft, jax.eval_shape(self.drafter.init, params, tokens, length))
-        # i32[B]: the number of committed tokens that the new prompt repeats from its beginning.
-        place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        # Past either length the buffers hold garbage.
-        is_same = (tokens == state.tokens) & (place < jnp.minimum(state.length, length)[:, None])
-        common = leading(is_same)
+        # i32[B]: the length of the longest common prefix of the committed tokens and the new prompt.
+        position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        # Past its length, either buffer holds garbage.
+        is_same = (tokens == state.tokens) & (position < jnp.minimum(state.length, length)[:, None])
+        num_common = leading(is_same)
         # A draft head's entry for the last common token depends on the token after it, so a coupled drafter rereads
         # that one token.
         reread = int(self.drafter.reads is not None)
         # The last committed token is not cached. Nor will be the prompt's last token, which is the root of the next
-        # step. So keep the target's cache up to `first`, and read [first, length - 1).
-        first = jnp.minimum(common - reread, jnp.minimum(state.length - 1, length - 1 - reread))
-        first = jnp.maximum(first, 0)
+        # step. So keep the target's cache up to `first_unread`, and read [first_unread, length - 1).
+        first_unread = jnp.minimum(num_common - reread, jnp.minimum(state.length - 1, length - 1 - reread))
+        first_unread = jnp.maximum(first_unread, 0)
         # A draft model's cache lags by one more token, because draft models feed their last two tokens in every step.
-        draft = self.drafter.catch_up(params, state.draft, tokens, jnp.maximum(common - 2, 0), length)
+        draft = self.drafter.catch_up(params, state.draft, tokens, jnp.maximum(num_common - 2, 0), length)
         cache, draft = prefill(
             self.target,
             params.target,
             tokens,
-            first,
+            first_unread,
             length - 1,
             state.cache,
             draft,
             observing(self.drafter, params, tokens, length),
             chunk=self.prefill_chunk or self.target.prefill_chunk or chunk_of(),
         )
-        return begun(prompts, cache, draft), jnp.maximum(length - 1 - first, 0)
+        return begun(prompts, cache, draft), jnp.maximum(length - 1 - first_unread, 0)
 
     def _put(self, state: DecodeState, rows: Array, new: DecodeState) -> DecodeState:
         """Put the rows of `new` into rows i32[b] of the state; indices past the end are dropped."""
@@ -298,9 +298,9 @@ class Decoder:
             check_same(name, getattr(state, name), getattr(new, name), rows=False)
         # Only the target knows the layout of its cache. All other leaves are [B, ...].
         cache = self.target.put(state.cache, rows, new.cache)
-        uncached = dataclasses.replace(state, cache=())
-        uncached = kv_cache.put_rows(uncached, rows, dataclasses.replace(new, cache=()))
-        return dataclasses.replace(uncached, cache=cache)
+        state_without_cache = dataclasses.replace(state, cache=())
+        state_without_cache = kv_cache.put_rows(state_without_cache, rows, dataclasses.replace(new, cache=()))
+        return dataclasses.replace(state_without_cache, cache=cache)
 
     def _check_state(self, state: DecodeState) -> None:
         """Raise MarsError unless `state` is a `DecodeState` whose rule has this decoder's structure."""
@@ -317,8 +317,8 @@ class Decoder:
 
 def _pad_tokens(prompts: Prompts, buffer: int) -> Prompts:
     """Widen the prompts to the token buffer."""
-    room = buffer - prompts.tokens.shape[1]
-    return dataclasses.replace(prompts, tokens=jnp.pad(prompts.tokens, ((0, 0), (0, room))))
+    padding = buffer - prompts.tokens.shape[1]
+    return dataclasses.replace(prompts, tokens=jnp.pad(prompts.tokens, ((0, 0), (0, padding))))
 
 
 def speculative_decoder(

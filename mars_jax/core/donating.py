@@ -52,7 +52,7 @@ class Donating(Generic[P, R]):
 def donating(
     *donated: int, check: Callable[..., None] | None = None, **options: Any
 ) -> Callable[[Callable[P, R]], Donating[P, R]]:
-    """Compile a function whose argument 0 (a decoder) is static, and donate the arguments at these positions.
+    """Return a decorator that compiles a function with a static argument 0 (a decoder) and donates these arguments.
 
     `check` is called first, with the same arguments, and raises if a type is wrong.
 

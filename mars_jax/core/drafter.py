@@ -55,7 +55,7 @@ class Drafter:
     max_depth: int
     """D, the longest path below the root."""
     vocab_size: int | None = None
-    """Size of the target's vocabulary; None: it drafts only tokens that already occur in the row."""
+    """Size of the target's vocabulary; None: the drafter drafts only tokens of the row."""
     reads: tuple[int, ...] | None = None
     """Target layers whose outputs are passed to `observe` and `update`; if empty, they get the final hidden state.
     None: the drafter does not read its target."""

@@ -6,7 +6,7 @@ vocabulary.
 
 Sources: the bias, the repetition penalty and the minimum length are those of transformers
 (`SequenceBiasLogitsProcessor`, then `RepetitionPenaltyLogitsProcessor`; CTRL, arXiv 1909.05858;
-`MinNewTokensLengthLogitsProcessor`), presence and frequency penalties those of OpenAI's API.
+`MinNewTokensLengthLogitsProcessor`). The presence and frequency penalties are those of OpenAI's API.
 Oracles: these processors, and autoregression (tests/core/test_edits.py).
 """
 
@@ -60,8 +60,8 @@ def make_edits(
     """
     check_count("batch", batch, most=BATCH_ROWS)
     check_count("width", width)
-    expected = "a mapping of token ids to numbers, or one for each row"
-    check_type("logit_bias", logit_bias, (Mapping, list, tuple), expected)
+    expected_biases = "a mapping of token ids to numbers, or one for each row"
+    check_type("logit_bias", logit_bias, (Mapping, list, tuple), expected_biases)
     if isinstance(logit_bias, Mapping):
         rows = [logit_bias] * batch
     else:
@@ -70,21 +70,21 @@ def make_edits(
         raise MarsError(f"logit_bias has {len(rows)} rows: expected one mapping, or one for each of {batch}.")
     for row in rows:
         check_type("logit_bias of a row", row, (Mapping, list, tuple), "a mapping of token ids to numbers")
-    pairs = [list(row.items()) if isinstance(row, Mapping) else list(row) for row in rows]
-    width = max(width, *(len(row) for row in pairs))
+    row_pairs = [list(row.items()) if isinstance(row, Mapping) else list(row) for row in rows]
+    width = max(width, *(len(row) for row in row_pairs))
     tokens = np.full((batch, width), NO_TOKEN, np.int32)
-    values = np.zeros((batch, width), np.float32)
-    for b, row in enumerate(pairs):
+    biases = np.zeros((batch, width), np.float32)
+    for b, row in enumerate(row_pairs):
         for k, pair in enumerate(row):
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise MarsError(
                     f"logit_bias has {short_repr(pair)}: expected pairs of a token id and a number."
                 )
-            tokens[b, k], values[b, k] = bias_of(*pair)
+            tokens[b, k], biases[b, k] = bias_of(*pair)
 
     return Edits(
         bias_tokens=jnp.asarray(tokens),
-        bias=jnp.asarray(values),
+        bias=jnp.asarray(biases),
         repetition=one_per_row("repetition_penalty", repetition_penalty, batch, np.float32),
         presence=one_per_row("presence_penalty", presence_penalty, batch, np.float32),
         frequency=one_per_row("frequency_penalty", frequency_penalty, batch, np.float32),
@@ -154,14 +154,14 @@ def edited(
     committed = place < length[:, None]
     # f32[B, V] each: token counts of the prompt and of the output. Presence and frequency penalties count only the
     # output; the repetition penalty counts both.
-    prompt = scatter_add(tokens, (committed & (place < prompt_length[:, None])).astype(jnp.float32))
-    output = scatter_add(tokens, (committed & (place >= prompt_length[:, None])).astype(jnp.float32))
+    prompt_counts = scatter_add(tokens, (committed & (place < prompt_length[:, None])).astype(jnp.float32))
+    output_counts = scatter_add(tokens, (committed & (place >= prompt_length[:, None])).astype(jnp.float32))
     # bool[B, N, N]: the drafted tokens on the branch from the root's child to the node itself. They precede the token
-    # that the node predicts. The root is committed, so `output` or `prompt` counts it.
+    # that the node predicts. The root is committed, so `output_counts` or `prompt_counts` counts it.
     branch = ancestors(tree.parents, tree.max_depth).at[:, :, 0].set(False)
-    drafted = jax.nn.one_hot(tree.tokens, vocab, dtype=jnp.float32)
+    drafted_one_hot = jax.nn.one_hot(tree.tokens, vocab, dtype=jnp.float32)
     # f32[B, N, V]: counts in the output followed by the node's branch.
-    count = output[:, None] + jnp.einsum("bij,bjv->biv", branch.astype(jnp.float32), drafted)
+    counts = output_counts[:, None] + jnp.einsum("bij,bjv->biv", branch.astype(jnp.float32), drafted_one_hot)
 
     def per_row(values: Array) -> Array:
         return values[:, None, None]
@@ -169,13 +169,13 @@ def edited(
     # The order is that of transformers' processors: bias, penalties, minimum length.
     z = logits.astype(jnp.float32) + scatter_add(edits.bias_tokens, edits.bias)[:, None]
     # The CTRL penalty as transformers applies it: a value above 1 lowers logits of either sign.
-    is_repeated = (count > 0) | (prompt > 0)[:, None]
-    factor = jnp.where(z < 0, per_row(edits.repetition), 1 / per_row(edits.repetition))
-    z = jnp.where(is_repeated, z * factor, z)
-    z = z - jnp.where(count > 0, per_row(edits.presence), 0.0)
-    z = z - per_row(edits.frequency) * count
+    is_repeated = (counts > 0) | (prompt_counts > 0)[:, None]
+    repetition_factor = jnp.where(z < 0, per_row(edits.repetition), 1 / per_row(edits.repetition))
+    z = jnp.where(is_repeated, z * repetition_factor, z)
+    z = z - jnp.where(counts > 0, per_row(edits.presence), 0.0)
+    z = z - per_row(edits.frequency) * counts
     # i32[B, N]: the number of new tokens before the one that the node predicts.
-    generated = (length - prompt_length)[:, None] + jnp.sum(branch, axis=-1, dtype=jnp.int32)
-    is_early = generated < edits.min_new_tokens[:, None]
+    num_generated = (length - prompt_length)[:, None] + jnp.sum(branch, axis=-1, dtype=jnp.int32)
+    is_early = num_generated < edits.min_new_tokens[:, None]
     is_stop = scatter_add(stop_tokens, jnp.ones(stop_tokens.shape, jnp.float32)) > 0
     return jnp.where(is_early[..., None] & is_stop[:, None], -jnp.inf, z)

@@ -51,8 +51,8 @@ def hash_model(*, vocab_size: int, seed: int = 0, scale: float = 2.0, agree: flo
         cached_position = v[:, None, :, 0, 0].astype(jnp.uint32)
         slot_hash = _mix(cached_token * jnp.uint32(2654435761) ^ _mix(cached_position + jnp.uint32(1)))
         # Sums of u32 wrap around, so the hash of a set of slots does not depend on their order.
-        total = jnp.sum(jnp.where(mask, slot_hash, jnp.uint32(0)), axis=2, dtype=jnp.uint32)
-        hidden = _mix(total ^ _mix(positions.astype(jnp.uint32)))[:, :, None]
+        hash_sum = jnp.sum(jnp.where(mask, slot_hash, jnp.uint32(0)), axis=2, dtype=jnp.uint32)
+        hidden = _mix(hash_sum ^ _mix(positions.astype(jnp.uint32)))[:, :, None]
         return ForwardOutput(hidden=hidden, features=(), cache=KVCache(k=(k,), v=(v,)))
 
     def unembed(params: PyTree, hidden: Array) -> Array:

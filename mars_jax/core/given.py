@@ -28,9 +28,9 @@ NO_ROW = -1
 
 def check_pair(target: object, drafter: Drafter) -> None:
     """Raise MarsError unless these are a `LanguageModel` and a `Drafter`, both without weights."""
-    expected = "a LanguageModel, which is the field model of what mars_jax.load gives"
+    expected = "a LanguageModel, such as the field model of the result of mars_jax.load"
     check_type("the target", target, LanguageModel, expected)
-    expected = "a Drafter, which is the field drafter of what mars_jax.drafters.load gives"
+    expected = "a Drafter, such as the field drafter of the result of mars_jax.drafters.load"
     check_type("the drafter", drafter, Drafter, expected)
     try:
         hash(drafter)
@@ -92,11 +92,11 @@ def check_settings(controls: Controls, keys: Array, count: int) -> None:
                 f"make_controls({count}), and their edits and guides for as many rows."
             )
     dtype = getattr(keys, "dtype", type(keys).__name__)
-    typed = hasattr(keys, "dtype") and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not typed or str(jax.random.key_impl(keys)) != KEY_IMPL:
+    is_key = hasattr(keys, "dtype") and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not is_key or str(jax.random.key_impl(keys)) != KEY_IMPL:
         raise MarsError(
             f"keys are of dtype {dtype}: expected typed keys of {KEY_IMPL}, as keys_from_seeds makes them; with "
-            "other generators a row would draw other numbers in a batch than alone."
+            "other generators, a row's random numbers would depend on its batch."
         )
     if keys.shape != (count,):
         raise MarsError(
@@ -124,8 +124,8 @@ def check_places(rows: Array, count: int, batch: int) -> None:
             f"rows are {ids.tolist()}: expected each of 0 to {batch - 1} at most once, or {NO_ROW} for none."
         )
     # Prompts and rows are sharded over `data` in equal parts, and a device can only write its own rows.
-    part = np.arange(count) // (count // parts)
-    if np.any((ids != NO_ROW) & (ids // (batch // parts) != part)):
+    prompt_part = np.arange(count) // (count // parts)
+    if np.any((ids != NO_ROW) & (ids // (batch // parts) != prompt_part)):
         raise MarsError(
             f"rows are {ids.tolist()} on a mesh with data={parts}: expected the first {count // parts} of them among "
             f"the first {batch // parts} rows of the state, and so on, or {NO_ROW} for none."
@@ -169,11 +169,11 @@ def check_same(name: str, field: PyTree, expected: PyTree, *, rows: bool = True)
       rows: False to ignore the first dimension of each array, the number of rows.
     """
 
-    first = 0 if rows else 1
+    first_dim = 0 if rows else 1
 
     def shapes(tree: PyTree) -> tuple[Any, list[Any]]:
         leaves, structure = jax.tree.flatten(tree)
-        return structure, [(leaf.shape[first:], leaf.dtype) for leaf in leaves]
+        return structure, [(leaf.shape[first_dim:], leaf.dtype) for leaf in leaves]
 
     if shapes(field) != shapes(expected):
         raise other_decoder(name)

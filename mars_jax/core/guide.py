@@ -41,7 +41,7 @@ from mars_jax.utils.errors import MarsError
 
 FREE, DEAD = 0, 1
 BITS = 32
-"""Bits per word. Bit k of word j is token k W + j, so shift k of all words unpacks W consecutive tokens."""
+"""Bits per word. Bit k of word j is token k W + j, so one shift of all words by k unpacks W consecutive tokens."""
 
 
 @struct.dataclass(kw_only=True)
@@ -68,10 +68,10 @@ class Guide:
         token_class = tables.classes.at[self.group[:, None], jnp.maximum(tokens, 0)].get(mode="clip")
         transitions = tables.next.at[states, token_class.astype(jnp.int32)]
         next_states = transitions.get(mode="promise_in_bounds").astype(jnp.int32)
-        stops = is_stop(tokens, self.stop_tokens)
+        is_stop_token = is_stop(tokens, self.stop_tokens)
         # A stop token without text (class 0) leaves the state unchanged; any other stop token advances it by its text.
-        ends = tables.accepting[jnp.where(token_class == 0, states, next_states)]
-        next_states = jnp.where(stops, jnp.where(ends & (states != DEAD), FREE, DEAD), next_states)
+        may_end = tables.accepting[jnp.where(token_class == 0, states, next_states)]
+        next_states = jnp.where(is_stop_token, jnp.where(may_end & (states != DEAD), FREE, DEAD), next_states)
         return jnp.where(tokens < 0, FREE, next_states)
 
     def along(self, tree: DraftTree) -> Array:
@@ -93,14 +93,14 @@ class Guide:
         """Return u32[B, P, W]: bit masks of the tokens that may follow states i32[B, P], including stop tokens."""
         # Many states allow the same tokens and share a row of bits.
         words = self.tables.bits[self.tables.rows[states]]
-        width = words.shape[-1]
-        place = jnp.arange(width, dtype=jnp.int32)[None, None]
-        for stop, is_allowed in self._stops(states):
+        num_words = words.shape[-1]
+        word_index = jnp.arange(num_words, dtype=jnp.int32)[None, None]
+        for stop_token, is_allowed in self._stops(states):
             # The bit of token t is bit t // W of word t % W. The tables are shared by rows with other stop tokens, so
             # the bit is set or cleared here.
-            is_word = (place == stop % width) & (stop >= 0)
-            bit = jnp.uint32(1) << (jnp.maximum(stop, 0) // width).astype(jnp.uint32)
-            words = jnp.where(is_word, jnp.where(is_allowed, words | bit, words & ~bit), words)
+            is_stop_word = (word_index == stop_token % num_words) & (stop_token >= 0)
+            bit = jnp.uint32(1) << (jnp.maximum(stop_token, 0) // num_words).astype(jnp.uint32)
+            words = jnp.where(is_stop_word, jnp.where(is_allowed, words | bit, words & ~bit), words)
         return words
 
     def _stops(self, states: Array) -> Iterator[tuple[Array, Array]]:
@@ -119,7 +119,7 @@ class Guide:
           ids: function that returns the target's token ids i32[U] of the draft vocabulary. Without `Tables.narrow`,
             every draft level gathers U single bits.
         """
-        # A draft vocabulary with its own rows of bits.
+        # The tables have separate bit rows for the draft vocabulary.
         if ids is not None and (narrow := self.tables.narrow) is not None:
             may_follow = _unpacked(narrow.bits[self.tables.rows[states]])[..., : logits.shape[-1]]
             for stop, is_allowed in self._stops(states):
@@ -139,8 +139,8 @@ class Guide:
             first = lax.axis_index(axes) * size
             return jnp.where(lax.dynamic_slice_in_dim(_unpacked(words), first, size, axis=-1), part, -jnp.inf)
 
-        spec = P(None, None, axes)
-        return map_devices(local, (spec, P()), spec)(logits, words)
+        logits_spec = P(None, None, axes)
+        return map_devices(local, (logits_spec, P()), logits_spec)(logits, words)
 
     def forced(self, states: Array) -> Array:
         """Return i32[B, P]: the token that must follow each state, or NO_TOKEN."""
@@ -153,7 +153,7 @@ class Guide:
         reads q rejects it losslessly; removing the node would change q.
 
         Args:
-          tree: as drafted.
+          tree: the draft.
           fill: replace drafted tokens by forced ones. Only for chains of stateless drafters: a cache would miss tokens
             that the drafter did not draft.
         """
@@ -182,7 +182,7 @@ class Guide:
             state = jnp.where(is_valid, next_state, FREE)
             columns.append(jnp.where(is_valid, token, NO_TOKEN))
         tokens = jnp.concatenate(columns, axis=1)
-        # The drafter did not vouch for a token that was filled in.
+        # A filled-in token is not trusted, because the drafter did not draft it.
         trusted = None if tree.trusted is None else tree.trusted & (tokens == tree.tokens)
         return dataclasses.replace(tree, tokens=tokens, trusted=trusted)
 
@@ -211,9 +211,9 @@ class Followed(NamedTuple):
         return self.guide.moved(pick(self.states, verdict.path[:, -1:]), verdict.next_token[:, None])[:, 0]
 
     def ended(self, verdict: Verdict) -> Array:
-        """Return bool[B]: rows that must end after the accepted path, in a closed state and without stop tokens."""
-        closed = self.guide.tables.closed[pick(self.states, verdict.path[:, -1:])[:, 0]]
-        return closed & jnp.all(self.guide.stop_tokens < 0, axis=1)
+        """Return bool[B]: whether a row must end after the path: its state is closed, and it has no stop tokens."""
+        is_closed = self.guide.tables.closed[pick(self.states, verdict.path[:, -1:])[:, 0]]
+        return is_closed & jnp.all(self.guide.stop_tokens < 0, axis=1)
 
 
 def _bits(words: Array) -> Array:
@@ -236,8 +236,8 @@ def _mask_by_words(words: Array, logits: Array) -> Array:
     """Compute `_mask` on logits reshaped to [..., 32, W], which a CPU loops over without index arithmetic."""
     if logits.shape[-1] != BITS * words.shape[-1]:
         return _mask(words, logits)
-    parts = logits.reshape(*words.shape[:-1], BITS, words.shape[-1])
-    return jnp.where(_bits(words), parts, -jnp.inf).reshape(logits.shape)
+    logits_by_word = logits.reshape(*words.shape[:-1], BITS, words.shape[-1])
+    return jnp.where(_bits(words), logits_by_word, -jnp.inf).reshape(logits.shape)
 
 
 @jax.jit
@@ -246,13 +246,13 @@ def narrowed(tables: Tables, ids: Array) -> Tables:
 
     A draft level then reads one row of bits instead of gathering U single bits, which is slow on a TPU.
     """
-    width = (ids.shape[0] + BITS - 1) // BITS
-    place = jnp.arange(BITS, dtype=jnp.uint32)[:, None]
+    num_words = (ids.shape[0] + BITS - 1) // BITS
+    shift = jnp.arange(BITS, dtype=jnp.uint32)[:, None]
 
     def of_row(words: Array) -> Array:
         # Bit k of word j is draft token k W + j, as in `BITS`: row k of the reshaped bits holds bit k of every word.
-        bits = jnp.pad(_unpacked(words)[ids], (0, BITS * width - ids.shape[0])).reshape(BITS, width)
-        return jnp.sum(bits.astype(jnp.uint32) << place, axis=0, dtype=jnp.uint32)
+        bits = jnp.pad(_unpacked(words)[ids], (0, BITS * num_words - ids.shape[0])).reshape(BITS, num_words)
+        return jnp.sum(bits.astype(jnp.uint32) << shift, axis=0, dtype=jnp.uint32)
 
     return dataclasses.replace(tables, narrow=Narrow(ids=ids, bits=lax.map(of_row, tables.bits)))
 
@@ -269,7 +269,8 @@ def guide_of(kind: str, params: Params, state: DecodeState) -> Guide | None:
     tables = getattr(params.guides, kind, None)
     if tables is None:
         raise MarsError(
-            f"the rows have a {kind} and Params.guides has no tables of it: give those that constraints.compiled made."
+            f"the rows have a {kind} and Params.guides has no tables for it: give those that constraints.compiled "
+            "returns."
         )
     stop_tokens = state.controls.stop_tokens
     # A span does not restrict where the output may end.

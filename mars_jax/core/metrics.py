@@ -48,7 +48,7 @@ class TokenRecord:
     """A record of each new token. Entry [b, t] of each field describes `DecodeState.tokens[b, t]`; see `StepInfo`."""
 
     kind: Array  # i32; NO_KIND for tokens of the prompt or of unrecorded steps
-    regret: Array  # f32, like the following fields; 0 for such tokens
+    regret: Array  # f32, like the following fields; 0 if `kind` is NO_KIND
     log_prob: Array
     temperature_log_prob: Array
     processed_log_prob: Array
@@ -62,20 +62,20 @@ def zero_stats(batch: int, max_depth: int, record: int | None = None, num_top: i
 
     `record` is the T of `TokenRecord`, and `num_top` the n of its `top`.
     """
-    tokens = None
+    token_record = None
     if record is not None:
         kinds = jnp.full((batch, record), NO_KIND, jnp.int32)
-        zeros: dict[str, Any] = {name: jnp.zeros((batch, record), jnp.float32) for name in SCORES}
-        tokens = TokenRecord(kind=kinds, **zeros)
+        zero_scores: dict[str, Any] = {name: jnp.zeros((batch, record), jnp.float32) for name in SCORES}
+        token_record = TokenRecord(kind=kinds, **zero_scores)
         if num_top:
             fills = (NO_TOKEN, 0.0, NO_TOKEN, 0.0)
             top = TopLogProbs(*(jnp.full((batch, record, num_top), fill) for fill in fills))
-            tokens = dataclasses.replace(tokens, top=top)
+            token_record = dataclasses.replace(token_record, top=top)
     return DecodeStats(
         **{name: jnp.zeros((batch,), jnp.int32) for name in COUNTERS},
         depth_histogram=jnp.zeros((batch, max_depth + 1), jnp.int32),
         regret=jnp.zeros((batch,), jnp.float32),
-        tokens=tokens,
+        tokens=token_record,
     )
 
 
@@ -88,31 +88,31 @@ def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats
       length: i32[B]; committed tokens after the step.
     """
     # A live row emits a token in every step; a row that is done emits none.
-    live = info.num_emitted > 0
+    is_live = info.num_emitted > 0
     # A stop token or the limit may cut the path before its end.
-    accepted = jnp.minimum(info.verdict.num_accepted, info.num_emitted)
+    num_accepted = jnp.minimum(info.verdict.num_accepted, info.num_emitted)
     depth = info.verdict.relaxed.shape[1]
-    # Edge d leads to emitted token d, so the first `accepted` edges are those whose tokens were emitted.
+    # Edge d leads to emitted token d, so the first `num_accepted` edges are those whose tokens were emitted.
     edge = jnp.arange(depth, dtype=jnp.int32)[None]
-    relaxed = jnp.sum(info.verdict.relaxed & (edge < accepted[:, None]), axis=1, dtype=jnp.int32)
-    trusted = jnp.sum(info.kind == TRUSTED, axis=1, dtype=jnp.int32)
+    num_relaxed = jnp.sum(info.verdict.relaxed & (edge < num_accepted[:, None]), axis=1, dtype=jnp.int32)
+    num_trusted = jnp.sum(info.kind == TRUSTED, axis=1, dtype=jnp.int32)
     # One-hot over 0 .. D accepted tokens; steps of finished rows are not counted.
-    histogram = (jnp.arange(depth + 1, dtype=jnp.int32)[None] == accepted[:, None]) & live[:, None]
-    tokens = stats.tokens
-    if tokens is not None:
+    depth_one_hot = (jnp.arange(depth + 1, dtype=jnp.int32)[None] == num_accepted[:, None]) & is_live[:, None]
+    token_record = stats.tokens
+    if token_record is not None:
         # The tokens of this step are at [length - num_emitted, length) of the buffer.
-        step = TokenRecord(**{f.name: getattr(info, f.name) for f in dataclasses.fields(TokenRecord)})
-        tokens = append(tokens, length - info.num_emitted, step, info.num_emitted)
+        step_record = TokenRecord(**{f.name: getattr(info, f.name) for f in dataclasses.fields(TokenRecord)})
+        token_record = append(token_record, length - info.num_emitted, step_record, info.num_emitted)
     return DecodeStats(
-        steps=stats.steps + live.astype(jnp.int32),
+        steps=stats.steps + is_live.astype(jnp.int32),
         emitted=stats.emitted + info.num_emitted,
-        proposed=stats.proposed + jnp.where(live, info.num_proposed, 0),
-        accepted_exact=stats.accepted_exact + accepted - relaxed - trusted,
-        accepted_relaxed=stats.accepted_relaxed + relaxed,
-        accepted_trusted=stats.accepted_trusted + trusted,
-        depth_histogram=stats.depth_histogram + histogram.astype(jnp.int32),
+        proposed=stats.proposed + jnp.where(is_live, info.num_proposed, 0),
+        accepted_exact=stats.accepted_exact + num_accepted - num_relaxed - num_trusted,
+        accepted_relaxed=stats.accepted_relaxed + num_relaxed,
+        accepted_trusted=stats.accepted_trusted + num_trusted,
+        depth_histogram=stats.depth_histogram + depth_one_hot.astype(jnp.int32),
         regret=stats.regret + jnp.sum(info.regret, axis=1),
-        tokens=tokens,
+        tokens=token_record,
     )
 
 
@@ -167,14 +167,14 @@ class Metrics:
 
 def summarize(stats: DecodeStats, rows: int | slice | Sequence[int] = slice(None)) -> Metrics:
     """Sum `stats` over `rows` (an index, a slice or a list of indices into the batch) on the host."""
-    check_type("stats", stats, DecodeStats, "the counters that mars_jax.run gives")
+    check_type("stats", stats, DecodeStats, "the counters that mars_jax.run returns")
     try:
         # NumPy raises an error here if the index is not valid for this number of rows.
         np.empty(stats.steps.shape[0])[rows]
-        usable = rows is not None and not isinstance(rows, bool)
+        is_valid_index = rows is not None and not isinstance(rows, bool)
     except (IndexError, TypeError, ValueError):
-        usable = False
-    if not usable:
+        is_valid_index = False
+    if not is_valid_index:
         raise MarsError(
             f"rows is {short_repr(rows)}: expected an index, a slice or a list of indices into the "
             f"{stats.steps.shape[0]} rows."

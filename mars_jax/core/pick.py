@@ -70,10 +70,10 @@ def append(buffers: PyTree, length: Array, new: PyTree, count: Array) -> PyTree:
     >>> append(jnp.asarray([[7, 8, 0, 0]]), jnp.asarray([2]), jnp.asarray([[9, 5]]), jnp.asarray([1])).tolist()
     [[7, 8, 9, 0]]
     """
-    size, width = (jax.tree.leaves(x)[0].shape[1] for x in (buffers, new))
-    place = jnp.arange(width, dtype=jnp.int32)[None]
+    buffer_size, new_width = (jax.tree.leaves(x)[0].shape[1] for x in (buffers, new))
+    offset = jnp.arange(new_width, dtype=jnp.int32)[None]
     # Entries past `count` map past the end, where scatter drops them.
-    targets = jnp.where(place < count[:, None], length[:, None] + place, size)
+    targets = jnp.where(offset < count[:, None], length[:, None] + offset, buffer_size)
     put = jax.vmap(lambda row, targets, new: row.at[targets].set(new, mode="drop"))
     return jax.tree.map(lambda buffer, new: put(buffer, targets, new), buffers, new)
 
@@ -83,7 +83,7 @@ def _gather(values: Array, places: Array) -> Array:
 
 
 def _compare(values: Array, places: Array) -> Array:
-    # bool[B, P, M], then with a dimension of 1 for each trailing one of the values.
+    # bool[B, P, M], which then gets one dimension of size 1 for each trailing dimension of the values.
     one_hot = places[:, :, None] == jnp.arange(values.shape[1], dtype=places.dtype)[None, None]
     one_hot = one_hot.reshape(one_hot.shape + (1,) * (values.ndim - 2))
     if values.dtype == bool:
@@ -107,9 +107,9 @@ def scatter_integers(size: int, places: Array, values: Array) -> Array:
 
 
 def _scatter(places: Array, values: Array, size: int) -> Array:
-    empty = jnp.zeros((places.shape[0], size), values.dtype)
+    zero_rows = jnp.zeros((places.shape[0], size), values.dtype)
     put = jax.vmap(lambda row, index, values: row.at[index].set(values, unique_indices=True))
-    return put(empty, places, values)
+    return put(zero_rows, places, values)
 
 
 def _compare_put(places: Array, values: Array, size: int) -> Array:

@@ -22,7 +22,7 @@ CHUNK, LONG_CHUNK, LONG = 64, 256, 1024
 tokens are already compute-bound, and small chunks waste little on a short prompt; larger chunks read a long cache less
 often."""
 WIDE_CHUNK = 512
-"""Tokens per chunk on accelerators: reading the weights takes as long as the arithmetic of 166 (v5p) to 560 (v6e)
+"""Tokens per chunk on accelerators, where reading the weights takes as long as the arithmetic of 166 (v5p) to 560 (v6e)
 tokens."""
 RING_CHUNK, RING_LONG = 2048, 4096
 """Tokens per chunk over all rows, if the devices of a TPU mesh share the chunk, so that arithmetic hides the
@@ -31,15 +31,15 @@ empty. Models without ring communication, such as mixtures of experts, do not be
 
 
 def chunk_of(buffer: int = 0, rows: int = 1) -> int:
-    """Return the tokens per prefill forward for a buffer length and number of rows, on the current devices.
+    """Return the number of tokens per prefill forward for a buffer length and number of rows, on the current devices.
 
     The default `buffer` suits extensions of any length, because their new part is usually short.
 
     >>> chunk_of(256) if on_cpu() else 64
     64
     """
-    shared = size_of("model", current()) > 1 and size_of("data", current()) == 1
-    if on_tpu() and buffer >= RING_LONG and shared:
+    shares_chunk = size_of("model", current()) > 1 and size_of("data", current()) == 1
+    if on_tpu() and buffer >= RING_LONG and shares_chunk:
         # A power of two splits evenly over the devices.
         return max(RING_CHUNK >> (rows - 1).bit_length(), WIDE_CHUNK)
     if not on_cpu():
@@ -85,17 +85,17 @@ def prefill(
       chunk: tokens per forward. Default: the model's `prefill_chunk`, or else `chunk_of`.
     """
     buffer = tokens.shape[1]
-    size = min(chunk or model.prefill_chunk or chunk_of(buffer, len(tokens)), buffer)
+    chunk_size = min(chunk or model.prefill_chunk or chunk_of(buffer, len(tokens)), buffer)
 
     def body(carry: _Reading) -> _Reading:
         # Slide the last window back to stay inside the buffer. Tokens fed twice produce the same keys, since a key
         # depends only on its own and earlier tokens. Later steps overwrite the slots past the end of a row.
-        start = jnp.minimum(carry.next_start, buffer - size)
-        # i32[B, size]; each row has its own start.
-        window = jax.vmap(lambda row, begin: lax.dynamic_slice_in_dim(row, begin, size))(tokens, start)
-        output = model.forward(params, window, Visible.causal(start, size), carry.cache)
+        start = jnp.minimum(carry.next_start, buffer - chunk_size)
+        # i32[B, chunk_size]; each row has its own start.
+        window = jax.vmap(lambda row, begin: lax.dynamic_slice_in_dim(row, begin, chunk_size))(tokens, start)
+        output = model.forward(params, window, Visible.causal(start, chunk_size), carry.cache)
         state = carry.state if observe is None else observe(carry.state, start, output)
-        return _Reading(start + size, output.cache, state)
+        return _Reading(start + chunk_size, output.cache, state)
 
     # Complete rows keep running until all rows are complete; their windows write garbage past their end.
     end = lax.while_loop(lambda carry: jnp.any(carry.next_start < count), body, _Reading(first, cache, state))

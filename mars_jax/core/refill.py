@@ -39,7 +39,7 @@ def _check(
     decoder: object, params: object, state: object, stats: object, ended: object = 1, most: object = 1
 ) -> None:
     check_given(decoder, params, state)
-    check_type("stats", stats, DecodeStats, "what zero_stats or an earlier call gives")
+    check_type("stats", stats, DecodeStats, "the result of zero_stats or of an earlier call")
     check_number("ended", ended)
     check_number("most", most)
 
@@ -53,15 +53,15 @@ def advance(
     ended: int | Array = 1,
     most: int | Array = 2**30,
 ) -> tuple[DecodeState, DecodeStats, Array]:
-    """Step until `ended` more rows are done, or all are, or for `most` steps. `state` and `stats` are donated.
+    """Step until `ended` more rows or all rows are done, for at most `most` steps. `state` and `stats` are donated.
 
     On a mesh the devices sum their counts of finished rows after every step, with one scalar psum.
 
     Args:
       decoder, params, state: as for `decode.run`.
       stats: counters of the rows so far, from `metrics.zero_stats`.
-      ended: i32[], at least 1.
-      most: i32[], at least 1.
+      ended: i32[]; number of rows, at least 1.
+      most: i32[]; number of steps, at least 1.
 
     Returns:
       The state, the counters, and the number of steps (target forwards) as i32[B], the same in every row.
@@ -72,18 +72,19 @@ def advance(
     ) -> tuple[DecodeState, DecodeStats, Array]:
         params, ended, max_steps = inputs
         batch = state.done.shape[0]
-        rows = over_rows(jnp.int32(batch))
+        total_rows = over_rows(jnp.int32(batch))
 
         def count_done(state: DecodeState) -> Array:
             return over_rows(jnp.sum(state.done, dtype=jnp.int32))
 
-        # Counts are over all devices, so that every device leaves the loop after the same step: the psum in its body
-        # must have all of them. Rows that are already done, such as padding rows, do not count towards `ended`.
-        goal = jnp.minimum(count_done(state) + ended, rows)
+        # The psum in the loop body needs all devices, so every device must leave the loop after the same step. Counts
+        # therefore cover the rows of all devices. Rows that are already done, such as padding rows, do not count
+        # towards `ended`.
+        num_done_goal = jnp.minimum(count_done(state) + ended, total_rows)
 
         def keep_going(carry: _Advancing) -> Array:
-            # If every row is done at the start, `goal` is already reached.
-            return (carry.num_done < goal) & (carry.steps < max_steps)
+            # If every row is done at the start, `num_done_goal` is already reached.
+            return (carry.num_done < num_done_goal) & (carry.steps < max_steps)
 
         def body(carry: _Advancing) -> _Advancing:
             state, info = decoder.step(params, carry.state)
@@ -91,9 +92,9 @@ def advance(
                 stats = accumulate(carry.stats, info, state.length)
                 return _Advancing(state, stats, carry.steps + 1, count_done(state))
 
-        start = _Advancing(state, stats, jnp.int32(0), count_done(state))
-        end = lax.while_loop(keep_going, body, start)
-        return end.state, end.stats, jnp.broadcast_to(end.steps, (batch,))
+        initial_carry = _Advancing(state, stats, jnp.int32(0), count_done(state))
+        final_carry = lax.while_loop(keep_going, body, initial_carry)
+        return final_carry.state, final_carry.stats, jnp.broadcast_to(final_carry.steps, (batch,))
 
     inputs = (params, jnp.asarray(ended, jnp.int32), jnp.asarray(most, jnp.int32))
     return by_rows(loop)(inputs, state, stats)
@@ -108,7 +109,9 @@ def refill(
     prompts: Prompts,
     read: DecodeState | None = None,
 ) -> tuple[DecodeState, DecodeStats]:
-    """Call `decoder.insert`, checked and compiled, and reset the rows' counters. `state` and `stats` are donated.
+    """Check the arguments, call the compiled `decoder.insert`, and reset the rows' counters.
+
+    `state` and `stats` are donated.
 
     Args:
       decoder, params, state, stats: as for `advance`.

@@ -120,7 +120,7 @@ def evidence(tree: DraftTree, logits: Array, *, seeds: ArrayLike | None = None, 
 
 
 ALL_EDGES = np.iinfo(np.int32).max
-"""A depth below which no edge lies: `strict_edges` of a row whose edges are all strict."""
+"""A depth that no edge exceeds: `strict_edges` of a row whose edges are all strict."""
 _VALUES = (bool, int, float, str, list, tuple, np.ndarray, np.generic, Array)
 
 
@@ -159,20 +159,20 @@ class Rule:
           MarsError: a value is out of range.
         """
         settings = settings_of(type(self))
-        chosen = {name: getattr(self, name) for name, s in settings.items() if s.choices}
+        chosen_structure = {name: getattr(self, name) for name, s in settings.items() if s.choices}
         # Choices first, because they determine the ranges of numbers.
         for name, setting in sorted(settings.items(), key=lambda item: not item[1].choices):
             value = getattr(self, name)
-            # A base is checked by its owner. Other libraries may rebuild a pytree with placeholders as leaves.
-            is_value = setting.choices or value is None or isinstance(value, _VALUES)
-            if isinstance(value, Rule) or not is_value:
+            # The class that declares a base checks it. Other libraries may rebuild pytrees with placeholders as leaves.
+            is_checkable = setting.choices or value is None or isinstance(value, _VALUES)
+            if isinstance(value, Rule) or not is_checkable:
                 continue
-            setting.check(value, **chosen)
+            setting.check(value, **chosen_structure)
             if setting.per_row:
                 dtype = {int: np.int32, float: np.float32}[setting.kind]
                 # A JAX array may be traced or on a device, so NumPy must not read it.
-                typed = value.astype(dtype) if isinstance(value, Array) else np.asarray(value, dtype)
-                object.__setattr__(self, name, typed)
+                typed_value = value.astype(dtype) if isinstance(value, Array) else np.asarray(value, dtype)
+                object.__setattr__(self, name, typed_value)
 
     @property
     def name(self) -> str:
@@ -188,7 +188,7 @@ class Rule:
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
         """Return the verdict on a draft, and the rule with its updated state."""
-        raise MarsError(f"the rule {self.name} decides nothing: give it a method __call__.")
+        raise MarsError(f"the rule {self.name} has no method __call__: define one.")
 
 
 class LoadedRule(NamedTuple):
@@ -231,8 +231,8 @@ def structure(rule: object) -> Structure:
     """
     if isinstance(rule, LoadedRule):
         raise MarsError("verify is a LoadedRule here: give its .rule, and its .params as Params.verify.")
-    are_numbers = all(hasattr(x, "dtype") or isinstance(x, int | float) for x in jax.tree.leaves(rule))
-    if not isinstance(rule, Rule) or not are_numbers:
+    has_number_leaves = all(hasattr(x, "dtype") or isinstance(x, int | float) for x in jax.tree.leaves(rule))
+    if not isinstance(rule, Rule) or not has_number_leaves:
         raise MarsError(
             f"verify is {short_repr(rule)}: expected a rule, such as mars_jax.verify.mars(); a rule of your own is a "
             "struct.dataclass that derives from verify.Rule and whose fields are numbers."
@@ -267,14 +267,14 @@ def user_errors(rule: Rule) -> Iterator[None]:
     except MarsError:
         raise
     except (Exception, SystemExit) as error:
-        kind = type(rule)
-        if not is_user_module(kind.__module__):
+        rule_class = type(rule)
+        if not is_user_module(rule_class.__module__):
             raise
         # The innermost frame in the user's file identifies the rule method that failed.
-        frames = frames_in({kind.__module__, *MODULES}, error)
+        frames = frames_in({rule_class.__module__, *MODULES}, error)
         method = next((code.co_name for code, _ in frames if code.co_name in EXPECTED), "__call__")
         raise MarsError(
-            f"the rule {kind.__name__} fails in {failure(error, frames, kind)}; expected "
+            f"the rule {rule_class.__name__} fails in {failure(error, frames, rule_class)}; expected "
             f"{method} to return {EXPECTED[method]}."
         ) from error
 
@@ -287,19 +287,19 @@ def decide(rule: Rule, evidence: Evidence) -> tuple[Verdict, Rule]:
     """
     with user_errors(rule):
         # A user's rule may return anything.
-        result: object = rule(evidence)
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Verdict)):
-        raise wrong_result(rule, "__call__", described(result))
-    verdict, next_rule = result
-    batch, depth = evidence.tree.tokens.shape[0], evidence.tree.max_depth
+        rule_result: object = rule(evidence)
+    if not (isinstance(rule_result, tuple) and len(rule_result) == 2 and isinstance(rule_result[0], Verdict)):
+        raise wrong_result(rule, "__call__", described(rule_result))
+    verdict, next_rule = rule_result
+    batch, max_depth = evidence.tree.tokens.shape[0], evidence.tree.max_depth
     # Shapes are static, so these checks cost nothing in the compiled program.
-    shapes = {
-        "path": ("int32", (batch, depth + 1)),
+    expected_fields = {
+        "path": ("int32", (batch, max_depth + 1)),
         "num_accepted": ("int32", (batch,)),
         "next_token": ("int32", (batch,)),
-        "relaxed": ("bool", (batch, depth)),
+        "relaxed": ("bool", (batch, max_depth)),
     }
-    for name, (dtype, shape) in shapes.items():
+    for name, (dtype, shape) in expected_fields.items():
         check_array(
             rule, "__call__", getattr(verdict, name), dtype, shape, place=f"a verdict whose {name} is "
         )
@@ -321,10 +321,10 @@ def check_array(
     """
     is_array = isinstance(value, Array | np.ndarray | np.generic) and value.shape == shape
     if dtype == "floating":
-        fits, dtype = is_array and jnp.issubdtype(value.dtype, jnp.floating), "float32"
+        is_expected, dtype = is_array and jnp.issubdtype(value.dtype, jnp.floating), "float32"
     else:
-        fits = is_array and value.dtype == np.dtype(dtype)
-    if not fits:
+        is_expected = is_array and value.dtype == np.dtype(dtype)
+    if not is_expected:
         raise wrong_result(rule, method, f"{place}{described(value)}", f"{place}{dtype}{list(shape)}")
 
 
@@ -392,7 +392,7 @@ def for_rows(rule: PyTree, batch: int) -> PyTree:
 
 
 def take_rows(rule: PyTree, rows: Sequence[int] | Array | np.ndarray, count: int) -> PyTree:
-    """Select `rows` of a rule for `count` prompts: index the parameters that have one value per prompt.
+    """Select some `rows` of a rule for `count` prompts, in every parameter that has one value per prompt.
 
     Raises:
       MarsError: a parameter has neither one value nor `count` values.

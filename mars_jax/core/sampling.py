@@ -56,12 +56,12 @@ def process(logits: Array, controls: Controls) -> Array:
     """Return the processed logits f32[B, N, V], whose softmax is the distribution that tokens are drawn from.
 
     Apply temperature, top-k, top-p (of the mass that top-k left) and min-p, in this order. Excluded tokens become
-    `-inf`, and each node is shifted so that its largest logit is 0. A row with temperature 0 becomes the one-hot of
-    its argmax (0 there, ties to the smaller id, `-inf` elsewhere) and is never divided by its temperature.
+    `-inf`, and each node's logits are shifted so that the largest is 0. A row with temperature 0 becomes the one-hot of
+    its argmax (0 at the smallest id of a maximum, `-inf` elsewhere) and is never divided by its temperature.
 
     All three filters are thresholds on the raw logit, so tokens that tie with the last one kept are kept too:
     top-k keeps `z >= k-th largest`, top-p keeps `mass(z' > z) < top_p`, min-p keeps `p >= min_p * max(p)`.
-    Without ties, these are the sets that the warpers of transformers keep in the same order.
+    Without ties, the warpers of transformers, applied in the same order, keep the same tokens.
 
     Args:
       logits: f32[B, N, V] raw; `-inf` marks forbidden tokens, and every node has at least one allowed token.
@@ -118,8 +118,8 @@ def _warp(z: Array, controls: Controls, active: Array) -> Array:
         lambda: scaled,
     )
     # The largest scaled logit is 0, so min-p * max(p) is log(min_p) here.
-    floor = jnp.where(use_min, jnp.log(controls.min_p), -jnp.inf)[:, None, None]
-    return jnp.where(scaled >= floor, scaled, -jnp.inf)
+    min_p_floor = jnp.where(use_min, jnp.log(controls.min_p), -jnp.inf)[:, None, None]
+    return jnp.where(scaled >= min_p_floor, scaled, -jnp.inf)
 
 
 def _top_k_kept(z: Array, top: Array, top_k: Array, use: Array) -> Array:
@@ -130,8 +130,8 @@ def _top_k_kept(z: Array, top: Array, top_k: Array, use: Array) -> Array:
         return jnp.sum(z >= threshold[..., None], axis=-1, dtype=jnp.int32) >= k
 
     # The largest threshold that keeps k tokens is the k-th largest logit. The float above the largest logit keeps none.
-    low, _ = _bisect(keeps_enough, _to_order(top[..., 0]) + 1, use)
-    return (z >= _from_order(low)[..., None]) | ~use[:, None, None]
+    kth_order, _ = _bisect(keeps_enough, _to_order(top[..., 0]) + 1, use)
+    return (z >= _from_order(kth_order)[..., None]) | ~use[:, None, None]
 
 
 def _top_p_kept(z: Array, top: Array, weights: Array, top_p: Array, use: Array) -> Array:
@@ -146,8 +146,8 @@ def _top_p_kept(z: Array, top: Array, weights: Array, top_p: Array, use: Array) 
         return jnp.sum(jnp.where(z > threshold[..., None], weights, 0.0), axis=-1) >= target_mass
 
     # The lowest threshold with less than top_p of the mass above it. The mass above the largest logit is 0.
-    _, high = _bisect(mass_reached, _to_order(top[..., 0]), use)
-    return (z >= _from_order(high)[..., None]) | ~use[:, None, None]
+    _, threshold_order = _bisect(mass_reached, _to_order(top[..., 0]), use)
+    return (z >= _from_order(threshold_order)[..., None]) | ~use[:, None, None]
 
 
 class _Bounds(NamedTuple):
@@ -160,8 +160,8 @@ class _Bounds(NamedTuple):
 def _bisect(holds: Callable[[Array], Array], high: Array, use: Array) -> _Bounds:
     """Find neighbouring floats, as orders i32[B, N], between which the decreasing predicate `holds` turns false.
 
-    The predicate holds at -inf and fails at `high`. At most 32 passes over the vocabulary halve the 2**32 orders:
-    exact, and several times cheaper than sorting.
+    The predicate holds at -inf and fails at `high`. At most 32 passes over the vocabulary bisect the 2**32 orders,
+    which is exact and several times cheaper than sorting.
     """
     # Rows without the filter start with an empty interval and need no pass.
     low = jnp.where(use[:, None], jnp.full_like(high, _NEG_INF_ORDER), high)
@@ -175,10 +175,10 @@ def _bisect(holds: Callable[[Array], Array], high: Array, use: Array) -> _Bounds
 
     def halve(bounds: _Bounds) -> _Bounds:
         mid = middle(bounds)
-        up = holds(_from_order(mid))
+        goes_up = holds(_from_order(mid))
         # In a finished row `mid` equals `low`, so neither bound moves.
         return _Bounds(
-            jnp.where(up, mid, bounds.low), jnp.where(up, bounds.high, jnp.maximum(mid, bounds.low))
+            jnp.where(goes_up, mid, bounds.low), jnp.where(goes_up, bounds.high, jnp.maximum(mid, bounds.low))
         )
 
     return jax.lax.while_loop(unfinished, halve, _Bounds(low, high))
@@ -186,7 +186,7 @@ def _bisect(holds: Callable[[Array], Array], high: Array, use: Array) -> _Bounds
 
 def _to_order(x: Array) -> Array:
     """Map f32 to i32 with the same order."""
-    # As integers, the bits of positive floats are in order, those of negative floats reversed: flip all but the sign.
+    # As integers, positive floats are in order and negative ones in reverse order, so flip their bits except the sign.
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -230,19 +230,19 @@ def _shards_argmax(axes: tuple[str, ...], part: Array) -> Array:
     largest = jax.lax.bitcast_convert_type(jnp.max(part, axis=-1).astype(jnp.float32), jnp.int32)
     gathered = jax.lax.all_gather(jnp.stack([largest, ids]), axes)  # i32[parts, 2, ...]
     # Shards are gathered in the order of their ids, so ties still go to the smaller id.
-    best = jnp.argmax(jax.lax.bitcast_convert_type(gathered[:, 0], jnp.float32), axis=0)
-    return jnp.take_along_axis(gathered[:, 1], best[None], axis=0, mode="promise_in_bounds")[0]
+    best_shard = jnp.argmax(jax.lax.bitcast_convert_type(gathered[:, 0], jnp.float32), axis=0)
+    return jnp.take_along_axis(gathered[:, 1], best_shard[None], axis=0, mode="promise_in_bounds")[0]
 
 
 def _argmax(logits: Array) -> Array:
     # [..., V] -> [..., V / BLOCK, BLOCK]. argmax takes the first block of equal maxima, and in it the first token.
     blocks = _blocks(logits, -jnp.inf)
-    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
-    return block * BLOCK + jnp.argmax(_block(blocks, block), axis=-1).astype(jnp.int32)
+    best_block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
+    return best_block * BLOCK + jnp.argmax(_block(blocks, best_block), axis=-1).astype(jnp.int32)
 
 
 def top_k_logits(logits: Array, k: int) -> TopKEntries:
-    """Return the k largest of logits f32[..., V] like `lax.top_k`, ties to the smaller id, and the row's logsumexp.
+    """Return the k largest of logits f32[..., V], with ties to the smaller id as in `lax.top_k`, and the logsumexp.
 
     If the vocabulary is sharded, each device sends only its k largest, in one collective.
     """
@@ -261,9 +261,9 @@ def at_tokens(logits: Array, nodes: Array, tokens: Array) -> Array:
 
     def local(axes: tuple[str, ...], part: Array, nodes: Array, tokens: Array) -> Array:
         # Each token is in one device's shard; the other devices add 0 to the sum.
-        place = tokens - jax.lax.axis_index(axes) * part.shape[-1]
-        is_local = (place >= 0) & (place < part.shape[-1])
-        local_logits = pick(part, nodes, jnp.where(is_local, place, 0))
+        local_token = tokens - jax.lax.axis_index(axes) * part.shape[-1]
+        is_local = (local_token >= 0) & (local_token < part.shape[-1])
+        local_logits = pick(part, nodes, jnp.where(is_local, local_token, 0))
         return jax.lax.psum(jnp.where(is_local, local_logits, 0.0), axes)
 
     return over_vocabulary(local, pick, logits, nodes, tokens)
@@ -308,37 +308,37 @@ def inverse_cdf(weights: Array, uniform: Array) -> Array:
     def local(axes: tuple[str, ...], part: Array, uniform: Array) -> Array:
         """Select the shard by the uniform first, then the block and the token."""
         blocks = _blocks(part, 0)
-        sums = jnp.sum(blocks, axis=-1)
+        block_sums = jnp.sum(blocks, axis=-1)
         # f32[..., devices]: the sums of all shards, on every device, so that all agree on the shard that holds the
         # quantile. `offset` is the weight of the shards before it.
-        totals = jnp.moveaxis(jax.lax.all_gather(jnp.sum(sums, axis=-1), axes), 0, -1)
-        target = uniform * jnp.sum(totals, axis=-1)
-        shard, offset = _quantile(totals, target)
+        shard_sums = jnp.moveaxis(jax.lax.all_gather(jnp.sum(block_sums, axis=-1), axes), 0, -1)
+        target_mass = uniform * jnp.sum(shard_sums, axis=-1)
+        shard, offset = _quantile(shard_sums, target_mass)
         device = jax.lax.axis_index(axes)
-        token = device * part.shape[-1] + _token_at(blocks, sums, target - offset)
+        token = device * part.shape[-1] + _token_at(blocks, block_sums, target_mass - offset)
         return jax.lax.psum(jnp.where(shard == device, token, 0), axes)
 
     def whole(weights: Array, uniform: Array) -> Array:
         blocks = _blocks(weights, 0)
-        sums = jnp.sum(blocks, axis=-1)
-        return _token_at(blocks, sums, uniform * jnp.sum(sums, axis=-1))
+        block_sums = jnp.sum(blocks, axis=-1)
+        return _token_at(blocks, block_sums, uniform * jnp.sum(block_sums, axis=-1))
 
     return over_vocabulary(local, whole, weights, uniform)
 
 
 def _token_at(blocks: Array, sums: Array, target: Array) -> Array:
     """Return the first token whose cumulative weight exceeds target, given the sums of the blocks."""
-    # Two levels: the block that crosses the target, then the token in it that crosses the remainder.
-    block, offset = _quantile(sums, target)
-    token, _ = _quantile(_block(blocks, block), target - offset)
-    return block * BLOCK + token
+    # Find the block whose cumulative weight exceeds the target, then the token in that block.
+    crossing_block, offset = _quantile(sums, target)
+    token, _ = _quantile(_block(blocks, crossing_block), target - offset)
+    return crossing_block * BLOCK + token
 
 
 def _blocks(values: Array, fill: float) -> Array:
     """Reshape [..., V] to [..., ceil(V / BLOCK), BLOCK], padded with `fill`."""
-    missing = -values.shape[-1] % BLOCK
-    if missing:
-        values = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)], constant_values=fill)
+    padding = -values.shape[-1] % BLOCK
+    if padding:
+        values = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, padding)], constant_values=fill)
     return values.reshape(*values.shape[:-1], -1, BLOCK)
 
 
@@ -354,8 +354,8 @@ def _quantile(weights: Array, target: Array) -> tuple[Array, Array]:
     # A parallel cumsum is not exactly monotone, so zero weights need to be excluded explicitly.
     exceeds = (cumulative > target[..., None]) & (weights > 0)
     # If rounding puts the target at the total or above, take the last token with a positive weight.
-    last = n - 1 - jnp.argmax(weights[..., ::-1] > 0, axis=-1).astype(jnp.int32)
-    index = jnp.where(jnp.any(exceeds, axis=-1), jnp.argmax(exceeds, axis=-1).astype(jnp.int32), last)
+    fallback = n - 1 - jnp.argmax(weights[..., ::-1] > 0, axis=-1).astype(jnp.int32)
+    index = jnp.where(jnp.any(exceeds, axis=-1), jnp.argmax(exceeds, axis=-1).astype(jnp.int32), fallback)
     cumulative_at_index = jnp.take_along_axis(cumulative, index[..., None], axis=-1)[..., 0]
     weight_at_index = jnp.take_along_axis(weights, index[..., None], axis=-1)[..., 0]
     return index, cumulative_at_index - weight_at_index
@@ -389,20 +389,20 @@ def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) 
     tokens = jnp.maximum(tokens, 0)
 
     def of_token(z: Array) -> Array:
-        top = jnp.max(z, axis=-1)
+        top_logit = jnp.max(z, axis=-1)
         # Sum each shard locally, then join them with one psum: halving a sharded vocabulary would exchange its halves
         # between devices that may run different numbers of steps.
-        sums = over_vocabulary(
-            lambda axes, part: jax.lax.psum(total(part), axes), total, jnp.exp(z - top[..., None])
+        exp_sum = over_vocabulary(
+            lambda axes, part: jax.lax.psum(total(part), axes), total, jnp.exp(z - top_logit[..., None])
         )
-        return at_tokens(z, nodes, tokens) - top - jnp.log(sums)
+        return at_tokens(z, nodes, tokens) - top_logit - jnp.log(exp_sum)
 
     # Shifting before dividing keeps a small temperature from turning the largest logit into inf.
-    scaled = (z - jnp.max(z, axis=-1, keepdims=True)) / divisor(controls)[:, None, None]
-    processed = of_token(process(z, controls))
+    scaled_logits = (z - jnp.max(z, axis=-1, keepdims=True)) / divisor(controls)[:, None, None]
+    processed_log_prob = of_token(process(z, controls))
     if not lossless:
-        processed = jnp.where(controls.strict[:, None], processed, jnp.nan)
-    return LogProbs(of_token(z), of_token(scaled), processed)
+        processed_log_prob = jnp.where(controls.strict[:, None], processed_log_prob, jnp.nan)
+    return LogProbs(of_token(z), of_token(scaled_logits), processed_log_prob)
 
 
 def top_log_probs(logits: Array, count: int) -> tuple[Array, Array]:

@@ -47,10 +47,10 @@ def step_keys(state: DecodeState) -> tuple[Array, Array]:
     The target's draws depend only on the position, so that a row produces the same tokens in any batch and under any
     deterministic draft. Draws of the draft differ in every step.
     """
-    draft, verify = jnp.unstack(jax.vmap(jax.random.split)(state.keys), axis=1)
+    draft_keys, verify_keys = jnp.unstack(jax.vmap(jax.random.split)(state.keys), axis=1)
     # The target's key is constant, and each draw folds in its position. The draft's key folds in the length, which
     # grows in every step of a live row, so that no two drafts share their noise.
-    return jax.vmap(jax.random.fold_in)(draft, state.length), verify
+    return jax.vmap(jax.random.fold_in)(draft_keys, state.length), verify_keys
 
 
 def propose(
@@ -85,7 +85,7 @@ class Scores(NamedTuple):
 
     output: ForwardOutput  # hidden states, features and cache
     raw: Array  # f32[B, N, V]; raw logits
-    logits: Array  # f32[B, N, V]; with edits and constraints; `raw` itself if there are none
+    logits: Array  # f32[B, N, V]; after edits and constraints; the array `raw` if there are none
 
 
 def score_tree(
@@ -104,19 +104,19 @@ def score_tree(
     """
     # The root, token `length - 1`, is committed but not cached: its forward writes its cache row and computes p(. |
     # committed tokens).
-    start = state.length - 1
+    root_position = state.length - 1
 
     def forward(tree: DraftTree) -> tuple[ForwardOutput, Array]:
-        output = target.forward(params.target, tree.tokens, visible(tree, start), state.cache)
+        output = target.forward(params.target, tree.tokens, visible(tree, root_position), state.cache)
         return output, target.unembed(params.target, output.hidden)
 
     def forward_root() -> tuple[ForwardOutput, Array]:
         output, raw = forward(chain(tree.tokens[:, :1]))
         # Both branches of a cond must return the same shapes: pad [B, 1, ...] to [B, N, ...], where N = D + 1 since
-        # the draft is a chain. The cache already has its shape; only the root's row in it is new.
-        padded = (output._replace(cache=()), raw)
-        padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, tree.max_depth), (0, 0))), padded)
-        return padded[0]._replace(cache=output.cache), padded[1]
+        # the draft is a chain. The cache already has the full shape; only its row for the root is new.
+        root_outputs = (output._replace(cache=()), raw)
+        root_outputs = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, tree.max_depth), (0, 0))), root_outputs)
+        return root_outputs[0]._replace(cache=output.cache), root_outputs[1]
 
     with jax.named_scope("target"):
         if drafter.sparse and tree.max_depth > 0:
@@ -158,29 +158,29 @@ def judge(
         strict_nodes=nodes.strict,
     )
     with jax.named_scope("verify"):
-        trusted = None
+        num_trusted = None
         if tree.trusted is None:
             verdict, rule = decide(state.rule, evidence)
         else:
-            verdict, rule, trusted = judge_after_trusted(state.rule, evidence)
+            verdict, rule, num_trusted = judge_after_trusted(state.rule, evidence)
         # Edits and a constraint may set logits to -inf. A lossless rule never accepts a token of probability 0, so only
         # lossy rules need the cut.
         if not state.rule.lossless and (nodes.edits is not None or nodes.constraint is not None):
             verdict = cut(verdict, evidence)
-        return verdict, rule, trusted
+        return verdict, rule, num_trusted
 
 
 def cut(verdict: Verdict, evidence: Evidence) -> Verdict:
     """Truncate the verdict at the first `impossible` node, and draw the next token there from the target.
 
     Bans and constraints therefore hold under any rule, including randomized and user-written ones, and a step still
-    adds a token. A `next_token` with a logit of -inf is also replaced by a draw from the target. Lossless rules produce
-    neither.
+    adds a token. A `next_token` with a logit of -inf is also replaced by a draw from the target. Lossless rules choose
+    no such node or token.
     """
-    accepted, place = verdict.num_accepted, jnp.arange(verdict.path.shape[1], dtype=jnp.int32)[None]
+    accepted, position = verdict.num_accepted, jnp.arange(verdict.path.shape[1], dtype=jnp.int32)[None]
     # Edge d leads from path[d] to path[d + 1]; only the first `accepted` of them were taken.
-    wrong = pick(impossible(evidence), verdict.path[:, 1:]) & (place[:, :-1] < accepted[:, None])
-    num_accepted = jnp.minimum(leading(~wrong), accepted)
+    is_wrong_edge = pick(impossible(evidence), verdict.path[:, 1:]) & (position[:, :-1] < accepted[:, None])
+    num_accepted = jnp.minimum(leading(~is_wrong_edge), accepted)
     last = pick(verdict.path, num_accepted[:, None])  # i32[B, 1]
     # Draws are keyed by position, so this is the token that autoregression would draw there.
     target_token = sample(
@@ -190,10 +190,10 @@ def cut(verdict: Verdict, evidence: Evidence) -> Verdict:
     is_forbidden = at_tokens(evidence.logits, last, verdict.next_token[:, None])[:, 0] == -jnp.inf
     return dataclasses.replace(
         verdict,
-        path=jnp.where(place <= num_accepted[:, None], verdict.path, last),
+        path=jnp.where(position <= num_accepted[:, None], verdict.path, last),
         num_accepted=num_accepted,
         next_token=jnp.where((num_accepted < accepted) | is_forbidden, target_token, verdict.next_token),
-        relaxed=verdict.relaxed & (place[:, :-1] < num_accepted[:, None]),
+        relaxed=verdict.relaxed & (position[:, :-1] < num_accepted[:, None]),
     )
 
 
@@ -214,7 +214,7 @@ def emit(
       tree: the draft.
       verdict: the rule's verdict.
       logits: f32[B, N, V]; raw target logits.
-      decided: f32[B, N, V]; target logits with edits and constraints, which the rule has judged.
+      decided: f32[B, N, V]; target logits with edits and constraints, from which the rule decided.
       trusted: i32[B]; number of tokens accepted without a test, or None if the drafter has no trusted nodes.
       ended: bool[B]; the row's constraint allows no token after the path. None without a constraint.
       num_top: n of `StepInfo.top`; 0 for none.
@@ -224,64 +224,64 @@ def emit(
     """
     buffer = state.tokens.shape[1]
     # Entry d of `emitted` is the token after d accepted ones: D drafted tokens and `next_token` make D + 1.
-    place = jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None]  # i32[1, D + 1]
+    entry = jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None]  # i32[1, D + 1]
     emitted = step_tokens(tree, verdict)
 
     # Broken weights produce a non-finite top logit. Stop the row instead of emitting token 0. Non-finite logits off the
     # accepted path are harmless: no decision depends on them.
-    top = pick(jnp.max(logits, axis=-1), verdict.path)  # f32[B, D + 1]
-    broken = jnp.any(~jnp.isfinite(top), axis=1) & ~state.done
+    top_logit = pick(jnp.max(logits, axis=-1), verdict.path)  # f32[B, D + 1]
+    is_broken = jnp.any(~jnp.isfinite(top_logit), axis=1) & ~state.done
     if state.controls.edits is not None:  # edits may ban every token
         top_decided = pick(jnp.max(decided, axis=-1), verdict.path)
         all_banned = jnp.any(~jnp.isfinite(top_decided), axis=1)
-        # At the end of a constraint no token is allowed either, which is no failure.
+        # At the end of a constraint no token is allowed either, but that is not a failure.
         if ended is not None:
             all_banned &= ~ended
-        broken |= all_banned & ~state.done
+        is_broken |= all_banned & ~state.done
 
     # Never write past the end of the buffer, even if the limit is larger.
-    room = jnp.minimum(state.controls.limit, buffer) - state.length
+    free_slots = jnp.minimum(state.controls.limit, buffer) - state.length
     # `next_token` is entry `num_accepted`; later entries are padding.
-    stops = is_stop(emitted, state.controls.stop_tokens) & (place <= verdict.num_accepted[:, None])
-    # Emit the stop token too (`place + 1`); D + 1 without a stop token.
-    until_stop = jnp.min(jnp.where(stops, place + 1, place.shape[1]), axis=1)
-    count = jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_stop), room)
+    is_stop_entry = is_stop(emitted, state.controls.stop_tokens) & (entry <= verdict.num_accepted[:, None])
+    # The number of tokens up to and including the first stop token; D + 1 if there is none.
+    until_stop = jnp.min(jnp.where(is_stop_entry, entry + 1, entry.shape[1]), axis=1)
+    num_emitted = jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_stop), free_slots)
     if ended is not None:  # the constraint allows no `next_token`
-        count = jnp.where(ended, jnp.minimum(count, verdict.num_accepted), count)
-    count = jnp.where(state.done | broken, 0, count)
-    written = place < count[:, None]
-    tokens = append(state.tokens, state.length, emitted, count)
-    length = state.length + count
+        num_emitted = jnp.where(ended, jnp.minimum(num_emitted, verdict.num_accepted), num_emitted)
+    num_emitted = jnp.where(state.done | is_broken, 0, num_emitted)
+    is_written = entry < num_emitted[:, None]
+    tokens = append(state.tokens, state.length, emitted, num_emitted)
+    length = state.length + num_emitted
 
     lossless = state.rule.lossless and trusted is None
     # Node d of the path predicts entry d: its row of logits is p(. | the tokens before that entry).
     emitted_logit = at_tokens(logits, verdict.path, jnp.maximum(emitted, 0))
     path_logits = path_decided = pick(logits, verdict.path)
-    logprobs = log_probs(path_logits, emitted, state.controls, lossless)
+    path_log_probs = log_probs(path_logits, emitted, state.controls, lossless)
     if decided is not logits:
         # Edits and constraints change the sampling distribution; the other log-probabilities stay those of the model.
         path_decided = pick(decided, verdict.path)
-        sampled_from = log_probs(path_decided, emitted, state.controls, lossless)
-        logprobs = logprobs._replace(processed_log_prob=sampled_from.processed_log_prob)
+        decided_log_probs = log_probs(path_decided, emitted, state.controls, lossless)
+        path_log_probs = path_log_probs._replace(processed_log_prob=decided_log_probs.processed_log_prob)
     top_tokens = None
     if num_top:
-        top_tokens = _most_probable(path_logits, path_decided, state.controls, num_top, lossless, written)
+        top_tokens = _most_probable(path_logits, path_decided, state.controls, num_top, lossless, is_written)
     info = StepInfo(
         verdict=verdict,
-        emitted=jnp.where(written, emitted, NO_TOKEN),
-        num_emitted=count,
+        emitted=jnp.where(is_written, emitted, NO_TOKEN),
+        num_emitted=num_emitted,
         num_proposed=jnp.sum(tree.tokens[:, 1:] != NO_TOKEN, axis=1, dtype=jnp.int32),
-        kind=jnp.where(written, _kinds(verdict, place, trusted), NO_KIND),
-        regret=jnp.where(written, top - emitted_logit, 0.0),
-        **{name: jnp.where(written, value, 0.0) for name, value in logprobs._asdict().items()},
+        kind=jnp.where(is_written, _kinds(verdict, entry, trusted), NO_KIND),
+        regret=jnp.where(is_written, top_logit - emitted_logit, 0.0),
+        **{name: jnp.where(is_written, value, 0.0) for name, value in path_log_probs._asdict().items()},
         top=top_tokens,
     )
-    done = state.done | broken | jnp.any(stops & written, axis=1)
+    done = state.done | is_broken | jnp.any(is_stop_entry & is_written, axis=1)
     done |= length >= jnp.minimum(state.controls.limit, buffer)
     if ended is not None:
         done |= ended
     next_state = dataclasses.replace(
-        state, tokens=tokens, length=length, done=done, failed=state.failed | broken
+        state, tokens=tokens, length=length, done=done, failed=state.failed | is_broken
     )
     return next_state, info
 
@@ -291,9 +291,9 @@ def _most_probable(
 ) -> TopLogProbs:
     """Return the `count` most probable tokens at the nodes of the path, whose logits are f32[B, D + 1, V]."""
     tokens, log_prob = top_log_probs(logits, count)
-    processed_tokens, processed = top_log_probs(process(decided, controls), count)
+    processed_tokens, processed_log_prob = top_log_probs(process(decided, controls), count)
     if not lossless:
-        processed = jnp.where(controls.strict[:, None, None], processed, jnp.nan)
+        processed_log_prob = jnp.where(controls.strict[:, None, None], processed_log_prob, jnp.nan)
 
     def in_written(x: Array, fill: float) -> Array:
         return jnp.where(written[..., None], x, fill)
@@ -302,18 +302,18 @@ def _most_probable(
         in_written(tokens, NO_TOKEN),
         in_written(log_prob, 0.0),
         in_written(processed_tokens, NO_TOKEN),
-        in_written(processed, 0.0),
+        in_written(processed_log_prob, 0.0),
     )
 
 
 def _kinds(verdict: Verdict, place: Array, trusted: Array | None) -> Array:
     """Return i32[B, D + 1]: TRUSTED, then EXACT or RELAXED on the path, CORRECTED after it."""
     # Edge d of the D edges leads to entry d; the last entry has no edge, so it can only be CORRECTED.
-    relaxed = jnp.pad(verdict.relaxed, ((0, 0), (0, 1)))
-    drafted = jnp.where(relaxed, RELAXED, EXACT).astype(jnp.int32)
+    is_relaxed = jnp.pad(verdict.relaxed, ((0, 0), (0, 1)))
+    draft_kind = jnp.where(is_relaxed, RELAXED, EXACT).astype(jnp.int32)
     if trusted is not None:
-        drafted = jnp.where(place < trusted[:, None], TRUSTED, drafted)
-    return jnp.where(place < verdict.num_accepted[:, None], drafted, CORRECTED)
+        draft_kind = jnp.where(place < trusted[:, None], TRUSTED, draft_kind)
+    return jnp.where(place < verdict.num_accepted[:, None], draft_kind, CORRECTED)
 
 
 def commit(
@@ -331,7 +331,7 @@ def commit(
     """Return the state after a step.
 
     Args:
-      target: the owner of the cache; only a tree has rows to move.
+      target: the owner of the cache; only trees have rows to move.
       state: before the step.
       emitted: from `emit`, with the new tokens.
       tree, verdict: the draft and its verdict.

@@ -1,7 +1,7 @@
 """Frozen dataclasses that are pytrees, registered with JAX directly.
 
 They are compatible with `flax.struct.dataclass` in both directions: a user's rule may be either, and may derive from
-ours. This avoids importing Flax, which takes a quarter as long as importing the step. Oracle: `flax.struct`
+ours. This avoids importing Flax, which takes a quarter as long as importing the decoding step. Oracle: `flax.struct`
 (tests/core/test_struct.py).
 """
 
@@ -55,23 +55,23 @@ def dataclass(cls: type[T] | None = None, **options: Any) -> type[T] | Callable[
     frozen: Any = dataclasses.dataclass(frozen=True, **options)(cls)
     frozen.replace = dataclasses.replace
     is_leaf = {f.name: f.metadata.get("pytree_node", True) for f in dataclasses.fields(frozen)}
-    data = [name for name, leaf in is_leaf.items() if leaf]
+    data_names = [name for name, leaf in is_leaf.items() if leaf]
     static = [name for name, leaf in is_leaf.items() if not leaf]
     if not hasattr(frozen, "__post_init__"):
-        jax.tree_util.register_dataclass(frozen, data_fields=data, meta_fields=static)
+        jax.tree_util.register_dataclass(frozen, data_fields=data_names, meta_fields=static)
         return frozen
 
     def flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        return [getattr(value, name) for name in data], tuple(getattr(value, name) for name in static)
+        return [getattr(value, name) for name in data_names], tuple(getattr(value, name) for name in static)
 
     def flatten_with_keys(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
         leaves, aux = flatten(value)
-        return list(zip(map(jax.tree_util.GetAttrKey, data), leaves, strict=True)), aux
+        return list(zip(map(jax.tree_util.GetAttrKey, data_names), leaves, strict=True)), aux
 
     # `register_dataclass` would call the constructor, and with it `__post_init__`.
     def unflatten(aux: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
         value = object.__new__(frozen)
-        for name, part in zip((*static, *data), (*aux, *leaves), strict=True):
+        for name, part in zip((*static, *data_names), (*aux, *leaves), strict=True):
             object.__setattr__(value, name, part)
         return value
 

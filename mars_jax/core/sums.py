@@ -10,8 +10,8 @@ from jax import Array, lax
 def total(x: Array) -> Array:
     """Sum x f32[..., n] over its last axis: f32[...]. On a CPU, a row's sum does not depend on the number of rows.
 
-    On a CPU, XLA leaves the order of a sum to LLVM, which orders few rows and many rows differently. The forward of a
-    draft would then differ in its last bits from the forward of a single token. A matrix product with ones has no fixed
+    On a CPU, XLA leaves the order of a sum to LLVM, whose order depends on the number of rows. The forward of a draft
+    would then differ in its last bits from the forward of a single token. A matrix product with ones has no fixed
     order either.
 
     >>> total(jnp.ones((2, 3))).tolist()

@@ -46,13 +46,13 @@ def ancestors(parents: Array, max_depth: int) -> Array:
     n = parents.shape[-1]
     ids = jnp.arange(n, dtype=jnp.int32)
     # One generation: node i itself and its parent. The root's parent -1 matches no node.
-    reach = (ids[None, :] == ids[:, None])[None] | (parents[:, :, None] == ids[None, None, :])
+    reaches = (ids[None, :] == ids[:, None])[None] | (parents[:, :, None] == ids[None, None, :])
     generations = 1
     while generations < max_depth:
         # i reaches k if it reaches some j that reaches k: a product of 0-1 matrices, which counts every such j.
-        counts = jnp.einsum("bij,bjk->bik", reach.astype(jnp.float32), reach.astype(jnp.float32))
-        reach, generations = counts > 0, generations * 2
-    return reach
+        path_counts = jnp.einsum("bij,bjk->bik", reaches.astype(jnp.float32), reaches.astype(jnp.float32))
+        reaches, generations = path_counts > 0, generations * 2
+    return reaches
 
 
 def visible(tree: DraftTree, start: Array) -> Visible:
@@ -62,8 +62,8 @@ def visible(tree: DraftTree, start: Array) -> Visible:
     """
     # The slots of a chain are in the order of its positions, so it is causal and needs no mask. In a tree, siblings
     # share a position but not a slot, so positions come from depths.
-    mask = None if tree.is_chain else ancestors(tree.parents, tree.max_depth)
-    return Visible(first=start, positions=start[:, None] + tree.depths, slot=start, seen=mask)
+    seen = None if tree.is_chain else ancestors(tree.parents, tree.max_depth)
+    return Visible(first=start, positions=start[:, None] + tree.depths, slot=start, seen=seen)
 
 
 class Allowance(NamedTuple):
@@ -89,54 +89,54 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
     """
     batch, n = exact.shape
     ids = jnp.arange(n, dtype=jnp.int32)[None]
-    # Entry [b, i] is about the edge into node i, whose token is judged by the logits of its parent. Padding is never
+    # Entry [b, i] describes the edge into node i, whose token is judged by the logits of its parent. Padding is never
     # accepted.
-    real = tree.tokens >= 0
-    exact = exact & real
-    relaxed = jnp.zeros_like(exact) if allowed is None else allowed.edges & real & ~exact
+    is_token = tree.tokens >= 0
+    exact = exact & is_token
+    relaxable = jnp.zeros_like(exact) if allowed is None else allowed.edges & is_token & ~exact
 
     def first(candidates: Array) -> Array:
         """Return i32[B]: the lowest id among the candidates; n if there is none."""
         return jnp.min(jnp.where(candidates, ids, n), axis=1)
 
-    # [B] each: current node, relaxed edges since the last exact one, relaxed edges in total, their cost, end of walk.
+    # [B] each: current node, relaxed edges since the last exact one, relaxed edges in total, their cost, has stopped.
     node = jnp.zeros((batch,), jnp.int32)
-    run = jnp.zeros((batch,), jnp.int32)
-    count = jnp.zeros((batch,), jnp.int32)
+    run_length = jnp.zeros((batch,), jnp.int32)
+    num_relaxed = jnp.zeros((batch,), jnp.int32)
     spent = jnp.zeros((batch,), jnp.float32)
     stopped = jnp.zeros((batch,), bool)
     path, relaxed_edges = [node], []
     # One iteration per depth, unrolled since D is small. A stopped row keeps its node.
     for _ in range(tree.max_depth):
-        child = (tree.parents == node[:, None]) & ~stopped[:, None]
-        best = best_exact = first(child & exact)
+        is_child = (tree.parents == node[:, None]) & ~stopped[:, None]
+        next_node = best_exact = first(is_child & exact)
         is_relaxed = jnp.zeros((batch,), bool)
         if allowed is not None:
             # bool[B, N]: the relaxed edges out of `node` that stay within every limit.
-            can_relax = child & relaxed & (run < allowed.max_run)[:, None]
+            can_relax = is_child & relaxable & (run_length < allowed.max_run)[:, None]
             if allowed.max_relaxed is not None:
-                can_relax &= (count < allowed.max_relaxed)[:, None]
+                can_relax &= (num_relaxed < allowed.max_relaxed)[:, None]
             if allowed.cost is not None and allowed.budget is not None:
                 can_relax &= spent[:, None] + allowed.cost <= allowed.budget[:, None]
             best_relaxed = first(can_relax)
             # An exact sibling always has priority: relax only if the strict walk would stop.
             is_relaxed = (best_exact == n) & (best_relaxed < n)
-            best = jnp.where(is_relaxed, best_relaxed, best_exact)
+            next_node = jnp.where(is_relaxed, best_relaxed, best_exact)
             if allowed.cost is not None:
-                is_best = ids == best[:, None]  # all False if `best` is n, and then the cost is 0
+                is_best = ids == next_node[:, None]  # all False if `next_node` is n, and then the cost is 0
                 spent += jnp.where(is_relaxed, jnp.sum(jnp.where(is_best, allowed.cost, 0.0), axis=1), 0.0)
-        stopped = best == n
-        node = jnp.where(stopped, node, best)
+        stopped = next_node == n
+        node = jnp.where(stopped, node, next_node)
         # An exact edge ends a run of relaxed ones.
-        run = jnp.where(is_relaxed, run + 1, 0)
-        count += is_relaxed.astype(jnp.int32)
+        run_length = jnp.where(is_relaxed, run_length + 1, 0)
+        num_relaxed += is_relaxed.astype(jnp.int32)
         path.append(node)
         relaxed_edges.append(is_relaxed)
     path = jnp.stack(path, axis=1)
     # A path repeats its last node past its end, so every change of node is an accepted edge.
-    moved = path[:, 1:] != path[:, :-1]
-    edges = jnp.stack(relaxed_edges, axis=1) if relaxed_edges else jnp.zeros((batch, 0), bool)
-    return path, jnp.sum(moved, axis=1, dtype=jnp.int32), edges
+    is_accepted = path[:, 1:] != path[:, :-1]
+    relaxed_edge = jnp.stack(relaxed_edges, axis=1) if relaxed_edges else jnp.zeros((batch, 0), bool)
+    return path, jnp.sum(is_accepted, axis=1, dtype=jnp.int32), relaxed_edge
 
 
 def at_parent(tree: DraftTree, values: Array) -> Array:
@@ -152,7 +152,7 @@ def last_token(inputs: DraftInput) -> Array:
 
 
 def chain(tokens: Array, draft_logits: Array | None = None, *, expected: Array | None = None) -> DraftTree:
-    """Build a tree that is a chain of tokens i32[B, N], of which the first is the last committed token."""
+    """Build a chain of tokens i32[B, N]. The first one, the root, is the last committed token."""
     batch, n = tokens.shape
     ids = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n))
     return DraftTree(
@@ -184,5 +184,5 @@ def step_tokens(tree: DraftTree, verdict: Verdict) -> Array:
     # Drop the root, which is already committed, so that entry d is the token at depth d + 1. The last column is
     # arbitrary, as it is never accepted.
     drafted = jnp.concatenate([drafted[:, 1:], drafted[:, -1:]], axis=1)
-    place = jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
-    return jnp.where(place < verdict.num_accepted[:, None], drafted, verdict.next_token[:, None])
+    entry = jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(entry < verdict.num_accepted[:, None], drafted, verdict.next_token[:, None])

@@ -4,7 +4,7 @@ B batch, N nodes, V vocabulary. Oracle: a loop in Python over the same models in
 
 A rule never judges trusted tokens. Its evidence starts after them, as if they were already committed. Every rule, its
 guards and its state therefore work unchanged, and the probability ratios of rejection sampling and block verification
-start there.
+start after the trusted tokens.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def count_trusted(evidence: Evidence, rule: Rule) -> Array:
     tree = evidence.tree
     assert tree.trusted is not None
     # bool[B, N]; the root is committed and not counted.
-    trusted = tree.trusted & (tree.tokens >= 0) & ~is_stop(tree.tokens, evidence.controls.stop_tokens)
-    trusted &= at_drafted(tree, evidence.logits) > -jnp.inf
+    is_trusted = tree.trusted & (tree.tokens >= 0) & ~is_stop(tree.tokens, evidence.controls.stop_tokens)
+    is_trusted &= at_drafted(tree, evidence.logits) > -jnp.inf
     if evidence.strict_nodes is not None:
-        trusted &= ~at_parent(tree, evidence.strict_nodes)
+        is_trusted &= ~at_parent(tree, evidence.strict_nodes)
     with user_errors(rule):
-        strict = rule.strict_edges(evidence)
-    check_array(rule, "strict_edges", strict, "int32", tree.tokens.shape[:1])
-    return jnp.where(evidence.controls.strict | (strict > 0), 0, leading(trusted[:, 1:]))
+        strict_edges = rule.strict_edges(evidence)
+    check_array(rule, "strict_edges", strict_edges, "int32", tree.tokens.shape[:1])
+    return jnp.where(evidence.controls.strict | (strict_edges > 0), 0, leading(is_trusted[:, 1:]))
 
 
 def judge_after_trusted(rule: Rule, evidence: Evidence) -> tuple[Verdict, Rule, Array]:
@@ -59,13 +59,13 @@ def judge_after_trusted(rule: Rule, evidence: Evidence) -> tuple[Verdict, Rule, 
             f"the rule returns a {type(verdict).__name__}, whose extra arrays cannot be shifted past trusted tokens: "
             "return a plain Verdict, or use a drafter without trust."
         )
-    accepted = count + verdict.num_accepted
+    num_accepted = count + verdict.num_accepted
     # Edge d of the whole draft is edge d - count of the rule's draft. The first `count` edges are trusted, not relaxed.
     edge = jnp.arange(tree.max_depth, dtype=jnp.int32)[None] - count[:, None]
     relaxed = pick(verdict.relaxed, jnp.maximum(edge, 0)) & (edge >= 0)
     # The draft is a chain: node d is at depth d, and past its end the path repeats its last node.
-    path = jnp.minimum(jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None], accepted[:, None])
-    return dataclasses.replace(verdict, path=path, num_accepted=accepted, relaxed=relaxed), rule, count
+    path = jnp.minimum(jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None], num_accepted[:, None])
+    return dataclasses.replace(verdict, path=path, num_accepted=num_accepted, relaxed=relaxed), rule, count
 
 
 def _after_trusted(evidence: Evidence, count: Array) -> Evidence:
@@ -73,16 +73,16 @@ def _after_trusted(evidence: Evidence, count: Array) -> Evidence:
     tree = evidence.tree
     # i32[B, N]: node i of the shifted tree is node i + count. Counts differ between rows, so shapes stay unchanged and
     # nodes past the end become padding; values gathered for them are never read.
-    place = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None] + count[:, None]
-    last = tree.tokens.shape[1] - 1
+    source_node = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None] + count[:, None]
+    last_node = tree.tokens.shape[1] - 1
 
     def shift(values: Array) -> Array:
-        return pick(values, jnp.minimum(place, last))
+        return pick(values, jnp.minimum(source_node, last_node))
 
     shifted_tree: DraftTree = dataclasses.replace(
         tree,
-        tokens=jnp.where(place <= last, shift(tree.tokens), NO_TOKEN),
-        # `jax.tree.map` leaves a field that is None as it is.
+        tokens=jnp.where(source_node <= last_node, shift(tree.tokens), NO_TOKEN),
+        # `jax.tree.map` leaves a field that is None unchanged.
         draft_logits=jax.tree.map(shift, tree.draft_logits),
         trusted=None,
     )

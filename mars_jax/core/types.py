@@ -112,7 +112,7 @@ class Tables:
     accepting: Array  # bool[S]; the output may end here
     closed: Array  # bool[S]; the output may end here, and no token may follow
     strict: Array  # bool[S]; for spans: rules must not relax here
-    narrow: Narrow | None = None  # if the drafter has its own vocabulary; see `guide.narrowed`
+    narrow: Narrow | None = None  # masks over the drafter's own vocabulary, if any; see `guide.narrowed`
 
 
 @struct.dataclass(kw_only=True)
@@ -233,7 +233,7 @@ class DecodeState:
     failed: Array  # bool[B]; the row stopped because the target's logits were not finite
     cache: PyTree  # opaque to all but the target's `LanguageModel`
     draft: PyTree  # the drafter's state; leaves [B, ...]
-    controls: Controls  # of the rows
+    controls: Controls  # controls of the rows
     rule: PyTree  # the rule; its parameters and state are [B, ...]
     keys: Array  # key[B]; constant: a row's randomness is a function of its key and of positions
     guides: GuideStates | None = None  # states of the automata in `Controls.guides`
@@ -241,10 +241,10 @@ class DecodeState:
 
 @struct.dataclass(kw_only=True)
 class StepInfo:
-    """Information about one step that the next does not need. Finished rows have `num_emitted == 0`.
+    """Information about one step that the next step does not need. Finished rows have `num_emitted == 0`.
 
-    In the example, the row of `DecodeState` drafts 1 and 0. The target accepts 1 and replaces 0 by 2, which is
-    `CORRECTED`.
+    In the example, 1 and 0 are drafted for the row in `DecodeState`'s example. The target accepts 1 and replaces 0 by
+    2, which is `CORRECTED`.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax import make_controls, verify
@@ -266,7 +266,7 @@ class StepInfo:
     num_emitted: Array  # i32[B]; new tokens
     num_proposed: Array  # i32[B]; drafted nodes that are not padding
     kind: Array  # i32[B, D + 1]; EXACT, RELAXED, CORRECTED or TRUSTED; NO_KIND from num_emitted on
-    # The last four are in nats, one per emitted token; 0 from num_emitted on.
+    # The next four fields are in nats, one value per emitted token; 0 from num_emitted on.
     regret: Array  # f32[B, D + 1]; z1 - z[token], of the raw target
     log_prob: Array  # f32[B, D + 1]; log softmax(z)[token], of the raw target
     # f32[B, D + 1]; log softmax(z / T)[token] over the whole vocabulary, the log-probability used by RL libraries; at
@@ -279,7 +279,7 @@ class StepInfo:
 
 
 class TopLogProbs(NamedTuple):
-    """The target's n most probable tokens in place of each emitted token; NO_TOKEN and 0 from num_emitted on."""
+    """The target's n most probable tokens at each emitted token's position; NO_TOKEN and 0 from num_emitted on."""
 
     tokens: Array  # i32[B, D + 1, n]; of the raw target, most probable first
     log_prob: Array  # f32[B, D + 1, n]; log softmax(z) of these tokens
@@ -327,7 +327,7 @@ class LanguageModel(NamedTuple):
     embed: Callable[[PyTree, Array], Array] | None = None  # (params, tokens i32[B, N]) -> [B, N, E]
     # layers -> the model that returns their outputs
     with_features: Callable[[tuple[int, ...]], LanguageModel] | None = None
-    # flags (attention, mlp) per layer -> the model without the parts that are False, with its own cache
+    # flags (attention, mlp) per layer -> the model without the parts whose flag is False, with its own cache
     with_layers: Callable[[tuple[tuple[bool, bool], ...]], LanguageModel] | None = None
     slots: Callable[[PyTree], int] = kv_cache.slots  # cache -> S
     # (cache, start i32[B], path i32[B, D + 1]) -> cache: move the rows of an accepted path to consecutive slots

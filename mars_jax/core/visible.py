@@ -51,5 +51,5 @@ class Visible:
         >>> Visible.causal(jnp.asarray([1], jnp.int32), 2).dense(4)[0].astype(int).tolist()
         [[1, 1, 0, 0], [1, 1, 1, 0]]
         """
-        inside, last_hidden = region(self.seen, self.positions, self.seen_positions, window)
-        return dense_mask(self.first, self.positions.shape[1], slots, inside, last_hidden)
+        visible_rows, last_hidden = region(self.seen, self.positions, self.seen_positions, window)
+        return dense_mask(self.first, self.positions.shape[1], slots, visible_rows, last_hidden)

@@ -64,9 +64,9 @@ def name_axes(**names: str | Sequence[str]) -> None:
     for role, axis_names in names.items():
         if role not in AXES:
             raise MarsError(f"'{role}' is no role of a mesh axis: expected {', '.join(AXES)}.")
-        check_type(f"the name of the axis for {role}", axis_names, (str, Sequence), "a text, or some")
+        check_type(f"the name of the axis for {role}", axis_names, (str, Sequence), "a string, or several")
         for name in [axis_names] if isinstance(axis_names, str) else axis_names:
-            check_type(f"the name of the axis for {role}", name, str, "a text")
+            check_type(f"the name of the axis for {role}", name, str, "a string")
             if _ROLES.get(name, role) != role:
                 raise MarsError(
                     f"the mesh axis '{name}' is to be {role} and holds {_ROLES[name]} already: give the axes of your "
@@ -80,7 +80,7 @@ def check_named(mesh: AnyMesh) -> None:
     for name, size in mesh.shape.items():
         if size > 1 and name not in _ROLES:
             raise MarsError(
-                f"the mesh axis '{name}' of {size} devices has no role: say what it holds, as in "
+                f"the mesh axis '{name}' of {size} devices has no role: give it one, as in "
                 f"mars_jax.sharding.name_axes(model='{name}'); roles are {', '.join(AXES)}."
             )
 
@@ -117,31 +117,31 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
     {'model': 1}
     """
     check_type("the mesh", text, str, "axes with their sizes, such as 'data=2,model=4'")
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = (piece.strip() for piece in part.partition("="))
+    axis_sizes: dict[str, int] = {}
+    for axis_text in text.split(","):
+        name, _, size_text = (piece.strip() for piece in axis_text.partition("="))
         # int() refuses more than 4,300 digits; nine are plenty for a number of devices.
-        is_whole = size.isascii() and size.isdigit() and len(size) < 10
-        if name not in _ROLES or name in sizes or not is_whole or not int(size):
+        is_whole = size_text.isascii() and size_text.isdigit() and len(size_text) < 10
+        if name not in _ROLES or name in axis_sizes or not is_whole or not int(size_text):
             raise MarsError(
                 f"the mesh is {text!r}: expected axes among {', '.join(_ROLES)}, each once with its number of devices, "
                 "such as data=2,model=4."
             )
-        sizes[name] = int(size)
+        axis_sizes[name] = int(size_text)
     if devices is None:
         devices = jax.devices()
-    count = math.prod(sizes.values())
-    if count > len(devices):
+    num_devices = math.prod(axis_sizes.values())
+    if num_devices > len(devices):
         raise MarsError(
-            f"the mesh {text} is of {count} devices and there are {len(devices)}: make it smaller."
+            f"the mesh {text} is of {num_devices} devices and there are {len(devices)}: make it smaller."
         )
-    shape = tuple(sizes.values())
+    mesh_shape = tuple(axis_sizes.values())
     try:
         # On a TPU, place neighbours along an axis next to each other on the slice, for the shapes that jax supports.
-        grid = mesh_utils.create_device_mesh(shape, devices[:count])
+        device_grid = mesh_utils.create_device_mesh(mesh_shape, devices[:num_devices])
     except (NotImplementedError, ValueError, AssertionError):
-        grid = np.array(devices[:count]).reshape(shape)
-    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+        device_grid = np.array(devices[:num_devices]).reshape(mesh_shape)
+    return Mesh(device_grid, tuple(axis_sizes), axis_types=(AxisType.Auto,) * len(axis_sizes))
 
 
 def axes_of(logical: str, size: int, mesh: AnyMesh, *, without: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -152,7 +152,7 @@ def axes_of(logical: str, size: int, mesh: AnyMesh, *, without: tuple[str, ...] 
     (('model',), ())
     """
     axes = [name for role in RULES[logical] for name in names_of(role, mesh) if name not in without]
-    # Drop the innermost axes until the size divides. It is then replicated over them.
+    # Drop the innermost axes until the size divides over the remaining ones. The array is replicated over dropped axes.
     while axes and size % math.prod(mesh.shape[name] for name in axes):
         axes.pop()
     return tuple(axes)
@@ -206,30 +206,30 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     def call(params: PyTree, *rows: PyTree) -> PyTree:
         # Arrays with explicit shardings bring their own mesh, whether or not one is set.
         meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves((params, rows))]
-        explicit = next((mesh for mesh in meshes if mesh.explicit_axes), None)
-        if explicit is not None:
-            return _as_auto(explicit, call, params, *rows)
+        explicit_mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+        if explicit_mesh is not None:
+            return _as_auto(explicit_mesh, call, params, *rows)
         mesh = current()
         if mesh is None:
             return function(params, *rows)
 
-        def placed(params: PyTree, *rows: PyTree) -> PyTree:
+        def with_shardings(params: PyTree, *rows: PyTree) -> PyTree:
             return _map_nodes(_hold, function(params, *rows))
 
-        data = names_of("data", mesh)
+        data_axes = names_of("data", mesh)
         # No mesh axis shards rows, or an outer `by_rows` has already mapped them.
-        if not set(data) - set(mesh.manual_axes):
-            return placed(params, *rows)
+        if not set(data_axes) - set(mesh.manual_axes):
+            return with_shardings(params, *rows)
         check_rows(jax.tree.leaves(rows)[0].shape[0], mesh)
         # check_vma is not needed: no result is replicated over `data`.
-        mapped = jax.shard_map(
-            placed,
-            in_specs=(P(), *[P(data)] * len(rows)),
-            out_specs=P(data),
-            axis_names=set(data),
+        mapped_function = jax.shard_map(
+            with_shardings,
+            in_specs=(P(), *[P(data_axes)] * len(rows)),
+            out_specs=P(data_axes),
+            axis_names=set(data_axes),
             check_vma=False,
         )
-        return mapped(params, *rows)
+        return mapped_function(params, *rows)
 
     return call
 
@@ -237,18 +237,18 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def over_rows(count: Array) -> Array:
     """Sum a per-device count over the shards of the rows, when traced inside `by_rows`."""
     mesh = current()
-    data = names_of("data", mesh)
-    if mesh is None or not data or set(data) - set(mesh.manual_axes):
+    data_axes = names_of("data", mesh)
+    if mesh is None or not data_axes or set(data_axes) - set(mesh.manual_axes):
         return count
-    return jax.lax.psum(count, data)
+    return jax.lax.psum(count, data_axes)
 
 
 def check_rows(batch: int, mesh: AnyMesh) -> None:
     """Raise MarsError if the rows do not divide over the mesh's axis `data`."""
-    size = size_of("data", mesh)
-    if batch % size:
+    num_shards = size_of("data", mesh)
+    if batch % num_shards:
         raise MarsError(
-            f"a batch of {batch} rows does not divide over data={size}: pad it to a multiple of {size}."
+            f"a batch of {batch} rows does not divide over data={num_shards}: pad it to a multiple of {num_shards}."
         )
 
 
@@ -338,8 +338,8 @@ def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: Py
 
     Shardings of the results follow `row_specs` and are known only after tracing.
     """
-    auto = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
-    with jax.sharding.use_abstract_mesh(auto):
+    auto_mesh = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
+    with jax.sharding.use_abstract_mesh(auto_mesh):
         outputs = function(*jax.sharding.reshard(arguments, jax.tree.map(lambda _: P(), arguments)))
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.sharding.reshard(outputs, row_specs(outputs, mesh))
@@ -348,9 +348,9 @@ def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: Py
 def _ready() -> AbstractMesh | None:
     """Return the mesh inside `by_rows`, where the other axes may be mapped by hand; None elsewhere."""
     mesh = current()
-    data = set(names_of("data", mesh))
-    # Exactly the axes of the rows must be mapped: fewer outside of `by_rows`, more inside of `map_devices`.
-    if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) != data:
+    data_axes = set(names_of("data", mesh))
+    # Exactly the axes of the rows must be mapped: fewer are mapped outside of `by_rows`, and more in `map_devices`.
+    if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) != data_axes:
         return None
     return mesh
 
@@ -402,9 +402,9 @@ def expert_axes(experts: int, size: int) -> tuple[tuple[str, ...], tuple[str, ..
     mesh = _ready()
     if mesh is None:
         return (), ()
-    axes = axes_of("experts", experts, mesh)
+    shard_axes = axes_of("experts", experts, mesh)
     # Axes that do not shard the experts shard the matrices within an expert.
-    return axes, axes_of("expert_hidden", size, mesh, without=axes)
+    return shard_axes, axes_of("expert_hidden", size, mesh, without=shard_axes)
 
 
 def map_devices(

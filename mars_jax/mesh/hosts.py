@@ -44,15 +44,15 @@ def connect(
     """
     arguments = {"coordinator": coordinator, "num-processes": num_processes, "process-id": process_id}
     # Do not initialise a single Slurm task: JAX would use only one of its GPUs.
-    one_task = coordinator is None and os.environ.get("SLURM_NTASKS") == "1"
-    if num_processes == 1 or one_task or jax.distributed.is_initialized():
+    is_single_task = coordinator is None and os.environ.get("SLURM_NTASKS") == "1"
+    if num_processes == 1 or is_single_task or jax.distributed.is_initialized():
         return
-    missing = [f"--{name}" for name, value in arguments.items() if value is None]
-    if 0 < len(missing) < 3:
+    missing_flags = [f"--{name}" for name, value in arguments.items() if value is None]
+    if 0 < len(missing_flags) < 3:
         raise MarsError(
-            f"{missing[0]} is missing: --coordinator, --num-processes and --process-id go together."
+            f"{missing_flags[0]} is missing: --coordinator, --num-processes and --process-id go together."
         )
-    if not missing:
+    if not missing_flags:
         assert num_processes is not None and process_id is not None
         if not 0 <= process_id < num_processes:
             raise MarsError(f"--process-id is {process_id}: expected one from 0 to {num_processes - 1}.")
@@ -75,7 +75,7 @@ def connect(
             "coordinator_address should be defined",
             "must be called before any JAX calls",
         )
-        if len(missing) == 3 and any(text in str(error) for text in single_process_messages):
+        if len(missing_flags) == 3 and any(text in str(error) for text in single_process_messages):
             return
         if "start RPC server" in str(error):
             raise _no_listening(coordinator) from None
@@ -96,11 +96,11 @@ def _can_listen(coordinator: str) -> bool:
     except (OSError, UnicodeError):
         return True
     for family, kind, protocol, _, address in addresses:
-        with socket.socket(family, kind, protocol) as tried:
+        with socket.socket(family, kind, protocol) as probe:
             # Connections of an earlier run in TIME_WAIT do not prevent a server from listening.
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                tried.bind(address)
+                probe.bind(address)
                 return True
             except OSError:
                 continue
@@ -110,7 +110,7 @@ def _can_listen(coordinator: str) -> bool:
 def _no_listening(coordinator: str | None) -> MarsError:
     return MarsError(
         f"--coordinator is {coordinator}, where this machine cannot listen: name an address of process 0's machine and "
-        "a free port, or set JAX_COORDINATOR_BIND_ADDRESS to the one behind that name."
+        "a free port, or set JAX_COORDINATOR_BIND_ADDRESS to the local address for it."
     )
 
 
@@ -152,18 +152,18 @@ def check_equal(value: object, name: str) -> None:
     if jax.process_count() == 1:
         return
     # Compare checksums, because a gather needs arrays of the same shape in all processes.
-    sums = multihost_utils.process_allgather(np.asarray(zlib.crc32(repr(value).encode()), np.uint32))
-    if len(set(sums.tolist())) > 1:
+    checksums = multihost_utils.process_allgather(np.asarray(zlib.crc32(repr(value).encode()), np.uint32))
+    if len(set(checksums.tolist())) > 1:
         raise MarsError(f"the processes were given different {name}: start all of them with the same.")
 
 
 def check_mesh(mesh: jax.sharding.Mesh | None) -> None:
     """Raise MarsError if there are several processes and the mesh does not include all of their devices."""
-    count, devices = jax.process_count(), len(jax.devices())
-    if count > 1 and (mesh is None or mesh.size != devices):
-        size = "no --mesh" if mesh is None else f"a --mesh of {mesh.size} devices"
+    count, num_devices = jax.process_count(), len(jax.devices())
+    if count > 1 and (mesh is None or mesh.size != num_devices):
+        mesh_text = "no --mesh" if mesh is None else f"a --mesh of {mesh.size} devices"
         raise MarsError(
-            f"{count} processes have {devices} devices and there is {size}: name axes over all of them."
+            f"{count} processes have {num_devices} devices and there is {mesh_text}: name axes over all of them."
         )
 
 
@@ -195,8 +195,8 @@ def put(tree: PyTree, shardings: PyTree) -> PyTree:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             key_data = one(jax.random.key_data(x), sharding)
             return jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(x))
-        host = np.asarray(x)
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        host_array = np.asarray(x)
+        return jax.make_array_from_callback(host_array.shape, sharding, lambda index: host_array[index])
 
     return jax.tree.map(one, tree, shardings)
 

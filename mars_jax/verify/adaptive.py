@@ -23,8 +23,8 @@ class Adaptive(Relaxed):
 
     AdaptiveSpec (arXiv 2609.02897): accept a drafted token x if p(x) / p(top1) > theta.
 
-    It is `mars(margin="gap", theta=-log(theta))` without the limit to the two best tokens. Lossy; for theta >= 1,
-    including inf, it equals `base` bit for bit.
+    It is `mars(margin="gap", theta=-log(theta))` without the limit to the two best tokens. The rule is lossy;
+    for theta >= 1, including inf, it equals `base` bit for bit.
 
     >>> import jax
     >>> from mars_jax import verify

@@ -50,7 +50,7 @@ class RuleChoice:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Needs of the rule and its base, as listed in the table; `block` adds chains.
+        """Needs of the rule and its base, as listed in the table; `block` adds "chain".
 
         >>> sorted(choose("mars", {"base": Given("rejection", "--base"), "block": Given("true", "--block")}).needs)
         ['chain', 'draft', 'q']
@@ -127,14 +127,14 @@ def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
     # Read choices first, because they determine the other settings and their ranges.
     for name in sorted(given, key=lambda name: not (name in row.settings and row.settings[name].choices)):
         choice = RuleChoice(spec, settings)
-        text, label = given[name]
+        setting_text, label = given[name]
         if name not in choice.options:
             # The name of another rule's setting is not a typo.
             is_known = any(name in other.settings for other in rules().values())
             suggestion = "" if is_known else did_you_mean(name, choice.options)
             raise MarsError(f"{label}{suggestion} does not apply to {not_in(choice, name)}.")
         setting, structural_settings = choice.setting(name)
-        settings[name] = setting.from_text(text, shown=label, **structural_settings)
+        settings[name] = setting.from_text(setting_text, shown=label, **structural_settings)
     return RuleChoice(spec, settings)
 
 

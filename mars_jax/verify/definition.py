@@ -41,7 +41,7 @@ class Definition:
     lossless: bool = False  # whether the output follows the target's distribution
     needs: tuple[str, ...] = ()  # keys of NEEDS
     paper: str = ""  # the source, such as an arXiv number
-    settings: Mapping[str, Setting]  # by name, those of the class before inherited ones
+    settings: Mapping[str, Setting]  # by name; the class's own settings precede inherited ones
 
     def options(self, **chosen: Any) -> dict[str, Setting]:
         """Return the rule's settings and those of its base.
@@ -76,10 +76,10 @@ class Definition:
         Raises:
           MarsError: there is no such choice.
         """
-        choices = {name: s for name, s in self.settings.items() if s.choices}
-        for name in choices.keys() & settings.keys():
-            choices[name].check(settings[name])
-        return {name: settings.get(name, s.default) for name, s in choices.items()}
+        structural_settings = {name: s for name, s in self.settings.items() if s.choices}
+        for name in structural_settings.keys() & settings.keys():
+            structural_settings[name].check(settings[name])
+        return {name: settings.get(name, s.default) for name, s in structural_settings.items()}
 
     def settle(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return all settings: the given ones, checked, and the defaults of the others.
@@ -127,13 +127,13 @@ def register(name: str, *, paper: str = "") -> Callable[[type[T]], type[T]]:
     """
 
     def add(cls: type[T]) -> type[T]:
-        described: Any = cls
+        rule_class: Any = cls
         _RULES[name] = Definition(
             name=name,
-            make=described,
-            help=summary(described),
-            lossless=described.lossless,
-            needs=described.needs,
+            make=rule_class,
+            help=summary(rule_class),
+            lossless=rule_class.lossless,
+            needs=rule_class.needs,
             paper=paper,
             settings=settings_of(cls),
         )

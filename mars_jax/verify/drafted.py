@@ -31,9 +31,9 @@ def shortfall(evidence: Evidence) -> Array:
 def log_prob(evidence: Evidence) -> Array:
     """Return f32[B, N]: log p(x) in nats."""
     # log p(x) = z_x - logsumexp(z), both at the parent of the node that holds x.
-    total = node_stats(evidence.logits, logsumexp=True).logsumexp
-    assert total is not None
-    return at_drafted(evidence.tree, evidence.logits) - at_parent(evidence.tree, total)
+    log_sum_exp = node_stats(evidence.logits, logsumexp=True).logsumexp
+    assert log_sum_exp is not None
+    return at_drafted(evidence.tree, evidence.logits) - at_parent(evidence.tree, log_sum_exp)
 
 
 def preferred(evidence: Evidence, logits: Array) -> tuple[Array, Array]:

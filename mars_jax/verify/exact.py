@@ -25,9 +25,10 @@ class Exact(Rule):
     """Accept a drafted token if it equals the target's own token.
 
     The target chooses one token y per node, and the child that holds y is accepted. y is the argmax in a greedy row,
-    and otherwise a sample from the processed distribution. Lossless for every draft that does not depend on the
-    target's noise: greedy chains, top-k trees, n-grams. `next_token` is y of the node where the walk stops. The noise
-    is a function of the position, so a seed produces the same tokens with every such draft, and without a draft.
+    and otherwise a sample from the processed distribution. The rule is lossless for every draft that does not
+    depend on the target's noise: greedy chains, top-k trees, n-grams. `next_token` is y of the node where the walk
+    stops. The noise is a function of the position, so a seed produces the same tokens with every such draft, and
+    without a draft.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax import verify

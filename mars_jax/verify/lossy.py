@@ -42,7 +42,7 @@ class Lossy(Rule):
 
 
 def below_strict(evidence: Evidence) -> Array | bool:
-    """Return bool[B, N]: a span makes the edge into this node strict at its parent; False without spans."""
+    """Return bool[B, N]: whether a span at its parent makes the edge into a node strict; False without spans."""
     if evidence.strict_nodes is None:
         return False
     return at_parent(evidence.tree, evidence.strict_nodes)

@@ -38,9 +38,10 @@ class Mars(Relaxed):
     An edge that `base` rejects is accepted as relaxed if, at its parent, the margin of the two largest raw float32
     target logits is low and the drafted token x is one of the two. At temperature 0 over `exact()` this is Algorithm 1
     of the paper. Guards: never relax if x, the target's top token, or the token that `base` would emit instead is a
-    stop token of the row; never in a row with `strict`, nor among its first `exact_prefix` tokens; at most
-    `max_relaxed_run` consecutive edges; an exact sibling has priority. Lossy by design; at theta = inf it equals `base`
-    bit for bit. The margin is computed from raw logits, so a sampled row may emit a token that top-k or top-p excludes.
+    stop token of the row; relax nothing in a row with `strict` or among its first `exact_prefix` tokens; relax at most
+    `max_relaxed_run` consecutive edges; prefer an exact sibling. The rule is lossy by design; at theta = inf it equals
+    `base` bit for bit. The margin is computed from raw logits, so a sampled row may emit a token that top-k or top-p
+    excludes.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -83,7 +84,7 @@ class Mars(Relaxed):
         return MARGINS[self.margin](stats.top1, stats.top2, self.theta[:, None])
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
-        # The kernel does margins, guards and walk in one operation, with the verdict of the general path. It supports
+        # One operation computes margins, guards and the walk, and returns the verdict of the general path. It supports
         # strict rows and the exact prefix, but not spans.
         if not isinstance(self.base, Exact) or evidence.strict_nodes is not None:
             return super().__call__(evidence)
@@ -95,19 +96,19 @@ class Mars(Relaxed):
             lambda: jnp.full(tree.tokens.shape, NO_TOKEN, jnp.int32),
             lambda: sample_processed(evidence.keys, evidence.positions, process(logits, controls)),
         )
-        strict = self.strict_edges(evidence)
+        strict_edges = self.strict_edges(evidence)
         # The kernel compares the margin with theta; see `kernels_pallas.margin.rule`.
-        rows = AcceptControls(self.theta, strict, self.max_relaxed_run, controls.stop_tokens)
+        row_controls = AcceptControls(self.theta, strict_edges, self.max_relaxed_run, controls.stop_tokens)
         axes = vocabulary_axes(logits.shape[-1])
         accept = functools.partial(sharded_margin_accept, axis=axes) if axes else margin_accept
-        result = accept(
-            logits, tree.tokens, tree.parents, y, rows, max_depth=tree.max_depth, margin=self.margin
+        acceptance = accept(
+            logits, tree.tokens, tree.parents, y, row_controls, max_depth=tree.max_depth, margin=self.margin
         )
         verdict = Verdict(
-            path=result.path,
-            num_accepted=result.num_accepted,
-            next_token=result.next_token,
-            relaxed=result.relaxed,
+            path=acceptance.path,
+            num_accepted=acceptance.num_accepted,
+            next_token=acceptance.next_token,
+            relaxed=acceptance.relaxed,
         )
         return verdict, self
 

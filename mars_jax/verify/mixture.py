@@ -25,8 +25,8 @@ class Mixture(Retargeted):
 
     Accept a drafted token x with probability min(1, v(x) / q(x)), else draw from norm((v - q)+) = norm((p - q)+). Both
     p and q are taken after temperature and filters. At temperature 0 the rule is exact, whereas
-    `assistant_ensemble_weight` of transformers compares with the top token of the mixture at temperature 1. Lossy; at
-    weight 1 it equals `rejection` bit for bit.
+    `assistant_ensemble_weight` of transformers compares with the top token of the mixture at temperature 1. The
+    rule is lossy; at weight 1 it equals `rejection` bit for bit.
 
     >>> import jax
     >>> from mars_jax import verify

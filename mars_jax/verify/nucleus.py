@@ -29,8 +29,8 @@ class Nucleus(Relaxed):
 
     After a rejection the next token is drawn from norm((p - q)+) as usual, so one step deviates from the target's
     distribution by a total variation of sum((q - p)+) over the nucleus. p is the distribution after temperature and
-    filters; at temperature 0 its nucleus is the top token, and the rule is exact. Lossy; `mass` = 0 equals `base` bit
-    for bit.
+    filters; at temperature 0 its nucleus is the top token, and the rule is exact. The rule is lossy; at `mass` = 0 it
+    equals `base` bit for bit.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain

@@ -1,4 +1,4 @@
-"""Relaxation of rejection: relaxed edges override its stops, on chains and trees.
+"""Relaxation of rejection: relaxed edges override the stops of rejection, on chains and trees.
 
 B batch, N nodes, D depth. Oracle: tests/verify/test_mars.py and tests/verify/test_siblings.py.
 """
@@ -64,30 +64,30 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
             children &= walk.spent[:, None] + allowed.cost <= allowed.budget[:, None]
         # The lowest id; n if no child qualifies. `child` is then clamped to a valid id and not used.
         child = jnp.min(jnp.where(children, ids, n), axis=1)
-        take, child = child < n, jnp.minimum(child, n - 1)
+        takes_edge, child = child < n, jnp.minimum(child, n - 1)
         spent = walk.spent if allowed.cost is None else walk.spent + pick_one(allowed.cost, child)
-        return take, child, run, spent
+        return takes_edge, child, run, spent
 
     def continue_walk(walk: _WalkState) -> _WalkState:
-        take, child, run, spent = override(walk)
-        start = jnp.where(take, child, walk.start)
+        takes_edge, child, run, spent = override(walk)
+        start = jnp.where(takes_edge, child, walk.start)
         stop, token = stretch(start)
         # The relaxed edge begins at the previous stop, and edge d begins at depth d.
         is_edge = jnp.arange(tree.max_depth, dtype=jnp.int32)[None] == _depth(tree, walk.stop)[:, None]
         return _WalkState(
             start=start,
-            stop=jnp.where(take, stop, walk.stop),
-            token=jnp.where(take, token, walk.token),
-            run=jnp.where(take, run + 1, run),
-            spent=jnp.where(take, spent, walk.spent),
-            relaxed=walk.relaxed | (take[:, None] & is_edge),
+            stop=jnp.where(takes_edge, stop, walk.stop),
+            token=jnp.where(takes_edge, token, walk.token),
+            run=jnp.where(takes_edge, run + 1, run),
+            spent=jnp.where(takes_edge, spent, walk.spent),
+            relaxed=walk.relaxed | (takes_edge[:, None] & is_edge),
         )
 
     # Each iteration takes one relaxed edge and one stretch in some rows; other rows are unchanged. There are at most D
     # edges, so the loop terminates.
-    begin = _WalkState(origin, stop, token, origin, jnp.zeros((batch,), jnp.float32), no_edges)
-    end = jax.lax.while_loop(lambda walk: jnp.any(override(walk)[0]), continue_walk, begin)
-    return _verdict(tree, end.stop, end.token, end.relaxed)
+    initial_state = _WalkState(origin, stop, token, origin, jnp.zeros((batch,), jnp.float32), no_edges)
+    final_state = jax.lax.while_loop(lambda walk: jnp.any(override(walk)[0]), continue_walk, initial_state)
+    return _verdict(tree, final_state.stop, final_state.token, final_state.relaxed)
 
 
 def _depth(tree: DraftTree, node: Array) -> Array:
@@ -102,7 +102,7 @@ def _verdict(tree: DraftTree, stop: Array, token: Array, relaxed: Array) -> Verd
     if tree.is_chain:
         path = jnp.minimum(jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None], stop[:, None])
         return Verdict(path=path, num_accepted=depth, next_token=token, relaxed=relaxed)
-    # Build the path upwards from the stop, entry D first; entries below its depth repeat the stop node.
+    # Build the path upwards from the stop, entry D first; entries beyond the stop's depth repeat the stop node.
     nodes = [stop]
     for entry in range(tree.max_depth, 0, -1):
         parent = pick_one(tree.parents, nodes[-1])

@@ -45,8 +45,8 @@ def is_own(spec: str) -> bool:
     >>> is_own("gates.py:entropy_gate"), is_own("mars"), is_own("learned:some/folder")
     (True, False, False)
     """
-    where, colon, name = spec.rpartition(":")
-    return bool(colon and where and name) and split(where)[0] not in rules()
+    location, colon, name = spec.rpartition(":")
+    return bool(colon and location and name) and split(location)[0] not in rules()
 
 
 def find(spec: str) -> Definition:
@@ -140,13 +140,13 @@ def _setting(parameter: inspect.Parameter) -> Setting | None:
 def _kind(annotation: Any) -> tuple[type | None, dict[str, str]]:
     """Return the type of an annotation and its choices; `float | None` is a float."""
     if typing.get_origin(annotation) is typing.Literal:
-        names = typing.get_args(annotation)
-        if all(isinstance(name, str) for name in names):
-            return str, dict.fromkeys(names, "")
+        choice_names = typing.get_args(annotation)
+        if all(isinstance(name, str) for name in choice_names):
+            return str, dict.fromkeys(choice_names, "")
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        kinds = [_kind(part) for part in typing.get_args(annotation) if part is not type(None)]
-        if len(kinds) == 1:
-            return kinds[0]
+        member_kinds = [_kind(part) for part in typing.get_args(annotation) if part is not type(None)]
+        if len(member_kinds) == 1:
+            return member_kinds[0]
     if annotation in (float, int, bool, str):
         return annotation, {}
     return None, {}

@@ -1,8 +1,8 @@
 """Speculative sampling with the true q of a sampled draft: token by token, or by blocks along chains.
 
-B batch, N nodes (K = N - 1 drafted), V vocabulary. p is the softmax of the processed target logits, q that of
-`tree.draft_logits`, or the one-hot of the drafted token if they are None. Oracle: exact enumeration of
-tiny vocabularies in tests/verify/test_rejection.py, of trees in tests/verify/test_siblings.py.
+B batch, N nodes (K = N - 1 drafted), V vocabulary. p is the softmax of the processed target logits. q is the
+softmax of `tree.draft_logits`, or the one-hot of the drafted token if they are None. Oracle: exact enumeration of tiny
+vocabularies in tests/verify/test_rejection.py, and of trees in tests/verify/test_siblings.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rejection(Rule):
     if all tokens are accepted, a sample of p follows. In a tree, siblings drawn without replacement are tried in order,
     each against the residuals of p and q that earlier siblings left; see `siblings`. `block=True` (2403.10444) verifies
     the block as a whole, along chains only, and in expectation never accepts fewer tokens. Padding nodes shorten the
-    draft. Rows with temperature 0 are exact.
+    draft. Rows at temperature 0 follow `exact`.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -103,7 +103,7 @@ def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
       allowed: the edges that may be relaxed when the rule stops.
       block: verify by blocks instead of token by token; chains only.
     """
-    # Acceptance and emission use different keys: the residual must be drawn independently of the u that rejected.
+    # Acceptance and emission use different keys: the residual draw must not depend on the uniform that rejected.
     accept_keys, draw_keys = jnp.unstack(jax.vmap(jax.random.split)(evidence.keys), axis=1)
     if not evidence.tree.is_chain:
         tree_stretch = siblings.sibling_stretch(evidence, log_v, accept_keys, draw_keys)
@@ -114,27 +114,27 @@ def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
     def stretch(start: Array) -> tuple[Array, Array]:
         if block:
             # A block's decision depends on all of its uniforms, so the next block must not reuse any of them.
-            keys = jax.vmap(jax.random.fold_in)(accept_keys, evidence.start + start)
-            stop, scale = _block_stop(ratios, node_uniforms(keys, evidence.positions), start)
+            block_keys = jax.vmap(jax.random.fold_in)(accept_keys, evidence.start + start)
+            stop, scale = _block_stop(ratios, node_uniforms(block_keys, evidence.positions), start)
         else:
             stop, scale = _token_stop(ratios, node_uniforms(accept_keys, evidence.positions), start)
-        drawn = node_uniforms(draw_keys, (evidence.start + stop)[:, None])[:, 0]
-        return stop, inverse_cdf(ratios.residual(stop, scale), drawn)
+        draw_uniform = node_uniforms(draw_keys, (evidence.start + stop)[:, None])[:, 0]
+        return stop, inverse_cdf(ratios.residual(stop, scale), draw_uniform)
 
     return overridden(evidence, stretch, allowed)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ratios:
-    """Common inputs of both rules: p and q at the drafted tokens, and their distributions."""
+    """Inputs of token-wise and block verification: p and q at the drafted tokens, and their distributions."""
 
     tree: DraftTree
     length: Array  # i32[B]; drafted tokens before the first padding node
     log_p: Array  # f32[B, N, V]; processed target logits, unnormalised
     log_q: Array | None
-    norm_p: Array  # f32[B, N]; logsumexp
+    norm_p: Array  # f32[B, N]; logsumexp of log_p
     norm_q: Array | None
-    ratio: Array  # f32[B, K]; p / q of node i + 1 at node i, in [0, inf]
+    ratio: Array  # f32[B, K]; entry i is p / q of the token of node i + 1, in [0, inf]
 
     @staticmethod
     def of(tree: DraftTree, log_p: Array) -> _Ratios:
@@ -145,19 +145,19 @@ class _Ratios:
         log_q, norm_q = tree.draft_logits, None
 
         def at_drafted(logits: Array, norm: Array) -> Array:
-            picked = at_tokens(logits, nodes, jnp.maximum(drafted, 0))
+            drafted_logit = at_tokens(logits, nodes, jnp.maximum(drafted, 0))
             # Row i of the logits predicts node i + 1, and the last row predicts no node, so use `norm[:, :-1]`, f32[B,
             # K]. Clamp at log 1: if q were rounded above 1, a token with probability 1 could be rejected.
-            return jnp.minimum(picked - norm[:, :-1], 0.0)
+            return jnp.minimum(drafted_logit - norm[:, :-1], 0.0)
 
         # For a deterministic draft, q is 1 at the drafted token, so log p is log(p / q).
-        ratio = at_drafted(log_p, norm_p)
+        log_ratio = at_drafted(log_p, norm_p)
         if log_q is not None:
             norm_q = jax.nn.logsumexp(log_q, axis=-1)
-            ratio = ratio - at_drafted(log_q, norm_q)
+            log_ratio = log_ratio - at_drafted(log_q, norm_q)
         # NaN marks a token of probability 0 under both p and q: reject it.
         return _Ratios(
-            tree, leading(drafted >= 0), log_p, log_q, norm_p, norm_q, jnp.nan_to_num(jnp.exp(ratio))
+            tree, leading(drafted >= 0), log_p, log_q, norm_p, norm_q, jnp.nan_to_num(jnp.exp(log_ratio))
         )
 
     def p(self) -> Array:
@@ -174,10 +174,10 @@ class _Ratios:
     def residual(self, stop: Array, scale: Array) -> Array:
         """Return weights f32[B, V] of the emitted token: (scale p - q)+ at node `stop`, or p after the last token."""
         p = jnp.exp(pick_one(self.log_p, stop) - pick_one(self.norm_p, stop)[:, None])
-        # q at the same node, which the token after it was drawn from: the one-hot of that token if it was not drawn.
+        # The draft distribution q at the same node; one-hot if the next token was chosen without sampling.
         if self.log_q is None or self.norm_q is None:
-            rejected = pick_one(following(self.tree), stop)
-            q = (rejected[:, None] == jnp.arange(p.shape[-1], dtype=jnp.int32)[None]).astype(jnp.float32)
+            next_token = pick_one(following(self.tree), stop)
+            q = (next_token[:, None] == jnp.arange(p.shape[-1], dtype=jnp.int32)[None]).astype(jnp.float32)
         else:
             q = jnp.exp(pick_one(self.log_q, stop) - pick_one(self.norm_q, stop)[:, None])
         weights = jnp.maximum(scale[:, None] * p - q, 0.0)
@@ -193,12 +193,12 @@ def _token_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     Returns (stop i32[B], scale of p f32[B]).
     """
     edge = jnp.arange(ratios.ratio.shape[1], dtype=jnp.int32)[None]
-    # Edge i leads to node i + 1, and uses the uniform of that node's position. As u < 1, u < p / q is
+    # Edge i leads to node i + 1, and uses the uniform of that node's position. Since u < 1, u < p / q is equivalent to
     # u < min(1, p / q).
-    accepted = (uniforms[:, 1:] < ratios.ratio) & (edge < ratios.length[:, None])
+    is_accepted = (uniforms[:, 1:] < ratios.ratio) & (edge < ratios.length[:, None])
     # The edges up to node `start` have been taken already.
-    accepted = accepted | (edge < start[:, None])
-    return leading(accepted), jnp.ones(start.shape, jnp.float32)
+    is_accepted = is_accepted | (edge < start[:, None])
+    return leading(is_accepted), jnp.ones(start.shape, jnp.float32)
 
 
 def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, Array]:
@@ -211,7 +211,7 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     n = ratios.ratio.shape[1] + 1
     node = jnp.arange(n, dtype=jnp.int32)[None]
     # r_i of the paper: the probability of keeping at least the first i drafted tokens, given these tokens. Node i holds
-    # the i-th, and r_0 = 1. A stretch that begins at `start` counts from there.
+    # the i-th, and r_0 = 1. In a stretch that begins at `start`, r is 1 up to that node.
     r = [jnp.ones(start.shape, jnp.float32)]
     for i in range(n - 1):
         r.append(jnp.where(i < start, 1.0, jnp.minimum(r[-1] * ratios.ratio[:, i], 1.0)))
@@ -228,6 +228,6 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
         jnp.where(divisor > 0, m / jnp.where(divisor > 0, divisor, 1.0), 1.0),
     )
     # The longest prefix that passes; the start of the stretch always passes.
-    keep = (uniforms < h) & (node <= ratios.length[:, None]) & (node > start[:, None])
-    stop = jnp.max(jnp.where(keep, node, start[:, None]), axis=1)
+    passes = (uniforms < h) & (node <= ratios.length[:, None]) & (node > start[:, None])
+    stop = jnp.max(jnp.where(passes, node, start[:, None]), axis=1)
     return stop, pick_one(r, stop)

@@ -92,9 +92,9 @@ class Relaxed(Lossy):
         By default, these nodes hold one of the target's two best tokens, and `low` is True at their parent.
         """
         shape = evidence.tree.tokens.shape
-        low = _spread(self.low(evidence), shape)
-        check_array(self, "low", low, "bool", shape)
-        return runner_up_edges(evidence, low)
+        low_margin = _spread(self.low(evidence), shape)
+        check_array(self, "low", low_margin, "bool", shape)
+        return runner_up_edges(evidence, low_margin)
 
     def cost(self, evidence: Evidence) -> tuple[Array, Array] | None:
         """Return the cost of relaxing the edge into each node, f32[B, N], and each row's remaining budget, f32[B].
@@ -116,40 +116,40 @@ class Relaxed(Lossy):
         # `strict` rows and the first `exact_prefix` tokens follow the base.
         strict_edges = self.strict_edges(evidence)
         check_array(self, "strict_edges", strict_edges, "int32", tree.tokens.shape[:1])
-        free = (tree.depths > strict_edges[:, None]) & (tree.tokens >= 0)
+        may_relax = (tree.depths > strict_edges[:, None]) & (tree.tokens >= 0)
         # id1 is the target's top token, the one that a strict greedy walk would take instead of x.
         # Relaxing a stop token would end an output that the target continues, or continue one that it ends.
-        free &= ~is_stop(tree.tokens, stop_tokens) & ~at_parent(
+        may_relax &= ~is_stop(tree.tokens, stop_tokens) & ~at_parent(
             tree, is_stop(evidence.stats.id1, stop_tokens)
         )
         if evidence.strict_nodes is not None:
-            free &= ~at_parent(tree, evidence.strict_nodes)
+            may_relax &= ~at_parent(tree, evidence.strict_nodes)
         relaxable = _spread(self.relaxable(evidence), tree.tokens.shape)
         check_array(self, "relaxable", relaxable, "bool", tree.tokens.shape)
-        return relaxable & free & ~impossible(evidence)
+        return relaxable & may_relax & ~impossible(evidence)
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
         cost, budget = self._cost_and_budget(evidence)
-        guarded = self.guarded(evidence)
-        check_array(self, "guarded", guarded, "bool", evidence.tree.tokens.shape)
-        allowed = Allowance(guarded, self.max_relaxed_run, cost, budget, self.max_relaxed)
-        # The base walks strictly. Where it would stop, it takes an allowed edge, unless its own token is a stop token.
+        guarded_edges = self.guarded(evidence)
+        check_array(self, "guarded", guarded_edges, "bool", evidence.tree.tokens.shape)
+        allowed = Allowance(guarded_edges, self.max_relaxed_run, cost, budget, self.max_relaxed)
+        # The base walks strictly. Before it stops, it takes an allowed edge, unless it would emit a stop token.
         verdict = self.base.relax(evidence, allowed)
         if cost is None or budget is None:
             return verdict, self
         # f32[B, D]: edge d leads into path[d + 1].
-        paid = jnp.where(verdict.relaxed, pick(cost, verdict.path[:, 1:]), 0.0)
-        next_rule = self.spend(budget - jnp.sum(paid, axis=1))
+        edge_cost = jnp.where(verdict.relaxed, pick(cost, verdict.path[:, 1:]), 0.0)
+        next_rule = self.spend(budget - jnp.sum(edge_cost, axis=1))
         check_same_rule(self, "spend", next_rule)
         return verdict, next_rule
 
     def _cost_and_budget(self, evidence: Evidence) -> tuple[Array, Array] | tuple[None, None]:
-        result = self.cost(evidence)
-        if result is None:
+        cost_and_budget = self.cost(evidence)
+        if cost_and_budget is None:
             return None, None
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise wrong_result(self, "cost", described(result))
-        cost, budget = result
+        if not (isinstance(cost_and_budget, tuple) and len(cost_and_budget) == 2):
+            raise wrong_result(self, "cost", described(cost_and_budget))
+        cost, budget = cost_and_budget
         shape = evidence.tree.tokens.shape
         check_array(self, "cost", cost, "floating", shape, place="a cost ")
         check_array(self, "cost", budget, "floating", shape[:1], place="a budget ")
@@ -173,5 +173,5 @@ def runner_up_edges(evidence: Evidence, low: Array) -> Array:
     """Return bool[B, N]: edges into one of the target's two best tokens, if `low` bool[B, N] at the parent."""
     tree, stats = evidence.tree, evidence.stats
     # id1 and id2 are the target's top token and its runner-up at each node.
-    best = (tree.tokens == at_parent(tree, stats.id1)) | (tree.tokens == at_parent(tree, stats.id2))
-    return at_parent(tree, low) & best
+    is_top_two = (tree.tokens == at_parent(tree, stats.id1)) | (tree.tokens == at_parent(tree, stats.id2))
+    return at_parent(tree, low) & is_top_two

@@ -59,18 +59,18 @@ class Retargeted(Lossy):
                 f"{self.name} asks what a tree was drawn from, and this one was not drawn: draft it with sample=True, "
                 "or draft a chain."
             )
-        greedy = is_greedy(evidence.controls)
+        is_greedy_row = is_greedy(evidence.controls)
 
         def retargeted() -> Verdict:
             # p, after temperature and filters. v replaces it where the rule may deviate from the target.
             log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls))
-            ends = ~_has_children(evidence.tree)
+            is_leaf = ~_has_children(evidence.tree)
             # Node i judges the edges below it, whose depth is one larger.
             follows_p = evidence.tree.depths < self.strict_edges(evidence)[:, None]
-            follows_p |= greedy[:, None] | ends
+            follows_p |= is_greedy_row[:, None] | is_leaf
             if evidence.strict_nodes is not None:
                 follows_p |= evidence.strict_nodes
-            log_v = self.target(log_p, _log_q(evidence, ends, log_p), evidence)
+            log_v = self.target(log_p, _log_q(evidence, is_leaf, log_p), evidence)
             check_array(self, "target", log_v, "floating", log_p.shape)
             if evidence.controls.guides is not None or evidence.controls.edits is not None:
                 # The draft may give probability to forbidden tokens, which v must not inherit from q.
@@ -88,8 +88,8 @@ def _has_children(tree: DraftTree) -> Array:
     if tree.is_chain:
         return jnp.pad(tree.tokens[:, 1:] >= 0, ((0, 0), (0, 1)))
     # bool[B, N, N], entry [b, i, j]: node j is a child of node i and not padding.
-    nodes = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None, :, None]
-    return jnp.any((tree.parents[:, None] == nodes) & (tree.tokens >= 0)[:, None], axis=2)
+    node_ids = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None, :, None]
+    return jnp.any((tree.parents[:, None] == node_ids) & (tree.tokens >= 0)[:, None], axis=2)
 
 
 def _log_q(evidence: Evidence, ends: Array, log_p: Array) -> Array:
@@ -100,5 +100,5 @@ def _log_q(evidence: Evidence, ends: Array, log_p: Array) -> Array:
         log_q = jnp.where(ids == following(evidence.tree)[..., None], 0.0, -jnp.inf)
     else:
         log_q = jax.nn.log_softmax(evidence.tree.draft_logits, axis=-1)
-    # Nodes without children have no q; log p is a placeholder, since v is not used there.
+    # Nodes without children have no q; log p is a placeholder, since v is not used at them.
     return jnp.where(ends[..., None], log_p, log_q)

@@ -47,8 +47,8 @@ def sibling_stretch(evidence: Evidence, log_v: Array, accept_keys: Array, draw_k
     def stretch(start: Array) -> tuple[Array, Array]:
         stop, residual = descend(evidence.tree, log_v, uniform, start)
         depth = pick_one(evidence.tree.depths, stop)
-        drawn = node_uniforms(draw_keys, (evidence.start + depth)[:, None])[:, 0]
-        return stop, inverse_cdf(residual, drawn)
+        draw_uniform = node_uniforms(draw_keys, (evidence.start + depth)[:, None])[:, 0]
+        return stop, inverse_cdf(residual, draw_uniform)
 
     return stretch
 
@@ -93,8 +93,8 @@ def descend(
 
     def next_child(carry: Residual) -> Array:
         """Return i32[B]: the next untried child; n if there is none."""
-        untried = (tree.parents == carry.node[:, None]) & (tree.tokens >= 0) & (ids > carry.tried[:, None])
-        return jnp.min(jnp.where(untried, ids, n), axis=1)
+        is_untried = (tree.parents == carry.node[:, None]) & (tree.tokens >= 0) & (ids > carry.tried[:, None])
+        return jnp.min(jnp.where(is_untried, ids, n), axis=1)
 
     def try_child(carry: Residual) -> Residual:
         child = next_child(carry)
@@ -111,24 +111,24 @@ def descend(
         is_accepted = is_child & (uniform(carry.rank, pick_one(tree.depths, child)) * q_x < p_x)
         # norm((p - q)+), against which the next sibling is tried.
         residual = jnp.maximum(carry.p - q, 0.0)
-        total = jnp.sum(residual, axis=-1, keepdims=True)
+        residual_sum = jnp.sum(residual, axis=-1, keepdims=True)
         # If p equals q up to rounding, the residual may vanish; then p itself is correct up to rounding.
-        p = jnp.where(total > 0, residual / jnp.where(total > 0, total, 1.0), carry.p)
+        p = jnp.where(residual_sum > 0, residual / jnp.where(residual_sum > 0, residual_sum, 1.0), carry.p)
         # Without replacement: the next sibling was drawn from q without x.
         q_without_x = jnp.where(is_x, 0.0, carry.q)
-        q_total = jnp.sum(q_without_x, axis=-1, keepdims=True)
+        q_sum = jnp.sum(q_without_x, axis=-1, keepdims=True)
         rejected = Residual(
             node=carry.node,
             tried=child,
             rank=carry.rank + 1,
             p=p,
-            q=q_without_x / jnp.where(q_total > 0, q_total, 1.0),
+            q=q_without_x / jnp.where(q_sum > 0, q_sum, 1.0),
         )
         return in_rows(is_child, in_rows(is_accepted, fresh(child), rejected), carry)
 
     # Each iteration tries one child in every row that has one: at most N - 1 iterations, fewer for short walks.
-    end = jax.lax.while_loop(lambda carry: jnp.any(next_child(carry) < n), try_child, fresh(start))
-    return end.node, end.p
+    final_carry = jax.lax.while_loop(lambda carry: jnp.any(next_child(carry) < n), try_child, fresh(start))
+    return final_carry.node, final_carry.p
 
 
 def _at_token(weights: Array, token: Array) -> Array:

@@ -23,7 +23,8 @@ class TopK(Relaxed):
     Accept a drafted token x if it is among the target's top `k` and log p(top1) - log p(x) <= delta.
 
     This is the relaxed acceptance of TensorRT-LLM (its guide to DeepSeek-R1), which applies it only between the markers
-    of a thinking span; here it applies unless the row is strict. Lossy; `k` = 0 equals `base` bit for bit.
+    of a thinking span; here it applies unless the row is strict. The rule is lossy; at `k` = 0 it equals `base` bit
+    for bit.
 
     >>> import jax
     >>> from mars_jax import verify

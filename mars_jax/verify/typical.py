@@ -27,7 +27,8 @@ class Typical(Relaxed):
     p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy in nats.
 
     The threshold is lower if the target is uncertain. p is the target's distribution at temperature 1, regardless of
-    the row's temperature, as for all margins here. Lossy; at epsilon 1 and delta inf it equals `base` bit for bit.
+    the row's temperature, as for all margins here. The rule is lossy; at epsilon 1 and delta inf it equals `base` bit
+    for bit.
 
     >>> import jax
     >>> from mars_jax import verify
