@@ -69,7 +69,7 @@ def test_the_layers_are_summed_over_the_chips_in_bfloat16(dtype):
 @pytest.mark.slow
 def test_layers_whose_kernels_are_divided_over_both_axes_compile():
     """Sixteen rows are eight for each part, from which layers attend with a kernel; two layers share their program."""
-    two_layers = dataclasses.replace(TINY, num_layers=2)
+    two_layers = dataclasses.replace(TINY, num_layers=2, windows=())
     assert planned(two_layers, "v5e:2x2", batch=16, mesh={"data": 2, "model": 2}).fits
 
 
