@@ -44,7 +44,9 @@ def cached(repository: str, file: str | None) -> Path | None:
     cached_path = try_to_load_from_cache(repository, file or "config.json")
     if not isinstance(cached_path, str):  # a sentinel if the repository is known to lack the file
         return None
-    return Path(cached_path) if file else Path(cached_path).parent
+    if not file:
+        return Path(cached_path).parent
+    return Path(cached_path)
 
 
 def fetch_file(row: ModelRow) -> Path:

@@ -60,7 +60,9 @@ class Tensor(NamedTuple):
 
     def read(self) -> np.ndarray:
         """Read the whole tensor."""
-        return self.rows(0, self.shape[0]) if self.shape else self.rows(0, 1).reshape(())
+        if not self.shape:
+            return self.rows(0, 1).reshape(())
+        return self.rows(0, self.shape[0])
 
     def part(self, first: int, size: int) -> Tensor:
         """Return the tensor of `size` rows that begin at `first`."""

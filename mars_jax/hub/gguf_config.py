@@ -237,7 +237,9 @@ def _decimal(value: float | None) -> float | None:
     >>> _decimal(9.999999747378752e-06)
     1e-05
     """
-    return None if value is None else float(str(np.float32(value)))
+    if value is None:
+        return None
+    return float(str(np.float32(value)))
 
 
 def _scaling(file: GGUFFile) -> JsonObject | None:

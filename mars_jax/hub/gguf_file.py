@@ -119,7 +119,9 @@ class GGUFFile:
 def _decoded(value: Any) -> Any:
     if isinstance(value, list):
         return [_decoded(part) for part in value]
-    return value.decode() if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+        return value.decode()
+    return value
 
 
 def _size(count: int, kind: GGMLQuantizationType) -> int:

@@ -179,7 +179,9 @@ def listed(names: list[str]) -> str:
 def _alias(name: str) -> str:
     """Return a tensor's canonical name. Some exports omit the prefix `model.`; others add one for the text model."""
     name = _TEXT.sub("", name)
-    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+    if name.startswith(("model.", "lm_head.")):
+        return name
+    return f"model.{name}"
 
 
 def collect(

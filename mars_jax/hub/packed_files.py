@@ -54,7 +54,9 @@ def quantization_config(directory: Path) -> JsonObject | None:
     """Return the `quantization_config` of a checkpoint; None if it has none."""
     data = read_json(directory / "config.json")
     quantization = data.get("quantization_config") or data.get("compression_config")
-    return quantization if isinstance(quantization, dict) else None
+    if not isinstance(quantization, dict):
+        return None
+    return quantization
 
 
 def packing(directory: Path) -> JsonObject | None:

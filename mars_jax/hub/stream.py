@@ -82,7 +82,9 @@ class HostArray:
 def _common(a: Box, b: Box) -> Box | None:
     """Return the intersection of two blocks; None if it is empty."""
     common = tuple((max(i, k), min(j, l)) for (i, j), (k, l) in zip(a, b, strict=True))
-    return common if all(first < end for first, end in common) else None
+    if any(first >= end for first, end in common):
+        return None
+    return common
 
 
 def _shifted(box: Box, outer: Box) -> tuple[slice, ...]:

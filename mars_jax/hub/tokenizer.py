@@ -96,7 +96,9 @@ def read_plain(path: Path) -> Tokenizer | None:
     os.environ.setdefault(_PARALLEL, "false")
     try:
         with catch_panics(path):
-            return plain_tokenizer(read_gguf(path)) if is_gguf(path) else _read_tokenizer_json(path)
+            if is_gguf(path):
+                return plain_tokenizer(read_gguf(path))
+            return _read_tokenizer_json(path)
     except Exception:  # tokenizers raises nothing narrower; transformers will report the error
         return None
 

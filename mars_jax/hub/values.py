@@ -17,7 +17,9 @@ def value_or_default(data: JsonObject, key: str, default: Any) -> Any:
     [0, 10000.0]
     """
     value = data.get(key)
-    return default if value is None else value
+    if value is None:
+        return default
+    return value
 
 
 def count(data: JsonObject, key: str, default: int) -> int:

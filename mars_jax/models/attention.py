@@ -331,7 +331,7 @@ def in_turns(q: Array, k: Rows) -> bool:
 
 def _scores(q: Array, k: Rows, mask: Array, scale: float | None, cap: float | None) -> Array:
     """Return scores f32[B, K, N, G, S], in the product's dimension order; -inf where the mask is False."""
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = scale or q.shape[-1] ** -0.5
     keys, key_scale = _parts(k)
     if key_scale is None:
         q = q.astype(keys.dtype)
@@ -359,7 +359,9 @@ def _mix(weights: Array, v: Rows, dtype: DTypeLike) -> Array:
 
 
 def _parts(rows: Rows) -> tuple[Array, Array | None]:
-    return (rows.values, rows.scale) if isinstance(rows, Int8Rows) else (rows, None)
+    if isinstance(rows, Int8Rows):
+        return rows.values, rows.scale
+    return rows, None
 
 
 def _by_slot(scale: Array) -> Array:

@@ -136,11 +136,15 @@ class LayeredHead(HeadConfig):
 
     def to_target(self, params: Params, ids: Array) -> Array:
         """Return target tokens i32[...] of draft-vocabulary ids i32[...]."""
-        return jnp.take(params.draft["ids"], ids) if self.is_narrow else ids
+        if not self.is_narrow:
+            return ids
+        return jnp.take(params.draft["ids"], ids)
 
     def widen(self, params: Params, logits: Array) -> Array:
         """Widen logits f32[B, N, W] of the draft vocabulary to f32[B, N, V], with -inf for all other tokens."""
-        return widen(logits, params.draft["ids"], self.vocab_size) if self.is_narrow else logits
+        if not self.is_narrow:
+            return logits
+        return widen(logits, params.draft["ids"], self.vocab_size)
 
 
 def widen(logits: Array, ids: Array, vocab: int) -> Array:

@@ -89,7 +89,9 @@ _dense_int8_cpu = with_gradient_of(_dense_int8, _integer_products)
 
 def _as_float(w: Array, dtype: DTypeLike) -> Array:
     """Convert an int8 matrix as a whole: on a mesh, XLA would gather slices of it from all devices."""
-    return w.astype(dtype) if w.dtype == jnp.int8 else w
+    if w.dtype != jnp.int8:
+        return w
+    return w.astype(dtype)
 
 
 def _dense_int4(x: Array, w: Int4) -> Array:
@@ -118,7 +120,9 @@ def _dense_int4_tpu(x: Array, w: Int4, *, outputs: AxisSize, inputs: AxisSize, d
 
     def part(*operands: Array) -> Array:
         y = on_device(*operands)
-        return lax.psum(y.astype(dtype), by_in).astype(y.dtype) if by_in else y
+        if not by_in:
+            return y
+        return lax.psum(y.astype(dtype), by_in).astype(y.dtype)
 
     specs = (P(None, by_in), P(by_in, None, by_out), *[P(by_in, by_out)] * 2)
     tpu = with_gradient_of(int4_xla.dense_int4, mesh.map_devices(part, specs, P(None, by_out)))

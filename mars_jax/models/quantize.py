@@ -202,7 +202,7 @@ def bits_of(row: Weight, bits: int | None) -> int | None:
 
 def bits_of_head(row: Weight, bits: int | None) -> int | None:
     """Return the bits for a head's weight, like `bits_of`, but always 8: heads are small and need the accuracy."""
-    return bits_of(row, None if bits is None else 8)
+    return bits_of(row, bits and 8)
 
 
 def is_packed(sharding: Sharding | None) -> bool:
@@ -214,4 +214,6 @@ def is_packed(sharding: Sharding | None) -> bool:
 
 def num_bytes(x: np.ndarray | Array | jax.ShapeDtypeStruct) -> int:
     """Return the bytes that a concrete or abstract array takes on a device, where a byte holds two i4 numbers."""
-    return x.size // 2 if x.dtype == jnp.int4 else x.size * x.dtype.itemsize
+    if x.dtype == jnp.int4:
+        return x.size // 2
+    return x.size * x.dtype.itemsize

@@ -128,7 +128,9 @@ def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
 
 def _table(config: AnyConfig) -> Iterable[Weight]:
     """Return the table row of every array of params."""
-    return config.weights() if isinstance(config, HeadConfig) else weights.leaves(config)
+    if isinstance(config, HeadConfig):
+        return config.weights()
+    return weights.leaves(config)
 
 
 def abstract_params(

@@ -186,7 +186,9 @@ def build(config: ModelConfig, make: Callable[[Weight], Array]) -> PyTree:
 
     def leaf(row: Weight) -> Array:
         rows = table[row]
-        return make(row) if rows == (row,) else jnp.stack([make(expert) for expert in rows])
+        if rows == (row,):
+            return make(row)
+        return jnp.stack([make(expert) for expert in rows])
 
     return build_rows(table, leaf)
 
@@ -200,7 +202,7 @@ def random_rows(
 
     def make(row: Weight) -> Array:
         if row.init != "normal":
-            return jnp.full(row.shape, 1 if row.init == "ones" else 0, dtype)
+            return jnp.full(row.shape, int(row.init == "ones"), dtype)
         # Drawn in float32, so that narrower dtypes get the same numbers, rounded.
         return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
 
@@ -222,7 +224,9 @@ def build_rows(rows: Iterable[Weight], make: Callable[[Weight], PyTree]) -> PyTr
         if not isinstance(tree, dict):
             return tree
         children = {key: tuples(value) for key, value in tree.items()}
-        return tuple(children[i] for i in range(len(children))) if 0 in children else children
+        if 0 in children:
+            return tuple(children[i] for i in range(len(children)))
+        return children
 
     return tuples(params)
 

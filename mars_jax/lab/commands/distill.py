@@ -17,7 +17,7 @@ from mars_jax.utils.settings import BATCH, REQUEST
 
 _DESCRIPTION = """\
 Train a drafter for a target. It is written in the published layout of its kind, if there
-is one, and `generate --draft KIND:OUTPUT` drafts with it.
+is one. The last line says how to draft with it.
 """
 _EPILOG = """\
 examples:
