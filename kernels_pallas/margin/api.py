@@ -45,9 +45,9 @@ def margin_stats(
     Args:
       logits: raw logits; `-inf` for masked tokens.
       logsumexp: also compute the logsumexp, which greedy decoding does not need.
-      implementation: "pallas_tpu" (Mosaic), "xla", "partitioned", "reference", or None. None is "partitioned" on GPUs
-        and if XLA partitions the program over devices; otherwise "pallas_tpu" if the program is lowered for a TPU, else
-        "xla". A named implementation is never replaced: on another platform it fails.
+      implementation: "pallas_tpu" (Mosaic), "xla", "partitioned", "reference", or None. By default, "partitioned" on
+        GPUs and in programs that XLA partitions over devices, otherwise "pallas_tpu" in programs lowered for a TPU, and
+        "xla" elsewhere. A named implementation is never replaced: on another platform it fails.
       blocks: block sizes of the named kernel.
       interpret: True or `pltpu.InterpretParams(...)` runs the named kernel on a CPU.
 

@@ -63,7 +63,7 @@ def attention_blocks(
             f"{round_up(slots, align)}."
         )
     if blocks is None:
-        # The largest power of two with at most `ATTENTION_BYTES` of keys, from 64 to 512 slots.
+        # Slots per block: the largest power of two, from 64 to 512, whose keys take at most `ATTENTION_BYTES`.
         block_slots = 512
         while block_slots > 64 and block_slots * heads * dim * itemsize > ATTENTION_BYTES:
             block_slots //= 2

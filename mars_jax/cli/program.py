@@ -201,8 +201,8 @@ def _program(run: Callable[[Sequence[str], IO[str]], None], argv: Sequence[str])
             try:
                 run(argv, stdout)
             except (RuntimeError, AssertionError):
-                # JAX starts its devices at their first use, which may be anywhere. If that failed, replace the error
-                # by a clear one.
+                # JAX initialises its devices on first use, which can happen anywhere. If that failed, replace the error
+                # with a clear one.
                 if "jax" in sys.modules:
                     from mars_jax.mesh import hosts
 

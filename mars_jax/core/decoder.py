@@ -226,7 +226,7 @@ class Decoder:
             self.target,
             params.target,
             prompts.tokens,
-            # Cache [0, length - 1): the prompt's last token is the root of the first step, whose forward caches it.
+            # Cache [0, length - 1): the prompt's last token is the root of the first step, and that step caches it.
             jnp.zeros_like(prompts.length),
             prompts.length - 1,
             # The N nodes of a draft are written from slot `length - 1` on, even when the buffer is full.

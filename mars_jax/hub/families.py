@@ -273,15 +273,15 @@ def _read_smollm3(data: JsonObject) -> Fields:
     """Read SmolLM3's fields: every fourth layer has no rotary embedding (arXiv 2501.18795)."""
     layers, interval = range(data["num_hidden_layers"]), count(data, "no_rope_layer_interval", 4)
     # A list has 0 for the layers without rotary embedding.
-    has_rope = data.get("no_rope_layers") or [(i + 1) % interval != 0 for i in layers]
-    nope_layers = tuple(i for i in layers if not has_rope[i])
+    rope_flags = data.get("no_rope_layers") or [(i + 1) % interval != 0 for i in layers]
+    nope_layers = tuple(i for i in layers if not rope_flags[i])
     windows = _optional_windows(data, (i in nope_layers for i in layers))
     return _read_llama(data) | {"nope_layers": nope_layers, "windows": windows}
 
 
 def _write_smollm3(config: ModelConfig) -> JsonObject:
-    has_rope = [int(i not in config.nope_layers) for i in range(config.num_layers)]
-    return _NO_PADDING | _write_qwen(config) | {"no_rope_layers": has_rope}
+    rope_flags = [int(i not in config.nope_layers) for i in range(config.num_layers)]
+    return _NO_PADDING | _write_qwen(config) | {"no_rope_layers": rope_flags}
 
 
 def _read_granite(data: JsonObject) -> Fields:

@@ -149,11 +149,11 @@ def _build(file: GGUFFile) -> Tokenizer:
     named = _special_tokens(file)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in named.values()])
     # The default for BOS depends on the model and the pre-tokenizer. EOS is off by default.
-    ends = [
+    added_tokens = [
         named.get(f"{end}_token") if file.get(f"tokenizer.ggml.add_{end}_token", default) else None
         for end, default in (("bos", bos), ("eos", False))
     ]
-    bos_part, eos_part = ([token] if token else [] for token in ends)
+    bos_part, eos_part = ([token] if token else [] for token in added_tokens)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[*bos_part, "$A", *eos_part],
         pair=[

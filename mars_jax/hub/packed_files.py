@@ -148,7 +148,7 @@ def unpacked_tensors(
     Raises:
       MarsError: a piece of a matrix is missing.
     """
-    # The pieces of a matrix may be in different files, so the matrices come after the last file.
+    # The pieces of a matrix may be in different files, so no matrix is complete before the last file is read.
     pieces: dict[str, dict[str, Tensor]] = {}
     for file in files:
         other_tensors = {}

@@ -57,10 +57,12 @@ def read_rope(
     # Phi-3 first called its scaling "su", and later "yarn".
     if kind == "su" or (kind == "yarn" and "short_factor" in scaling):
         kind = "longrope"
-    rotated = float(scaling.get("partial_rotary_factor", fraction or 1.0))
-    if fraction is None and rotated != 1:
-        raise MarsError(f"partial_rotary_factor is {rotated:g}: this architecture needs 1, whole heads.")
-    common = functools.partial(Rope, theta=theta, fraction=rotated)
+    rotated_fraction = float(scaling.get("partial_rotary_factor", fraction or 1.0))
+    if fraction is None and rotated_fraction != 1:
+        raise MarsError(
+            f"partial_rotary_factor is {rotated_fraction:g}: this architecture needs 1, whole heads."
+        )
+    common = functools.partial(Rope, theta=theta, fraction=rotated_fraction)
     if kind == "default":
         return common()
     if kind not in ROPE_KINDS[1:]:

@@ -85,9 +85,9 @@ def save(
     PosixPath('distilled')
     """
     target = free_directory(path, overwrite=overwrite)
-    rows = named_arrays(weights(config), params)
+    named_weights = named_arrays(weights(config), params)
     arrays = {
-        tensor.name: np.concatenate([rows[part.name] for part in parts])
+        tensor.name: np.concatenate([named_weights[part.name] for part in parts])
         for tensor, parts in stored_tensors(config).items()
     }
     data = to_json(config, dtype=arrays["model.embed_tokens.weight"].dtype.name)

@@ -153,8 +153,8 @@ def _attend_by_kernel(
             return kernel(q, k, v, new, visible)
         # The automatic choice falls back to XLA if the kernel does not compile.
         choose = functools.partial(kernel_on, "tpu") if form == "auto" else whole_or_partitioned
-        tpu = choose(kernel, by_mask)
-        return lax.platform_dependent(q, k, v, new, visible, tpu=tpu, default=by_mask)
+        tpu_form = choose(kernel, by_mask)
+        return lax.platform_dependent(q, k, v, new, visible, tpu=tpu_form, default=by_mask)
 
     if form == "auto":
         on_device = with_gradient_of(by_mask, on_device)

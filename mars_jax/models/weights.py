@@ -110,14 +110,14 @@ def weights(config: ModelConfig) -> tuple[Weight, ...]:
     >>> weights(config)[2].path, weights(config)[2].name, weights(config)[2].shape
     (('layers', 0, 'q'), 'model.layers.0.self_attn.q_proj.weight', (16, 16))
     """
-    table = (config.vocab_size, config.hidden_size)
-    rows = [Weight(("embed",), "model.embed_tokens.weight", table, "normal")]
+    embedding_shape = (config.vocab_size, config.hidden_size)
+    rows = [Weight(("embed",), "model.embed_tokens.weight", embedding_shape, "normal")]
     for i in range(config.num_layers):
         rows += [row.below(("layers", i), f"model.layers.{i}") for row in layer_rows(config, i)]
     unit = "zeros" if config.norm_plus_one else "ones"
     rows.append(Weight(("norm",), "model.norm.weight", (config.hidden_size,), unit))
     if not config.tie_embeddings:
-        rows.append(Weight(("unembed",), "lm_head.weight", table, "normal"))
+        rows.append(Weight(("unembed",), "lm_head.weight", embedding_shape, "normal"))
     return tuple(rows)
 
 
@@ -215,10 +215,10 @@ def build_rows(rows: Iterable[Weight], make: Callable[[Weight], PyTree]) -> PyTr
     params: dict[str | int, PyTree] = {}
     for row in rows:
         *parents, last = row.path
-        place = params
+        params_node = params
         for key in parents:
-            place = place.setdefault(key, {})
-        place[last] = make(row)
+            params_node = params_node.setdefault(key, {})
+        params_node[last] = make(row)
 
     def tuples(tree: PyTree) -> PyTree:
         if not isinstance(tree, dict):

@@ -36,7 +36,7 @@ class Lossy(Rule):
 
     def strict_edges(self, evidence: Evidence) -> Array:
         """Return i32[B]: the depth down to which edges are strict; in strict rows, all edges are."""
-        # An edge to depth d emits generated token number `generated` + d, so the remaining prefix length is a depth.
+        # The edge to depth d emits new token `generated` + d, so the rest of the prefix ends at this depth.
         remaining = jnp.maximum(self.exact_prefix - evidence.generated, 0)
         return jnp.where(evidence.controls.strict, ALL_EDGES, remaining)
 

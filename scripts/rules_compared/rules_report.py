@@ -1,6 +1,6 @@
 """Statistics of the rows of eval_rules.py: figures of every arm with intervals, and comparisons at equal tau.
 
-n prompts, R resamples. Intervals are 95%, by the bootstrap over prompts; compared arms are resampled together.
+n prompts, R resamples. Intervals are 95% bootstrap intervals over prompts; compared arms are resampled together.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def to_dflash_json(config: DFlashConfig, *, dtype: str, layout: str, verifier: s
             "config.json of a DFlash head has one rope, one window and no experts: change the layers."
         )
     layer = to_json(dataclasses.replace(layer_config, family="qwen3"), dtype=dtype) | {"architectures": None}
-    # The values of `causal` among the layers with a window, and among those with full attention.
+    # The values of `causal` that occur in layers with a window, and those that occur in layers with full attention.
     windows_and_causal = list(zip(layer_config.windows, config.causal, strict=True))
     windowed_causal = {causal for window, causal in windows_and_causal if window is not None}
     full_causal = {causal for window, causal in windows_and_causal if window is None}

@@ -33,7 +33,7 @@ def init_params(hidden_size: int, key: Array, *, width: int = WIDTH) -> PyTree:
 
 
 def harm_log_odds(params: PyTree, hidden: Array, z1: Array, z2: Array) -> Array:
-    """Return log odds f32[...] that replacing the best token by the runner-up changes the outcome.
+    """Return f32[...]: the log odds that the outcome changes if the runner-up replaces the best token.
 
     Args:
       params: from `init_params`.

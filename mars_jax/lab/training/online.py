@@ -79,7 +79,7 @@ def rejected_places(kinds: Sequence[str], depth: int) -> list[bool]:
 
 
 class Refiner:
-    """Updates of a draft model or an EAGLE-3 head from its rejected drafts, with a guard against forgetting.
+    """Training of a draft model or an EAGLE-3 head on its rejected drafts, with a guard against forgetting.
 
     All updates together must not lower the expected tau on held-out documents below a share of its first value.
     Otherwise weights and optimizer are rolled back. If a change of the target has already lowered tau that far, an
