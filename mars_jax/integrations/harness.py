@@ -56,7 +56,7 @@ CHUNK = 32
 
 
 class Answered(Exception):
-    """Raised to end a run of one part, because a part alone has no score. The message includes the number of rows on file."""
+    """Raised to end a run of one part, which alone has no score. The message includes the number of rows on file."""
 
 
 @register_model("mars_jax")
