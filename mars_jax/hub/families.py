@@ -240,8 +240,13 @@ def _write_gemma3(config: ModelConfig) -> JsonObject:
 def _read_ministral3(data: JsonObject) -> Fields:
     """Read Ministral 3's fields: YaRN, with queries that grow with the length of the text."""
     rope = read_rope(data, theta=1e6)
-    if not rope.query_growth:
+    growth = (data.get("rope_parameters") or data.get("rope_scaling") or {}).get("llama_4_scaling_beta")
+    if growth is None:
         raise MarsError("rope_parameters has no llama_4_scaling_beta: use the original config.")
+    if growth != rope.query_growth:
+        raise MarsError(
+            f"llama_4_scaling_beta is {growth} and the rope is not yarn: use the original config."
+        )
     return _one_window(data) | {"rope": rope}
 
 
@@ -409,5 +414,7 @@ def text_part(data: JsonObject) -> Fields:
     outer = {key: value for key, value in data.items() if key != "text_config"}
     family = text.get("model_type", text_model)
     # The outer stop tokens belong to the model; those in text_config are only defaults of its config class.
+    # transformers writes the outer `tie_word_embeddings` even where only the text model's own value counts.
+    tied = {key: text[key] for key in ("tie_word_embeddings",) if key in text}
     # Without `architectures`, which name the whole model, the text model's type decides.
-    return text | outer | {"model_type": family, "architectures": None}
+    return text | outer | tied | {"model_type": family, "architectures": None}

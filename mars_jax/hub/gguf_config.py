@@ -191,8 +191,9 @@ def _gemma(file: GGUFFile, data: JsonObject) -> JsonObject:
 def _ministral(file: GGUFFile, data: JsonObject) -> JsonObject:
     growth = _decimal(file.of_model("attention.temperature_scale") or None)
     if growth is None:
-        return {"architectures": ["MistralForCausalLM"], "sliding_window": None}
-    return {"rope_scaling": data["rope_scaling"] | {"attention_factor": 1.0, "llama_4_scaling_beta": growth}}
+        return {"architectures": ["LlamaForCausalLM"]}  # the same forward pass without a window
+    scaling = data["rope_scaling"] or {}
+    return {"rope_scaling": scaling | {"attention_factor": 1.0, "llama_4_scaling_beta": growth}}
 
 
 def _partial(file: GGUFFile, data: JsonObject) -> JsonObject:
@@ -212,7 +213,12 @@ def _granite(file: GGUFFile, data: JsonObject) -> JsonObject:
 
 def _olmo(file: GGUFFile, data: JsonObject) -> JsonObject:
     if window := file.of_model("attention.sliding_window"):
-        return {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window}
+        fields: JsonObject = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window}
+        # Unlike for other architectures, llama.cpp's converter writes the attention_factor of config.json itself.
+        attention_factor = _decimal(file.of_model("rope.scaling.attn_factor"))
+        if data["rope_scaling"] and attention_factor is not None:
+            fields["rope_scaling"] = data["rope_scaling"] | {"attention_factor": attention_factor}
+        return fields
     return {}
 
 

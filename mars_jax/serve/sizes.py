@@ -16,10 +16,12 @@ import numpy as np
 
 from mars_jax import __version__
 from mars_jax.core import refill
+from mars_jax.core.decoder import Decoder
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.drafters import LoadedDrafter
 from mars_jax.drafters.sized import with_size, with_step_costs
 from mars_jax.mesh import hosts
+from mars_jax.models.config import ModelConfig
 from mars_jax.serve.prepare import Prepared
 from mars_jax.utils import activity
 from mars_jax.utils.compilations import keep_text, kept_text
@@ -28,7 +30,7 @@ STEPS, ROUNDS = 4, 4
 """Number of steps of each size in a round, and number of rounds. The first round compiles. The fastest round
 counts, because other load on the machine only adds time."""
 
-_MEASURED: dict[str, list[float]] = {}
+_MEASURED: dict[tuple[Decoder, str], list[float]] = {}
 """Costs that this process measured or read, keyed by a text that contains everything they depend on."""
 
 
@@ -44,24 +46,34 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
         return prepared
     mesh, rule = prepared.target.mesh, prepared.loaded_rule.rule
     has_edits = any(request.edits for request in prepared.requests)
-    # A decoder's functions differ between processes, so the key contains configs and names instead.
-    cost_key = (
-        (__version__, jax.devices()[0].device_kind, os.cpu_count(), mesh and dict(mesh.shape)),
-        (prepared.target.config, prepared.drafter.drafter.name, rule.name, log_probs),
-        (jax.tree.structure(prepared.guides.tables), prepared.draws, has_edits),
-        (rows, prepared.width, [(x.shape, x.dtype.name) for x in jax.tree.leaves(prepared.params)]),
-    )
-    key_text = repr(cost_key)
-    if key_text not in _MEASURED:
-        _MEASURED[key_text] = _kept_costs(prepared, key_text) or _new_costs(
-            prepared, rows, key_text, log_probs=log_probs
+    machine = (jax.devices()[0].device_kind, os.cpu_count(), jax.process_count(), mesh and dict(mesh.shape))
+    # A decoder's functions differ between processes, so on disk, configs and names stand for it.
+    cost_key = repr(
+        (
+            (__version__, machine, prepared.target.config, rule.name, log_probs, rows, prepared.width),
+            (prepared.drafter.drafter.name, [size.max_depth for size in prepared.drafter.sizes.drafters]),
+            (jax.tree.structure(prepared.guides.tables), prepared.draws, has_edits),
+            [(x.shape, x.dtype.name) for x in jax.tree.leaves(prepared.params)],
         )
-    return _with_drafter(prepared, with_step_costs(prepared.drafter, _MEASURED[key_text]))
+    )
+    key = (prepared.decoder, cost_key)
+    if key not in _MEASURED:
+        _MEASURED[key] = _kept_costs(prepared, cost_key) or _new_costs(
+            prepared, rows, cost_key, log_probs=log_probs
+        )
+    return _with_drafter(prepared, with_step_costs(prepared.drafter, _MEASURED[key]))
 
 
-def _kept_costs(prepared: Prepared, key: str) -> list[float]:
-    """Return the costs that an earlier process measured; empty if there are none, or if several processes decode."""
-    costs_text = None if jax.process_count() > 1 else kept_text("draft_costs", key)
+def _is_kept(prepared: Prepared) -> bool:
+    """Return whether costs are kept on disk: in a single process, for a model that its config describes."""
+    return jax.process_count() == 1 and isinstance(prepared.target.config, ModelConfig)
+
+
+def _kept_costs(prepared: Prepared, cost_key: str) -> list[float]:
+    """Return the costs that an earlier process measured; empty if there are none."""
+    costs_text = None
+    if _is_kept(prepared):
+        costs_text = kept_text("draft_costs", cost_key)
     with contextlib.suppress(ValueError):  # a damaged text
         costs = [float(cost) for cost in json.loads(costs_text or "[]")]
         if len(costs) == len(prepared.drafter.params.costs):
@@ -69,13 +81,14 @@ def _kept_costs(prepared: Prepared, key: str) -> list[float]:
     return []
 
 
-def _new_costs(prepared: Prepared, rows: int, key: str, *, log_probs: bool) -> list[float]:
+def _new_costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> list[float]:
     """Measure the costs, and keep them for later processes."""
     with activity.doing("measuring what drafts cost"):
         costs = np.asarray(_measure(prepared, rows, log_probs=log_probs))
     # All processes of a mesh must choose the same sizes, so they share the costs of the first.
     costs = np.frombuffer(hosts.broadcast_bytes(costs.tobytes())).tolist()
-    keep_text(lambda: json.dumps(costs), "draft_costs", key)
+    if _is_kept(prepared):
+        keep_text(lambda: json.dumps(costs), "draft_costs", cost_key)
     return costs
 
 

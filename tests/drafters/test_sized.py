@@ -25,6 +25,7 @@ from mars_jax.drafters.sized import (
     with_size,
     with_step_costs,
 )
+from mars_jax.models.config import ModelConfig
 from mars_jax.serve import sizes
 from mars_jax.serve.prepare import prepared
 from mars_jax.utils.errors import MarsError
@@ -224,7 +225,9 @@ def test_costs_are_those_of_steps_with_what_the_requests_ask_for(monkeypatch, ow
 
 def test_a_later_process_reads_the_costs_from_disk(monkeypatch, own_cache):
     monkeypatch.setattr(sizes, "_measure", lambda *_, **__: [1.0, 2.0, 3.0])
-    target = mj.Pretrained.from_parts(TARGET, (), max_positions=256)
+    sizes_of_model = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 2}
+    config = ModelConfig(vocab_size=TARGET.vocab_size, max_positions=256, **sizes_of_model)
+    target = mj.Pretrained.from_parts(TARGET, (), config=config)
     requests = mj.make_requests(target, [[1, 2]], max_new_tokens=8)
 
     def costs():
