@@ -121,8 +121,8 @@ reference = mj.generate(target, "none", prompts, **options)
 for prompt, text in zip(prompts, reference.text, strict=True):
     print(f"{prompt}|{text}\n")
 for spec in ["ngram", "eagle:head"] + (["eagle:tiny/eagle3"] if TARGET == "tiny/target" else []):
-    load_options = {"num_draft_tokens": 4} | ({"dtype": "float32"} if ":" in spec else {})
-    result = mj.generate(target, mj.drafters.load(spec, target, **load_options), prompts, **options)
+    draft = mj.drafters.load(spec, target, num_draft_tokens=4, dtype="float32" if ":" in spec else None)
+    result = mj.generate(target, draft, prompts, **options)
     same = sum(a == b for a, b in zip(result.tokens, reference.tokens, strict=True))
     print(f"{spec:18} tau {result.metrics.tau:.2f}, {same} of {len(prompts)} texts those without a draft")
 

@@ -60,7 +60,7 @@ print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {count} x {jax.devices
 # ## Rows over `data`, the model over `model`
 #
 # Weights are streamed tensor by tensor to their devices. An array that cannot be divided is replicated on every
-# device; `whole` lists these arrays. Expect a minute.
+# device; `replication_notes` lists these arrays. Expect a minute.
 
 # %%
 prompts = ["Once upon a time", "One day, a cat", "Tim and Sue went", "The old dog"]
@@ -68,7 +68,7 @@ text = "data=2,model=2" if count >= 4 else f"data={count}"
 mesh = mj.sharding.parse_mesh(text)
 target = mj.load("tiny/target", dtype="float32", mesh=mesh)
 draft = mj.drafters.load("model:tiny/draft", target, num_draft_tokens=3, dtype="float32")
-print(mj.sharding.whole(target.config, mesh) or "everything divides")
+print(mj.sharding.replication_notes(target.config, mesh) or "everything divides")
 jax.debug.visualize_array_sharding(target.params["layers"][0]["up"])
 
 # %%

@@ -148,7 +148,7 @@ def update(params, state, tokens, mask, old, advantages):
 # %%
 compilations = []
 jax.monitoring.register_event_duration_secs_listener(
-    lambda name, *_, **__: compilations.append(name) if name.endswith("backend_compile_duration") else None
+    lambda event, *_, **__: compilations.append(event) if event.endswith("backend_compile_duration") else None
 )
 
 state = optimizer.init(policy.params)

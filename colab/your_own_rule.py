@@ -70,7 +70,7 @@ from typing import Any
 import flax.struct
 
 
-@flax.struct.dataclass
+@flax.struct.dataclass(frozen=True)
 class Unsure(mj.verify.Relaxed):
     """Relaxed rule for positions where the target's entropy is above `bound` nats."""
 
