@@ -10,6 +10,9 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
+BLOCK = 32
+"""Inputs that share a scale in MXFP4."""
+
 _ROWS_TIMES_WEIGHTS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
@@ -35,3 +38,19 @@ def scaled(product: Callable[..., Array]) -> Callable[..., Array]:
 def dense_by_expert_int8(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
     """See `api.dense_by_expert_int8`."""
     return scaled(ragged_product)(x, values, scale, sizes)
+
+
+def dequantised_mxfp4(values: Array, scale: Array) -> Array:
+    """Return f32[..., N, K] of values u8[..., N, K / 2] and scale u8[..., N, K / 32] (`models.quantize.Mxfp4`). Exact.
+
+    >>> dequantised_mxfp4(jnp.full((1, 16), 0xA7, jnp.uint8), jnp.asarray([[128]], jnp.uint8))[0, :2].tolist()
+    [12.0, -2.0]
+    """
+    codes = jnp.stack([values & 15, values >> 4], axis=-1)
+    # Three bits count 0, 0.5, 1, 1.5, 2, 3, 4, 6; the fourth is the sign. In halves: 0, 1, 2, 3, 4, 6, 8, 12.
+    count = (codes & 7).astype(jnp.int8)
+    halves = (count + jnp.maximum(count, 4) + 2 * jnp.maximum(count, 6) - 16).astype(jnp.float32)
+    numbers = jnp.where(codes > 7, -halves, halves).reshape(*scale.shape, BLOCK) * 0.5
+    # The scale is the exponent of a float32 number: 127 stands for 1.
+    powers = lax.bitcast_convert_type(scale.astype(jnp.uint32) << 23, jnp.float32)
+    return (numbers * powers[..., None]).reshape(*values.shape[:-1], -1)

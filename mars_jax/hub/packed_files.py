@@ -83,6 +83,13 @@ def packing(directory: Path) -> JsonObject | None:
     return quantization
 
 
+def is_packed(directory: Path) -> bool:
+    """Return whether a checkpoint stores matrices in 4 bits, which `load` keeps by default."""
+    if packing(directory) is not None:
+        return True
+    return (quantization_config(directory) or {}).get("quant_method") == "mxfp4"
+
+
 def _is_readable(config: JsonObject) -> bool:
     """Return whether the reader of the config's method supports its form."""
     if config["quant_method"] == "compressed-tensors":
