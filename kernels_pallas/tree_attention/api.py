@@ -33,6 +33,7 @@ def tree_attention(
     window: int | None = None,
     cap: float | None = None,
     scale: float | None = None,
+    sinks: Array | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
     implementation: str | None = None,
@@ -56,6 +57,8 @@ def tree_attention(
       window: keys `window` or more positions before the query are hidden; None hides none.
       cap: scores become `cap * tanh(scores / cap)`; None leaves them unchanged.
       scale: scores are multiplied by it; None is D ** -0.5.
+      sinks: f32[K, G]; each head's logit of a slot that every query sees, whose value is zero (gpt-oss, arXiv
+        2508.10925). It is neither scaled nor capped. None: no such slot.
       k_scale, v_scale: f32[B, S, K]; factors for keys and values, per token and head. Pass both or neither.
       implementation: "pallas_tpu" (Mosaic), "xla", "reference", or None, which selects "xla": no chip has run the
         kernel yet.
@@ -77,7 +80,9 @@ def tree_attention(
     [1.0, 1.5]
     """
     positions, scale = _defaults(q, first, positions, scale)
-    operands = Operands(q, k, v, first, seen, positions, seen_positions, window, cap, scale, k_scale, v_scale)
+    operands = Operands(
+        q, k, v, first, seen, positions, seen_positions, window, cap, scale, k_scale, v_scale, sinks
+    )
     return _attend(operands, None, implementation, blocks, interpret)[0]
 
 
@@ -94,6 +99,7 @@ def write_and_attend(
     window: int | None = None,
     cap: float | None = None,
     scale: float | None = None,
+    sinks: Array | None = None,
     implementation: str | None = None,
     blocks: AttentionBlocks | None = None,
     interpret: Interpret = False,
@@ -108,7 +114,7 @@ def write_and_attend(
       q, first: as for `tree_attention`.
       k, v: [B, S, K, D], float32 or bfloat16.
       new: rows in any float dtype; they are cast to the cache's dtype.
-      seen, positions, seen_positions, window, cap, scale: as for `tree_attention`.
+      seen, positions, seen_positions, window, cap, scale, sinks: as for `tree_attention`.
       implementation, blocks, interpret: as for `tree_attention`.
 
     Returns:
@@ -124,7 +130,7 @@ def write_and_attend(
     [0.0, 0.0, 1.0, 0.0]
     """
     positions, scale = _defaults(q, first, positions, scale)
-    operands = Operands(q, k, v, first, seen, positions, seen_positions, window, cap, scale)
+    operands = Operands(q, k, v, first, seen, positions, seen_positions, window, cap, scale, sinks=sinks)
     return _attend(operands, new, implementation, blocks, interpret)
 
 

@@ -122,7 +122,9 @@ def _call(
     sources, buffers = _sources(operands, shape, in_place=not interpret)
     # One number per query and head, in all lanes; see `_Folded`.
     lane_replicated = pltpu.VMEM((heads, m, LANES), jnp.float32)
-    new_rows, caches, semaphores = [], [], []
+    sinks, new_rows, caches, semaphores = [], [], [], []
+    if operands.sinks is not None:
+        sinks = [_tiled_sinks(operands.sinks, shape.blocks.queries, m)]
     if new is not None:
         new_rows = [rows.astype(operands.k.dtype) for rows in (new.k, new.v)]
         caches = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands.k, operands.v)]
@@ -138,6 +140,7 @@ def _call(
                 pl.BlockSpec((1, 1, m, columns.shape[3]), lambda *index: query_block(*index)[:4]),
                 [in_hbm for _ in sources],
                 [in_hbm for _ in new_rows],
+                [pl.BlockSpec(memory_space=pltpu.VMEM) for _ in sinks],
             ],
             out_specs=[query_spec, [in_hbm for _ in caches]],
             # The fields of `_Folded`, then the fields of `_Core`, starting at `state`.
@@ -159,7 +162,7 @@ def _call(
         interpret=interpret,
         # Block sizes identify the schedule in a profile.
         name=f"tree_attention-bq{shape.blocks.queries}-bkv{shape.blocks.slots}",
-    )(table, queries, columns, sources, new_rows)
+    )(table, queries, columns, sources, new_rows, sinks)
     return [out, *caches]
 
 
@@ -207,6 +210,13 @@ def _tiled(q: Array, tiles: int, per_tile: int) -> Array:
     q = jnp.moveaxis(q.reshape(batch, tiles, per_tile, heads, group, dim), 2, 3)
     q = q.reshape(batch, tiles, heads, per_tile * group, dim)
     return jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, -per_tile * group % tile_rows(q.dtype)), (0, 0)))
+
+
+def _tiled_sinks(sinks: Array, per_tile: int, m: int) -> Array:
+    """Return sinks f32[K, G] in the kernel's units for the rows of `_tiled`, f32[K, M, 128] lane-replicated."""
+    by_query = jnp.tile(sinks * LOG2_E, (1, per_tile))
+    by_query = jnp.pad(by_query, ((0, 0), (0, m - by_query.shape[1])))
+    return jnp.broadcast_to(by_query[..., None], (*by_query.shape, LANES))
 
 
 def _columns(
@@ -396,6 +406,7 @@ def _attend_rows(
     columns: Ref,  # i32[1, 1, M, 2 + words]
     sources: list[Ref],
     new_rows: list[Ref],
+    sinks: list[Ref],  # f32[K, M, 128], lane-replicated, if there are any
     out: Ref,  # [1, 1, K, M, D]
     caches: list[Ref],
     softmax: tuple[Ref, Ref, Ref],  # scratch memory of `_Folded`
@@ -416,6 +427,10 @@ def _attend_rows(
     folded = _Folded(*softmax)
     for ref, value in zip(folded, (LOWEST, 0.0, 0.0), strict=True):
         ref[...] = jnp.full(ref.shape, value, ref.dtype)
+    if sinks:
+        # The first slot is the sink: its weight relative to itself is 1, and its value is zero.
+        folded.top[...] = sinks[0][...]
+        folded.total[...] = jnp.ones(folded.total.shape, jnp.float32)
 
     def step(block: Array, _: int) -> int:
         # This fills the buffer that the previous step used, while the current block is multiplied.

@@ -36,6 +36,7 @@ class Operands(NamedTuple):
     scale: float
     k_scale: Array | None = None  # f32[B, S, K]
     v_scale: Array | None = None  # f32[B, S, K]
+    sinks: Array | None = None  # f32[K, G]
 
     @property
     def product_dtype(self) -> DTypeLike:

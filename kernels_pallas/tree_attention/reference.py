@@ -14,7 +14,7 @@ from kernels_pallas.tree_attention.operands import Operands
 
 def tree_attention(operands: Operands) -> Array:
     """Compute `kernels_pallas.tree_attention` in float32, with a mask built slot by slot."""
-    q, k, v, first, seen, positions, seen_positions, window, cap, scale, *scales = operands
+    q, k, v, first, seen, positions, seen_positions, window, cap, scale, *scales, sinks = operands
     n = q.shape[1]
     if seen is None:
         seen = jnp.tril(jnp.ones((n, n), bool))[None]
@@ -43,5 +43,10 @@ def tree_attention(operands: Operands) -> Array:
         scores = cap * jnp.tanh(scores / cap)
     # A query that sees no slot gets zeros, instead of the mean that a softmax over equal scores would give.
     mask = mask[:, :, None, None]
-    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1), 0)
+    scores = jnp.where(mask, scores, -1e30)
+    if sinks is not None:
+        # The last slot is the sink, which has no value.
+        column = jnp.broadcast_to(sinks[None, None, :, :, None], (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jnp.where(mask, jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]], 0)
     return jnp.einsum("bnkgs,bskd->bnkgd", weights, values, precision="highest").astype(q.dtype)

@@ -36,9 +36,14 @@ def tree_attention(operands: Operands) -> Array:
         scores = cap * jnp.tanh(scores / cap)
     # f32[B, K, G, N, S]. A query that sees no slot has no finite maximum: LOWEST avoids NaN, and its total is 0.
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
-    top_score = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST)
+    lowest, sinks = LOWEST, operands.sinks
+    if sinks is not None:
+        lowest = sinks = sinks[None, :, :, None, None]
+    top_score = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), lowest)
     weights = jnp.exp(scores - top_score)
     weight_sum = jnp.sum(weights, axis=-1)
+    if sinks is not None:
+        weight_sum += jnp.exp(sinks - top_score)[..., 0]
     # Apply the values' scales after summing the weights: the softmax is over unscaled weights.
     if operands.v_scale is not None:
         weights = weights * per_slot(operands.v_scale)

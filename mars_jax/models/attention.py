@@ -70,12 +70,20 @@ NewKV = tuple[Array, Array] | None
 class Attend(Protocol):
     """Attention of a layer's nodes to their visible keys and values, after writing the nodes' rows to the cache.
 
-    Takes q [B, N, K, G, D], the cache's k and v [B, S, K, D], and the nodes' `new` keys and values. Returns
-    [B, N, K, G, D] and the cache's k and v with the new rows.
+    Takes q [B, N, K, G, D], the cache's k and v [B, S, K, D], the nodes' `new` keys and values, and `sinks` f32[K, G]
+    if the layer has them. Returns [B, N, K, G, D] and the cache's k and v with the new rows.
     """
 
     def __call__(
-        self, q: Array, k: Rows, v: Rows, new: NewKV, *, scale: float, cap: float | None
+        self,
+        q: Array,
+        k: Rows,
+        v: Rows,
+        new: NewKV,
+        *,
+        scale: float,
+        cap: float | None,
+        sinks: Array | None = None,
     ) -> tuple[Array, Rows, Rows]: ...
 
 
@@ -114,13 +122,14 @@ def _attend_by_mask(
     *,
     scale: float,
     cap: float | None,
+    sinks: Array | None = None,
 ) -> tuple[Array, Rows, Rows]:
     if new is not None:
         k, v = (
             hold_heads(kv_cache.write_slots(cached, rows, slot))
             for cached, rows in zip((k, v), new, strict=True)
         )
-    return attend(q, k, v, mask, live, scale=scale, cap=cap, flash=flash), k, v
+    return attend(q, k, v, mask, live, sinks, scale=scale, cap=cap, flash=flash), k, v
 
 
 def _attend_by_kernel(
@@ -134,35 +143,37 @@ def _attend_by_kernel(
     *,
     scale: float,
     cap: float | None,
+    sinks: Array | None = None,
 ) -> tuple[Array, Rows, Rows]:
     kernel = functools.partial(_kernel, window=window, cap=cap, scale=scale, interpret=form == "interpret")
 
-    def by_mask(q: Array, k: Rows, v: Rows, new: NewKV, visible: Visible):
-        return attending("xla", visible, k.shape[1], window)(q, k, v, new, scale=scale, cap=cap)
+    def by_mask(q: Array, k: Rows, v: Rows, new: NewKV, visible: Visible, sinks: Array | None):
+        return attending("xla", visible, k.shape[1], window)(q, k, v, new, sinks=sinks, scale=scale, cap=cap)
 
     # The kernel divides rows over a chip's cores. A single row leaves one core idle, which slows down a single query.
     idle = device_kind() in TWO_CORES and q.shape[1] == 1
     few_rows = len(q) < KERNEL_ROWS and (idle or not in_turns(q, k))
     if form == "auto" and few_rows:
-        return by_mask(q, k, v, new, visible)
+        return by_mask(q, k, v, new, visible, sinks)
 
-    def on_device(q: Array, k: Rows, v: Rows, new: NewKV, visible: Visible):
+    def on_device(q: Array, k: Rows, v: Rows, new: NewKV, visible: Visible, sinks: Array | None):
         if form == "auto" and _unreadable(q, k):
-            return by_mask(q, k, v, new, visible)
+            return by_mask(q, k, v, new, visible, sinks)
         if form == "interpret":
-            return kernel(q, k, v, new, visible)
+            return kernel(q, k, v, new, visible, sinks)
         # The automatic choice falls back to XLA if the kernel does not compile.
         choose = functools.partial(kernel_on, "tpu") if form == "auto" else whole_or_partitioned
         tpu_form = choose(kernel, by_mask)
-        return lax.platform_dependent(q, k, v, new, visible, tpu=tpu_form, default=by_mask)
+        return lax.platform_dependent(q, k, v, new, visible, sinks, tpu=tpu_form, default=by_mask)
 
     if form == "auto":
         on_device = with_gradient_of(by_mask, on_device)
     axes = axes_here("kv_heads", k.shape[2])
     if axes is None:
-        return on_device(q, k, v, new, visible)
+        return on_device(q, k, v, new, visible, sinks)
     by_heads = P(None, None, axes or None)
-    return map_devices(on_device, (*[by_heads] * 4, P()), by_heads)(q, k, v, new, visible)
+    specs = (*[by_heads] * 4, P(), P(axes or None))
+    return map_devices(on_device, specs, by_heads)(q, k, v, new, visible, sinks)
 
 
 def _kernel(
@@ -171,6 +182,7 @@ def _kernel(
     v: Rows,
     new: NewKV,
     visible: Visible,
+    sinks: Array | None,
     *,
     window: int | None,
     cap: float | None,
@@ -183,6 +195,7 @@ def _kernel(
         "seen": visible.seen,
         "positions": visible.positions,
         "seen_positions": visible.seen_positions,
+        "sinks": sinks,
         "window": window,
         "cap": cap,
         "scale": scale,
@@ -217,6 +230,7 @@ def attend(
     v: Rows,
     mask: Array,
     live: Array,
+    sinks: Array | None = None,
     *,
     scale: float | None = None,
     cap: float | None = None,
@@ -233,6 +247,8 @@ def attend(
       v: [B, S, K, D].
       mask: bool[B, N, S]. A query without visible slots gets zeros.
       live: i32[]; `mask[:, :, live:]` is False everywhere.
+      sinks: f32[K, G]; each head's logit of a slot that every query sees, whose value is zero (gpt-oss, arXiv
+        2508.10925). It is neither scaled nor capped. None: no such slot.
       scale: factor of the scores; None is D ** -0.5.
       cap: `layers.soft_cap` of the scores, before the mask; None: no cap.
       flash: on a single GPU, use cuDNN if it supports the arrays and is faster.
@@ -241,28 +257,32 @@ def attend(
       [B, N, K, G, D] in q's dtype.
     """
 
-    def on_cpu(q, k, v, mask, live):
+    def on_cpu(q, k, v, mask, live, sinks):
         # bfloat16 products are slow on a CPU, and integers must be converted to floats anyway.
         wide = q.astype(jnp.float32) if isinstance(k, Int8Rows) else q
-        return _attend_blocks(wide, k, v, mask, live, scale, cap).astype(q.dtype)
+        return _attend_blocks(wide, k, v, mask, live, sinks, scale, cap).astype(q.dtype)
 
     elsewhere = gpu = functools.partial(attend_all, scale=scale, cap=cap)
     if in_turns(q, k):
         elsewhere = functools.partial(_attend_blocks, scale=scale, cap=cap, block=wide_block(q, k))
     if k.shape[1] > (block := _block(q, GPU_SCORE_BYTES)):
         # A loop of dynamic length makes a GPU wait for the host in every iteration, so use the full length.
-        def gpu(q, k, v, mask, live):
+        def gpu(q, k, v, mask, live, sinks):
             del live
-            return _attend_blocks(q, k, v, mask, None, scale, cap, block)
+            return _attend_blocks(q, k, v, mask, None, sinks, scale, cap, block)
 
     cuda = gpu
     queries = q.size // q.shape[-1]
     has_many = queries > FLASH_QUERIES or (q.shape[1] == 1 and queries >= FLASH_SINGLE)
-    supported = cap is None and q.dtype == k.dtype and k.dtype in (jnp.bfloat16, jnp.float16)
+    supported = (
+        cap is None and sinks is None and q.dtype == k.dtype and k.dtype in (jnp.bfloat16, jnp.float16)
+    )
     if flash and on_gpu() and current() is None and has_many and supported:
         # cuDNN's attention, if it compiles. The gradient is that of the other form in both cases.
         cuda = with_gradient_of(gpu, kernel_or(functools.partial(_flash, scale=scale), gpu, platform="gpu"))
-    return lax.platform_dependent(q, k, v, mask, live, cpu=on_cpu, cuda=cuda, rocm=gpu, default=elsewhere)
+    return lax.platform_dependent(
+        q, k, v, mask, live, sinks, cpu=on_cpu, cuda=cuda, rocm=gpu, default=elsewhere
+    )
 
 
 def _flash(
@@ -271,6 +291,7 @@ def _flash(
     v: Array,
     mask: Array,
     live: Array,
+    sinks: None = None,
     *,
     scale: float | None,
     implementation: Literal["xla", "cudnn"] = "cudnn",
@@ -279,7 +300,7 @@ def _flash(
 
     If the queries of a group fit in one tile, they share it, so that keys and values are read only once.
     """
-    del live  # each row's length is computed from the mask
+    del live, sinks  # each row's length is computed from the mask
     batch, nodes, heads, group, dim = q.shape
     queries, query_mask = q, mask
     share_tile = 1 < nodes <= KERNEL_NODES
@@ -386,6 +407,7 @@ def attend_all(
     v: Rows,
     mask: Array,
     live: Array,
+    sinks: Array | None = None,
     *,
     scale: float | None = None,
     cap: float | None = None,
@@ -394,19 +416,27 @@ def attend_all(
     del live
     scores = _scores(q, k, mask, scale, cap)
     # The maximum cancels in the quotient, so it needs no gradient. `_LOWEST` replaces the -inf of a query that sees no
-    # slots, for which scores - top would be NaN.
-    top = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _LOWEST))
+    # slots, for which scores - top would be NaN. A sink does the same.
+    lowest = _LOWEST
+    if sinks is not None:
+        # [1, K, 1, G, 1], as the scores.
+        lowest = sinks = sinks[None, :, None, :, None]
+    top = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), lowest))
     weights = jnp.exp(scores - top)
-    return _finish(_mix(weights, v, q.dtype), jnp.sum(weights, axis=-1), q.dtype)
+    denominator = jnp.sum(weights, axis=-1)
+    if sinks is not None:
+        denominator += jnp.exp(sinks - top)[..., 0]
+    return _finish(_mix(weights, v, q.dtype), denominator, q.dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(5, 6, 7))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(6, 7, 8))
 def _attend_blocks(
     q: Array,
     k: Rows,
     v: Rows,
     mask: Array,
     live: Array | None,
+    sinks: Array | None = None,
     scale: float | None = None,
     cap: float | None = None,
     block: int = BLOCK,
@@ -433,8 +463,11 @@ def _attend_blocks(
         return higher, denominator * shrink + total(weights), mixed
 
     rows = (batch, heads, n, group)
-    zeros = jnp.zeros(rows, jnp.float32)
-    carry = (jnp.full(rows, _LOWEST, jnp.float32), zeros, jnp.zeros((*rows, dim), jnp.float32))
+    top, denominator = jnp.full(rows, _LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32)
+    if sinks is not None:
+        # The first slot is the sink: its weight relative to itself is 1, and its value is zero.
+        top, denominator = jnp.broadcast_to(sinks[None, :, None], rows), jnp.ones(rows, jnp.float32)
+    carry = (top, denominator, jnp.zeros((*rows, dim), jnp.float32))
     end = slots if live is None else live.astype(jnp.int32)
     count = (end + size - 1) // size
     _, denominator, mixed = lax.fori_loop(0, count, body, carry)

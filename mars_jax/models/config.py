@@ -131,6 +131,7 @@ class ModelConfig:
     mlp_bias: bool = False  # of dense MLPs
     qk_norm: bool = False
     whole_qk_norm: bool = False  # one norm over all heads of a token; qk_norm: one per head
+    attention_sinks: bool = False  # one learned logit per head in the softmax's denominator, without a value
     windows: tuple[int | None, ...] = ()  # one per layer; (): full attention in all layers
     activation: str = "silu"
     # (alpha, limit) of the experts' `layers.clamped_swiglu`, which replaces `activation`; None: no clamp

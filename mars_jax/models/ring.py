@@ -25,9 +25,9 @@ from mars_jax.models.quantize import Int4, Int8
 
 Axes = tuple[str, ...]
 
-_OUTPUTS = ("q", "k", "v", "gate", "up")
+_OUTPUTS = ("q", "k", "v", "sinks", "gate", "up")
 _INPUTS = ("o", "down")
-"""Matrices of a layer with sharded outputs, and those with sharded inputs."""
+"""Arrays of a layer with sharded outputs or heads, and matrices with sharded inputs."""
 
 
 def starts(axes: Axes, n: int) -> list[tuple[Array, Array]]:

@@ -70,6 +70,7 @@ _LOGICAL: dict[str, tuple[str | None, ...]] = {
     "q_bias": ("heads",),
     "k_bias": ("kv_heads",),
     "v_bias": ("kv_heads",),
+    "sinks": ("heads",),
     "gate_bias": ("hidden",),
     "up_bias": ("hidden",),
 }

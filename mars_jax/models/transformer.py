@@ -121,7 +121,9 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Atte
     """
     q, k, v = _project(config, layer, x, rotation)
     scale, cap = _score_scale(config), config.attention_cap
-    mixed, k_cache, v_cache = attend(q, k_cache, v_cache, (k, v), scale=scale, cap=cap)
+    mixed, k_cache, v_cache = attend(
+        q, k_cache, v_cache, (k, v), sinks=_sinks(layer, q), scale=scale, cap=cap
+    )
     return _out(config, layer, mixed), k_cache, v_cache
 
 
@@ -149,6 +151,13 @@ def _project(config: ModelConfig, layer: dict, x: Array, rotation) -> tuple[Arra
 
 def _score_scale(config: ModelConfig) -> float:
     return (config.query_scalar or config.head_dim) ** -0.5
+
+
+def _sinks(layer: dict, q: Array) -> Array | None:
+    """Return the sinks f32[K, G] of the heads of q [B, N, K, G, D]; None if the layer has none."""
+    if "sinks" not in layer:
+        return None
+    return layer["sinks"].astype(jnp.float32).reshape(q.shape[2:4])
 
 
 def _out(config: ModelConfig, layer: dict, mixed: Array) -> Array:
@@ -210,11 +219,11 @@ def _ring_layer(
 
             def mixed(q: Array, piece_halves: list[Visible]) -> Array:
                 """Attend with the queries of a piece; all keys that they see are already in the cache."""
-                scale, cap = _score_scale(config), config.attention_cap
+                scale, cap, sinks = _score_scale(config), config.attention_cap, _sinks(layer, q)
                 outputs = []
                 for part, visible in zip(jnp.split(q, 2, axis=1), piece_halves, strict=True):
                     attend = attending(form, visible, k.shape[1], window)
-                    outputs.append(attend(part, k, v, None, scale=scale, cap=cap)[0])
+                    outputs.append(attend(part, k, v, None, sinks=sinks, scale=scale, cap=cap)[0])
                 return _out(config, layer, jnp.concatenate(outputs, axis=1))
 
             parts = [

@@ -93,6 +93,8 @@ def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None)
     rows += _matrix("k", "self_attn.k_proj", kv, width, c.qkv_bias)
     rows += _matrix("v", "self_attn.v_proj", kv, width, c.qkv_bias)
     rows += _matrix("o", "self_attn.o_proj", c.hidden_size, q, c.o_bias)
+    if c.attention_sinks:
+        rows.append(Weight(("sinks",), "self_attn.sinks", (c.num_heads,), "normal"))
     if c.whole_qk_norm:
         rows += norm("q_norm", "self_attn.q_norm", q) + norm("k_norm", "self_attn.k_norm", kv)
     elif c.qk_norm:

@@ -34,7 +34,9 @@ def random_tree(rng, n):
     return mask, depth
 
 
-def make(seed, *, b=3, n=6, k=2, g=2, d=DIM, s=53, dtype="float32", tree=True, int8=False, **options):
+def make(
+    seed, *, b=3, n=6, k=2, g=2, d=DIM, s=53, dtype="float32", tree=True, int8=False, sinks=False, **options
+):
     """Return ragged rows, with large numbers in the unwritten slots, which no query may see."""
     rng = np.random.default_rng(seed)
     first = rng.integers(0, s - n + 1, b)
@@ -53,6 +55,8 @@ def make(seed, *, b=3, n=6, k=2, g=2, d=DIM, s=53, dtype="float32", tree=True, i
         trees = [random_tree(rng, n) for _ in range(b)]
         options["seen"] = jnp.asarray(np.stack([mask for mask, _ in trees]))
         options["positions"] = jnp.asarray(first[:, None] + np.stack([x for _, x in trees]), jnp.int32)
+    if sinks:
+        options["sinks"] = jnp.asarray(rng.normal(size=(k, g)) + 3, jnp.float32)
     return Case(q, keys, values, jnp.asarray(first, jnp.int32), options)
 
 
@@ -82,10 +86,13 @@ def softmax(case: Case) -> np.ndarray:
     if cap := case.options.get("cap"):
         scores = cap * np.tanh(scores / cap)
     scores = np.where(visible(case)[:, :, None, None], scores, -np.inf)
+    if "sinks" in case.options:
+        sinks = np.broadcast_to(np.asarray(case.options["sinks"])[..., None], (*scores.shape[:-1], 1))
+        scores = np.concatenate([scores, sinks], axis=-1)
     top = np.maximum(scores.max(-1, keepdims=True), -1e300)
     weights = np.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
-    return np.einsum("bnkgs,bskd->bnkgd", weights / np.where(total == 0, 1, total), v)
+    return np.einsum("bnkgs,bskd->bnkgd", weights[..., : k.shape[1]] / np.where(total == 0, 1, total), v)
 
 
 def run(name, case, blocks=None, new=None):
@@ -127,9 +134,9 @@ def region_with_positions_of_its_own():
     return case._replace(first=jnp.asarray(first, jnp.int32), options=options)
 
 
-def query_that_sees_nothing():
+def query_that_sees_nothing(**options):
     """Return a case whose first row has no token before its tree, so that the result of a blind query is zeros."""
-    case = make(9, b=2)
+    case = make(9, b=2, **options)
     mask = np.asarray(case.options["seen"]).copy()
     mask[0, 3] = False
     return case._replace(options=case.options | {"seen": jnp.asarray(mask)})
@@ -143,6 +150,9 @@ CASES = {
     "chunk with a window of one": lambda: make(1, b=4, n=11, tree=False, window=1, dtype="bfloat16"),
     "chunk with a window of seven": lambda: make(1, b=4, n=11, tree=False, window=7, dtype="bfloat16"),
     "soft cap and scale": lambda: make(2, cap=2.0, scale=0.5),
+    "sinks, a window and a soft cap": lambda: make(2, g=3, window=5, cap=2.0, sinks=True),
+    "sinks of a chunk": lambda: make(1, b=4, n=11, tree=False, window=7, dtype="bfloat16", sinks=True),
+    "sinks of int8 rows": lambda: make(6, b=2, k=4, s=256, int8=True, sinks=True),
     "one query and many heads": lambda: make(3, b=2, n=1, k=16, g=1, tree=False, dtype="bfloat16"),
     "wide heads": lambda: make(4, b=2, d=256, dtype="bfloat16"),
     "one narrow head": lambda: make(5, k=1, g=4, s=64, dtype="bfloat16"),
@@ -150,8 +160,10 @@ CASES = {
     "trees of more nodes than a word has bits": lambda: make(7, b=2, n=70, s=150, g=1),
     "region with positions of its own": region_with_positions_of_its_own,
     "query that sees nothing": query_that_sees_nothing,
+    "query that sees only its sink": lambda: query_that_sees_nothing(sinks=True),
 }
 BLOCKS = {
+    "sinks of int8 rows": AttentionBlocks(128, 4),
     "int8 with a scale per token and head": AttentionBlocks(128, 4),
     "trees of more nodes than a word has bits": AttentionBlocks(32, 70),
 }
@@ -170,13 +182,14 @@ def test_attention_is_softmax_in_float64(implementation, case):
 WRITTEN = {
     "one row": ({"b": 1}, 0),
     "a window": ({"b": 4, "dtype": "bfloat16", "window": 5}, 0),
+    "sinks": ({"b": 3, "sinks": True}, 0),
     "after other rows of the region": ({"b": 3, "n": 9, "dtype": "bfloat16"}, 3),
     "one narrow head": ({"b": 2, "k": 1, "g": 4, "s": 64, "dtype": "bfloat16"}, 0),
 }
 """Cases of new rows: the arguments of `make`, and the number of rows of the region before the new ones."""
 
 
-@pytest.mark.parametrize("name", slow_but(WRITTEN, "a window", "after other rows of the region"))
+@pytest.mark.parametrize("name", slow_but(WRITTEN, "a window", "sinks", "after other rows of the region"))
 @pytest.mark.parametrize("implementation", slow_but(["xla", "mosaic", "mosaic_simulated"], "xla", "mosaic"))
 def test_new_rows_are_written_and_seen(implementation, name):
     """The result equals that over a cache with the new rows, which are cast from float32 to the cache's dtype."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,9 @@ from jax.sharding import AbstractMesh
 
 from mars_jax.models import attention
 from mars_jax.models.attention import BLOCK, attend, attend_all, wide_block
+from tests.helpers import transformers_oracle
 
+wide_turns = functools.partial(attention._attend_blocks, block=64)
 blocked = jax.jit(attend)  # one compilation of each shape for all tests
 
 
@@ -82,6 +86,35 @@ def test_gradients_equal_those_of_the_plain_form_also_with_a_blind_query():
     for a, b in zip(actual, expected, strict=True):
         assert np.isfinite(a).all()
         np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", [attend, attend_all, wide_turns], ids=["chosen", "all", "wide blocks"])
+def test_sinks_have_the_output_and_the_gradient_of_gpt_oss(form):
+    """Compare with transformers and PyTorch's gradient; a query that sees no slots gets zeros."""
+    torch = pytest.importorskip("torch")
+    with transformers_oracle.third_party():
+        from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+    q, k, v, mask, live = case(8)
+    mask = mask.at[0, 1].set(False)
+    sinks = jnp.asarray([[-3.0, 0.5], [2.0, 30.0]])
+
+    def loss(q, k, v, sinks):
+        out = form(q, k, v, mask, live, sinks)
+        return jnp.sum(jnp.sin(out)), out
+
+    gradients, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, sinks)
+    inputs = [torch.tensor(np.asarray(x), requires_grad=True) for x in (q, k, v, sinks)]
+    queries, keys, values, logits = inputs
+    module = types.SimpleNamespace(num_key_value_groups=q.shape[3], sinks=logits, training=False)
+    added = torch.tensor(np.where(np.asarray(mask), 0.0, -np.inf), dtype=torch.float32)[:, None]
+    # [B, N, K, G, D] and [B, S, K, D] to [B, heads, N or S, D].
+    heads = (x.flatten(2, -2).transpose(1, 2) for x in (queries, keys, values))
+    expected, _ = eager_attention_forward(module, *heads, added, q.shape[-1] ** -0.5)
+    torch.sin(expected).sum().backward()
+    np.testing.assert_allclose(out, expected.detach().reshape(q.shape), atol=1e-6)
+    np.testing.assert_array_equal(out[0, 1], 0.0)
+    for actual, tensor in zip(gradients, inputs, strict=True):
+        np.testing.assert_allclose(actual, tensor.grad, atol=2e-6)
 
 
 def test_vmap_maps_over_ragged_live_lengths():

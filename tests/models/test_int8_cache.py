@@ -52,8 +52,8 @@ def test_attention_is_that_over_the_rounded_numbers(form):
 
     forms = {
         "all": functools.partial(attention.attend_all, mask=mask, live=jnp.int32(live), cap=20.0),
-        "blocks": lambda q, k, v: attention._attend_blocks(q, k, v, mask, jnp.int32(live), None, 20.0),
-        "wide blocks": lambda q, k, v: attention._attend_blocks(q, k, v, mask, None, None, 20.0, 96),
+        "blocks": lambda q, k, v: attention._attend_blocks(q, k, v, mask, jnp.int32(live), None, None, 20.0),
+        "wide blocks": lambda q, k, v: attention._attend_blocks(q, k, v, mask, None, None, None, 20.0, 96),
         "chosen": functools.partial(attention.attend, mask=mask, live=jnp.int32(live), cap=20.0),
         "kernel": lambda q, k, v: attention.attending("interpret", visible, slots, None)(
             q, k, v, node_rows(k, v), scale=16**-0.5, cap=20.0
