@@ -175,7 +175,7 @@ def form_with(fields: int, values: DTypeLike) -> type[Quantized] | None:
         return None
     if fields == 3:
         return Int4
-    return Mxfp4 if values == jnp.uint8 else Int8
+    return Mxfp4 if jnp.dtype(values) == jnp.uint8 else Int8
 
 
 def _dividing(sharding: Sharding | None, axes: MeshAxes, count: int) -> MeshAxes:
