@@ -423,10 +423,10 @@ def attend_all(
         lowest = sinks = sinks[None, :, None, :, None]
     top = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), lowest))
     weights = jnp.exp(scores - top)
-    denominator = jnp.sum(weights, axis=-1)
+    mixed, denominator = _mix(weights, v, q.dtype), jnp.sum(weights, axis=-1)
     if sinks is not None:
         denominator += jnp.exp(sinks - top)[..., 0]
-    return _finish(_mix(weights, v, q.dtype), denominator, q.dtype)
+    return _finish(mixed, denominator, q.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(6, 7, 8))
@@ -463,10 +463,10 @@ def _attend_blocks(
         return higher, denominator * shrink + total(weights), mixed
 
     rows = (batch, heads, n, group)
-    top, denominator = jnp.full(rows, _LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32)
+    denominator, top = jnp.zeros(rows, jnp.float32), jnp.full(rows, _LOWEST, jnp.float32)
     if sinks is not None:
         # The first slot is the sink: its weight relative to itself is 1, and its value is zero.
-        top, denominator = jnp.broadcast_to(sinks[None, :, None], rows), jnp.ones(rows, jnp.float32)
+        denominator, top = jnp.ones(rows, jnp.float32), jnp.broadcast_to(sinks[None, :, None], rows)
     carry = (top, denominator, jnp.zeros((*rows, dim), jnp.float32))
     end = slots if live is None else live.astype(jnp.int32)
     count = (end + size - 1) // size

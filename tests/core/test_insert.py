@@ -128,7 +128,7 @@ def test_a_row_put_into_a_running_state_decodes_as_it_does_alone(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle tree", "medusa tree"])
+@pytest.mark.parametrize("name", ["eagle tree", "medusa tree", "ngram, sinks"])
 def test_rows_are_put_into_each_part_of_a_mesh(name):
     """The head reads the prompt's features. Compare a mesh of two by two devices with one device."""
     target, drafter, params, vocab = of_model(name)

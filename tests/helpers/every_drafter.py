@@ -1,5 +1,6 @@
 """Every drafter with a target, its weights and its vocabulary, and a comparison of states."""
 
+import dataclasses
 import functools
 
 import jax
@@ -35,6 +36,10 @@ def of_model(name):
         shape = dflash.SHAPES[name.removeprefix("dflash ")]
         drafter = contrib.dflash(dflash.HEADS["dflash"], dflash.MODEL, tree=shape)
         return dflash.MODEL, drafter, dflash.weights("dflash"), dflash.VOCAB
+    if name == "ngram, sinks":
+        sinks = dataclasses.replace(CONFIG, windows=(None, 5), attention_sinks=True)
+        params = Params(target=init_params(sinks, jax.random.key(0), scale=0.3), draft=())
+        return language_model(sinks), DRAFTERS["ngram"], params, 64
     target = init_params(CONFIG, jax.random.key(0))
     if name.startswith("eagle"):
         tree = Dynamic(top_k=3, depth=3, nodes=9) if "tree" in name else None

@@ -302,6 +302,8 @@ def test_what_does_not_divide_is_whole_and_said():
     assert layer["o"].spec == P(None, "model")
     assert placed["embed"].spec == placed["unembed"].spec == P("model", None)
     assert layer["q_norm"].spec == placed["norm"].spec == P()
+    with_sinks = sharding.params_shardings(dataclasses.replace(CONFIG, attention_sinks=True), mesh)
+    assert with_sinks["layers"][0]["sinks"].spec == P("model")
     for config in (EAGLE_3, EAGLE_1, MEDUSA):
         placed = sharding.params_shardings(config, mesh)
         shapes = jax.eval_shape(functools.partial(weights, config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -22,6 +23,7 @@ from tests.helpers.small_models import SIZES
 
 BATCH, BUFFER = 4, 24
 CONFIG = ModelConfig(num_layers=2, windows=(None, 5), attention_cap=20.0, **SIZES)
+SINKS = dataclasses.replace(CONFIG, attention_sinks=True)
 DRAFTERS = {
     "ngram": lambda draft: drafters.ngram(3),
     "chain": lambda draft: drafters.language_model(draft, 3),
@@ -31,22 +33,22 @@ DRAFTERS = {
 
 
 @functools.cache
-def params():
+def params(config):
     drawn, noise = (
-        init_params(CONFIG, jax.random.key(seed), scale=scale) for seed, scale in ((0, 0.3), (1, 0.1))
+        init_params(config, jax.random.key(seed), scale=scale) for seed, scale in ((0, 0.3), (1, 0.1))
     )
     return Params(target=drawn, draft=jax.tree.map(lambda x, y: x + y if x.ndim > 1 else x, drawn, noise))
 
 
-def decoded(name, attention, mesh=None):
-    model = language_model(CONFIG, attention=attention)
+def decoded(name, attention, mesh=None, config=CONFIG):
+    model = language_model(config, attention=attention)
     decoder = decode.speculative_decoder(model, DRAFTERS[name](model), verify.mars(), prefill_chunk=8)
-    prompts, lengths = ragged([1, 12, 7, 3], BUFFER, CONFIG.vocab_size)
+    prompts, lengths = ragged([1, 12, 7, 3], BUFFER, config.vocab_size)
     rows = (prompts, lengths, make_controls(BATCH, limit=BUFFER), verify.for_rows(verify.mars(), BATCH))
     rows = Prompts(*rows, keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32)))
-    weights = params()
+    weights = params(config)
     if mesh is not None:
-        weights = Params(*(shardings.place(part, CONFIG, mesh) for part in weights[:2]))
+        weights = Params(*(shardings.place(part, config, mesh) for part in weights[:2]))
         rows = jax.device_put(rows, shardings.state_shardings(rows, mesh))
     quick = {"xla_backend_optimization_level": 0}
     with jax.set_mesh(mesh):
@@ -57,22 +59,26 @@ def decoded(name, attention, mesh=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_the_tokens_are_those_without_the_kernel(name):
-    tokens, steps, _ = decoded(name, "interpret")
-    expected, expected_steps, _ = decoded(name, "xla")
+@pytest.mark.parametrize(("name", "config"), [*((name, CONFIG) for name in DRAFTERS), ("tree", SINKS)])
+def test_the_tokens_are_those_without_the_kernel(name, config):
+    tokens, steps, _ = decoded(name, "interpret", config=config)
+    expected, expected_steps, _ = decoded(name, "xla", config=config)
     assert tokens == expected and steps == expected_steps
     assert all(len(row) == BUFFER for row in tokens)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", ["data=2,model=2", "model=4"])
-def test_on_a_mesh_each_device_attends_with_its_own_heads(axes):
+@pytest.mark.parametrize(
+    ("axes", "config"), [("data=2,model=2", CONFIG), ("model=4", CONFIG), ("data=2,model=2", SINKS)]
+)
+def test_on_a_mesh_each_device_attends_with_its_own_heads(axes, config):
     """Divide two heads over two devices; with four devices, every device has both heads."""
     mesh = shardings.parse_mesh(axes)
-    tokens, steps, with_kernel = decoded("tree", "interpret", mesh)
-    expected, expected_steps, without = decoded("tree", "xla", mesh)
+    tokens, steps, with_kernel = decoded("tree", "interpret", mesh, config)
+    expected, expected_steps, without = decoded("tree", "xla", mesh, config)
     assert tokens == expected and steps == expected_steps
+    if config is SINKS:
+        assert tokens == decoded("tree", "xla", config=config)[0]
     collectives = re.compile(r" (?:all-reduce|all-gather|all-to-all)(?:-start)?\(")
     if axes == "data=2,model=2":
         assert len(collectives.findall(with_kernel)) == len(collectives.findall(without))

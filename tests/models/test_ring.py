@@ -80,9 +80,19 @@ GEMMA = {
             marks=pytest.mark.slow,
         ),
         ({"head_dim": 32, "intermediate_size": 256}, {"bits": 4}, 2),
+        (GEMMA | {"attention_sinks": True}, {}, 2),
         ({}, {"layer_mask": ((True, False), (False, True))}, 2),
     ],
-    ids=["plain", "four devices", "norms and windows", "the kernel", "8 bits", "4 bits", "some sublayers"],
+    ids=[
+        "plain",
+        "four devices",
+        "norms and windows",
+        "the kernel",
+        "8 bits",
+        "4 bits",
+        "sinks",
+        "some sublayers",
+    ],
 )
 def test_a_chunk_is_that_of_one_device(changes, options, devices):
     config = ModelConfig(**SMALL | changes)

@@ -45,9 +45,10 @@ class Case(NamedTuple):
     batch: int
     dtype: str
     slots: int = 4224
+    sinks: bool = False
 
     def __str__(self) -> str:
-        return f"{self.heads}, {self.queries}, {self.batch} rows, {self.dtype}"
+        return f"{self.heads}, {self.queries}, {self.batch} rows, {self.dtype}{', sinks' * self.sinks}"
 
 
 SOME = (
@@ -58,6 +59,8 @@ SOME = (
     Case("llama-3.1-8b", "tree", 3, "int8"),
     Case("llama-3.3-70b over 8", "chain", 2, "bfloat16"),
     Case("gemma3-4b", "tree", 2, "bfloat16"),
+    Case("gemma3-4b", "tree", 2, "bfloat16", sinks=True),
+    Case("llama-3.1-8b", "chunk of 512", 2, "int8", sinks=True),
 )
 ALL = tuple(
     Case(name, queries, 2, dtype)
@@ -92,6 +95,8 @@ def compile_case(case: Case, generation: str, *, writes: bool = False) -> dict[s
             operands[f"{side}_scale"] = array(case.batch, case.slots, kv_heads, dtype=jnp.float32)
     if case.queries.startswith("tree"):
         operands["seen"] = array(case.batch, n, n, dtype=bool)
+    if case.sinks:
+        operands["sinks"] = array(kv_heads, group, dtype=jnp.float32)
     if writes:
         rows = array(case.batch, n, kv_heads, dim, dtype=jnp.bfloat16)
         operands["new"] = NewRows(rows, rows, array(case.batch))
