@@ -46,11 +46,23 @@ def dequantised_mxfp4(values: Array, scale: Array) -> Array:
     >>> dequantised_mxfp4(jnp.full((1, 16), 0xA7, jnp.uint8), jnp.asarray([[128]], jnp.uint8))[0, :2].tolist()
     [12.0, -2.0]
     """
-    codes = jnp.stack([values & 15, values >> 4], axis=-1)
-    # Three bits count 0, 0.5, 1, 1.5, 2, 3, 4, 6; the fourth is the sign. In halves: 0, 1, 2, 3, 4, 6, 8, 12.
-    count = (codes & 7).astype(jnp.int8)
+    codes = jnp.stack([values & 15, values >> 4], axis=-1).astype(jnp.int32)
+    numbers = mxfp4_numbers(codes).reshape(*scale.shape, BLOCK)
+    return (numbers * mxfp4_powers(scale)[..., None]).reshape(*values.shape[:-1], -1)
+
+
+def mxfp4_numbers(codes: Array) -> Array:
+    """Return the numbers f32[...] of 4-bit codes i32[...]: a sign above 0, 0.5, 1, 1.5, 2, 3, 4 or 6."""
+    count = codes & 7
     halves = (count + jnp.maximum(count, 4) + 2 * jnp.maximum(count, 6) - 16).astype(jnp.float32)
-    numbers = jnp.where(codes > 7, -halves, halves).reshape(*scale.shape, BLOCK) * 0.5
-    # The scale is the exponent of a float32 number: 127 stands for 1.
-    powers = lax.bitcast_convert_type(scale.astype(jnp.uint32) << 23, jnp.float32)
-    return (numbers * powers[..., None]).reshape(*values.shape[:-1], -1)
+    return jnp.where(codes > 7, -halves, halves) * 0.5
+
+
+def mxfp4_powers(scale: Array) -> Array:
+    """Return the powers of two f32[...] of u8[...]: the exponents of float32 numbers, where 127 stands for 1."""
+    return lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
+
+
+def dense_by_expert_mxfp4(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
+    """See `api.dense_by_expert_mxfp4`."""
+    return ragged_product(x, dequantised_mxfp4(values, scale).astype(x.dtype), sizes)

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from kernels_pallas.common import block_width
 from kernels_pallas.dispatch import kernel_on, with_gradient_of
 from kernels_pallas.experts import xla as experts_xla
-from kernels_pallas.experts.api import dense_by_expert_int8
+from kernels_pallas.experts.api import dense_by_expert_int8, dense_by_expert_mxfp4
 from mars_jax.mesh.axes import expert_axes, map_devices
 from mars_jax.models.layers import ACTIVATIONS, clamped_swiglu, dense, dense_cpu, gated_mlp
 from mars_jax.models.quantize import Int8, Mxfp4
@@ -102,11 +102,13 @@ def dense_by_expert(x: Array, w: Array | Int8 | Mxfp4, sizes: Array) -> Array:
         return lax.platform_dependent(x, w.values, w.scale, sizes, **forms)
     if isinstance(w, Mxfp4):
 
-        def dequantised(x: Array, w: Mxfp4, sizes: Array) -> Array:
-            return ragged(x, w.astype(x.dtype), sizes)
+        def mxfp4_blocks(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
+            return _blocks(x, Mxfp4(values, scale, dtype=w.dtype), sizes)
 
-        cpu = with_gradient_of(dequantised, _blocks)
-        return lax.platform_dependent(x, w, sizes, cpu=cpu, default=dequantised)
+        xla = experts_xla.dense_by_expert_mxfp4
+        tpu = functools.partial(dense_by_expert_mxfp4, platform="tpu")
+        forms = {"cpu": with_gradient_of(xla, mxfp4_blocks), "tpu": tpu, "default": xla}
+        return lax.platform_dependent(x, w.values, w.scale, sizes, **forms)
     return lax.platform_dependent(x, w, sizes, cpu=blocks, tpu=_megablox, default=ragged)
 
 

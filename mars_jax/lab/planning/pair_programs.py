@@ -132,7 +132,7 @@ class Programs:
     """The decode loop of a pair of models on a mesh, for `batch` rows of `context` tokens, ready to be lowered.
 
     `dtype` is the dtype of the weights, one of `settings.DTYPES`. int8 and int4 apply only to the target's matrices;
-    everything else is bfloat16.
+    everything else is bfloat16. `packed_experts` keeps the target's experts in MXFP4.
     """
 
     target: ModelConfig
@@ -143,6 +143,7 @@ class Programs:
     batch: int
     context: int
     dtype: str
+    packed_experts: bool = False
 
     @functools.cached_property
     def drafter(self) -> Drafter:
@@ -152,7 +153,8 @@ class Programs:
     @functools.cached_property
     def params(self) -> Params:
         """Abstract weights of both models, with shardings."""
-        params = Params(target=self._weights(self.target, BITS.get(self.dtype)))
+        bits = BITS.get(self.dtype)
+        params = Params(target=self._weights(self.target, bits, packed_experts=self.packed_experts))
         if self.draft.config is not None:
             params = params._replace(draft=self._weights(self.draft.config, None))
         return params
@@ -178,9 +180,14 @@ class Programs:
     def _decoder(self) -> Decoder:
         return speculative_decoder(self._model, self.drafter, self.verify)
 
-    def _weights(self, config: AnyConfig, bits: int | None) -> PyTree:
-        placement = shardings.params_shardings(config, self.mesh)
-        return shardings.abstract_params(config, wide_dtype(self.dtype), bits=bits, shardings=placement)
+    def _weights(self, config: AnyConfig, bits: int | None, *, packed_experts: bool = False) -> PyTree:
+        return shardings.abstract_params(
+            config,
+            wide_dtype(self.dtype),
+            bits=bits,
+            packed_experts=packed_experts,
+            shardings=shardings.params_shardings(config, self.mesh),
+        )
 
 
 def lower_loop(
