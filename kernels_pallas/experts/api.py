@@ -1,4 +1,4 @@
-"""Rows sorted by expert, each times its expert's matrix, in int8 or MXFP4.
+"""The operation `dense_by_expert_int8`: rows sorted by expert, each times its expert's int8 matrix.
 
 R rows, K inner and N outer width, X experts. Oracle: each row times its dequantised matrix (tests/models/test_moe.py).
 """
@@ -37,29 +37,5 @@ def dense_by_expert_int8(
     [[1.0], [2.0], [2.0]]
     """
     forms = {"xla": xla.dense_by_expert_int8, "pallas_tpu": mosaic.dense_by_expert_int8}
-    operands = (x, values, scale, sizes)
-    return dispatch(implementation, interpret, operands, forms, platform=platform, differentiable=True)
-
-
-def dense_by_expert_mxfp4(
-    x: Array,
-    values: Array,
-    scale: Array,
-    sizes: Array,
-    *,
-    implementation: str | None = None,
-    platform: str | None = None,
-    interpret: Interpret = False,
-) -> Array:
-    """Multiply x [R, K] by the matrices of values u8[X, N, K / 2] and scale u8[X, N, K / 32]: f32[R, N]. Differentiable.
-
-    The fields are those of `models.quantize.Mxfp4`; other arguments are as for `dense_by_expert_int8`.
-
-    >>> import jax.numpy as jnp
-    >>> x, values, scale = jnp.ones((1, 32)), jnp.full((1, 1, 16), 0x22, jnp.uint8), jnp.full((1, 1, 1), 128, jnp.uint8)
-    >>> dense_by_expert_mxfp4(x, values, scale, jnp.asarray([1], jnp.int32)).tolist()
-    [[64.0]]
-    """
-    forms = {"xla": xla.dense_by_expert_mxfp4, "pallas_tpu": mosaic.dense_by_expert_mxfp4}
     operands = (x, values, scale, sizes)
     return dispatch(implementation, interpret, operands, forms, platform=platform, differentiable=True)

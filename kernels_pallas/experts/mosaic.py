@@ -83,7 +83,7 @@ def dense_by_expert_int8(
 def dense_by_expert_mxfp4(
     x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Interpret = False
 ) -> Array:
-    """See `api.dense_by_expert_mxfp4`. XLA copies the scales of all experts, 1/17 of the bytes, to another layout."""
+    """See `xla.dense_by_expert_mxfp4`. XLA copies the scales of all experts, 1/17 of the bytes, to another layout."""
     # A byte holds inputs 2j and 2j + 1: order the inputs of x so that all low halves come before all high halves.
     x = jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1)
     # The stored layout of matrices whose rows do not fill registers, as above.

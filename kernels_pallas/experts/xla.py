@@ -64,5 +64,5 @@ def mxfp4_powers(scale: Array) -> Array:
 
 
 def dense_by_expert_mxfp4(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
-    """See `api.dense_by_expert_mxfp4`."""
+    """Multiply x [R, K] by the matrices of values u8[X, N, K / 2] and scale u8[X, N, K / 32]: f32[R, N]."""
     return ragged_product(x, dequantised_mxfp4(values, scale).astype(x.dtype), sizes)

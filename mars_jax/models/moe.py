@@ -10,8 +10,8 @@ token, R = T * C rows, X experts, E hidden size, M hidden units of an expert.
 Gathering each token's matrices would copy them, and running every expert on every token does X / C times the work.
 Instead the rows are sorted by expert, and every expert multiplies its rows. `lax.ragged_dot_general` does that in one
 operation, but is slow on two backends. On TPUs, except for int8 on v5e, XLA first copies all matrices to a different
-layout. TPUs therefore use Megablox (arXiv 2211.15841; the kernel is in JAX), and for int8, which Megablox does not
-support, our own kernel. XLA's CPU backend expands the operation to all experts and all rows and transposes the weights
+layout. TPUs therefore use Megablox (arXiv 2211.15841; the kernel is in JAX), and for int8 and MXFP4, which Megablox
+does not support, our own kernels. XLA's CPU backend expands the operation to all experts and all rows and transposes the weights
 first, which is slower than running every expert on every token. CPUs therefore use `_blocks`. All three read only the
 experts that have rows, in their stored layout.
 """
@@ -30,7 +30,8 @@ from jax.sharding import PartitionSpec as P
 from kernels_pallas.common import block_width
 from kernels_pallas.dispatch import kernel_on, with_gradient_of
 from kernels_pallas.experts import xla as experts_xla
-from kernels_pallas.experts.api import dense_by_expert_int8, dense_by_expert_mxfp4
+from kernels_pallas.experts import mosaic as experts_mosaic
+from kernels_pallas.experts.api import dense_by_expert_int8
 from mars_jax.mesh.axes import expert_axes, map_devices
 from mars_jax.models.layers import ACTIVATIONS, clamped_swiglu, dense, dense_cpu, gated_mlp
 from mars_jax.models.quantize import Int8, Mxfp4
@@ -106,8 +107,8 @@ def dense_by_expert(x: Array, w: Array | Int8 | Mxfp4, sizes: Array) -> Array:
             return _blocks(x, Mxfp4(values, scale, dtype=w.dtype), sizes)
 
         xla = experts_xla.dense_by_expert_mxfp4
-        tpu = functools.partial(dense_by_expert_mxfp4, platform="tpu")
-        forms = {"cpu": with_gradient_of(xla, mxfp4_blocks), "tpu": tpu, "default": xla}
+        tpu = kernel_on("tpu", experts_mosaic.dense_by_expert_mxfp4, xla)
+        forms = {"cpu": with_gradient_of(xla, mxfp4_blocks), "tpu": with_gradient_of(xla, tpu), "default": xla}
         return lax.platform_dependent(x, w.values, w.scale, sizes, **forms)
     return lax.platform_dependent(x, w, sizes, cpu=blocks, tpu=_megablox, default=ragged)
 

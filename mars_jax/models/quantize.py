@@ -48,14 +48,11 @@ class Int8:
     scale: Array  # f32[..., out]; the matrix is values * scale[..., None]
     # Dtype of the represented matrix, and of rows looked up in it.
     dtype: np.dtype = struct.field(pytree_node=False)
+    group = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
-
-    @property
-    def group(self) -> int | None:
-        return None
 
     def astype(self, dtype: DTypeLike) -> Array:
         """Return the dequantised matrix."""
@@ -123,14 +120,11 @@ class Mxfp4:
     values: Array  # u8[..., out, in / 2]; two numbers in a byte, the first in its low half
     scale: Array  # u8[..., out, in / 32]; exponents, 127 stands for 1
     dtype: np.dtype = struct.field(pytree_node=False)  # of the represented matrices
+    group = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return *self.values.shape[:-1], 2 * self.values.shape[-1]
-
-    @property
-    def group(self) -> int | None:
-        return None
 
     def astype(self, dtype: DTypeLike) -> Array:
         """Return the dequantised matrices."""
@@ -149,10 +143,7 @@ class Mxfp4:
         out = _dividing(sharding, out, outputs // BLOCK)
         inner = _dividing(sharding, inner, inputs // BLOCK)
         at = _at(sharding, (*row_axes, out, inner))
-        return [
-            Leaf((*rows, outputs, inputs // 2), "uint8", at),
-            Leaf((*rows, outputs, inputs // BLOCK), "uint8", at),
-        ]
+        return [Leaf((*rows, outputs, width), "uint8", at) for width in (inputs // 2, inputs // BLOCK)]
 
 
 Quantized = Int8 | Int4 | Mxfp4

@@ -151,9 +151,8 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         args.dump.mkdir(parents=True, exist_ok=True)
     target = _config(args.target)
     args.context = args.context or min(CONTEXT, target.max_positions)
-    # As in `hub.load`: by default, experts in MXFP4 are kept; bfloat16, float32 and int8 on request.
-    packed_dtypes = ("int4",) if args.dtype else ("int4", "bfloat16")
-    packed_experts = _packs_experts(args.target)
+    # As in `hub.load`, experts in MXFP4 are kept by default and with int4, and are otherwise dequantised.
+    packed_dtypes = ("int4", "" if args.dtype else "bfloat16") if _packs_experts(args.target) else ()
     args.dtype = args.dtype or _stored_dtype(args.target)
     requested_slice = topology(args.topology)
     draft = _draft(args.draft, target)
@@ -182,7 +181,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
             batch=args.batch,
             context=args.context,
             dtype=dtype,
-            packed_experts=packed_experts and dtype in packed_dtypes,
+            packed_experts=dtype in packed_dtypes,
         )
 
     def attempt(name: str | None, dtype: str) -> Attempt:

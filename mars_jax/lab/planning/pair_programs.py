@@ -132,7 +132,7 @@ class Programs:
     """The decode loop of a pair of models on a mesh, for `batch` rows of `context` tokens, ready to be lowered.
 
     `dtype` is the dtype of the weights, one of `settings.DTYPES`. int8 and int4 apply only to the target's matrices;
-    everything else is bfloat16. `packed_experts` keeps the target's experts in MXFP4.
+    everything else is bfloat16. `packed_experts` keeps experts in MXFP4.
     """
 
     target: ModelConfig
@@ -153,8 +153,7 @@ class Programs:
     @functools.cached_property
     def params(self) -> Params:
         """Abstract weights of both models, with shardings."""
-        bits = BITS.get(self.dtype)
-        params = Params(target=self._weights(self.target, bits, packed_experts=self.packed_experts))
+        params = Params(target=self._weights(self.target, BITS.get(self.dtype)))
         if self.draft.config is not None:
             params = params._replace(draft=self._weights(self.draft.config, None))
         return params
@@ -180,14 +179,10 @@ class Programs:
     def _decoder(self) -> Decoder:
         return speculative_decoder(self._model, self.drafter, self.verify)
 
-    def _weights(self, config: AnyConfig, bits: int | None, *, packed_experts: bool = False) -> PyTree:
-        return shardings.abstract_params(
-            config,
-            wide_dtype(self.dtype),
-            bits=bits,
-            packed_experts=packed_experts,
-            shardings=shardings.params_shardings(config, self.mesh),
-        )
+    def _weights(self, config: AnyConfig, bits: int | None) -> PyTree:
+        dtype, packed = wide_dtype(self.dtype), self.packed_experts
+        placement = shardings.params_shardings(config, self.mesh)
+        return shardings.abstract_params(config, dtype, bits=bits, packed_experts=packed, shardings=placement)
 
 
 def lower_loop(
