@@ -126,6 +126,7 @@ def test_in_4_bits_some_matrices_have_8():
     assert bits("layers", 0, "up", shape=(7, 64)) == 4 and bits("layers", 0, "up", shape=(7, 40)) == 8
     assert bits("embed", shape=(7, 64)) == bits("layers", 0, "expert_up", shape=(4, 7, 64)) == 8
     assert bits("layers", 0, "router", shape=(4, 64)) is None
+    assert bits("layers", 0, "sinks", shape=(64,)) is None
 
 
 SIZES = {"vocab_size": 29, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 4}

@@ -188,6 +188,7 @@ def layer_config(data: JsonObject, shapes: Iterable[str]) -> ModelConfig:
         o_bias=has("self_attn.o_proj.bias"),
         mlp_bias=has("mlp.gate_proj.bias"),
         qk_norm=has("self_attn.q_norm.weight"),
+        attention_sinks=has("self_attn.sinks"),
     )
 
 
