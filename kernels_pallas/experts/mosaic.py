@@ -1,8 +1,9 @@
 """TPU kernels for int8 and MXFP4 in a mixture of experts: rows sorted by expert, each times its expert's matrix.
 
 R rows, K inner and N outer width, X experts. On v5p and v6e XLA's ragged product first copies all experts into a
-different layout, and Megablox does not support int8. These kernels read only the matrices of experts that have rows,
-once each, in their stored layout. MXFP4 is dequantised a block at a time, exactly. Oracle: each row times its dequantised matrix (tests/models/test_moe.py).
+different layout, and Megablox supports neither. These kernels read only the matrices of experts that have rows, once
+each, in their stored layout. MXFP4 is dequantised a block at a time, exactly. Oracle: each row times its dequantised
+matrix (tests/models/test_moe.py).
 
 A visit is a (row tile, expert) pair such that the tile contains rows of the expert. A visit multiplies the whole tile
 by the expert's matrix and masks the rows of other experts, as in Megablox (arXiv 2211.15841).
@@ -120,7 +121,9 @@ def _by_expert(
 
     def spec(array: Array, axis: int) -> pl.BlockSpec:
         if axis == 1:
-            return pl.BlockSpec((None, out_width, array.shape[2]), lambda n, v, experts, *_: (experts[v], n, 0))
+            return pl.BlockSpec(
+                (None, out_width, array.shape[2]), lambda n, v, experts, *_: (experts[v], n, 0)
+            )
         return pl.BlockSpec((None, array.shape[1], out_width), lambda n, v, experts, *_: (experts[v], 0, n))
 
     padded_product = pl.pallas_call(
@@ -190,7 +193,7 @@ def _int8_product(x: Array, w_ref: Ref, scale: Ref, *, inner_axis: int) -> Array
 
 
 def _mxfp4_product(x: Array, values: Ref, scale: Ref) -> Array:
-    """Multiply by the matrix of u8[K / 2, width] and u8[K / 32, width], whose low halves come before its high halves."""
+    """Multiply by u8[K / 2, width] and u8[K / 32, width]; x has the inputs of the low halves before the others."""
     codes, powers = values[...].astype(jnp.int32), mxfp4_powers(scale[...])
     groups, width = powers.shape
     # Each power belongs to the 16 bytes of a block.

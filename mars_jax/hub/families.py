@@ -342,9 +342,8 @@ def _read_gpt_oss(data: JsonObject) -> Fields:
 
 
 def _write_gpt_oss(config: ModelConfig) -> JsonObject:
-    alpha, limit = config.swiglu or (None, None)
-    swiglu = {"swiglu_alpha": alpha, "swiglu_limit": limit}
-    return _write_types(config) | _write_mixtral(config) | swiglu
+    alpha, limit = config.swiglu or (_GPT_OSS["swiglu_alpha"], _GPT_OSS["swiglu_limit"])
+    return _write_types(config) | _write_mixtral(config) | {"swiglu_alpha": alpha, "swiglu_limit": limit}
 
 
 # Defaults of transformers' config classes. The text_config of Gemma 3 with images omits most of them.
@@ -389,7 +388,12 @@ _OLMO = {"rms_norm_eps": 1e-5}
 _GPT_OSS = {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True}
 _GPT_OSS |= {"max_position_embeddings": 131072, "sliding_window": 128, "num_local_experts": 128}
 _GPT_OSS |= {"num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-_GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _NO_PADDING: JsonObject = {"pad_token_id": None}
 """The default is a token of the published vocabulary, which a smaller one lacks."""
 _MULTIPLIERS = {"embedding_multiplier": "embedding_multiplier", "residual_multiplier": "residual_multiplier"}

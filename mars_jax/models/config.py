@@ -206,7 +206,9 @@ class ModelConfig:
             if cap is not None and not 0 < cap < math.inf:
                 raise MarsError(f"a soft cap is {cap}: it must be positive, or None for none.")
         if self.swiglu is not None and not all(0 < x < math.inf for x in self.swiglu):
-            raise MarsError(f"swiglu is {self.swiglu}: its alpha and its limit must be positive, or None for none.")
+            raise MarsError(
+                f"swiglu is {self.swiglu}: its alpha and its limit must be positive, or None for none."
+            )
         if self.activation not in ACTIVATIONS:
             raise MarsError(
                 f"activation '{self.activation}' is not supported: choose one of {', '.join(ACTIVATIONS)}."

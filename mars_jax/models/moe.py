@@ -11,9 +11,9 @@ Gathering each token's matrices would copy them, and running every expert on eve
 Instead the rows are sorted by expert, and every expert multiplies its rows. `lax.ragged_dot_general` does that in one
 operation, but is slow on two backends. On TPUs, except for int8 on v5e, XLA first copies all matrices to a different
 layout. TPUs therefore use Megablox (arXiv 2211.15841; the kernel is in JAX), and for int8 and MXFP4, which Megablox
-does not support, our own kernels. XLA's CPU backend expands the operation to all experts and all rows and transposes the weights
-first, which is slower than running every expert on every token. CPUs therefore use `_blocks`. All three read only the
-experts that have rows, in their stored layout.
+does not support, our own kernels. XLA's CPU backend expands the operation to all experts and all rows and transposes
+the weights first, which is slower than running every expert on every token. CPUs therefore use `_blocks`. All of them
+read only the experts that have rows, in their stored layout.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec as P
 
 from kernels_pallas.common import block_width
 from kernels_pallas.dispatch import kernel_on, with_gradient_of
-from kernels_pallas.experts import xla as experts_xla
 from kernels_pallas.experts import mosaic as experts_mosaic
+from kernels_pallas.experts import xla as experts_xla
 from kernels_pallas.experts.api import dense_by_expert_int8
 from mars_jax.mesh.axes import expert_axes, map_devices
 from mars_jax.models.layers import ACTIVATIONS, clamped_swiglu, dense, dense_cpu, gated_mlp
@@ -108,7 +108,11 @@ def dense_by_expert(x: Array, w: Array | Int8 | Mxfp4, sizes: Array) -> Array:
 
         xla = experts_xla.dense_by_expert_mxfp4
         tpu = kernel_on("tpu", experts_mosaic.dense_by_expert_mxfp4, xla)
-        forms = {"cpu": with_gradient_of(xla, mxfp4_blocks), "tpu": with_gradient_of(xla, tpu), "default": xla}
+        forms = {
+            "cpu": with_gradient_of(xla, mxfp4_blocks),
+            "tpu": with_gradient_of(xla, tpu),
+            "default": xla,
+        }
         return lax.platform_dependent(x, w.values, w.scale, sizes, **forms)
     return lax.platform_dependent(x, w, sizes, cpu=blocks, tpu=_megablox, default=ragged)
 

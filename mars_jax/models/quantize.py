@@ -1,9 +1,9 @@
-"""Weights in 8 bits, symmetric per output channel, or in 4 bits, in groups of inputs with a scale and an offset.
+"""Weights in 8 bits, symmetric per output channel, in 4 bits, in groups of inputs with a scale and an offset, or MXFP4.
 
 A quantised matrix replaces the matrix in params: `layers.dense` accepts `Int8` and `Int4`, `layers.embed` only `Int8`,
-`moe.dense_by_expert` `Int8` and `Mxfp4`. Products are computed on the integers, which every float dtype in use represents
-exactly, and are scaled afterwards; sums stay float32. Oracle: the product with the dequantised matrix
-(tests/models/test_quantize.py).
+`moe.dense_by_expert` `Int8` and `Mxfp4`. Products of the first two are computed on the integers, which every float
+dtype in use represents exactly, and are scaled afterwards; sums stay float32. Oracle: the product with the dequantised
+matrix (tests/models/test_quantize.py).
 """
 
 from __future__ import annotations

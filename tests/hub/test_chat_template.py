@@ -96,8 +96,14 @@ TOOL = {
         "required": ["places"],
     },
 }
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1]}}}]}
-TEMPLATES = {"features": FEATURES, "harmony": HARMONY} | {name: text for name in MODELS if (text := template_of(name))}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1]}}}],
+}
+TEMPLATES = {"features": FEATURES, "harmony": HARMONY} | {
+    name: text for name in MODELS if (text := template_of(name))
+}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -93,7 +93,9 @@ def config_json(head: Head, wide: int, vocab: int) -> dict[str, Any]:
         return fields | {"transformer_layer_config": layer}
     if head.layout == "eagle3":
         fields = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTED}
-        return layer | fields | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(head.feature_layers)}}
+        return (
+            layer | fields | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(head.feature_layers)}}
+        )
     return layer | {"architectures": ["LlamaForCausalLM"], "bias": True}
 
 

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from mars_jax import hub
 from mars_jax.cli.generate.job import _dtype
+from mars_jax.lab.commands import plan
 from mars_jax.models.quantize import Int4, Int8, Mxfp4, num_bytes
 from mars_jax.utils.errors import MarsError
 from tests.helpers import slow_but, transformers_oracle
@@ -58,9 +59,7 @@ def published(tmp_path_factory):
     transformers_oracle.save_torch(model, folder)
     stored = load_file(folder / "model.safetensors")
     replaced = {name.removesuffix("_blocks") for name in packed}
-    save_file(
-        {k: v for k, v in stored.items() if k not in replaced} | packed, folder / "model.safetensors"
-    )
+    save_file({k: v for k, v in stored.items() if k not in replaced} | packed, folder / "model.safetensors")
     edit(folder, quantization_config={"quant_method": "mxfp4"})
     return model, folder
 
@@ -77,24 +76,34 @@ def expected(model, i):
     return {"expert_gate": gate_up[:, ::2], "expert_up": gate_up[:, 1::2], "expert_down": down}
 
 
-@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "int8", "int4"])
-def test_experts_are_kept_in_4_bits_or_dequantised_exactly(published, dtype):
+HELD = EXPERTS * INNER * HIDDEN
+BYTES = {Mxfp4: HELD * 17 // 32, Int8: HELD + 4 * EXPERTS * INNER}
+"""4 bits for each number and 8 for each block of 32; 8 bits and a float32 scale for each output."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form", "named"),
+    [
+        (None, Mxfp4, "mxfp4"),
+        ("int4", Mxfp4, "int4"),
+        ("int8", Int8, "int8"),
+        ("bfloat16", jax.Array, "bfloat16"),
+        ("float32", jax.Array, "float32"),
+    ],
+)
+def test_experts_are_kept_in_4_bits_or_dequantised_exactly(published, dtype, form, named):
     model, folder = published
     params = hub.load(folder, dtype=dtype).params
-    form = {None: Mxfp4, "int4": Mxfp4, "int8": Int8}.get(dtype, jax.Array)
-    for i, name in ((i, name) for i in range(LAYERS) for name in expected(model, i)):
-        weight = params["layers"][i][name]
-        assert isinstance(weight, form), name
-        if form is not Int8:
-            # Every number is exact in bfloat16.
-            np.testing.assert_array_equal(weight.astype("float32"), expected(model, i)[name])
-    # The default and int4 hold 4 bits for each number and 8 for each block of 32.
-    held = sum(map(num_bytes, jax.tree.leaves(params["layers"][0]["expert_up"])))
-    assert held == EXPERTS * INNER * {None: HIDDEN * 17 // 32, "int4": HIDDEN * 17 // 32}.get(
-        dtype, held // EXPERTS // INNER
-    )
-    assert isinstance(params["layers"][0]["q"], Int4) == (dtype == "int4")
-    assert _dtype(params) == {None: "mxfp4", "int4": "int4", "int8": "int8"}.get(dtype, dtype)
+    assert _dtype(params) == named and isinstance(params["layers"][0]["q"], Int4) == (dtype == "int4")
+    for i in range(LAYERS):
+        for name, matrices in expected(model, i).items():
+            weight = params["layers"][i][name]
+            assert isinstance(weight, form), name
+            if form is not Int8:
+                # Every number is exact in bfloat16.
+                np.testing.assert_array_equal(weight.astype("float32"), matrices)
+    if form in BYTES:
+        assert sum(map(num_bytes, jax.tree.leaves(params["layers"][0]["expert_up"]))) == BYTES[form]
 
 
 @pytest.mark.parametrize("mesh", slow_but([None, "model=2", "expert=2,model=2", "expert=4,model=2"], None))
@@ -108,11 +117,13 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(published, mesh):
     np.testing.assert_array_equal(greedy, transformers_oracle.torch_greedy(model, PROMPTS, 16))
 
 
-def test_a_conversion_keeps_them_on_request(published, tmp_path):
+@pytest.mark.parametrize(("dtype", "form"), [(None, Mxfp4), ("int4", Mxfp4), ("bfloat16", jax.Array)])
+def test_a_conversion_keeps_them_as_well(published, dtype, form, tmp_path):
     model, folder = published
-    hub.convert(folder, tmp_path / "converted", dtype="int4")
+    hub.convert(folder, tmp_path / "converted", dtype=dtype)
     weight = hub.load(tmp_path / "converted").params["layers"][1]["expert_down"]
-    assert isinstance(weight, Mxfp4)
+    assert isinstance(weight, form)
+    assert plan._packs_experts(str(tmp_path / "converted")) == (form is Mxfp4)
     np.testing.assert_array_equal(weight.astype("float32"), expected(model, 1)["expert_down"])
 
 

@@ -123,7 +123,9 @@ CASES = {
     "gpt-oss": ("GptOss", MISTRAL | GPT_OSS | rope("yarn", **TRAINED, truncate=False)),
     "gpt-oss, one expert, only windows, no biases": (
         "GptOss",
-        BASE | GPT_OSS | {"layer_types": ["sliding_attention"] * 2, "num_experts_per_tok": 1, "attention_bias": False},
+        BASE
+        | GPT_OSS
+        | {"layer_types": ["sliding_attention"] * 2, "num_experts_per_tok": 1, "attention_bias": False},
     ),
     "gemma2, caps": ("Gemma2", GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}),
     "gemma2, no caps": ("Gemma2", GEMMA | NO_CAPS | {"attention_bias": True, "tie_word_embeddings": False}),

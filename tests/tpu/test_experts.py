@@ -57,7 +57,9 @@ def test_in_8_bits_no_expert_is_copied_either(rows, outer, inner, generation):
 def test_in_mxfp4_only_scales_are_copied(rows, generation):
     """The shapes are those of gpt-oss."""
     w = Mxfp4(
-        jax.ShapeDtypeStruct((16, 2880, 1440), "uint8"), jax.ShapeDtypeStruct((16, 2880, 90), "uint8"), "bfloat16"
+        jax.ShapeDtypeStruct((16, 2880, 1440), "uint8"),
+        jax.ShapeDtypeStruct((16, 2880, 90), "uint8"),
+        "bfloat16",
     )
     report = compiled(w, rows, generation)
     assert report["mosaic_kernels"] == 1

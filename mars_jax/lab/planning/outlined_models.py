@@ -32,7 +32,6 @@ _qwen3 = partial(
 )
 
 
-
 def _gpt_oss(layers: int, experts: int) -> ModelConfig:
     sizes = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "vocab_size": 201088}
     sizes |= {"num_hidden_layers": layers, "num_local_experts": experts}
