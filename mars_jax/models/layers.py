@@ -33,8 +33,8 @@ ACTIVATIONS = {
 def clamped_swiglu(gate: Array, up: Array, alpha: float, limit: float) -> Array:
     """Return (up + 1) * gate * sigmoid(alpha * gate), after clamping gate from above and up on both sides (gpt-oss).
 
-    >>> clamped_swiglu(jnp.asarray([9.0]), jnp.asarray([-9.0]), 1.0, 2.0).round(3).tolist()
-    [-1.7619999647140503]
+    >>> float(clamped_swiglu(jnp.asarray(9.0), jnp.asarray(-9.0), 0.0, 2.0))  # (-2 + 1) * 2 * sigmoid(0)
+    -1.0
     """
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
