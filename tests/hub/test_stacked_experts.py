@@ -106,11 +106,19 @@ def test_experts_are_kept_in_4_bits_or_dequantised_exactly(published, dtype, for
         assert sum(map(num_bytes, jax.tree.leaves(params["layers"][0]["expert_up"]))) == BYTES[form]
 
 
-@pytest.mark.parametrize("mesh", slow_but([None, "model=2", "expert=2,model=2", "expert=4,model=2"], None))
-def test_logits_and_greedy_tokens_equal_those_of_transformers(published, mesh):
-    """A mesh of 8 devices divides the hidden units of an expert in whole blocks only: 3 blocks stay together."""
-    model, folder = published
-    checkpoint = hub.load(folder, mesh=mesh)
+MESHES = {
+    "one device": (None, None),
+    "whole experts": ("expert=2,model=2", None),
+    "hidden units in whole blocks": ("model=3", None),
+    "hidden units whose three blocks stay together": ("expert=4,model=2", None),
+    "hidden units of dequantised experts": ("expert=4,model=2", "float32"),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(MESHES, "one device"))
+def test_logits_and_greedy_tokens_equal_those_of_transformers(published, name):
+    (model, folder), (mesh, dtype) = published, MESHES[name]
+    checkpoint = hub.load(folder, mesh=mesh, dtype=dtype)
     with jax.set_mesh(checkpoint.mesh or jax.sharding.Mesh(jax.devices()[:1], ("data",))):
         logits, greedy = transformers_oracle.logits_and_greedy(checkpoint, PROMPTS, 16)
     np.testing.assert_allclose(logits, transformers_oracle.torch_logits(model, PROMPTS), atol=1e-4, rtol=0)
@@ -128,12 +136,16 @@ def test_a_conversion_keeps_them_as_well(published, dtype, form, tmp_path):
 
 
 def test_without_a_dtype_in_config_json_other_weights_are_bfloat16(published, tmp_path):
-    _, folder = published
+    model, folder = published
     for file in ("config.json", "model.safetensors"):
         (tmp_path / file).write_bytes((folder / file).read_bytes())
     edit(tmp_path, dtype=None)
-    params = hub.load(tmp_path).params
+    checkpoint = hub.load(tmp_path)
+    params = checkpoint.params
     assert params["embed"].dtype == params["layers"][0]["expert_up"].dtype == jnp.bfloat16
+    logits, _ = transformers_oracle.logits_and_greedy(checkpoint, PROMPTS, 1)
+    # 0.1: bfloat16 rounds activations to 8 bits; logits are about 1.
+    np.testing.assert_allclose(logits, transformers_oracle.torch_logits(model, PROMPTS), atol=0.1, rtol=0)
 
 
 @pytest.mark.parametrize(
