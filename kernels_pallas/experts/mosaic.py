@@ -1,8 +1,9 @@
-"""TPU kernel for int8 products in a mixture of experts: rows sorted by expert, each times its expert's matrix.
+"""TPU kernels for int8 and MXFP4 in a mixture of experts: rows sorted by expert, each times its expert's matrix.
 
 R rows, K inner and N outer width, X experts. On v5p and v6e XLA's ragged product first copies all experts into a
-different layout, and Megablox does not support int8. This kernel reads only the matrices of experts that have rows,
-once each, in their stored layout. Oracle: each row times its dequantised matrix (tests/models/test_moe.py).
+different layout, and Megablox supports neither. These kernels read only the matrices of experts that have rows, once
+each, in their stored layout. MXFP4 is dequantised a block at a time, exactly. Oracle: each row times its dequantised
+matrix (tests/models/test_moe.py).
 
 A visit is a (row tile, expert) pair such that the tile contains rows of the expert. A visit multiplies the whole tile
 by the expert's matrix and masks the rows of other experts, as in Megablox (arXiv 2211.15841).
@@ -11,6 +12,7 @@ by the expert's matrix and masks the rows of other experts, as in Megablox (arXi
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +21,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.common import LANES, Interpret, block_width, round_up
+from kernels_pallas.experts.xla import mxfp4_numbers, mxfp4_powers
 
 ROWS = 128
 """Maximum rows per tile."""
 WEIGHT_BYTES = 2**21
 """Maximum bytes per matrix block. Fast memory holds two such blocks and the wider copy that is multiplied."""
+MXFP4_WIDTH = 256
+"""Maximum outputs per block in MXFP4, which is widened to 32 bits first."""
 
 
 def outer_block(outer: int, inner: int) -> int:
@@ -61,24 +66,68 @@ def dense_by_expert_int8(
     x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Interpret = False
 ) -> Array:
     """See `api.dense_by_expert_int8`."""
-    row_count, num_inputs = x.shape
-    num_outputs = scale.shape[1]
+    num_inputs, num_outputs = x.shape[1], scale.shape[1]
+    # JAX picks the layout with the least padding: a matrix whose rows do not fill registers is stored by columns.
+    by_columns = num_inputs % 128 != 0 and num_outputs % 128 == 0
+    if by_columns:
+        values = values.swapaxes(1, 2)  # a view of the stored layout, [X, K, N], whose blocks are columns
+    return _by_expert(
+        functools.partial(_int8_product, inner_axis=int(not by_columns)),
+        x,
+        [(values, int(by_columns) + 1), (scale[:, None], 2)],
+        sizes,
+        outer_block(num_outputs, num_inputs),
+        interpret=interpret,
+    )
+
+
+def dense_by_expert_mxfp4(
+    x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Interpret = False
+) -> Array:
+    """See `xla.dense_by_expert_mxfp4`. XLA copies the scales of all experts, 1/17 of the bytes, to another layout."""
+    # A byte holds inputs 2j and 2j + 1: order the inputs of x so that all low halves come before all high halves.
+    x = jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1)
+    # The stored layout of matrices whose rows do not fill registers, as above.
+    matrices = [(values.swapaxes(1, 2), 2), (scale.swapaxes(1, 2), 2)]
+    width = block_width(values.shape[1], MXFP4_WIDTH)
+    return _by_expert(_mxfp4_product, x, matrices, sizes, width, interpret=interpret)
+
+
+def _by_expert(
+    product: Callable[..., Array],
+    x: Array,
+    matrices: Sequence[tuple[Array, int]],
+    sizes: Array,
+    out_width: int,
+    *,
+    interpret: Interpret,
+) -> Array:
+    """Visit all (row tile, expert) pairs.
+
+    Args:
+      product: (x, references to blocks of an expert's matrices) -> f32[rows, out_width].
+      x: [R, K].
+      matrices: arrays [X, ., .], each with the axis of its outputs, which blocks divide.
+      sizes: i32[X].
+    """
+    (row_count, num_inputs), (array, axis) = x.shape, matrices[0]
+    num_outputs = array.shape[axis]
     tile_rows = min(ROWS, round_up(row_count, 16))
-    num_tiles, out_width = pl.cdiv(row_count, tile_rows), outer_block(num_outputs, num_inputs)
+    num_tiles = pl.cdiv(row_count, tile_rows)
     x = jnp.pad(x, ((0, num_tiles * tile_rows - row_count), (0, 0)))
     sizes = sizes.astype(jnp.int32)
     experts, tiles, num_visits = visits(sizes, num_tiles, tile_rows)
     row_ends = jnp.cumsum(sizes, dtype=jnp.int32)
-    # JAX picks the layout with the least padding: a matrix whose rows do not fill registers is stored by columns.
-    if num_inputs % 128 != 0 and num_outputs % 128 == 0:
-        # A view of the stored layout, [X, K, N], whose blocks are columns.
-        values, inner_axis = values.swapaxes(1, 2), 0
-        block_shape, block_index = (num_inputs, out_width), lambda n: (0, n)
-    else:
-        inner_axis = 1
-        block_shape, block_index = (out_width, num_inputs), lambda n: (n, 0)
+
+    def spec(array: Array, axis: int) -> pl.BlockSpec:
+        if axis == 1:
+            return pl.BlockSpec(
+                (None, out_width, array.shape[2]), lambda n, v, experts, *_: (experts[v], n, 0)
+            )
+        return pl.BlockSpec((None, array.shape[1], out_width), lambda n, v, experts, *_: (experts[v], 0, n))
+
     padded_product = pl.pallas_call(
-        functools.partial(_kernel, inner_axis=inner_axis),
+        functools.partial(_kernel, product=product),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             # The visits and the bounds of the experts' rows are scalars, from which the block indices are computed.
             num_scalar_prefetch=4,
@@ -86,8 +135,7 @@ def dense_by_expert_int8(
             grid=(pl.cdiv(num_outputs, out_width), num_visits),
             in_specs=[
                 pl.BlockSpec((tile_rows, num_inputs), lambda n, v, experts, tiles, *_: (tiles[v], 0)),
-                pl.BlockSpec((None, *block_shape), lambda n, v, experts, *_: (experts[v], *block_index(n))),
-                pl.BlockSpec((None, 1, out_width), lambda n, v, experts, *_: (experts[v], 0, n)),
+                *[spec(array, axis) for array, axis in matrices],
             ],
             out_specs=pl.BlockSpec((tile_rows, out_width), lambda n, v, experts, tiles, *_: (tiles[v], n)),
         ),
@@ -96,8 +144,8 @@ def dense_by_expert_int8(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=32 * 2**20
         ),
         interpret=interpret,
-        name="dense_by_expert_int8",
-    )(experts, tiles, row_ends - sizes, row_ends, x, values, scale[:, None])
+        name="dense_by_expert",
+    )(experts, tiles, row_ends - sizes, row_ends, x, *[array for array, _ in matrices])
     return padded_product[:row_count]
 
 
@@ -107,11 +155,8 @@ def _kernel(
     begins: Ref,
     ends: Ref,
     x_ref: Ref,
-    w_ref: Ref,
-    scale: Ref,
-    out: Ref,
-    *,
-    inner_axis: int,
+    *refs: Ref,
+    product: Callable[..., Array],
 ) -> None:
     """Compute one visit for one block of outputs.
 
@@ -119,21 +164,39 @@ def _kernel(
       expert, tile: i32[visits].
       begins, ends: i32[X]; the first row of each expert, and the row after its last one.
       x_ref: [rows, K].
-      w_ref: i8[width, K], or i8[K, width] if `inner_axis` is 0.
-      scale: f32[1, width].
-      out: f32[rows, width].
+      refs: blocks of the expert's matrices, then the output f32[rows, width].
+      product: see `_by_expert`.
     """
+    *matrix_refs, out = refs
     visit = pl.program_id(1)
     expert_id, tile_id = expert[visit], tile[visit]
-    x = x_ref[...]
-    # Products of int8 and bfloat16 numbers are exact in one pass of the matrix unit; float32 rows need several.
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dimensions = (((1,), (inner_axis,)), ((), ()))
-    w = w_ref[...].astype(x.dtype)
-    product = lax.dot_general(x, w, dimensions, precision=precision, preferred_element_type=jnp.float32)
+    y = product(x_ref[...], *matrix_refs)
     # Rows are sorted by expert, and a tile that holds rows of several experts is visited once for each.
-    row = tile_id * x.shape[0] + lax.broadcasted_iota(jnp.int32, product.shape, 0)
+    row = tile_id * y.shape[0] + lax.broadcasted_iota(jnp.int32, y.shape, 0)
     in_expert = (row >= begins[expert_id]) & (row < ends[expert_id])
     # At a tile's first visit `out` is uninitialised. The tile's visits overwrite every row that has an expert; other
     # rows stay undefined.
-    out[...] = jnp.where(in_expert, product * scale[...], out[...])
+    out[...] = jnp.where(in_expert, y, out[...])
+
+
+def _product(x: Array, w: Array, inner_axis: int) -> Array:
+    # Products of int8 or MXFP4 and bfloat16 numbers are exact in one pass of the matrix unit; float32 needs several.
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dimensions = (((1,), (inner_axis,)), ((), ()))
+    w = w.astype(x.dtype)
+    return lax.dot_general(x, w, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _int8_product(x: Array, w_ref: Ref, scale: Ref, *, inner_axis: int) -> Array:
+    """Multiply by i8[width, K], or i8[K, width] if `inner_axis` is 0, and scale by f32[1, width]."""
+    return _product(x, w_ref[...], inner_axis) * scale[...]
+
+
+def _mxfp4_product(x: Array, values: Ref, scale: Ref) -> Array:
+    """Multiply by u8[K / 2, width] and u8[K / 32, width]; x has the inputs of the low halves before the others."""
+    codes, powers = values[...].astype(jnp.int32), mxfp4_powers(scale[...])
+    groups, width = powers.shape
+    # Each power belongs to the 16 bytes of a block.
+    powers = jnp.broadcast_to(powers[:, None], (groups, 16, width)).reshape(-1, width)
+    halves = [(mxfp4_numbers(half) * powers).astype(x.dtype) for half in (codes & 15, codes >> 4)]
+    return _product(x, jnp.concatenate(halves), 0)

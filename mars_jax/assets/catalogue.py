@@ -98,6 +98,9 @@ HEADS = {
         "qwen3-30b-a3b-2507", "speculators", "alike"
     ),
     "eagle:RedHatAI/Qwen3-235B-A22B-speculator.eagle3": Head("qwen3-235b-a22b", "speculators", "yes"),
+    "eagle:RedHatAI/gpt-oss-20b-speculator.eagle3": Head("gpt-oss-20b", "speculators", "yes"),
+    "eagle:nvidia/gpt-oss-120b-Eagle3-v3": Head("gpt-oss-120b", "EAGLE-3", "alike"),
+    "eagle:lmsys/EAGLE3-gpt-oss-120b-bf16": Head("gpt-oss-120b", "EAGLE-3", "yes"),
     "eagle:yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": Head("llama-3.1-8b", "EAGLE-3", "yes"),
     "eagle:RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3": Head("llama-3.1-8b", "speculators", "yes"),
     "eagle:yuhuili/EAGLE-LLaMA3.1-Instruct-8B": Head("llama-3.1-8b", "EAGLE-1", "yes"),
@@ -155,6 +158,7 @@ _PHI3: Fields = {"licence": "MIT", "family": "phi3", "vocabulary": 32064}
 _GRANITE: Fields = {"licence": "Apache-2.0", "family": "granite", "vocabulary": 49159}
 _MINISTRAL: Fields = {"licence": "Apache-2.0", "family": "ministral3", "vocabulary": 131072}
 _GLM: Fields = {"licence": "MIT", "family": "glm4", "vocabulary": 151552}
+_GPT_OSS: Fields = {"licence": "Apache-2.0", "family": "gpt_oss", "vocabulary": 201088}
 _GEMMA: Fields = {"licence": "gemma", "family": "gemma3_text", "vocabulary": 262144}
 
 _ROWS = (
@@ -219,6 +223,8 @@ _ROWS = (
     _row("ministral-3-14b", "mistralai/Ministral-3-14B-Instruct-2512-BF16", "ministral-3-3b", **_MINISTRAL),
     _row("glm-4-9b", "zai-org/GLM-4-9B-0414", **_GLM),
     _row("glm-4-32b", "zai-org/GLM-4-32B-0414", "glm-4-9b", **_GLM),
+    _row("gpt-oss-20b", "openai/gpt-oss-20b", **_GPT_OSS),
+    _row("gpt-oss-120b", "openai/gpt-oss-120b", "gpt-oss-20b", **_GPT_OSS),
     _row("llama-3.2-1b", "meta-llama/Llama-3.2-1B-Instruct", licence="llama3.2", **_LLAMA3),
     _row("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "llama-3.2-1b", licence="llama3.1", **_LLAMA3),
     _row("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct", "llama-3.2-1b", licence="llama3.3", **_LLAMA3),

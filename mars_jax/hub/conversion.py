@@ -11,7 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from mars_jax.hub.config_json import read_json, to_json, write_json
+from mars_jax.hub.config_json import is_mxfp4, read_json, to_json, write_json
 from mars_jax.hub.converted import FIELDS, MANIFEST, WEIGHTS, file_name, is_converted
 from mars_jax.hub.durable import check_place, refuse_url, staging, sync, sync_directory, writing
 from mars_jax.hub.files import resolve
@@ -41,7 +41,7 @@ def convert(
     Args:
       source: directory, GGUF file, or `owner/name` on the Hugging Face hub.
       destination: new or empty directory.
-      dtype: as for `load`.
+      dtype: as for `load`, but packed matrices other than experts in MXFP4 are dequantised.
       overwrite: replace the destination if it is itself a conversion.
       progress: called with the number of bytes written since the last call.
 
@@ -65,13 +65,14 @@ def convert(
         raise MarsError(f"'{directory}' is a conversion already: convert its original checkpoint.")
     config, named_dtype = read_path(directory)
     floating, bits = resolve_dtype(dtype, named_dtype)
+    keep_packed = dtype is None and not is_gguf(directory) and is_mxfp4(read_json(directory / "config.json"))
     tensors = find_tensors(directory, config)
     with writing(target), staging(target) as staged:
         new_directory = staged / "new"
         (new_directory / WEIGHTS).mkdir(parents=True)
         checksums: dict[str, int] = {}
         for array, rows in leaves(config).items():
-            fields = read_leaf(directory, tensors, array, rows, floating, bits)
+            fields = read_leaf(directory, tensors, array, rows, floating, bits, keep_packed=keep_packed)
             data = _to_bytes(fields)
             (new_directory / WEIGHTS / file_name(array)).write_bytes(data)
             checksums[file_name(array)] = zlib.crc32(data)
@@ -80,7 +81,7 @@ def convert(
             write_json(new_directory / "config.json", to_json(config, dtype=floating))
             read_tokenizer(directory).save_pretrained(new_directory)
         else:
-            _copy_files(directory, new_directory, floating)
+            _copy_files(directory, new_directory, floating, packed=dtype in (None, "int4"))
         manifest = {"source": os.fspath(source), "dtype": floating, "bits": bits, "checksums": checksums}
         write_json(new_directory / MANIFEST, manifest)
         sync_directory(new_directory)
@@ -117,8 +118,11 @@ def _check_free(target: Path, overwrite: bool) -> None:
         raise MarsError(f"'{target}' exists and is not a conversion: choose another path.")
 
 
-def _copy_files(source: Path, place: Path, dtype: str) -> None:
-    """Copy all files except the weights, such as the tokenizer and template; set the new dtype in config.json."""
+def _copy_files(source: Path, place: Path, dtype: str, *, packed: bool) -> None:
+    """Copy all files except the weights, such as the tokenizer and template; set the new dtype in config.json.
+
+    Its `quantization_config` is removed unless experts in MXFP4 stay `packed`.
+    """
     for file in sorted(source.iterdir()):
         # Leave out config.json, which is rewritten below, and the index, whose shards are not copied.
         is_copied = file.suffix in (".json", ".model", ".jinja", ".txt") and file.name != "config.json"
@@ -127,4 +131,6 @@ def _copy_files(source: Path, place: Path, dtype: str) -> None:
     data = read_json(source / "config.json") | {"torch_dtype": dtype}
     # `dtype`, the key of transformers 5, would take precedence over `torch_dtype`.
     data.pop("dtype", None)
+    if not packed:
+        data.pop("quantization_config", None)
     write_json(place / "config.json", data)

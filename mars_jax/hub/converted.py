@@ -17,9 +17,8 @@ from jax.sharding import Sharding
 
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
-from mars_jax.hub.stream import BITS
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.quantize import FORMS, Leaf, Quantized
+from mars_jax.models.quantize import Leaf, Quantized, form_with
 from mars_jax.models.weights import Weight, build_rows, get, leaves
 from mars_jax.utils import settings
 from mars_jax.utils.errors import MarsError, first_line
@@ -129,14 +128,14 @@ def _read_array(path: Path, array: Weight, floating: str, sharding: Sharding | N
 
     with safe_open(path, framework="np") as file:
         names = list(file.keys())
-        bits = BITS[len(names)]
-        if bits is None:
-            return _place(file.get_slice(FIELDS[0]), Leaf(array.shape, floating, sharding))
-        # Values of a 4-bit matrix are [in / G, G, out]. `Int8.leaves` ignores the group.
-        group = file.get_slice(FIELDS[0]).get_shape()[1]
-        expected = FORMS[bits].leaves(array.shape, sharding, group)
+        values = file.get_slice(FIELDS[0])
+        form = form_with(len(names), "uint8" if values.get_dtype() == "U8" else "int8")
+        if form is None:
+            return _place(values, Leaf(array.shape, floating, sharding))
+        # Values of an `Int4` matrix are [in / G, G, out]. Other forms ignore the group.
+        expected = form.leaves(array.shape, sharding, values.get_shape()[1])
         fields = [_place(file.get_slice(name), leaf) for name, leaf in zip(FIELDS, expected, strict=False)]
-    return FORMS[bits](*fields, dtype=jnp.dtype(floating))
+    return form(*fields, dtype=jnp.dtype(floating))
 
 
 def _place(tensor: Any, leaf: Leaf) -> jax.Array:

@@ -326,6 +326,26 @@ def _write_olmo3(config: ModelConfig) -> JsonObject:
     return _write_types(config) | {"rope_parameters": ropes}
 
 
+def _read_gpt_oss(data: JsonObject) -> Fields:
+    """Read gpt-oss's fields: sinks, a window in every second layer, and clamped experts."""
+    if not (data.get("rope_parameters") or data.get("rope_scaling")):
+        data = data | {"rope_scaling": _GPT_OSS_YARN}
+    kinds = data.get("layer_types") or _types(i % 2 == 0 for i in range(data["num_hidden_layers"]))
+    return _biases(data) | {
+        "rope": read_rope(data, theta=150000.0),
+        "attention_sinks": True,
+        "windows": _windows(kinds, data["sliding_window"]),
+        "num_experts": data["num_local_experts"],
+        "experts_per_token": data["num_experts_per_tok"],
+        "swiglu": (float(data["swiglu_alpha"]), float(data["swiglu_limit"])),
+    }
+
+
+def _write_gpt_oss(config: ModelConfig) -> JsonObject:
+    alpha, limit = config.swiglu or (_GPT_OSS["swiglu_alpha"], _GPT_OSS["swiglu_limit"])
+    return _write_types(config) | _write_mixtral(config) | {"swiglu_alpha": alpha, "swiglu_limit": limit}
+
+
 # Defaults of transformers' config classes. The text_config of Gemma 3 with images omits most of them.
 _GEMMA = {
     "num_key_value_heads": 4,
@@ -365,6 +385,15 @@ _GLM |= {"max_position_embeddings": 131072, "eos_token_id": [151329, 151336, 151
 _SMOLLM_3 = {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6}
 _SMOLLM_3 |= {"tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001}
 _OLMO = {"rms_norm_eps": 1e-5}
+_GPT_OSS = {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True}
+_GPT_OSS |= {"max_position_embeddings": 131072, "sliding_window": 128, "num_local_experts": 128}
+_GPT_OSS |= {"num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _NO_PADDING: JsonObject = {"pad_token_id": None}
 """The default is a token of the published vocabulary, which a smaller one lacks."""
 _MULTIPLIERS = {"embedding_multiplier": "embedding_multiplier", "residual_multiplier": "residual_multiplier"}
@@ -387,6 +416,7 @@ FAMILIES: dict[str, Family] = {
     "granite": Family("GraniteForCausalLM", _read_granite, _write_granite, {}),
     "olmo2": Family("Olmo2ForCausalLM", _read_olmo2, lambda config: {}, _OLMO),
     "olmo3": Family("Olmo3ForCausalLM", _read_olmo3, _write_olmo3, _OLMO),
+    "gpt_oss": Family("GptOssForCausalLM", _read_gpt_oss, _write_gpt_oss, _GPT_OSS),
     "gemma2": Family(
         "Gemma2ForCausalLM", _read_gemma2, _write_gemma2, _GEMMA | _GEMMA_2, activation="hidden_activation"
     ),

@@ -19,9 +19,10 @@ from mars_jax.hub.families import WITH_IMAGES
 from mars_jax.hub.files import Tensor, resolve, tensors
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.gguf_tensors import gguf_tensors
-from mars_jax.hub.packed_files import packing, unpacked_tensors
+from mars_jax.hub.packed_files import is_packed, packing, unpacked_tensors
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.scaled_files import dequantized_tensors
+from mars_jax.hub.stacked_experts import split_experts
 from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.mesh import hosts
 from mars_jax.mesh.axes import parse_mesh
@@ -95,11 +96,11 @@ def load(
       dtype: "float32" or "bfloat16". None keeps the checkpoint's dtype: float16 becomes bfloat16, and a quantised GGUF
         file becomes float32. For 4-bit AWQ, GPTQ and compressed-tensors, None also keeps a layer's matrix packed if
         the file packs it in groups of neighbouring inputs. None never rounds again: matrices with GPTQ's `desc_act`,
-        experts, embeddings and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits per weight
-        (`models.quantize`) and keeps everything else in the checkpoint's dtype. "int4" rounds matrices of layers to 4
-        bits, and embeddings and experts to 8. Matrices that a file stores at 4 bits (GGUF's Q4_0, Q4_1 and Q4_K, AWQ,
-        GPTQ without `desc_act`, compressed-tensors' pack-quantized) are not rounded again. Matrices that such a GGUF
-        file stores at more bits are rounded to 8.
+        experts other than MXFP4's, embeddings and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits
+        per weight (`models.quantize`) and keeps everything else in the checkpoint's dtype. "int4" rounds matrices of
+        layers to 4 bits, and embeddings and experts to 8. Matrices that a file stores at 4 bits (GGUF's Q4_0, Q4_1 and
+        Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized, experts in MXFP4) are not rounded again.
+        Matrices that such a GGUF file stores at more bits are rounded to 8.
       mesh: devices to shard the weights over: a mesh with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a string such as "data=2,model=4"; see `mars_jax.models.shardings`. `generate` then shards the
         batch over `data`.
@@ -141,7 +142,7 @@ def load(
         params, dtype = restore_params(directory, config, dtype, shardings=shardings, check=check)
     else:
         # By default, packed matrices stay at 4 bits, except in GGUF files, which are dequantised.
-        keep_packed = dtype is None and not is_gguf(directory) and packing(directory) is not None
+        keep_packed = dtype is None and not is_gguf(directory) and is_packed(directory)
         dtype, bits = resolve_dtype(dtype, stored_dtype)
         params = read_params(directory, config, dtype, bits, keep_packed=keep_packed, shardings=shardings)
     if cache_dtype is None:
@@ -249,7 +250,7 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
         files = unpacked_tensors(directory, tensors(directory), packing_config)
     else:
         files = dequantized_tensors(directory, tensors(directory))
-    grouped = collect(files, _alias)
+    grouped = collect(split_experts(files), _alias)
     table = stored_tensors(config)
 
     def harmless(name: str) -> bool:
@@ -290,10 +291,13 @@ def read_leaf(
       dtype, bits, keep_packed, sharding: as for `read_params`.
     """
     parts = [named_tensors[row.name] for row in rows]
-    if keep_packed:
+    all_packed = all(tensor.blocks is not None for _, tensor in parts)
+    if all_packed and parts[0][1].shape == leaf.shape and len(leaf.shape) == 3:
+        # MXFP4
+        bits = 4 if keep_packed or bits == 4 else bits_of(leaf, bits)
+    elif keep_packed:
         # Keep the packing only for weights that params can hold in 4 bits: no embeddings and no experts.
-        is_packed = all(tensor.blocks is not None for _, tensor in parts)
-        bits = 4 if is_packed and bits_of(leaf, 4) == 4 else None
+        bits = 4 if all_packed and bits_of(leaf, 4) == 4 else None
     else:
         bits = bits_of(leaf, bits)
         if bits == 4 and any(tensor.wider for _, tensor in parts):

@@ -13,6 +13,7 @@ import numpy as np
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import from_json, to_json, write_json
 from mars_jax.hub.durable import check_place, refuse_url, staging, sync, sync_directory, writing
+from mars_jax.hub.stacked_experts import fuse_experts
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized
 from mars_jax.models.weights import Weight, get, stored_tensors, weights
@@ -94,7 +95,7 @@ def save(
     # A family may lack a key for some field. Reading the file back shows whether all fields survive.
     if from_json(data) != config:
         raise MarsError(f"the family '{config.family}' cannot express this config: choose another family.")
-    return write_directory(target, arrays, data)
+    return write_directory(target, fuse_experts(arrays), data)
 
 
 def write_directory(

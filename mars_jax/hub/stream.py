@@ -17,14 +17,11 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from mars_jax.hub.files import Tensor
-from mars_jax.models.quantize import FORMS, Quantized, quantize, quantize_4
+from mars_jax.models.quantize import Quantized, form_of, form_with, quantize, quantize_4
 from mars_jax.utils.errors import MarsError
 
 BLOCK = 8 << 20
 """Size in bytes of a block of rows."""
-
-BITS = {1: None, 2: 8, 3: 4}
-"""Bits per weight of a matrix, by its number of fields (values, scale, offset); None if it is not quantised."""
 
 Box = tuple[tuple[int, int], ...]
 """Range (first, end) along each axis of a part of an array."""
@@ -109,7 +106,7 @@ def read_array(
     sharding: Sharding | None = None,
     bits: int | None = None,
 ) -> list[HostArray]:
-    """Read one array of params into host memory: the array, or the leaves of its quantised form (`quantize.FORMS`).
+    """Read one array of params into host memory: the array, or the leaves of its quantised form (`quantize.form_of`).
 
     Args:
       tensors: (name, tensor) pairs: one tensor of `shape`, or several to stack along a new first axis.
@@ -123,12 +120,13 @@ def read_array(
       MarsError: a tensor cannot be read, or does not hold floating-point numbers.
     """
     if bits is not None:
-        host_arrays = [HostArray(*leaf) for leaf in FORMS[bits].leaves(shape, sharding, tensors[0][1].group)]
+        leaves = form_of(bits, shape).leaves(shape, sharding, tensors[0][1].group)
+        host_arrays = [HostArray(*leaf) for leaf in leaves]
     else:
         host_arrays = [HostArray(shape, dtype, sharding)]
     stacked = len(shape) > len(tensors[0][1].shape)
-    # The fields of a 4-bit matrix have its rows, the outputs, on their last axis.
-    axis = -1 if bits == 4 else 0
+    # The fields of an `Int4` matrix have its rows, the outputs, on their last axis.
+    axis = -1 if bits == 4 and len(shape) == 2 else 0
     for i, (name, tensor) in enumerate(tensors):
         number = i if stacked else None
         first, last = host_arrays[0].rows(number, axis)
@@ -164,5 +162,5 @@ def _fields(block: np.ndarray, bits: int | None) -> tuple[np.ndarray | jax.Array
 def to_params(arrays: Sequence[HostArray], dtype: DTypeLike) -> jax.Array | Quantized:
     """Move the result of `read_array` to the devices."""
     placed = [array.to_devices() for array in arrays]
-    bits = BITS[len(arrays)]
-    return placed[0] if bits is None else FORMS[bits](*placed, dtype=jnp.dtype(dtype))
+    form = form_with(len(arrays), arrays[0].dtype)
+    return placed[0] if form is None else form(*placed, dtype=jnp.dtype(dtype))

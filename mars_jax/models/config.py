@@ -128,12 +128,14 @@ class ModelConfig:
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False  # experts never have biases
+    mlp_bias: bool = False  # of dense MLPs
     qk_norm: bool = False
     whole_qk_norm: bool = False  # one norm over all heads of a token; qk_norm: one per head
     attention_sinks: bool = False  # one learned logit per head in the softmax's denominator, without a value
     windows: tuple[int | None, ...] = ()  # one per layer; (): full attention in all layers
     activation: str = "silu"
+    # (alpha, limit) of the experts' `layers.clamped_swiglu`, which replaces `activation`; None: no clamp
+    swiglu: tuple[float, float] | None = None
     num_experts: int = 0  # experts per layer; 0: every layer has a single dense MLP
     experts_per_token: int = 0
     expert_size: int = 0  # hidden units of one expert; 0: intermediate_size
@@ -203,6 +205,10 @@ class ModelConfig:
         for cap in (self.attention_cap, self.logit_cap):
             if cap is not None and not 0 < cap < math.inf:
                 raise MarsError(f"a soft cap is {cap}: it must be positive, or None for none.")
+        if self.swiglu is not None and not all(0 < x < math.inf for x in self.swiglu):
+            raise MarsError(
+                f"swiglu is {self.swiglu}: its alpha and its limit must be positive, or None for none."
+            )
         if self.activation not in ACTIVATIONS:
             raise MarsError(
                 f"activation '{self.activation}' is not supported: choose one of {', '.join(ACTIVATIONS)}."

@@ -30,6 +30,16 @@ ACTIVATIONS = {
 """Activation functions by their names in `ModelConfig.activation`."""
 
 
+def clamped_swiglu(gate: Array, up: Array, alpha: float, limit: float) -> Array:
+    """Return (up + 1) * gate * sigmoid(alpha * gate), after clamping gate from above and up on both sides (gpt-oss).
+
+    >>> float(clamped_swiglu(jnp.asarray(9.0), jnp.asarray(-9.0), 0.0, 2.0))  # (-2 + 1) * 2 * sigmoid(0)
+    -1.0
+    """
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
 _LONGEST_SUM = (2**31 - 1) // 127**2
 """Number of products of 8-bit integers whose sum fits in int32."""
 _FEW = 8

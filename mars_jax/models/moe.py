@@ -4,21 +4,22 @@ If experts are divided over devices, each device runs its experts on all tokens,
 the few tokens of a decode step, this transfers less data than exchanging rows.
 
 Experts have no capacity limit: every token gets all of its experts, so a row's result does not depend on the batch.
-Oracle: transformers' `modeling_mixtral.py` and `modeling_qwen3_moe.py`. T tokens, C experts per token, R = T * C rows,
-X experts, E hidden size, M hidden units of an expert.
+Oracle: transformers' `modeling_mixtral.py`, `modeling_qwen3_moe.py` and `modeling_gpt_oss.py`. T tokens, C experts per
+token, R = T * C rows, X experts, E hidden size, M hidden units of an expert.
 
 Gathering each token's matrices would copy them, and running every expert on every token does X / C times the work.
 Instead the rows are sorted by expert, and every expert multiplies its rows. `lax.ragged_dot_general` does that in one
 operation, but is slow on two backends. On TPUs, except for int8 on v5e, XLA first copies all matrices to a different
-layout. TPUs therefore use Megablox (arXiv 2211.15841; the kernel is in JAX), and for int8, which Megablox does not
-support, our own kernel. XLA's CPU backend expands the operation to all experts and all rows and transposes the weights
-first, which is slower than running every expert on every token. CPUs therefore use `_blocks`. All three read only the
-experts that have rows, in their stored layout.
+layout. TPUs therefore use Megablox (arXiv 2211.15841; the kernel is in JAX), and for int8 and MXFP4, which Megablox
+does not support, our own kernels. XLA's CPU backend expands the operation to all experts and all rows and transposes
+the weights first, which is slower than running every expert on every token. CPUs therefore use `_blocks`. All of them
+read only the experts that have rows, in their stored layout.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,12 @@ from jax.sharding import PartitionSpec as P
 
 from kernels_pallas.common import block_width
 from kernels_pallas.dispatch import kernel_on, with_gradient_of
+from kernels_pallas.experts import mosaic as experts_mosaic
 from kernels_pallas.experts import xla as experts_xla
 from kernels_pallas.experts.api import dense_by_expert_int8
 from mars_jax.mesh.axes import expert_axes, map_devices
-from mars_jax.models.layers import ACTIVATIONS, dense, dense_cpu, gated_mlp
-from mars_jax.models.quantize import Int8
+from mars_jax.models.layers import ACTIVATIONS, clamped_swiglu, dense, dense_cpu, gated_mlp
+from mars_jax.models.quantize import Int8, Mxfp4
 
 _LARGEST = 32
 """Maximum rows of a block on CPU: larger blocks add padding and make no product faster."""
@@ -42,7 +44,7 @@ _WIDEST = 1024
 """Maximum inner and outer width of a tile: up to 2 MB of bfloat16 weights."""
 
 
-def _blocks(x: Array, w: Array, sizes: Array) -> Array:
+def _blocks(x: Array, w: Array | Mxfp4, sizes: Array) -> Array:
     """Loop over blocks of rows, where each block belongs to one expert. An expert without rows costs nothing."""
     rows, experts = x.shape[0], w.shape[0]
     size = min(_LARGEST, 1 << (max(rows // experts, 1).bit_length() - 1))
@@ -57,7 +59,8 @@ def _blocks(x: Array, w: Array, sizes: Array) -> Array:
         begin = first[expert] + (i - ends[expert] + blocks[expert]) * size
         # XLA widens bfloat16 to slice it. The barrier ties w to i, so that XLA widens one matrix, inside the loop.
         tied, _ = lax.optimization_barrier((w, i))
-        product = dense_cpu(lax.dynamic_slice_in_dim(x, begin, size), tied[expert].astype(x.dtype))
+        matrix = jax.tree.map(lambda stack: stack[expert], tied).astype(x.dtype)
+        product = dense_cpu(lax.dynamic_slice_in_dim(x, begin, size), matrix)
         # The last block of an expert may overlap the rows of later experts, which later iterations overwrite.
         return lax.dynamic_update_slice_in_dim(y, product, begin, 0)
 
@@ -79,7 +82,7 @@ def _megablox(x: Array, w: Array, sizes: Array) -> Array:
     return with_gradient_of(ragged, kernel_on("tpu", _gmm, ragged))(x, w, sizes)
 
 
-def dense_by_expert(x: Array, w: Array | Int8, sizes: Array) -> Array:
+def dense_by_expert(x: Array, w: Array | Int8 | Mxfp4, sizes: Array) -> Array:
     """Multiply x [R, in] by the matrices w [X, out, in]: f32[R, out].
 
     Args:
@@ -98,46 +101,81 @@ def dense_by_expert(x: Array, w: Array | Int8, sizes: Array) -> Array:
         tpu = functools.partial(dense_by_expert_int8, platform="tpu")
         forms = {"cpu": experts_xla.scaled(blocks), "tpu": tpu, "default": experts_xla.dense_by_expert_int8}
         return lax.platform_dependent(x, w.values, w.scale, sizes, **forms)
+    if isinstance(w, Mxfp4):
+
+        def mxfp4_blocks(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
+            return _blocks(x, Mxfp4(values, scale, dtype=w.dtype), sizes)
+
+        xla = experts_xla.dense_by_expert_mxfp4
+        tpu = kernel_on("tpu", experts_mosaic.dense_by_expert_mxfp4, xla)
+        forms = {
+            "cpu": with_gradient_of(xla, mxfp4_blocks),
+            "tpu": with_gradient_of(xla, tpu),
+            "default": xla,
+        }
+        return lax.platform_dependent(x, w.values, w.scale, sizes, **forms)
     return lax.platform_dependent(x, w, sizes, cpu=blocks, tpu=_megablox, default=ragged)
 
 
-def experts_mlp(layer: dict[str, Array], x: Array, activation: str, *, count: int, normalize: bool) -> Array:
+def experts_mlp(
+    layer: dict[str, Array],
+    x: Array,
+    activation: str,
+    *,
+    count: int,
+    normalize: bool,
+    swiglu: tuple[float, float] | None = None,
+) -> Array:
     """Run the gated MLPs of each token's `count` most probable experts, weighted by their probabilities.
 
     Args:
-      layer: `router` [X, E], `expert_gate` and `expert_up` [X, M, E], `expert_down` [X, E, M].
+      layer: `router` [X, E], `expert_gate` and `expert_up` [X, M, E], `expert_down` [X, E, M]; and their biases, if the
+        experts have any.
       x: [B, N, E].
       activation: see `layers.ACTIVATIONS`.
       count: C.
       normalize: scale the weights of a token's experts to sum to 1.
+      swiglu: see `ModelConfig.swiglu`.
 
     Returns:
       [B, N, E]; float32 between products.
     """
     experts, size = layer["expert_gate"].shape[:2]
+    if isinstance(layer["expert_down"], Mxfp4):
+        size //= experts_xla.BLOCK  # whole blocks of down's inputs are sharded
     by_expert, by_unit = expert_axes(experts, size)
     tokens = x.reshape(-1, x.shape[-1])
-    probabilities = jax.nn.softmax(dense(tokens, layer["router"], dtype=jnp.float32), axis=-1)
+    router_logits = dense(tokens, layer["router"], layer.get("router_bias"), dtype=jnp.float32)
+    probabilities = jax.nn.softmax(router_logits, axis=-1)
     # f32[T, C] and i32[T, C]: the experts of each token, with their probabilities.
     share, expert_ids = lax.top_k(probabilities, count)
     if normalize:
         share = share / jnp.sum(share, axis=-1, keepdims=True)
-    matrices = {name: layer[name] for name in ("expert_gate", "expert_up", "expert_down")}
+    by_hidden = ("expert_gate", "expert_up", "expert_gate_bias", "expert_up_bias")
+    matrices = {name: layer[name] for name in (*by_hidden, "expert_down") if name in layer}
+
+    def gated(gate: Array, up: Array) -> Array:
+        if swiglu is not None:
+            return clamped_swiglu(gate, up, *swiglu)
+        return ACTIVATIONS[activation](gate) * up
 
     def local(matrices: dict[str, Array], tokens: Array, share: Array, expert_ids: Array) -> Array:
         first = None
         if by_expert:
             first = lax.axis_index(by_expert) * matrices["expert_gate"].shape[0]
-        return lax.psum(_mix(matrices, tokens, share, expert_ids, activation, first), (*by_expert, *by_unit))
+        return lax.psum(_mix(matrices, tokens, share, expert_ids, gated, first), (*by_expert, *by_unit))
 
     if by_expert or by_unit:
         specs = {"expert_down": P(by_expert, None, by_unit)}
-        specs |= dict.fromkeys(("expert_gate", "expert_up"), P(by_expert, by_unit, None))
-        # The scales of int8 matrices have no last axis.
+        specs |= dict.fromkeys(by_hidden, P(by_expert, by_unit, None))
+        # Biases and the scales of int8 matrices have no last axis.
         specs = {k: jax.tree.map(lambda x, k=k: P(*specs[k][: x.ndim]), w) for k, w in matrices.items()}
         mixed = map_devices(local, (specs, P(), P(), P()))(matrices, tokens, share, expert_ids)
     else:
-        mixed = _mix(matrices, tokens, share, expert_ids, activation, None)
+        mixed = _mix(matrices, tokens, share, expert_ids, gated, None)
+    if "expert_down_bias" in layer:
+        # Outside of `local`: devices that share an expert's hidden units must add its bias only once.
+        mixed += jnp.einsum("tc,tce->te", share, layer["expert_down_bias"][expert_ids].astype(jnp.float32))
     return mixed.astype(x.dtype).reshape(x.shape)
 
 
@@ -153,14 +191,16 @@ def _mix(
     tokens: Array,
     share: Array,
     expert_ids: Array,
-    activation: str,
+    gated: Callable[[Array, Array], Array],
     first: Array | None,
 ) -> Array:
     """Return f32[T, E]: the sum of the outputs of each token's experts, weighted by `share` f32[T, C].
 
     Args:
-      matrices: matrices of all experts if `first` is None, otherwise of this device's experts, which start at `first`.
+      matrices: matrices of all experts if `first` is None, otherwise of this device's experts, which start at `first`;
+        and the biases of gate and up.
       expert_ids: i32[T, C]. Experts on other devices contribute nothing.
+      gated: function of gate and up.
     """
     experts, count = matrices["expert_gate"].shape[0], expert_ids.shape[1]
     is_local = None
@@ -174,7 +214,11 @@ def _mix(
     rows = tokens[order // count]
     gate = dense_by_expert(rows, matrices["expert_gate"], sizes)
     up = dense_by_expert(rows, matrices["expert_up"], sizes)
-    inner = (ACTIVATIONS[activation](gate) * up).astype(tokens.dtype)
+    if "expert_gate_bias" in matrices:
+        row_experts = expert_ids.reshape(-1)[order]
+        gate += matrices["expert_gate_bias"][row_experts].astype(jnp.float32)
+        up += matrices["expert_up_bias"][row_experts].astype(jnp.float32)
+    inner = gated(gate, up).astype(tokens.dtype)
     down = dense_by_expert(inner, matrices["expert_down"], sizes)
     # Undo the sort, and sum over the C choices.
     weighted = down[jnp.argsort(order)].reshape(-1, count, tokens.shape[-1]) * share[..., None]

@@ -1,9 +1,9 @@
-"""Weights in 8 bits, symmetric per output channel, or in 4 bits, in groups of inputs with a scale and an offset.
+"""Weights in 8 bits, symmetric per output channel, in 4 bits, in groups of inputs with a scale and an offset, or MXFP4.
 
-A quantised matrix replaces the matrix in params: `layers.dense` accepts both kinds, `layers.embed` and
-`moe.dense_by_expert` only 8 bits. Products are computed on the integers, which every float dtype in use represents
-exactly, and are scaled afterwards; sums stay float32. Oracle: the product with the dequantised matrix
-(tests/models/test_quantize.py).
+A quantised matrix replaces the matrix in params: `layers.dense` accepts `Int8` and `Int4`, `layers.embed` only `Int8`,
+`moe.dense_by_expert` `Int8` and `Mxfp4`. Products of the first two are computed on the integers, which every float
+dtype in use represents exactly, and are scaled afterwards; sums stay float32. Oracle: the product with the dequantised
+matrix (tests/models/test_quantize.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
+from kernels_pallas.experts.xla import BLOCK, dequantised_mxfp4
 from kernels_pallas.int4.xla import dequantised
 from mars_jax.core import struct
 from mars_jax.models.weights import Weight
@@ -47,14 +48,11 @@ class Int8:
     scale: Array  # f32[..., out]; the matrix is values * scale[..., None]
     # Dtype of the represented matrix, and of rows looked up in it.
     dtype: np.dtype = struct.field(pytree_node=False)
+    group = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
-
-    @property
-    def group(self) -> int | None:
-        return None
 
     def astype(self, dtype: DTypeLike) -> Array:
         """Return the dequantised matrix."""
@@ -103,10 +101,7 @@ class Int4:
         assert size is not None  # guaranteed by `bits_of`
         outputs, groups = shape[0], shape[1] // size
         out, inner = _axes(sharding, 2)
-        if isinstance(sharding, NamedSharding) and inner is not None:
-            names = (inner,) if isinstance(inner, str) else inner
-            if groups % math.prod(sharding.mesh.shape[name] for name in names):
-                inner = None
+        inner = _dividing(sharding, inner, groups)
         values, scale_sharding = _at(sharding, (inner, None, out)), _at(sharding, (inner, out))
         return [
             Leaf((groups, size, outputs), "int4" if is_packed(sharding) else "int8", values),
@@ -115,9 +110,71 @@ class Int4:
         ]
 
 
-Quantized = Int8 | Int4
-FORMS: dict[int, type[Int8] | type[Int4]] = {8: Int8, 4: Int4}
-"""Quantised matrix types by bits. `leaves` lists their arrays."""
+@struct.dataclass
+class Mxfp4:
+    """A stack of matrices [..., out, in] of 4-bit floats (e2m1), in blocks of 32 inputs that share a power of two.
+
+    gpt-oss publishes its experts in this form. Source: OCP Microscaling Formats, version 1.0.
+    """
+
+    values: Array  # u8[..., out, in / 2]; two numbers in a byte, the first in its low half
+    scale: Array  # u8[..., out, in / 32]; exponents, 127 stands for 1
+    dtype: np.dtype = struct.field(pytree_node=False)  # of the represented matrices
+    group = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.values.shape[:-1], 2 * self.values.shape[-1]
+
+    def astype(self, dtype: DTypeLike) -> Array:
+        """Return the dequantised matrices."""
+        return dequantised_mxfp4(self.values, self.scale).astype(dtype)
+
+    @staticmethod
+    def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
+        """Return the fields of matrices of this shape, in order.
+
+        Inputs and outputs are sharded if whole blocks divide evenly: gate and up, whose outputs are the inputs of down,
+        are then sharded as down is.
+        """
+        del group
+        *rows, outputs, inputs = shape
+        *row_axes, out, inner = _axes(sharding, len(shape))
+        out = _dividing(sharding, out, outputs // BLOCK)
+        inner = _dividing(sharding, inner, inputs // BLOCK)
+        at = _at(sharding, (*row_axes, out, inner))
+        return [Leaf((*rows, outputs, width), "uint8", at) for width in (inputs // 2, inputs // BLOCK)]
+
+
+Quantized = Int8 | Int4 | Mxfp4
+
+
+def form_of(bits: int, shape: tuple[int, ...]) -> type[Quantized]:
+    """Return the quantised type of an array of this shape; its `leaves` lists the arrays. In 4 bits, stacks are MXFP4.
+
+    >>> form_of(4, (64, 32)).__name__, form_of(4, (8, 64, 32)).__name__
+    ('Int4', 'Mxfp4')
+    """
+    if bits == 8:
+        return Int8
+    return Int4 if len(shape) == 2 else Mxfp4
+
+
+def form_with(fields: int, values: DTypeLike) -> type[Quantized] | None:
+    """Return the quantised type by its number of fields and the dtype of `values`; None if it is not quantised."""
+    if fields == 1:
+        return None
+    if fields == 3:
+        return Int4
+    return Mxfp4 if jnp.dtype(values) == jnp.uint8 else Int8
+
+
+def _dividing(sharding: Sharding | None, axes: MeshAxes, count: int) -> MeshAxes:
+    """Return the mesh axes of a dimension of `count` groups if whole groups divide over them, and None otherwise."""
+    if axes is None or not isinstance(sharding, NamedSharding):
+        return axes
+    names = (axes,) if isinstance(axes, str) else axes
+    return None if count % math.prod(sharding.mesh.shape[name] for name in names) else axes
 
 
 def _axes(sharding: Sharding | None, ndim: int) -> tuple[MeshAxes, ...]:

@@ -31,7 +31,7 @@ from mars_jax.mesh.axes import (
 from mars_jax.models import weights
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig, LayeredHead
-from mars_jax.models.quantize import FORMS, Quantized, bits_of
+from mars_jax.models.quantize import Quantized, bits_of, form_of
 from mars_jax.models.weights import Weight, build_rows, get
 from mars_jax.utils.errors import MarsError, check_type, first_line
 
@@ -65,6 +65,8 @@ _LOGICAL: dict[str, tuple[str | None, ...]] = {
     "expert_gate": ("experts", "expert_hidden", None),
     "expert_up": ("experts", "expert_hidden", None),
     "expert_down": ("experts", None, "expert_hidden"),
+    "expert_gate_bias": ("experts", "expert_hidden"),
+    "expert_up_bias": ("experts", "expert_hidden"),
     "q_bias": ("heads",),
     "k_bias": ("kv_heads",),
     "v_bias": ("kv_heads",),
@@ -135,7 +137,12 @@ def _table(config: AnyConfig) -> Iterable[Weight]:
 
 
 def abstract_params(
-    config: AnyConfig, dtype: str, *, bits: int | None = None, shardings: PyTree = None
+    config: AnyConfig,
+    dtype: str,
+    *,
+    bits: int | None = None,
+    packed_experts: bool = False,
+    shardings: PyTree = None,
 ) -> PyTree:
     """Return the params of a model or head as `jax.ShapeDtypeStruct`s with their shardings.
 
@@ -143,6 +150,7 @@ def abstract_params(
       config: config of the model or head.
       dtype: floating-point dtype of the params.
       bits: bits per weight of the matrices; see `quantize.bits_of`.
+      packed_experts: keep stacks of experts in MXFP4, as gpt-oss publishes them.
       shardings: tree of shardings with the structure of params; default: JAX's default device.
 
     >>> from mars_jax.models import ModelConfig
@@ -157,9 +165,11 @@ def abstract_params(
     def shape(row: Weight) -> PyTree:
         place: Sharding = default or get(shardings, row.path)
         row_bits = bits_of(row, bits)
+        if packed_experts and len(row.shape) == 3:
+            row_bits = 4
         if row_bits is None:
             return jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype), sharding=place)
-        form = FORMS[row_bits]
+        form = form_of(row_bits, row.shape)
         arrays: list[PyTree] = [
             jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=leaf.sharding)
             for leaf in form.leaves(row.shape, place)

@@ -34,6 +34,9 @@ class Weight(NamedTuple):
 _EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 """Checkpoint names of a layer's experts and of their gate, up and down projections, by family; default: Qwen's."""
 
+_STACKED = ("gpt_oss",)
+"""Families whose experts have biases. Their files store all experts of a layer together (`hub.stacked_experts`)."""
+
 _NORMS = {
     "gemma2": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     "glm4": ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
@@ -51,6 +54,14 @@ def _matrix(key: str, name: str, out: int, inner: int, bias: bool) -> list[Weigh
 def _experts(config: ModelConfig) -> list[Weight]:
     """Return the rows of a layer's router and experts."""
     c, size = config, config.expert_size or config.intermediate_size
+    if c.family in _STACKED:
+        rows = _matrix("router", "mlp.router", c.num_experts, c.hidden_size, True)
+        for key in ("gate", "up", "down"):
+            outputs, inputs = (c.hidden_size, size) if key == "down" else (size, c.hidden_size)
+            name = f"mlp.experts.{key}_proj"
+            rows.append(Weight((f"expert_{key}",), name, (c.num_experts, outputs, inputs), "normal"))
+            rows.append(Weight((f"expert_{key}_bias",), f"{name}_bias", (c.num_experts, outputs), "zeros"))
+        return rows
     block, *names = _EXPERTS.get(c.family, ("mlp", "gate_proj", "up_proj", "down_proj"))
     rows = [Weight(("router",), f"{block}.gate.weight", (c.num_experts, c.hidden_size), "normal")]
     for key, name in zip(("gate", "up", "down"), names, strict=True):

@@ -92,6 +92,10 @@ QWEN_MOE = {
     "sliding_window": 32768,
 }
 QWEN_MOE |= {"num_attention_heads": 16, "num_experts_per_tok": 4, "decoder_sparse_step": 1}
+GPT_OSS = {"model_type": "gpt_oss", "rope_theta": 150000, "rms_norm_eps": 1e-5, "head_dim": WIDTH}
+GPT_OSS |= {"max_position_embeddings": 131072, "sliding_window": 128, "swiglu_limit": 7.0}
+GPT_OSS |= {"num_attention_heads": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4}
+GPT_OSS_YARN = YARN | {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 LLAMA = {"model_type": "llama", "num_attention_heads": 32, "max_position_embeddings": 4096}
 
 VARIANTS: dict[str, Json] = {
@@ -133,6 +137,8 @@ VARIANTS: dict[str, Json] = {
     "Qwen1.5-MoE-A2.7B": QWEN_MOE
     | {"max_position_embeddings": 8192, "max_window_layers": 21, "norm_topk_prob": False},
     "Qwen2-57B-A14B": QWEN_MOE | {"num_key_value_heads": 4, "num_attention_heads": 28, "qkv_bias": True},
+    "gpt-oss-20b": GPT_OSS | {"num_local_experts": 32, "rope_scaling": GPT_OSS_YARN},
+    "gpt-oss-120b": GPT_OSS | {"num_local_experts": 128, "rope_scaling": GPT_OSS_YARN},
     "Llama 2 with dynamic NTK": LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "Llama with rotated halves of heads": LLAMA | {"partial_rotary_factor": 0.5},
     "OLMo-7B-hf": {"architectures": ["OlmoForCausalLM"]},
@@ -167,7 +173,7 @@ def shrink(data: Json) -> Json:
     }
     if "head_dim" in data:
         small |= {"head_dim": WIDTH, "hidden_size": 48}
-    if data.get("sliding_window") in (2047, 4096):
+    if data.get("sliding_window") in (128, 2047, 4096):
         small["sliding_window"] = 7
     if data.get("model_type") == "qwen2_moe":
         small |= {"num_experts": 8, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}

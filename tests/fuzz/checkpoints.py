@@ -46,6 +46,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     _SIZES | {"architectures": ["MistralForCausalLM"], "sliding_window": 8, "rope_scaling": _YARN},
     _SIZES | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     _SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    _SIZES | {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 8, "swiglu_limit": 7.0},
     GEMMA_2,
     GEMMA_3,
     QWEN_3_MOE,

@@ -49,13 +49,68 @@ TURNS = [
     {"role": "tool", "content": "none"},
     {"role": "assistant", "content": "Hi."},
 ]
-TEMPLATES = {"features": FEATURES} | {name: text for name in MODELS if (text := template_of(name))}
+# What the template of gpt-oss uses: macros that call themselves, the date, builtin tools, and turns with tool calls.
+HARMONY = """
+{%- macro kind(spec, required) -%}
+    {%- if spec.type == 'array' -%}{{ kind(spec['items'], required or []) + '[]' }}
+    {%- elif spec.type == 'object' -%}
+        {{- '{' }}
+        {%- for name, part in spec.properties.items() -%}
+            {{ name }}{{ '?' if name not in (spec.required or []) }}: {{ kind(part, []) }}
+            {%- if not loop.last %}{{ ', ' }}{% endif -%}
+        {%- endfor -%}
+        {{- '}' }}
+    {%- elif spec.enum is defined -%}{{ '"' + spec.enum|join('" | "') + '"' }}
+    {%- else -%}{{ spec.type if spec.type is string else 'any' }}{%- endif -%}
+{%- endmacro -%}
+{%- macro builtin(browser, python) -%}
+    {%- if browser %}{{- 'namespace browser {' + '}\n' }}{% endif -%}
+    {%- if python %}{{- '## python\n' }}{% endif -%}
+{%- endmacro -%}
+{%- if builtin_tools is defined and builtin_tools is not none %}
+    {%- set chosen = namespace(browser=false, python=false) %}
+    {%- for tool in builtin_tools %}{% if tool == 'browser' %}{% set chosen.browser = true %}{% endif %}{% endfor %}
+{%- endif %}
+{{- '<|start|>system<|message|>Today is ' + strftime_now('%Y-%m-%d') + '\nReasoning: ' }}
+{{- reasoning_effort if reasoning_effort is defined else 'medium' }}
+{%- if chosen is defined %}{{ builtin(chosen.browser, chosen.python) }}{% endif %}
+{%- for tool in tools %}{{ 'type ' + tool.name + ' = (_: ' + kind(tool.parameters, none) + ') => any;\n' }}{% endfor %}
+{{- '<|end|>' }}
+{%- for message in messages -%}
+    {%- if message.role == 'assistant' and 'tool_calls' in message %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start|>assistant to=functions.' + call.name + '<|message|>' + call.arguments|tojson + '<|call|>' }}
+    {%- elif loop.last and not add_generation_prompt %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|return|>' }}
+    {%- else %}{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{%- endif -%}
+{%- endfor -%}
+{{- '<|start|>assistant' if add_generation_prompt }}"""
+TOOL = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "places": {"type": "array", "items": {"type": "string"}},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+        },
+        "required": ["places"],
+    },
+}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1]}}}],
+}
+TEMPLATES = {"features": FEATURES, "harmony": HARMONY} | {
+    name: text for name in MODELS if (text := template_of(name))
+}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("turns", [TURNS, TURNS[1:2], [TURNS[1], TURNS[3]] * 40])
+@pytest.mark.parametrize("turns", [TURNS, TURNS[1:2], [TURNS[1], TURNS[3]] * 40, [TURNS[1], CALL]])
 def test_a_template_gives_the_text_of_the_sandbox(name, turns):
     variables = {"messages": turns, "add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
+    variables |= {"tools": [TOOL], "builtin_tools": ["browser"], "strftime_now": lambda form: "2025-06-28"}
     bounded, sandbox = (
         environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         .from_string(TEMPLATES[name])

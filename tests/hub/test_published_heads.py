@@ -20,7 +20,10 @@ class Head(NamedTuple):
     target: str
     layout: str
     inner: int  # width of the MLP
-    heads: tuple[int, int]  # query heads, key-value heads; each 128 wide
+    heads: tuple[int, int]  # query heads, key-value heads
+    width: int = 128  # of a head
+    joined_norm: bool = False  # a norm over the joined features
+    feature_layers: tuple[int, ...] = ()  # stated in config.json; (): the usual ones
 
 
 LLAMA8, LLAMA70 = (32, 8), (64, 8)
@@ -38,13 +41,19 @@ HEADS = {
     "RedHatAI/Qwen3-8B-speculator.eagle3": Head("qwen3-8b", "speculators", 12288, LLAMA8),
     "RedHatAI/Qwen3-32B-speculator.eagle3": Head("qwen3-32b", "speculators", 25600, LLAMA70),
     "RedHatAI/Qwen3-235B-A22B-speculator.eagle3": Head("qwen3-235b-a22b", "speculators", 12288, (64, 4)),
+    "RedHatAI/gpt-oss-20b-speculator.eagle3": Head(
+        "gpt-oss-20b", "speculators", 2880, LLAMA70, width=64, joined_norm=True
+    ),
+    "lmsys/EAGLE3-gpt-oss-120b-bf16": Head(
+        "gpt-oss-120b", "eagle3", 17280, LLAMA70, width=64, feature_layers=(1, 17, 33)
+    ),
 }
 
 
 def shapes(head: Head, wide: int, vocab: int) -> dict[str, tuple[int, ...]]:
     """Return the tensor shapes of a head's layout, as the code of that layout defines them."""
     new = head.layout != "eagle1"
-    queries, groups = (128 * n for n in head.heads)
+    queries, groups = (head.width * n for n in head.heads)
     layer = {
         "self_attn.q_proj": (queries, wide * (1 + new)),
         "self_attn.k_proj": (groups, wide * (1 + new)),
@@ -63,6 +72,8 @@ def shapes(head: Head, wide: int, vocab: int) -> dict[str, tuple[int, ...]]:
             tensors |= {"d2t": (DRAFTED,), "t2d": (vocab,)}
     else:
         tensors |= {"fc.bias": (wide,)}
+    if head.joined_norm:
+        tensors["input_norm.weight"] = (3 * wide,)
     if head.layout != "eagle3":
         tensors["embed_tokens.weight"] = (vocab, wide)
     name = "midlayer" if head.layout == "eagle3" else "layers.0"
@@ -73,14 +84,18 @@ def config_json(head: Head, wide: int, vocab: int) -> dict[str, Any]:
     """Return the fields of the head's config.json."""
     queries, groups = head.heads
     layer = {"model_type": "llama", "vocab_size": vocab, "hidden_size": wide, "rms_norm_eps": 1e-5}
-    layer |= {"intermediate_size": head.inner, "num_hidden_layers": 1, "head_dim": 128}
+    layer |= {"intermediate_size": head.inner, "num_hidden_layers": 1, "head_dim": head.width}
     layer |= {"num_attention_heads": queries, "num_key_value_heads": groups}
     if head.layout == "speculators":
         fields = {"norm_before_residual": True, "draft_vocab_size": DRAFTED, "target_hidden_size": None}
         fields |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
+        fields |= {"norm_before_fc": head.joined_norm}
         return fields | {"transformer_layer_config": layer}
     if head.layout == "eagle3":
-        return layer | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTED}
+        fields = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTED}
+        return (
+            layer | fields | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(head.feature_layers)}}
+        )
     return layer | {"architectures": ["LlamaForCausalLM"], "bias": True}
 
 
@@ -93,7 +108,24 @@ def test_a_head_of_the_page_fits_its_target(name):
     table = {canonical(row.name): row.shape for row in config.weights()}
     assert table == {key: shape for key, shape in published.items() if key not in ("d2t", "t2d")}
     count = target.num_layers
-    assert config.feature_layers == (() if config.version == 1 else (1, count // 2 - 1, count - 4))
+    usual = () if config.version == 1 else (1, count // 2 - 1, count - 4)
+    assert config.feature_layers == (head.feature_layers or usual)
+
+
+@pytest.mark.parametrize("drafted", [DRAFTED, 201088])
+def test_a_head_of_nvidia_may_read_the_last_layer_and_draft_from_the_whole_vocabulary(drafted):
+    """The fields are those that NVIDIA's Model Optimizer exports."""
+    head, target = Head("gpt-oss-120b", "eagle3", 17280, LLAMA70, width=64), CONFIGS["gpt-oss-120b"]
+    published = {canonical(key): shape for key, shape in shapes(head, 2880, 201088).items()}
+    published["lm_head.weight"] = (drafted, 2880)
+    if drafted == 201088:
+        published = {key: shape for key, shape in published.items() if key not in ("d2t", "t2d")}
+    settings = {"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True}
+    settings |= {"use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True}
+    settings["eagle_aux_hidden_state_layer_ids"] = [23, 29, 35]
+    fields = config_json(head, 2880, 201088) | {"draft_vocab_size": drafted, "eagle_config": settings}
+    config = from_head_json(fields, published, target)
+    assert (config.feature_layers, config.draft_vocab_size) == ((23, 29, 35), drafted)
 
 
 def test_the_page_names_these_heads():

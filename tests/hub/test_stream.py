@@ -71,7 +71,7 @@ def leaves(shape, placement, group):
 @pytest.mark.parametrize("bits", [None, 8])
 def test_only_the_rows_that_devices_here_hold_are_read(monkeypatch, bits):
     monkeypatch.setattr(stream, "BLOCK", 4 * 4 * 2)  # two rows
-    monkeypatch.setattr(stream.FORMS[8], "leaves", staticmethod(leaves))
+    monkeypatch.setattr(Int8, "leaves", staticmethod(leaves))
     stacked = np.random.default_rng(0).standard_normal((3, 10, 4)).astype(np.float32)
     reads = []
 

@@ -57,6 +57,9 @@ OLMO3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
 }
 
+# Experts whose gates and ups reach the limit.
+GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 0.4, "swiglu_alpha": 1.5}
+GPT_OSS |= {"head_dim": 12, "sliding_window": 7}
 TIED = {"tie_word_embeddings": True}
 CASES = {
     "llama, tied, one shared key-value head": ("Llama", BASE | TIED | {"num_key_value_heads": 1}),
@@ -117,6 +120,13 @@ CASES = {
         "Olmo3",
         MISTRAL | FULL_IN_THE_MIDDLE | {"sliding_window": 7, "rope_parameters": OLMO3_ROPES},
     ),
+    "gpt-oss": ("GptOss", MISTRAL | GPT_OSS | rope("yarn", **TRAINED, truncate=False)),
+    "gpt-oss, one expert, only windows, no biases": (
+        "GptOss",
+        BASE
+        | GPT_OSS
+        | {"layer_types": ["sliding_attention"] * 2, "num_experts_per_tok": 1, "attention_bias": False},
+    ),
     "gemma2, caps": ("Gemma2", GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}),
     "gemma2, no caps": ("Gemma2", GEMMA | NO_CAPS | {"attention_bias": True, "tie_word_embeddings": False}),
     "gemma3, two ropes": ("Gemma3Text", GEMMA | FULL_IN_THE_MIDDLE | {"rope_parameters": ROPES}),
@@ -128,6 +138,7 @@ CASES = {
 SLOW = (
     "llama, gelu", "qwen3, tied, biases", "mixtral, window", "qwen3 moe, weights sum to 1", "gemma2, no caps",
     "gemma3, pattern of six", "phi3, longrope, short", "qwen2 moe, shared expert", "smollm3, biases", "ministral3",
+    "gpt-oss, one expert, only windows, no biases",
 )  # fmt: skip
 """The fast cases have every family, and every kind of rope, window, bias and cap once."""
 IN_TIME = [name for name in CASES if name not in SLOW]
@@ -136,6 +147,7 @@ OWN_FIELDS = (
     "qwen2 moe",
     "qwen3 moe",
     "gemma",
+    "gpt-oss",
     "granite",
     "olmo",
     "ministral3",
@@ -240,7 +252,7 @@ def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
 NEW_FAMILIES = (
     "qwen2 moe, windows, one dense layer", "ministral3, window", "phi3, window", "phi4 mini, partial longrope, long",
     "glm", "glm4", "smollm3, windows in nope layers", "granite, every multiplier", "olmo2",
-    "olmo3, yarn in full layers",
+    "olmo3, yarn in full layers", "gpt-oss",
 )  # fmt: skip
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.experts import mosaic as in_8_bits
+from kernels_pallas.experts import mosaic as kernels
 from kernels_pallas.experts import xla as experts_xla
 from mars_jax.models import ModelConfig, moe
-from mars_jax.models.quantize import Int8, quantize
+from mars_jax.models.quantize import Int8, Mxfp4, quantize
 from mars_jax.utils.errors import MarsError
 from tests.helpers import slow_but
 from tests.helpers.small_models import SIZES as SMALL
@@ -75,15 +75,43 @@ def test_the_kernel_of_8_bits_multiplies_what_it_dequantises(case, dtype, monkey
     wider = WIDER | {"by columns": ((20, 0, 30), 50, 384, 40)}
     sizes, rows, outer, inner = wider.get(case) or (SIZES[case], sum(SIZES[case]), 300, 40)
     # Several blocks of outputs, and tiles of rows that begin inside an expert's rows.
-    monkeypatch.setattr(in_8_bits, "WEIGHT_BYTES", 128 * inner)
-    monkeypatch.setattr(in_8_bits, "ROWS", 32)
+    monkeypatch.setattr(kernels, "WEIGHT_BYTES", 128 * inner)
+    monkeypatch.setattr(kernels, "ROWS", 32)
     w, x = quantize(np.asarray(normal(1, len(sizes), outer, inner))), normal(0, rows, inner, dtype=dtype)
     operands = (x, jnp.asarray(w.values), jnp.asarray(w.scale), jnp.asarray(sizes, jnp.int32))
-    out = jax.jit(functools.partial(in_8_bits.dense_by_expert_int8, interpret=True))(*operands)
+    out = jax.jit(functools.partial(kernels.dense_by_expert_int8, interpret=True))(*operands)
     assert out.shape == (rows, outer) and out.dtype == jnp.float32
     count = sum(sizes)
     wide = by_definition(x[:count], w.values.astype("float64") * w.scale[..., None], sizes)
     np.testing.assert_allclose(out[:count], wide, atol=5e-4)  # as in the test above
+
+
+def mxfp4(seed, *shape):
+    """Return random matrices [X, out, in] in MXFP4."""
+    draw, (*rows, inner) = np.random.default_rng(seed), shape
+    values = draw.integers(0, 256, (*rows, inner // 2), np.uint8)
+    scale = draw.integers(124, 129, (*rows, inner // 32), np.uint8)
+    return Mxfp4(jnp.asarray(values), jnp.asarray(scale), dtype=jnp.dtype("bfloat16"))
+
+
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "bfloat16"))
+@pytest.mark.parametrize("form", ["blocks", "ragged", "kernel"])
+def test_experts_in_mxfp4_multiply_as_their_dequantised_matrices(form, case, dtype, monkeypatch):
+    # Several blocks of outputs, and tiles of rows that begin inside an expert's rows.
+    monkeypatch.setattr(kernels, "MXFP4_WIDTH", 128)
+    monkeypatch.setattr(kernels, "ROWS", 32)
+    sizes = SIZES[case]
+    x, w = normal(0, sum(sizes), 96, dtype=dtype), mxfp4(1, len(sizes), 150, 96)
+    operands = (x, w.values, w.scale, jnp.asarray(sizes, jnp.int32))
+    if form == "blocks":
+        out = jax.jit(moe.dense_by_expert)(x, w, operands[-1])
+    elif form == "ragged":
+        out = jax.jit(experts_xla.dense_by_expert_mxfp4)(*operands)
+    else:
+        out = jax.jit(functools.partial(kernels.dense_by_expert_mxfp4, interpret=True))(*operands)
+    # 1e-3: float32 sums of 96 products of numbers up to 24.
+    np.testing.assert_allclose(out, by_definition(x, w.astype("float32"), sizes), atol=1e-3)
 
 
 def test_gradients_are_those_of_the_definition():
@@ -98,6 +126,15 @@ def test_gradients_are_those_of_the_definition():
         expected = jax.grad(loss(lambda x, w: jnp.einsum("ri,roi->ro", x, w[owner])), argnums=(0, 1))(x, w)
         for a, b in zip(actual, expected, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_the_gradient_of_rows_of_experts_in_mxfp4_is_that_of_the_dequantised_matrices():
+    sizes, x, w = jnp.asarray([2, 0, 3], jnp.int32), normal(0, 5, 32), mxfp4(1, 3, 6, 32)
+
+    def gradient(w):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(moe.dense_by_expert(x, w, sizes))))(x)
+
+    np.testing.assert_allclose(gradient(w), gradient(w.astype("float32")), atol=1e-4)
 
 
 def layer(experts=5, hidden=8, inner=6):
@@ -135,23 +172,31 @@ def test_a_broken_row_breaks_no_other():
     assert np.isnan(broken[0, 2]).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mxfp4"])
 def test_on_cpu_the_weights_are_read_where_they_are(dtype):
-    w = jax.ShapeDtypeStruct((16, 256, 256), dtype)
+    if dtype == "mxfp4":
+        w, dtype = jax.eval_shape(lambda: mxfp4(0, 16, 256, 256)), "bfloat16"
+    else:
+        w = jax.ShapeDtypeStruct((16, 256, 256), dtype)
     x, sizes = jax.ShapeDtypeStruct((4, 256), dtype), jax.ShapeDtypeStruct((16,), jnp.int32)
     memory = jax.jit(moe.dense_by_expert).lower(x, w, sizes).compile().memory_analysis()
     # At most one expert's matrix is copied or widened to float32, not all 16.
-    assert memory.temp_size_in_bytes < 2 * w.size * 4 / 16
+    assert memory.temp_size_in_bytes < 2 * 256 * 256 * 4
 
 
 def lowered(platform, experts):
-    operands = (jax.ShapeDtypeStruct((4, 8), "float32"), experts, jax.ShapeDtypeStruct((3,), "int32"))
+    operands = (jax.ShapeDtypeStruct((4, 32), "float32"), experts, jax.ShapeDtypeStruct((3,), "int32"))
     return jax.jit(moe.dense_by_expert).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
 
 
 def test_elsewhere_the_compiler_gets_one_ragged_product_and_on_a_tpu_one_kernel():
-    of_8_bits = (jax.ShapeDtypeStruct((3, 8, 8), "int8"), jax.ShapeDtypeStruct((3, 8), "float32"), "float32")
-    for matrices in (jax.ShapeDtypeStruct((3, 8, 8), "float32"), Int8(*of_8_bits)):
+    of_8_bits = (jax.ShapeDtypeStruct((3, 8, 32), "int8"), jax.ShapeDtypeStruct((3, 8), "float32"), "float32")
+    of_4_bits = (
+        jax.ShapeDtypeStruct((3, 8, 16), "uint8"),
+        jax.ShapeDtypeStruct((3, 8, 1), "uint8"),
+        "float32",
+    )
+    for matrices in (jax.ShapeDtypeStruct((3, 8, 32), "float32"), Int8(*of_8_bits), Mxfp4(*of_4_bits)):
         text = lowered("cuda", matrices)
         assert text.count("ragged_dot") and "while" not in text
         text = lowered("tpu", matrices)

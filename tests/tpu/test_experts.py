@@ -14,7 +14,7 @@ pytest.importorskip(
 )
 
 from mars_jax.models.moe import dense_by_expert
-from mars_jax.models.quantize import Int8
+from mars_jax.models.quantize import Int8, Mxfp4
 from tests.helpers import slow_but
 from tests.tpu import aot
 
@@ -49,6 +49,21 @@ def test_in_8_bits_no_expert_is_copied_either(rows, outer, inner, generation):
     assert report["mosaic_kernels"] == 1
     # The padded rows and their products in float32.
     assert report["temporary_bytes"] < 2 * 512 * (2 * inner + 4 * outer) < values.size
+
+
+@pytest.mark.parametrize(
+    ("rows", "generation"), slow_but(itertools.product([16, 488], GENERATIONS), (16, "v5e"), (488, "v6e"))
+)
+def test_in_mxfp4_only_scales_are_copied(rows, generation):
+    """The shapes are those of gpt-oss."""
+    w = Mxfp4(
+        jax.ShapeDtypeStruct((16, 2880, 1440), "uint8"),
+        jax.ShapeDtypeStruct((16, 2880, 90), "uint8"),
+        "bfloat16",
+    )
+    report = compiled(w, rows, generation)
+    assert report["mosaic_kernels"] == 1
+    assert report["temporary_bytes"] < 2 * 512 * (2 * 2880 + 4 * 2880) + 2 * w.scale.size < w.values.size
 
 
 def test_where_xla_divides_the_work_it_gets_the_ragged_product():

@@ -21,7 +21,7 @@ from mars_jax.core.rule import LoadedRule
 from mars_jax.core.types import PyTree
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.mesh import hosts
-from mars_jax.models.quantize import Int4
+from mars_jax.models.quantize import Int4, Mxfp4
 from mars_jax.serve.queue import Finished, Said
 from mars_jax.serve.requests import Completion, Request, check_request, make_requests
 from mars_jax.serve.rows import plain
@@ -235,11 +235,12 @@ def open_job(
 
 
 def _dtype(params: PyTree) -> str:
-    """Return the narrowest dtype of the weights: int4, int8 or a floating-point type."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int4))
-    dtypes = {"int4" if isinstance(leaf, Int4) else str(leaf.dtype) for leaf in leaves}
+    """Return the narrowest dtype of the weights: int4, mxfp4, int8 or a floating-point type."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, (Int4, Mxfp4)))
+    names = {Int4: "int4", Mxfp4: "mxfp4"}
+    dtypes = {names.get(type(leaf)) or str(leaf.dtype) for leaf in leaves}
     # DTYPES runs from wide to narrow.
-    return next((name for name in DTYPES[::-1] if name in dtypes), "")
+    return next((name for name in ("int4", "mxfp4", *DTYPES[::-1]) if name in dtypes), "")
 
 
 def load_rule(choice: RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:

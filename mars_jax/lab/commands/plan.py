@@ -44,8 +44,8 @@ examples:
       --topology v6e:1x1
 
 A target is a name (vicuna-13b, llama-3.1-8b, llama-3.2-1b, llama-3.3-70b, qwen3-8b,
-qwen3-32b, qwen3-235b-a22b), a config.json or a directory with one, or a name on the
-Hugging Face hub, whose config alone is read. Slices are named generation:shape, such as
+qwen3-32b, qwen3-235b-a22b, gpt-oss-20b, gpt-oss-120b), a config.json or a directory with
+one, or a name on the Hugging Face hub, whose config alone is read. Slices are named generation:shape, such as
 v5e:4x4, v6e:2x4, v4:2x2x1, v5p:2x2x2 and tpu7x:2x2x1, or as in Google Cloud: v5litepod-8 and
 v6e-8 count chips, v4-8, v5p-8 and tpu7x-8 count cores, of which a chip has two. Exit code 1
 means that the pair does not fit; weights in 8 bits and larger slices are then compiled until
@@ -97,7 +97,7 @@ def parser() -> Parser:
         "--dtype",
         choices=DTYPES,
         help="dtype of the weights; int8, int4: bits of the target's matrices (default: that of a conversion by "
-        "mars-jax convert, else bfloat16)",
+        "mars-jax convert, else bfloat16); by default and with int4, experts published in MXFP4 keep their 4 bits",
     )
     group = plan_parser.add_argument_group("output")
     group.add_argument(
@@ -151,6 +151,8 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         args.dump.mkdir(parents=True, exist_ok=True)
     target = _config(args.target)
     args.context = args.context or min(CONTEXT, target.max_positions)
+    # As in `hub.load`, experts in MXFP4 are kept by default and with int4, and are otherwise dequantised.
+    packed_dtypes = ("int4", "" if args.dtype else "bfloat16") if _packs_experts(args.target) else ()
     args.dtype = args.dtype or _stored_dtype(args.target)
     requested_slice = topology(args.topology)
     draft = _draft(args.draft, target)
@@ -172,7 +174,14 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         shaped_draft = draft_of(draft, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=is_mixture)
         mesh = parse_mesh(axes, slice_.devices)
         return Programs(
-            target, shaped_draft, mesh, loaded_rule, batch=args.batch, context=args.context, dtype=dtype
+            target,
+            shaped_draft,
+            mesh,
+            loaded_rule,
+            batch=args.batch,
+            context=args.context,
+            dtype=dtype,
+            packed_experts=dtype in packed_dtypes,
         )
 
     def attempt(name: str | None, dtype: str) -> Attempt:
@@ -254,6 +263,18 @@ def _stored_dtype(name: str) -> str:
     if not converted.is_converted(path):
         return "bfloat16"
     return converted.read_manifest(path).stored
+
+
+def _packs_experts(name: str) -> bool:
+    """Return whether a checkpoint stores its experts in MXFP4."""
+    from mars_jax.hub import files
+    from mars_jax.hub.config_json import is_mxfp4, read_json
+    from mars_jax.lab.planning.outlined_models import CONFIGS, PACKED_EXPERTS
+
+    if name in CONFIGS:
+        return name in PACKED_EXPERTS
+    path = files.resolve(_directory(name), weights=False)
+    return path.is_dir() and is_mxfp4(read_json(path / "config.json"))
 
 
 def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:

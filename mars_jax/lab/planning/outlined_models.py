@@ -1,13 +1,15 @@
 """Configs, without weights, of the models in published results, keyed by name.
 
 Sizes: config.json of lmsys/vicuna-13b-v1.3, meta-llama/Llama-3.1-8B-Instruct, meta-llama/Llama-3.2-1B-Instruct,
-meta-llama/Llama-3.3-70B-Instruct, Qwen/Qwen3-8B, Qwen/Qwen3-32B and Qwen/Qwen3-235B-A22B.
+meta-llama/Llama-3.3-70B-Instruct, Qwen/Qwen3-8B, Qwen/Qwen3-32B, Qwen/Qwen3-235B-A22B, openai/gpt-oss-20b and
+openai/gpt-oss-120b.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
+from mars_jax.hub.config_json import from_json
 from mars_jax.models.config import ModelConfig, Rope
 
 _llama3 = partial(
@@ -28,6 +30,13 @@ _qwen3 = partial(
     qk_norm=True,
     rope=Rope(theta=1000000.0),
 )
+
+
+def _gpt_oss(layers: int, experts: int) -> ModelConfig:
+    sizes = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "vocab_size": 201088}
+    sizes |= {"num_hidden_layers": layers, "num_local_experts": experts}
+    return from_json({"model_type": "gpt_oss"} | sizes)  # other settings are the defaults of the family
+
 
 CONFIGS = {
     "vicuna-13b": ModelConfig(
@@ -61,4 +70,8 @@ CONFIGS = {
         experts_per_token=8,
         expert_size=1536,
     ),
+    "gpt-oss-20b": _gpt_oss(layers=24, experts=32),
+    "gpt-oss-120b": _gpt_oss(layers=36, experts=128),
 }
+PACKED_EXPERTS = ("gpt-oss-20b", "gpt-oss-120b")
+"""Models whose experts are published in MXFP4."""

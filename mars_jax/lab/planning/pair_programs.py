@@ -132,7 +132,7 @@ class Programs:
     """The decode loop of a pair of models on a mesh, for `batch` rows of `context` tokens, ready to be lowered.
 
     `dtype` is the dtype of the weights, one of `settings.DTYPES`. int8 and int4 apply only to the target's matrices;
-    everything else is bfloat16.
+    everything else is bfloat16. `packed_experts` keeps experts in MXFP4.
     """
 
     target: ModelConfig
@@ -143,6 +143,7 @@ class Programs:
     batch: int
     context: int
     dtype: str
+    packed_experts: bool = False
 
     @functools.cached_property
     def drafter(self) -> Drafter:
@@ -179,8 +180,9 @@ class Programs:
         return speculative_decoder(self._model, self.drafter, self.verify)
 
     def _weights(self, config: AnyConfig, bits: int | None) -> PyTree:
+        dtype, packed = wide_dtype(self.dtype), self.packed_experts
         placement = shardings.params_shardings(config, self.mesh)
-        return shardings.abstract_params(config, wide_dtype(self.dtype), bits=bits, shardings=placement)
+        return shardings.abstract_params(config, dtype, bits=bits, packed_experts=packed, shardings=placement)
 
 
 def lower_loop(

@@ -128,7 +128,7 @@ def test_named_models_have_the_sizes_that_their_names_say():
 
     expected = {
         "vicuna-13b": 13.0, "llama-3.1-8b": 8.03, "llama-3.2-1b": 1.24, "llama-3.3-70b": 70.55, "qwen3-8b": 8.19,
-        "qwen3-32b": 32.76, "qwen3-235b-a22b": 235.1,
+        "qwen3-32b": 32.76, "qwen3-235b-a22b": 235.1, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
     }  # fmt: skip
     assert {name: billions(c) for name, c in CONFIGS.items()} == pytest.approx(expected, rel=0.005)
     assert all(EagleConfig.outline(config).draft_vocab_size == 32000 for config in CONFIGS.values())
