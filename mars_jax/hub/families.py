@@ -270,6 +270,49 @@ def _read_glm4(data: JsonObject) -> Fields:
     return _read_glm(data) | {"post_norms": True}
 
 
+def _read_glm4_moe(data: JsonObject) -> Fields:
+    """Read the fields of GLM-4.5 and later: halves are rotated, and the router is DeepSeek-V3's."""
+    fields = {"rope": read_rope(data, fraction=0.5), "qkv_bias": bool(data["attention_bias"])}
+    return _read_sigmoid_router(data) | fields | {"qk_norm": bool(data.get("use_qk_norm"))}
+
+
+def _read_sigmoid_router(data: JsonObject) -> Fields:
+    """Read the experts of DeepSeek-V3 (arXiv 2412.19437). The first layers have none."""
+    size = count(data, "moe_intermediate_size", 0)
+    return {
+        "num_experts": data["n_routed_experts"],
+        "experts_per_token": data["num_experts_per_tok"],
+        "expert_size": size,
+        "shared_expert_size": size * count(data, "n_shared_experts", 0),
+        "sigmoid_router": True,
+        "expert_groups": data["n_group"],
+        "groups_per_token": data["topk_group"],
+        "expert_multiplier": float(data["routed_scaling_factor"]),
+        "normalize_experts": bool(data["norm_topk_prob"]),
+        "dense_layers": tuple(range(min(data["first_k_dense_replace"], data["num_hidden_layers"]))),
+    }
+
+
+def _write_sigmoid_router(config: ModelConfig) -> JsonObject:
+    size = config.expert_size or config.intermediate_size
+    return _NO_PADDING | {
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": size,
+        "n_shared_experts": config.shared_expert_size // size,
+        "n_group": config.expert_groups,
+        "topk_group": config.groups_per_token,
+        "routed_scaling_factor": config.expert_multiplier,
+        "norm_topk_prob": config.normalize_experts,
+        "first_k_dense_replace": len(config.dense_layers),
+        "num_nextn_predict_layers": 0,  # an MTP module is not part of the model
+    }
+
+
+def _write_glm4_moe(config: ModelConfig) -> JsonObject:
+    return _write_glm(config) | _write_sigmoid_router(config) | {"use_qk_norm": config.qk_norm}
+
+
 def _write_glm(config: ModelConfig) -> JsonObject:
     return _NO_PADDING | {"partial_rotary_factor": config.rope.fraction}
 
@@ -362,6 +405,10 @@ _MINISTRAL_3 |= {"max_position_embeddings": 262144}
 _PHI_3 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000}
 _GLM = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True}
 _GLM |= {"max_position_embeddings": 131072, "eos_token_id": [151329, 151336, 151338]}
+_SIGMOID_ROUTER = {"num_experts_per_tok": 8, "n_shared_experts": 1, "norm_topk_prob": True}
+_GLM_4_MOE = _SIGMOID_ROUTER | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": False}
+_GLM_4_MOE |= {"max_position_embeddings": 131072, "n_routed_experts": 128, "moe_intermediate_size": 1408}
+_GLM_4_MOE |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1}
 _SMOLLM_3 = {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6}
 _SMOLLM_3 |= {"tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001}
 _OLMO = {"rms_norm_eps": 1e-5}
@@ -383,6 +430,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family("Phi3ForCausalLM", _read_phi3, _write_phi3, _PHI_3),
     "glm": Family("GlmForCausalLM", _read_glm, _write_glm, _GLM),
     "glm4": Family("Glm4ForCausalLM", _read_glm4, _write_glm, _GLM),
+    "glm4_moe": Family("Glm4MoeForCausalLM", _read_glm4_moe, _write_glm4_moe, _GLM_4_MOE),
     "smollm3": Family("SmolLM3ForCausalLM", _read_smollm3, _write_smollm3, _SMOLLM_3),
     "granite": Family("GraniteForCausalLM", _read_granite, _write_granite, {}),
     "olmo2": Family("Olmo2ForCausalLM", _read_olmo2, lambda config: {}, _OLMO),

@@ -21,6 +21,8 @@ _COUNTS = (
     "experts_per_token",
     "expert_size",
     "shared_expert_size",
+    "expert_groups",
+    "groups_per_token",
 )
 """Integer fields of a model that may be 0."""
 
@@ -136,7 +138,12 @@ class ModelConfig:
     num_experts: int = 0  # experts per layer; 0: every layer has a single dense MLP
     experts_per_token: int = 0
     expert_size: int = 0  # hidden units of one expert; 0: intermediate_size
-    shared_expert_size: int = 0  # hidden units of an expert that every token also uses, by a gate; 0: none
+    shared_expert_size: int = 0  # hidden units of an expert that every token also uses; 0: none
+    # DeepSeek-V3's router: sigmoid scores, a bias that affects only the choice, and a shared expert without a gate.
+    sigmoid_router: bool = False
+    expert_groups: int = 1  # groups of experts, of which a token uses the best ones; sigmoid_router
+    groups_per_token: int = 1
+    expert_multiplier: float = 1.0  # factor of the weights of a token's experts
     # Scale the weights of a token's experts to sum to 1; if False, use their probabilities among all experts.
     normalize_experts: bool = True
     dense_layers: tuple[int, ...] = ()  # layers that have a single dense MLP even if num_experts is not 0
@@ -196,7 +203,20 @@ class ModelConfig:
                 f"experts_per_token is {self.experts_per_token}: a token takes at least 1 of the {self.num_experts} "
                 "experts and at most all."
             )
-        for name in ("embedding_multiplier", "residual_multiplier", "logit_divisor"):
+        groups, group_size = self.expert_groups, self.num_experts // max(self.expert_groups, 1)
+        if not 1 <= self.groups_per_token <= groups or (groups > 1 and self.num_experts % groups):
+            raise MarsError(
+                f"expert_groups is {groups} and groups_per_token {self.groups_per_token}: expected a divisor of "
+                f"{self.num_experts} experts, and from 1 to that many groups."
+            )
+        usable = group_size * self.groups_per_token
+        if groups > 1 and (group_size < 2 or usable < self.experts_per_token):
+            raise MarsError(
+                f"expert_groups is {groups}: a group has at least 2 experts, and the {self.groups_per_token} groups of "
+                f"a token at least its {self.experts_per_token}."
+            )
+        multipliers = ("embedding_multiplier", "residual_multiplier", "logit_divisor", "expert_multiplier")
+        for name in multipliers:
             if not 0 < getattr(self, name) < math.inf:
                 raise MarsError(f"{name} is {getattr(self, name)}: it must be positive, or 1 for none.")
         for cap in (self.attention_cap, self.logit_cap):

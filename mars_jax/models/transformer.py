@@ -102,7 +102,13 @@ def _mlp(config: ModelConfig, layer: dict, x: Array) -> Array:
     if "router" not in layer:
         return gated_mlp(layer, x, config.activation)
     update = experts_mlp(
-        layer, x, config.activation, count=config.experts_per_token, normalize=config.normalize_experts
+        layer,
+        x,
+        config.activation,
+        count=config.experts_per_token,
+        normalize=config.normalize_experts,
+        groups=(config.expert_groups, config.groups_per_token),
+        multiplier=config.expert_multiplier,
     )
     if config.shared_expert_size:
         update += shared_expert(layer, x, config.activation)

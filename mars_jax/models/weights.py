@@ -53,15 +53,21 @@ def _experts(config: ModelConfig) -> list[Weight]:
     c, size = config, config.expert_size or config.intermediate_size
     block, *names = _EXPERTS.get(c.family, ("mlp", "gate_proj", "up_proj", "down_proj"))
     rows = [Weight(("router",), f"{block}.gate.weight", (c.num_experts, c.hidden_size), "normal")]
+    if c.sigmoid_router:
+        rows.append(Weight(("router_bias",), f"{block}.gate.e_score_correction_bias", (c.num_experts,), "zeros"))
     for key, name in zip(("gate", "up", "down"), names, strict=True):
         shape = (c.hidden_size, size) if key == "down" else (size, c.hidden_size)
         for i in range(c.num_experts):
             rows.append(Weight((f"expert_{key}", i), f"{block}.experts.{i}.{name}.weight", shape, "normal"))
     if size := c.shared_expert_size:
-        rows += _matrix("shared_router", f"{block}.shared_expert_gate", 1, c.hidden_size, False)
-        rows += _matrix("shared_gate", f"{block}.shared_expert.gate_proj", size, c.hidden_size, False)
-        rows += _matrix("shared_up", f"{block}.shared_expert.up_proj", size, c.hidden_size, False)
-        rows += _matrix("shared_down", f"{block}.shared_expert.down_proj", c.hidden_size, size, False)
+        shared = f"{block}.shared_expert"
+        if c.sigmoid_router:
+            shared += "s"
+        else:
+            rows += _matrix("shared_router", f"{shared}_gate", 1, c.hidden_size, False)
+        rows += _matrix("shared_gate", f"{shared}.gate_proj", size, c.hidden_size, False)
+        rows += _matrix("shared_up", f"{shared}.up_proj", size, c.hidden_size, False)
+        rows += _matrix("shared_down", f"{shared}.down_proj", c.hidden_size, size, False)
     return rows
 
 

@@ -57,6 +57,8 @@ OLMO3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
 }
 
+GLM4_MOE = {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+GLM4_MOE |= {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "n_shared_experts": 2}
 TIED = {"tie_word_embeddings": True}
 CASES = {
     "llama, tied, one shared key-value head": ("Llama", BASE | TIED | {"num_key_value_heads": 1}),
@@ -98,6 +100,7 @@ CASES = {
     "phi3, longrope, short": ("Phi3", BASE | PHI4_MINI | {"original_max_position_embeddings": 128}),
     "glm": ("Glm", BASE | {"head_dim": 12, "pad_token_id": 0}),
     "glm4": ("Glm4", BASE | {"head_dim": 16, "attention_bias": False, "pad_token_id": 0}),
+    "glm4 moe, groups": ("Glm4Moe", MISTRAL | GLM4_MOE | {"attention_bias": True, "use_qk_norm": True}),
     "smollm3, biases": (
         "SmolLM3",
         MISTRAL | {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True, "pad_token_id": 0},
@@ -239,7 +242,7 @@ def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
 
 NEW_FAMILIES = (
     "qwen2 moe, windows, one dense layer", "ministral3, window", "phi3, window", "phi4 mini, partial longrope, long",
-    "glm", "glm4", "smollm3, windows in nope layers", "granite, every multiplier", "olmo2",
+    "glm", "glm4", "glm4 moe, groups", "smollm3, windows in nope layers", "granite, every multiplier", "olmo2",
     "olmo3, yarn in full layers",
 )  # fmt: skip
 
