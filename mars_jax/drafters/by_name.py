@@ -125,7 +125,7 @@ def load(
     elif tree is None:
         tree = usual_tree
     loaded_drafter = draft_definition.load(Asked(target, path, length, tree, sample, dtype, head_embed))
-    check_finite_weights(path, loaded_drafter.params)
+    check_finite_weights(path or kind, loaded_drafter.params)
     return sized(loaded_drafter, any_rule=any_rule) if draft_size == "auto" else loaded_drafter
 
 

@@ -422,6 +422,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _read_llama, lambda config: {}, {}),
     "mistral": Family("MistralForCausalLM", _read_mistral, _write_mistral, {}),
     "qwen2": Family("Qwen2ForCausalLM", _read_qwen2, _write_qwen, {}),
+    "mimo": Family("MiMoForCausalLM", _read_qwen2, _write_qwen, {}),
     "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _write_qwen, {}),
     "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral, _MIXTRAL),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", _read_qwen2_moe, _write_qwen2_moe, _QWEN2_MOE),

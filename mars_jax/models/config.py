@@ -203,18 +203,8 @@ class ModelConfig:
                 f"experts_per_token is {self.experts_per_token}: a token takes at least 1 of the {self.num_experts} "
                 "experts and at most all."
             )
-        groups, group_size = self.expert_groups, self.num_experts // max(self.expert_groups, 1)
-        if not 1 <= self.groups_per_token <= groups or (groups > 1 and self.num_experts % groups):
-            raise MarsError(
-                f"expert_groups is {groups} and groups_per_token {self.groups_per_token}: expected a divisor of "
-                f"{self.num_experts} experts, and from 1 to that many groups."
-            )
-        usable = group_size * self.groups_per_token
-        if groups > 1 and (group_size < 2 or usable < self.experts_per_token):
-            raise MarsError(
-                f"expert_groups is {groups}: a group has at least 2 experts, and the {self.groups_per_token} groups of "
-                f"a token at least its {self.experts_per_token}."
-            )
+        if self.expert_groups != 1 and self.num_experts:
+            self._check_groups()
         multipliers = ("embedding_multiplier", "residual_multiplier", "logit_divisor", "expert_multiplier")
         for name in multipliers:
             if not 0 < getattr(self, name) < math.inf:
@@ -225,6 +215,19 @@ class ModelConfig:
         if self.activation not in ACTIVATIONS:
             raise MarsError(
                 f"activation '{self.activation}' is not supported: choose one of {', '.join(ACTIVATIONS)}."
+            )
+
+    def _check_groups(self) -> None:
+        groups, per_token, experts = self.expert_groups, self.groups_per_token, self.num_experts
+        # A group's score is the sum of its two best experts.
+        if groups < 1 or experts % groups or experts < 2 * groups:
+            raise MarsError(
+                f"expert_groups is {groups}: expected a divisor of {experts} experts, with 2 or more in a group."
+            )
+        if not 1 <= per_token <= groups or experts // groups * per_token < self.experts_per_token:
+            raise MarsError(
+                f"groups_per_token is {per_token}: expected 1 to {groups} groups, which together have at least the "
+                f"{self.experts_per_token} experts of a token."
             )
 
 

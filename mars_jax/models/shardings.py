@@ -129,7 +129,7 @@ def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
 def _table(config: AnyConfig) -> Iterable[Weight]:
     """Return the table row of every array of params."""
     if isinstance(config, HeadConfig):
-        return config.weights()
+        return config.leaves()
     return weights.leaves(config)
 
 

@@ -158,7 +158,9 @@ def _out(config: ModelConfig, layer: dict, mixed: Array) -> Array:
 
 
 @_lowered_once(2)
-def _layer(config: ModelConfig, sublayers: tuple[bool, bool], layer: dict, x: Array, rotation, attend, rows):
+def run_layer(
+    config: ModelConfig, sublayers: tuple[bool, bool], layer: dict, x: Array, rotation, attend, rows
+):
     """Run the `sublayers` of one layer on x [B, N, E] and its rows of the cache, which are None without attention.
 
     The function is jitted, so that equal layers are traced and lowered once; XLA inlines each call. A loop over stacked
@@ -190,7 +192,7 @@ def _ring_layer(
     halves: list[list[Visible]],
     rows,
 ):
-    """Run `_layer` on each device's x [B, n, E], given the rotation of each piece and the visibility of its halves."""
+    """Run a layer on each device's x [B, n, E], given the rotation of each piece and the visibility of its halves."""
     attends, has_mlp = sublayers
     if attends:
         with jax.named_scope("attention"):
@@ -342,7 +344,7 @@ def _forward(
             }
 
         def run(i: int, sublayers: tuple[bool, bool], x: Array, rows):
-            return _layer(
+            return run_layer(
                 config, sublayers, layers[i], x, rotations[ropes[i]], attends[config.windows[i]], rows
             )
 

@@ -54,7 +54,9 @@ def _experts(config: ModelConfig) -> list[Weight]:
     block, *names = _EXPERTS.get(c.family, ("mlp", "gate_proj", "up_proj", "down_proj"))
     rows = [Weight(("router",), f"{block}.gate.weight", (c.num_experts, c.hidden_size), "normal")]
     if c.sigmoid_router:
-        rows.append(Weight(("router_bias",), f"{block}.gate.e_score_correction_bias", (c.num_experts,), "zeros"))
+        rows.append(
+            Weight(("router_bias",), f"{block}.gate.e_score_correction_bias", (c.num_experts,), "zeros")
+        )
     for key, name in zip(("gate", "up", "down"), names, strict=True):
         shape = (c.hidden_size, size) if key == "down" else (size, c.hidden_size)
         for i in range(c.num_experts):
@@ -166,16 +168,22 @@ def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
     >>> [(leaf.path[-1], leaf.shape, len(rows)) for leaf, rows in leaves(config).items()][9]
     ('expert_up', (3, 6, 4), 3)
     """
+    return stacked(weights(config))
+
+
+def stacked(table: Iterable[Weight]) -> dict[Weight, tuple[Weight, ...]]:
+    """Map each array of params to its rows of a table; see `leaves`."""
     stacks: dict[tuple[str | int, ...], list[Weight]] = {}
-    for row in weights(config):
+    for row in table:
         path = row.path
         if isinstance(path[-1], int):
             path = path[:-1]
         stacks.setdefault(path, []).append(row)
     rows_by_leaf: dict[Weight, tuple[Weight, ...]] = {}
     for path, rows in stacks.items():
-        stacked = rows[0].path != path
-        shape = (len(rows), *rows[0].shape) if stacked else rows[0].shape
+        shape = rows[0].shape
+        if rows[0].path != path:
+            shape = (len(rows), *shape)
         rows_by_leaf[rows[0]._replace(path=path, shape=shape)] = tuple(rows)
     return rows_by_leaf
 

@@ -54,10 +54,10 @@ def run_fresh(name, tokens):
     visible = Visible.causal(jnp.zeros((1,), jnp.int32), n)
     output = model.forward(params.target, tokens, visible, model.init_cache(1, n))
     cache = config.init_cache(1, n, "float32")
-    feature = head.fuse(config, params.draft, output)
+    feature = config.fuse(params.draft, output)
     following = jnp.roll(tokens, -1, axis=1)  # the last entry is wrong, and not used
-    hidden, cache = head.forward(config, MODEL, params, feature, following, visible, cache)
-    logits = config.widen(params, head.unembed(config, MODEL, params, hidden))
+    hidden, cache = config.forward(MODEL, params, feature, following, visible, cache)
+    logits = config.widen(params, config.logits(MODEL, params, hidden))
     return hidden[0], logits[0], cache
 
 

@@ -23,7 +23,6 @@ from mars_jax.lab.training import objectives
 from mars_jax.lab.training.features import PADDING, Recorded
 from mars_jax.lab.training.loop import Apprentice
 from mars_jax.lab.training.objectives import Divergence, cast, forward_kl
-from mars_jax.models import eagle_head as head
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.heads import LayeredHead, init_params, layers_like
@@ -156,7 +155,7 @@ def drafted_ahead(
       For step j: logits f32[B, n, W], whose entry t predicts token t + 2 in a chain that begins at entry t - j; and
       bool[B, n], whether that chain lies inside one document.
     """
-    feature = head.fuse(config, both.draft, output)
+    feature = config.fuse(both.draft, output)
     rows, n = feature.shape[:2]
     next_tokens, segments = tokens[:, 1 : n + 1], segments[:, : n + 1]
     entry_index = jnp.arange(n, dtype=jnp.int32)
@@ -178,10 +177,10 @@ def drafted_ahead(
             seen=jnp.concatenate(visible_blocks, axis=2),
             seen_positions=jnp.tile(positions, (1, steps)),
         )
-        hidden, cache = head.forward(config, target, both, feature, next_tokens, visible, cache)
+        hidden, cache = config.forward(target, both, feature, next_tokens, visible, cache)
         # Valid if the last target feature and the embedded token belong to one document.
         valid = (jnp.roll(segments[:, :n], j, axis=1) == segments[:, 1:]) & (entry_index >= j)[None]
-        yield head.unembed(config, target, both, hidden), valid & (segments[:, 1:] != PADDING)
+        yield config.logits(target, both, hidden), valid & (segments[:, 1:] != PADDING)
         # The feature of entry t at the next step is the head's output at entry t - 1.
         feature = jnp.roll(hidden, 1, axis=1).astype(feature.dtype)
 
@@ -213,8 +212,8 @@ def eagle1(
         feature = feature + jax.random.uniform(key, feature.shape, feature.dtype, -NOISE, NOISE)
         next_tokens, visible = batch.tokens[:, 1:length], in_documents(segments[:, :n])
         cache = config.init_cache(rows, n, dtype)
-        hidden, _ = head.forward(config, target, pair, feature, next_tokens, visible, cache)
-        drafted, target_logits = head.unembed(config, target, pair, hidden), lesson.logits[:, 1:]
+        hidden, _ = config.forward(target, pair, feature, next_tokens, visible, cache)
+        drafted, target_logits = config.logits(target, pair, hidden), lesson.logits[:, 1:]
         valid = segments[:, :n] == segments[:, 1:]
         # The regression target of entry t is the target's feature at t + 1. Smooth L1 is quadratic below an error of 1.
         error = jnp.abs(hidden.astype(jnp.float32) - lesson.output.hidden[:, 1:].astype(jnp.float32))
