@@ -147,8 +147,8 @@ def experts_mlp(
     """Run the gated MLPs of each token's `count` most probable experts, weighted by their probabilities.
 
     Args:
-      layer: `router` [X, E], `expert_gate` and `expert_up` [X, M, E], `expert_down` [X, E, M]. With `router_bias` [X], scores
-        of experts are sigmoids instead of probabilities, and the bias is added to choose among them.
+      layer: `router` [X, E], `expert_gate` and `expert_up` [X, M, E], `expert_down` [X, E, M]. With `router_bias` [X],
+        scores of experts are sigmoids instead of probabilities, and the bias is added to choose among them.
       x: [B, N, E].
       activation: see `layers.ACTIVATIONS`.
       count: C.

@@ -100,3 +100,13 @@ def logits_of_mimo(model, path: Path, tokens: np.ndarray) -> np.ndarray:
         hook.remove()
         embeds = model.get_input_embeddings()(ids[:, 1:])
         return model.lm_head(module(embeds, states[0][:, :-1], model.model.rotary_emb))[0].numpy()
+
+
+def generated(path: Path, prompt: list[int], count: int) -> tuple[list[int], int]:
+    """Return the greedy tokens of `generate(use_mtp=True)`, and its forward passes of the target."""
+    model, passes = transformers_oracle.load_torch(path), []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    with transformers_oracle.third_party():
+        options = {"do_sample": False, "max_new_tokens": count, "eos_token_id": None}
+        tokens = model.generate(torch.tensor([prompt]), use_mtp=True, **options)
+    return tokens[0, len(prompt) :].tolist(), len(passes)

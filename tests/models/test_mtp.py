@@ -1,13 +1,18 @@
 """MTP modules, compared with PyTorch: transformers' GLM-4.5, and a transcription of MiMo's."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+import mars_jax as mj
 from mars_jax import hub
 from mars_jax.core.types import Params, Visible
 from mars_jax.hub.heads.mtp_files import load_mtp
+from mars_jax.utils.errors import MarsError
 from tests.helpers import mtp
 
 TOKENS = np.random.default_rng(0).integers(0, 61, 20)
@@ -49,3 +54,33 @@ def test_the_logits_of_a_module_are_those_of_pytorch(kind, tmp_path, first_free_
     else:
         expected = mtp.logits_of_glm(tmp_path, TOKENS)
     np.testing.assert_allclose(module_logits(tmp_path, TOKENS), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_chain_of_one_token_is_that_of_generate_with_use_mtp(tmp_path, first_free_layer):
+    """Compare tokens and numbers of forward passes; with six tokens, a random module is sometimes right."""
+    mtp.checkpoint(tmp_path, "glm4_moe", vocab=6)
+    target, prompt = hub.load(tmp_path), (TOKENS % 6).tolist()
+    drafter = mj.drafters.load("mtp", target, num_draft_tokens=1)
+    settings = {"temperature": 0.0, "max_new_tokens": 40, "stop_tokens": (), "verify": mj.verify.exact()}
+    result = mj.generate(target, drafter, [prompt], **settings)
+    tokens, passes = mtp.generated(tmp_path, prompt, 40)
+    assert list(result.tokens[0]) == tokens
+    assert result.metrics.steps == passes < 40
+
+
+def test_what_has_no_module_for_the_target_is_refused(tmp_path):
+    mtp.checkpoint(tmp_path, "glm4_moe")
+    path, config = tmp_path / "model.safetensors", hub.read_config(tmp_path)
+    with pytest.raises(MarsError, match="for a target with vocab_size 61, not 62: use the target's own"):
+        load_mtp(tmp_path, dataclasses.replace(config, vocab_size=62))
+    whole = load_file(path)
+    save_file(whole | {"model.layers.3.eh_proj.weight": np.zeros((32, 64), np.float32)}, path)
+    with pytest.raises(MarsError, match="several MTP modules: only checkpoints with one"):
+        load_mtp(tmp_path, config)
+    save_file({name: x for name, x in whole.items() if name != "model.layers.2.enorm.weight"}, path)
+    with pytest.raises(MarsError, match=r"1 tensors are missing \(model.layers.2.enorm.weight\)"):
+        load_mtp(tmp_path, config)
+    hub.save(tmp_path / "without", config, hub.load(tmp_path).params)
+    with pytest.raises(MarsError, match=r"has no MTP module \(model.layers.2.\*\): draft with ngram"):
+        load_mtp(tmp_path / "without", config)

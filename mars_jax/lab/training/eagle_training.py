@@ -1,4 +1,4 @@
-"""Training of EAGLE-3 heads by training-time test, and of EAGLE-1 heads by regression.
+"""Training of EAGLE-3 heads and MTP modules by training-time test, and of EAGLE-1 heads by regression.
 
 Sources: EAGLE-3 2503.01840, section 3; EAGLE 2401.15077, section 3.2. B rows, L tokens per row, n = L - 1 entries, E
 hidden size, V vocabulary, W draft vocabulary. Oracle: the drafter itself, given the same tokens
@@ -25,7 +25,8 @@ from mars_jax.lab.training.loop import Apprentice
 from mars_jax.lab.training.objectives import Divergence, cast, forward_kl
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.models.heads import LayeredHead, init_params, layers_like
+from mars_jax.models.heads import FeatureHead, LayeredHead, init_params, layers_like
+from mars_jax.models.mtp_head import MtpConfig
 from mars_jax.models.transformer import language_model
 
 NOISE, TOKEN_WEIGHT = 0.1, 0.1
@@ -80,14 +81,14 @@ def entries(output: ForwardOutput, count: int) -> ForwardOutput:
     )
 
 
-def _agreement(config: EagleConfig, params: Params, drafted: Array, choice: Array, valid: Array) -> Array:
+def _agreement(config: FeatureHead, params: Params, drafted: Array, choice: Array, valid: Array) -> Array:
     """Return the share of the valid entries whose most likely token is the target's choice i32[B, n]."""
     drafted_tokens = config.to_target(params, jnp.argmax(drafted, axis=-1))
     return objectives.masked_mean((drafted_tokens == choice).astype(jnp.float32), valid)
 
 
 def eagle3(
-    config: EagleConfig,
+    config: FeatureHead,
     target: LanguageModel,
     *,
     ids: Array | None = None,
@@ -106,7 +107,7 @@ def eagle3(
     only the embedding.
 
     Args:
-      config: config of the head.
+      config: config of the EAGLE-3 head or MTP module.
       target: a model that returns the head's features; see `LanguageModel.with_features`.
       ids: i32[W]; target tokens of the draft vocabulary, if it is smaller. They are not trained, so they are not part
         of the params.
@@ -135,7 +136,7 @@ def eagle3(
 
 
 def drafted_ahead(
-    config: EagleConfig,
+    config: FeatureHead,
     target: LanguageModel,
     both: Params,
     output: ForwardOutput,
@@ -326,4 +327,16 @@ def new_eagle1(
         config=config,
         init=functools.partial(from_target, config, target, None, None, seed),
         loss=eagle1(config, language_model(target, dtype="bfloat16"), divergence=divergence),
+    )
+
+
+def new_mtp(
+    target: ModelConfig, params: PyTree, *, steps: int = 5, divergence: Divergence, seed: int = 0
+) -> Apprentice:
+    """Return an apprentice for an MTP module. The arguments are those of `new_eagle3`."""
+    config = MtpConfig.outline(target)
+    model = language_model(target, dtype="bfloat16", feature_layers=config.feature_layers)
+    init = functools.partial(from_target, config, target, params, None, seed)
+    return Apprentice(
+        config=config, init=init, loss=eagle3(config, model, steps=steps, divergence=divergence)
     )
