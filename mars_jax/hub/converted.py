@@ -20,7 +20,7 @@ from mars_jax.hub.config_json import read_json
 from mars_jax.hub.stream import BITS
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import FORMS, Leaf, Quantized
-from mars_jax.models.weights import Weight, build_rows, get, leaves
+from mars_jax.models.weights import Weight, build_rows, dtype_of, get, leaves
 from mars_jax.utils import settings
 from mars_jax.utils.errors import MarsError, first_line
 
@@ -131,7 +131,7 @@ def _read_array(path: Path, array: Weight, floating: str, sharding: Sharding | N
         names = list(file.keys())
         bits = BITS[len(names)]
         if bits is None:
-            return _place(file.get_slice(FIELDS[0]), Leaf(array.shape, floating, sharding))
+            return _place(file.get_slice(FIELDS[0]), Leaf(array.shape, dtype_of(array, floating), sharding))
         # Values of a 4-bit matrix are [in / G, G, out]. `Int8.leaves` ignores the group.
         group = file.get_slice(FIELDS[0]).get_shape()[1]
         expected = FORMS[bits].leaves(array.shape, sharding, group)

@@ -29,7 +29,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of
 from mars_jax.models.shardings import params_shardings
 from mars_jax.models.transformer import language_model
-from mars_jax.models.weights import Weight, build_rows, get, leaves, stored_tensors
+from mars_jax.models.weights import Weight, build_rows, dtype_of, get, leaves, stored_tensors
 from mars_jax.utils.errors import MarsError, check_switch, check_type
 from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 
@@ -308,7 +308,7 @@ def read_leaf(
         if bits == 4 and any(tensor.wider for _, tensor in parts):
             bits = 8
     try:
-        return read_array(parts, leaf.shape, dtype, sharding=sharding, bits=bits)
+        return read_array(parts, leaf.shape, dtype_of(leaf, dtype), sharding=sharding, bits=bits)
     except MarsError as error:
         raise MarsError(f"'{directory}': {error}") from None
 

@@ -98,6 +98,17 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Sizes of multi-head latent attention; see `models.latent_attention`."""
+
+    rank: int  # width of the latent
+    query_rank: int = 0  # width of the latent of queries; 0: none
+    plain: int  # dimensions of a query or key without rotary embedding
+    rotary: int  # dimensions with it, which keys share between heads
+    value: int  # dimensions of a value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Static configuration of a model.
 
@@ -131,6 +142,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False  # experts never have biases
+    latent: Latent | None = None  # then num_kv_heads is 1, and head_dim is rank + rotary
     qk_norm: bool = False
     whole_qk_norm: bool = False  # one norm over all heads of a token; qk_norm: one per head
     windows: tuple[int | None, ...] = ()  # one per layer; (): full attention in all layers
@@ -191,6 +203,15 @@ class ModelConfig:
         pairs = (int(self.head_dim * self.rope.fraction) + 1) // 2
         if self.rope.kind == "longrope" and len(self.rope.divisors) != pairs:
             raise MarsError(f"longrope has {len(self.rope.divisors)} divisors: expected {pairs}.")
+        if self.latent is not None and (
+            (self.num_kv_heads, self.head_dim) != (1, self.latent.rank + self.latent.rotary)
+            or min(self.latent.rank, self.latent.plain, self.latent.rotary, self.latent.value) < 1
+            or self.latent.rotary % 2
+        ):
+            raise MarsError(
+                f"num_kv_heads is {self.num_kv_heads} and head_dim {self.head_dim}: latent attention has one head of "
+                f"rank + rotary = {self.latent.rank} + {self.latent.rotary} numbers, all positive, rotary even."
+            )
         if len(self.windows) != self.num_layers:
             raise MarsError(f"{len(self.windows)} windows for {self.num_layers} layers: give one per layer.")
         for window in self.windows:
@@ -216,6 +237,13 @@ class ModelConfig:
             raise MarsError(
                 f"activation '{self.activation}' is not supported: choose one of {', '.join(ACTIVATIONS)}."
             )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head to which `rope` applies."""
+        if self.latent is not None:
+            return self.latent.rotary
+        return self.head_dim
 
     def _check_groups(self) -> None:
         groups, per_token, experts = self.expert_groups, self.groups_per_token, self.num_experts

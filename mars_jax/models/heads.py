@@ -219,14 +219,17 @@ def layers_like(target: ModelConfig, intermediate_size: int | None = None, **cha
     rope = target.rope
     if rope.kind == "longrope" or rope.fraction != 1 or rope.interleaved or rope.query_growth:
         rope = Rope(theta=rope.theta)  # Llama's config.json cannot describe the target's
+    kv_heads, head_dim = target.num_kv_heads, target.head_dim
+    if target.latent is not None:
+        kv_heads, head_dim = target.num_heads, target.latent.plain + target.latent.rotary
     fields = {
         "num_layers": 1,
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
         "intermediate_size": intermediate_size or target.intermediate_size,
         "num_heads": target.num_heads,
-        "num_kv_heads": target.num_kv_heads,
-        "head_dim": target.head_dim,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
         "max_positions": target.max_positions,
         "norm_eps": target.norm_eps,
         "rope": rope,

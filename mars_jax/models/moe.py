@@ -115,7 +115,8 @@ def choose_experts(
     if "router_bias" in layer:
         # DeepSeek-V3 (arXiv 2412.19437, equations 12 to 16): the bias changes the choice and not the weights.
         scores = jax.nn.sigmoid(logits)
-        _, expert_ids = lax.top_k(_in_best_groups(scores + layer["router_bias"][None], *groups), count)
+        biased_scores = scores + layer["router_bias"].astype(jnp.float32)[None]
+        _, expert_ids = lax.top_k(_in_best_groups(biased_scores, *groups), count)
         share = jnp.take_along_axis(scores, expert_ids, axis=-1)
     else:
         share, expert_ids = lax.top_k(jax.nn.softmax(logits, axis=-1), count)

@@ -137,7 +137,7 @@ class MtpConfig(FeatureHead):
             if self.layout.mimo:
                 parts.reverse()
             x = dense(hold_whole(jnp.concatenate(parts, axis=-1)), head["fc"])
-        rotation = rotation_at(visible.positions, c.rope, c.head_dim)
+        rotation = rotation_at(visible.positions, c.rope, c.rotary_dim)
         with jax.named_scope("mask"):
             attend = attending("xla", visible, cache.slots, c.windows[0])
         rows = cache.k[0], cache.v[0]

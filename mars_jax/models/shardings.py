@@ -56,6 +56,7 @@ _LOGICAL: dict[str, tuple[str | None, ...]] = {
     "k": ("kv_heads", None),
     "v": ("kv_heads", None),
     "o": (None, "heads"),
+    "kv_b": ("heads", None),
     "gate": ("hidden", None),
     "up": ("hidden", None),
     "down": (None, "hidden"),
@@ -157,7 +158,7 @@ def abstract_params(
         place: Sharding = default or get(shardings, row.path)
         row_bits = bits_of(row, bits)
         if row_bits is None:
-            return jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype), sharding=place)
+            return jax.ShapeDtypeStruct(row.shape, jnp.dtype(weights.dtype_of(row, dtype)), sharding=place)
         form = FORMS[row_bits]
         arrays: list[PyTree] = [
             jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=leaf.sharding)

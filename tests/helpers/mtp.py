@@ -18,9 +18,27 @@ from mars_jax.models.mtp_head import MtpConfig
 from tests.helpers import transformers_oracle
 
 SIZES = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 128}
-EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16}
-MIMO = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+SIZES |= {"max_position_embeddings": 128}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_group": 1}
+EXPERTS |= {"topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+LATENT |= {"num_key_value_heads": 4}
+# The config class and sizes of the target in transformers, and fields to change in config.json.
+TARGETS = {
+    "glm4_moe": ("Glm4MoeConfig", EXPERTS | {"head_dim": 16, "num_key_value_heads": 2}, {}),
+    "deepseek_v3": ("DeepseekV3Config", EXPERTS | LATENT, {}),
+    "mimo": (
+        "Qwen2Config",
+        {"num_key_value_heads": 2},
+        {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]},
+    ),
+}
 
 
 def add_module(path: Path, scale: float = 0.3, **fields) -> None:
@@ -40,19 +58,15 @@ def add_module(path: Path, scale: float = 0.3, **fields) -> None:
 
 def checkpoint(path: Path, kind: str, vocab: int = 61):
     """Write a random target of `kind` with a module, and return the target in PyTorch."""
-    if kind == "mimo":
-        # The target is Qwen2's.
-        config = transformers.Qwen2Config(**SIZES, vocab_size=vocab)
-        model, fields = transformers_oracle.random_torch_model(config), MIMO
-    else:
-        config = transformers.Glm4MoeConfig(**SIZES, **EXPERTS, vocab_size=vocab)
-        model, fields = transformers_oracle.random_torch_model(config), {}
+    config_class, sizes, fields = TARGETS[kind]
+    config = getattr(transformers, config_class)(**SIZES, **sizes, vocab_size=vocab)
+    model = transformers_oracle.random_torch_model(config)
     transformers_oracle.save_torch(model, path)
     add_module(path, **fields)
     return model
 
 
-def logits_of_glm(path: Path, tokens: np.ndarray) -> np.ndarray:
+def logits_of_transformers(path: Path, tokens: np.ndarray) -> np.ndarray:
     """Return the logits f32[n - 1, V] of transformers' module on a text i32[n], which predict tokens 2 to n."""
     model, ids = transformers_oracle.load_torch(path), torch.tensor(tokens[None], dtype=torch.int64)
     with torch.no_grad(), transformers_oracle.third_party():
@@ -84,7 +98,7 @@ class MimoModule(torch.nn.Module):
 
 
 def logits_of_mimo(model, path: Path, tokens: np.ndarray) -> np.ndarray:
-    """Return `logits_of_glm` of the transcription of MiMo's module. It reads hidden states before the last norm."""
+    """Return the same for the transcription of MiMo's module, which reads hidden states before the last norm."""
     module, ids = MimoModule(model.config), torch.tensor(tokens[None], dtype=torch.int64)
     names = set(dict(module.named_parameters()))
     tensors = {}

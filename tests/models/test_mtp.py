@@ -1,4 +1,4 @@
-"""MTP modules, compared with PyTorch: transformers' GLM-4.5, and a transcription of MiMo's."""
+"""MTP modules, compared with PyTorch: transformers' of GLM-4.5 and DeepSeek-V3, and a transcription of MiMo's."""
 
 import dataclasses
 
@@ -22,7 +22,8 @@ TOKENS = np.random.default_rng(0).integers(0, 61, 20)
 def first_free_layer(monkeypatch):
     """Let transformers read the module of a target with two layers: it lists only the numbers of published ones."""
     names = [r"model\.layers\.2\..*"]
-    monkeypatch.setattr("transformers.Glm4MoeForCausalLM._keys_to_ignore_on_load_unexpected", names)
+    for family in ("Glm4Moe", "DeepseekV3"):
+        monkeypatch.setattr(f"transformers.{family}ForCausalLM._keys_to_ignore_on_load_unexpected", names)
 
 
 def module_logits(path, tokens):
@@ -46,21 +47,22 @@ def module_logits(path, tokens):
     return np.asarray(program(params, jnp.asarray(tokens[None], jnp.int32)))
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", "mimo"])
+@pytest.mark.parametrize("kind", mtp.TARGETS)
 def test_the_logits_of_a_module_are_those_of_pytorch(kind, tmp_path, first_free_layer):
     model = mtp.checkpoint(tmp_path, kind)
     if kind == "mimo":
         expected = mtp.logits_of_mimo(model, tmp_path, TOKENS)
     else:
-        expected = mtp.logits_of_glm(tmp_path, TOKENS)
+        expected = mtp.logits_of_transformers(tmp_path, TOKENS)
     np.testing.assert_allclose(module_logits(tmp_path, TOKENS), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
-def test_a_chain_of_one_token_is_that_of_generate_with_use_mtp(tmp_path, first_free_layer):
-    """Compare tokens and numbers of forward passes; with six tokens, a random module is sometimes right."""
-    mtp.checkpoint(tmp_path, "glm4_moe", vocab=6)
-    target, prompt = hub.load(tmp_path), (TOKENS % 6).tolist()
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
+def test_a_chain_of_one_token_is_that_of_generate_with_use_mtp(kind, tmp_path, first_free_layer):
+    """Compare tokens and numbers of forward passes; with four tokens, a random module is sometimes right."""
+    mtp.checkpoint(tmp_path, kind, vocab=4)
+    target, prompt = hub.load(tmp_path), (TOKENS % 4).tolist()
     drafter = mj.drafters.load("mtp", target, num_draft_tokens=1)
     settings = {"temperature": 0.0, "max_new_tokens": 40, "stop_tokens": (), "verify": mj.verify.exact()}
     result = mj.generate(target, drafter, [prompt], **settings)
@@ -84,3 +86,17 @@ def test_what_has_no_module_for_the_target_is_refused(tmp_path):
     hub.save(tmp_path / "without", config, hub.load(tmp_path).params)
     with pytest.raises(MarsError, match=r"has no MTP module \(model.layers.2.\*\): draft with ngram"):
         load_mtp(tmp_path / "without", config)
+
+
+def test_the_bias_of_a_router_stays_float32_in_bfloat16(tmp_path):
+    mtp.checkpoint(tmp_path / "hub", "deepseek_v3")
+    target = hub.load(tmp_path / "hub", dtype="bfloat16")
+    hub.convert(tmp_path / "hub", tmp_path / "converted", dtype="bfloat16")
+    converted = hub.load(tmp_path / "converted")
+    _, module = load_mtp(tmp_path / "hub", target.config, dtype="bfloat16")
+    stored = load_file(tmp_path / "hub/model.safetensors")
+    layers = {1: (target.params["layers"][1], converted.params["layers"][1]), 2: (module["layer"],)}
+    for number, layer in ((number, layer) for number in layers for layer in layers[number]):
+        assert layer["router"].dtype == "bfloat16"
+        expected = stored[f"model.layers.{number}.mlp.gate.e_score_correction_bias"]
+        np.testing.assert_array_equal(layer["router_bias"], expected)
