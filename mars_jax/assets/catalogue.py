@@ -119,6 +119,8 @@ HEADS = {
     "mtp:zai-org/GLM-4.5-Air": Head("glm-4.5-air", "MTP", "alike"),
     "mtp:zai-org/GLM-4.5": Head("glm-4.5", "MTP", "alike"),
     "mtp:zai-org/GLM-4.6": Head("glm-4.6", "MTP", "alike"),
+    "mtp:deepseek-ai/DeepSeek-V3-0324": Head("deepseek-v3", "MTP", "alike"),
+    "mtp:deepseek-ai/DeepSeek-R1": Head("deepseek-r1", "MTP", "alike"),
     "mtp:XiaomiMiMo/MiMo-7B-RL": Head("mimo-7b", "MTP", "alike"),
 }
 """Heads of the models below, by the specs of their drafters. The heads of one target are listed best first."""
@@ -160,6 +162,8 @@ _PHI3: Fields = {"licence": "MIT", "family": "phi3", "vocabulary": 32064}
 _GRANITE: Fields = {"licence": "Apache-2.0", "family": "granite", "vocabulary": 49159}
 _MINISTRAL: Fields = {"licence": "Apache-2.0", "family": "ministral3", "vocabulary": 131072}
 _GLM: Fields = {"licence": "MIT", "family": "glm4", "vocabulary": 151552}
+_GLM_MOE: Fields = _GLM | {"family": "glm4_moe"}
+_DEEPSEEK: Fields = {"licence": "MIT", "family": "deepseek_v3", "vocabulary": 129280}
 _GEMMA: Fields = {"licence": "gemma", "family": "gemma3_text", "vocabulary": 262144}
 
 _ROWS = (
@@ -224,9 +228,11 @@ _ROWS = (
     _row("ministral-3-14b", "mistralai/Ministral-3-14B-Instruct-2512-BF16", "ministral-3-3b", **_MINISTRAL),
     _row("glm-4-9b", "zai-org/GLM-4-9B-0414", **_GLM),
     _row("glm-4-32b", "zai-org/GLM-4-32B-0414", "glm-4-9b", **_GLM),
-    _row("glm-4.5-air", "zai-org/GLM-4.5-Air", **_GLM | {"family": "glm4_moe"}),
-    _row("glm-4.5", "zai-org/GLM-4.5", **_GLM | {"family": "glm4_moe"}),
-    _row("glm-4.6", "zai-org/GLM-4.6", **_GLM | {"family": "glm4_moe"}),
+    _row("glm-4.5-air", "zai-org/GLM-4.5-Air", **_GLM_MOE),
+    _row("glm-4.5", "zai-org/GLM-4.5", **_GLM_MOE),
+    _row("glm-4.6", "zai-org/GLM-4.6", **_GLM_MOE),
+    _row("deepseek-v3", "deepseek-ai/DeepSeek-V3-0324", **_DEEPSEEK),
+    _row("deepseek-r1", "deepseek-ai/DeepSeek-R1", **_DEEPSEEK),
     _row("mimo-7b", "XiaomiMiMo/MiMo-7B-RL", licence="MIT", family="mimo", vocabulary=151680),
     _row("llama-3.2-1b", "meta-llama/Llama-3.2-1B-Instruct", licence="llama3.2", **_LLAMA3),
     _row("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "llama-3.2-1b", licence="llama3.1", **_LLAMA3),

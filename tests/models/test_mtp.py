@@ -95,8 +95,8 @@ def test_the_bias_of_a_router_stays_float32_in_bfloat16(tmp_path):
     converted = hub.load(tmp_path / "converted")
     _, module = load_mtp(tmp_path / "hub", target.config, dtype="bfloat16")
     stored = load_file(tmp_path / "hub/model.safetensors")
-    layers = {1: (target.params["layers"][1], converted.params["layers"][1]), 2: (module["layer"],)}
-    for number, layer in ((number, layer) for number in layers for layer in layers[number]):
+    layers = ((1, target.params["layers"][1]), (1, converted.params["layers"][1]), (2, module["layer"]))
+    for number, layer in layers:
         assert layer["router"].dtype == "bfloat16"
         expected = stored[f"model.layers.{number}.mlp.gate.e_score_correction_bias"]
         np.testing.assert_array_equal(layer["router_bias"], expected)
