@@ -1,12 +1,14 @@
 """The MTP module of a target as a drafter: chains, static trees and dynamic trees.
 
 Source: DeepSeek-V3 2412.19437, section 2.2. Oracle: `generate(use_mtp=True)` of transformers
-(tests/drafters/test_mtp.py).
+(tests/models/test_mtp.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 
 import jax
 
@@ -15,6 +17,7 @@ from mars_jax.drafters.eagle import FeatureDrafter
 from mars_jax.drafters.registry import register
 from mars_jax.hub.heads.mtp_files import load_mtp
 from mars_jax.models.mtp_head import MtpConfig
+from mars_jax.utils.errors import MarsError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +48,11 @@ def load_mtp_drafter(arguments: Asked) -> LoadedDrafter:
     """Load `mtp` from the target's checkpoint, or from the one that is named.
 
     Raises:
-      MarsError: as for `load_mtp`.
+      MarsError: the target has no checkpoint, or as for `load_mtp`.
     """
     target = arguments.target
+    if not arguments.path and target.path == Path(os.devnull):
+        raise MarsError(f"'{target.name}' was not loaded from a checkpoint: name one by mtp:PATH.")
     path, dtype = arguments.path or target.path, arguments.heads_dtype
     config, params = load_mtp(path, target.config, dtype=dtype, mesh=target.mesh)
     # As for EAGLE heads: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.

@@ -78,7 +78,7 @@ def test_what_has_no_module_for_the_target_is_refused(tmp_path):
         load_mtp(tmp_path, dataclasses.replace(config, vocab_size=62))
     whole = load_file(path)
     save_file(whole | {"model.layers.3.eh_proj.weight": np.zeros((32, 64), np.float32)}, path)
-    with pytest.raises(MarsError, match="several MTP modules: only checkpoints with one"):
+    with pytest.raises(MarsError, match="several MTP modules: draft with ngram, as only"):
         load_mtp(tmp_path, config)
     save_file({name: x for name, x in whole.items() if name != "model.layers.2.enorm.weight"}, path)
     with pytest.raises(MarsError, match=r"1 tensors are missing \(model.layers.2.enorm.weight\)"):
@@ -100,3 +100,8 @@ def test_the_bias_of_a_router_stays_float32_in_bfloat16(tmp_path):
         assert layer["router"].dtype == "bfloat16"
         expected = stored[f"model.layers.{number}.mlp.gate.e_score_correction_bias"]
         np.testing.assert_array_equal(layer["router_bias"], expected)
+    with pytest.raises(MarsError, match="has no MTP module"):
+        load_mtp(tmp_path / "converted", target.config)
+    bare = mj.Pretrained.from_parts(target.model, target.params, config=target.config)
+    with pytest.raises(MarsError, match="was not loaded from a checkpoint: name one by mtp:PATH"):
+        mj.drafters.load("mtp", bare)

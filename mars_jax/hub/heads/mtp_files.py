@@ -1,7 +1,7 @@
 """MTP modules in checkpoints of their targets <-> (MtpConfig, params).
 
 Layouts: DeepSeek-V3's, which GLM-4.5 also has, and MiMo's. Oracle: the weights that transformers reads
-(tests/drafters/test_mtp.py).
+(tests/models/test_mtp.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import to_json
+from mars_jax.hub.converted import is_converted
 from mars_jax.hub.files import resolve
 from mars_jax.hub.load import (
     check_tensors,
@@ -71,17 +72,19 @@ def load_mtp(
                 f"the MTP module in '{directory}' is for a target with {name} {size}, not {expected}: use the target's "
                 "own checkpoint."
             )
-    config = MtpConfig.outline(model_config)
-    grouped = grouped_tensors(directory, model_config)
+    config, grouped = MtpConfig.outline(model_config), {}
+    if not is_converted(directory):
+        grouped = grouped_tensors(directory, model_config)
     if not any(name.startswith(f"{config.prefix}.") for name in grouped):
         raise MarsError(
             f"'{directory}' has no MTP module ({config.prefix}.*): draft with ngram, or name the original checkpoint "
             "by mtp:PATH."
         )
-    following = config.prefix.rpartition(".")
-    next_prefix = f"{following[0]}.{int(following[2]) + 1}."
-    if any(name.startswith(next_prefix) for name in grouped):
-        raise MarsError(f"'{directory}' has several MTP modules: only checkpoints with one are supported.")
+    parent, _, number = config.prefix.rpartition(".")
+    if any(name.startswith(f"{parent}.{int(number) + 1}.") for name in grouped):
+        raise MarsError(
+            f"'{directory}' has several MTP modules: draft with ngram, as only checkpoints with one are supported."
+        )
 
     def harmless(name: str) -> bool:
         return not name.startswith(f"{config.prefix}.") or name.endswith(_SHARED)
