@@ -26,13 +26,15 @@ def test_the_tables_do_not_load_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize(("kind", "path"), [("none", ""), ("model", "a/b"), ("eagle", "C:/heads")])
+@pytest.mark.parametrize(
+    ("kind", "path"), [("none", ""), ("model", "a/b"), ("eagle", "C:/heads"), ("mtp", "")]
+)
 def test_drafts_are_named_by_kind_and_path(kind, path):
     draft = parse_draft(f"{kind}:{path}".removesuffix(":"))
     assert draft == (kind, path) and draft.definition.name == kind
 
 
-@pytest.mark.parametrize("spec", ["", "ngram:", "ngram:3", "model", "model:", "eagel:x", "Model:x"])
+@pytest.mark.parametrize("spec", ["", "ngram:", "ngram:3", "model", "model:", "mtp:", "eagel:x", "Model:x"])
 def test_other_drafts_are_refused(spec):
     suggestion = {"eagel:x": " (did you mean eagle?)", "Model:x": " (did you mean model?)"}.get(spec, "")
     expected = f"--draft is {spec}{suggestion}: expected {draft_words()}."
@@ -40,9 +42,9 @@ def test_other_drafts_are_refused(spec):
 
 
 def test_drafts_may_be_narrowed():
-    assert draft_words().startswith("none, ngram, model:PATH, eagle:PATH, dflash:PATH, ")
+    assert draft_words().startswith("none, ngram, model:PATH, eagle:PATH, mtp[:PATH], dflash:PATH, ")
     assert "expected ngram or model:PATH." in message(parse_draft, "none", among=("ngram", "model"))
-    assert drafters_that("trees") == "model:PATH, eagle:PATH, dflash:PATH, medusa:PATH or self"
+    assert drafters_that("trees") == "model:PATH, eagle:PATH, mtp[:PATH], dflash:PATH, medusa:PATH or self"
 
 
 # Models by name.

@@ -61,6 +61,7 @@ TESTS = {
     "Medusa": "contrib/test_medusa.py::test_published_heads_load",
     "DFlash": "contrib/test_dflash_files.py::test_the_full_size_shapes_are_those_of_the_published_heads",
     "DSpark": "contrib/test_dflash_files.py::test_the_full_size_shapes_are_those_of_the_published_heads",
+    "MTP": "models/test_mtp.py::test_the_logits_of_a_module_are_those_of_pytorch",
     "GGUF": "hub/test_gguf.py::test_logits_are_those_of_transformers",
     "safetensors": "models/test_families.py::test_logits_and_greedy_tokens_equal_those_of_transformers",
     "tiny/target": "test_embedded.py::test_the_draft_and_the_head_are_worth_having_and_change_nothing",
@@ -118,6 +119,12 @@ HEADS = {
     "eagle:yuhuili/EAGLE-llama2-chat-7B": Head("llama-2-7b", "EAGLE-1", "alike"),
     "eagle:yuhuili/EAGLE-llama2-chat-13B": Head("llama-2-13b", "EAGLE-1", "alike"),
     "eagle:yuhuili/EAGLE-llama2-chat-70B": Head("llama-2-70b", "EAGLE-1", "alike"),
+    "mtp:zai-org/GLM-4.5-Air": Head("glm-4.5-air", "MTP", "alike"),
+    "mtp:zai-org/GLM-4.5": Head("glm-4.5", "MTP", "alike"),
+    "mtp:zai-org/GLM-4.6": Head("glm-4.6", "MTP", "alike"),
+    "mtp:deepseek-ai/DeepSeek-V3-0324": Head("deepseek-v3", "MTP", "alike"),
+    "mtp:deepseek-ai/DeepSeek-R1": Head("deepseek-r1", "MTP", "alike"),
+    "mtp:XiaomiMiMo/MiMo-7B-RL": Head("mimo-7b", "MTP", "alike"),
 }
 """Heads of the models below, by the specs of their drafters. The heads of one target are listed best first."""
 
@@ -158,6 +165,8 @@ _PHI3: Fields = {"licence": "MIT", "family": "phi3", "vocabulary": 32064}
 _GRANITE: Fields = {"licence": "Apache-2.0", "family": "granite", "vocabulary": 49159}
 _MINISTRAL: Fields = {"licence": "Apache-2.0", "family": "ministral3", "vocabulary": 131072}
 _GLM: Fields = {"licence": "MIT", "family": "glm4", "vocabulary": 151552}
+_GLM_MOE: Fields = _GLM | {"family": "glm4_moe"}
+_DEEPSEEK: Fields = {"licence": "MIT", "family": "deepseek_v3", "vocabulary": 129280}
 _GPT_OSS: Fields = {"licence": "Apache-2.0", "family": "gpt_oss", "vocabulary": 201088}
 _GEMMA: Fields = {"licence": "gemma", "family": "gemma3_text", "vocabulary": 262144}
 
@@ -225,6 +234,12 @@ _ROWS = (
     _row("glm-4-32b", "zai-org/GLM-4-32B-0414", "glm-4-9b", **_GLM),
     _row("gpt-oss-20b", "openai/gpt-oss-20b", **_GPT_OSS),
     _row("gpt-oss-120b", "openai/gpt-oss-120b", "gpt-oss-20b", **_GPT_OSS),
+    _row("glm-4.5-air", "zai-org/GLM-4.5-Air", **_GLM_MOE),
+    _row("glm-4.5", "zai-org/GLM-4.5", **_GLM_MOE),
+    _row("glm-4.6", "zai-org/GLM-4.6", **_GLM_MOE),
+    _row("deepseek-v3", "deepseek-ai/DeepSeek-V3-0324", **_DEEPSEEK),
+    _row("deepseek-r1", "deepseek-ai/DeepSeek-R1", **_DEEPSEEK),
+    _row("mimo-7b", "XiaomiMiMo/MiMo-7B-RL", licence="MIT", family="mimo", vocabulary=151680),
     _row("llama-3.2-1b", "meta-llama/Llama-3.2-1B-Instruct", licence="llama3.2", **_LLAMA3),
     _row("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "llama-3.2-1b", licence="llama3.1", **_LLAMA3),
     _row("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct", "llama-3.2-1b", licence="llama3.3", **_LLAMA3),
@@ -291,7 +306,9 @@ def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
     """
     if getattr(_of_target(target), "copies_pay", False):
         return "ngram"
-    return next((spec for spec in drafts_for(target) if is_here(spec.partition(":")[2])), "ngram")
+    # The speed of MTP modules has not been measured.
+    specs = (spec for spec in drafts_for(target) if not spec.startswith("mtp:"))
+    return next((spec for spec in specs if is_here(spec.partition(":")[2])), "ngram")
 
 
 def template_of(name: str) -> str | None:

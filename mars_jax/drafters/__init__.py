@@ -6,6 +6,7 @@ from mars_jax.drafters.asked import LoadedDrafter
 from mars_jax.drafters.by_name import AnyDrafter, load, loaded
 from mars_jax.drafters.eagle import eagle
 from mars_jax.drafters.model import language_model
+from mars_jax.drafters.mtp import mtp
 from mars_jax.drafters.ngram import ngram
 from mars_jax.drafters.none import none
 from mars_jax.drafters.registry import (
@@ -42,6 +43,7 @@ __all__ = [
     "last_token",
     "load",
     "loaded",
+    "mtp",
     "names_that",
     "ngram",
     "none",

@@ -39,15 +39,16 @@ def load(
     """Load the drafter given by `spec` and pair it with `target`.
 
     Args:
-      spec: `none`, `ngram` or `self`; `replay:FILE` with a file of earlier answers; or, with a directory or hub name,
-        `model:PATH` for a small language model, `eagle:PATH` for an EAGLE head of the target, `medusa:PATH` for its
-        Medusa heads, `dflash:PATH` for its DFlash or DSpark head, or a system that accepts some drafts without
-        verification and is therefore never lossless: `sprinter:PATH`, `trispec:PATH` or `via_sd:PATH`.
+      spec: `none`, `ngram`, `self` or `mtp`, the MTP module in the target's checkpoint; `replay:FILE` with a file of
+        earlier answers; or, with a directory or hub name, `model:PATH` for a small language model, `eagle:PATH` for an
+        EAGLE head of the target, `mtp:PATH` for its MTP module, `medusa:PATH` for its Medusa heads, `dflash:PATH` for
+        its DFlash or DSpark head, or a system that accepts some drafts without verification and is therefore never
+        lossless: `sprinter:PATH`, `trispec:PATH` or `via_sd:PATH`.
       target: the model to draft for. Heads and systems must share its vocabulary. The draft is sharded over its mesh.
-      num_draft_tokens: chain length; default 5 for a model or `self`, all heads for Medusa, the whole block for DFlash,
-        8 for n-grams, which cost nothing to draft, 20 for SPRINTER, and 24 for TriSpec and VIA-SD. For a target
-        that is a mixture of experts the default is at most 3, because each node reads different experts; SPRINTER,
-        TriSpec and VIA-SD keep their defaults.
+      num_draft_tokens: chain length; default 5 for a model or `self`, 3 for MTP, all heads for Medusa, the whole block
+        for DFlash, 8 for n-grams, which cost nothing to draft, 20 for SPRINTER, and 24 for TriSpec and VIA-SD. For a
+        target that is a mixture of experts the default is at most 3, because each node reads different experts;
+        SPRINTER, TriSpec and VIA-SD keep their defaults.
       tree: children per node at each depth, `Dynamic(...)` (not for Medusa), or either as a string, such as "4-2-2-1"
         or "dynamic". Default: a chain; `Dynamic()` for EAGLE unless a chain length is given or the target is a
         mixture of experts; for DFlash a dynamic tree as deep as its block.
@@ -55,7 +56,7 @@ def load(
         chain, of 5 tokens unless a length is given.
       dtype: dtype of the draft's weights; default: the checkpoint's for a model, the target's for heads.
       draft_size: "fixed", or "auto": each step drafts the full chain, half of it or nothing, whichever is estimated to
-        be fastest; see `drafters.sized`. Available for n-grams, models, EAGLE heads (as chains) and replay.
+        be fastest; see `drafters.sized`. Available for n-grams, models, EAGLE heads and MTP (as chains) and replay.
       any_rule: with "auto", also allow lossy rules, whose output then depends on the other rows of the batch.
       head_embed: for EAGLE and DFlash heads: "own" reads the embedding in the head's checkpoint, if there is one;
         "target" reads the target's instead.
@@ -125,7 +126,7 @@ def load(
     elif tree is None:
         tree = usual_tree
     loaded_drafter = draft_definition.load(Asked(target, path, length, tree, sample, dtype, head_embed))
-    check_finite_weights(path, loaded_drafter.params)
+    check_finite_weights(path or kind, loaded_drafter.params)
     return sized(loaded_drafter, any_rule=any_rule) if draft_size == "auto" else loaded_drafter
 
 

@@ -26,37 +26,31 @@ from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
 from mars_jax.drafters.registry import register
 from mars_jax.drafters.tree_shapes import ShapedDrafter
-from mars_jax.models import eagle_head as head
 from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.heads import FeatureHead
 from mars_jax.utils.errors import MarsError
 
 
 @struct.dataclass(kw_only=True)
-class EagleState:
-    """Draft state of an EAGLE head."""
+class FeatureState:
+    """Draft state of a head."""
 
     cache: KVCache
     feature: Array  # [B, 1, E]
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle(ShapedDrafter):
-    """An EAGLE, EAGLE-2 or EAGLE-3 head of the target.
+class FeatureDrafter(ShapedDrafter):
+    """A head that drafts from the target's features: an EAGLE head or an MTP module.
 
     Its weights are `Params.draft`. From `Params.target` it reads the target's embedding, and the target's unembedding
     if the head has none.
 
     Raises:
       MarsError: the head does not fit the target, or as for `DraftModel`.
-
-    >>> from mars_jax.models import ModelConfig, language_model
-    >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
-    >>> config = EagleConfig(version=1, layer=layer, target_hidden_size=16, draft_vocab_size=32, own_unembed=False)
-    >>> eagle(config, language_model(layer), tree=(2, 2)).num_nodes
-    7
     """
 
-    config: EagleConfig  # configuration of the head
+    config: FeatureHead  # configuration of the head
     target: LanguageModel  # the model that the head was trained for
     # Length of the chain; ignored if there is a tree.
     num_draft_tokens: int = dataclasses.field(default=5, compare=False)
@@ -69,14 +63,10 @@ class Eagle(ShapedDrafter):
         self.config.check_target(self.target)
         if self.reads and self.target.with_features is None:
             raise MarsError(
-                "an EAGLE-3 head reads the target's layers, and this target gives none: set "
+                f"the {self.config.title} reads the target's layers, and this target gives none: set "
                 "LanguageModel.with_features."
             )
         self._set_shape(self.num_draft_tokens, self.config.draft_vocab_size)
-
-    @property
-    def kind(self) -> str:
-        return f"eagle{self.config.version}"
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -86,22 +76,22 @@ class Eagle(ShapedDrafter):
     def vocab_size(self) -> int:
         return self.config.layer.vocab_size
 
-    def init(self, params: Params, tokens: Array, length: Array) -> EagleState:
+    def init(self, params: Params, tokens: Array, length: Array) -> FeatureState:
         batch, buffer_length = tokens.shape
         slots = buffer_length + max(self.shape.rows, self.shape.depth + 1)
         # `observe` replaces this feature before the first draft.
         feature = jnp.zeros((batch, 1, self.config.layer.hidden_size), params.draft["fc"].dtype)
-        return EagleState(cache=self.config.init_cache(batch, slots, self.cache_dtype), feature=feature)
+        return FeatureState(cache=self.config.init_cache(batch, slots, self.cache_dtype), feature=feature)
 
     def _absorb(
         self,
         params: Params,
-        state: EagleState,
+        state: FeatureState,
         output: ForwardOutput,
         following: Array,
         first: Array,
         last: Array,
-    ) -> EagleState:
+    ) -> FeatureState:
         """Write the entries of n consecutive positions starting at `first` i32[B].
 
         The entry at a position combines the target's feature there with the embedding of the next token, `following`
@@ -109,28 +99,30 @@ class Eagle(ShapedDrafter):
         """
         n = following.shape[1]
         # [B, n, E]: the input feature of each position, which EAGLE-3 fuses from several layers of the target.
-        fused = head.fuse(self.config, params.draft, output)
+        fused = self.config.fuse(params.draft, output)
         hidden, cache = self._forward(params, fused, following, Visible.causal(first, n), state.cache)
         # The index i32[B, 1] is clamped for windows without `last`. The value gathered there is discarded below.
         has_last = (last >= first) & (last < first + n)
         last_index = jnp.clip(last - first, 0, n - 1)[:, None]
         last_hidden = pick(hidden, last_index).astype(state.feature.dtype)
-        return EagleState(cache=cache, feature=jnp.where(has_last[:, None, None], last_hidden, state.feature))
+        return FeatureState(
+            cache=cache, feature=jnp.where(has_last[:, None, None], last_hidden, state.feature)
+        )
 
     def _forward(
         self, params: Params, feature: Array, tokens: Array, visible: Visible, cache: KVCache
     ) -> tuple[Array, KVCache]:
-        return head.forward(self.config, self.target, params, feature, tokens, visible, cache)
+        return self.config.forward(self.target, params, feature, tokens, visible, cache)
 
     def observe(
         self,
         params: Params,
-        state: EagleState,
+        state: FeatureState,
         tokens: Array,
         first: Array,
         length: Array,
         output: ForwardOutput,
-    ) -> EagleState:
+    ) -> FeatureState:
         n = output.hidden.shape[1]
         # The feature of token t is paired with the embedding of token t + 1. The last valid entry is at length - 2,
         # whose next token is the last committed one. The entry at the end of the buffer has no next token, but no
@@ -139,11 +131,13 @@ class Eagle(ShapedDrafter):
         next_tokens = pick(tokens, jnp.minimum(next_positions, tokens.shape[1] - 1))
         return self._absorb(params, state, output, next_tokens, first, length - 2)
 
-    def propose(self, params: Params, state: EagleState, inputs: DraftInput) -> tuple[DraftTree, EagleState]:
+    def propose(
+        self, params: Params, state: FeatureState, inputs: DraftInput
+    ) -> tuple[DraftTree, FeatureState]:
         config = self.config
 
         def unembed(hidden: Array) -> Array:
-            return head.unembed(config, self.target, params, hidden)
+            return config.logits(self.target, params, hidden)
 
         def extend(carry: tuple[KVCache, Array], level: Level) -> tuple[Array, tuple[KVCache, Array]]:
             cache, parent_hidden = carry
@@ -165,17 +159,17 @@ class Eagle(ShapedDrafter):
         tree, _, (cache, _) = grow(
             self.shape, self.sample, growth, last_token(inputs), inputs.keys, inputs.controls, inputs.guide
         )
-        return tree, EagleState(cache=cache, feature=state.feature)
+        return tree, FeatureState(cache=cache, feature=state.feature)
 
     def update(
         self,
         params: Params,
-        state: EagleState,
+        state: FeatureState,
         tree: DraftTree,
         verdict: Verdict,
         output: ForwardOutput,
         length: Array,
-    ) -> EagleState:
+    ) -> FeatureState:
         path_outputs = jax.tree.map(lambda x: pick(x, verdict.path), (output.hidden, output.features))
         output = ForwardOutput(hidden=path_outputs[0], features=path_outputs[1], cache=output.cache)
         # The target's features at the root and the accepted path replace D + 1 entries, starting at the root's
@@ -185,6 +179,26 @@ class Eagle(ShapedDrafter):
         return self._absorb(
             params, state, output, step_tokens(tree, verdict), root_slot, root_slot + verdict.num_accepted
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle(FeatureDrafter):
+    """An EAGLE, EAGLE-2 or EAGLE-3 head of the target.
+
+    `Params` and errors are those of `FeatureDrafter`.
+
+    >>> from mars_jax.models import ModelConfig, language_model
+    >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
+    >>> config = EagleConfig(version=1, layer=layer, target_hidden_size=16, draft_vocab_size=32, own_unembed=False)
+    >>> eagle(config, language_model(layer), tree=(2, 2)).num_nodes
+    7
+    """
+
+    config: EagleConfig  # configuration of the head
+
+    @property
+    def kind(self) -> str:
+        return f"eagle{self.config.version}"
 
 
 eagle = Eagle

@@ -37,6 +37,7 @@ class DraftDefinition:
     load: Callable[[Asked], LoadedDrafter]  # builds it with its weights
     help: str  # one sentence without a period
     path: str = ""  # placeholder in its spec: PATH for a checkpoint, FILE, or nothing
+    own: bool = False  # without a path, its weights are in the target's checkpoint
     head: bool = False  # reads the target's features; checked against the target's config
     static: bool = False  # its trees are static only
     grows: bool = False  # drafts a dynamic tree by default
@@ -56,7 +57,13 @@ class DraftDefinition:
         >>> definition("model").spec
         'model:PATH'
         """
+        if self.own:
+            return f"{self.name}[:{self.path}]"
         return f"{self.name}:{self.path}".removesuffix(":")
+
+    def accepts(self, path: str) -> bool:
+        """Return whether its spec may have this path: any if it reads one, and none otherwise."""
+        return bool(path) == bool(self.path) or (self.own and not path)
 
     @property
     def length(self) -> int | None:
@@ -236,8 +243,7 @@ def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] |
     else:
         among = list(among)
         is_known = kind in among
-    # A spec has a path exactly if the drafter reads one.
-    if not is_known or bool(definition(kind).path) != bool(path) or (colon and not path):
+    if not is_known or (colon and not path) or not definition(kind).accepts(path):
         suggestion = did_you_mean(kind, among or definitions())
         raise MarsError(f"{shown} is {spec}{suggestion}: expected {draft_words(among)}.")
     check_path(path, shown)

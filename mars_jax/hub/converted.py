@@ -19,7 +19,7 @@ from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Leaf, Quantized, form_with
-from mars_jax.models.weights import Weight, build_rows, get, leaves
+from mars_jax.models.weights import Weight, build_rows, dtype_of, get, leaves
 from mars_jax.utils import settings
 from mars_jax.utils.errors import MarsError, first_line
 
@@ -131,7 +131,7 @@ def _read_array(path: Path, array: Weight, floating: str, sharding: Sharding | N
         values = file.get_slice(FIELDS[0])
         form = form_with(len(names), "uint8" if values.get_dtype() == "U8" else "int8")
         if form is None:
-            return _place(values, Leaf(array.shape, floating, sharding))
+            return _place(values, Leaf(array.shape, dtype_of(array, floating), sharding))
         # Values of an `Int4` matrix are [in / G, G, out]. Other forms ignore the group.
         expected = form.leaves(array.shape, sharding, values.get_shape()[1])
         fields = [_place(file.get_slice(name), leaf) for name, leaf in zip(FIELDS, expected, strict=False)]

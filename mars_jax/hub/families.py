@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mars_jax.hub.rope_config import read_rope, write_scaling
 from mars_jax.hub.values import count, value_or_default
-from mars_jax.models.config import ModelConfig
+from mars_jax.models.config import Latent, ModelConfig
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
 
@@ -270,6 +270,95 @@ def _read_glm4(data: JsonObject) -> Fields:
     return _read_glm(data) | {"post_norms": True}
 
 
+def _read_glm4_moe(data: JsonObject) -> Fields:
+    """Read the fields of GLM-4.5 and later: halves are rotated, and the router is DeepSeek-V3's."""
+    fields = {"rope": read_rope(data, fraction=0.5), "qkv_bias": bool(data["attention_bias"])}
+    return _read_sigmoid_router(data) | fields | {"qk_norm": bool(data.get("use_qk_norm"))}
+
+
+def _read_sigmoid_router(data: JsonObject) -> Fields:
+    """Read the experts of DeepSeek-V3 (arXiv 2412.19437). The first layers have none."""
+    size = count(data, "moe_intermediate_size", 0)
+    return {
+        "num_experts": data["n_routed_experts"],
+        "experts_per_token": data["num_experts_per_tok"],
+        "expert_size": size,
+        "shared_expert_size": size * count(data, "n_shared_experts", 0),
+        "sigmoid_router": True,
+        "expert_groups": data["n_group"],
+        "groups_per_token": data["topk_group"],
+        "expert_multiplier": float(data["routed_scaling_factor"]),
+        "normalize_experts": bool(data["norm_topk_prob"]),
+        "dense_layers": tuple(range(min(data["first_k_dense_replace"], data["num_hidden_layers"]))),
+    }
+
+
+def _write_sigmoid_router(config: ModelConfig) -> JsonObject:
+    size = config.expert_size or config.intermediate_size
+    return _NO_PADDING | {
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": size,
+        "n_shared_experts": config.shared_expert_size // size,
+        "n_group": config.expert_groups,
+        "topk_group": config.groups_per_token,
+        "routed_scaling_factor": config.expert_multiplier,
+        "norm_topk_prob": config.normalize_experts,
+        "first_k_dense_replace": len(config.dense_layers),
+        "num_nextn_predict_layers": 0,  # an MTP module is not part of the model
+    }
+
+
+def _read_deepseek_v3(data: JsonObject) -> Fields:
+    """Read the fields of DeepSeek-V3: latent attention."""
+    if data["attention_bias"]:
+        raise MarsError("attention_bias is true: latent attention with biases is not supported.")
+    latent = Latent(
+        rank=data["kv_lora_rank"],
+        query_rank=data["q_lora_rank"] or 0,
+        plain=data["qk_nope_head_dim"],
+        rotary=data["qk_rope_head_dim"],
+        value=data["v_head_dim"],
+    )
+    rope = dataclasses.replace(read_rope(data), interleaved=bool(data["rope_interleave"]))
+    scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    # YaRN multiplies the scores by the square of 0.1 * mscale_all_dim * log(factor) + 1.
+    growth = 1 + 0.1 * (scaling.get("mscale_all_dim") or 0) * math.log(max(rope.factor, 1))
+    return _read_sigmoid_router(data) | {
+        "latent": latent,
+        "rope": rope,
+        "num_kv_heads": 1,
+        "head_dim": latent.rank + latent.rotary,
+        "query_scalar": (latent.plain + latent.rotary) / growth**4,
+    }
+
+
+def _write_deepseek_v3(config: ModelConfig) -> JsonObject:
+    latent, scaling = config.latent, write_scaling(config.rope)
+    if latent is None:
+        raise MarsError("the family 'deepseek_v3' needs ModelConfig.latent: choose another family.")
+    growth = ((latent.plain + latent.rotary) / (config.query_scalar or config.head_dim)) ** 0.25
+    if scaling is not None and growth != 1:
+        # 12 digits return the setting that was read, without its rounding error.
+        weight = (growth - 1) / (0.1 * math.log(config.rope.factor))
+        scaling = scaling | {"mscale_all_dim": float(f"{weight:.12g}")}
+    return _write_sigmoid_router(config) | {
+        "kv_lora_rank": latent.rank,
+        "q_lora_rank": latent.query_rank or None,
+        "qk_nope_head_dim": latent.plain,
+        "qk_rope_head_dim": latent.rotary,
+        "v_head_dim": latent.value,
+        "head_dim": latent.rotary,
+        "num_key_value_heads": config.num_heads,
+        "rope_interleave": config.rope.interleaved,
+        "rope_scaling": scaling,
+    }
+
+
+def _write_glm4_moe(config: ModelConfig) -> JsonObject:
+    return _write_glm(config) | _write_sigmoid_router(config) | {"use_qk_norm": config.qk_norm}
+
+
 def _write_glm(config: ModelConfig) -> JsonObject:
     return _NO_PADDING | {"partial_rotary_factor": config.rope.fraction}
 
@@ -382,6 +471,15 @@ _MINISTRAL_3 |= {"max_position_embeddings": 262144}
 _PHI_3 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000}
 _GLM = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True}
 _GLM |= {"max_position_embeddings": 131072, "eos_token_id": [151329, 151336, 151338]}
+_SIGMOID_ROUTER = {"num_experts_per_tok": 8, "n_shared_experts": 1, "norm_topk_prob": True}
+_GLM_4_MOE = _SIGMOID_ROUTER | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": False}
+_GLM_4_MOE |= {"max_position_embeddings": 131072, "n_routed_experts": 128, "moe_intermediate_size": 1408}
+_GLM_4_MOE |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1}
+_DEEPSEEK_3 = _SIGMOID_ROUTER | {"max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}
+_DEEPSEEK_3 |= {"n_routed_experts": 256, "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4}
+_DEEPSEEK_3 |= {"routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "rope_interleave": True}
+_DEEPSEEK_3 |= {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+_DEEPSEEK_3 |= {"v_head_dim": 128, "attention_bias": False}
 _SMOLLM_3 = {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6}
 _SMOLLM_3 |= {"tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001}
 _OLMO = {"rms_norm_eps": 1e-5}
@@ -404,6 +502,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _read_llama, lambda config: {}, {}),
     "mistral": Family("MistralForCausalLM", _read_mistral, _write_mistral, {}),
     "qwen2": Family("Qwen2ForCausalLM", _read_qwen2, _write_qwen, {}),
+    "mimo": Family("MiMoForCausalLM", _read_qwen2, _write_qwen, {}),
     "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _write_qwen, {}),
     "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral, _MIXTRAL),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", _read_qwen2_moe, _write_qwen2_moe, _QWEN2_MOE),
@@ -412,6 +511,8 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family("Phi3ForCausalLM", _read_phi3, _write_phi3, _PHI_3),
     "glm": Family("GlmForCausalLM", _read_glm, _write_glm, _GLM),
     "glm4": Family("Glm4ForCausalLM", _read_glm4, _write_glm, _GLM),
+    "glm4_moe": Family("Glm4MoeForCausalLM", _read_glm4_moe, _write_glm4_moe, _GLM_4_MOE),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", _read_deepseek_v3, _write_deepseek_v3, _DEEPSEEK_3),
     "smollm3": Family("SmolLM3ForCausalLM", _read_smollm3, _write_smollm3, _SMOLLM_3),
     "granite": Family("GraniteForCausalLM", _read_granite, _write_granite, {}),
     "olmo2": Family("Olmo2ForCausalLM", _read_olmo2, lambda config: {}, _OLMO),

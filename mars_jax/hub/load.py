@@ -30,7 +30,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of
 from mars_jax.models.shardings import params_shardings
 from mars_jax.models.transformer import language_model
-from mars_jax.models.weights import Weight, build_rows, get, leaves, stored_tensors
+from mars_jax.models.weights import Weight, build_rows, dtype_of, get, leaves, stored_tensors
 from mars_jax.utils.errors import MarsError, check_switch, check_type
 from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 
@@ -40,6 +40,9 @@ DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias)
 # Gemma 3 and Mistral 3 with images use these prefixes. Only the text model is loaded.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
 _IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector)\.")
+
+# An MTP module has all tensors with the prefix of its projection (`models.mtp_head`).
+_MTP = re.compile(r"^(model\.(?:layers|mtp_layers)\.\d+\.)(?:eh_proj|input_proj)\.weight$")
 
 
 def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
@@ -238,26 +241,32 @@ def check_tensors(
         )
 
 
-def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:
-    """Return the (name in the files, tensor) pair of each weight, by the weight's name in the table.
-
-    Raises:
-      MarsError: tensors are missing, unexpected, mis-shaped or duplicated. The message lists them.
-    """
+def grouped_tensors(directory: Path, config: ModelConfig) -> dict[str, list[tuple[str, Tensor]]]:
+    """Return the (name in the files, tensor) pairs of a checkpoint by canonical name; see `collect`."""
     if is_gguf(directory):
         files = gguf_tensors(directory, config)
     elif (packing_config := packing(directory)) is not None:
         files = unpacked_tensors(directory, tensors(directory), packing_config)
     else:
         files = dequantized_tensors(directory, tensors(directory))
-    grouped = collect(split_experts(files), _alias)
+    return collect(split_experts(files), _alias)
+
+
+def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:
+    """Return the (name in the files, tensor) pair of each weight, by the weight's name in the table.
+
+    Raises:
+      MarsError: tensors are missing, unexpected, mis-shaped or duplicated. The message lists them.
+    """
+    grouped = grouped_tensors(directory, config)
     table = stored_tensors(config)
+    mtp_modules = tuple(match[1] for name in grouped if (match := _MTP.match(name)))
 
     def harmless(name: str) -> bool:
-        # Files may store a copy of a tied embedding as lm_head, and a vision model.
+        # Files may store a copy of a tied embedding as lm_head, a vision model, and MTP modules.
         tied = config.tie_embeddings and name == "lm_head.weight"
         of_images = config.family in WITH_IMAGES and _IMAGES.search(name)
-        return bool(DERIVED.search(name) or tied or of_images)
+        return bool(DERIVED.search(name) or tied or of_images or name.startswith(mtp_modules))
 
     check_tensors(directory, grouped, {stored.name: stored for stored in table}, harmless)
     named_tensors: dict[str, tuple[str, Tensor]] = {}
@@ -303,7 +312,7 @@ def read_leaf(
         if bits == 4 and any(tensor.wider for _, tensor in parts):
             bits = 8
     try:
-        return read_array(parts, leaf.shape, dtype, sharding=sharding, bits=bits)
+        return read_array(parts, leaf.shape, dtype_of(leaf, dtype), sharding=sharding, bits=bits)
     except MarsError as error:
         raise MarsError(f"'{directory}': {error}") from None
 

@@ -21,6 +21,8 @@ _COUNTS = (
     "experts_per_token",
     "expert_size",
     "shared_expert_size",
+    "expert_groups",
+    "groups_per_token",
 )
 """Integer fields of a model that may be 0."""
 
@@ -96,6 +98,17 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Sizes of multi-head latent attention; see `models.latent_attention`."""
+
+    rank: int  # width of the latent
+    query_rank: int = 0  # width of the latent of queries; 0: none
+    plain: int  # dimensions of a query or key without rotary embedding
+    rotary: int  # dimensions with it, which keys share between heads
+    value: int  # dimensions of a value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Static configuration of a model.
 
@@ -129,6 +142,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False  # of dense MLPs
+    latent: Latent | None = None  # then num_kv_heads is 1, and head_dim is rank + rotary
     qk_norm: bool = False
     whole_qk_norm: bool = False  # one norm over all heads of a token; qk_norm: one per head
     attention_sinks: bool = False  # one learned logit per head in the softmax's denominator, without a value
@@ -139,7 +153,12 @@ class ModelConfig:
     num_experts: int = 0  # experts per layer; 0: every layer has a single dense MLP
     experts_per_token: int = 0
     expert_size: int = 0  # hidden units of one expert; 0: intermediate_size
-    shared_expert_size: int = 0  # hidden units of an expert that every token also uses, by a gate; 0: none
+    shared_expert_size: int = 0  # hidden units of an expert that every token also uses; 0: none
+    # DeepSeek-V3's router: sigmoid scores, a bias that affects only the choice, and a shared expert without a gate.
+    sigmoid_router: bool = False
+    expert_groups: int = 1  # groups of experts, of which a token uses the best ones; sigmoid_router
+    groups_per_token: int = 1
+    expert_multiplier: float = 1.0  # factor of the weights of a token's experts
     # Scale the weights of a token's experts to sum to 1; if False, use their probabilities among all experts.
     normalize_experts: bool = True
     dense_layers: tuple[int, ...] = ()  # layers that have a single dense MLP even if num_experts is not 0
@@ -187,6 +206,15 @@ class ModelConfig:
         pairs = (int(self.head_dim * self.rope.fraction) + 1) // 2
         if self.rope.kind == "longrope" and len(self.rope.divisors) != pairs:
             raise MarsError(f"longrope has {len(self.rope.divisors)} divisors: expected {pairs}.")
+        if self.latent is not None and (
+            (self.num_kv_heads, self.head_dim) != (1, self.latent.rank + self.latent.rotary)
+            or min(self.latent.rank, self.latent.plain, self.latent.rotary, self.latent.value) < 1
+            or self.latent.rotary % 2
+        ):
+            raise MarsError(
+                f"num_kv_heads is {self.num_kv_heads} and head_dim {self.head_dim}: latent attention has one head of "
+                f"rank + rotary = {self.latent.rank} + {self.latent.rotary} numbers, all positive, rotary even."
+            )
         if len(self.windows) != self.num_layers:
             raise MarsError(f"{len(self.windows)} windows for {self.num_layers} layers: give one per layer.")
         for window in self.windows:
@@ -199,7 +227,10 @@ class ModelConfig:
                 f"experts_per_token is {self.experts_per_token}: a token takes at least 1 of the {self.num_experts} "
                 "experts and at most all."
             )
-        for name in ("embedding_multiplier", "residual_multiplier", "logit_divisor"):
+        if self.expert_groups != 1 and self.num_experts:
+            self._check_groups()
+        multipliers = ("embedding_multiplier", "residual_multiplier", "logit_divisor", "expert_multiplier")
+        for name in multipliers:
             if not 0 < getattr(self, name) < math.inf:
                 raise MarsError(f"{name} is {getattr(self, name)}: it must be positive, or 1 for none.")
         for cap in (self.attention_cap, self.logit_cap):
@@ -212,6 +243,26 @@ class ModelConfig:
         if self.activation not in ACTIVATIONS:
             raise MarsError(
                 f"activation '{self.activation}' is not supported: choose one of {', '.join(ACTIVATIONS)}."
+            )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head to which `rope` applies."""
+        if self.latent is not None:
+            return self.latent.rotary
+        return self.head_dim
+
+    def _check_groups(self) -> None:
+        groups, per_token, experts = self.expert_groups, self.groups_per_token, self.num_experts
+        # A group's score is the sum of its two best experts.
+        if groups < 1 or experts % groups or experts < 2 * groups:
+            raise MarsError(
+                f"expert_groups is {groups}: expected a divisor of {experts} experts, with 2 or more in a group."
+            )
+        if not 1 <= per_token <= groups or experts // groups * per_token < self.experts_per_token:
+            raise MarsError(
+                f"groups_per_token is {per_token}: expected 1 to {groups} groups, which together have at least the "
+                f"{self.experts_per_token} experts of a token."
             )
 
 

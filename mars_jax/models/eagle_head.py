@@ -4,9 +4,7 @@ Sources: EAGLE 2401.15077, EAGLE-2 2406.16858 (the same heads, a different tree)
 E hidden size of the head, F that of the target, V vocabulary, W draft vocabulary, S cache slots. Oracle: a
 transcription in PyTorch over transformers' Llama layers (tests/models/test_eagle.py).
 
-Entry t of a head, at position t, combines the target's feature of token t with the embedding of token t + 1. Its output
-predicts token t + 2, and replaces the feature of token t + 1 until the target has processed that token. In a head with
-several layers, only the first is EAGLE's layer; the others are plain transformer layers.
+In a head with several layers, only the first is EAGLE's layer; the others are plain transformer layers.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, P
 from mars_jax.mesh.axes import hold_whole
 from mars_jax.models.attention import attending
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.heads import LayeredHead, layers_like
+from mars_jax.models.heads import FeatureHead, layers_like
 from mars_jax.models.heads import init_params as init_params
 from mars_jax.models.layers import dense, gated_mlp, rms_norm
 from mars_jax.models.rope import rotation_at
@@ -32,7 +30,7 @@ from mars_jax.utils.errors import MarsError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EagleConfig(LayeredHead):
+class EagleConfig(FeatureHead):
     """Static configuration of an EAGLE head.
 
     Raises:
@@ -83,10 +81,6 @@ class EagleConfig(LayeredHead):
             feature_layers=tuple(sorted({min(1, count - 1), max(count // 2 - 1, 0), max(count - 4, 0)})),
         )
 
-    def passes(self, depth: int) -> int:
-        """Return `depth`: the last level is not extended, but the accepted path needs one more pass."""
-        return depth
-
     @property
     def read_once(self) -> tuple[str, ...]:
         """Weights of an EAGLE-3 head's `fc`, which reads only the target's features."""
@@ -127,80 +121,62 @@ class EagleConfig(LayeredHead):
             rows.append(Weight(("unembed",), "lm_head.weight", (c.draft_vocab_size, e), "normal"))
         return tuple(rows)
 
+    @jax.named_scope("fuse")
+    def fuse(self, head: PyTree, output: ForwardOutput) -> Array:
+        if self.version == 1:
+            return output.hidden
+        features = output.features
+        if self.fc_norm:
+            features = [
+                rms_norm(x, scale, self.layer.norm_eps)
+                for x, scale in zip(features, head["fc_norm"], strict=True)
+            ]
+        joined = hold_whole(jnp.concatenate(list(features), axis=-1)).astype(head["fc"].dtype)
+        if self.input_norm:
+            joined = rms_norm(joined, head["input_norm"], self.layer.norm_eps)
+        return dense(joined, head["fc"], head.get("fc_bias"))
 
-@jax.named_scope("fuse")
-def fuse(config: EagleConfig, head: PyTree, output: ForwardOutput) -> Array:
-    """Return a head's input from the target's output at N tokens: [B, N, E] in version 3, [B, N, F] in version 1."""
-    if config.version == 1:
-        return output.hidden
-    features = output.features
-    if config.fc_norm:
-        features = [
-            rms_norm(x, scale, config.layer.norm_eps)
-            for x, scale in zip(features, head["fc_norm"], strict=True)
-        ]
-    joined = hold_whole(jnp.concatenate(list(features), axis=-1)).astype(head["fc"].dtype)
-    if config.input_norm:
-        joined = rms_norm(joined, head["input_norm"], config.layer.norm_eps)
-    return dense(joined, head["fc"], head.get("fc_bias"))
+    def forward(
+        self,
+        target: LanguageModel,
+        params: Params,
+        feature: Array,
+        tokens: Array,
+        visible: Visible,
+        cache: KVCache,
+    ) -> tuple[Array, KVCache]:
+        head, c = params.draft, self.layer
+        layer = head["layer"]
+        with jax.named_scope("embed"):
+            word = self.embed(target, params, tokens).astype(feature.dtype)
+        # x is the input of the first layer's attention, and h the residual stream.
+        if self.version == 3:
+            normed = rms_norm(feature, layer["hidden_norm"], c.norm_eps)
+            h = normed if self.norm_before_residual else feature
+            x = jnp.concatenate([rms_norm(word, layer["embed_norm"], c.norm_eps), normed], axis=-1)
+        else:
+            joined = hold_whole(jnp.concatenate([word, feature], axis=-1))
+            h = x = dense(joined, head["fc"], head.get("fc_bias"))
+        # Angles are computed rather than looked up, so the head's max_positions is no limit.
+        rotation = rotation_at(visible.positions, c.rope, c.head_dim)
+        with jax.named_scope("mask"):
+            attend = attending("xla", visible, cache.slots, None)
+        ks, vs = [], []
+        for i, part in enumerate((layer, *head.get("more", ()))):
+            with jax.named_scope("attention"):
+                x = rms_norm(h, part["attention_norm"], c.norm_eps) if i else x
+                mixed, k, v = attention(c, part, x, rotation, attend, cache.k[i], cache.v[i])
+                h = h + mixed
+            with jax.named_scope("mlp"):
+                h = h + gated_mlp(part, rms_norm(h, part["mlp_norm"], c.norm_eps), c.activation)
+            ks.append(k)
+            vs.append(v)
+        if self.norm_output:
+            h = rms_norm(h, head["norm"], c.norm_eps)
+        return h, KVCache(k=tuple(ks), v=tuple(vs))
 
-
-def forward(
-    config: EagleConfig,
-    target: LanguageModel,
-    params: Params,
-    feature: Array,
-    tokens: Array,
-    visible: Visible,
-    cache: KVCache,
-) -> tuple[Array, KVCache]:
-    """Run the head over N entries and write them to the cache, starting at slot `visible.slot`.
-
-    Args:
-      config: config of the head.
-      target: the target model.
-      params: params of both; `params.draft` are the head's.
-      feature: [B, N, E] (or F), from `fuse` or from an earlier call of this function.
-      tokens: i32[B, N]; for entry t, token t + 1.
-      visible, cache: as in `types.LanguageModel.forward`.
-
-    Returns:
-      The features of the next tokens [B, N, E], and the cache.
-    """
-    head, c = params.draft, config.layer
-    layer = head["layer"]
-    with jax.named_scope("embed"):
-        word = config.embed(target, params, tokens).astype(feature.dtype)
-    # x is the input of the first layer's attention, and h the residual stream.
-    if config.version == 3:
-        normed = rms_norm(feature, layer["hidden_norm"], c.norm_eps)
-        h = normed if config.norm_before_residual else feature
-        x = jnp.concatenate([rms_norm(word, layer["embed_norm"], c.norm_eps), normed], axis=-1)
-    else:
-        joined = hold_whole(jnp.concatenate([word, feature], axis=-1))
-        h = x = dense(joined, head["fc"], head.get("fc_bias"))
-    # Angles are computed rather than looked up, so the head's max_positions is no limit.
-    rotation = rotation_at(visible.positions, c.rope, c.head_dim)
-    with jax.named_scope("mask"):
-        attend = attending("xla", visible, cache.slots, None)
-    ks, vs = [], []
-    for i, part in enumerate((layer, *head.get("more", ()))):
-        with jax.named_scope("attention"):
-            x = rms_norm(h, part["attention_norm"], c.norm_eps) if i else x
-            mixed, k, v = attention(c, part, x, rotation, attend, cache.k[i], cache.v[i])
-            h = h + mixed
-        with jax.named_scope("mlp"):
-            h = h + gated_mlp(part, rms_norm(h, part["mlp_norm"], c.norm_eps), c.activation)
-        ks.append(k)
-        vs.append(v)
-    if config.norm_output:
-        h = rms_norm(h, head["norm"], c.norm_eps)
-    return h, KVCache(k=tuple(ks), v=tuple(vs))
-
-
-@jax.named_scope("unembed")
-def unembed(config: EagleConfig, target: LanguageModel, params: Params, hidden: Array) -> Array:
-    """Return logits f32[B, N, W] of the tokens after the next, from features [B, N, E]."""
-    if config.version == 3 and not config.norm_output:
-        hidden = rms_norm(hidden, params.draft["norm"], config.layer.norm_eps)
-    return config.unembed(target, params, hidden)
+    @jax.named_scope("unembed")
+    def logits(self, target: LanguageModel, params: Params, feature: Array) -> Array:
+        if self.version == 3 and not self.norm_output:
+            feature = rms_norm(feature, params.draft["norm"], self.layer.norm_eps)
+        return self.unembed(target, params, feature)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from mars_jax.core import cache as kv_cache
-from mars_jax.core.types import KVCache, LanguageModel, Params, PyTree
+from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree, Visible
 from mars_jax.mesh.axes import map_devices, vocabulary_axes
 from mars_jax.models import layers
 from mars_jax.models.config import ModelConfig, Rope
@@ -44,6 +44,10 @@ class HeadConfig:
     def weights(self) -> tuple[Weight, ...]:
         """Return the table of the weights, named as in the published checkpoints; see `models.weights`."""
         raise NotImplementedError
+
+    def leaves(self) -> Mapping[Weight, tuple[Weight, ...]]:
+        """Map each array of params to its rows of `weights`; see `models.weights.leaves`."""
+        return {row: (row,) for row in self.weights()}
 
     def passes(self, depth: int) -> int:
         """Return how many times the weights are read to draft `depth` consecutive tokens."""
@@ -147,6 +151,49 @@ class LayeredHead(HeadConfig):
         return widen(logits, params.draft["ids"], self.vocab_size)
 
 
+class FeatureHead(LayeredHead):
+    """A head that predicts the target's next feature from its previous ones, such as EAGLE heads and MTP modules.
+
+    Entry t of a head, at position t, combines the target's feature of token t with the embedding of token t + 1. Its
+    output predicts token t + 2, and replaces the feature of token t + 1 until the target has processed that token.
+    """
+
+    def fuse(self, head: PyTree, output: ForwardOutput) -> Array:
+        """Return the input feature of the head, [B, N, E] or [B, N, F], from the target's output at N tokens."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        target: LanguageModel,
+        params: Params,
+        feature: Array,
+        tokens: Array,
+        visible: Visible,
+        cache: KVCache,
+    ) -> tuple[Array, KVCache]:
+        """Run the head over N entries and write them to the cache, starting at slot `visible.slot`.
+
+        Args:
+          target: the target model.
+          params: params of both; `params.draft` are the head's.
+          feature: [B, N, E] (or F), from `fuse` or from an earlier call of this function.
+          tokens: i32[B, N]; for entry t, token t + 1.
+          visible, cache: as in `types.LanguageModel.forward`.
+
+        Returns:
+          The features of the next tokens [B, N, E], and the cache.
+        """
+        raise NotImplementedError
+
+    def logits(self, target: LanguageModel, params: Params, feature: Array) -> Array:
+        """Return logits f32[B, N, W] of the tokens after the next, from features [B, N, E]."""
+        raise NotImplementedError
+
+    def passes(self, depth: int) -> int:
+        """Return `depth`: the last level is not extended, but the accepted path needs one more pass."""
+        return depth
+
+
 def widen(logits: Array, ids: Array, vocab: int) -> Array:
     """Widen logits f32[B, N, W] of tokens `ids` i32[W] to f32[B, N, V], V = `vocab`; drop negative ids."""
     axes = vocabulary_axes(vocab)
@@ -172,14 +219,17 @@ def layers_like(target: ModelConfig, intermediate_size: int | None = None, **cha
     rope = target.rope
     if rope.kind == "longrope" or rope.fraction != 1 or rope.interleaved or rope.query_growth:
         rope = Rope(theta=rope.theta)  # Llama's config.json cannot describe the target's
+    kv_heads, head_dim = target.num_kv_heads, target.head_dim
+    if target.latent is not None:
+        kv_heads, head_dim = target.num_heads, target.latent.plain + target.latent.rotary
     fields = {
         "num_layers": 1,
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
         "intermediate_size": intermediate_size or target.intermediate_size,
         "num_heads": target.num_heads,
-        "num_kv_heads": target.num_kv_heads,
-        "head_dim": target.head_dim,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
         "max_positions": target.max_positions,
         "norm_eps": target.norm_eps,
         "rope": rope,
@@ -194,7 +244,7 @@ def init_params(
     config: HeadConfig, key: Array, dtype: DTypeLike = "float32", *, scale: float = 0.02
 ) -> PyTree:
     """Make random params, like `transformer.init_params`. A draft vocabulary smaller than V holds the first tokens."""
-    table = config.weights()
+    table = config.leaves()
     params = build_rows(table, random_rows(table, key, dtype, scale))
     if isinstance(config, LayeredHead) and config.is_narrow:
         params["ids"] = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)

@@ -117,6 +117,40 @@ def dense_by_expert(x: Array, w: Array | Int8 | Mxfp4, sizes: Array) -> Array:
     return lax.platform_dependent(x, w, sizes, cpu=blocks, tpu=_megablox, default=ragged)
 
 
+def choose_experts(
+    layer: dict[str, Array],
+    tokens: Array,
+    count: int,
+    *,
+    normalize: bool,
+    groups: tuple[int, int] = (1, 1),
+    multiplier: float = 1.0,
+) -> tuple[Array, Array]:
+    """Return the weights f32[T, C] and the ids i32[T, C] of the experts of tokens [T, E]; see `experts_mlp`."""
+    logits = dense(tokens, layer["router"], layer.get("router_bias"), dtype=jnp.float32)
+    if "score_bias" in layer:
+        # DeepSeek-V3 (arXiv 2412.19437, equations 12 to 16): the bias changes the choice and not the weights.
+        scores = jax.nn.sigmoid(logits)
+        biased_scores = scores + layer["score_bias"].astype(jnp.float32)[None]
+        _, expert_ids = lax.top_k(_in_best_groups(biased_scores, *groups), count)
+        share = jnp.take_along_axis(scores, expert_ids, axis=-1)
+    else:
+        share, expert_ids = lax.top_k(jax.nn.softmax(logits, axis=-1), count)
+    if normalize:
+        share = share / jnp.sum(share, axis=-1, keepdims=True)
+    return share * multiplier, expert_ids
+
+
+def _in_best_groups(scores: Array, groups: int, kept: int) -> Array:
+    """Set the scores f32[T, X] of experts to -inf, except in the `kept` groups with the largest sums of two scores."""
+    if kept == groups:
+        return scores
+    grouped = scores.reshape(len(scores), groups, -1)
+    group_scores = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
+    is_kept = jnp.any(jax.nn.one_hot(lax.top_k(group_scores, kept)[1], groups, dtype=bool), axis=1)
+    return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+
 def experts_mlp(
     layer: dict[str, Array],
     x: Array,
@@ -125,17 +159,22 @@ def experts_mlp(
     count: int,
     normalize: bool,
     swiglu: tuple[float, float] | None = None,
+    groups: tuple[int, int] = (1, 1),
+    multiplier: float = 1.0,
 ) -> Array:
     """Run the gated MLPs of each token's `count` most probable experts, weighted by their probabilities.
 
     Args:
-      layer: `router` [X, E], `expert_gate` and `expert_up` [X, M, E], `expert_down` [X, E, M]; and their biases, if the
-        experts have any.
+      layer: `router` [X, E], `expert_gate` and `expert_up` [X, M, E], `expert_down` [X, E, M]; and their biases, if
+        any. With `score_bias` [X], scores of experts are sigmoids instead of probabilities, and the bias is added to
+        choose among them.
       x: [B, N, E].
       activation: see `layers.ACTIVATIONS`.
       count: C.
       normalize: scale the weights of a token's experts to sum to 1.
       swiglu: see `ModelConfig.swiglu`.
+      groups: number of groups of experts, and number of groups that a token uses. Only with `score_bias`.
+      multiplier: factor of the weights, after `normalize`.
 
     Returns:
       [B, N, E]; float32 between products.
@@ -145,12 +184,9 @@ def experts_mlp(
         size //= experts_xla.BLOCK  # whole blocks of down's inputs are sharded
     by_expert, by_unit = expert_axes(experts, size)
     tokens = x.reshape(-1, x.shape[-1])
-    router_logits = dense(tokens, layer["router"], layer.get("router_bias"), dtype=jnp.float32)
-    probabilities = jax.nn.softmax(router_logits, axis=-1)
-    # f32[T, C] and i32[T, C]: the experts of each token, with their probabilities.
-    share, expert_ids = lax.top_k(probabilities, count)
-    if normalize:
-        share = share / jnp.sum(share, axis=-1, keepdims=True)
+    share, expert_ids = choose_experts(
+        layer, tokens, count, normalize=normalize, groups=groups, multiplier=multiplier
+    )
     by_hidden = ("expert_gate", "expert_up", "expert_gate_bias", "expert_up_bias")
     matrices = {name: layer[name] for name in (*by_hidden, "expert_down") if name in layer}
 
@@ -180,8 +216,10 @@ def experts_mlp(
 
 
 def shared_expert(layer: dict[str, Array], x: Array, activation: str) -> Array:
-    """Run the MLP that all tokens x [B, N, E] share, times the sigmoid of each token's gate (Qwen2-MoE)."""
+    """Run the MLP that all tokens x [B, N, E] share, times the sigmoid of each token's gate, if it has one."""
     mlp = {name: layer[f"shared_{name}"] for name in ("gate", "up", "down")}
+    if "shared_router" not in layer:
+        return gated_mlp(mlp, x, activation)
     gate = jax.nn.sigmoid(dense(x, layer["shared_router"], dtype=jnp.float32))
     return (gate * gated_mlp(mlp, x, activation)).astype(x.dtype)
 

@@ -56,6 +56,7 @@ _LOGICAL: dict[str, tuple[str | None, ...]] = {
     "k": ("kv_heads", None),
     "v": ("kv_heads", None),
     "o": (None, "heads"),
+    "kv_b": ("heads", None),
     "gate": ("hidden", None),
     "up": ("hidden", None),
     "down": (None, "hidden"),
@@ -132,7 +133,7 @@ def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
 def _table(config: AnyConfig) -> Iterable[Weight]:
     """Return the table row of every array of params."""
     if isinstance(config, HeadConfig):
-        return config.weights()
+        return config.leaves()
     return weights.leaves(config)
 
 
@@ -168,7 +169,7 @@ def abstract_params(
         if packed_experts and len(row.shape) == 3:
             row_bits = 4
         if row_bits is None:
-            return jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype), sharding=place)
+            return jax.ShapeDtypeStruct(row.shape, jnp.dtype(weights.dtype_of(row, dtype)), sharding=place)
         form = form_of(row_bits, row.shape)
         arrays: list[PyTree] = [
             jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=leaf.sharding)

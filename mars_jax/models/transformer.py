@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
 from mars_jax.mesh.axes import alone, current, devices_of, hold_whole, in_order, map_devices, on_tpu
-from mars_jax.models import ring, weights
+from mars_jax.models import latent_attention, ring, weights
 from mars_jax.models.attention import BLOCK, FORMS, KERNEL_ROWS, KERNEL_SLOTS, TURN_SLOTS, Attend, attending
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, rms_norm_heads, soft_cap
@@ -108,6 +108,8 @@ def _mlp(config: ModelConfig, layer: dict, x: Array) -> Array:
         count=config.experts_per_token,
         normalize=config.normalize_experts,
         swiglu=config.swiglu,
+        groups=(config.expert_groups, config.groups_per_token),
+        multiplier=config.expert_multiplier,
     )
     if config.shared_expert_size:
         update += shared_expert(layer, x, config.activation)
@@ -129,6 +131,8 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Atte
 
 def _project(config: ModelConfig, layer: dict, x: Array, rotation) -> tuple[Array, Array, Array]:
     """Return queries [B, N, K, G, D], keys and values [B, N, K, D], with the number of heads that the matrices have."""
+    if config.latent is not None:
+        return latent_attention.project(config, config.latent, layer, x, rotation)
     heads, kv_heads = ("heads", config.num_heads), ("kv_heads", config.num_kv_heads)
 
     def project(name: str, axis_size: tuple[str, int]) -> Array:
@@ -161,12 +165,16 @@ def _sinks(layer: dict, q: Array) -> Array | None:
 
 
 def _out(config: ModelConfig, layer: dict, mixed: Array) -> Array:
+    if config.latent is not None:
+        return latent_attention.out(config, config.latent, layer, mixed)
     mixed = mixed.reshape(*mixed.shape[:2], -1)
     return dense(mixed, layer["o"], layer.get("o_bias"), inputs=("heads", config.num_heads))
 
 
 @_lowered_once(2)
-def _layer(config: ModelConfig, sublayers: tuple[bool, bool], layer: dict, x: Array, rotation, attend, rows):
+def run_layer(
+    config: ModelConfig, sublayers: tuple[bool, bool], layer: dict, x: Array, rotation, attend, rows
+):
     """Run the `sublayers` of one layer on x [B, N, E] and its rows of the cache, which are None without attention.
 
     The function is jitted, so that equal layers are traced and lowered once; XLA inlines each call. A loop over stacked
@@ -198,7 +206,7 @@ def _ring_layer(
     halves: list[list[Visible]],
     rows,
 ):
-    """Run `_layer` on each device's x [B, n, E], given the rotation of each piece and the visibility of its halves."""
+    """Run a layer on each device's x [B, n, E], given the rotation of each piece and the visibility of its halves."""
     attends, has_mlp = sublayers
     if attends:
         with jax.named_scope("attention"):
@@ -246,7 +254,9 @@ def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) ->
     same = alone("heads", config.num_heads) == alone("hidden", config.intermediate_size) == axes
     size, (batch, n) = devices_of("kv_heads", config.num_kv_heads), visible.positions.shape
     # An output bias would be added once per device, experts are sharded differently, and no device has all heads.
-    unsuitable = config.o_bias or config.mlp_bias or config.num_experts or config.whole_qk_norm
+    unsuitable = (
+        config.o_bias or config.mlp_bias or config.num_experts or config.whole_qk_norm or config.latent
+    )
     if not (axes and same and in_order(axes)) or unsuitable:
         return ()
     long = batch * n >= RING_ROWS * size and n % (2 * size) == 0
@@ -279,7 +289,7 @@ def _ring_layers(
         ]
         ropes = _ropes(config)
         rotations = {
-            rope: [rotation_at(piece_positions, rope, config.head_dim) for piece_positions in positions]
+            rope: [rotation_at(piece_positions, rope, config.rotary_dim) for piece_positions in positions]
             for rope in dict.fromkeys(ropes)
         }
 
@@ -341,7 +351,7 @@ def _forward(
     else:
         ropes = _ropes(config)
         rotations = {
-            rope: rotation_at(visible.positions, rope, config.head_dim) for rope in dict.fromkeys(ropes)
+            rope: rotation_at(visible.positions, rope, config.rotary_dim) for rope in dict.fromkeys(ropes)
         }
         with jax.named_scope("mask"):
             attends = {
@@ -350,7 +360,7 @@ def _forward(
             }
 
         def run(i: int, sublayers: tuple[bool, bool], x: Array, rows):
-            return _layer(
+            return run_layer(
                 config, sublayers, layers[i], x, rotations[ropes[i]], attends[config.windows[i]], rows
             )
 

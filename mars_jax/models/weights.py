@@ -7,7 +7,7 @@ Initialisation, loading, saving and the report of missing or mis-shaped tensors 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from mars_jax.core.types import PyTree
-from mars_jax.models.config import ModelConfig
+from mars_jax.models.config import Latent, ModelConfig
+
+_DType = TypeVar("_DType", bound=DTypeLike)
 
 
 class Weight(NamedTuple):
@@ -64,16 +66,44 @@ def _experts(config: ModelConfig) -> list[Weight]:
         return rows
     block, *names = _EXPERTS.get(c.family, ("mlp", "gate_proj", "up_proj", "down_proj"))
     rows = [Weight(("router",), f"{block}.gate.weight", (c.num_experts, c.hidden_size), "normal")]
+    if c.sigmoid_router:
+        rows.append(
+            Weight(("score_bias",), f"{block}.gate.e_score_correction_bias", (c.num_experts,), "zeros")
+        )
     for key, name in zip(("gate", "up", "down"), names, strict=True):
         shape = (c.hidden_size, size) if key == "down" else (size, c.hidden_size)
         for i in range(c.num_experts):
             rows.append(Weight((f"expert_{key}", i), f"{block}.experts.{i}.{name}.weight", shape, "normal"))
     if size := c.shared_expert_size:
-        rows += _matrix("shared_router", f"{block}.shared_expert_gate", 1, c.hidden_size, False)
-        rows += _matrix("shared_gate", f"{block}.shared_expert.gate_proj", size, c.hidden_size, False)
-        rows += _matrix("shared_up", f"{block}.shared_expert.up_proj", size, c.hidden_size, False)
-        rows += _matrix("shared_down", f"{block}.shared_expert.down_proj", c.hidden_size, size, False)
+        shared = f"{block}.shared_expert"
+        if c.sigmoid_router:
+            shared += "s"
+        else:
+            rows += _matrix("shared_router", f"{shared}_gate", 1, c.hidden_size, False)
+        rows += _matrix("shared_gate", f"{shared}.gate_proj", size, c.hidden_size, False)
+        rows += _matrix("shared_up", f"{shared}.up_proj", size, c.hidden_size, False)
+        rows += _matrix("shared_down", f"{shared}.down_proj", c.hidden_size, size, False)
     return rows
+
+
+def _latent_attention(config: ModelConfig, latent: Latent) -> list[Weight]:
+    """Return the rows of a layer's latent attention."""
+
+    def norm(key: str, name: str, size: int) -> Weight:
+        return Weight((key,), f"self_attn.{name}.weight", (size,), "ones")
+
+    e, heads, rank = config.hidden_size, config.num_heads, latent.rank
+    rows, query_name, query_size = [], "q_proj", e
+    if latent.query_rank:
+        query_name, query_size = "q_b_proj", latent.query_rank
+        rows += _matrix("q_a", "self_attn.q_a_proj", query_size, e, False)
+        rows.append(norm("q_a_norm", "q_a_layernorm", query_size))
+    width = latent.plain + latent.rotary
+    rows += _matrix("q", f"self_attn.{query_name}", heads * width, query_size, False)
+    rows += _matrix("kv_a", "self_attn.kv_a_proj_with_mqa", rank + latent.rotary, e, False)
+    rows.append(norm("kv_a_norm", "kv_a_layernorm", rank))
+    rows += _matrix("kv_b", "self_attn.kv_b_proj", heads * (latent.plain + latent.value), rank, False)
+    return rows + _matrix("o", "self_attn.o_proj", e, heads * latent.value, False)
 
 
 def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None) -> list[Weight]:
@@ -89,10 +119,13 @@ def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None)
     rows: list[Weight] = []
     if c.pre_norms:
         rows += norm("attention_norm", "input_layernorm")
-    rows += _matrix("q", "self_attn.q_proj", q, width, c.qkv_bias)
-    rows += _matrix("k", "self_attn.k_proj", kv, width, c.qkv_bias)
-    rows += _matrix("v", "self_attn.v_proj", kv, width, c.qkv_bias)
-    rows += _matrix("o", "self_attn.o_proj", c.hidden_size, q, c.o_bias)
+    if c.latent is not None:
+        rows += _latent_attention(c, c.latent)
+    else:
+        rows += _matrix("q", "self_attn.q_proj", q, width, c.qkv_bias)
+        rows += _matrix("k", "self_attn.k_proj", kv, width, c.qkv_bias)
+        rows += _matrix("v", "self_attn.v_proj", kv, width, c.qkv_bias)
+        rows += _matrix("o", "self_attn.o_proj", c.hidden_size, q, c.o_bias)
     if c.attention_sinks:
         rows.append(Weight(("sinks",), "self_attn.sinks", (c.num_heads,), "normal"))
     if c.whole_qk_norm:
@@ -173,16 +206,22 @@ def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
     >>> [(leaf.path[-1], leaf.shape, len(rows)) for leaf, rows in leaves(config).items()][9]
     ('expert_up', (3, 6, 4), 3)
     """
+    return stacked(weights(config))
+
+
+def stacked(table: Iterable[Weight]) -> dict[Weight, tuple[Weight, ...]]:
+    """Map each array of params to its rows of a table; see `leaves`."""
     stacks: dict[tuple[str | int, ...], list[Weight]] = {}
-    for row in weights(config):
+    for row in table:
         path = row.path
         if isinstance(path[-1], int):
             path = path[:-1]
         stacks.setdefault(path, []).append(row)
     rows_by_leaf: dict[Weight, tuple[Weight, ...]] = {}
     for path, rows in stacks.items():
-        stacked = rows[0].path != path
-        shape = (len(rows), *rows[0].shape) if stacked else rows[0].shape
+        shape = rows[0].shape
+        if rows[0].path != path:
+            shape = (len(rows), *shape)
         rows_by_leaf[rows[0]._replace(path=path, shape=shape)] = tuple(rows)
     return rows_by_leaf
 
@@ -206,6 +245,17 @@ def build(config: ModelConfig, make: Callable[[Weight], Array]) -> PyTree:
     return build_rows(table, leaf)
 
 
+def dtype_of(row: Weight, dtype: _DType) -> _DType | str:
+    """Return the dtype of an array of params in `dtype`: float32 for a router's bias, as small steps change its choice.
+
+    >>> dtype_of(Weight(("layers", 0, "score_bias"), "", (8,), "zeros"), "bfloat16")
+    'float32'
+    """
+    if row.path[-1] == "score_bias":
+        return "float32"
+    return dtype
+
+
 def random_rows(
     rows: Iterable[Weight], key: Array, dtype: DTypeLike, scale: float
 ) -> Callable[[Weight], Array]:
@@ -215,7 +265,7 @@ def random_rows(
 
     def make(row: Weight) -> Array:
         if row.init != "normal":
-            return jnp.full(row.shape, int(row.init == "ones"), dtype)
+            return jnp.full(row.shape, int(row.init == "ones"), dtype_of(row, dtype))
         # Drawn in float32, so that narrower dtypes get the same numbers, rounded.
         return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
 

@@ -12,11 +12,12 @@ from scipy.stats import chi2_contingency
 from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.types import Params, Visible
-from mars_jax.drafters.eagle import eagle
+from mars_jax.drafters.eagle import FeatureDrafter, eagle
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.models import eagle_head as head
 from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.mtp_head import MtpConfig
 from mars_jax.models.transformer import init_params
 from mars_jax.utils.errors import MarsError
 from tests.helpers import begin, committed, decode_all, draft_input, ragged, slow_but
@@ -33,6 +34,7 @@ HEADS = {
     "eagle-1": EagleConfig(
         version=1, layer=LAYER, target_hidden_size=16, draft_vocab_size=VOCAB, own_unembed=False
     ),
+    "mtp": MtpConfig.outline(CONFIG),
 }
 SHAPES = {"chain": None, "static tree": (3, 2, 1), "dynamic tree": Dynamic(3, 3, 9)}
 LENGTHS = [1, 2, 17]
@@ -54,10 +56,10 @@ def run_fresh(name, tokens):
     visible = Visible.causal(jnp.zeros((1,), jnp.int32), n)
     output = model.forward(params.target, tokens, visible, model.init_cache(1, n))
     cache = config.init_cache(1, n, "float32")
-    feature = head.fuse(config, params.draft, output)
+    feature = config.fuse(params.draft, output)
     following = jnp.roll(tokens, -1, axis=1)  # the last entry is wrong, and not used
-    hidden, cache = head.forward(config, MODEL, params, feature, following, visible, cache)
-    logits = config.widen(params, head.unembed(config, MODEL, params, hidden))
+    hidden, cache = config.forward(MODEL, params, feature, following, visible, cache)
+    logits = config.widen(params, config.logits(MODEL, params, hidden))
     return hidden[0], logits[0], cache
 
 
@@ -67,7 +69,7 @@ def run_fresh(name, tokens):
 def test_it_is_lossless_and_its_cache_is_that_of_a_head_run_afresh(name, shape):
     """Run ten rounds of mixed acceptance with greedy rows and a sampled one, then decode the rest of the text."""
     prompts, lengths = ragged(LENGTHS, 64, VOCAB)
-    drafter = eagle(HEADS[name], MODEL, 3, tree=SHAPES[shape])
+    drafter = FeatureDrafter(HEADS[name], MODEL, 3, tree=SHAPES[shape])
     settings = {"params": weights(name), "temperature": [0.0, 0.0, 1.0]}
     decoder, state = begin(MODEL, drafter, verify.exact(), prompts, lengths, **settings)
     counts = set()
@@ -100,11 +102,12 @@ def test_it_is_lossless_and_its_cache_is_that_of_a_head_run_afresh(name, shape):
 
 
 @pytest.mark.slow
-def test_rejection_of_a_sampled_chain_leaves_the_targets_distribution():
+@pytest.mark.parametrize(("name", "tree"), [("eagle-3", None), ("mtp", None), ("mtp", (2, 1))])
+def test_rejection_of_a_sampled_draft_leaves_the_targets_distribution(name, tree):
     """Compare the second new token given the first, which a wrong q would change."""
     rows, settings = 6000, {"temperature": 0.8, "top_k": 6}
     prompts, lengths = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in ragged([5], 8, VOCAB))
-    params, drafter = weights("eagle-3"), eagle(HEADS["eagle-3"], MODEL, 2, sample=True)
+    params, drafter = weights(name), FeatureDrafter(HEADS[name], MODEL, 2, tree=tree, sample=True)
     batch = (prompts, lengths)
     state, stats = decode_all(MODEL, drafter, verify.rejection(), *batch, params=params, **settings)
     settings |= {"params": params._replace(draft=()), "seeds": range(rows, 2 * rows)}

@@ -47,6 +47,9 @@ def randomize(model):
             noise = torch.randn_like(parameter)
             noise *= 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
             parameter.copy_(noise + 1 if "norm" in name else noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn_like(buffer))
     return model.eval()
 
 

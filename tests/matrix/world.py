@@ -23,9 +23,12 @@ from mars_jax.contrib.models import dflash_head, indicator, medusa_layers, mixer
 from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.drafters.registry import definitions
+from mars_jax.hub.heads.mtp_files import save_mtp
 from mars_jax.mesh.axes import parse_mesh
 from mars_jax.models import ModelConfig, eagle_head, init_params
 from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.heads import init_params as init_head
+from mars_jax.models.mtp_head import MtpConfig
 from mars_jax.verify import rules
 from tests.cli.conftest import write_tokenizer
 
@@ -89,6 +92,8 @@ def world() -> World:
         version=3, layer=config, target_hidden_size=32, draft_vocab_size=len(draft_ids), feature_layers=(0,)
     )
     hub.save_eagle(folder / "eagle", head, heads(eagle_head.init_params, head))
+    module = MtpConfig.outline(config)
+    save_mtp(folder / "mtp", module, heads(init_head, module))
     medusa = MedusaConfig(num_heads=3, num_layers=1, hidden_size=32, vocab_size=vocab)
     save_medusa(folder / "medusa", medusa, heads(medusa_layers.init_params, medusa))
     layer = dataclasses.replace(config, family="qwen3", qk_norm=True)

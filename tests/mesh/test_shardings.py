@@ -33,6 +33,8 @@ from mars_jax.mesh.axes import by_rows
 from mars_jax.models import ModelConfig, eagle_head, init_params, language_model
 from mars_jax.models import shardings as sharding
 from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.heads import init_params as init_head
+from mars_jax.models.mtp_head import MtpConfig
 from mars_jax.utils.errors import MarsError
 from tests.helpers import committed, ragged, small_models, with_numbers
 
@@ -64,6 +66,7 @@ MEDUSA = MedusaConfig(num_heads=3, num_layers=1, hidden_size=HIDDEN, vocab_size=
 ONE_LAYER = ModelConfig(num_layers=1, qk_norm=True, **SIZES)  # for the fast case
 
 MODEL = language_model(CONFIG)
+MTP = MtpConfig.outline(EXPERTS)
 DYNAMIC = Dynamic(top_k=3, depth=3, nodes=9)
 CHAIN = drafters.language_model(MODEL, 3, sample=True)
 # Target, drafter, config of the drafter's weights, rule.
@@ -82,6 +85,12 @@ CASES = {
     "dflash dynamic, mars": (CONFIG, contrib.dflash(DFLASH, MODEL, tree=DYNAMIC), DFLASH, verify.mars()),
     "dspark chain": (CONFIG, contrib.dflash(DSPARK, MODEL, 3, sample=True), DSPARK, verify.rejection()),
     "experts, none, exact": (EXPERTS, drafters.none(), None, verify.exact()),
+    "experts, mtp tree": (
+        EXPERTS,
+        drafters.mtp(MTP, language_model(EXPERTS), tree=(2, 1)),
+        MTP,
+        verify.mars(),
+    ),
     "experts, model tree": (EXPERTS, drafters.language_model(MODEL, tree=(2, 1)), CONFIG, verify.mars()),
 }
 
@@ -111,6 +120,8 @@ def weights(config):
             params["ids"] = jnp.arange(0, VOCAB, VOCAB // config.draft_vocab_size, dtype=jnp.int32)
             params["unembed"] = peaked(params["unembed"])
         return params
+    if isinstance(config, MtpConfig):
+        return init_head(config, jax.random.key(1), scale=0.3)
     params = init_params(config, jax.random.key(0), scale=0.3)
     return params | {"unembed": peaked(params["unembed"])}
 

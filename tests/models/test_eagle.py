@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mars_jax.core.types import ForwardOutput, Params, Visible
-from mars_jax.models import ModelConfig, Rope, eagle_head, language_model
+from mars_jax.models import ModelConfig, Rope, language_model
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.weights import build_rows
 from mars_jax.utils.errors import MarsError
@@ -184,13 +184,13 @@ def test_a_head_equals_its_transcription_in_pytorch(name):
     @jax.jit
     def fuse(features):
         output = ForwardOutput(features[0], tuple(features), config.init_cache(1, 1, "float32"))
-        return eagle_head.fuse(config, params.draft, output)
+        return config.fuse(params.draft, output)
 
     @jax.jit
     def forward(feature, tokens, start, cache):
         visible, model = Visible.causal(start, tokens.shape[1]), language_model(LAYER)
-        out, cache = eagle_head.forward(config, model, params, feature, tokens, visible, cache)
-        return out, eagle_head.unembed(config, model, params, out), cache
+        out, cache = config.forward(model, params, feature, tokens, visible, cache)
+        return out, config.logits(model, params, out), cache
 
     fused = fuse(jnp.asarray(features))
     with torch.no_grad(), transformers_oracle.third_party():

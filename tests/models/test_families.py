@@ -60,6 +60,17 @@ OLMO3_ROPES = {
 # Experts whose gates and ups reach the limit.
 GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 0.4, "swiglu_alpha": 1.5}
 GPT_OSS |= {"head_dim": 12, "sliding_window": 7}
+SIGMOID_ROUTER = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+SIGMOID_ROUTER |= {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "n_shared_experts": 2}
+SIGMOID_ROUTER |= {"first_k_dense_replace": 1}
+LATENT = {
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+LATENT |= {"num_key_value_heads": 4}
 TIED = {"tie_word_embeddings": True}
 CASES = {
     "llama, tied, one shared key-value head": ("Llama", BASE | TIED | {"num_key_value_heads": 1}),
@@ -101,6 +112,18 @@ CASES = {
     "phi3, longrope, short": ("Phi3", BASE | PHI4_MINI | {"original_max_position_embeddings": 128}),
     "glm": ("Glm", BASE | {"head_dim": 12, "pad_token_id": 0}),
     "glm4": ("Glm4", BASE | {"head_dim": 16, "attention_bias": False, "pad_token_id": 0}),
+    "glm4 moe, groups": (
+        "Glm4Moe",
+        MISTRAL | SIGMOID_ROUTER | {"head_dim": 16, "attention_bias": True, "use_qk_norm": True},
+    ),
+    "deepseek v3, groups, yarn": (
+        "DeepseekV3",
+        MISTRAL | LATENT | SIGMOID_ROUTER | rope("yarn", **TRAINED, mscale=0.7, mscale_all_dim=0.9),
+    ),
+    "deepseek v3, whole queries, halves rotated": (
+        "DeepseekV3",
+        BASE | LATENT | SIGMOID_ROUTER | {"q_lora_rank": None, "rope_interleave": False},
+    ),
     "smollm3, biases": (
         "SmolLM3",
         MISTRAL | {"no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True, "pad_token_id": 0},
@@ -139,6 +162,7 @@ SLOW = (
     "llama, gelu", "qwen3, tied, biases", "mixtral, window", "qwen3 moe, weights sum to 1", "gemma2, no caps",
     "gemma3, pattern of six", "phi3, longrope, short", "qwen2 moe, shared expert", "smollm3, biases", "ministral3",
     "gpt-oss, one expert, only windows, no biases",
+    "deepseek v3, whole queries, halves rotated",
 )  # fmt: skip
 """The fast cases have every family, and every kind of rope, window, bias and cap once."""
 IN_TIME = [name for name in CASES if name not in SLOW]
@@ -153,6 +177,7 @@ OWN_FIELDS = (
     "ministral3",
     "phi",
     "glm",
+    "deepseek",
     "smollm3",
 )
 """Families with their own fields in config.json."""
@@ -251,8 +276,8 @@ def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
 
 NEW_FAMILIES = (
     "qwen2 moe, windows, one dense layer", "ministral3, window", "phi3, window", "phi4 mini, partial longrope, long",
-    "glm", "glm4", "smollm3, windows in nope layers", "granite, every multiplier", "olmo2",
-    "olmo3, yarn in full layers", "gpt-oss",
+    "glm", "glm4", "glm4 moe, groups", "deepseek v3, groups, yarn", "smollm3, windows in nope layers",
+    "granite, every multiplier", "olmo2", "olmo3, yarn in full layers", "gpt-oss",
 )  # fmt: skip
 
 

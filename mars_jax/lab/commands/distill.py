@@ -130,6 +130,7 @@ KINDS = {
         "an EAGLE-3 head, by training-time test", (*_TRAINING, *_EAGLE3, "--intermediate-size", "--layout")
     ),
     "eagle1": Kind("an EAGLE-1 head, by regression", (*_TRAINING, "--intermediate-size")),
+    "mtp": Kind("an MTP module, by training-time test", (*_TRAINING, "--steps-ahead")),
     "medusa": Kind("Medusa heads", (*_TRAINING, "--heads")),
     "dflash": Kind(
         "a DFlash or DSpark head, by masked blocks",

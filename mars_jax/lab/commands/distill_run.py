@@ -28,6 +28,7 @@ from mars_jax.contrib.teaching import Batch
 from mars_jax.core.types import PyTree
 from mars_jax.hub.durable import sync, writing
 from mars_jax.hub.files import resolve
+from mars_jax.hub.heads.mtp_files import save_mtp
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.hub.save import free_directory
 from mars_jax.lab.commands.distill_features import check_dump, dump_settings, layers_of
@@ -192,6 +193,8 @@ def _write(args: argparse.Namespace, config: Any, params: PyTree, first: Any) ->
                 _copy_tokenizer(first.path, staging_folder)
             elif args.kind == "medusa":
                 save_medusa(staging_folder, config, params)
+            elif args.kind == "mtp":
+                save_mtp(staging_folder, config, params)
             elif args.kind == "dflash":
                 contrib.save_dflash(staging_folder, config, params, layout=layout, verifier=str(args.target))
             else:
@@ -281,6 +284,11 @@ def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.nda
     if args.kind == "eagle1":
         return eagle_training.new_eagle1(
             target.config, intermediate_size=args.intermediate_size, divergence=loss, seed=args.seed
+        )
+    if args.kind == "mtp":
+        steps = args.steps_ahead or 5
+        return eagle_training.new_mtp(
+            target.config, target.params, steps=steps, divergence=loss, seed=args.seed
         )
     if args.kind == "dflash":
         return dflash_training.new_dflash(

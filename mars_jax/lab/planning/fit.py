@@ -17,7 +17,7 @@ from mars_jax.lab.planning.estimate import StepBytes, StepTime, Work, step_time
 from mars_jax.lab.planning.pair_programs import PlannedDraft, Programs, local_bytes
 from mars_jax.models import shardings
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.heads import HeadConfig
+from mars_jax.models.heads import HeadConfig, LayeredHead
 from mars_jax.models.shardings import AnyConfig
 from mars_jax.models.weights import weights
 
@@ -128,7 +128,7 @@ def count_work(pair: Programs) -> Work:
     draft_layers, draft_kind = 0, draft.kind
     if isinstance(draft.config, ModelConfig):
         draft_layers, draft_kind = draft.config.num_layers, "eagle"
-    if draft_kind == "eagle":
+    if draft_kind in ("eagle", "mtp"):
         draft_kind = "chain" if drafter.num_nodes == drafter.max_depth + 1 else "tree"
     return Work(
         bytes=step_bytes(
@@ -215,11 +215,12 @@ def read_once(config: AnyConfig, params: PyTree, *, tokens: int) -> int:
     read_bytes = local_bytes(params)
     if "embed" in params and not (isinstance(config, ModelConfig) and config.tie_embeddings):
         read_bytes -= local_bytes(params["embed"])
-    if isinstance(config, ModelConfig) and config.num_experts:
-        expert_share = 1 - (1 - config.experts_per_token / config.num_experts) ** tokens
+    layers = config.layer if isinstance(config, LayeredHead) else config
+    if isinstance(layers, ModelConfig) and layers.num_experts:
+        expert_share = 1 - (1 - layers.experts_per_token / layers.num_experts) ** tokens
         expert_bytes = sum(
             local_bytes(value)
-            for layer in params["layers"]
+            for layer in params.get("layers") or (params["layer"],)
             for name, value in layer.items()
             if name.startswith("expert_")
         )

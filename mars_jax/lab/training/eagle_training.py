@@ -1,4 +1,4 @@
-"""Training of EAGLE-3 heads by training-time test, and of EAGLE-1 heads by regression.
+"""Training of EAGLE-3 heads and MTP modules by training-time test, and of EAGLE-1 heads by regression.
 
 Sources: EAGLE-3 2503.01840, section 3; EAGLE 2401.15077, section 3.2. B rows, L tokens per row, n = L - 1 entries, E
 hidden size, V vocabulary, W draft vocabulary. Oracle: the drafter itself, given the same tokens
@@ -23,10 +23,10 @@ from mars_jax.lab.training import objectives
 from mars_jax.lab.training.features import PADDING, Recorded
 from mars_jax.lab.training.loop import Apprentice
 from mars_jax.lab.training.objectives import Divergence, cast, forward_kl
-from mars_jax.models import eagle_head as head
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.models.heads import LayeredHead, init_params, layers_like
+from mars_jax.models.heads import FeatureHead, LayeredHead, init_params, layers_like
+from mars_jax.models.mtp_head import MtpConfig
 from mars_jax.models.transformer import language_model
 
 NOISE, TOKEN_WEIGHT = 0.1, 0.1
@@ -81,14 +81,14 @@ def entries(output: ForwardOutput, count: int) -> ForwardOutput:
     )
 
 
-def _agreement(config: EagleConfig, params: Params, drafted: Array, choice: Array, valid: Array) -> Array:
+def _agreement(config: FeatureHead, params: Params, drafted: Array, choice: Array, valid: Array) -> Array:
     """Return the share of the valid entries whose most likely token is the target's choice i32[B, n]."""
     drafted_tokens = config.to_target(params, jnp.argmax(drafted, axis=-1))
     return objectives.masked_mean((drafted_tokens == choice).astype(jnp.float32), valid)
 
 
 def eagle3(
-    config: EagleConfig,
+    config: FeatureHead,
     target: LanguageModel,
     *,
     ids: Array | None = None,
@@ -107,7 +107,7 @@ def eagle3(
     only the embedding.
 
     Args:
-      config: config of the head.
+      config: config of the EAGLE-3 head or MTP module.
       target: a model that returns the head's features; see `LanguageModel.with_features`.
       ids: i32[W]; target tokens of the draft vocabulary, if it is smaller. They are not trained, so they are not part
         of the params.
@@ -136,7 +136,7 @@ def eagle3(
 
 
 def drafted_ahead(
-    config: EagleConfig,
+    config: FeatureHead,
     target: LanguageModel,
     both: Params,
     output: ForwardOutput,
@@ -156,7 +156,7 @@ def drafted_ahead(
       For step j: logits f32[B, n, W], whose entry t predicts token t + 2 in a chain that begins at entry t - j; and
       bool[B, n], whether that chain lies inside one document.
     """
-    feature = head.fuse(config, both.draft, output)
+    feature = config.fuse(both.draft, output)
     rows, n = feature.shape[:2]
     next_tokens, segments = tokens[:, 1 : n + 1], segments[:, : n + 1]
     entry_index = jnp.arange(n, dtype=jnp.int32)
@@ -178,10 +178,10 @@ def drafted_ahead(
             seen=jnp.concatenate(visible_blocks, axis=2),
             seen_positions=jnp.tile(positions, (1, steps)),
         )
-        hidden, cache = head.forward(config, target, both, feature, next_tokens, visible, cache)
+        hidden, cache = config.forward(target, both, feature, next_tokens, visible, cache)
         # Valid if the last target feature and the embedded token belong to one document.
         valid = (jnp.roll(segments[:, :n], j, axis=1) == segments[:, 1:]) & (entry_index >= j)[None]
-        yield head.unembed(config, target, both, hidden), valid & (segments[:, 1:] != PADDING)
+        yield config.logits(target, both, hidden), valid & (segments[:, 1:] != PADDING)
         # The feature of entry t at the next step is the head's output at entry t - 1.
         feature = jnp.roll(hidden, 1, axis=1).astype(feature.dtype)
 
@@ -213,8 +213,8 @@ def eagle1(
         feature = feature + jax.random.uniform(key, feature.shape, feature.dtype, -NOISE, NOISE)
         next_tokens, visible = batch.tokens[:, 1:length], in_documents(segments[:, :n])
         cache = config.init_cache(rows, n, dtype)
-        hidden, _ = head.forward(config, target, pair, feature, next_tokens, visible, cache)
-        drafted, target_logits = head.unembed(config, target, pair, hidden), lesson.logits[:, 1:]
+        hidden, _ = config.forward(target, pair, feature, next_tokens, visible, cache)
+        drafted, target_logits = config.logits(target, pair, hidden), lesson.logits[:, 1:]
         valid = segments[:, :n] == segments[:, 1:]
         # The regression target of entry t is the target's feature at t + 1. Smooth L1 is quadratic below an error of 1.
         error = jnp.abs(hidden.astype(jnp.float32) - lesson.output.hidden[:, 1:].astype(jnp.float32))
@@ -327,4 +327,16 @@ def new_eagle1(
         config=config,
         init=functools.partial(from_target, config, target, None, None, seed),
         loss=eagle1(config, language_model(target, dtype="bfloat16"), divergence=divergence),
+    )
+
+
+def new_mtp(
+    target: ModelConfig, params: PyTree, *, steps: int = 5, divergence: Divergence, seed: int = 0
+) -> Apprentice:
+    """Return an apprentice for an MTP module. The arguments are those of `new_eagle3`."""
+    config = MtpConfig.outline(target)
+    model = language_model(target, dtype="bfloat16", feature_layers=config.feature_layers)
+    init = functools.partial(from_target, config, target, params, None, seed)
+    return Apprentice(
+        config=config, init=init, loss=eagle3(config, model, steps=steps, divergence=divergence)
     )

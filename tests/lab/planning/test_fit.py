@@ -16,11 +16,13 @@ from mars_jax.lab.planning import advice, make_plan
 from mars_jax.lab.planning.chips import larger, topology
 from mars_jax.lab.planning.compiled_program import _out_of_memory, collectives
 from mars_jax.lab.planning.estimate import StepTime
+from mars_jax.lab.planning.fit import read_once
 from mars_jax.lab.planning.outlined_models import CONFIGS
-from mars_jax.lab.planning.pair_programs import Programs, default_mesh, draft_of
+from mars_jax.lab.planning.pair_programs import Programs, default_mesh, draft_of, local_bytes
 from mars_jax.models import ModelConfig, transformer
 from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.models.shardings import parse_mesh
+from mars_jax.models.mtp_head import MtpConfig
+from mars_jax.models.shardings import abstract_params, parse_mesh
 from mars_jax.models.weights import weights
 from tests.tpu import aot
 
@@ -103,6 +105,12 @@ def test_experts_that_nobody_chose_are_not_read():
     mixture = planned(dataclasses.replace(TINY, **EXPERTS), "v5e:1x1")
     shared_bytes = 2 * (512 * 256 + 4 * 256 * 256 + 8 * 256 + 3 * 256) + 2 * 2 * (256 + 1) * 4 * 64
     assert mixture.read_bytes == shared_bytes + 2 * 2 * 3 * 256 * 512  # 2 of 8 for one token
+
+
+def test_an_mtp_module_reads_the_experts_of_its_token():
+    module = MtpConfig.outline(dataclasses.replace(TINY, **EXPERTS))
+    params = abstract_params(module, "bfloat16")
+    assert local_bytes(params) - read_once(module, params, tokens=1) == 2 * 6 * 3 * 256 * 512  # 6 of 8
 
 
 def test_the_message_of_the_compiler_is_read():

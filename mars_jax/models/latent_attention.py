@@ -1,0 +1,57 @@
+"""Multi-head latent attention (MLA): heads read one latent per token, from which their keys and values are made.
+
+Source: DeepSeek-V2 2405.04434, section 2.1. Oracle: `DeepseekV3Attention` of transformers
+(tests/models/test_families.py). B batch, N tokens, H heads, R rank of the latent, D = R + rotary dimensions.
+
+The matrix that makes keys from latents is absorbed into the queries, and the one that makes values into the outputs.
+So attention has a single key-value head: a cache row is the latent and the rotated key, and it is both key and value.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.models.config import Latent, ModelConfig
+from mars_jax.models.layers import dense, rms_norm
+from mars_jax.models.rope import Rotation, rotate
+
+_EPS = 1e-6
+"""The norms of the latents ignore `norm_eps`, as in the oracle."""
+
+
+def _up(config: ModelConfig, latent: Latent, layer: dict) -> tuple[Array, Array]:
+    """Return the matrices that make keys [H, plain, R] and values [H, value, R] of a latent."""
+    up = layer["kv_b"].reshape(config.num_heads, -1, latent.rank)
+    return up[:, : latent.plain], up[:, latent.plain :]
+
+
+def project(
+    config: ModelConfig, latent: Latent, layer: dict, x: Array, rotation: Rotation
+) -> tuple[Array, Array, Array]:
+    """Return queries [B, N, 1, H, D], keys and values [B, N, 1, D] of x [B, N, E]; keys and values are the same."""
+    queries = x
+    if latent.query_rank:
+        queries = rms_norm(dense(x, layer["q_a"]), layer["q_a_norm"], _EPS)
+    queries = dense(queries, layer["q"], outputs=("heads", config.num_heads))
+    queries = queries.reshape(*x.shape[:2], config.num_heads, -1)
+    plain, rotary = jnp.split(queries, [latent.plain], axis=-1)
+    row, key = jnp.split(dense(x, layer["kv_a"]), [latent.rank], axis=-1)
+    row = rms_norm(row, layer["kv_a_norm"], _EPS)
+    rotary, key = (
+        rotate(y, rotation.cos, rotation.sin, config.rope.interleaved) for y in (rotary, key[:, :, None])
+    )
+    # A score is q (W latent), the same as (q W) latent.
+    key_up, _ = _up(config, latent, layer)
+    plain = jnp.einsum("bnhd,hdr->bnhr", plain, key_up, preferred_element_type=jnp.float32).astype(x.dtype)
+    row = jnp.concatenate([row[:, :, None], key], axis=-1)
+    return jnp.concatenate([plain, rotary], axis=-1)[:, :, None], row, row
+
+
+def out(config: ModelConfig, latent: Latent, layer: dict, mixed: Array) -> Array:
+    """Return attention's output [B, N, E] from the mixed rows of each head [B, N, 1, H, D]."""
+    _, value_up = _up(config, latent, layer)
+    latents = mixed[:, :, 0, :, : latent.rank]
+    values = jnp.einsum("bnhr,hvr->bnhv", latents, value_up, preferred_element_type=jnp.float32)
+    values = values.astype(mixed.dtype).reshape(*mixed.shape[:2], -1)
+    return dense(values, layer["o"], inputs=("heads", config.num_heads))

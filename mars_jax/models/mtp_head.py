@@ -1,0 +1,149 @@
+"""MTP modules: one more decoder layer of the target, trained with it to predict the token after the next.
+
+Sources: DeepSeek-V3 2412.19437, section 2.2, for one module, which drafts further tokens from its own output; MiMo
+2505.07608. B batch, N tokens, E hidden size, V vocabulary. Oracles: `MtpModel` of transformers, and for MiMo a
+transcription in PyTorch (tests/models/test_mtp.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree, Visible
+from mars_jax.mesh.axes import hold_whole
+from mars_jax.models.attention import attending
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.heads import FeatureHead
+from mars_jax.models.layers import dense, rms_norm
+from mars_jax.models.rope import rotation_at
+from mars_jax.models.transformer import run_layer
+from mars_jax.models.weights import Weight, layer_rows, stacked
+
+
+class Layout(NamedTuple):
+    """Checkpoint names of a module's tensors, and the differences in its forward pass."""
+
+    prefix: str  # with the number of the target's layers
+    embed_norm: str
+    hidden_norm: str
+    fc: str
+    norm: str
+    # MiMo: the feature is the residual stream before the target's last norm, and comes before the embedding. The
+    # embedding of the first entry is zero (vLLM and SGLang, `MiMoMultiTokenPredictorLayer`).
+    mimo: bool = False
+
+
+DEEPSEEK = Layout("model.layers.{}", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+LAYOUTS = {
+    "mimo": Layout(
+        "model.mtp_layers.0",
+        "token_layernorm",
+        "hidden_layernorm",
+        "input_proj",
+        "final_layernorm",
+        mimo=True,
+    )
+}
+"""Layouts by family of the target; default: `DEEPSEEK`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MtpConfig(FeatureHead):
+    """Static configuration of an MTP module, which shares its target's embedding and unembedding.
+
+    Raises:
+      MarsError: fields contradict each other.
+    """
+
+    kind = "mtp"
+    title = "MTP module"
+    target_layers: int  # number of the target's layers
+
+    @classmethod
+    def outline(cls, target: ModelConfig) -> Self:
+        """Return the module of a target: a layer like its last one.
+
+        >>> target = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=4, num_heads=1)
+        >>> MtpConfig.outline(target).weights()[2].name
+        'model.layers.4.eh_proj.weight'
+        """
+        layer = dataclasses.replace(
+            target, num_layers=1, windows=target.windows[-1:], nope_layers=(), dense_layers=()
+        )
+        feature_layers = ()
+        if target.family in LAYOUTS:
+            feature_layers = (target.num_layers - 1,)
+        return cls(
+            layer=layer,
+            target_hidden_size=target.hidden_size,
+            draft_vocab_size=target.vocab_size,
+            feature_layers=feature_layers,
+            target_layers=target.num_layers,
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of its checkpoint."""
+        return LAYOUTS.get(self.layer.family, DEEPSEEK)
+
+    @property
+    def prefix(self) -> str:
+        """The first part of the names of its tensors, up to a dot."""
+        return self.layout.prefix.format(self.target_layers)
+
+    def weights(self) -> tuple[Weight, ...]:
+        e, names = self.layer.hidden_size, self.layout
+        unit = "zeros" if self.layer.norm_plus_one else "ones"
+        rows = [
+            Weight(("embed_norm",), f"{names.embed_norm}.weight", (e,), unit),
+            Weight(("hidden_norm",), f"{names.hidden_norm}.weight", (e,), unit),
+            Weight(("fc",), f"{names.fc}.weight", (e, 2 * e), "normal"),
+            *(row._replace(path=("layer", *row.path)) for row in layer_rows(self.layer)),
+            Weight(("norm",), f"{names.norm}.weight", (e,), unit),
+        ]
+        return tuple(row._replace(name=f"{self.prefix}.{row.name}") for row in rows)
+
+    def leaves(self) -> dict[Weight, tuple[Weight, ...]]:
+        return stacked(self.weights())
+
+    def fuse(self, head: PyTree, output: ForwardOutput) -> Array:
+        if self.feature_layers:
+            return output.features[0]
+        return output.hidden
+
+    def _norm(self, x: Array, scale: Array) -> Array:
+        return rms_norm(x, scale, self.layer.norm_eps, plus_one=self.layer.norm_plus_one)
+
+    def forward(
+        self,
+        target: LanguageModel,
+        params: Params,
+        feature: Array,
+        tokens: Array,
+        visible: Visible,
+        cache: KVCache,
+    ) -> tuple[Array, KVCache]:
+        head, c = params.draft, self.layer
+        with jax.named_scope("embed"):
+            word = self.embed(target, params, tokens).astype(feature.dtype)
+            if self.layout.mimo:
+                word = jnp.where(visible.positions[..., None] == 0, 0, word)
+            parts = [self._norm(word, head["embed_norm"]), self._norm(feature, head["hidden_norm"])]
+            if self.layout.mimo:
+                parts.reverse()
+            x = dense(hold_whole(jnp.concatenate(parts, axis=-1)), head["fc"])
+        rotation = rotation_at(visible.positions, c.rope, c.rotary_dim)
+        with jax.named_scope("mask"):
+            attend = attending("xla", visible, cache.slots, c.windows[0])
+        rows = cache.k[0], cache.v[0]
+        x, (k, v) = run_layer(c, (True, True), head["layer"], x, rotation, attend, rows)
+        # The next pass reads the output after the norm, as do the logits.
+        return self._norm(x, head["norm"]), KVCache(k=(k,), v=(v,))
+
+    def logits(self, target: LanguageModel, params: Params, feature: Array) -> Array:
+        return self.unembed(target, params, feature)
