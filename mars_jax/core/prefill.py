@@ -90,6 +90,8 @@ def prefill(
 
     is_recurrent = model.for_chains is not None
     if is_recurrent:
+        # The cache has room for windows of up to `model.prefill_chunk` tokens past the buffer.
+        chunk_size = min(chunk_size, model.prefill_chunk or chunk_size)
         tokens = jnp.pad(tokens, ((0, 0), (0, chunk_size)))
 
     def body(carry: _Reading) -> _Reading:

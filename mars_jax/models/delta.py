@@ -178,7 +178,7 @@ def _chunk(state: Array, q: Array, k: Array, v: Array, log_decay: Array, rate: A
     # Decay from the start of the chunk to each token, and from token j to token i, which is 0 for later j.
     total = jnp.cumsum(log_decay, axis=-1)
     length = total.shape[-1]
-    causal = jnp.tril(jnp.ones((length, length), bool))
+    causal = jnp.tril(jnp.ones((1, 1, 1, length, length), bool))
     decay = jnp.exp(jnp.where(causal, total[..., :, None] - total[..., None, :], -jnp.inf))
     from_start = jnp.exp(total)[..., None]
     # A token writes its value minus what the state already has for its key, which depends on the writes before it:
@@ -248,7 +248,7 @@ def _mix(
       gates: [B, H, N, G] each; learning rates and time steps, before their activations.
       span, rows: place and cache.
     """
-    log_rate, bias = (x.astype(jnp.float32)[:, None] for x in offsets)
+    log_rate, bias = (x.astype(jnp.float32)[None, :, None] for x in offsets)
     b, a = (x.astype(jnp.float32) for x in gates)
     log_decay = -jnp.exp(log_rate) * jax.nn.softplus(a + bias)
     new_gates = jnp.concatenate([log_decay, jax.nn.sigmoid(b)], axis=-1)
@@ -300,7 +300,7 @@ def _read(config: ModelConfig, conv: Array, state: Array, inputs: Array, gates: 
     assert delta is not None
     length = gates.shape[2]
     x, weight = inputs.astype(jnp.float32), conv.astype(jnp.float32)
-    taps = [weight[:, None, :, tap] * x[:, :, tap : tap + length] for tap in range(delta.taps)]
+    taps = [weight[None, :, None, :, tap] * x[:, :, tap : tap + length] for tap in range(delta.taps)]
     q, k, v = jnp.split(jax.nn.silu(sum(taps)), [delta.key_dim, 2 * delta.key_dim], axis=-1)
     q, k = (y * lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + _EPS) for y in (q, k))
     log_decay, rate = jnp.split(gates.swapaxes(2, 3), 2, axis=2)
