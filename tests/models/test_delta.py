@@ -120,10 +120,6 @@ def test_drafts_change_no_token_of_200_prompts():
     assert committed(drafted) == committed(plain)
 
 
-def loaded(drafter, draft=()):
-    return drafters.LoadedDrafter(drafter, draft)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ngram", "model", "sized n-grams"])
 def test_other_drafts_change_no_token(name):
@@ -137,7 +133,7 @@ def test_other_drafts_change_no_token(name):
     elif name == "ngram":
         drafted, _ = decoded(drafters.ngram(3, min_ngram=1))
     else:
-        adaptive = sized(loaded(drafters.ngram(4, min_ngram=1)), [0, 2, 4])
+        adaptive = sized(drafters.LoadedDrafter(drafters.ngram(4, min_ngram=1), ()), [0, 2, 4])
         decoder = dataclasses.replace(adaptive.decoder(MODEL, verify.exact()), prefill_chunk=16)
         params = Params(weights(), adaptive.params)
         drafted, _ = decode.run(decoder, params, decode.start(decoder, params, batch_of(*prompts_of(6))))
