@@ -39,7 +39,7 @@ _EPS = 1e-6
 """Added to the squared norms of queries and keys."""
 
 # A TPU would round the factors to bfloat16, and the rounding would add up in the state.
-_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+_matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 @struct.dataclass(kw_only=True)
@@ -157,40 +157,76 @@ def delta_rule(
       log_decay, rate: f32[B, H, G, L]; log a and b.
     """
     length = q.shape[2]
-    if length <= CHUNK:
-        return _chunk(state, q, k, v, log_decay, rate)
+    size = min(length, CHUNK)
+    # A query or key head serves G value heads.
+    q, k = (x[:, :, None] for x in (q, k))
 
-    def chunks(x: Array, axis: int) -> Array:
-        """Move the chunks of the tokens to the front."""
+    def chunks(x: Array) -> Array:
+        """Split the tokens on axis 3 into chunks, on a new first axis; pad the last chunk with gates of 0."""
         padding = [(0, 0)] * x.ndim
-        padding[axis] = 0, -length % CHUNK
+        padding[3] = 0, -length % size
         x = jnp.pad(x, padding)
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, CHUNK, *x.shape[axis + 1 :]), axis, 0)
+        return jnp.moveaxis(x.reshape(*x.shape[:3], -1, size, *x.shape[4:]), 3, 0)
 
-    tokens = chunks(q, 2), chunks(k, 2), chunks(v, 3), chunks(log_decay, 3), chunks(rate, 3)
-    state, outputs = lax.scan(lambda state, chunk: _chunk(state, *chunk), state, tokens)
+    prepared = _prepare(*(chunks(x) for x in (q, k, v, log_decay, rate)))
+    state, outputs = lax.scan(_add_chunk, state, prepared)
     outputs = jnp.moveaxis(outputs, 0, 3)
-    return state, outputs.reshape(*v.shape[:3], -1, v.shape[-1])[..., :length, :]
+    return state, outputs.reshape(*outputs.shape[:3], -1, outputs.shape[-1])[..., :length, :]
 
 
-def _chunk(state: Array, q: Array, k: Array, v: Array, log_decay: Array, rate: Array) -> tuple[Array, Array]:
-    """Compute `delta_rule` for one chunk with matrix products (section 3.3 of the paper)."""
+class _Chunk(NamedTuple):
+    """The parts of L tokens that do not depend on the state (section 3.3 of the paper)."""
+
+    q: Array  # f32[..., L, K]; queries, times the decay from the start of the chunk
+    k: Array  # f32[..., L, K]; keys, times the decay to the end of the chunk
+    scores: Array  # f32[..., L, L]; product of query i and key j, times the decay from j to i
+    values: Array  # f32[..., L, V]; what the tokens would write to a state of zeros
+    reads: Array  # f32[..., L, K]; `reads @ S` is what the state S takes off the values
+    decay: Array  # f32[..., 1, 1]; decay of the state over the chunk
+
+
+def _prepare(q: Array, k: Array, v: Array, log_decay: Array, rate: Array) -> _Chunk:
     # Decay from the start of the chunk to each token, and from token j to token i, which is 0 for later j.
     total = jnp.cumsum(log_decay, axis=-1)
     length = total.shape[-1]
-    causal = jnp.tril(jnp.ones((1, 1, 1, length, length), bool))
+    causal = jnp.tril(jnp.ones((1,) * (total.ndim - 1) + (length, length), bool))
     decay = jnp.exp(jnp.where(causal, total[..., :, None] - total[..., None, :], -jnp.inf))
-    from_start = jnp.exp(total)[..., None]
+    total, rate = total[..., None], rate[..., None]
+    keys = k.swapaxes(-1, -2)
     # A token writes its value minus what the state already has for its key, which depends on the writes before it:
-    # write_i = b_i (v_i - a S^T k_i - sum over j < i of decay_ij (k_i . k_j) write_j).
-    keys = _einsum("bhik,bhjk->bhij", k, k)[:, :, None] * decay * rate[..., None]
-    target = rate[..., None] * (v - from_start * _einsum("bhik,bhgkv->bhgiv", k, state))
-    writes = lax.linalg.triangular_solve(keys, target, left_side=True, lower=True, unit_diagonal=True)
-    scores = _einsum("bhik,bhjk->bhij", q, k)[:, :, None] * decay
-    outputs = from_start * _einsum("bhik,bhgkv->bhgiv", q, state) + scores @ writes
-    to_end = jnp.exp(total[..., -1:] - total)[..., None]
-    written = _einsum("bhik,bhgiv->bhgkv", k, to_end * writes)
-    return jnp.exp(total[..., -1])[..., None, None] * state + written, outputs
+    # write_i = b_i (v_i - S^T a_i k_i - sum over j < i of decay_ij (k_i . k_j) write_j).
+    inverse = _unit_inverse(_matmul(k, keys) * decay * rate)
+    return _Chunk(
+        q=q * jnp.exp(total),
+        k=k * jnp.exp(total[..., -1:, :] - total),
+        scores=_matmul(q, keys) * decay,
+        values=_matmul(inverse, v * rate),
+        reads=_matmul(inverse, k * (rate * jnp.exp(total))),
+        decay=jnp.exp(total[..., -1:, :]),
+    )
+
+
+def _unit_inverse(matrix: Array) -> Array:
+    """Return the inverse of I + the part of a matrix f32[..., L, L] below its diagonal, by forward substitution.
+
+    `lax.linalg.triangular_solve` takes 200 times as long on a CPU.
+    """
+    length, below = matrix.shape[-1], jnp.tril(matrix, -1)
+
+    def row(i: Array, inverse: Array) -> Array:
+        """Complete row i, which so far is that of I, from the rows before it."""
+        written = _matmul(lax.dynamic_index_in_dim(below, i, -2), inverse)
+        new = lax.dynamic_index_in_dim(inverse, i, -2) - written
+        return lax.dynamic_update_index_in_dim(inverse, new, i, -2)
+
+    return lax.fori_loop(0, length, row, jnp.broadcast_to(jnp.eye(length), matrix.shape))
+
+
+def _add_chunk(state: Array, chunk: _Chunk) -> tuple[Array, Array]:
+    """Read a chunk into the state; return the new state and the outputs of the tokens."""
+    writes = chunk.values - _matmul(chunk.reads, state)
+    outputs = _matmul(chunk.q, state) + _matmul(chunk.scores, writes)
+    return chunk.decay * state + _matmul(chunk.k.swapaxes(-1, -2), writes), outputs
 
 
 def delta_net(
