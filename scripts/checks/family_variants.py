@@ -92,6 +92,13 @@ QWEN_MOE = {
     "sliding_window": 32768,
 }
 QWEN_MOE |= {"num_attention_heads": 16, "num_experts_per_tok": 4, "decoder_sparse_step": 1}
+DELTA = {"head_dim": 256, "num_attention_heads": 16, "max_position_embeddings": 262144}
+DELTA |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4}
+QWEN_NEXT = DELTA | {"model_type": "qwen3_next", "num_key_value_heads": 2, "num_experts_per_tok": 10}
+QWEN_NEXT |= {"partial_rotary_factor": 0.25, "rope_theta": 1e7, "norm_topk_prob": True, "mlp_only_layers": []}
+MROPE = {"mrope_interleaved": True, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
+MROPE |= {"rope_type": "default", "rope_theta": 1e7}
+QWEN_3_5 = DELTA | {"model_type": "qwen3_5_text", "num_key_value_heads": 4, "rope_parameters": MROPE}
 LLAMA = {"model_type": "llama", "num_attention_heads": 32, "max_position_embeddings": 4096}
 
 VARIANTS: dict[str, Json] = {
@@ -133,6 +140,11 @@ VARIANTS: dict[str, Json] = {
     "Qwen1.5-MoE-A2.7B": QWEN_MOE
     | {"max_position_embeddings": 8192, "max_window_layers": 21, "norm_topk_prob": False},
     "Qwen2-57B-A14B": QWEN_MOE | {"num_key_value_heads": 4, "num_attention_heads": 28, "qkv_bias": True},
+    "Qwen3-Next-80B-A3B-Instruct": QWEN_NEXT,
+    "Qwen3.5-4B": QWEN_3_5 | {"tie_word_embeddings": True},
+    "Qwen3.5-9B": QWEN_3_5,
+    "Qwen3.5-27B": QWEN_3_5 | {"num_attention_heads": 24, "linear_num_value_heads": 48},
+    "Qwen3.5-35B-A3B": {"architectures": ["Qwen3_5MoeForConditionalGeneration"]},
     "Llama 2 with dynamic NTK": LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "Llama with rotated halves of heads": LLAMA | {"partial_rotary_factor": 0.5},
     "OLMo-7B-hf": {"architectures": ["OlmoForCausalLM"]},
@@ -169,7 +181,10 @@ def shrink(data: Json) -> Json:
         small |= {"head_dim": WIDTH, "hidden_size": 48}
     if data.get("sliding_window") in (2047, 4096):
         small["sliding_window"] = 7
-    if data.get("model_type") == "qwen2_moe":
+    if group_size := data.get("linear_num_value_heads", 0) // 16:
+        small |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * group_size}
+        small |= {"linear_key_head_dim": WIDTH, "linear_value_head_dim": WIDTH}
+    if data.get("model_type") in ("qwen2_moe", "qwen3_next"):
         small |= {"num_experts": 8, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
     if trained := data.get("original_max_position_embeddings"):
         small["original_max_position_embeddings"] = int(trained * ratio)
