@@ -43,7 +43,10 @@ def weights():
 
 @dataclasses.dataclass(frozen=True)
 class Guess(Drafter):
-    """Drafts each token of a known text, or a random one with probability 0.3; a prompt begins with its text's number."""
+    """Drafts each token of a known text, or a random one with probability 0.3.
+
+    A prompt begins with the number of its text.
+    """
 
     max_depth: int = 4
 
