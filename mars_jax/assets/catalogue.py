@@ -143,6 +143,7 @@ _TINY: Fields = {"licence": "Apache-2.0", "family": "llama", "vocabulary": 4096}
 _CODER: Fields = {"licence": "Apache-2.0", "family": "qwen2", "vocabulary": 151936}
 _QWEN3: Fields = {"licence": "Apache-2.0", "family": "qwen3", "vocabulary": 151936}
 _MIXTURE: Fields = _QWEN3 | {"family": "qwen3_moe"}
+_QWEN3_5: Fields = {"licence": "Apache-2.0", "family": "qwen3_5_text", "vocabulary": 248320}
 _LLAMA2: Fields = {"licence": "llama2", "family": "llama", "vocabulary": 32000}
 _VICUNA: Fields = _LLAMA2 | {
     "licence": "non-commercial",
@@ -210,6 +211,15 @@ _ROWS = (
     _row("qwen3-32b", "Qwen/Qwen3-32B", "qwen3-0.6b", **_QWEN3),
     _row("qwen3-30b-a3b-2507", "Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-0.6b", **_MIXTURE),
     _row("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", "qwen3-0.6b", **_MIXTURE),
+    _row(
+        "qwen3-next-80b-a3b",
+        "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        "qwen3-0.6b",
+        **_QWEN3 | {"family": "qwen3_next"},
+    ),
+    _row("qwen3.5-4b", "Qwen/Qwen3.5-4B", **_QWEN3_5),
+    _row("qwen3.5-9b", "Qwen/Qwen3.5-9B", **_QWEN3_5),
+    _row("qwen3.5-27b", "Qwen/Qwen3.5-27B", **_QWEN3_5),
     _row("qwen2-0.5b", "Qwen/Qwen2-0.5B-Instruct", **_CODER),
     _row("qwen1.5-moe-a2.7b", "Qwen/Qwen1.5-MoE-A2.7B-Chat", **_QWEN2_MOE),
     _row("qwen2-57b-a14b", "Qwen/Qwen2-57B-A14B-Instruct", "qwen2-0.5b", **_QWEN2_MOE),

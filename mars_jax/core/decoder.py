@@ -24,6 +24,7 @@ from mars_jax.core.given import (
     check_params,
     check_places,
     check_prompts,
+    check_recurrent,
     check_same,
     check_settings,
     other_decoder,
@@ -276,6 +277,8 @@ class Decoder:
         # step. So keep the target's cache up to `first_unread`, and read [first_unread, length - 1).
         first_unread = jnp.minimum(num_common - reread, jnp.minimum(state.length - 1, length - 1 - reread))
         first_unread = jnp.maximum(first_unread, 0)
+        if self.target.keep is not None:
+            first_unread = self.target.keep(state.cache, first_unread)
         # A draft model's cache lags by one more token, because draft models feed their last two tokens in every step.
         draft = self.drafter.catch_up(params, state.draft, tokens, jnp.maximum(num_common - 2, 0), length)
         cache, draft = prefill(
@@ -344,8 +347,8 @@ def speculative_decoder(
 
     Raises:
       MarsError: the drafter's vocabulary differs from the target's, or it needs features that the target does not
-        provide; `verify` is not a rule; prefill_chunk is below 1; top_log_probs is below 0, or above `TOP_LOG_PROBS`
-        or the vocabulary.
+        provide; the target has recurrent layers and the drafter drafts trees or reads it; `verify` is not a rule;
+        prefill_chunk is below 1; top_log_probs is below 0, or above `TOP_LOG_PROBS` or the vocabulary.
 
     Example:
       >>> from mars_jax import drafters, fake, verify
@@ -376,6 +379,9 @@ def speculative_decoder(
                 "this target gives none: set LanguageModel.with_features."
             )
         target = _with_features(target, drafter.reads)
+    if target.for_chains is not None:
+        check_recurrent(drafter)
+        target = target.for_chains(drafter.num_nodes, prefill_chunk)
     return Decoder(target, drafter, structure(verify), prefill_chunk, top_log_probs)
 
 

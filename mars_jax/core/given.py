@@ -41,6 +41,29 @@ def check_pair(target: object, drafter: Drafter) -> None:
         ) from None
 
 
+def check_recurrent(drafter: Drafter) -> None:
+    """Raise MarsError if a target with recurrent layers cannot verify the drafter's drafts."""
+    if drafter.num_nodes != drafter.max_depth + 1:
+        raise MarsError(
+            f"the drafter '{drafter.name}' drafts trees, and the target has recurrent layers, which verify only "
+            "chains: set num_draft_tokens (--num-draft-tokens) instead of a tree."
+        )
+    if drafter.reads is not None:
+        raise MarsError(
+            f"the drafter '{drafter.name}' reads the target, which has recurrent layers: this is not supported yet; "
+            "draft with n-grams or with a model."
+        )
+
+
+def check_draft_model(model: LanguageModel) -> None:
+    """Raise MarsError if a model cannot draft because its cache cannot drop tokens."""
+    if model.for_chains is not None:
+        raise MarsError(
+            "the draft model has recurrent layers, whose state cannot drop rejected tokens: use a draft model with "
+            "attention in every layer."
+        )
+
+
 def check_params(params: object) -> None:
     """Raise MarsError unless `params` is a `Params`."""
     check_type("params", params, Params, "Params(target=..., draft=...), the weights of both")

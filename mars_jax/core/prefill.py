@@ -6,6 +6,7 @@ buffer, S slots.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -81,19 +82,31 @@ def prefill(
       state: initial value of a fold over the outputs.
       observe: the fold, `state = observe(state, start i32[B], output)`; the output covers the positions from `start`
         on. Windows are passed in order. The last one may slide back to stay inside the buffer, and then repeats
-        positions. Complete rows get windows past their end until all rows are complete.
+        positions. Complete rows get windows past their end until all rows are complete. Recurrent models have none.
       chunk: tokens per forward. Default: the model's `prefill_chunk`, or else `chunk_of`.
     """
     buffer = tokens.shape[1]
     chunk_size = min(chunk or model.prefill_chunk or chunk_of(buffer, len(tokens)), buffer)
 
+    is_recurrent = model.for_chains is not None
+    if is_recurrent:
+        # The cache has room for windows of up to `model.prefill_chunk` tokens past the buffer.
+        chunk_size = min(chunk_size, model.prefill_chunk or chunk_size)
+        tokens = jnp.pad(tokens, ((0, 0), (0, chunk_size)))
+
     def body(carry: _Reading) -> _Reading:
         # Slide the last window back to stay inside the buffer. Tokens fed twice produce the same keys, since a key
         # depends only on its own and earlier tokens. Later steps overwrite the slots past the end of a row.
         start = jnp.minimum(carry.next_start, buffer - chunk_size)
+        if is_recurrent:
+            # A state must not read a token twice, so windows do not slide back; the cache has room for them.
+            start = jnp.minimum(carry.next_start, jnp.maximum(first, count))
         # i32[B, chunk_size]; each row has its own start.
         window = jax.vmap(lambda row, begin: lax.dynamic_slice_in_dim(row, begin, chunk_size))(tokens, start)
-        output = model.forward(params, window, Visible.causal(start, chunk_size), carry.cache)
+        visible = Visible.causal(start, chunk_size)
+        if is_recurrent:
+            visible = dataclasses.replace(visible, count=jnp.clip(count - start, 0, chunk_size))
+        output = model.forward(params, window, visible, carry.cache)
         state = carry.state if observe is None else observe(carry.state, start, output)
         return _Reading(start + chunk_size, output.cache, state)
 

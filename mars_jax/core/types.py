@@ -336,6 +336,12 @@ class LanguageModel(NamedTuple):
     # Only targets need it: drafter states always have [B, ...] leaves.
     put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put_rows
     prefill_chunk: int | None = None  # prompt tokens per forward; None: see `prefill.chunk_of`
+    # Only recurrent models, whose cache cannot drop any token, set the next two.
+    # (nodes, prefill_chunk or None) -> the model whose cache can drop the tokens of a last forward of up to `nodes`
+    # nodes, and has room for windows of a prompt past its end
+    for_chains: Callable[[int, int | None], LanguageModel] | None = None
+    # (cache, count i32[B]) -> number of tokens that the cache keeps if it is to drop all but the first `count`
+    keep: Callable[[PyTree, Array], Array] | None = None
 
 
 KEY_IMPL = "threefry2x32"

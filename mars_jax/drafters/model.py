@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mars_jax import hub
 from mars_jax.core import struct
 from mars_jax.core.drafter import DraftInput
+from mars_jax.core.given import check_draft_model
 from mars_jax.core.pick import pick
 from mars_jax.core.prefill import chunk_of, prefill
 from mars_jax.core.tree import last_token
@@ -71,6 +72,7 @@ class DraftModel(ShapedDrafter):
 
     def __post_init__(self):
         check_type("the model", self.model, LanguageModel, "a LanguageModel")
+        check_draft_model(self.model)
         check_switch("own_tokens", self.own_tokens)
         if self.vocab_size is not None:
             check_count("vocab_size", self.vocab_size)

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 from mars_jax.hub.rope_config import read_rope, write_scaling
 from mars_jax.hub.values import count, value_or_default
-from mars_jax.models.config import Latent, ModelConfig
+from mars_jax.models.config import Delta, Latent, ModelConfig
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
 
 Fields = dict[str, Any]
 """Fields of ModelConfig by name."""
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-"""Layer types with and without a window."""
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+"""Layer types: attention with and without a window, and a recurrent layer."""
 
 
 class Family(NamedTuple):
@@ -169,6 +169,46 @@ def _write_qwen3_moe(config: ModelConfig) -> JsonObject:
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(config.dense_layers),
     }
+
+
+def _read_delta(data: JsonObject) -> Fields:
+    """Read the fields that Qwen3-Next and Qwen3.5 share. Three of four layers are gated DeltaNet."""
+    layers, every = range(data["num_hidden_layers"]), count(data, "full_attention_interval", 4)
+    kinds = data.get("layer_types") or [_FULL if (i + 1) % every == 0 else _LINEAR for i in layers]
+    if unknown := sorted(set(kinds) - {_FULL, _LINEAR}):
+        raise MarsError(f"layer type '{unknown[0]}' is not supported: expected {_FULL} or {_LINEAR}.")
+    if len(kinds) != len(layers):
+        raise MarsError(f"layer_types has {len(kinds)} entries for {len(layers)} layers: give one for each.")
+    sizes = {field: count(data, key, default) for field, (key, default) in _DELTA_SIZES.items()}
+    linear = tuple(i for i in layers if kinds[i] == _LINEAR)
+    return _biases(data) | {
+        "rope": read_rope(data, fraction=0.25),
+        "head_dim": count(data, "head_dim", 256),
+        "qk_norm": True,
+        "norm_plus_one": True,
+        "attention_gate": True,
+        "delta": Delta(layers=linear, **sizes) if linear else None,
+    }
+
+
+def _write_delta(config: ModelConfig) -> JsonObject:
+    delta = config.delta
+    linear, sizes = (), {}
+    if delta is not None:
+        linear = delta.layers
+        sizes = {key: getattr(delta, field) for field, (key, _) in _DELTA_SIZES.items()}
+    kinds = [_LINEAR if i in linear else _FULL for i in range(config.num_layers)]
+    return sizes | {"layer_types": kinds, "partial_rotary_factor": config.rope.fraction}
+
+
+def _read_qwen3_next(data: JsonObject) -> Fields:
+    shared = {"shared_expert_size": data["shared_expert_intermediate_size"]}
+    return _read_experts(data) | shared | _read_delta(data)
+
+
+def _write_qwen3_next(config: ModelConfig) -> JsonObject:
+    shared = {"shared_expert_intermediate_size": config.shared_expert_size}
+    return _write_qwen3_moe(config) | shared | _write_delta(config)
 
 
 def _read_gemma(data: JsonObject, every: int) -> Fields:
@@ -466,6 +506,18 @@ _QWEN3_MOE = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
+_QWEN3_NEXT = {"num_key_value_heads": 2, "max_position_embeddings": 32768, "num_experts": 512}
+_QWEN3_NEXT |= {"num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
+_QWEN3_NEXT |= {"shared_expert_intermediate_size": 512}
+_QWEN3_5 = {"num_key_value_heads": 4, "max_position_embeddings": 32768}
+_DELTA_SIZES = {
+    "key_heads": ("linear_num_key_heads", 16),
+    "value_heads": ("linear_num_value_heads", 32),
+    "key_dim": ("linear_key_head_dim", 128),
+    "value_dim": ("linear_value_head_dim", 128),
+    "taps": ("linear_conv_kernel_dim", 4),
+}
+"""Key and default of each field of `Delta`."""
 _MINISTRAL_3 = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
 _MINISTRAL_3 |= {"max_position_embeddings": 262144}
 _PHI_3 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000}
@@ -507,6 +559,8 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral, _MIXTRAL),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", _read_qwen2_moe, _write_qwen2_moe, _QWEN2_MOE),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe, _QWEN3_MOE),
+    "qwen3_next": Family("Qwen3NextForCausalLM", _read_qwen3_next, _write_qwen3_next, _QWEN3_NEXT),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", _read_delta, _write_delta, _QWEN3_5),
     "ministral3": Family("Ministral3ForCausalLM", _read_ministral3, _write_mistral, _MINISTRAL_3),
     "phi3": Family("Phi3ForCausalLM", _read_phi3, _write_phi3, _PHI_3),
     "glm": Family("GlmForCausalLM", _read_glm, _write_glm, _GLM),
@@ -528,8 +582,8 @@ FAMILIES: dict[str, Family] = {
 """Supported families by their `model_type`."""
 
 
-_TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
-WITH_IMAGES = ("gemma3_text", "ministral3", "mistral")
+_TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
+WITH_IMAGES = ("gemma3_text", "ministral3", "mistral", "qwen3_5_text")
 """Families of text models whose checkpoints may also have a vision model."""
 
 

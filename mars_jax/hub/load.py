@@ -37,9 +37,11 @@ from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 # Old exports contain these buffers, whose values follow from the config.
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
 
-# Gemma 3 and Mistral 3 with images use these prefixes. Only the text model is loaded.
+# Gemma 3, Mistral 3 and Qwen3.5 with images use these prefixes. Only the text model is loaded.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
-_IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector)\.")
+_IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector|visual)\.")
+# Qwen3-Next and Qwen3.5 come with a module that drafts, which is not part of the model.
+_DRAFTS = re.compile(r"^model\.mtp\.")
 
 # An MTP module has all tensors with the prefix of its projection (`models.mtp_head`).
 _MTP = re.compile(r"^(model\.(?:layers|mtp_layers)\.\d+\.)(?:eh_proj|input_proj)\.weight$")
@@ -266,7 +268,8 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
         # Files may store a copy of a tied embedding as lm_head, a vision model, and MTP modules.
         tied = config.tie_embeddings and name == "lm_head.weight"
         of_images = config.family in WITH_IMAGES and _IMAGES.search(name)
-        return bool(DERIVED.search(name) or tied or of_images or name.startswith(mtp_modules))
+        drafts = config.delta is not None and _DRAFTS.search(name)
+        return bool(DERIVED.search(name) or tied or of_images or drafts or name.startswith(mtp_modules))
 
     check_tensors(directory, grouped, {stored.name: stored for stored in table}, harmless)
     named_tensors: dict[str, tuple[str, Tensor]] = {}

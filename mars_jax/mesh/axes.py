@@ -32,6 +32,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "vocab": ("model", "expert"),
     "heads": ("model", "expert"),
     "kv_heads": ("model", "expert"),
+    "delta_heads": ("model", "expert"),
     "hidden": ("model", "expert"),
     "features": ("model", "expert"),
     "experts": ("expert", "model"),

@@ -109,6 +109,30 @@ class Latent:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Delta:
+    """The recurrent layers of a model: gated DeltaNet (arXiv 2412.06464), see `models.delta`."""
+
+    layers: tuple[int, ...]  # the layers that have it instead of attention
+    key_heads: int
+    value_heads: int  # a multiple of key_heads
+    key_dim: int  # width of a head's key
+    value_dim: int
+    taps: int = 4  # tokens that the convolution before it reads
+
+    def __post_init__(self):
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps"):
+            if not 1 <= getattr(self, name) <= DIMENSION:
+                raise MarsError(
+                    f"{name} of the recurrent layers is {getattr(self, name)}: expected 1 to {DIMENSION:,}."
+                )
+        if self.value_heads % self.key_heads:
+            raise MarsError(
+                f"{self.value_heads} value heads of the recurrent layers cannot share {self.key_heads} key heads: the "
+                "first must be a multiple of the second."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Static configuration of a model.
 
@@ -146,6 +170,8 @@ class ModelConfig:
     qk_norm: bool = False
     whole_qk_norm: bool = False  # one norm over all heads of a token; qk_norm: one per head
     attention_sinks: bool = False  # one learned logit per head in the softmax's denominator, without a value
+    attention_gate: bool = False  # multiply attention's outputs by the sigmoid of a projection, stored in `q`
+    delta: Delta | None = None  # layers that have a recurrent state instead of keys and values
     windows: tuple[int | None, ...] = ()  # one per layer; (): full attention in all layers
     activation: str = "silu"
     # (alpha, limit) of the experts' `layers.clamped_swiglu`, which replaces `activation`; None: no clamp
@@ -239,6 +265,11 @@ class ModelConfig:
         if self.swiglu is not None and not all(0 < x < math.inf for x in self.swiglu):
             raise MarsError(
                 f"swiglu is {self.swiglu}: its alpha and its limit must be positive, or None for none."
+            )
+        if self.delta is not None and not set(range(self.num_layers)) > set(self.delta.layers):
+            raise MarsError(
+                f"the recurrent layers are {list(self.delta.layers)}: expected some of 0 to {self.num_layers - 1}, and "
+                "attention in at least one layer."
             )
         if self.activation not in ACTIVATIONS:
             raise MarsError(

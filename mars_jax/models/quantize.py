@@ -244,17 +244,19 @@ def group_size(inputs: int) -> int | None:
     return next((size for size in GROUPS if inputs % size == 0), None)
 
 
-_NEVER = ("router", "shared_router", "sinks", "kv_b")
+_PRECISE = ("router", "shared_router", "sinks", "kv_b", "delta_ba", "delta_b", "delta_a")
+_PRECISE += ("delta_q_conv", "delta_k_conv", "delta_v_conv")
+"""Small weights whose rounding matters: it can change the choice of experts, and adds up in a recurrent state.
+`kv_b` is the matrix that `models.latent_attention` absorbs into queries."""
 
 
 def bits_of(row: Weight, bits: int | None) -> int | None:
     """Return the bits per number in which to store a weight if `bits` are requested; None: keep its dtype.
 
-    Norms, biases, sinks and routers are never quantised: a router is small, and rounding can change its choice of
-    experts. Nor is the matrix that `models.latent_attention` absorbs into queries. If 4 bits are requested, only
-    matrices in layers use them. Embeddings, experts, and matrices whose inputs do not divide into groups of 32 use 8.
+    Norms, biases and the weights in `_PRECISE` are never quantised. If 4 bits are requested, only matrices in layers
+    use them. Embeddings, experts, and matrices whose inputs do not divide into groups of 32 use 8.
     """
-    if bits is None or row.init != "normal" or row.path[-1] in _NEVER:
+    if bits is None or row.init != "normal" or row.path[-1] in _PRECISE:
         return None
     fits = len(row.shape) == 2 and group_size(row.shape[1]) is not None
     return 4 if bits == 4 and fits and row.path[-1] not in ("embed", "unembed") else 8

@@ -68,6 +68,20 @@ _LOGICAL: dict[str, tuple[str | None, ...]] = {
     "expert_down": ("experts", None, "expert_hidden"),
     "expert_gate_bias": ("experts", "expert_hidden"),
     "expert_up_bias": ("experts", "expert_hidden"),
+    "delta_q": ("delta_heads", None),
+    "delta_k": ("delta_heads", None),
+    "delta_v": ("delta_heads", None),
+    "delta_z": ("delta_heads", None),
+    "delta_b": ("delta_heads", None),
+    "delta_a": ("delta_heads", None),
+    "delta_qkvz": ("delta_heads", None),
+    "delta_ba": ("delta_heads", None),
+    "delta_q_conv": ("delta_heads", None, None),
+    "delta_k_conv": ("delta_heads", None, None),
+    "delta_v_conv": ("delta_heads", None, None),
+    "delta_log_rate": ("delta_heads",),
+    "delta_bias": ("delta_heads",),
+    "delta_o": (None, "delta_heads"),
     "q_bias": ("heads",),
     "k_bias": ("kv_heads",),
     "v_bias": ("kv_heads",),
@@ -98,6 +112,9 @@ def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
             assert isinstance(layer, ModelConfig)
             # Devices share whole heads, not single rows of the matrix.
             size = layer.num_heads if axis == "heads" else layer.num_kv_heads
+        elif axis == "delta_heads":
+            assert isinstance(layer, ModelConfig) and layer.delta is not None
+            size = layer.delta.key_heads
         used_axes = tuple(itertools.chain(*spec))
         spec.append(() if axis is None else axes_of(axis, size, mesh, without=used_axes))
     return P(*spec)
@@ -203,6 +220,8 @@ def replication_notes(config: AnyConfig, mesh: AnyMesh) -> list[str]:
         ]
         if not layer.num_experts or layer.dense_layers:
             counts.append(("hidden", layer.intermediate_size, "hidden units"))
+        if layer.delta is not None:
+            counts.append(("delta_heads", layer.delta.key_heads, "key heads of the recurrent layers"))
         if layer.shared_expert_size:
             counts.append(("hidden", layer.shared_expert_size, "hidden units of the shared expert"))
     model, model_axes = size_of("model", mesh), names_of("model", mesh)

@@ -7,7 +7,8 @@ V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from mars_jax.mesh.axes import alone, current, devices_of, hold_whole, in_order,
 from mars_jax.models import latent_attention, ring, weights
 from mars_jax.models.attention import BLOCK, FORMS, KERNEL_ROWS, KERNEL_SLOTS, TURN_SLOTS, Attend, attending
 from mars_jax.models.config import ModelConfig
+from mars_jax.models.delta import DeltaRows, RecurrentCache, Span, delta_net, with_states
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, rms_norm_heads, soft_cap
 from mars_jax.models.moe import experts_mlp, shared_expert
 from mars_jax.models.rope import Rope, rotate, rotation_at
@@ -121,18 +123,25 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Atte
 
     The projections determine the widths of input and output; `config` determines the heads.
     """
-    q, k, v = _project(config, layer, x, rotation)
+    q, k, v, gate = _project(config, layer, x, rotation)
     scale, cap = _score_scale(config), config.attention_cap
     mixed, k_cache, v_cache = attend(
         q, k_cache, v_cache, (k, v), sinks=_sinks(layer, q), scale=scale, cap=cap
     )
+    if gate is not None:
+        mixed = mixed * jax.nn.sigmoid(gate).reshape(mixed.shape)
     return _out(config, layer, mixed), k_cache, v_cache
 
 
-def _project(config: ModelConfig, layer: dict, x: Array, rotation) -> tuple[Array, Array, Array]:
-    """Return queries [B, N, K, G, D], keys and values [B, N, K, D], with the number of heads that the matrices have."""
+def _project(
+    config: ModelConfig, layer: dict, x: Array, rotation
+) -> tuple[Array, Array, Array, Array | None]:
+    """Return queries [B, N, K, G, D], keys and values [B, N, K, D], with the number of heads that the matrices have.
+
+    The last is the gate of each head's outputs [B, N, K * G, D], or None.
+    """
     if config.latent is not None:
-        return latent_attention.project(config, config.latent, layer, x, rotation)
+        return *latent_attention.project(config, config.latent, layer, x, rotation), None
     heads, kv_heads = ("heads", config.num_heads), ("kv_heads", config.num_kv_heads)
 
     def project(name: str, axis_size: tuple[str, int]) -> Array:
@@ -142,6 +151,10 @@ def _project(config: ModelConfig, layer: dict, x: Array, rotation) -> tuple[Arra
         return y.reshape(*x.shape[:2], -1, config.head_dim)
 
     q, k, v = project("q", heads), project("k", kv_heads), project("v", kv_heads)
+    gate = None
+    if config.attention_gate:
+        # The rows of a head are those of its query, then those of its gate.
+        q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
     if config.qk_norm:
         norm = _norm(config)
         q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
@@ -150,7 +163,7 @@ def _project(config: ModelConfig, layer: dict, x: Array, rotation) -> tuple[Arra
         if rotation.query_factor is not None:
             q = q * rotation.query_factor.astype(q.dtype)
     # Query head k * G + g reads key-value head k.
-    return q.reshape(*k.shape[:3], -1, config.head_dim), k, v
+    return q.reshape(*k.shape[:3], -1, config.head_dim), k, v, gate
 
 
 def _score_scale(config: ModelConfig) -> float:
@@ -183,8 +196,11 @@ def run_layer(
     attends, has_mlp = sublayers
     if attends:
         with jax.named_scope("attention"):
-            x_normed, (k, v) = _pre_norm(config, layer, x, "attention_norm"), rows
-            mixed, *rows = attention(config, layer, x_normed, rotation, attend, k, v)
+            x_normed = _pre_norm(config, layer, x, "attention_norm")
+            if isinstance(rows, DeltaRows):
+                mixed, rows = delta_net(config, layer, x_normed, attend, rows)
+            else:
+                mixed, *rows = attention(config, layer, x_normed, rotation, attend, *rows)
             x = _add(config, layer, x, mixed, "attention_post_norm")
     if has_mlp:
         with jax.named_scope("mlp"):
@@ -216,7 +232,7 @@ def _ring_layer(
                 for piece, rotation in zip(pieces, rotations, strict=True)
             ]
             # Write each half of a piece on its own: they come from different devices, so they are not adjacent.
-            for (_, *new_rows), piece_halves in zip(projections, halves, strict=True):
+            for (_, *new_rows, _), piece_halves in zip(projections, halves, strict=True):
                 for half, visible in enumerate(piece_halves):
                     rows = [
                         kv_cache.write_slots(cached, jnp.split(part, 2, axis=1)[half], visible.slot)
@@ -253,10 +269,10 @@ def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) ->
     axes = alone("kv_heads", config.num_kv_heads) if on_tpu() and causal else ()
     same = alone("heads", config.num_heads) == alone("hidden", config.intermediate_size) == axes
     size, (batch, n) = devices_of("kv_heads", config.num_kv_heads), visible.positions.shape
-    # An output bias would be added once per device, experts are sharded differently, and no device has all heads.
-    unsuitable = (
-        config.o_bias or config.mlp_bias or config.num_experts or config.whole_qk_norm or config.latent
-    )
+    # An output bias would be added once per device, experts are sharded differently, no device has all heads, a
+    # ring has no gates, and its devices read tokens out of order.
+    unsuitable = config.o_bias or config.mlp_bias or config.num_experts or config.whole_qk_norm
+    unsuitable = unsuitable or config.latent or config.attention_gate or config.delta
     if not (axes and same and in_order(axes)) or unsuitable:
         return ()
     long = batch * n >= RING_ROWS * size and n % (2 * size) == 0
@@ -297,7 +313,7 @@ def _ring_layers(
             window, rotation = config.windows[i], rotations[ropes[i]]
             return _ring_layer(config, sublayers, axes, form, window, layers[i], x, rotation, halves, rows)
 
-        return _each_layer(run, feature_layers, sublayer_mask, x, cache)
+        return _each_layer(run, feature_layers, sublayer_mask, x, cache)[:3]
 
     by_rows, by_heads = P(None, axes), P(None, None, axes)
     specs = (tuple(ring.specs(axes, layer) for layer in layers), by_rows, P(), by_heads)
@@ -312,20 +328,32 @@ def _ropes(config: ModelConfig) -> list[Rope | None]:
 
 
 def _each_layer(
-    run: Callable, feature_layers: tuple[int, ...], sublayer_mask: Sublayers, x: Array, cache: KVCache
-) -> tuple[Array, dict[int, Array], KVCache]:
-    """Run all layers; return the last output, the outputs of `feature_layers`, and the cache."""
-    ks, vs, outputs = [], [], {}
+    run: Callable,
+    feature_layers: tuple[int, ...],
+    sublayer_mask: Sublayers,
+    x: Array,
+    cache: KVCache,
+    delta: Mapping[int, DeltaRows] = types.MappingProxyType({}),
+) -> tuple[Array, dict[int, Array], KVCache, dict[int, DeltaRows]]:
+    """Run all layers; return the last output, the outputs of `feature_layers`, and the caches.
+
+    `cache` holds the layers with keys and values, and `delta` the recurrent ones, by their number.
+    """
+    ks, vs, outputs, new_delta = [], [], {}, {}
     for i, sublayers in enumerate(sublayer_mask):
-        rows = (cache.k[len(ks)], cache.v[len(vs)]) if sublayers[0] else None
+        rows = delta.get(i)
+        if rows is None and sublayers[0]:
+            rows = (cache.k[len(ks)], cache.v[len(vs)])
         with jax.named_scope(f"layer{i}"):
             x, rows = run(i, sublayers, x, rows)
-        if rows is not None:
+        if i in delta:
+            new_delta[i] = rows
+        elif rows is not None:
             ks.append(rows[0])
             vs.append(rows[1])
         if i in feature_layers:
             outputs[i] = x
-    return x, outputs, KVCache(k=tuple(ks), v=tuple(vs))
+    return x, outputs, KVCache(k=tuple(ks), v=tuple(vs)), new_delta
 
 
 @_lowered_once(4)
@@ -337,7 +365,7 @@ def _forward(
     params: PyTree,
     tokens: Array,
     visible: Visible,
-    cache: KVCache,
+    cache: KVCache | RecurrentCache,
 ) -> ForwardOutput:
     norm = _norm(config)
     with jax.named_scope("embed"):
@@ -349,22 +377,25 @@ def _forward(
             config, form, feature_layers, sublayer_mask, axes, layers, x, visible, cache
         )
     else:
+        kv, delta, span = cache, {}, None
+        if isinstance(cache, RecurrentCache):
+            kv, delta, span = cache.kv, cache.delta, Span.of(visible, cache)
         ropes = _ropes(config)
         rotations = {
             rope: rotation_at(visible.positions, rope, config.rotary_dim) for rope in dict.fromkeys(ropes)
         }
         with jax.named_scope("mask"):
             attends = {
-                window: attending(form, visible, cache.slots, window)
-                for window in dict.fromkeys(config.windows)
+                window: attending(form, visible, kv.slots, window) for window in dict.fromkeys(config.windows)
             }
 
         def run(i: int, sublayers: tuple[bool, bool], x: Array, rows):
-            return run_layer(
-                config, sublayers, layers[i], x, rotations[ropes[i]], attends[config.windows[i]], rows
-            )
+            attend = span if i in delta else attends[config.windows[i]]
+            return run_layer(config, sublayers, layers[i], x, rotations[ropes[i]], attend, rows)
 
-        x, outputs, cache = _each_layer(run, feature_layers, sublayer_mask, x, cache)
+        x, outputs, cache, delta = _each_layer(run, feature_layers, sublayer_mask, x, kv, delta)
+        if span is not None:
+            cache = RecurrentCache(kv=cache, delta=delta, at=span.after())
     features = tuple(outputs[i] for i in feature_layers)
     return ForwardOutput(hidden=norm(x, params["norm"]), features=features, cache=cache)
 
@@ -412,6 +443,7 @@ def language_model(
         prefill_chunk,
         attention,
         ((True, True),) * config.num_layers,
+        1,
     )
 
 
@@ -423,12 +455,17 @@ def _language_model(
     prefill_chunk: int | None,
     form: str,
     sublayer_mask: Sublayers,
+    draft_nodes: int,
 ) -> LanguageModel:
-    """Build `language_model`; cached, so that equal models share functions and a jitted caller compiles once."""
+    """Build `language_model`; cached, so that equal models share functions and a jitted caller compiles once.
+
+    Recurrent layers keep the inputs of up to `draft_nodes` nodes.
+    """
     if wrong := [layer for layer in feature_layers if not 0 <= layer < config.num_layers]:
         raise MarsError(
             f"feature layer {wrong[0]} does not exist: the model has layers 0 to {config.num_layers - 1}."
         )
+    recurrent = config.delta.layers if config.delta else ()
 
     def init_cache(batch: int, slots: int) -> KVCache:
         # On a CPU, round up to whole blocks. Blocks then start at the same slots in a buffer of any length, so sums
@@ -444,7 +481,7 @@ def _language_model(
         else:
             multiple = BLOCK
         return kv_cache.init_cache(
-            layers=sum(attends for attends, _ in sublayer_mask),
+            layers=sum(attends for attends, _ in sublayer_mask) - len(recurrent),
             batch=batch,
             slots=(slots + multiple - 1) // multiple * multiple,
             kv_heads=config.num_kv_heads,
@@ -463,7 +500,9 @@ def _language_model(
         return logits
 
     def with_features(layers: tuple[int, ...]) -> LanguageModel:
-        return _language_model(config, cache_dtype, tuple(layers), prefill_chunk, form, sublayer_mask)
+        return _language_model(
+            config, cache_dtype, tuple(layers), prefill_chunk, form, sublayer_mask, draft_nodes
+        )
 
     def with_layers(mask: Sublayers) -> LanguageModel:
         mask = tuple((bool(attends), bool(has_mlp)) for attends, has_mlp in mask)
@@ -473,9 +512,13 @@ def _language_model(
             )
         if not any(attends for attends, _ in mask):
             raise MarsError("the mask leaves no attention: keep that of one layer at least.")
-        return _language_model(config, cache_dtype, feature_layers, prefill_chunk, form, mask)
+        return _language_model(config, cache_dtype, feature_layers, prefill_chunk, form, mask, draft_nodes)
 
-    return LanguageModel(
+    def for_chains(nodes: int, chunk: int | None) -> LanguageModel:
+        chunk = chunk or prefill_chunk
+        return _language_model(config, cache_dtype, feature_layers, chunk, form, sublayer_mask, nodes)
+
+    model = LanguageModel(
         init_cache=init_cache,
         forward=functools.partial(_forward, config, form, feature_layers, sublayer_mask),
         unembed=unembed,
@@ -485,3 +528,6 @@ def _language_model(
         with_layers=with_layers,
         prefill_chunk=prefill_chunk,
     )
+    if not recurrent:
+        return model
+    return with_states(model, config, draft_nodes, cache_dtype, for_chains)

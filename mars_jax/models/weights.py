@@ -106,6 +106,29 @@ def _latent_attention(config: ModelConfig, latent: Latent) -> list[Weight]:
     return rows + _matrix("o", "self_attn.o_proj", e, heads * latent.value, False)
 
 
+def _delta(config: ModelConfig) -> list[Weight]:
+    """Return the rows of gated DeltaNet. Qwen3-Next stores the projections of a key head together, Qwen3.5 does not."""
+    delta, size = config.delta, config.hidden_size
+    assert delta is not None
+    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    rows: list[Weight] = []
+    if config.family == "qwen3_next":
+        rows += _matrix("delta_qkvz", "linear_attn.in_proj_qkvz", 2 * keys + 2 * values, size, False)
+        rows += _matrix("delta_ba", "linear_attn.in_proj_ba", 2 * delta.value_heads, size, False)
+    else:
+        for name, outputs in (("q", keys), ("k", keys), ("v", values), ("z", values)):
+            rows += _matrix(f"delta_{name}", f"linear_attn.in_proj_{name}", outputs, size, False)
+        for name in "ba":
+            rows += _matrix(f"delta_{name}", f"linear_attn.in_proj_{name}", delta.value_heads, size, False)
+    for name, outputs in (("q", keys), ("k", keys), ("v", values)):
+        shape = (outputs, 1, delta.taps)
+        rows.append(Weight((f"delta_{name}_conv",), f"linear_attn.conv1d_{name}.weight", shape, "normal"))
+    for key, name in (("delta_log_rate", "A_log"), ("delta_bias", "dt_bias")):
+        rows.append(Weight((key,), f"linear_attn.{name}", (delta.value_heads,), "zeros"))
+    rows.append(Weight(("delta_norm",), "linear_attn.norm.weight", (delta.value_dim,), "ones"))
+    return rows + _matrix("delta_o", "linear_attn.out_proj", size, values, False)
+
+
 def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None) -> list[Weight]:
     """Return the rows of one layer, with paths and names relative to the layer; `width`: attention's input size."""
     c = config
@@ -119,20 +142,22 @@ def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None)
     rows: list[Weight] = []
     if c.pre_norms:
         rows += norm("attention_norm", "input_layernorm")
-    if c.latent is not None:
+    if c.delta is not None and index in c.delta.layers:
+        rows += _delta(c)
+    elif c.latent is not None:
         rows += _latent_attention(c, c.latent)
     else:
-        rows += _matrix("q", "self_attn.q_proj", q, width, c.qkv_bias)
+        rows += _matrix("q", "self_attn.q_proj", q * (1 + c.attention_gate), width, c.qkv_bias)
         rows += _matrix("k", "self_attn.k_proj", kv, width, c.qkv_bias)
         rows += _matrix("v", "self_attn.v_proj", kv, width, c.qkv_bias)
         rows += _matrix("o", "self_attn.o_proj", c.hidden_size, q, c.o_bias)
-    if c.attention_sinks:
-        rows.append(Weight(("sinks",), "self_attn.sinks", (c.num_heads,), "normal"))
-    if c.whole_qk_norm:
-        rows += norm("q_norm", "self_attn.q_norm", q) + norm("k_norm", "self_attn.k_norm", kv)
-    elif c.qk_norm:
-        rows += norm("q_norm", "self_attn.q_norm", c.head_dim)
-        rows += norm("k_norm", "self_attn.k_norm", c.head_dim)
+        if c.attention_sinks:
+            rows.append(Weight(("sinks",), "self_attn.sinks", (c.num_heads,), "normal"))
+        if c.whole_qk_norm:
+            rows += norm("q_norm", "self_attn.q_norm", q) + norm("k_norm", "self_attn.k_norm", kv)
+        elif c.qk_norm:
+            rows += norm("q_norm", "self_attn.q_norm", c.head_dim)
+            rows += norm("k_norm", "self_attn.k_norm", c.head_dim)
     post_norm, mlp_norm, mlp_post_norm = _NORMS.get(c.family, _NORMS["gemma2"])
     if not c.post_norms:
         rows += norm("mlp_norm", "post_attention_layernorm")
@@ -169,7 +194,15 @@ def weights(config: ModelConfig) -> tuple[Weight, ...]:
 
 _QKV = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
 _GATE_UP = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
-_FUSED = {"phi3": _QKV | _GATE_UP, "glm": _GATE_UP, "glm4": _GATE_UP}
+_CONV = dict.fromkeys(("conv1d_q", "conv1d_k", "conv1d_v"), "conv1d")
+_DELTA = _CONV | dict.fromkeys(("in_proj_q", "in_proj_k", "in_proj_v"), "in_proj_qkv")
+_FUSED = {
+    "phi3": _QKV | _GATE_UP,
+    "glm": _GATE_UP,
+    "glm4": _GATE_UP,
+    "qwen3_next": _CONV,
+    "qwen3_5_text": _DELTA,
+}
 """Matrices that the checkpoints of a family store in one tensor."""
 
 

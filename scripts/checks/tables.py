@@ -15,6 +15,7 @@ def figures() -> dict[str, Any]:
         "same_cost": same_cost(),
         "same_tokens": same_tokens(),
         "family_variants": family_variants(),
+        "recurrent_states": recurrent_states(),
         "kills": kills(),
         "mutants": mutants(),
     }
@@ -77,6 +78,25 @@ def family_variants() -> dict[str, Any]:
         "counts": collections.Counter(row["outcome"] for row in rows),
         "rows": [
             [row["checkpoint"], row["outcome"], f"{row['difference']:.0e}" if "difference" in row else ""]
+            for row in rows
+        ],
+    }
+
+
+def recurrent_states() -> dict[str, Any]:
+    """Return the two ways to drop tokens from recurrent layers, by nodes of a draft, from recurrent_states.json."""
+    rows = load("recurrent_states.json")["rows"]
+    ratios = {row["nodes"]: row["time_ratio"] for row in rows}
+    ways = ("states", "inputs", "all_states")
+    return {
+        "models": list(rows[0]["bytes"]),
+        "ratios": ratios,
+        "rows": [
+            [
+                str(row["nodes"]),
+                *(f"{sizes[way] / 1e6:.1f}" for sizes in row["bytes"].values() for way in ways),
+                span(*(ratios[row["nodes"]][key] for key in ("median", "lower_95", "upper_95"))),
+            ]
             for row in rows
         ],
     }

@@ -1,6 +1,7 @@
 """Reference models in PyTorch transformers, with eager attention in float32."""
 
 import contextlib
+import dataclasses
 import os
 import warnings
 
@@ -120,7 +121,8 @@ def logits_and_greedy(checkpoint: Pretrained, tokens: np.ndarray, count: int, le
     @jax.jit
     def program(params, tokens):
         start = jnp.zeros((batch,), jnp.int32)
-        out = model.forward(params, tokens, Visible.causal(start, n), model.init_cache(batch, slots))
+        visible = dataclasses.replace(Visible.causal(start, n), count=lengths)
+        out = model.forward(params, tokens, visible, model.init_cache(batch, slots))
         logits = model.unembed(params, out.hidden)
 
         def body(carry, step):

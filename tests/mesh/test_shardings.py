@@ -32,6 +32,7 @@ from mars_jax.drafters import Dynamic
 from mars_jax.mesh.axes import by_rows
 from mars_jax.models import ModelConfig, eagle_head, init_params, language_model
 from mars_jax.models import shardings as sharding
+from mars_jax.models.config import Delta
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.heads import init_params as init_head
 from mars_jax.models.mtp_head import MtpConfig
@@ -44,6 +45,10 @@ SIZES = small_models.SIZES | {"vocab_size": VOCAB}  # two key-value heads do not
 CONFIG = ModelConfig(num_layers=2, qk_norm=True, **SIZES)
 EXPERTS = ModelConfig(
     num_layers=2, family="qwen3_moe", num_experts=4, experts_per_token=2, dense_layers=(0,), **SIZES
+)
+DELTA = Delta(layers=(0,), key_heads=2, value_heads=4, key_dim=8, value_dim=6)
+RECURRENT = ModelConfig(
+    num_layers=2, family="qwen3_5_text", delta=DELTA, attention_gate=True, norm_plus_one=True, **SIZES
 )
 LAYER = ModelConfig(num_layers=1, **SIZES)
 EAGLE_3 = EagleConfig(
@@ -84,6 +89,7 @@ CASES = {
     "medusa chain": (CONFIG, contrib.medusa(MEDUSA, MODEL, sample=True), MEDUSA, verify.rejection()),
     "dflash dynamic, mars": (CONFIG, contrib.dflash(DFLASH, MODEL, tree=DYNAMIC), DFLASH, verify.mars()),
     "dspark chain": (CONFIG, contrib.dflash(DSPARK, MODEL, 3, sample=True), DSPARK, verify.rejection()),
+    "recurrent, model chain": (RECURRENT, CHAIN, CONFIG, verify.rejection()),
     "experts, none, exact": (EXPERTS, drafters.none(), None, verify.exact()),
     "experts, mtp tree": (
         EXPERTS,
@@ -209,6 +215,7 @@ def collectives(program):
 FAST = [("ngram, mars", "model=2", AxisType.Auto)]
 AXES = ("data=8", "model=2", "model=4", "data=2,model=4", "data=8,model=1", "data=1,model=2")
 ALL = [(case, axes, AxisType.Auto) for case in CASES if not case.startswith("experts") for axes in AXES]
+ALL.append(("recurrent, model chain", "data=2,model=2", AxisType.Auto))
 ALL += [
     (case, axes, AxisType.Auto)
     for case in ("experts, none, exact", "experts, model tree")

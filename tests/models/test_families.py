@@ -71,6 +71,16 @@ LATENT = {
     "v_head_dim": 6,
 }
 LATENT |= {"num_key_value_heads": 4}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+LINEAR |= {"linear_value_head_dim": 12, "head_dim": 16, "num_hidden_layers": 3}
+LINEAR |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+QUARTER = {
+    "rope_type": "default",
+    "rope_theta": 1000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [1, 1, 0],
+}
+
 TIED = {"tie_word_embeddings": True}
 CASES = {
     "llama, tied, one shared key-value head": ("Llama", BASE | TIED | {"num_key_value_heads": 1}),
@@ -102,6 +112,8 @@ CASES = {
     ),
     "qwen3 moe, weights sum to 1": ("Qwen3Moe", BASE | EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
     "qwen3 moe, one layer of four": ("Qwen3Moe", BASE | EXPERTS | ALTERNATING | ONE_OF_FOUR),
+    "qwen3.5": ("Qwen3_5Text", BASE | LINEAR | {"rope_parameters": QUARTER}),
+    "qwen3 next, one dense layer": ("Qwen3Next", BASE | LINEAR | EXPERTS | SHARED | {"mlp_only_layers": [1]}),
     "ministral3": ("Ministral3", BASE | {"head_dim": 12} | rope("yarn", **TRAINED, **GROWTH)),
     "ministral3, window": ("Ministral3", MISTRAL | {"sliding_window": 8} | rope("yarn", **TRAINED, **GROWTH)),
     "phi3, window": ("Phi3", MISTRAL | {"sliding_window": 8, "pad_token_id": 0}),
@@ -170,6 +182,8 @@ OWN_FIELDS = (
     "mixtral",
     "qwen2 moe",
     "qwen3 moe",
+    "qwen3.5",
+    "qwen3 next",
     "gemma",
     "gpt-oss",
     "granite",
@@ -258,6 +272,24 @@ def test_the_text_model_of_mistral_3_with_images_is_loaded(tmp_path):
     with transformers_oracle.third_party():
         model = transformers.Mistral3ForConditionalGeneration(transformers_config("Mistral3", fields))
     transformers_oracle.save_torch(transformers_oracle.randomize(model), tmp_path)
+    logits, _ = transformers_oracle.logits_and_greedy(hub.load(tmp_path), PROMPTS, 1)
+    assert_close(logits, transformers_oracle.torch_logits(model, PROMPTS))
+
+
+def test_the_text_model_of_qwen_3_5_with_images_and_a_draft_module_is_loaded(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 8}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 4}
+    text = transformers_config(*CASES["qwen3.5"])
+    config = transformers_config("Qwen3_5", {"text_config": text.to_dict(), "vision_config": vision})
+    import transformers
+
+    with transformers_oracle.third_party():
+        model = transformers_oracle.randomize(transformers.Qwen3_5ForConditionalGeneration(config))
+    transformers_oracle.save_torch(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"mtp.fc.weight": np.ones((2, 2))}, tmp_path / "model.safetensors")
     logits, _ = transformers_oracle.logits_and_greedy(hub.load(tmp_path), PROMPTS, 1)
     assert_close(logits, transformers_oracle.torch_logits(model, PROMPTS))
 

@@ -12,6 +12,7 @@ from mars_jax import hub
 from mars_jax.core.types import Visible
 from mars_jax.mesh.axes import by_rows, parse_mesh
 from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, layers
+from mars_jax.models.config import Delta, Rope
 from mars_jax.models.layers import dense, embed
 from mars_jax.models.quantize import Int4, Int8, Quantized, bits_of, quantize, quantize_4
 from mars_jax.models.weights import Weight
@@ -138,9 +139,14 @@ GEMMA2 = {
     "activation": "gelu_tanh",
 }
 GEMMA2 |= {"query_scalar": 4.0, "logit_cap": 30.0, "eos_token_ids": (1,), "tie_embeddings": True}
+DELTA = Delta(layers=(0,), key_heads=2, value_heads=4, key_dim=8, value_dim=8)
+RECURRENT = {"delta": DELTA, "attention_gate": True, "norm_plus_one": True}
+RECURRENT |= {"rope": Rope(fraction=0.25)}
 CONFIGS = {
     "qwen3 moe, a dense layer, untied": ModelConfig(family="qwen3_moe", **MOE, **SIZES),
     "gemma2, tied": ModelConfig(family="gemma2", **GEMMA2, **SIZES),
+    "qwen3.5": ModelConfig(family="qwen3_5_text", qk_norm=True, **RECURRENT, **SIZES),
+    "qwen3 next": ModelConfig(family="qwen3_next", shared_expert_size=8, **RECURRENT, **MOE, **SIZES),
 }
 
 
@@ -151,6 +157,8 @@ CONFIGS = {
         ("qwen3 moe, a dense layer, untied", "int4"),
         ("gemma2, tied", "int8"),
         ("gemma2, tied", "int4"),
+        pytest.param("qwen3.5", "int8", marks=pytest.mark.slow),
+        pytest.param("qwen3 next", "int4", marks=pytest.mark.slow),
     ],
 )
 def test_a_family_loaded_in_few_bits_is_the_model_of_its_dequantised_weights(name, dtype, tmp_path):

@@ -22,6 +22,7 @@ from jax import Array, lax
 from mars_jax.contrib.drafters.gates import GATES
 from mars_jax.core.controls import is_stop
 from mars_jax.core.drafter import Drafter, DraftInput
+from mars_jax.core.given import check_draft_model
 from mars_jax.core.prefill import chunk_of, prefill
 from mars_jax.core.sampling import is_greedy
 from mars_jax.core.tree import chain, last_token
@@ -98,6 +99,7 @@ class Cascade(Drafter):
 
     def __post_init__(self):
         inner, proxy, limit = self.inner, self.proxy, self.num_draft_tokens
+        check_draft_model(proxy)
         if inner.reads is not None:
             raise MarsError(
                 f"the drafter '{inner.name}' reads the target's layers, which a cascade does not run while it drafts: "

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from mars_jax.core.controls import is_stop
 from mars_jax.core.drafter import Drafter, DraftInput
+from mars_jax.core.given import check_draft_model
 from mars_jax.core.prefill import chunk_of, prefill
 from mars_jax.core.sampling import argmax, is_greedy, process, sample_processed
 from mars_jax.core.tree import chain, last_token
@@ -87,6 +88,7 @@ class Sprinter(Drafter):
 
     def __post_init__(self):
         check_count("num_draft_tokens", self.num_draft_tokens, most=DRAFT_TOKENS)
+        check_draft_model(self.model)
 
     @property
     def max_depth(self) -> int:

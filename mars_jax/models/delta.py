@@ -1,0 +1,344 @@
+"""Gated DeltaNet: attention with a recurrent state of fixed size instead of keys and values (arXiv 2412.06464).
+
+The state of a head is a matrix S [K, V]. Token t with key k, value v, decay a and learning rate b replaces what S holds
+for its key: S = a S + k (b (v - a S^T k))^T. Its output is S^T q.
+
+A state cannot drop a token, so a draft must not enter it before the verdict. The cache keeps the state before the root
+of the last draft, and the inputs of the draft's nodes. The next forward starts after the accepted nodes: it reads those
+into the state first, and computes the outputs of its own nodes without storing what they write.
+
+Oracle: transformers' `modeling_qwen3_next.py` (tests/models/test_delta.py). B batch, N nodes, L tokens, H key heads,
+G value heads of each key head, K and V widths of a key and a value, F = 2 K + G V inputs of the convolution per key
+head, T its taps, M nodes of the longest draft.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from mars_jax.core import struct
+from mars_jax.core.cache import KVCache
+from mars_jax.core.prefill import chunk_of
+from mars_jax.core.types import LanguageModel, Visible
+from mars_jax.mesh.axes import axes_here, map_devices
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.layers import dense, rms_norm
+from mars_jax.utils.errors import MarsError
+
+CHUNK = 64
+"""Tokens of a chunk, as in transformers. Chunks follow one another; the tokens of a chunk are computed together."""
+_EPS = 1e-6
+"""Added to the squared norms of queries and keys."""
+
+# A TPU would round the factors to bfloat16, and the rounding would add up in the state.
+_matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+
+@struct.dataclass(kw_only=True)
+class DeltaRows:
+    """Cache of one layer: its state before the token `RecurrentCache.at`, and the inputs of up to M tokens from it."""
+
+    logical_axes: ClassVar[tuple[str | None, ...]] = ("rows", "delta_heads")
+
+    state: Array  # f32[B, H, G, K, V]
+    inputs: Array  # [B, H, T - 1 + M, F]; inputs of the convolution, which begin T - 1 tokens before `at`
+    gates: Array  # f32[B, H, M, 2 G]; logarithms of the decays, then learning rates
+
+
+@struct.dataclass(kw_only=True)
+class RecurrentCache:
+    """Cache of a model with recurrent layers. A forward may start at `at` or up to M tokens later."""
+
+    kv: KVCache  # of the layers with attention
+    delta: dict[int, DeltaRows]  # of the recurrent layers, by their number
+    at: Array  # i32[B]; number of tokens in the states
+
+
+class Span(NamedTuple):
+    """The place of a forward's nodes in their rows: the input of a recurrent layer that `Visible` is of attention."""
+
+    first: Array  # i32[B]; position of the first node
+    at: Array  # i32[B]; as in the cache
+    count: (
+        Array | None
+    )  # i32[B]; nodes to read into the state; None: a draft, of which the cache keeps the inputs
+
+    @staticmethod
+    def of(visible: Visible, cache: RecurrentCache) -> Span:
+        """Return the span of a forward. More nodes than a draft can have are tokens of the row.
+
+        Raises:
+          MarsError: the nodes are a tree or packed documents.
+        """
+        if visible.seen is not None:
+            raise MarsError(
+                "the target has recurrent layers, which read one sequence: draft chains, without --tree, and do not "
+                "pack several documents into one row."
+            )
+        count, nodes = visible.count, visible.positions.shape[1]
+        if count is None and nodes > next(iter(cache.delta.values())).gates.shape[2]:
+            count = jnp.full_like(visible.first, nodes)
+        return Span(visible.first, cache.at, count)
+
+    def after(self) -> Array:
+        """Return `RecurrentCache.at` after the forward."""
+        return self.first if self.count is None else self.first + self.count
+
+
+def with_states(
+    model: LanguageModel,
+    config: ModelConfig,
+    nodes: int,
+    dtype: DTypeLike,
+    for_chains: Callable[[int, int | None], LanguageModel],
+) -> LanguageModel:
+    """Return a model whose cache also has the states of its recurrent layers.
+
+    Args:
+      model: the model, with a `KVCache` of its other layers.
+      config: its config.
+      nodes: M.
+      dtype: dtype of the cache; "int8" keeps the inputs of the convolution in bfloat16.
+      for_chains: `LanguageModel.for_chains`.
+    """
+    chunk, input_dtype = model.prefill_chunk or chunk_of(), jnp.dtype(dtype)
+    if input_dtype == jnp.int8:
+        input_dtype = jnp.dtype(jnp.bfloat16)
+    delta = config.delta
+    assert delta is not None
+    heads, groups = delta.key_heads, delta.value_heads // delta.key_heads
+    width = 2 * delta.key_dim + groups * delta.value_dim
+
+    def init_cache(batch: int, slots: int) -> RecurrentCache:
+        def rows() -> DeltaRows:
+            return DeltaRows(
+                state=jnp.zeros((batch, heads, groups, delta.key_dim, delta.value_dim), jnp.float32),
+                inputs=jnp.zeros((batch, heads, delta.taps - 1 + nodes, width), input_dtype),
+                gates=jnp.zeros((batch, heads, nodes, 2 * groups), jnp.float32),
+            )
+
+        # Windows of a prompt do not slide back at its end, see `prefill`, so they need room for one more.
+        kv, at = model.init_cache(batch, slots + chunk), jnp.zeros((batch,), jnp.int32)
+        return RecurrentCache(kv=kv, delta={layer: rows() for layer in delta.layers}, at=at)
+
+    def keep(cache: RecurrentCache, count: Array) -> Array:
+        # The state has the tokens before `at`: to drop any of them, start again.
+        return jnp.where(cache.at <= count, count, 0)
+
+    return model._replace(
+        init_cache=init_cache,
+        slots=lambda cache: cache.kv.slots,
+        prefill_chunk=chunk,
+        with_layers=None,
+        for_chains=for_chains,
+        keep=keep,
+    )
+
+
+def delta_rule(
+    state: Array, q: Array, k: Array, v: Array, log_decay: Array, rate: Array
+) -> tuple[Array, Array]:
+    """Read L tokens into the state; return the new state and the output of each token, f32[B, H, G, L, V].
+
+    A token with `log_decay` 0 and `rate` 0 leaves the state unchanged.
+
+    Args:
+      state: f32[B, H, G, K, V].
+      q, k: f32[B, H, L, K].
+      v: f32[B, H, G, L, V].
+      log_decay, rate: f32[B, H, G, L]; log a and b.
+    """
+    length = q.shape[2]
+    size = min(length, CHUNK)
+    # A query or key head serves G value heads.
+    q, k = (x[:, :, None] for x in (q, k))
+
+    def chunks(x: Array) -> Array:
+        """Split the tokens on axis 3 into chunks, on a new first axis; pad the last chunk with gates of 0."""
+        padding = [(0, 0)] * x.ndim
+        padding[3] = 0, -length % size
+        x = jnp.pad(x, padding)
+        return jnp.moveaxis(x.reshape(*x.shape[:3], -1, size, *x.shape[4:]), 3, 0)
+
+    prepared = _prepare(*(chunks(x) for x in (q, k, v, log_decay, rate)))
+    state, outputs = lax.scan(_add_chunk, state, prepared)
+    outputs = jnp.moveaxis(outputs, 0, 3)
+    return state, outputs.reshape(*outputs.shape[:3], -1, outputs.shape[-1])[..., :length, :]
+
+
+class _Chunk(NamedTuple):
+    """The parts of L tokens that do not depend on the state (section 3.3 of the paper)."""
+
+    q: Array  # f32[..., L, K]; queries, times the decay from the start of the chunk
+    k: Array  # f32[..., L, K]; keys, times the decay to the end of the chunk
+    scores: Array  # f32[..., L, L]; product of query i and key j, times the decay from j to i
+    values: Array  # f32[..., L, V]; what the tokens would write to a state of zeros
+    reads: Array  # f32[..., L, K]; `reads @ S` is what the state S takes off the values
+    decay: Array  # f32[..., 1, 1]; decay of the state over the chunk
+
+
+def _prepare(q: Array, k: Array, v: Array, log_decay: Array, rate: Array) -> _Chunk:
+    # Decay from the start of the chunk to each token, and from token j to token i, which is 0 for later j.
+    total = jnp.cumsum(log_decay, axis=-1)
+    length = total.shape[-1]
+    causal = jnp.tril(jnp.ones((1,) * (total.ndim - 1) + (length, length), bool))
+    decay = jnp.exp(jnp.where(causal, total[..., :, None] - total[..., None, :], -jnp.inf))
+    total, rate = total[..., None], rate[..., None]
+    keys = k.swapaxes(-1, -2)
+    # A token writes its value minus what the state already has for its key, which depends on the writes before it:
+    # write_i = b_i (v_i - S^T a_i k_i - sum over j < i of decay_ij (k_i . k_j) write_j).
+    inverse = _unit_inverse(_matmul(k, keys) * decay * rate)
+    return _Chunk(
+        q=q * jnp.exp(total),
+        k=k * jnp.exp(total[..., -1:, :] - total),
+        scores=_matmul(q, keys) * decay,
+        values=_matmul(inverse, v * rate),
+        reads=_matmul(inverse, k * (rate * jnp.exp(total))),
+        decay=jnp.exp(total[..., -1:, :]),
+    )
+
+
+def _unit_inverse(matrix: Array) -> Array:
+    """Return the inverse of I + the part of a matrix f32[..., L, L] below its diagonal, by forward substitution.
+
+    `lax.linalg.triangular_solve` takes 200 times as long on a CPU.
+    """
+    length, below = matrix.shape[-1], jnp.tril(matrix, -1)
+
+    def row(i: Array, inverse: Array) -> Array:
+        """Complete row i, which so far is that of I, from the rows before it."""
+        written = _matmul(lax.dynamic_index_in_dim(below, i, -2), inverse)
+        new = lax.dynamic_index_in_dim(inverse, i, -2) - written
+        return lax.dynamic_update_index_in_dim(inverse, new, i, -2)
+
+    return lax.fori_loop(0, length, row, jnp.broadcast_to(jnp.eye(length), matrix.shape))
+
+
+def _add_chunk(state: Array, chunk: _Chunk) -> tuple[Array, Array]:
+    """Read a chunk into the state; return the new state and the outputs of the tokens."""
+    writes = chunk.values - _matmul(chunk.reads, state)
+    outputs = _matmul(chunk.q, state) + _matmul(chunk.scores, writes)
+    return chunk.decay * state + _matmul(chunk.k.swapaxes(-1, -2), writes), outputs
+
+
+def delta_net(
+    config: ModelConfig, layer: dict, x: Array, span: Span, rows: DeltaRows
+) -> tuple[Array, DeltaRows]:
+    """Run a layer on x [B, N, E]; return [B, N, E] and the layer's cache."""
+    delta = config.delta
+    assert delta is not None
+    heads = ("delta_heads", delta.key_heads)
+
+    def project(name: str) -> Array:
+        y = dense(x, layer[name], outputs=heads)
+        return y.reshape(*x.shape[:2], delta.key_heads, -1).swapaxes(1, 2)
+
+    if "delta_qkvz" in layer:
+        # Qwen3-Next stores the rows of a key head together.
+        groups = delta.value_heads // delta.key_heads
+        inputs, z = jnp.split(project("delta_qkvz"), [2 * delta.key_dim + groups * delta.value_dim], axis=-1)
+        b, a = jnp.split(project("delta_ba"), 2, axis=-1)
+    else:
+        inputs = jnp.concatenate([project(f"delta_{name}") for name in "qkv"], axis=-1)
+        z, b, a = project("delta_z"), project("delta_b"), project("delta_a")
+    by_head = [layer[f"delta_{name}_conv"].reshape(delta.key_heads, -1, delta.taps) for name in "qkv"]
+    conv = jnp.concatenate(by_head, axis=1)
+    offsets = [layer[f"delta_{name}"].reshape(delta.key_heads, -1) for name in ("log_rate", "bias")]
+    mix, axes = functools.partial(_mix, config), axes_here("delta_heads", delta.key_heads)
+    if axes:
+        # Every head is on one device, and no step communicates.
+        split, whole = P(None, axes), P()
+        mix = map_devices(mix, (P(axes), P(axes), whole, split, split, split, whole, split), (split, split))
+    y, rows = mix(conv, offsets, layer["delta_norm"], inputs, z, (b, a), span, rows)
+    y = y.swapaxes(1, 2).reshape(*x.shape[:2], -1)
+    return dense(y, layer["delta_o"], inputs=heads), rows
+
+
+def _mix(
+    config: ModelConfig,
+    conv: Array,
+    offsets: list[Array],
+    norm: Array,
+    inputs: Array,
+    z: Array,
+    gates: tuple[Array, Array],
+    span: Span,
+    rows: DeltaRows,
+) -> tuple[Array, DeltaRows]:
+    """Return the gated outputs [B, H, N, G V] of each head, and the cache.
+
+    Args:
+      config: the model's config.
+      conv: [H, F, T].
+      offsets: [H, G] each; log of the decay's speed, and bias of its time step.
+      norm: [V].
+      inputs, z: [B, H, N, F] and [B, H, N, G V].
+      gates: [B, H, N, G] each; learning rates and time steps, before their activations.
+      span, rows: place and cache.
+    """
+    log_rate, bias = (x.astype(jnp.float32)[None, :, None] for x in offsets)
+    b, a = (x.astype(jnp.float32) for x in gates)
+    log_decay = -jnp.exp(log_rate) * jax.nn.softplus(a + bias)
+    new_gates = jnp.concatenate([log_decay, jax.nn.sigmoid(b)], axis=-1)
+    capacity, tail_length = rows.gates.shape[2], conv.shape[2] - 1
+
+    # Read the accepted nodes of the last draft into the state. A row at its start has neither.
+    accepted = span.first - span.at
+    begins = (span.first == 0)[:, None, None, None]
+    # A start outside of the draft would need a state that is gone: its numbers end the row as failed.
+    lost = ((accepted < 0) | (accepted > capacity)) & (span.first > 0)
+    state = jnp.where(begins[..., None], 0.0, rows.state)
+    state = jnp.where(lost[:, None, None, None, None], jnp.nan, state)
+    logged = jnp.where(begins, 0, rows.inputs)
+    accepted = jnp.where(begins[:, 0, 0, 0], 0, jnp.clip(accepted, 0, capacity))
+    state, _ = _read(config, conv, state, logged, _first(rows.gates, accepted))
+
+    def window(x: Array, start: Array, length: int) -> Array:
+        """Slice [B, H, length, ...] of x from token `start` i32[B] on."""
+        return jax.vmap(lambda x, start: lax.dynamic_slice_in_dim(x, start, length, axis=1))(x, start)
+
+    # The convolution of the first node also reads the T - 1 inputs before it.
+    inputs = jnp.concatenate([window(logged, accepted, tail_length), inputs.astype(logged.dtype)], axis=2)
+    if span.count is None:
+        _, outputs = _read(config, conv, state, inputs, new_gates)
+        kept_inputs, kept_gates = inputs, new_gates
+    else:
+        new_gates = _first(new_gates, span.count)
+        state, outputs = _read(config, conv, state, inputs, new_gates)
+        kept_inputs, kept_gates = window(inputs, span.count, tail_length), new_gates[:, :, :0]
+
+    def pad(x: Array, like: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, 0), (0, like.shape[2] - x.shape[2]), (0, 0)))
+
+    rows = DeltaRows(state=state, inputs=pad(kept_inputs, rows.inputs), gates=pad(kept_gates, rows.gates))
+    y = rms_norm(outputs, norm, config.norm_eps)  # f32[B, H, G, N, V]
+    y = y.swapaxes(2, 3).reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
+    return y.astype(z.dtype), rows
+
+
+def _first(gates: Array, count: Array) -> Array:
+    """Set the gates [B, H, L, 2 G] of all but the first `count` i32[B] tokens to 0, so that they are not read."""
+    is_read = jnp.arange(gates.shape[2], dtype=jnp.int32)[None] < count[:, None]
+    return jnp.where(is_read[:, None, :, None], gates, 0.0)
+
+
+def _read(config: ModelConfig, conv: Array, state: Array, inputs: Array, gates: Array) -> tuple[Array, Array]:
+    """Run the convolution on inputs [B, H, T - 1 + L, F] and `delta_rule` on its L tokens."""
+    delta = config.delta
+    assert delta is not None
+    length = gates.shape[2]
+    x, weight = inputs.astype(jnp.float32), conv.astype(jnp.float32)
+    taps = [weight[None, :, None, :, tap] * x[:, :, tap : tap + length] for tap in range(delta.taps)]
+    q, k, v = jnp.split(jax.nn.silu(sum(taps)), [delta.key_dim, 2 * delta.key_dim], axis=-1)
+    q, k = (y * lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + _EPS) for y in (q, k))
+    log_decay, rate = jnp.split(gates.swapaxes(2, 3), 2, axis=2)
+    v = v.reshape(*v.shape[:3], -1, delta.value_dim).swapaxes(2, 3)
+    return delta_rule(state, q * delta.key_dim**-0.5, k, v, log_decay, rate)

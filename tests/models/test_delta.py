@@ -1,0 +1,238 @@
+"""Gated DeltaNet: the rule of transformers, and drafts that leave no trace in the state."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import contrib, drafters, verify
+from mars_jax.core import decode, refill
+from mars_jax.core.controls import make_controls
+from mars_jax.core.drafter import Drafter
+from mars_jax.core.metrics import zero_stats
+from mars_jax.core.tree import chain, last_token
+from mars_jax.core.types import Params, Prompts, Visible, keys_from_seeds
+from mars_jax.drafters.sized import sized
+from mars_jax.models import init_params, language_model
+from mars_jax.models.config import Delta, ModelConfig
+from mars_jax.models.delta import delta_rule
+from mars_jax.utils.errors import MarsError
+from tests.helpers import begin, committed, decode_all, small_models
+from tests.helpers.fake_drafters import SMALL
+
+VOCAB, BUFFER = 256, 40
+DELTA = Delta(layers=(0, 2), key_heads=2, value_heads=4, key_dim=8, value_dim=6)
+SIZES = small_models.SIZES | {"vocab_size": VOCAB}
+CONFIG = ModelConfig(
+    family="qwen3_5_text", num_layers=3, delta=DELTA, attention_gate=True, norm_plus_one=True, **SIZES
+)
+MODEL = language_model(CONFIG)
+
+
+def weights():
+    """Return random weights, with states that decay slowly."""
+    params = init_params(CONFIG, jax.random.key(0), scale=0.3)
+    slow = [
+        layer | {"delta_log_rate": jnp.full(4, -3.0)} if "delta_q" in layer else layer
+        for layer in params["layers"]
+    ]
+    return params | {"layers": tuple(slow)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Guess(Drafter):
+    """Drafts each token of a known text, or a random one with probability 0.3.
+
+    A prompt begins with the number of its text.
+    """
+
+    max_depth: int = 4
+
+    def propose(self, params, state, inputs):
+        def draft(key, text, length):
+            use, noise = jax.random.split(key)
+            known = jax.lax.dynamic_slice_in_dim(text, length, self.max_depth)
+            random = jax.random.randint(noise, known.shape, 0, VOCAB)
+            return jnp.where(jax.random.uniform(use, known.shape) < 0.7, known, random)
+
+        tokens = jax.vmap(draft)(inputs.keys, params.draft[inputs.tokens[:, 0]], inputs.length)
+        return chain(jnp.concatenate([last_token(inputs), tokens], axis=1)), state
+
+
+def prompts_of(count):
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (count, BUFFER)).astype(np.int32)
+    tokens[:, 0] = np.arange(count)
+    return jnp.asarray(tokens), jnp.asarray(1 + np.arange(count) * 7 % 19, jnp.int32)
+
+
+def decoded(drafter, count=6, draft=(), **settings):
+    settings = {"temperature": [0.0, 0.8] * (count // 2), "params": Params(weights(), draft), **settings}
+    return decode_all(settings.pop("model", MODEL), drafter, verify.exact(), *prompts_of(count), **settings)
+
+
+def texts_of(state):
+    """Return the texts as the table of `Guess`."""
+    return jnp.pad(state.tokens, ((0, 0), (0, 8)))
+
+
+@pytest.mark.parametrize("length", [1, 5, 70])
+def test_the_rule_is_that_of_transformers(length):
+    torch = pytest.importorskip("torch")
+    from transformers.models.qwen3_next import modeling_qwen3_next as oracle
+
+    rng = np.random.default_rng(length)
+    q, k, v = (rng.normal(size=(2, length, heads, width)) for heads, width in ((2, 8), (2, 8), (4, 6)))
+    log_decay, rate = -rng.uniform(size=(2, length, 4)), rng.uniform(size=(2, length, 4))
+    state = rng.normal(size=(2, 4, 8, 6))
+    expected, expected_state = oracle.torch_recurrent_gated_delta_rule(
+        *(torch.tensor(x, dtype=torch.float32) for x in (q, k, v, log_decay, rate, state)),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+
+    def grouped(x):
+        return jnp.asarray(x, jnp.float32).reshape(2, length, 2, 2, -1).transpose(0, 2, 3, 1, 4)
+
+    def normed(x):
+        x = jnp.asarray(x, jnp.float32).swapaxes(1, 2)
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    new_state, outputs = delta_rule(
+        jnp.asarray(state, jnp.float32).reshape(2, 2, 2, 8, 6),
+        normed(q) * 8**-0.5, normed(k), grouped(v), grouped(log_decay)[..., 0], grouped(rate)[..., 0],
+    )  # fmt: skip
+    outputs = outputs.transpose(0, 3, 1, 2, 4).reshape(2, length, 4, 6)
+    np.testing.assert_allclose(outputs, expected, atol=2e-5)
+    np.testing.assert_allclose(new_state.reshape(2, 4, 8, 6), expected_state, atol=2e-5)
+
+
+def test_drafts_change_no_token():
+    plain, _ = decoded(drafters.none())
+    drafted, stats = decoded(Guess(), draft=texts_of(plain))
+    assert committed(drafted) == committed(plain)
+    accepted, steps = np.asarray(stats.accepted_exact), np.asarray(stats.steps)
+    assert (accepted > 0).all() and (accepted < 4 * steps).all()
+
+
+@pytest.mark.slow
+def test_drafts_change_no_token_of_200_prompts():
+    plain, _ = decoded(drafters.none(), 200)
+    drafted, _ = decoded(Guess(), 200, texts_of(plain))
+    assert committed(drafted) == committed(plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ngram", "model", "sized n-grams"])
+def test_other_drafts_change_no_token(name):
+    """N-grams often draft nothing, and a forward of the root only follows one of a whole chain."""
+    plain, _ = decoded(drafters.none())
+    small = ModelConfig(num_layers=1, **SIZES)
+    if name == "model":
+        drafted, _ = decoded(
+            drafters.language_model(language_model(small), 3), draft=init_params(small, jax.random.key(1))
+        )
+    elif name == "ngram":
+        drafted, _ = decoded(drafters.ngram(3, min_ngram=1))
+    else:
+        adaptive = sized(drafters.LoadedDrafter(drafters.ngram(4, min_ngram=1), ()), [0, 2, 4])
+        decoder = dataclasses.replace(adaptive.decoder(MODEL, verify.exact()), prefill_chunk=16)
+        params = Params(weights(), adaptive.params)
+        drafted, _ = decode.run(decoder, params, decode.start(decoder, params, batch_of(*prompts_of(6))))
+    assert committed(drafted) == committed(plain)
+
+
+def batch_of(tokens, lengths):
+    count = len(lengths)
+    controls = make_controls(count, limit=BUFFER, temperature=[0.0, 0.8, 0.0, 0.8, 0.0, 0.8][:count])
+    return Prompts(
+        tokens, lengths, controls, verify.exact(), keys_from_seeds(jnp.arange(count, dtype=jnp.uint32))
+    )
+
+
+@pytest.mark.slow
+def test_refilled_and_extended_rows_decode_like_fresh_ones():
+    tokens, _ = prompts_of(4)
+    decoder = decode.speculative_decoder(MODEL, Guess(), verify.exact(), prefill_chunk=16)
+    fresh = batch_of(tokens, jnp.asarray([30, 22, 9, 4], jnp.int32))
+    plain, _ = decode_all(
+        MODEL, drafters.none(), verify.exact(), fresh.tokens, fresh.length, temperature=[0.0, 0.8, 0.0, 0.8],
+        params=Params(weights()),
+    )  # fmt: skip
+    params = Params(weights(), texts_of(plain))
+    # Rows stop in the middle of a text: right after a draft, many tokens ago, and not at all.
+    short = batch_of(tokens, jnp.asarray([5, 22, 9, 1], jnp.int32))
+    state, _ = decode.run(decoder, params, decode.start(decoder, params, short), max_steps=3)
+    # Row 2 continues where it is. The others read more tokens, from the start or from the last common one.
+    length = jnp.asarray([30, 22, int(state.length[2]), 4], jnp.int32)
+    continued = dataclasses.replace(
+        fresh, tokens=jnp.where(jnp.arange(4)[:, None] == 2, state.tokens, tokens), length=length
+    )
+    state, num_read = decode.extend(decoder, params, state, continued)
+    assert int(num_read[2]) == 0 and int(num_read[0]) > 0
+    state, _ = decode.run(decoder, params, state, max_steps=2)
+    # Row 1 starts again in the running batch.
+    row = jax.tree.map(lambda x: x[1:2], fresh)
+    stats = zero_stats(4, decoder.max_depth)
+    state, _ = refill.refill(decoder, params, state, stats, jnp.asarray([1]), row)
+    state, _ = decode.run(decoder, params, state)
+    assert committed(state) == committed(plain)
+
+
+@pytest.mark.slow
+def test_the_state_after_50_rounds_is_that_of_the_text():
+    tokens, lengths = (jnp.pad(prompts_of(2)[0], ((0, 0), (0, 200))), jnp.asarray([9, 30], jnp.int32))
+    settings = {"temperature": [0.0, 0.8], "params": Params(weights(), jnp.pad(tokens, ((0, 0), (0, 8))))}
+    decoder, state = begin(MODEL, Guess(), verify.exact(), tokens, lengths, **settings)
+    params = settings["params"]
+    state, _ = decode.run(decoder, params, state, max_steps=50)
+    assert (np.asarray(state.length) >= lengths + 50).all()
+    _, fresh = begin(MODEL, Guess(), verify.exact(), state.tokens, state.length, **settings)
+
+    @jax.jit
+    def states(cache):
+        """Return the states before the last token."""
+        start = state.length - 1
+        root = jnp.take_along_axis(state.tokens, start[:, None], axis=1)
+        output = decoder.target.forward(params.target, root, Visible.causal(start, 1), cache)
+        return [rows.state for rows in output.cache.delta.values()]
+
+    for actual, expected in zip(states(state.cache), states(fresh.cache), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_a_row_whose_state_is_past_its_start_fails():
+    model = MODEL.for_chains(4, 16)
+    zero = jnp.zeros((1,), jnp.int32)
+    cache = model.init_cache(1, 16)
+    tokens = jnp.ones((1, 6), jnp.int32)
+    output = jax.jit(model.forward)(weights(), tokens, Visible.causal(zero, 6), cache)
+    for start, finite in ((5, False), (6, True), (0, True)):
+        again = jax.jit(model.forward)(
+            weights(), tokens[:, :1], Visible.causal(zero + start, 1), output.cache
+        )
+        assert bool(jnp.isfinite(again.hidden).all()) == finite
+    kept = [int(model.keep(output.cache, zero + count)[0]) for count in (5, 6)]
+    assert kept == [0, 6]
+
+
+def test_trees_and_drafters_that_read_the_target_are_refused():
+    tree = drafters.language_model(SMALL, tree=(2, 2))
+    with pytest.raises(MarsError, match="verify only chains: set num_draft_tokens"):
+        decode.speculative_decoder(MODEL, dataclasses.replace(tree, vocab_size=VOCAB), verify.exact())
+    with pytest.raises(MarsError, match="reads the target, which has recurrent layers"):
+        decode.speculative_decoder(MODEL, contrib.self_draft(MODEL, 3), verify.exact())
+    with pytest.raises(MarsError, match="the draft model has recurrent layers"):
+        drafters.language_model(MODEL, 3)
+    seen = dataclasses.replace(Visible.causal(jnp.zeros((1,), jnp.int32), 2), seen=jnp.ones((1, 2, 2), bool))
+    with pytest.raises(MarsError, match="draft chains, without --tree"):
+        MODEL.forward(weights(), jnp.ones((1, 2), jnp.int32), seen, MODEL.init_cache(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"value_heads": 3}, "cannot share"), ({"layers": (0, 1, 2)}, "in at least one")]
+)
+def test_impossible_recurrent_layers_are_refused(change, message):
+    with pytest.raises(MarsError, match=message):
+        dataclasses.replace(CONFIG, delta=dataclasses.replace(DELTA, **change))
