@@ -62,6 +62,7 @@ def test_decoding_compiles_nothing_after_a_warm_up(compiled):
         assert dict(compiled) == warm_counts
 
 
+@pytest.mark.slow
 def test_thresholds_and_batches_of_one_width_share_a_program(compiled):
     session = make_session(44)
     requests = mj.make_requests(session.target, [[1, 2, 3], [4, 5], [6]], max_new_tokens=8)
