@@ -45,8 +45,8 @@ def arguments(tmp_path_factory):
 
 
 def start(arguments, *flags, command="generate", devices=4):
-    flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    xla_flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
+    environment = os.environ | {"XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [sys.executable, "-m", "mars_jax", command, *arguments, *flags],
         env=environment,
