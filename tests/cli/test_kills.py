@@ -13,14 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 
-SIGNALS = {
-    "generate": "KILL INT",
-    "benchmark": "KILL INT",
-    "convert": "KILL INT",
-    "calibrate": "KILL",
-    "distill": "KILL",
-}
-"""Signals for each command. An interrupt runs code of the command itself (`signals.ending`) only in the first three."""
+# An interrupt runs code of the command itself (`signals.ending`) in all but the last.
+SIGNALS = {"generate": "KILL INT", "benchmark": "KILL INT", "convert": "KILL INT", "distill": "KILL"}
 
 
 @pytest.mark.slow
