@@ -10,6 +10,7 @@ from mars_jax import assets
 from mars_jax.hub.files import resolve
 from mars_jax.lab.evaluate.scoring.scores import score_answer
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
+from tests.helpers import slow_but
 from tests.helpers.checkpoint_files import message
 
 PROMPT = "Once upon a time"
@@ -37,7 +38,7 @@ def test_it_is_small_enough_to_ship():
     assert len(set(tokenizers)) == 1
 
 
-@pytest.mark.parametrize("name", assets.MODELS)
+@pytest.mark.parametrize("name", slow_but(assets.MODELS, assets.DRAFT))
 def test_transformers_loads_it_unchanged_and_continues_alike(family, name):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

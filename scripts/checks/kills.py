@@ -1,7 +1,7 @@
 """Kill commands at random moments, run them again, and compare with a run that was not killed.
 
     python -m scripts.checks.kills --times 20
-    python -m scripts.checks.kills --times 10 --signal INT --results interrupts.json
+    python -m scripts.checks.kills --times 10 --signals KILL INT --results interrupts.json
 
 Every command works on the embedded family. Results must be equal byte for byte, except for times. A command that gets
 INT or TERM must also end with the exit code of the signal and with one line that names it. The script ends with exit
@@ -153,8 +153,13 @@ def catches(process: int, number: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-def attack(command: Command, work: Path, times: int, number: int, rng: random.Random) -> dict[str, Any]:
-    """Kill a command `times` times, up to `CHAIN` times in one run; compare the results with an uninterrupted run's."""
+def attack(
+    command: Command, work: Path, times: int, numbers: Sequence[signal.Signals], rng: random.Random
+) -> dict[str, Any]:
+    """Kill a command `times` times, up to `CHAIN` times in one run; compare the results with an uninterrupted run's.
+
+    The signals take turns.
+    """
     undisturbed = work / f"{command.name}-undisturbed"
 
     def finished(folder: Path) -> bool:
@@ -167,13 +172,13 @@ def attack(command: Command, work: Path, times: int, number: int, rng: random.Ra
         run(command, undisturbed)
         seconds = time.monotonic() - began
     expected, moments, endings, runs, differing = results(undisturbed), [], [], 0, []
-    earliest = EARLIEST[signal.Signals(number)]
     while len(moments) < times:
         folder = work / f"{command.name}-{runs}"
         folder.mkdir()
         last_kill = min(times, len(moments) + CHAIN)
         while len(moments) < last_kill:
-            moment = rng.uniform(earliest, max(seconds, earliest))
+            number = numbers[len(moments) % len(numbers)]
+            moment = rng.uniform(EARLIEST[number], max(seconds, EARLIEST[number]))
             if finished(folder):
                 break
             if (ending := run(command, folder, kill_after=moment, number=number)) is None:
@@ -189,8 +194,8 @@ def attack(command: Command, work: Path, times: int, number: int, rng: random.Ra
         else:
             shutil.rmtree(folder)
         runs += 1
-    caught = {} if number == signal.SIGKILL else {"signal": number, "endings": endings}
-    return caught | {
+    return {
+        "signals": [number.name for number in numbers], "endings": endings,
         "command": command.name, "seconds": round(seconds, 1), "kills": len(moments), "runs": runs,
         "equal": runs - len(differing), "moments": moments, "differing": differing, "made": common.provenance(),
     }  # fmt: skip
@@ -201,26 +206,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--times", type=int, default=20, help="kills of each command (default: %(default)s)")
     parser.add_argument(
-        "--signal", choices=("KILL", "INT", "TERM"), default="KILL", help="default: %(default)s"
+        "--signals", choices=("KILL", "INT", "TERM"), nargs="+", default=["KILL"], help="default: KILL"
     )
     parser.add_argument("--only", nargs="+", metavar="COMMAND", help="default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--work", type=Path, help="folder to work in (default: a temporary one)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     args = parser.parse_args(argv)
-    number = signal.Signals[f"SIG{args.signal}"]
+    numbers = [signal.Signals[f"SIG{name}"] for name in args.signals]
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         selected = [c for c in commands(work) if args.only is None or c.name in args.only]
-        rows = [attack(c, work, args.times, number, random.Random(f"{args.seed} {c.name}")) for c in selected]
+        rows = [
+            attack(c, work, args.times, numbers, random.Random(f"{args.seed} {c.name}")) for c in selected
+        ]
     earlier = json.loads(args.results.read_text()) if args.results.exists() else []
     unchanged = [row for row in earlier if row["command"] not in {row["command"] for row in rows}]
     common.write(args.results, [*unchanged, *rows])
     failed = any(row["differing"] for row in rows)
     for row in rows:
         print(f"{row['command']:<12} {row['kills']:>3} kills, {row['equal']} of {row['runs']} runs equal")
-        late = [ending for ending in row.get("endings", []) if not ending["early"]]
+        late = [ending for ending in row["endings"] if not ending["early"]]
         if late:
             in_order = sum(ending["in_order"] for ending in late)
             slowest = max(ending["seconds"] for ending in late)

@@ -45,10 +45,8 @@ def arguments(tmp_path_factory):
 
 
 def start(arguments, *flags, command="generate", devices=4):
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "JAX_PLATFORMS": "cpu",
-    }
+    xla_flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
+    environment = os.environ | {"XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [sys.executable, "-m", "mars_jax", command, *arguments, *flags],
         env=environment,

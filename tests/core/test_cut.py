@@ -72,6 +72,7 @@ class Unconstrained(drafters.language_model):
         return super().propose(params, state, inputs.replace(guide=None))
 
 
+@pytest.mark.slow
 def test_no_rule_emits_a_banned_token_or_breaks_a_constraint():
     rows, rule = 2 * len(RULES), OneEach(tuple(RULES.values()))
     row_constraints = [None, PATTERN] * len(RULES)

@@ -29,10 +29,10 @@ RULES = {
 PAIRS = [
     ("ngram", "exact"),
     ("chain", "mars"),
-    ("chain of 1", "rejection"),
     ("sampled chain", "mars over block"),
-    ("static tree", "exact"),
     ("static tree", "mars"),
+    ("static tree", "exact"),
+    ("chain of 1", "rejection"),
     ("random tree", "mars"),
 ]
 """Every drafter, every rule, and every rule that reads the q of a sampled chain."""
@@ -42,7 +42,7 @@ def autoregressive(prompts, lengths, **settings):
     return decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths, **settings)[0]
 
 
-@pytest.mark.parametrize(("drafter", "rule"), PAIRS)
+@pytest.mark.parametrize(("drafter", "rule"), slow_but(PAIRS, *PAIRS[:4]))
 def test_greedy_output_is_that_of_autoregression(drafter, rule):
     prompts, lengths = ragged([1, 2, 19, 30], 48, VOCAB)
     state, stats = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, theta=np.inf)

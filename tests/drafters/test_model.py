@@ -27,7 +27,9 @@ def scores(tokens):
     return logits_after(SMALL, tokens, width=48)
 
 
-@pytest.mark.parametrize("tree", [(3, 2, 1), Dynamic(3, 3, 10)], ids=str)
+@pytest.mark.parametrize(
+    "tree", [pytest.param((3, 2, 1), marks=pytest.mark.slow), Dynamic(3, 3, 10)], ids=str
+)
 def test_drafts_are_those_of_a_fresh_model_after_rounds_of_mixed_acceptance(tree):
     drafter = drafters.language_model(SMALL, tree=tree)
     decoder, state = begin(TARGET, drafter, verify.exact(), *ragged([1, 2, 9], 40, VOCAB))

@@ -51,14 +51,13 @@ def masked():
     return jnp.asarray(z)
 
 
-SIZES = [(v, "float32") for v in (1, 2, 127, 128, 129, 32000, 151936)]
+SIZES = [(v, "float32") for v in (1, 128, 129, 151936)]
 SIZES += [(v, "bfloat16") for v in (129, 32000)]
-# One node, chains, trees whose size is no multiple of 8, matrices and single rows.
-LEADS = [(), (17,), (3, 1), (2, 33), (2, 2, 3)]
+# Single rows, matrices, trees whose size is no multiple of 8, and more dimensions.
+LEADS = [(), (17,), (2, 33), (2, 2, 3)]
 CASES = {
     **{f"{v} tokens in {dtype}": functools.partial(normal, 2, 3, v, dtype=dtype) for v, dtype in SIZES},
     **{f"rows {lead}": functools.partial(normal, *lead, 300) for lead in LEADS},
-    "constant": lambda: jnp.full((1, 3, 400), -7.5, jnp.float32),
     "ties": ties,
     "zeros of both signs": zeros_of_both_signs,
     # bfloat16 has 8 bits of mantissa: near 100 neighbouring values are 0.5 apart, so ties abound.

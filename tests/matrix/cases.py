@@ -1,4 +1,4 @@
-"""Cases of every drafter on every surface with drawn settings. All rules of a case decode in one batch."""
+"""Cases of drafters on surfaces with drawn settings. All rules of a case decode in one batch."""
 
 from __future__ import annotations
 
@@ -140,10 +140,32 @@ def _rules(drafter: str, shape: str, drawn: bool) -> tuple[Rule, ...]:
 
 @functools.cache
 def cases() -> tuple[Case, ...]:
+    """Return cases that cover every pair of a drafter, a surface and settings, and every shape of a drafter.
+
+    Each next case is the one of `_product` with the most pairs that no earlier case has.
+    """
+    pairs = {case: _pairs(case) for case in _product()}
+    missing = set[Any]().union(*pairs.values())
+    chosen = []
+    while missing:
+        chosen.append(max(pairs, key=lambda case: len(pairs[case] & missing)))
+        missing -= pairs[chosen[-1]]
+    return tuple(chosen)
+
+
+def _pairs(case: Case) -> set[Any]:
+    values = [(name, getattr(case, name)) for name in ("drafter", "surface", *SETTINGS)]
+    pairs: set[Any] = set(itertools.combinations(values, 2))
+    if case.surface != "chat":  # only the other surfaces compare each rule with the target without a draft
+        pairs.add((case.drafter, case.shape, case.drawn))
+    return pairs
+
+
+def _product() -> list[Case]:
     """Return a case for every drafter on every surface, drawn or not, each with its own draw of settings."""
     products = itertools.product(DRAFTERS, (False, True), SURFACES)
     names = [(row.name, shape, drawn, surface) for (row, shape), drawn, surface in products]
-    return tuple(_draw(*name) for name in names if _rules(*name[:3]))
+    return [_draw(*name) for name in names if _rules(*name[:3])]
 
 
 def _draw(drafter: str, shape: str, drawn: bool, surface: str) -> Case:

@@ -25,7 +25,8 @@ from tests.matrix.drive import CONSTRAINTS, check, drafter_of, target_of
 from tests.matrix.world import target, world
 
 ALL = cases.cases()
-FAST = next(c for c in ALL if c.drafter == "model" and c.surface == "generate" and not (c.drawn or c.mesh))
+# One rule is lossless, and compiles in a few seconds.
+FAST = next(c for c in ALL if c.shape == "auto" and c.surface == "generate" and not (c.drawn or c.mesh))
 
 
 @pytest.mark.parametrize(
@@ -67,19 +68,21 @@ def test_the_command_opens_what_the_tables_allow_and_refuses_the_rest(drafter):
     assert (session.drafter.drafter.num_nodes > 1) == (drafter != "none")
 
 
-@pytest.mark.parametrize(
-    ("row", "shape", "drawn"),
-    [(row, shape, drawn) for row, shape in DRAFTERS for drawn in (False, True) if row.samples or not drawn],
-    ids=lambda value: getattr(value, "name", str(value)),
-)
-def test_a_step_with_every_drafter_is_traced(row, shape, drawn):
-    """Trace a step in each shape, sampled or constrained: it keeps the shapes of the state and emits drafted tokens."""
-    lossy = verify.exact() if shape == "auto" else verify.mars(theta=0.5)
-    rule = verify.rejection() if drawn else lossy
-    case = next(c for c in ALL if (c.drafter, c.shape, c.drawn) == (row.name, shape, drawn))
+@pytest.mark.parametrize(("row", "shape"), DRAFTERS, ids=lambda value: getattr(value, "name", str(value)))
+def test_a_step_with_every_drafter_is_traced(row, shape):
+    """Trace a constrained step in each shape, with a sampled draft if the drafter has one.
+
+    The step keeps the shapes of the state and emits drafted tokens.
+    """
+    if row.samples:
+        rule = verify.rejection()
+    elif shape == "auto":
+        rule = verify.exact()
+    else:
+        rule = verify.mars(theta=0.5)
+    case = next(c for c in ALL if (c.drafter, c.shape, c.drawn) == (row.name, shape, row.samples))
     case = dataclasses.replace(case, weights="float32", cache=None, mesh=None)
-    constraint = {} if drawn else {"allowed_tokens": CONSTRAINTS["allowed_tokens"]}
-    options = {"max_new_tokens": 8, "temperature": 0.7} | constraint
+    options = {"max_new_tokens": 8, "temperature": 0.7, "allowed_tokens": CONSTRAINTS["allowed_tokens"]}
     requests = mj.make_requests(target_of(case), ["the sea"], **options)
     ready = prepared(target_of(case), drafter_of(case), requests, verify=rule)
     state = decode.shapes(ready.decoder, ready.params, ready.prompts([0]))

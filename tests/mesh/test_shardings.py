@@ -213,19 +213,36 @@ def collectives(program):
 
 
 FAST = [("ngram, mars", "model=2", AxisType.Auto)]
-AXES = ("data=8", "model=2", "model=4", "data=2,model=4", "data=8,model=1", "data=1,model=2")
-ALL = [(case, axes, AxisType.Auto) for case in CASES if not case.startswith("experts") for axes in AXES]
+EXPERT_AXES = ("data=2,expert=2,model=2", "data=1,expert=1,model=2")
+# Only rows are divided, and only weights: key-value heads divide over two devices, and not over four.
+AXES = ("data=2", "model=2")
+# One row per device, and axes of one device: the same for all drafters.
+MORE_AXES = ("data=8", "model=4", "data=8,model=1", "data=1,model=2")
+# Every kind of layer outside the target, with rows and weights divided.
+EVERY_LAYER = (
+    "ngram, mars",
+    "model chain, rejection",
+    "eagle-3 chain",
+    "medusa tree, mars",
+    "dflash dynamic, mars",
+)
+
+
+def meshes(case):
+    """Return the axes and the kind of axes of the meshes of a case."""
+    if case.startswith("experts"):
+        explicit, *automatic = EXPERT_AXES[0], *EXPERT_AXES
+    else:
+        explicit, *automatic = "data=2,model=4", *AXES
+    if case == "ngram, mars":
+        automatic += MORE_AXES
+    if case in EVERY_LAYER:
+        automatic += ["data=2,model=4"]
+    return [(axes, AxisType.Auto) for axes in automatic] + [(explicit, AxisType.Explicit)]
+
+
+ALL = [(case, *mesh) for case in CASES for mesh in meshes(case)]
 ALL.append(("recurrent, model chain", "data=2,model=2", AxisType.Auto))
-ALL += [
-    (case, axes, AxisType.Auto)
-    for case in ("experts, none, exact", "experts, model tree")
-    for axes in ("data=2,expert=2,model=2", "data=1,expert=1,model=2")
-]
-# Explicit axes, on the mesh that divides everything.
-ALL += [
-    (case, "data=2,expert=2,model=2" if case.startswith("experts") else "data=2,model=4", AxisType.Explicit)
-    for case in CASES
-]
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,6 @@ OWN_FIELDS = (
 )
 """Families with their own fields in config.json."""
 SAVED_BACK = [name for name in CASES if name.startswith((*OWN_FIELDS, "llama, dynamic"))]
-RAGGED = [name for name in SAVED_BACK if name in IN_TIME]
 
 
 def transformers_config(family, fields):
@@ -223,23 +222,16 @@ PROMPTS = np.random.default_rng(0).integers(0, VOCAB, (2, PROMPT))
 
 @pytest.mark.parametrize("name", slow_but(CASES, *IN_TIME))
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name, tmp_path):
-    model, checkpoint = saved(transformers_config(*CASES[name]), tmp_path)
-    logits, greedy = transformers_oracle.logits_and_greedy(checkpoint, PROMPTS, NEW)
-    assert_close(logits, transformers_oracle.torch_logits(model, PROMPTS))
-    np.testing.assert_array_equal(greedy, transformers_oracle.torch_greedy(model, PROMPTS, NEW))
-
-
-@pytest.mark.parametrize("name", RAGGED)
-def test_rows_of_a_ragged_batch_decode_as_each_does_alone_in_transformers(name, tmp_path):
+    """Decode a ragged batch, whose rows transformers decodes one at a time."""
     model, checkpoint = saved(transformers_config(*CASES[name]), tmp_path)
     lengths = (PROMPT, 5)
     padded = np.where(np.arange(PROMPT) < np.asarray(lengths)[:, None], PROMPTS, NO_TOKEN)
-    logits, greedy = transformers_oracle.logits_and_greedy(checkpoint, padded, 12, lengths)
+    logits, greedy = transformers_oracle.logits_and_greedy(checkpoint, padded, NEW, lengths)
     assert np.isfinite(logits).all()
     for b, length in enumerate(lengths):
         row = PROMPTS[b : b + 1, :length]
         assert_close(logits[b, :length], transformers_oracle.torch_logits(model, row)[0])
-        np.testing.assert_array_equal(greedy[b], transformers_oracle.torch_greedy(model, row, 12)[0])
+        np.testing.assert_array_equal(greedy[b], transformers_oracle.torch_greedy(model, row, NEW)[0])
     torch = pytest.importorskip("torch")
     entered = model.get_input_embeddings()(torch.tensor(PROMPTS)).detach().numpy()
     entered = entered * getattr(model.config, "embedding_multiplier", 1.0)  # Granite's model multiplies later

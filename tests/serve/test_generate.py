@@ -157,7 +157,8 @@ def test_the_most_probable_tokens_are_at_most_the_vocabulary(target):
 
 
 def test_the_command_writes_the_most_probable_tokens(capsys):
-    command.main(["Once", "--max-new-tokens", "2", "--json", "--top-log-probs", "3", "--verify", "exact"])
+    flags = "--target tiny/draft --draft none --max-new-tokens 2 --json --top-log-probs 3"
+    command.main(["Once", *flags.split()])
     row = json.loads(capsys.readouterr().out)
     (token, log_prob), *_ = row["log_probs"]["top"][0]
     assert token == row["tokens"][0] and log_prob == pytest.approx(row["log_probs"]["log_prob"][0], abs=1e-5)

@@ -109,6 +109,7 @@ def without_token(target, token):
     return dataclasses.replace(target, config=config, params=params, model=language_model(config))
 
 
+@pytest.mark.slow
 def test_a_prompt_that_spoils_its_row_spoils_no_other(target):
     """The next prompt does not reuse the caches of a row if they are not finite."""
     broken_target = without_token(target, 50)

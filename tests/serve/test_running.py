@@ -67,7 +67,7 @@ def session(target, draft="ngram"):
     return Session(target=target, drafter=drafters.load(draft, target), loaded_rule=rule)
 
 
-@pytest.mark.parametrize("draft", slow_but(["model:tiny/draft", "eagle:tiny/eagle3"], "model:tiny/draft"))
+@pytest.mark.parametrize("draft", slow_but(["ngram", "model:tiny/draft", "eagle:tiny/eagle3"], "ngram"))
 def test_a_conversation_says_what_it_says_afresh(target, draft):
     drafter, rule = drafters.load(draft, target, num_draft_tokens=4), verify.mars(theta=0.5)
     chat = mj.Chat(target, drafter, verify=rule, max_new_tokens=8)

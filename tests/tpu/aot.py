@@ -26,6 +26,11 @@ NEW = {"tpu7x": "tpu7x:2x2x1"}
 """Newest generations, for which only a few tests compile."""
 
 
+def turn(number: int) -> str:
+    """Return the generations in turn, for cases that need only one each."""
+    return list(TOPOLOGIES)[number % len(TOPOLOGIES)]
+
+
 def compile_for(
     function: Callable[..., Any], *arguments: Any, watch: int | None = None, **jit_options: Any
 ) -> dict[str, Any]:

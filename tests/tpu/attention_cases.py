@@ -63,12 +63,13 @@ SOME = (
     Case("llama-3.1-8b", "chunk of 512", 2, "int8", sinks=True),
 )
 ALL = tuple(
-    Case(name, queries, 2, dtype)
-    for name, heads in HEADS.items()
-    for queries in QUERIES
-    for dtype in ("bfloat16", "float32", "int8")
+    (Case(name, queries, 2, dtype), aot.turn(h + q + d))
+    for h, (name, heads) in enumerate(HEADS.items())
+    for q, queries in enumerate(QUERIES)
+    for d, dtype in enumerate(("bfloat16", "float32", "int8"))
     if dtype != "int8" or heads.kv_heads == 1 or heads.kv_heads % 4 == 0
 )
+"""Each case with one generation, so that every generation has all heads, all numbers of queries and all dtypes."""
 
 
 def compile_case(case: Case, generation: str, *, writes: bool = False) -> dict[str, Any]:

@@ -28,14 +28,24 @@ class Case(NamedTuple):
         return f"{self.kernel} {self.draft} {self.vocab} {self.dtype}"
 
 
-def kernel_cases() -> Iterator[Case]:
-    """Yield each of `VOCABULARIES` with each of `DRAFTS` in float32, and the batches in bfloat16 as well."""
-    for vocab in sorted(set(VOCABULARIES.values())):
-        for draft in DRAFTS:
-            yield Case("margin_stats", vocab, draft, "float32", False)
-            yield Case("margin_accept", vocab, draft, "float32", True)
+def kernel_cases() -> Iterator[tuple[Case, str]]:
+    """Yield each of `VOCABULARIES` with each of `DRAFTS` in float32, and the batches in bfloat16 as well.
+
+    Batches of trees, the largest cases, come with every generation, and the others with one each.
+    """
+    for v, vocab in enumerate(sorted(set(VOCABULARIES.values()))):
+        for d, draft in enumerate(DRAFTS):
+            cases = [
+                Case("margin_stats", vocab, draft, "float32", False),
+                Case("margin_accept", vocab, draft, "float32", True),
+            ]
             if draft.endswith("batch"):
-                yield Case("margin_stats", vocab, draft, "bfloat16", False)
+                cases.append(Case("margin_stats", vocab, draft, "bfloat16", False))
+            for k, case in enumerate(cases):
+                if draft.endswith("tree-batch"):
+                    yield from ((case, generation) for generation in aot.TOPOLOGIES)
+                else:
+                    yield case, aot.turn(v + d + k)
 
 
 def one_read(report: dict[str, Any]) -> int:

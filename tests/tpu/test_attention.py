@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 pytest.importorskip(
@@ -11,10 +9,10 @@ pytest.importorskip(
 )
 
 from tests.helpers import slow_but
-from tests.tpu import aot, attention_cases
+from tests.tpu import attention_cases
 
 SOME = attention_cases.SOME
-CASES = [*((case, "v5e") for case in SOME), *itertools.product(attention_cases.ALL, aot.TOPOLOGIES)]
+CASES = [*((case, "v5e") for case in SOME), *attention_cases.ALL]
 
 
 @pytest.mark.parametrize(("case", "generation"), slow_but(CASES, *CASES[:2]), ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 
 import jax
@@ -19,7 +18,7 @@ from kernels_pallas import margin_stats, sharded_margin_stats
 from tests.helpers import slow_but
 from tests.tpu import aot, kernel_cases
 
-ALL = list(itertools.product(kernel_cases.kernel_cases(), aot.TOPOLOGIES))
+ALL = list(kernel_cases.kernel_cases())
 FAST = (kernel_cases.Case("margin_accept", 151936, "tree-batch", "float32", True), "v5e")
 
 

@@ -151,7 +151,8 @@ def steps():
     return settings, z_table, q_table, tree, logits
 
 
-@pytest.mark.parametrize("name", slow_but(LAWS, "opt"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAWS)
 def test_the_text_follows_the_law_of_the_paper(name):
     """The emitted text follows the law; the token after the draft follows the target."""
     law = LAWS[name]

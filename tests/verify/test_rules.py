@@ -119,11 +119,9 @@ CASES = {
 LIKE_ANOTHER = {
     "mars by position", "gap", "topk", "typical", "adaptive", "entropy_gate", "nucleus", "lenience",
     "cactus", "diversed", "speccascade", "mars over rejection on trees", "mixture on trees",
-    "phrase", "mentored", "fuzzy", "equivalent", "released",
+    "phrase", "mentored", "fuzzy", "equivalent", "released", "block", "mars over rejection", "rejection on trees",
 }  # fmt: skip
-"""Stateless rules that differ from another rule only in a formula. Their tests are slow."""
-SEAMS = ("mixture", "budget")
-"""One rule of each kind: over distributions, and relaxed with state."""
+"""Stateless rules that differ from another rule only in a formula or their base. Their tests are slow."""
 
 
 def rules_that(holds=lambda case: True, fast=set(CASES) - LIKE_ANOTHER):
@@ -135,7 +133,7 @@ def rules_that(holds=lambda case: True, fast=set(CASES) - LIKE_ANOTHER):
 every_rule = rules_that()
 relaxing = rules_that(lambda case: case.relaxes)
 with_other_numbers = rules_that(lambda case: case.changed is not None)
-one_rule_of_each_seam = rules_that(fast=SEAMS)  # for tests that compile another program
+only_with_state = rules_that(fast=("budget",))  # for tests that compile another program
 
 
 def with_numbers(rule, numbers):
@@ -241,7 +239,7 @@ class Wrapped(verify.Rule):
         return verdict, dataclasses.replace(self, inner=inner, calls=self.calls + 1)
 
 
-@one_rule_of_each_seam
+@only_with_state
 def test_under_a_wrapper_it_is_the_same_and_the_wrapper_keeps_state(name):
     case, rule = CASES[name], CASES[name].rule
     if case.relaxes:
@@ -264,7 +262,7 @@ def test_a_text_ends_at_its_first_stop_token(name):
     assert any(text[-1] in stops and len(text) < BUFFER for text in rows)
 
 
-@rules_that(fast=("budget",))
+@only_with_state
 def test_in_a_mesh_the_text_is_that_of_one_device(name):
     case = CASES[name]
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
