@@ -2,9 +2,9 @@
 
 The cost of a step at each length is given or measured. The number of tokens that the step yields is estimated from the
 acceptance that the drafter expects, corrected by how recent drafts of the live rows turned out. The choice is made on
-the device. Source of the estimate: Leviathan et al. 2211.17192, section 3.3. B batch, n sizes.
+the device. Source of the estimate: Leviathan et al. 2211.17192, section 3.3. B batch, n lengths.
 
-Oracle: the drafter of a fixed size, token for token, and a simulation in Python (tests/drafters/test_sized.py).
+Oracle: the drafter of a fixed length, token for token, and a simulation in Python (tests/drafters/test_sized.py).
 """
 
 from __future__ import annotations
@@ -21,23 +21,11 @@ from jax import Array, lax
 from mars_jax.core import struct
 from mars_jax.core.conditions import Conditions
 from mars_jax.core.decoder import Decoder, speculative_decoder
-from mars_jax.core.drafter import Drafter, DraftInput
-from mars_jax.core.rule import Rule
+from mars_jax.core.rule import Rule, structure
 from mars_jax.core.step import propose, step_keys
-from mars_jax.core.types import (
-    NO_KIND,
-    NO_TOKEN,
-    DecodeState,
-    DraftTree,
-    ForwardOutput,
-    LanguageModel,
-    Params,
-    PyTree,
-    StepInfo,
-    Verdict,
-)
+from mars_jax.core.types import NO_TOKEN, DecodeState, LanguageModel, Params, PyTree, StepInfo
 from mars_jax.drafters.asked import LoadedDrafter
-from mars_jax.drafters.none import none
+from mars_jax.drafters.skipping import Skipping
 from mars_jax.utils.errors import MarsError
 
 DECAY = 0.95
@@ -56,18 +44,17 @@ PAUSE = 100
 
 
 class SizedParams(NamedTuple):
-    """`Params.draft` of a drafter with several sizes."""
+    """`Params.draft` of a drafter with several lengths."""
 
     weights: PyTree  # params of the wrapped drafter
-    costs: Array | np.ndarray  # f32[n]; cost of a step at each size, in any unit; 0: not measured yet
+    costs: Array | np.ndarray  # f32[n]; cost of a step at each length, in any unit; 0: not measured yet
 
 
 @struct.dataclass(kw_only=True)
 class SizedState:
-    """Draft state shared by all sizes, with the counts that each step uses to estimate the acceptance."""
+    """Draft state shared by all lengths, with the counts that each step uses to estimate the acceptance."""
 
     draft: PyTree  # state of the wrapped drafter
-    cached: Array  # i32[B]; committed tokens in the drafter's cache; only used by a drafter with `catch_up`
     accepted: Array  # f32[B]; decayed count of accepted tokens
     expected: Array  # f32[B]; decayed count of tokens that were expected to be accepted
     idle: Array  # i32[B]; steps since the last draft
@@ -109,39 +96,35 @@ def sized(
 
     >>> from mars_jax.drafters.ngram import ngram
     >>> adaptive = sized(LoadedDrafter(ngram(8), ()))
-    >>> [size.max_depth for size in adaptive.sizes.drafters]
-    [0, 4, 8]
+    >>> adaptive.sizes.lengths
+    (0, 4, 8)
     """
     longest = loaded.drafter
-    is_chain = longest.num_nodes == longest.max_depth + 1
-    if not longest.resizes or not is_chain or longest.trusts:
+    if not longest.resizes or longest.trusts or longest.num_nodes != longest.max_depth + 1:
         raise MarsError(
             f"the drafter '{longest.name}' has no chains of several lengths to choose from: draft with n-grams, a "
             "chain of a model or of an EAGLE head, or replay."
         )
     if sizes is None:
         sizes = usual_sizes(longest.max_depth)
-    lengths = tuple(int(size) for size in sizes)
-    is_increasing = list(lengths) == sorted(set(lengths))
-    if not 2 <= len(lengths) <= 4 or lengths[0] != 0 or not is_increasing or lengths[-1] > longest.max_depth:
+    lengths = tuple(map(int, sizes))
+    is_increasing = lengths[:1] == (0,) and list(lengths) == sorted(set(lengths))
+    if not (is_increasing and 2 <= len(lengths) <= 4 and lengths[-1] <= longest.max_depth):
         raise MarsError(
             f"sizes are {list(lengths)}: expected two to four lengths that rise from 0 to at most {longest.max_depth}, "
             "the drafter's own."
         )
-    if costs is None:
-        costs = [0.0] * len(lengths)
-    elif len(costs) != len(lengths) or not all(0 < cost < float("inf") for cost in costs):
+    if costs is not None and not (len(costs) == len(lengths) and all(0 < cost < np.inf for cost in costs)):
         raise MarsError(
             f"costs are {list(costs)}: expected a positive number for each of the {len(lengths)} sizes."
         )
-    drafts = [none(), *(longest if n == longest.max_depth else longest.resized(n) for n in lengths[1:])]
-    drafters = tuple(SizedDrafter(draft, drafts[-1], lengths) for draft in drafts)
-    sized_drafter = loaded._replace(
-        drafter=dataclasses.replace(drafters[-1], sparse=longest.sparse),
-        params=SizedParams(loaded.params, np.empty(0)),
-        sizes=Sizes(drafters, lengths, any_rule),
-    )
-    return with_step_costs(sized_drafter, costs)
+    if costs is None:
+        costs = [0.0] * len(lengths)
+    longest = longest.resized(lengths[-1])
+    drafter = SizedDrafter(longest, longest, lengths=lengths, any_rule=any_rule, sparse=longest.sparse)
+    # A host array exists in every process of a mesh.
+    params = SizedParams(loaded.params, np.asarray(costs, np.float32))
+    return loaded._replace(drafter=drafter, params=params, sizes=drafter)
 
 
 def with_step_costs(loaded: LoadedDrafter, costs: Sequence[float]) -> LoadedDrafter:
@@ -159,32 +142,58 @@ def with_size(loaded: LoadedDrafter, index: int) -> LoadedDrafter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """The sizes that a step chooses from; their drafters share one state."""
+class SizedDrafter(Skipping):
+    """The longest of several lengths, with the state that their decoder needs."""
 
-    drafters: tuple[Drafter, ...]
-    lengths: tuple[int, ...]  # lengths of their chains, increasing from 0
-    any_rule: bool  # also allow lossy rules
+    lengths: tuple[int, ...] = ()  # chain lengths, increasing from 0
+    any_rule: bool = False  # also allow lossy rules
+    sparse: bool = False
 
-    def decoder(self, target: LanguageModel, longest: Drafter, verify: Rule) -> SizedDecoder:
-        """Return the decoder for a target. Its state is that of the longest draft.
+    @property
+    def name(self) -> str:
+        return f"{self.longest.name}, adaptive length"
+
+    def decoder(self, target: LanguageModel, verify: Rule) -> Decoder:
+        """Return the decoder for a target.
 
         Raises:
           MarsError: as for `speculative_decoder`, or a lossy rule.
         """
         if not (self.any_rule or verify.lossless):
             raise MarsError(
-                f"the drafter '{longest.name}' adapts its draft length, and with the lossy rule {verify.name} a "
-                "text would depend on the rest of its batch: draft a fixed size, verify with a lossless rule, or make "
-                "the drafter with any_rule=True."
+                f"the drafter '{self.name}' adapts its draft length, and with the lossy rule {verify.name} a text "
+                "would depend on the rest of its batch: draft a fixed size, verify with a lossless rule, or make the "
+                "drafter with any_rule=True."
             )
-        decoder = speculative_decoder(target, longest, verify)
-        return SizedDecoder(
-            decoder.target, longest, decoder.rule_structure, decoder.prefill_chunk, sizes=self
-        )
+        target = speculative_decoder(target, self, verify).target
+        drafter = dataclasses.replace(self, target=target)
+        return SizedDecoder(target, drafter, structure(verify))
+
+    def init(self, params: Params, tokens: Array, length: Array) -> SizedState:
+        inner_params, cached_length = _inner(params), length
+        if self.longest.lags:
+            # If no draft is likely to pay, a draft model does not read the prompt: `catch_up` can read it later.
+            hopeful_acceptance = jnp.asarray([USUAL_ACCEPTANCE + OPTIMISM])
+            draft_pays = _fastest(params.draft, self.lengths, hopeful_acceptance, jnp.asarray([True])) > 0
+            cached_length = jnp.where(draft_pays, length, jnp.minimum(length, 2))
+        draft = super().init(inner_params, tokens, cached_length)
+        zeros = jnp.zeros(length.shape, jnp.float32)
+        return SizedState(draft=draft, accepted=zeros, expected=zeros, idle=zeros.astype(jnp.int32))
+
+    def observe(self, params: Params, state: SizedState, *chunk: Any) -> SizedState:
+        return dataclasses.replace(state, draft=super().observe(_inner(params), state.draft, *chunk))
+
+    def catch_up(self, params: Params, state: SizedState, *row: Any) -> SizedState:
+        # The counts of acceptance stay.
+        return dataclasses.replace(state, draft=super().catch_up(_inner(params), state.draft, *row))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+def _inner(params: Params) -> Params:
+    """Return the params of the wrapped drafter."""
+    return params._replace(draft=params.draft.weights)
+
+
+@dataclasses.dataclass(frozen=True)
 class SizedDecoder(Decoder):
     """A decoder that chooses a draft length in each step; shapes are those of the longest draft.
 
@@ -192,65 +201,88 @@ class SizedDecoder(Decoder):
     for itself.
     """
 
-    sizes: Sizes
+    drafter: SizedDrafter
 
     def _step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+        lengths, counts = self.drafter.lengths, state.draft
+        decoders = [
+            Decoder(self.target, self.drafter.resized(length), self.rule_structure, None, self.top_log_probs)
+            for length in lengths
+        ]
+        inner_params, state = _inner(params), dataclasses.replace(state, draft=counts.draft)
         with jax.named_scope("draft"):
-            # f32[B]: the drafter's expected acceptance of its next draft; 0 if a sparse drafter finds no draft.
+            expected = jnp.full(state.length.shape, USUAL_ACCEPTANCE)
             if self.drafter.sparse:
                 # A sparse drafter costs next to nothing, but verifying its padding costs as much as verifying a draft.
-                # So draft before choosing a size.
-                draft_keys, _ = step_keys(state)
-                tree, _ = propose(self.drafter, params, state, Conditions.of(params, state), draft_keys)
-                acceptance = _acceptance_of(tree)
-            else:
-                acceptance = jnp.full(state.length.shape, USUAL_ACCEPTANCE)
-            size_index = best_size(params.draft, self.sizes.lengths, state.draft, ~state.done, acceptance)
-        decoders = [
-            Decoder(self.target, drafter, self.rule_structure, self.prefill_chunk, self.top_log_probs)
-            for drafter in self.sizes.drafters
-        ]
-        info_shapes = jax.eval_shape(decoders[-1]._step, params, state)[1]
-        turn = _Turn(size_index, state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), info_shapes))
-        for size_number, decoder in enumerate(decoders):
-            turn = _run_if_chosen(size_number, decoder, params, turn)
-        return turn.state, turn.info
+                # So draft before choosing a length.
+                expected = _expected(decoders[-1].drafter, inner_params, state)
+            size = best_size(params.draft, lengths, counts, ~state.done, expected)
+        info_shapes = jax.eval_shape(decoders[-1]._step, inner_params, state)[1]
+        turn = _Turn(size, state, jax.tree.map(_blank, info_shapes))
+        for number, decoder in enumerate(decoders):
+
+            def step(turn: _Turn, decoder: Decoder = decoder) -> _Turn:
+                state, info = decoder._step(inner_params, turn.state)
+                # A short draft leaves the other depths blank.
+                info = jax.tree.map(
+                    lambda x, y: lax.dynamic_update_slice(x, y, [0] * x.ndim), turn.info, info
+                )
+                return _Turn(jnp.int32(-1), state, info)
+
+            # A loop of at most one iteration updates its carry in place, whereas XLA copies a cache that goes through
+            # a `lax.cond`.
+            turn = lax.while_loop(lambda turn, number=number: turn.size == number, step, turn)
+        length, verdict = jnp.asarray(lengths, jnp.int32)[size], turn.info.verdict
+        # A sparse drafter often finds no draft for a few steps.
+        patience = PAUSE if self.drafter.sparse else 1
+        draft = _counted(counts, length, verdict.num_accepted, expected, patience)
+        draft = dataclasses.replace(draft, draft=turn.state.draft)
+        # Past the accepted tokens, a path repeats its last node.
+        verdict = dataclasses.replace(verdict, path=lax.cummax(verdict.path, axis=1))
+        return dataclasses.replace(turn.state, draft=draft), dataclasses.replace(turn.info, verdict=verdict)
 
 
 class _Turn(NamedTuple):
-    """A step that runs at one of several sizes."""
+    """A step that runs at one of several lengths."""
 
-    size: Array  # i32[]; index of the size to run; -1 after the step
+    size: Array  # i32[]; index of the length to run; -1 after the step
     state: DecodeState
     info: StepInfo
 
 
-def _run_if_chosen(number: int, decoder: Decoder, params: Params, turn: _Turn) -> _Turn:
-    """Run a step with the decoder of one size if that size was chosen.
+def _blank(x: jax.ShapeDtypeStruct) -> Array:
+    """Return a field of a `StepInfo` without tokens: `NO_TOKEN`, which equals `NO_KIND`, or zeros."""
+    fill = NO_TOKEN * jnp.issubdtype(x.dtype, jnp.integer)
+    return jnp.full(x.shape, fill, x.dtype)
 
-    This is a loop of at most one iteration, because a loop updates its carry in place, whereas XLA copies a cache that
-    goes through a `lax.cond`.
+
+def _expected(drafter: Skipping, params: Params, state: DecodeState) -> Array:
+    """Return f32[B]: a drafter's expected acceptance of its next draft; 0 if it has none."""
+    tree, _ = propose(drafter, params, state, Conditions.of(params, state), step_keys(state)[0])
+    acceptance = jnp.full(state.length.shape, USUAL_ACCEPTANCE)
+    if tree.expected is not None:
+        # A draft with no expectation consists of tokens that a constraint forces.
+        acceptance = jnp.where(tree.expected > 0, tree.expected, USUAL_ACCEPTANCE)
+    return jnp.where(jnp.any(tree.tokens[:, 1:] != NO_TOKEN, axis=1), acceptance, 0.0)
+
+
+def _counted(
+    state: SizedState, length: Array, num_accepted: Array, expected: Array, patience: int
+) -> SizedState:
+    """Return the counts after a step with a draft of `length` i32[]; `expected` is as for `best_size`.
+
+    If there were `patience` steps without a draft, older counts count half.
     """
-
-    def run(turn: _Turn) -> _Turn:
-        state, info = decoder._step(params, turn.state)
-        return _Turn(jnp.int32(-1), state, _pad_info(info, turn.info))
-
-    return lax.while_loop(lambda turn: turn.size == number, run, turn)
-
-
-def _pad_info(info: StepInfo, longest: StepInfo) -> StepInfo:
-    """Pad the info of a short draft to the shapes of the longest, as if the missing depths had not been drafted."""
-    fill_values = {"kind": NO_KIND} | dict.fromkeys(("emitted", "tokens", "processed_tokens"), NO_TOKEN)
-
-    def pad(path: jax.tree_util.KeyPath, x: Array, like: Array) -> Array:
-        pad_widths = [(0, size - length) for length, size in zip(x.shape, like.shape, strict=True)]
-        field_name = path[-1].name
-        if field_name == "path":  # repeats the last node
-            return jnp.pad(x, pad_widths, mode="edge")
-        return jnp.pad(x, pad_widths, constant_values=fill_values.get(field_name, 0))
-
-    return jax.tree_util.tree_map_with_path(pad, info, longest)
+    # Tokens after the first rejection are not tested. Padding at the end of a chain counts as rejected.
+    num_tested = jnp.minimum(num_accepted + 1, length).astype(jnp.float32)
+    decay = jnp.where(state.idle >= patience, DECAY / 2, DECAY)
+    decay = jnp.where(length > 0, decay, 1.0)
+    return dataclasses.replace(
+        state,
+        accepted=decay * state.accepted + num_accepted.astype(jnp.float32),
+        expected=decay * state.expected + expected * num_tested,
+        idle=jnp.where(length > 0, 0, state.idle + 1),
+    )
 
 
 def best_size(
@@ -295,110 +327,3 @@ def _fastest(params: SizedParams, lengths: Sequence[int], acceptance: Array, cou
     # Without measurements all sizes are assumed to cost the same.
     speeds = tokens_per_step / jnp.where(params.costs > 0, params.costs, 1.0)
     return jnp.argmax(speeds.at[0].multiply(MARGIN)).astype(jnp.int32)
-
-
-def _acceptance_of(tree: DraftTree) -> Array:
-    """Return f32[B]: a drafter's expected acceptance of its draft; 0 without a draft."""
-    acceptance = jnp.full(tree.tokens.shape[:1], USUAL_ACCEPTANCE)
-    if tree.expected is not None:
-        # A draft with no expectation consists of tokens that a constraint forces.
-        acceptance = jnp.where(tree.expected > 0, tree.expected, USUAL_ACCEPTANCE)
-    return jnp.where(jnp.any(tree.tokens[:, 1:] != NO_TOKEN, axis=1), acceptance, 0.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class SizedDrafter(Drafter):
-    """One of several sizes of a drafter, which all share a `SizedState`."""
-
-    size: Drafter  # drafts this length
-    longest: Drafter  # the longest drafter of this kind; all sizes share its state
-    lengths: tuple[int, ...]  # chain lengths of all sizes
-    # Set only for the drafter that represents all sizes. If a sparse drafter finds no draft, the step chooses size 0,
-    # so no other size needs a branch that forwards only the root.
-    sparse: bool = False
-
-    @property
-    def max_depth(self) -> int:
-        return self.size.max_depth
-
-    @property
-    def name(self) -> str:
-        return f"{self.longest.name}, adaptive length"
-
-    @property
-    def vocab_size(self) -> int | None:
-        return self.longest.vocab_size
-
-    @property
-    def reads(self) -> tuple[int, ...] | None:
-        return self.longest.reads
-
-    @property
-    def stops(self) -> bool:
-        return self.longest.stops
-
-    def init(self, params: Params, tokens: Array, length: Array) -> SizedState:
-        cached_length = length
-        if self.longest.lags:
-            # If no draft is likely to pay, a draft model does not read the prompt: `catch_up` can read it later.
-            hopeful_acceptance = jnp.asarray([USUAL_ACCEPTANCE + OPTIMISM])
-            draft_pays = _fastest(params.draft, self.lengths, hopeful_acceptance, jnp.asarray([True])) > 0
-            cached_length = jnp.where(draft_pays, length, jnp.minimum(length, 2))
-        return SizedState(
-            draft=self.longest.init(_inner(params), tokens, cached_length),
-            # A draft model's cache ends two tokens before the length.
-            cached=jnp.maximum(cached_length - 2, 0),
-            accepted=jnp.zeros(length.shape, jnp.float32),
-            expected=jnp.zeros(length.shape, jnp.float32),
-            idle=jnp.zeros(length.shape, jnp.int32),
-        )
-
-    def observe(self, params: Params, state: SizedState, *chunk: Any) -> SizedState:
-        return dataclasses.replace(state, draft=self.longest.observe(_inner(params), state.draft, *chunk))
-
-    def catch_up(
-        self, params: Params, state: SizedState, tokens: Array, cached: Array, length: Array
-    ) -> SizedState:
-        # The next draft reads the missing tokens. The counts of acceptance stay.
-        return dataclasses.replace(state, cached=jnp.minimum(state.cached, cached))
-
-    def propose(self, params: Params, state: SizedState, inputs: DraftInput) -> tuple[DraftTree, SizedState]:
-        draft = state.draft
-        if self.size.lags:
-            draft = self.size.catch_up(_inner(params), draft, inputs.tokens, state.cached, inputs.length)
-        tree, draft = self.size.propose(_inner(params), draft, inputs)
-        return tree, dataclasses.replace(state, draft=draft)
-
-    def update(
-        self,
-        params: Params,
-        state: SizedState,
-        tree: DraftTree,
-        verdict: Verdict,
-        output: ForwardOutput,
-        length: Array,
-    ) -> SizedState:
-        if self.max_depth == 0:
-            draft = state.draft
-            if not self.longest.lags:
-                # The target's features are only available in this step.
-                draft = self.longest.update(_inner(params), draft, tree, verdict, output, length)
-            return dataclasses.replace(state, draft=draft, idle=state.idle + 1)
-        # Tokens after the first rejection are not tested. Padding at the end of a chain counts as rejected.
-        num_tested = jnp.minimum(verdict.num_accepted + 1, self.max_depth)
-        expected_tokens = _acceptance_of(tree) * num_tested.astype(jnp.float32)
-        # After steps without a draft, older counts count half. A sparse drafter often finds no draft for a few steps.
-        decay = jnp.where(state.idle >= (PAUSE if self.size.sparse else 1), DECAY / 2, DECAY)
-        return SizedState(
-            draft=self.size.update(_inner(params), state.draft, tree, verdict, output, length),
-            # The new length is length + num_accepted + 1, and a draft model's cache ends two tokens before it.
-            cached=length + verdict.num_accepted - 1,
-            accepted=decay * state.accepted + verdict.num_accepted.astype(jnp.float32),
-            expected=decay * state.expected + expected_tokens,
-            idle=jnp.zeros_like(state.idle),
-        )
-
-
-def _inner(params: Params) -> Params:
-    """Return the params of the wrapped drafter."""
-    return params._replace(draft=params.draft.weights)

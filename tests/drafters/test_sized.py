@@ -47,14 +47,8 @@ def params_of(loaded):
 def state_of(accepted, expected):
     """Return the state of rows with these numbers of accepted and expected draft tokens."""
     accepted, expected = jnp.asarray(accepted, jnp.float32), jnp.asarray(expected, jnp.float32)
-    zeros = jnp.zeros(accepted.shape, jnp.int32)
-    return SizedState(
-        draft=(),
-        cached=zeros,
-        accepted=accepted,
-        expected=expected,
-        idle=zeros,
-    )
+    idle = jnp.zeros(accepted.shape, jnp.int32)
+    return SizedState(draft=(), accepted=accepted, expected=expected, idle=idle)
 
 
 def begun(loaded, params, temperature=0.0):
@@ -139,11 +133,11 @@ def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
     order = [0, 2, 0, 0, 0, 1, 2, 2, 0, 1, *[0] * 70, 2]
     params = params_of(with_size(ADAPTIVE, 0))
     decoder, state = begun(ADAPTIVE, params)
-    propose = jax.jit(ADAPTIVE.sizes.drafters[2].propose)
+    propose = jax.jit(ADAPTIVE.drafter.propose)
     emitted = []
     for turn, size in enumerate(order):
         if size:
-            tree, _ = propose(params, state.draft, draft_input(state))
+            tree, _ = propose(Params(()), state.draft.draft, draft_input(state))
             for row in range(3):
                 if bool(state.done[row]):
                     continue
