@@ -23,9 +23,9 @@ from mars_jax.core.conditions import Conditions
 from mars_jax.core.decoder import Decoder, speculative_decoder
 from mars_jax.core.rule import Rule, structure
 from mars_jax.core.step import propose, step_keys
-from mars_jax.core.types import NO_TOKEN, DecodeState, LanguageModel, Params, PyTree, StepInfo
+from mars_jax.core.types import NO_TOKEN, DecodeState, DraftTree, LanguageModel, Params, PyTree, StepInfo
 from mars_jax.drafters.asked import LoadedDrafter
-from mars_jax.drafters.skipping import Skipping
+from mars_jax.drafters.skipping import Skipping, SkippingState
 from mars_jax.utils.errors import MarsError
 
 DECAY = 0.95
@@ -51,13 +51,28 @@ class SizedParams(NamedTuple):
 
 
 @struct.dataclass(kw_only=True)
-class SizedState:
+class SizedState(SkippingState):
     """Draft state shared by all lengths, with the counts that each step uses to estimate the acceptance."""
 
-    draft: PyTree  # state of the wrapped drafter
     accepted: Array  # f32[B]; decayed count of accepted tokens
     expected: Array  # f32[B]; decayed count of tokens that were expected to be accepted
     idle: Array  # i32[B]; steps since the last draft
+
+    def counted(self, length: Array, num_accepted: Array, expected: Array, patience: int) -> SizedState:
+        """Return the state after a step with a draft of `length` i32[]; `expected` is as for `best_size`.
+
+        If there were `patience` steps without a draft, older counts count half.
+        """
+        # Tokens after the first rejection are not tested. Padding at the end of a chain counts as rejected.
+        num_tested = jnp.minimum(num_accepted + 1, length).astype(jnp.float32)
+        decay = jnp.where(self.idle >= patience, DECAY / 2, DECAY)
+        decay = jnp.where(length > 0, decay, 1.0)
+        return dataclasses.replace(
+            self,
+            accepted=decay * self.accepted + num_accepted.astype(jnp.float32),
+            expected=decay * self.expected + expected * num_tested,
+            idle=jnp.where(length > 0, 0, self.idle + 1),
+        )
 
 
 def usual_sizes(length: int) -> tuple[int, ...]:
@@ -116,7 +131,7 @@ def sized(
         )
     if costs is not None and not (len(costs) == len(lengths) and all(0 < cost < np.inf for cost in costs)):
         raise MarsError(
-            f"costs are {list(costs)}: expected a positive number for each of the {len(lengths)} sizes."
+            f"costs are {list(costs)}: expected {len(lengths)} positive numbers, one for each size."
         )
     if costs is None:
         costs = [0.0] * len(lengths)
@@ -170,22 +185,37 @@ class SizedDrafter(Skipping):
         return SizedDecoder(target, drafter, structure(verify))
 
     def init(self, params: Params, tokens: Array, length: Array) -> SizedState:
-        inner_params, cached_length = _inner(params), length
-        if self.longest.lags:
-            # If no draft is likely to pay, a draft model does not read the prompt: `catch_up` can read it later.
-            hopeful_acceptance = jnp.asarray([USUAL_ACCEPTANCE + OPTIMISM])
-            draft_pays = _fastest(params.draft, self.lengths, hopeful_acceptance, jnp.asarray([True])) > 0
-            cached_length = jnp.where(draft_pays, length, jnp.minimum(length, 2))
-        draft = super().init(inner_params, tokens, cached_length)
         zeros = jnp.zeros(length.shape, jnp.float32)
-        return SizedState(draft=draft, accepted=zeros, expected=zeros, idle=zeros.astype(jnp.int32))
+        state = SizedState(
+            draft=(),
+            cached=length,
+            features=None,
+            accepted=zeros,
+            expected=zeros,
+            idle=jnp.full_like(length, PAUSE),
+        )
+        cached_length = length
+        if self.longest.lags:
+            # If not even a trial would pay, a draft model does not read the prompt: `catch_up` can read it later.
+            size = best_size(params.draft, self.lengths, state, length > 0, zeros + USUAL_ACCEPTANCE)
+            cached_length = jnp.where(size > 0, length, jnp.minimum(length, 2))
+        inner = super().init(_inner(params), tokens, cached_length)
+        idle = jnp.zeros_like(length)
+        return dataclasses.replace(
+            state, draft=inner.draft, cached=inner.cached, features=inner.features, idle=idle
+        )
 
-    def observe(self, params: Params, state: SizedState, *chunk: Any) -> SizedState:
-        return dataclasses.replace(state, draft=super().observe(_inner(params), state.draft, *chunk))
+    def observe(self, params: Params, *chunk: Any) -> Any:
+        return super().observe(_inner(params), *chunk)
 
-    def catch_up(self, params: Params, state: SizedState, *row: Any) -> SizedState:
-        # The counts of acceptance stay.
-        return dataclasses.replace(state, draft=super().catch_up(_inner(params), state.draft, *row))
+    def catch_up(self, params: Params, *row: Any) -> Any:
+        return super().catch_up(_inner(params), *row)
+
+    def propose(self, params: Params, *inputs: Any) -> tuple[DraftTree, Any]:
+        return super().propose(_inner(params), *inputs)
+
+    def update(self, params: Params, *step: Any) -> Any:
+        return super().update(_inner(params), *step)
 
 
 def _inner(params: Params) -> Params:
@@ -204,19 +234,18 @@ class SizedDecoder(Decoder):
     drafter: SizedDrafter
 
     def _step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-        lengths, counts = self.drafter.lengths, state.draft
+        lengths, inner_params = self.drafter.lengths, _inner(params)
         decoders = [
             Decoder(self.target, self.drafter.resized(length), self.rule_structure, None, self.top_log_probs)
             for length in lengths
         ]
-        inner_params, state = _inner(params), dataclasses.replace(state, draft=counts.draft)
         with jax.named_scope("draft"):
             expected = jnp.full(state.length.shape, USUAL_ACCEPTANCE)
             if self.drafter.sparse:
                 # A sparse drafter costs next to nothing, but verifying its padding costs as much as verifying a draft.
                 # So draft before choosing a length.
                 expected = _expected(decoders[-1].drafter, inner_params, state)
-            size = best_size(params.draft, lengths, counts, ~state.done, expected)
+            size = best_size(params.draft, lengths, state.draft, ~state.done, expected)
         info_shapes = jax.eval_shape(decoders[-1]._step, inner_params, state)[1]
         turn = _Turn(size, state, jax.tree.map(_blank, info_shapes))
         for number, decoder in enumerate(decoders):
@@ -232,11 +261,10 @@ class SizedDecoder(Decoder):
             # A loop of at most one iteration updates its carry in place, whereas XLA copies a cache that goes through
             # a `lax.cond`.
             turn = lax.while_loop(lambda turn, number=number: turn.size == number, step, turn)
-        length, verdict = jnp.asarray(lengths, jnp.int32)[size], turn.info.verdict
+        verdict, length = turn.info.verdict, jnp.asarray(lengths, jnp.int32)[size]
         # A sparse drafter often finds no draft for a few steps.
         patience = PAUSE if self.drafter.sparse else 1
-        draft = _counted(counts, length, verdict.num_accepted, expected, patience)
-        draft = dataclasses.replace(draft, draft=turn.state.draft)
+        draft = turn.state.draft.counted(length, verdict.num_accepted, expected, patience)
         # Past the accepted tokens, a path repeats its last node.
         verdict = dataclasses.replace(verdict, path=lax.cummax(verdict.path, axis=1))
         return dataclasses.replace(turn.state, draft=draft), dataclasses.replace(turn.info, verdict=verdict)
@@ -266,25 +294,6 @@ def _expected(drafter: Skipping, params: Params, state: DecodeState) -> Array:
     return jnp.where(jnp.any(tree.tokens[:, 1:] != NO_TOKEN, axis=1), acceptance, 0.0)
 
 
-def _counted(
-    state: SizedState, length: Array, num_accepted: Array, expected: Array, patience: int
-) -> SizedState:
-    """Return the counts after a step with a draft of `length` i32[]; `expected` is as for `best_size`.
-
-    If there were `patience` steps without a draft, older counts count half.
-    """
-    # Tokens after the first rejection are not tested. Padding at the end of a chain counts as rejected.
-    num_tested = jnp.minimum(num_accepted + 1, length).astype(jnp.float32)
-    decay = jnp.where(state.idle >= patience, DECAY / 2, DECAY)
-    decay = jnp.where(length > 0, decay, 1.0)
-    return dataclasses.replace(
-        state,
-        accepted=decay * state.accepted + num_accepted.astype(jnp.float32),
-        expected=decay * state.expected + expected * num_tested,
-        idle=jnp.where(length > 0, 0, state.idle + 1),
-    )
-
-
 def best_size(
     params: SizedParams, lengths: Sequence[int], state: SizedState, live: Array, expected: Array
 ) -> Array:
@@ -301,7 +310,7 @@ def best_size(
 
     >>> import jax
     >>> one, full = jnp.ones((1,), jnp.int32), lambda x: jnp.full((1,), x)
-    >>> state = SizedState(draft=(), cached=one, accepted=full(90.0), expected=full(80.0), idle=one)
+    >>> state = SizedState(draft=(), cached=one, features=None, accepted=full(90.0), expected=full(80.0), idle=one)
     >>> costs = [SizedParams((), jnp.asarray(c)) for c in ([1.0, 1.5, 2.0], [1.0, 2.0, 5.0])]
     >>> [int(best_size(c, (0, 2, 5), state, one > 0, full(0.8))) for c in costs]
     [2, 1]
@@ -312,18 +321,12 @@ def best_size(
     # Without a draft nothing is learned, so after a pause choose as if a little more were accepted.
     is_trial = jnp.any(counted_rows & (state.idle >= PAUSE))
     acceptance = expected * (accepted_tokens / expected_tokens) + jnp.where(is_trial, OPTIMISM, 0.0)
-    return _fastest(params, lengths, jnp.where(expected > 0, acceptance, 0.0), counted_rows)
-
-
-def _fastest(params: SizedParams, lengths: Sequence[int], acceptance: Array, counted_rows: Array) -> Array:
-    """Return i32[], the index of the fastest size at an acceptance f32[B], averaged over `counted_rows` bool[B].
-
-    Choose size 0 unless a draft is `MARGIN` times as fast, and the shortest of equally fast sizes.
-    """
+    acceptance = jnp.where(expected > 0, jnp.minimum(acceptance, 1.0), 0.0)
     # Leviathan et al., equation 1: a chain of K gives 1 + a + ... + a^K tokens. mean_powers[k]: the mean of a^(k + 1).
     depths = jnp.arange(1.0, max(lengths) + 1.0, dtype=jnp.float32)
-    mean_powers = jnp.mean(jnp.minimum(acceptance, 1.0)[None] ** depths[:, None], axis=1, where=counted_rows)
+    mean_powers = jnp.mean(acceptance[None] ** depths[:, None], axis=1, where=counted_rows)
     tokens_per_step = jnp.stack([1.0 + jnp.sum(mean_powers[:length]) for length in lengths])
     # Without measurements all sizes are assumed to cost the same.
     speeds = tokens_per_step / jnp.where(params.costs > 0, params.costs, 1.0)
+    # Choose size 0 unless a draft is `MARGIN` times as fast, and the shortest of equally fast sizes.
     return jnp.argmax(speeds.at[0].multiply(MARGIN)).astype(jnp.int32)

@@ -125,8 +125,9 @@ class Skipping(Drafter):
             entries = (state.cached[:, None] + jnp.arange(FEATURES, dtype=jnp.int32)[None]) % FEATURES
             output = jax.tree.map(lambda x: pick(x, entries), state.features)
             # Entries past the last kept feature are garbage, in slots that are written again before they are read.
-            state = self.observe(params, state, tokens, state.cached, length, output)
-            return dataclasses.replace(state, cached=jnp.maximum(state.cached, self._complete(length)))
+            draft = self.longest.observe(params, state.draft, tokens, state.cached, length, output)
+            cached = jnp.maximum(state.cached, self._complete(length))
+            return dataclasses.replace(state, draft=draft, cached=cached)
 
         return lax.while_loop(lambda state: jnp.any(state.cached < self._complete(length)), read, state)
 

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
-import time
 
 import jax
 import numpy as np
 
 from mars_jax import __version__
-from mars_jax.core import refill
 from mars_jax.core.decoder import Decoder
-from mars_jax.core.types import NO_TOKEN
 from mars_jax.drafters.sized import with_size, with_step_costs
 from mars_jax.mesh import hosts
 from mars_jax.models.config import ModelConfig
@@ -26,9 +22,9 @@ from mars_jax.serve.prepare import Prepared
 from mars_jax.utils import activity
 from mars_jax.utils.compilations import keep_text, kept_text
 
-STEPS, ROUNDS = 4, 4
-"""Number of steps of each size in a round, and number of rounds. The first round compiles. The fastest round
-counts, because other load on the machine only adds time."""
+ROUNDS = 4
+"""Times that each size is measured. The first time compiles. The fastest time counts, because other load on the machine
+only adds time."""
 
 _MEASURED: dict[tuple[Decoder, str], list[float]] = {}
 """Costs that this process measured or read, keyed by a text that contains everything they depend on."""
@@ -84,26 +80,12 @@ def _costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> 
 
 def _measure(prepared: Prepared, rows: int, *, log_probs: bool) -> list[float]:
     """Return the seconds per step for each size, over short prompts."""
-    # No row may end during the measurement, so replace the stop tokens by one that never occurs. Their number is part
-    # of a shape and stays the same. No row reaches its limit, the width of the buffer.
-    requests = [
+    # All sizes run the same compiled program, which reads the size from the costs.
+    by_size = [
         dataclasses.replace(
-            request,
-            prompt_tokens=request.prompt_tokens[:2],
-            max_new_tokens=prepared.width - 2,
-            stop_tokens=(NO_TOKEN,) * len(request.stop_tokens),
+            prepared, params=prepared.params._replace(draft=with_size(prepared.drafter, size).params)
         )
-        for request in prepared.requests
+        for size in range(len(prepared.drafter.params.costs))
     ]
-    entries = [i % len(requests) for i in range(rows)]
-    seconds = np.zeros((ROUNDS, len(prepared.drafter.params.costs)))
-    for turn, size in itertools.product(*map(range, seconds.shape)):
-        # All sizes run the same compiled program, which reads the size from the costs.
-        params = prepared.params._replace(draft=with_size(prepared.drafter, size).params)
-        arm = dataclasses.replace(prepared, requests=requests, params=params)
-        begun = jax.block_until_ready((arm.start(entries), arm.zero_stats(rows, log_probs=log_probs)))
-        with prepared.target.on_mesh():
-            start_time = time.perf_counter()
-            num_steps = jax.block_until_ready(refill.advance(arm.decoder, params, *begun, 1, STEPS))[2]
-            seconds[turn, size] = (time.perf_counter() - start_time) / np.max(hosts.fetch(num_steps))
-    return seconds.min(axis=0).tolist()
+    rounds = [[arm.step_seconds(rows, log_probs=log_probs) for arm in by_size] for _ in range(ROUNDS)]
+    return np.min(rounds, axis=0).tolist()

@@ -50,8 +50,7 @@ class States:
     def __init__(self, name, rule=None, *, target=None):
         default, drafter, self.params, self.idle, self.vocab = drafter_of(name)
         self.rule = rule or (verify.rejection() if "sampled" in name else verify.exact())
-        self.is_sized = name in SIZED
-        loaded = drafter if self.is_sized else drafters.LoadedDrafter(drafter, ())
+        loaded = drafter if name in SIZED else drafters.LoadedDrafter(drafter, ())
         self.decoder = dataclasses.replace(loaded.decoder(target or default, self.rule), prefill_chunk=CHUNK)
         self.drafter = self.decoder.drafter
         self.rng = np.random.default_rng(0)
@@ -114,11 +113,8 @@ class States:
 
     def drafted(self, state):
         """Return the tokens of the next draft. An untrained head is seldom right, so its steps prove little."""
-        params, draft = self.params, state.draft
-        if self.is_sized:
-            params, draft = params._replace(draft=params.draft.weights), draft.draft
         propose = jax.jit(self.drafter.propose)
-        return np.asarray(propose(params, draft, draft_input(state))[0].tokens)
+        return np.asarray(propose(self.params, state.draft, draft_input(state))[0].tokens)
 
 
 states_of = functools.cache(States)

@@ -48,7 +48,7 @@ def state_of(accepted, expected):
     """Return the state of rows with these numbers of accepted and expected draft tokens."""
     accepted, expected = jnp.asarray(accepted, jnp.float32), jnp.asarray(expected, jnp.float32)
     idle = jnp.zeros(accepted.shape, jnp.int32)
-    return SizedState(draft=(), accepted=accepted, expected=expected, idle=idle)
+    return SizedState(draft=(), cached=idle, features=None, accepted=accepted, expected=expected, idle=idle)
 
 
 def begun(loaded, params, temperature=0.0):
@@ -137,7 +137,7 @@ def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
     emitted = []
     for turn, size in enumerate(order):
         if size:
-            tree, _ = propose(Params(()), state.draft.draft, draft_input(state))
+            tree, _ = propose(params, state.draft, draft_input(state))
             for row in range(3):
                 if bool(state.done[row]):
                     continue
@@ -244,7 +244,7 @@ def test_a_later_process_reads_the_costs_from_disk(monkeypatch, own_cache):
         (lambda: sized(ADAPTIVE), "no chains of several lengths"),
         (lambda: sized(CHAINS, [1, 4]), "rise from 0 to at most 4"),
         (lambda: sized(CHAINS, [0, 5]), "rise from 0 to at most 4"),
-        (lambda: sized(CHAINS, costs=[1.0, 2.0]), "a positive number for each of the 3"),
+        (lambda: sized(CHAINS, costs=[1.0, 2.0]), "3 positive numbers, one for each size"),
     ],
 )
 def test_what_cannot_be_sized_is_named(make, message):
