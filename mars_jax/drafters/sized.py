@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mars_jax.core import struct
 from mars_jax.core.conditions import Conditions
 from mars_jax.core.decoder import Decoder, speculative_decoder
 from mars_jax.core.rule import Rule, structure
 from mars_jax.core.step import propose, step_keys
-from mars_jax.core.types import NO_TOKEN, DecodeState, DraftTree, LanguageModel, Params, PyTree, StepInfo
+from mars_jax.core.types import NO_TOKEN, DecodeState, LanguageModel, Params, StepInfo
 from mars_jax.drafters.asked import LoadedDrafter
-from mars_jax.drafters.skipping import Skipping, SkippingState
+from mars_jax.drafters.skipping import SizedParams, Skipping, SkippingState
 from mars_jax.utils.errors import MarsError
 
 DECAY = 0.95
@@ -43,23 +42,15 @@ PAUSE = 100
 """Steps without a draft before such a trial."""
 
 
-class SizedParams(NamedTuple):
-    """`Params.draft` of a drafter with several lengths."""
-
-    weights: PyTree  # params of the wrapped drafter
-    costs: Array | np.ndarray  # f32[n]; cost of a step at each length, in any unit; 0: not measured yet
-
-
-@struct.dataclass(kw_only=True)
-class SizedState(SkippingState):
-    """Draft state shared by all lengths, with the counts that each step uses to estimate the acceptance."""
+class Counts(NamedTuple):
+    """Numbers of each row from which a step estimates the acceptance; kept in `SkippingState.counts`."""
 
     accepted: Array  # f32[B]; decayed count of accepted tokens
     expected: Array  # f32[B]; decayed count of tokens that were expected to be accepted
     idle: Array  # i32[B]; steps since the last draft
 
-    def counted(self, length: Array, num_accepted: Array, expected: Array, patience: int) -> SizedState:
-        """Return the state after a step with a draft of `length` i32[]; `expected` is as for `best_size`.
+    def after(self, length: Array, num_accepted: Array, expected: Array, patience: int) -> Counts:
+        """Return the counts after a step with a draft of `length` i32[]; `expected` is as for `best_size`.
 
         If there were `patience` steps without a draft, older counts count half.
         """
@@ -67,11 +58,10 @@ class SizedState(SkippingState):
         num_tested = jnp.minimum(num_accepted + 1, length).astype(jnp.float32)
         decay = jnp.where(self.idle >= patience, DECAY / 2, DECAY)
         decay = jnp.where(length > 0, decay, 1.0)
-        return dataclasses.replace(
-            self,
-            accepted=decay * self.accepted + num_accepted.astype(jnp.float32),
-            expected=decay * self.expected + expected * num_tested,
-            idle=jnp.where(length > 0, 0, self.idle + 1),
+        return Counts(
+            decay * self.accepted + num_accepted.astype(jnp.float32),
+            decay * self.expected + expected * num_tested,
+            jnp.where(length > 0, 0, self.idle + 1),
         )
 
 
@@ -129,12 +119,10 @@ def sized(
             f"sizes are {list(lengths)}: expected two to four lengths that rise from 0 to at most {longest.max_depth}, "
             "the drafter's own."
         )
-    if costs is not None and not (len(costs) == len(lengths) and all(0 < cost < np.inf for cost in costs)):
-        raise MarsError(
-            f"costs are {list(costs)}: expected {len(lengths)} positive numbers, one for each size."
-        )
     if costs is None:
         costs = [0.0] * len(lengths)
+    elif len(costs) != len(lengths) or not all(0 < cost < np.inf for cost in costs):
+        raise MarsError(f"costs are {list(costs)}: expected {len(lengths)} positive numbers.")
     longest = longest.resized(lengths[-1])
     drafter = SizedDrafter(longest, longest, lengths=lengths, any_rule=any_rule, sparse=longest.sparse)
     # A host array exists in every process of a mesh.
@@ -142,7 +130,7 @@ def sized(
     return loaded._replace(drafter=drafter, params=params, sizes=drafter)
 
 
-def with_step_costs(loaded: LoadedDrafter, costs: Sequence[float]) -> LoadedDrafter:
+def with_step_costs(loaded: LoadedDrafter, costs: Sequence[float] | np.ndarray) -> LoadedDrafter:
     """Return the drafter with these costs f32[n]."""
     # A host array exists in every process of a mesh.
     return loaded._replace(params=loaded.params._replace(costs=np.asarray(costs, np.float32)))
@@ -151,9 +139,7 @@ def with_step_costs(loaded: LoadedDrafter, costs: Sequence[float]) -> LoadedDraf
 def with_size(loaded: LoadedDrafter, index: int) -> LoadedDrafter:
     """Return the drafter with every step fixed to the size at this index, such as 0 for no draft."""
     # A size with an infinite cost is never chosen.
-    costs = np.full(len(loaded.params.costs), np.inf)
-    costs[index] = 1.0
-    return with_step_costs(loaded, costs.tolist())
+    return with_step_costs(loaded, np.where(np.arange(len(loaded.params.costs)) == index, 1.0, np.inf))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,43 +170,15 @@ class SizedDrafter(Skipping):
         drafter = dataclasses.replace(self, target=target)
         return SizedDecoder(target, drafter, structure(verify))
 
-    def init(self, params: Params, tokens: Array, length: Array) -> SizedState:
-        zeros = jnp.zeros(length.shape, jnp.float32)
-        state = SizedState(
-            draft=(),
-            cached=length,
-            features=None,
-            accepted=zeros,
-            expected=zeros,
-            idle=jnp.full_like(length, PAUSE),
-        )
-        cached_length = length
+    def init(self, params: Params, tokens: Array, length: Array) -> SkippingState:
+        zeros, cached_length = jnp.zeros(length.shape, jnp.float32), length
+        counts = Counts(zeros, zeros, jnp.zeros_like(length))
         if self.longest.lags:
-            # If not even a trial would pay, a draft model does not read the prompt: `catch_up` can read it later.
-            size = best_size(params.draft, self.lengths, state, length > 0, zeros + USUAL_ACCEPTANCE)
+            # If not even a trial would draft, a draft model does not read the prompt: `catch_up` can read it later.
+            trial_counts = counts._replace(idle=counts.idle + PAUSE)
+            size = best_size(params.draft, self.lengths, trial_counts, length > 0, zeros + USUAL_ACCEPTANCE)
             cached_length = jnp.where(size > 0, length, jnp.minimum(length, 2))
-        inner = super().init(_inner(params), tokens, cached_length)
-        idle = jnp.zeros_like(length)
-        return dataclasses.replace(
-            state, draft=inner.draft, cached=inner.cached, features=inner.features, idle=idle
-        )
-
-    def observe(self, params: Params, *chunk: Any) -> Any:
-        return super().observe(_inner(params), *chunk)
-
-    def catch_up(self, params: Params, *row: Any) -> Any:
-        return super().catch_up(_inner(params), *row)
-
-    def propose(self, params: Params, *inputs: Any) -> tuple[DraftTree, Any]:
-        return super().propose(_inner(params), *inputs)
-
-    def update(self, params: Params, *step: Any) -> Any:
-        return super().update(_inner(params), *step)
-
-
-def _inner(params: Params) -> Params:
-    """Return the params of the wrapped drafter."""
-    return params._replace(draft=params.draft.weights)
+        return dataclasses.replace(super().init(params, tokens, cached_length), counts=counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +192,7 @@ class SizedDecoder(Decoder):
     drafter: SizedDrafter
 
     def _step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-        lengths, inner_params = self.drafter.lengths, _inner(params)
+        lengths, counts = self.drafter.lengths, state.draft.counts
         decoders = [
             Decoder(self.target, self.drafter.resized(length), self.rule_structure, None, self.top_log_probs)
             for length in lengths
@@ -244,38 +202,29 @@ class SizedDecoder(Decoder):
             if self.drafter.sparse:
                 # A sparse drafter costs next to nothing, but verifying its padding costs as much as verifying a draft.
                 # So draft before choosing a length.
-                expected = _expected(decoders[-1].drafter, inner_params, state)
-            size = best_size(params.draft, lengths, state.draft, ~state.done, expected)
-        info_shapes = jax.eval_shape(decoders[-1]._step, inner_params, state)[1]
-        turn = _Turn(size, state, jax.tree.map(_blank, info_shapes))
+                expected = _expected(decoders[-1].drafter, params, state)
+            size = best_size(params.draft, lengths, counts, ~state.done, expected)
+        info = jax.tree.map(_blank, jax.eval_shape(decoders[-1]._step, params, state)[1])
         for number, decoder in enumerate(decoders):
 
-            def step(turn: _Turn, decoder: Decoder = decoder) -> _Turn:
-                state, info = decoder._step(inner_params, turn.state)
+            def step(_: int, turn: tuple[DecodeState, StepInfo], decoder: Decoder = decoder):
+                state, info = decoder._step(params, turn[0])
                 # A short draft leaves the other depths blank.
-                info = jax.tree.map(
-                    lambda x, y: lax.dynamic_update_slice(x, y, [0] * x.ndim), turn.info, info
+                return state, jax.tree.map(
+                    lambda x, y: lax.dynamic_update_slice(x, y, [0] * x.ndim), turn[1], info
                 )
-                return _Turn(jnp.int32(-1), state, info)
 
             # A loop of at most one iteration updates its carry in place, whereas XLA copies a cache that goes through
             # a `lax.cond`.
-            turn = lax.while_loop(lambda turn, number=number: turn.size == number, step, turn)
-        verdict, length = turn.info.verdict, jnp.asarray(lengths, jnp.int32)[size]
+            state, info = lax.fori_loop(0, (size == number).astype(jnp.int32), step, (state, info))
+        verdict, length = info.verdict, jnp.asarray(lengths, jnp.int32)[size]
         # A sparse drafter often finds no draft for a few steps.
         patience = PAUSE if self.drafter.sparse else 1
-        draft = turn.state.draft.counted(length, verdict.num_accepted, expected, patience)
+        counts = counts.after(length, verdict.num_accepted, expected, patience)
         # Past the accepted tokens, a path repeats its last node.
         verdict = dataclasses.replace(verdict, path=lax.cummax(verdict.path, axis=1))
-        return dataclasses.replace(turn.state, draft=draft), dataclasses.replace(turn.info, verdict=verdict)
-
-
-class _Turn(NamedTuple):
-    """A step that runs at one of several lengths."""
-
-    size: Array  # i32[]; index of the length to run; -1 after the step
-    state: DecodeState
-    info: StepInfo
+        draft = dataclasses.replace(state.draft, counts=counts)
+        return dataclasses.replace(state, draft=draft), dataclasses.replace(info, verdict=verdict)
 
 
 def _blank(x: jax.ShapeDtypeStruct) -> Array:
@@ -295,7 +244,7 @@ def _expected(drafter: Skipping, params: Params, state: DecodeState) -> Array:
 
 
 def best_size(
-    params: SizedParams, lengths: Sequence[int], state: SizedState, live: Array, expected: Array
+    params: SizedParams, lengths: Sequence[int], counts: Counts, live: Array, expected: Array
 ) -> Array:
     """Return i32[], the index of the size with the most tokens per unit of cost.
 
@@ -304,22 +253,22 @@ def best_size(
     Args:
       params: params with costs f32[n].
       lengths: lengths of the n sizes.
-      state: state of the rows.
+      counts: counts of the rows.
       live: bool[B]; rows that count; if there are none, all rows count.
       expected: f32[B]; the drafter's expected acceptance of each row's next draft; 0: there is no draft.
 
     >>> import jax
     >>> one, full = jnp.ones((1,), jnp.int32), lambda x: jnp.full((1,), x)
-    >>> state = SizedState(draft=(), cached=one, features=None, accepted=full(90.0), expected=full(80.0), idle=one)
+    >>> counts = Counts(accepted=full(90.0), expected=full(80.0), idle=one)
     >>> costs = [SizedParams((), jnp.asarray(c)) for c in ([1.0, 1.5, 2.0], [1.0, 2.0, 5.0])]
-    >>> [int(best_size(c, (0, 2, 5), state, one > 0, full(0.8))) for c in costs]
+    >>> [int(best_size(c, (0, 2, 5), counts, one > 0, full(0.8))) for c in costs]
     [2, 1]
     """
     counted_rows = live | ~jnp.any(live)
-    accepted_tokens = jnp.sum(state.accepted, where=counted_rows) + USUAL_ACCEPTANCE * PRIOR_TOKENS
-    expected_tokens = jnp.sum(state.expected, where=counted_rows) + USUAL_ACCEPTANCE * PRIOR_TOKENS
+    accepted_tokens = jnp.sum(counts.accepted, where=counted_rows) + USUAL_ACCEPTANCE * PRIOR_TOKENS
+    expected_tokens = jnp.sum(counts.expected, where=counted_rows) + USUAL_ACCEPTANCE * PRIOR_TOKENS
     # Without a draft nothing is learned, so after a pause choose as if a little more were accepted.
-    is_trial = jnp.any(counted_rows & (state.idle >= PAUSE))
+    is_trial = jnp.any(counted_rows & (counts.idle >= PAUSE))
     acceptance = expected * (accepted_tokens / expected_tokens) + jnp.where(is_trial, OPTIMISM, 0.0)
     acceptance = jnp.where(expected > 0, jnp.minimum(acceptance, 1.0), 0.0)
     # Leviathan et al., equation 1: a chain of K gives 1 + a + ... + a^K tokens. mean_powers[k]: the mean of a^(k + 1).

@@ -9,10 +9,11 @@ Oracle: a state that skipped no step (tests/core/test_extend.py, tests/drafters/
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from mars_jax.core import struct
@@ -25,6 +26,18 @@ FEATURES = 32
 """P. On a CPU, a head reads 32 tokens together in about the time of three tokens one by one."""
 
 
+class SizedParams(NamedTuple):
+    """`Params.draft` of a drafter with several lengths."""
+
+    weights: PyTree  # params of the wrapped drafter
+    costs: Array | np.ndarray  # f32[n]; cost of a step at each length, in any unit; 0: not measured yet
+
+
+def _inner(params: Params) -> Params:
+    """Return the params of the wrapped drafter."""
+    return params._replace(draft=params.draft.weights)
+
+
 @struct.dataclass(kw_only=True)
 class SkippingState:
     """Draft state shared by all lengths of a `Skipping` drafter."""
@@ -34,11 +47,12 @@ class SkippingState:
     # The target's output at tokens that the drafter has not read; leaves [B, P, E], token t in entry t % P, and no
     # cache. None for a drafter that does not read its target.
     features: ForwardOutput | None
+    counts: PyTree = ()  # by which `drafters.sized` chooses a length
 
 
 @dataclasses.dataclass(frozen=True)
 class Skipping(Drafter):
-    """A drafter of chains at one of its lengths, or of no draft. All lengths share one state.
+    """A drafter of chains at one of its lengths, or of no draft. All lengths share one state and `SizedParams`.
 
     >>> from mars_jax.drafters.ngram import ngram
     >>> skipping = Skipping(ngram(4), ngram(4))
@@ -78,7 +92,7 @@ class Skipping(Drafter):
             features = self._no_features(params, tokens, length)
             # Leave room for a window of P tokens at the end of the buffer.
             tokens = jnp.pad(tokens, ((0, 0), (0, FEATURES)))
-        draft = self.longest.init(params, tokens, length)
+        draft = self.longest.init(_inner(params), tokens, length)
         return SkippingState(draft=draft, cached=self._complete(length), features=features)
 
     def _complete(self, length: Array) -> Array:
@@ -100,7 +114,7 @@ class Skipping(Drafter):
         )
 
     def observe(self, params: Params, state: SkippingState, *chunk: Any) -> SkippingState:
-        return dataclasses.replace(state, draft=self.longest.observe(params, state.draft, *chunk))
+        return dataclasses.replace(state, draft=self.longest.observe(_inner(params), state.draft, *chunk))
 
     def catch_up(
         self, params: Params, state: SkippingState, tokens: Array, cached: Array, length: Array
@@ -125,7 +139,7 @@ class Skipping(Drafter):
             entries = (state.cached[:, None] + jnp.arange(FEATURES, dtype=jnp.int32)[None]) % FEATURES
             output = jax.tree.map(lambda x: pick(x, entries), state.features)
             # Entries past the last kept feature are garbage, in slots that are written again before they are read.
-            draft = self.longest.observe(params, state.draft, tokens, state.cached, length, output)
+            draft = self.longest.observe(_inner(params), state.draft, tokens, state.cached, length, output)
             cached = jnp.maximum(state.cached, self._complete(length))
             return dataclasses.replace(state, draft=draft, cached=cached)
 
@@ -140,9 +154,11 @@ class Skipping(Drafter):
             must_read = jnp.any(num_kept >= FEATURES) | (self.max_depth > 0)
             state = self._read_features(params, state, inputs.tokens, jnp.where(must_read, inputs.length, 0))
         elif self.size.lags:
-            draft = self.size.catch_up(params, state.draft, inputs.tokens, state.cached, inputs.length)
+            draft = self.size.catch_up(
+                _inner(params), state.draft, inputs.tokens, state.cached, inputs.length
+            )
             state = dataclasses.replace(state, draft=draft)
-        tree, draft = self.size.propose(params, state.draft, inputs)
+        tree, draft = self.size.propose(_inner(params), state.draft, inputs)
         return tree, dataclasses.replace(state, draft=draft)
 
     def update(self, params: Params, state: SkippingState, *step: Any) -> SkippingState:
@@ -150,7 +166,7 @@ class Skipping(Drafter):
         if self.max_depth > 0 or not (self.longest.lags or self.reads is not None):
             # With one node, a drafter that cannot skip steps still reads the root.
             drafter = self.size if self.max_depth > 0 else self.longest
-            draft = drafter.update(params, state.draft, tree, verdict, output, length)
+            draft = drafter.update(_inner(params), state.draft, tree, verdict, output, length)
             cached = self._complete(length + verdict.num_accepted + 1)
             return dataclasses.replace(state, draft=draft, cached=cached)
         if state.features is None:

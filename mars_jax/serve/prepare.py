@@ -197,6 +197,10 @@ class Prepared:
             width=max_biases + -max_biases % 8,
         )
 
+    def drafting(self, drafter: drafters.LoadedDrafter) -> Prepared:
+        """Return the same requests with other params of their drafter."""
+        return dataclasses.replace(self, drafter=drafter, params=self.params._replace(draft=drafter.params))
+
     def step_seconds(self, rows: int, *, log_probs: bool = False) -> float:
         """Return the mean seconds of a few steps of B rows after short prompts. The first call compiles them."""
         # No row may end, so replace the stop tokens by one that never occurs. Their number is part of a shape and stays

@@ -6,7 +6,6 @@ Oracle: the wall time of steps with fixed sizes (scripts/results/bench_sizes.jso
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 
@@ -41,24 +40,18 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
     drafter, mesh = prepared.drafter, prepared.target.mesh
     if drafter.sizes is None or np.all(np.asarray(drafter.params.costs) > 0):
         return prepared
-    has_edits = any(request.edits for request in prepared.requests)
     machine = (jax.devices()[0].device_kind, os.cpu_count(), jax.process_count(), mesh and dict(mesh.shape))
     # A decoder's functions differ between processes, so on disk, configs and names stand for it.
-    cost_key = repr(
-        (
-            (__version__, machine, prepared.target.config, prepared.loaded_rule.rule.name, log_probs, rows),
-            (prepared.width, drafter.drafter.name, drafter.sizes.lengths, prepared.draws, has_edits),
-            jax.tree.structure(prepared.guides.tables),
-            [(x.shape, x.dtype.name) for x in jax.tree.leaves(prepared.params)],
-        )
-    )
+    names = (prepared.loaded_rule.rule.name, drafter.drafter.name, drafter.sizes.lengths)
+    has_edits = any(request.edits for request in prepared.requests)
+    batch = (rows, prepared.width, prepared.draws, has_edits, log_probs)
+    arrays = (prepared.guides.tables, prepared.params)
+    shapes = (jax.tree.structure(arrays), [(x.shape, x.dtype.name) for x in jax.tree.leaves(arrays)])
+    cost_key = repr((__version__, machine, prepared.target.config, names, batch, shapes))
     key = (prepared.decoder, cost_key)
     if key not in _MEASURED:
         _MEASURED[key] = _costs(prepared, rows, cost_key, log_probs=log_probs)
-    drafter = with_step_costs(drafter, _MEASURED[key])
-    return dataclasses.replace(
-        prepared, drafter=drafter, params=prepared.params._replace(draft=drafter.params)
-    )
+    return prepared.drafting(with_step_costs(drafter, _MEASURED[key]))
 
 
 def _costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> list[float]:
@@ -81,11 +74,7 @@ def _costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> 
 def _measure(prepared: Prepared, rows: int, *, log_probs: bool) -> list[float]:
     """Return the seconds per step for each size, over short prompts."""
     # All sizes run the same compiled program, which reads the size from the costs.
-    by_size = [
-        dataclasses.replace(
-            prepared, params=prepared.params._replace(draft=with_size(prepared.drafter, size).params)
-        )
-        for size in range(len(prepared.drafter.params.costs))
-    ]
+    num_sizes = len(prepared.drafter.params.costs)
+    by_size = [prepared.drafting(with_size(prepared.drafter, size)) for size in range(num_sizes)]
     rounds = [[arm.step_seconds(rows, log_probs=log_probs) for arm in by_size] for _ in range(ROUNDS)]
     return np.min(rounds, axis=0).tolist()
