@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core.pick import pick
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree, Visible
 from mars_jax.mesh.axes import hold_whole
 from mars_jax.models.attention import attending
@@ -153,6 +154,7 @@ def forward(
     tokens: Array,
     visible: Visible,
     cache: KVCache,
+    needed: Array | None = None,
 ) -> tuple[Array, KVCache]:
     """Run the head over N entries and write them to the cache, starting at slot `visible.slot`.
 
@@ -163,9 +165,10 @@ def forward(
       feature: [B, N, E] (or F), from `fuse` or from an earlier call of this function.
       tokens: i32[B, N]; for entry t, token t + 1.
       visible, cache: as in `types.LanguageModel.forward`.
+      needed: i32[B, P]; the entries whose features are returned, so that the last MLP skips the others; default: all.
 
     Returns:
-      The features of the next tokens [B, N, E], and the cache.
+      The features of the next tokens [B, N or P, E], and the cache.
     """
     head, c = params.draft, config.layer
     layer = head["layer"]
@@ -189,6 +192,8 @@ def forward(
             x = rms_norm(h, part["attention_norm"], c.norm_eps) if i else x
             mixed, k, v = attention(c, part, x, rotation, attend, cache.k[i], cache.v[i])
             h = h + mixed
+        if needed is not None and i == c.num_layers - 1:
+            h = pick(h, needed)
         with jax.named_scope("mlp"):
             h = h + gated_mlp(part, rms_norm(h, part["mlp_norm"], c.norm_eps), c.activation)
         ks.append(k)
