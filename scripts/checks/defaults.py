@@ -1,10 +1,11 @@
 """Compare the default draft, and a head with adaptive length, with plain decoding and with chains of fixed lengths.
 
-    python -m scripts.checks.defaults --data DATA --keep scripts/results/defaults.json
+    python -m scripts.checks.defaults --target smollm2 --data DATA --keep scripts/results/defaults_smollm2.json
+    python -m scripts.checks.defaults --target tiny/target --data DATA --keep scripts/results/defaults_tiny.json
 
 Every arm decodes the same prompts greedily under `exact` at batch 1. The arms take turns at each prompt, so a slow
 spell of the machine affects all of them. Compilation and the measurement of costs come first, as in a session. Each
-finished turn is written, and a run with the same settings continues after it. `DATA` is the folder of prompt sets; by
+finished prompt is written, and a run with the same settings continues after it. `DATA` is the folder of prompt sets; by
 default `data/eval` in the folder MARS_JAX_SHARED.
 """
 
@@ -16,6 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import mars_jax as mj
 from mars_jax import drafters
@@ -48,7 +51,7 @@ def main() -> None:
     parser.add_argument(
         "--data", type=Path, default=folder, help="folder of mt_bench.jsonl.xz and the others"
     )
-    parser.add_argument("--targets", nargs="+", choices=HEADS, default=list(HEADS))
+    parser.add_argument("--target", choices=HEADS, default="smollm2", help="default: smollm2")
     parser.add_argument("--prompts", type=int, default=6, help="prompts of each kind; default: 6")
     parser.add_argument("--new-tokens", type=int, default=64, help="default: 64")
     parser.add_argument("--turns", type=int, default=5, help="timed turns of each arm; default: 5")
@@ -57,17 +60,16 @@ def main() -> None:
     )
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write the figures to this JSON file")
     args = parser.parse_args()
-    settings = {name: getattr(args, name) for name in ("prompts", "new_tokens", "lengths")}
+    settings = {name: getattr(args, name) for name in ("target", "prompts", "new_tokens", "lengths")}
     report = common.earlier_report(args.keep)
     if report.get("settings") != settings:
-        report = common.provenance(data=[args.data]) | {"settings": settings, "targets": {}}
-    for name in args.targets:
-        measure(name, args, report)
+        report = common.provenance(data=[args.data]) | {"settings": settings, "rows": []}
+    measure(args, report)
 
 
-def measure(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Time the turns of a target that the report lacks, and add them to it."""
-    target = mj.load(name)
+def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Time the prompts that the report lacks, and add them to it."""
+    target = mj.load(args.target)
     requests = {
         kind: mj.make_requests(
             target,
@@ -81,26 +83,28 @@ def measure(name: str, args: argparse.Namespace, report: dict[str, Any]) -> None
         kind: [request for other in KINDS if KINDS[other] == KINDS[kind] for request in requests[other]]
         for kind in KINDS
     }
-    arms = arms_of(name, target, args.lengths)
+    arms = arms_of(args.target, target, args.lengths)
     sessions = {arm: Session.of(target, drafter) for arm, drafter in arms.items()}
     for session in sessions.values():
         for batch in batches.values():
             session.warm_up(batch)
-    rows = report["targets"].setdefault(name, {arm: {"turns": []} for arm in sessions})
-    for number in range(len(rows["plain"]["turns"]), args.turns):
-        turns = {arm: [] for arm in sessions}
-        for kind in KINDS:
-            for position, request in enumerate(requests[kind]):
-                index = batches[kind].index(request)
-                for arm in list(sessions)[:: -1 if (number + position) % 2 else 1]:
-                    turns[arm].append({"kind": kind} | timed(sessions[arm], batches[kind], index))
-        for arm, row in rows.items():
-            row["turns"].append(turns[arm])
+    rows = report["rows"]
+    # Kinds alternate, so that an unfinished run has prompts of all of them.
+    order = [
+        {"turn": turn, "prompt": number, "kind": kind}
+        for turn in range(args.turns)
+        for number in range(args.prompts)
+        for kind in KINDS
+    ]
+    for place in order[len(rows) :]:
+        batch = batches[place["kind"]]
+        index = batch.index(requests[place["kind"]][place["prompt"]])
+        names = list(sessions)[:: -1 if len(rows) % 2 else 1]
+        rows.append(place | {"arms": {arm: timed(sessions[arm], batch, index) for arm in names}})
         common.write(args.keep, report)
-        print(name, f"{number + 1} of {args.turns} turns", flush=True)
-    for arm in rows:
-        by_kind = {kind: round(over_plain(rows, arm, [kind])["median"], 3) for kind in KINDS}
-        print(name, arm, round(over_plain(rows, arm)["median"], 3), by_kind, flush=True)
+    for arm in sessions:
+        by_kind = {kind: over_plain(rows, arm, kind)[0] for kind in KINDS}
+        print(arm, over_plain(rows, arm), by_kind, flush=True)
 
 
 def timed(session: Session, batch: Sequence[Request], index: int) -> dict[str, Any]:
@@ -114,14 +118,14 @@ def timed(session: Session, batch: Sequence[Request], index: int) -> dict[str, A
 
 
 def over_plain(
-    rows: Mapping[str, Any], arm: str, kinds: Sequence[str] = tuple(KINDS), clock: str = "processor_seconds"
-) -> dict[str, float]:
-    """Return the speed of an arm over plain decoding: the median over turns, with both 95% bounds."""
+    rows: Sequence[Mapping[str, Any]], arm: str, kind: str | None = None, clock: str = "processor_seconds"
+) -> list[float]:
+    """Return the speed of an arm over plain decoding, of one kind or of all, with a 95% interval over prompts."""
     plain, other = (
-        [sum(one[clock] for one in turn if one["kind"] in kinds) for turn in rows[name]["turns"]]
+        np.asarray([row["arms"][name][clock] for row in rows if kind in (row["kind"], None)])
         for name in ("plain", arm)
     )
-    return common.ratio(plain, other)
+    return common.ratio_of_sums(plain, other, digits=3)
 
 
 if __name__ == "__main__":
