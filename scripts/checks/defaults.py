@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 import mars_jax as mj
 from mars_jax import drafters
@@ -28,6 +26,7 @@ from mars_jax.serve.requests import Request
 from mars_jax.serve.session import Session
 from scripts import common
 from scripts.smollm2.margins import prompts
+from scripts.smollm2.tables import over_plain
 
 KINDS = {"mt_bench": 192, "gsm8k_test": 192, "humaneval": 192, "cnn_dm": 512, "wmt19": 192}
 """Maximum tokens of a prompt by kind. Prompts with the same maximum share compiled programs."""
@@ -115,17 +114,6 @@ def timed(session: Session, batch: Sequence[Request], index: int) -> dict[str, A
     completion = finished.completion
     digest = common.short_digest(repr(completion.tokens).encode())
     return times | {"steps": completion.metrics.steps, "tokens": len(completion.tokens), "digest": digest}
-
-
-def over_plain(
-    rows: Sequence[Mapping[str, Any]], arm: str, kind: str | None = None, clock: str = "processor_seconds"
-) -> list[float]:
-    """Return the speed of an arm over plain decoding, of one kind or of all, with a 95% interval over prompts."""
-    plain, other = (
-        np.asarray([row["arms"][name][clock] for row in rows if kind in (row["kind"], None)])
-        for name in ("plain", arm)
-    )
-    return common.ratio_of_sums(plain, other, digits=3)
 
 
 if __name__ == "__main__":

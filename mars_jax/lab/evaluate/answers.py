@@ -65,7 +65,7 @@ class Decoding:
         """Say on stderr about how long `num_answers` answers to such problems will take."""
         if num_answers > 0:
             prompts = [prompt_tokens(self.session.target, p, chat=self.chat) for p in problems[: self.group]]
-            requests = self.requests(prompts, range(len(prompts)), 0.0)
+            requests = self.requests(prompts, [0] * len(prompts), 0.0)
             seconds = self.session.plain_seconds(requests) / len(requests)
             announce(
                 f"{num_answers:,} answers of at most {self.max_new_tokens} tokens", num_answers * seconds
