@@ -20,6 +20,7 @@ from jax import Array, lax
 
 from mars_jax.core.conditions import Conditions
 from mars_jax.core.decoder import Decoder, speculative_decoder
+from mars_jax.core.drafter import Drafter
 from mars_jax.core.rule import Rule, structure
 from mars_jax.core.step import propose, step_keys
 from mars_jax.core.types import NO_TOKEN, DecodeState, LanguageModel, Params, StepInfo
@@ -233,7 +234,7 @@ def _blank(x: jax.ShapeDtypeStruct) -> Array:
     return jnp.full(x.shape, fill, x.dtype)
 
 
-def _expected(drafter: Skipping, params: Params, state: DecodeState) -> Array:
+def _expected(drafter: Drafter, params: Params, state: DecodeState) -> Array:
     """Return f32[B]: a drafter's expected acceptance of its next draft; 0 if it has none."""
     tree, _ = propose(drafter, params, state, Conditions.of(params, state), step_keys(state)[0])
     acceptance = jnp.full(state.length.shape, USUAL_ACCEPTANCE)

@@ -215,10 +215,12 @@ class Prepared:
             for request in self.requests
         ]
         state = dataclasses.replace(self, requests=requests).start([i % len(requests) for i in range(rows)])
-        begun = jax.block_until_ready((state, self.zero_stats(rows, log_probs=log_probs)))
+        state, stats = jax.block_until_ready((state, self.zero_stats(rows, log_probs=log_probs)))
         with self.target.on_mesh():
             start_time = time.perf_counter()
-            num_steps = jax.block_until_ready(refill.advance(self.decoder, self.params, *begun, 1, STEPS))[2]
+            num_steps = jax.block_until_ready(
+                refill.advance(self.decoder, self.params, state, stats, 1, STEPS)
+            )[2]
             seconds = time.perf_counter() - start_time
         return seconds / max(int(np.max(hosts.fetch(num_steps))), 1)
 
