@@ -1,7 +1,7 @@
 """Compare the default draft, and a head with adaptive length, with plain decoding and with chains of fixed lengths.
 
-    python -m scripts.checks.defaults --target smollm2 --data DATA --keep scripts/results/defaults_smollm2.json
-    python -m scripts.checks.defaults --target tiny/target --data DATA --keep scripts/results/defaults_tiny.json
+    python -m scripts.checks.defaults --target smollm2 --keep scripts/results/defaults_smollm2.json
+    python -m scripts.checks.defaults --target tiny/target --keep scripts/results/defaults_tiny.json
 
 Every arm decodes the same prompts greedily under `exact` at batch 1. The arms take turns at each prompt, so a slow
 spell of the machine affects all of them. Compilation and the measurement of costs come first, as in a session. Each
