@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 from mars_jax.utils import activity
+from mars_jax.utils.errors import say
 
 Show = Callable[[int, int | None, str], None]
 """Function that reports progress: (number done, total if known, additional text)."""
@@ -105,6 +106,14 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
             progress_bars.update(task.id, text=running_activity.detail)
 
         yield show
+
+
+def announce(runs: str, seconds: float) -> None:
+    """Say on stderr about how long some runs will take.
+
+    >>> announce("15 runs of 12 prompts", 250.4)  # on stderr
+    """
+    say(f"{runs}: about {timedelta(seconds=round(seconds))} if drafts gain nothing and no text ends early.")
 
 
 def speed(emitted: int, steps: int, seconds: float) -> str:

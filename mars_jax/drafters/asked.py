@@ -38,16 +38,17 @@ class LoadedDrafter(NamedTuple):
           MarsError: as for `speculative_decoder`; a lossy rule with an adaptive draft length.
         """
         if self.sizes is not None:
-            return self.sizes.decoder(target, self.drafter, verify)
+            return self.sizes.decoder(target, verify)
         return speculative_decoder(target, self.drafter, verify)
 
 
 class DraftSizes(Protocol):
-    """Drafters of several sizes that share one state; implemented by `drafters.sized.Sizes`."""
+    """A drafter of several lengths, `drafters.sized.SizedDrafter`."""
 
-    drafters: tuple[Drafter, ...]
+    @property
+    def lengths(self) -> tuple[int, ...]: ...
 
-    def decoder(self, target: LanguageModel, longest: Drafter, verify: Rule) -> Decoder: ...
+    def decoder(self, target: LanguageModel, verify: Rule) -> Decoder: ...
 
 
 class Asked(NamedTuple):

@@ -100,19 +100,24 @@ class FeatureDrafter(ShapedDrafter):
         n = following.shape[1]
         # [B, n, E]: the input feature of each position, which EAGLE-3 fuses from several layers of the target.
         fused = self.config.fuse(params.draft, output)
-        hidden, cache = self._forward(params, fused, following, Visible.causal(first, n), state.cache)
         # The index i32[B, 1] is clamped for windows without `last`. The value gathered there is discarded below.
         has_last = (last >= first) & (last < first + n)
         last_index = jnp.clip(last - first, 0, n - 1)[:, None]
-        last_hidden = pick(hidden, last_index).astype(state.feature.dtype)
-        return FeatureState(
-            cache=cache, feature=jnp.where(has_last[:, None, None], last_hidden, state.feature)
-        )
+        visible = Visible.causal(first, n)
+        hidden, cache = self._forward(params, fused, following, visible, state.cache, last_index)
+        feature = jnp.where(has_last[:, None, None], hidden.astype(state.feature.dtype), state.feature)
+        return FeatureState(cache=cache, feature=feature)
 
     def _forward(
-        self, params: Params, feature: Array, tokens: Array, visible: Visible, cache: KVCache
+        self,
+        params: Params,
+        feature: Array,
+        tokens: Array,
+        visible: Visible,
+        cache: KVCache,
+        needed: Array | None = None,
     ) -> tuple[Array, KVCache]:
-        return self.config.forward(self.target, params, feature, tokens, visible, cache)
+        return self.config.forward(self.target, params, feature, tokens, visible, cache, needed)
 
     def observe(
         self,

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core.pick import pick
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree, Visible
 from mars_jax.mesh.axes import hold_whole
 from mars_jax.models.attention import attending
@@ -144,6 +145,7 @@ class EagleConfig(FeatureHead):
         tokens: Array,
         visible: Visible,
         cache: KVCache,
+        needed: Array | None = None,
     ) -> tuple[Array, KVCache]:
         head, c = params.draft, self.layer
         layer = head["layer"]
@@ -167,6 +169,8 @@ class EagleConfig(FeatureHead):
                 x = rms_norm(h, part["attention_norm"], c.norm_eps) if i else x
                 mixed, k, v = attention(c, part, x, rotation, attend, cache.k[i], cache.v[i])
                 h = h + mixed
+            if needed is not None and i == c.num_layers - 1:
+                h = pick(h, needed)
             with jax.named_scope("mlp"):
                 h = h + gated_mlp(part, rms_norm(h, part["mlp_norm"], c.norm_eps), c.activation)
             ks.append(k)

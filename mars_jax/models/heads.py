@@ -170,6 +170,7 @@ class FeatureHead(LayeredHead):
         tokens: Array,
         visible: Visible,
         cache: KVCache,
+        needed: Array | None = None,
     ) -> tuple[Array, KVCache]:
         """Run the head over N entries and write them to the cache, starting at slot `visible.slot`.
 
@@ -179,9 +180,11 @@ class FeatureHead(LayeredHead):
           feature: [B, N, E] (or F), from `fuse` or from an earlier call of this function.
           tokens: i32[B, N]; for entry t, token t + 1.
           visible, cache: as in `types.LanguageModel.forward`.
+          needed: i32[B, P]; the entries whose features are returned, so that the last MLP skips the others; default:
+            all.
 
         Returns:
-          The features of the next tokens [B, N, E], and the cache.
+          The features of the next tokens [B, N or P, E], and the cache.
         """
         raise NotImplementedError
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core.pick import pick
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree, Visible
 from mars_jax.mesh.axes import hold_whole
 from mars_jax.models.attention import attending
@@ -127,6 +128,7 @@ class MtpConfig(FeatureHead):
         tokens: Array,
         visible: Visible,
         cache: KVCache,
+        needed: Array | None = None,
     ) -> tuple[Array, KVCache]:
         head, c = params.draft, self.layer
         with jax.named_scope("embed"):
@@ -141,7 +143,10 @@ class MtpConfig(FeatureHead):
         with jax.named_scope("mask"):
             attend = attending("xla", visible, cache.slots, c.windows[0])
         rows = cache.k[0], cache.v[0]
-        x, (k, v) = run_layer(c, (True, True), head["layer"], x, rotation, attend, rows)
+        x, (k, v) = run_layer(c, (True, False), head["layer"], x, rotation, attend, rows)
+        if needed is not None:
+            x = pick(x, needed)
+        x, _ = run_layer(c, (False, True), head["layer"], x, rotation, attend, None)
         # The next pass reads the output after the norm, as do the logits.
         return self._norm(x, head["norm"]), KVCache(k=(k,), v=(v,))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from mars_jax.constraints import vocabulary
 from mars_jax.constraints.automaton import FIRST
 from mars_jax.constraints.batch_tables import Compiled, compiled, join_tables
 from mars_jax.constraints.vocabulary import Vocabulary
-from mars_jax.core import decode
+from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter
@@ -40,11 +41,14 @@ from mars_jax.core.types import (
 )
 from mars_jax.drafters.registry import drafters_that
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.mesh import hosts
 from mars_jax.mesh.axes import size_of, state_shardings
-from mars_jax.mesh.hosts import put
 from mars_jax.serve.requests import Request, check_request
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify import exact
+
+STEPS = 4
+"""Steps that `step_seconds` times."""
 
 
 class RequestGuides(NamedTuple):
@@ -177,7 +181,7 @@ class Prepared:
         """Shard the rows of arrays over `data` if there is a mesh."""
         if self.target.mesh is None:
             return arrays
-        return put(arrays, state_shardings(arrays, self.target.mesh))
+        return hosts.put(arrays, state_shardings(arrays, self.target.mesh))
 
     def _edits(self, requests: Sequence[Request]) -> Edits:
         # The width covers all requests, so it is the same for any subset. It is rounded up, so that one more token
@@ -192,6 +196,33 @@ class Prepared:
             min_new_tokens=[r.min_new_tokens for r in requests],
             width=max_biases + -max_biases % 8,
         )
+
+    def drafting(self, drafter: drafters.LoadedDrafter) -> Prepared:
+        """Return the same requests with other params of their drafter."""
+        return dataclasses.replace(self, drafter=drafter, params=self.params._replace(draft=drafter.params))
+
+    def step_seconds(self, rows: int, *, log_probs: bool = False) -> float:
+        """Return the mean seconds of a few steps of B rows after short prompts. The first call compiles them."""
+        # No row may end, so replace the stop tokens by one that never occurs. Their number is part of a shape and stays
+        # the same. No row reaches its limit, the width of the buffer.
+        requests = [
+            dataclasses.replace(
+                request,
+                prompt_tokens=request.prompt_tokens[:2],
+                max_new_tokens=self.width - 2,
+                stop_tokens=(NO_TOKEN,) * len(request.stop_tokens),
+            )
+            for request in self.requests
+        ]
+        state = dataclasses.replace(self, requests=requests).start([i % len(requests) for i in range(rows)])
+        state, stats = jax.block_until_ready((state, self.zero_stats(rows, log_probs=log_probs)))
+        with self.target.on_mesh():
+            start_time = time.perf_counter()
+            num_steps = jax.block_until_ready(
+                refill.advance(self.decoder, self.params, state, stats, 1, STEPS)
+            )[2]
+            seconds = time.perf_counter() - start_time
+        return seconds / max(int(np.max(hosts.fetch(num_steps))), 1)
 
     def start(self, entries: Sequence[int | None]) -> DecodeState:
         """Return the state after prefill of some requests; `entries` has the format that `prompts` takes."""
@@ -253,7 +284,7 @@ def prepared(
     if tables is not None and target.mesh is not None:
         # Every device of a mesh holds a copy of the whole tables.
         replicated_sharding = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
-        tables = put(tables, jax.tree.map(lambda _: replicated_sharding, tables))
+        tables = hosts.put(tables, jax.tree.map(lambda _: replicated_sharding, tables))
     # A drafter with a reduced vocabulary reads bit masks over its own token ids.
     if drafter.draft_ids is not None and tables is not None and tables.constraint is not None:
         tables = dataclasses.replace(tables, constraint=narrowed(tables.constraint, drafter.draft_ids))

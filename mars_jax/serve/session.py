@@ -206,6 +206,22 @@ class Session:
         """Compile the programs that `decode` uses, by decoding one token, so that timings exclude compilation."""
         self.queue(requests, order=longest_first(requests)).warm_up()
 
+    @activity.doing("timing a step")
+    def plain_seconds(self, requests: Sequence[Request]) -> float:
+        """Return about how many seconds decoding takes without a draft, if no completion ends early.
+
+        This times a few steps and leaves out the prompts. Drafts that pay are faster.
+        """
+        prepared_requests = self.autoregressive.prepared(requests)
+        num_rows = of_mesh(self.target, self.batch_size or default_rows(prepared_requests))
+        # The first time compiles.
+        _, step_seconds = (
+            prepared_requests.step_seconds(num_rows, log_probs=self.log_probs) for _ in range(2)
+        )
+        return (
+            step_seconds * sum(request.max_new_tokens for request in requests) / min(num_rows, len(requests))
+        )
+
     def decode(self, requests: Sequence[Request]) -> Result:
         """Decode all requests, in decreasing order of `max_new_tokens`.
 

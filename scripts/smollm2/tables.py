@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scripts.common import load, span
+import numpy as np
+
+from scripts.common import load, ratio_of_sums, span
 
 
 def figures() -> dict[str, Any]:
@@ -16,6 +18,45 @@ def figures() -> dict[str, Any]:
         "parity": _parity(load("smollm2_parity.json")),
         "first": _first(load("first_token.json")),
         "bits": _bits(load("cpu_bits.json")),
+        "defaults": {name: _defaults(load(f"defaults_{name}.json")) for name in ("smollm2", "tiny")},
+    }
+
+
+def over_plain(
+    rows: Sequence[Mapping[str, Any]], arm: str, kind: str | None = None, clock: str = "processor_seconds"
+) -> list[float]:
+    """Return the speed of an arm over plain decoding, of one kind or of all, with a 95% interval over prompts."""
+    plain, other = (
+        np.asarray([row["arms"][name][clock] for row in rows if kind in (row["kind"], None)])
+        for name in ("plain", arm)
+    )
+    return ratio_of_sums(plain, other, digits=3)
+
+
+def _defaults(report: Mapping[str, Any]) -> dict[str, Any]:
+    timed = report["rows"]
+    kinds, arms = (
+        dict.fromkeys(row["kind"] for row in timed),
+        [arm for arm in timed[0]["arms"] if arm != "plain"],
+    )
+    table, by_kind = [], {}
+    for arm in sorted(arms):
+        counts = [row["arms"][arm] for row in timed]
+        tau = sum(one["tokens"] for one in counts) / sum(one["steps"] for one in counts)
+        by_kind[arm] = [over_plain(timed, arm, kind)[0] for kind in kinds]
+        ratios = [f"{ratio:.2f}" for ratio in by_kind[arm]]
+        table.append((arm, _span(over_plain(timed, arm)), f"{tau:.2f}", *ratios))
+    differing = sum(
+        one["digest"] != row["arms"]["plain"]["digest"] for row in timed for one in row["arms"].values()
+    )
+    return {
+        "kinds": list(kinds),
+        "rows": table,
+        "lowest": {arm: min(ratios) for arm, ratios in by_kind.items()},
+        "differing": differing,
+        "turns": 1 + max(row["turn"] for row in timed),
+        "prompts": len({(row["kind"], row["prompt"]) for row in timed}),
+        "new_tokens": report["settings"]["new_tokens"],
     }
 
 

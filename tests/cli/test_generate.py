@@ -158,7 +158,8 @@ def test_a_row_stops_its_own_draft(run, target, tmp_path):
 def test_the_comparison_is_a_table(run, target):
     argv = ["--target", target, *FEW, "--num-draft-tokens", "3", "--compare", "the sea", "a story of"]
     table = run(*argv)
-    assert table.code == 0 and "\x1b" not in table.out and table.err == ""
+    assert table.code == 0 and "\x1b" not in table.out
+    assert table.err.startswith("15 runs of 2 prompts: about ") and table.err.count("\n") == 1
     words = ("autoregressive", "exact", "mars", "speedup", "tau", "relaxed", "tokens/s", "loops")
     assert all(word in table.out for word in words)
     [comparison] = rows_of(run(*argv, "--json").out)

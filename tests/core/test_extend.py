@@ -13,6 +13,7 @@ from mars_jax.core import decode, refill
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.metrics import zero_stats
 from mars_jax.drafters.sized import sized, with_size
+from mars_jax.drafters.skipping import FEATURES
 from mars_jax.mesh.axes import parse_mesh
 from tests.helpers import committed, draft_input, every_drafter, slow_but
 from tests.helpers.every_drafter import BUFFER, CHUNK, ROWS, batch_of, check_same, made_of
@@ -50,8 +51,8 @@ class States:
         default, drafter, self.params, self.idle, self.vocab = drafter_of(name)
         self.rule = rule or (verify.rejection() if "sampled" in name else verify.exact())
         loaded = drafter if name in SIZED else drafters.LoadedDrafter(drafter, ())
-        self.drafter = loaded.drafter
         self.decoder = dataclasses.replace(loaded.decoder(target or default, self.rule), prefill_chunk=CHUNK)
+        self.drafter = self.decoder.drafter
         self.rng = np.random.default_rng(0)
 
     def texts(self, *lengths):
@@ -80,11 +81,21 @@ class States:
         check_same(*results)
         return ended
 
-    def one_token(self):
+    def one_token(self, steps=4):
         """Return a state that began with one token and took steps without a draft, if the drafter supports that."""
         begun = self.start(self.batch(self.texts(1, 1, 1)), self.idle)
-        state, _ = self.run(begun, 4, self.idle)
+        state, _ = self.run(begun, steps, self.idle)
         return state, committed(state)
+
+    def idle_for_long(self):
+        """Return a state after more steps without a draft than a head's features are kept for."""
+        return self.one_token(FEATURES + 6)
+
+    def extended_after_idling(self):
+        """Return a state that was extended after steps without a draft, and its texts."""
+        state, texts = self.one_token()
+        texts = [text[:4] + new for text, new in zip(texts, self.texts(9, 1, 20), strict=True)]
+        return self.extend(state, self.batch(texts))[0], texts
 
     def extended(self):
         """Return a state that was extended from one token, as at the start of a conversation."""
@@ -108,6 +119,7 @@ class States:
 
 states_of = functools.cache(States)
 PAIRS = [(origin, name) for origin in ("extended", "inserted", "one_token") for name in NAMES]
+PAIRS += [(origin, name) for origin in ("idle_for_long", "extended_after_idling") for name in SIZED]
 FAST = [("extended", "sized model"), ("one_token", "sized model"), ("inserted", "ngram")]
 
 

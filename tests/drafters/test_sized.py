@@ -1,7 +1,5 @@
 """Adaptive draft length: the output of a fixed chain, a complete cache, and the choice of size."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +16,8 @@ from mars_jax.drafters.sized import (
     PAUSE,
     PRIOR_TOKENS,
     USUAL_ACCEPTANCE,
+    Counts,
     SizedParams,
-    SizedState,
     best_size,
     sized,
     with_size,
@@ -44,17 +42,11 @@ def params_of(loaded):
     return Params(target=(), draft=loaded.params)
 
 
-def state_of(accepted, expected):
-    """Return the state of rows with these numbers of accepted and expected draft tokens."""
+def counts_of(accepted, expected):
+    """Return the counts of rows with these numbers of accepted and expected draft tokens."""
     accepted, expected = jnp.asarray(accepted, jnp.float32), jnp.asarray(expected, jnp.float32)
-    zeros = jnp.zeros(accepted.shape, jnp.int32)
-    return SizedState(
-        draft=(),
-        cached=zeros,
-        accepted=accepted,
-        expected=expected,
-        idle=zeros,
-    )
+    idle = jnp.zeros(accepted.shape, jnp.int32)
+    return Counts(accepted, expected, idle)
 
 
 def begun(loaded, params, temperature=0.0):
@@ -92,11 +84,11 @@ def test_what_finds_nothing_takes_nothing(matches):
     )
     decoder = copies.decoder(TARGET, RULE)
     state = decode.start(decoder, params_of(copies), batch)
-    expected, idle = np.asarray(state.draft.expected), np.asarray(state.draft.idle)
+    expected, idle = np.asarray(state.draft.counts.expected), np.asarray(state.draft.counts.idle)
     next_state, info = decode.jitted_step(decoder, params_of(copies), state)
     assert info.num_proposed.tolist() == [3 if matches else 0]
-    assert next_state.draft.idle.tolist() == ([0] if matches else [idle[0] + 1])
-    assert (next_state.draft.expected[0] == expected[0]) is not matches
+    assert next_state.draft.counts.idle.tolist() == ([0] if matches else [idle[0] + 1])
+    assert (next_state.draft.counts.expected[0] == expected[0]) is not matches
 
 
 def test_a_copy_counts_as_its_match_is_long():
@@ -117,9 +109,9 @@ def test_a_copy_counts_as_its_match_is_long():
                 1 + sum(min(a * right, 1.0) ** k for k in range(1, length + 1)) for a in estimates[counts]
             ]
             speeds.append(np.mean(tokens) / cost * (1 if length else MARGIN))
-        state = state_of(accepted, expected)
+        row_counts = counts_of(accepted, expected)
         params = SizedParams((), jnp.asarray(costs, jnp.float32))
-        size = int(choose(params, state, jnp.asarray(live), jnp.asarray(estimates, jnp.float32)))
+        size = int(choose(params, row_counts, jnp.asarray(live), jnp.asarray(estimates, jnp.float32)))
         assert size == int(np.argmax(speeds))
         chosen_sizes.add(size)
     assert chosen_sizes == {0, 1, 2}
@@ -128,9 +120,9 @@ def test_a_copy_counts_as_its_match_is_long():
 def test_a_trial_needs_a_draft():
     """After the pause, a row whose drafter found nothing is not tried; a row with a draft is."""
     params = SizedParams((), jnp.asarray([1.0, 1.001]))
-    state = dataclasses.replace(state_of([0.0], [90.0]), idle=jnp.asarray([PAUSE]))
+    counts = counts_of([0.0], [90.0])._replace(idle=jnp.asarray([PAUSE]))
     for expected, size in ((0.0, 0), (0.3, 1)):
-        assert int(best_size(params, (0, 4), state, jnp.asarray([True]), jnp.asarray([expected]))) == size
+        assert int(best_size(params, (0, 4), counts, jnp.asarray([True]), jnp.asarray([expected]))) == size
 
 
 @pytest.mark.slow
@@ -138,7 +130,7 @@ def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
     order = [0, 2, 0, 0, 0, 1, 2, 2, 0, 1, *[0] * 70, 2]
     params = params_of(with_size(ADAPTIVE, 0))
     decoder, state = begun(ADAPTIVE, params)
-    propose = jax.jit(ADAPTIVE.sizes.drafters[2].propose)
+    propose = jax.jit(ADAPTIVE.drafter.propose)
     emitted = []
     for turn, size in enumerate(order):
         if size:
@@ -163,22 +155,21 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
     def steps_with_drafts(costs):
         params = params_of(with_step_costs(ADAPTIVE, costs))
         # The second row is done and does not count.
-        state = state_of([70.0, 0.0], [80.0, 1e9])
+        counts = counts_of([70.0, 0.0], [80.0, 1e9])
         live, usual = jnp.asarray([True, False]), jnp.full((2,), USUAL_ACCEPTANCE)
-        choose = jax.jit(lambda state: best_size(params.draft, ADAPTIVE.sizes.lengths, state, live, usual))
+        choose = jax.jit(lambda counts: best_size(params.draft, ADAPTIVE.sizes.lengths, counts, live, usual))
         trials = []
         for step in range(400):
-            if not int(choose(state)):
-                state = dataclasses.replace(state, idle=state.idle + 1)
+            if not int(choose(counts)):
+                counts = counts._replace(idle=counts.idle + 1)
                 continue
             trials.append(step)
             # Same as `update` for a draft that is rejected at once.
-            keep = DECAY / 2 if int(state.idle[0]) >= PAUSE else DECAY
-            state = dataclasses.replace(
-                state,
-                expected=keep * state.expected + USUAL_ACCEPTANCE,
-                accepted=keep * state.accepted,
-                idle=jnp.zeros_like(state.idle),
+            keep = DECAY / 2 if int(counts.idle[0]) >= PAUSE else DECAY
+            counts = counts._replace(
+                expected=keep * counts.expected + USUAL_ACCEPTANCE,
+                accepted=keep * counts.accepted,
+                idle=jnp.zeros_like(counts.idle),
             )
         return trials
 
@@ -249,7 +240,7 @@ def test_a_later_process_reads_the_costs_from_disk(monkeypatch, own_cache):
         (lambda: sized(ADAPTIVE), "no chains of several lengths"),
         (lambda: sized(CHAINS, [1, 4]), "rise from 0 to at most 4"),
         (lambda: sized(CHAINS, [0, 5]), "rise from 0 to at most 4"),
-        (lambda: sized(CHAINS, costs=[1.0, 2.0]), "a positive number for each of the 3"),
+        (lambda: sized(CHAINS, costs=[1.0, 2.0]), "expected 3 positive numbers"),
     ],
 )
 def test_what_cannot_be_sized_is_named(make, message):

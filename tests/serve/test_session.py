@@ -10,7 +10,9 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import assets, drafters
+from mars_jax.cli.progress import announce
 from mars_jax.serve.chat import Running
+from mars_jax.serve.prepare import Prepared
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
 from mars_jax.utils.errors import MarsWarning
@@ -37,6 +39,19 @@ def test_the_target_alone_is_one_session(pair):
     requests = short_requests(pair.target)[:1]
     reference, drafted = autoregressive.decode(requests), pair.decode(requests)
     assert reference.tokens == drafted.tokens and reference.metrics.tau == 1.0
+
+
+def test_the_time_of_a_run_is_estimated_from_its_steps(pair, monkeypatch, capsys):
+    """Three requests of 8 tokens in two rows, at half a second per step."""
+    monkeypatch.setattr(Prepared, "step_seconds", lambda self, rows, **_: 0.25 * rows)
+    assert pair.plain_seconds(short_requests(pair.target)) == 6.0
+    announce("15 runs of 3 prompts", 15 * 6.0)
+    expected = "15 runs of 3 prompts: about 0:01:30 if drafts gain nothing and no text ends early.\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_steps_are_timed(pair):
+    assert 0 < pair.plain_seconds(short_requests(pair.target)) < 60
 
 
 ENTRIES = {

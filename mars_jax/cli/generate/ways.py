@@ -15,7 +15,7 @@ from mars_jax import verify
 from mars_jax.cli.generate.job import Job, JobCompletions
 from mars_jax.cli.generate.output_file import missing_rows, to_row
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
-from mars_jax.cli.progress import Show, progress, speed
+from mars_jax.cli.progress import Show, announce, progress, speed
 from mars_jax.core.rule import LoadedRule
 from mars_jax.serve.queue import Finished, Said
 from mars_jax.serve.requests import Completion, Request, Result, total_metrics
@@ -137,6 +137,7 @@ def compare_ways(job: Job, show: Show) -> JsonObject:
         session.warm_up(requests)
     results_by_rule: dict[str, list[Result]] = {name: [] for name in sessions}
     num_runs = REPEATS * len(sessions)
+    announce(f"{num_runs} runs of {len(requests)} prompts", num_runs * pair.plain_seconds(requests))
     for number, (name, session) in enumerate(REPEATS * [*sessions.items()], start=1):
         results_by_rule[name].append(session.decode(requests))
         show(number, num_runs, "")

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+from mars_jax.cli.progress import announce
 from mars_jax.core.metrics import Metrics
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate.benchmark.arms import Arm
@@ -59,6 +60,16 @@ class Decoding:
         if batch_size == 1:
             return 1
         return GROUP * batch_size
+
+    def announce(self, problems: Sequence[Problem], num_answers: int) -> None:
+        """Say on stderr about how long `num_answers` answers to such problems will take."""
+        if num_answers > 0:
+            prompts = [prompt_tokens(self.session.target, p, chat=self.chat) for p in problems[: self.group]]
+            requests = self.requests(prompts, [0] * len(prompts), 0.0)
+            seconds = self.session.plain_seconds(requests) / len(requests)
+            announce(
+                f"{num_answers:,} answers of at most {self.max_new_tokens} tokens", num_answers * seconds
+            )
 
     def answer(
         self, arm: Arm, problems: Sequence[Problem], seeds: Sequence[int], *, temperature: float

@@ -8,6 +8,7 @@ from mars_jax import drafters, hub
 from mars_jax.lab.evaluate.answers import Decoding, prompt_tokens
 from mars_jax.lab.evaluate.benchmark.arms import MARS, make_arms
 from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.serve.prepare import Prepared
 from mars_jax.serve.session import Session
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
@@ -55,6 +56,15 @@ def test_without_a_template_the_first_turn_alone_is_asked(chatty, decoding):
     assert prompt_tokens(chatty, problem("sea"), chat=False) == chatty.tokenizer("sea")["input_ids"]
     continued = problem("sea", continues=True)
     assert prompt_tokens(chatty, continued, chat=True) == chatty.tokenizer("sea")["input_ids"]
+
+
+def test_the_time_of_all_answers_is_printed_beforehand(decoding, monkeypatch, capsys):
+    """100 answers of 8 tokens take 800 steps over two rows, which is as many as there are problems."""
+    monkeypatch.setattr(Prepared, "step_seconds", lambda self, rows, **_: 0.25 * rows)
+    decoding.announce([problem("sea"), problem("the")], 100)
+    assert capsys.readouterr().err.startswith("100 answers of at most 8 tokens: about 0:05:00 if")
+    decoding.announce([problem("sea")], 0)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_turn_that_does_not_fit_is_left_out(decoding):

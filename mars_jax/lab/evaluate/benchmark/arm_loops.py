@@ -66,7 +66,9 @@ class Evaluation:
         """Decode all rows that are not on file."""
         group_size = self._decoding.group
         num_turns = sum(turns_of(problems, self._decoding.chat) for problems in self._tasks.values())
+        first_task = next(iter(self._tasks.values()))
         recorder = Recorder(self._file, show, num_turns * sum(map(len, self.arms.values())))
+        self._decoding.announce(first_task, recorder.total - len(self._file.rows))
         for task, problems in self._tasks.items():
             for temperature, arms in self.arms.items():
                 for first in range(0, len(problems), group_size):

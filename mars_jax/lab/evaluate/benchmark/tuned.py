@@ -127,6 +127,8 @@ def tuned(
         num_turns += turns_of(group[split:], study.chat) * (num_arms + len(arms))
     with contextlib.closing(open_rows(folder, settings)) as file:
         run = _Run(study, drafters, Recorder(file, progress, num_turns), folder, lengths, cost)
+        decoding = study.decoding(next(iter(drafters.values())))
+        decoding.announce(study.problems, num_turns - len(file.rows))
         task_tables = [
             run.table(task, group, temperature, arms[temperature])
             for task, group in tasks.items()

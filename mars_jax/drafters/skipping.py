@@ -1,0 +1,180 @@
+"""A drafter that skips steps: steps without a draft do not run it, and the next draft first completes its cache.
+
+A draft model then reads the missing tokens. A head also needs the target's features of these tokens, so the state keeps
+those of the last P tokens. B batch, T token buffer, P features, E hidden size.
+
+Oracle: a state that skipped no step (tests/core/test_extend.py, tests/drafters/test_sized.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from mars_jax.core import struct
+from mars_jax.core.drafter import Drafter, DraftInput
+from mars_jax.core.pick import pick
+from mars_jax.core.types import DraftTree, ForwardOutput, LanguageModel, Params, PyTree, Visible
+from mars_jax.drafters.none import none
+
+FEATURES = 32
+"""P. On a CPU, a head reads 32 tokens together in about the time of three tokens one by one."""
+
+
+class SizedParams(NamedTuple):
+    """`Params.draft` of a drafter with several lengths."""
+
+    weights: PyTree  # params of the wrapped drafter
+    costs: Array | np.ndarray  # f32[n]; cost of a step at each length, in any unit; 0: not measured yet
+
+
+def _inner(params: Params) -> Params:
+    """Return the params of the wrapped drafter."""
+    return params._replace(draft=params.draft.weights)
+
+
+@struct.dataclass(kw_only=True)
+class SkippingState:
+    """Draft state shared by all lengths of a `Skipping` drafter."""
+
+    draft: PyTree  # state of the wrapped drafter
+    cached: Array  # i32[B]; committed tokens in the drafter's cache
+    # The target's output at tokens that the drafter has not read; leaves [B, P, E], token t in entry t % P, and no
+    # cache. None for a drafter that does not read its target.
+    features: ForwardOutput | None
+    counts: PyTree = ()  # by which `drafters.sized` chooses a length
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipping(Drafter):
+    """A drafter of chains at one of its lengths, or of no draft. All lengths share one state and `SizedParams`.
+
+    >>> from mars_jax.drafters.ngram import ngram
+    >>> skipping = Skipping(ngram(4), ngram(4))
+    >>> skipping.resized(2).max_depth, skipping.resized(0).max_depth
+    (2, 0)
+    """
+
+    longest: Drafter  # the drafter with the most tokens; its state has room for all lengths
+    size: Drafter  # the drafter of this length; `none()` skips the step
+    target: LanguageModel | None = None  # the target with the features that the drafter reads
+
+    @property
+    def max_depth(self) -> int:
+        return self.size.max_depth
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.longest.vocab_size
+
+    @property
+    def reads(self) -> tuple[int, ...] | None:
+        return self.longest.reads
+
+    @property
+    def stops(self) -> bool:
+        return self.longest.stops
+
+    def resized(self, length: int) -> Skipping:
+        size = none()
+        if length > 0:
+            size = self.longest.resized(length)
+        return Skipping(self.longest, size, self.target)
+
+    def init(self, params: Params, tokens: Array, length: Array) -> Any:
+        features = None
+        if self.reads is not None:
+            features = self._no_features(params, tokens, length)
+            # Leave room for a window of P tokens at the end of the buffer.
+            tokens = jnp.pad(tokens, ((0, 0), (0, FEATURES)))
+        draft = self.longest.init(_inner(params), tokens, length)
+        return SkippingState(draft=draft, cached=self._complete(length), features=features)
+
+    def _complete(self, length: Array) -> Array:
+        """Return i32[B], the size of a complete cache. A head's ends one token before the length, a model's two."""
+        return jnp.maximum(length - 1 - int(self.longest.lags), 0)
+
+    def _no_features(self, params: Params, tokens: Array, length: Array) -> ForwardOutput:
+        """Return zeros in the shapes of `SkippingState.features`."""
+        target = self.target
+        assert target is not None
+
+        def forward() -> ForwardOutput:
+            cache = target.init_cache(*tokens.shape)
+            return target.forward(params.target, tokens[:, :1], Visible.causal(length, 1), cache)
+
+        output_shapes = jax.eval_shape(forward)._replace(cache=())
+        return jax.tree.map(
+            lambda x: jnp.zeros((len(tokens), FEATURES, *x.shape[2:]), x.dtype), output_shapes
+        )
+
+    def observe(self, params: Params, state: SkippingState, *chunk: Any) -> SkippingState:
+        return dataclasses.replace(state, draft=self.longest.observe(_inner(params), state.draft, *chunk))
+
+    def catch_up(
+        self, params: Params, state: SkippingState, tokens: Array, cached: Array, length: Array
+    ) -> SkippingState:
+        if self.reads is None:
+            # The next draft reads the missing tokens.
+            return dataclasses.replace(state, cached=jnp.minimum(state.cached, cached))
+        # The row shares `cached` + 2 tokens with its prompt. `observe` then gets the features of all later tokens.
+        state = self._read_features(params, state, tokens, cached + 2)
+        return dataclasses.replace(state, cached=self._complete(length))
+
+    def _read_features(
+        self, params: Params, state: SkippingState, tokens: Array, length: Array
+    ) -> SkippingState:
+        """Let the head read the kept features, at most P, if its cache is incomplete for `length` i32[B].
+
+        This is a loop of at most one iteration, because a loop updates its carry in place, whereas XLA copies a cache
+        that goes through a `lax.cond`.
+        """
+
+        def read(state: SkippingState) -> SkippingState:
+            entries = (state.cached[:, None] + jnp.arange(FEATURES, dtype=jnp.int32)[None]) % FEATURES
+            output = jax.tree.map(lambda x: pick(x, entries), state.features)
+            # Entries past the last kept feature are garbage, in slots that are written again before they are read.
+            draft = self.longest.observe(_inner(params), state.draft, tokens, state.cached, length, output)
+            cached = jnp.maximum(state.cached, self._complete(length))
+            return dataclasses.replace(state, draft=draft, cached=cached)
+
+        return lax.while_loop(lambda state: jnp.any(state.cached < self._complete(length)), read, state)
+
+    def propose(
+        self, params: Params, state: SkippingState, inputs: DraftInput
+    ) -> tuple[DraftTree, SkippingState]:
+        if self.reads is not None:
+            # Before a draft, read all features. In other steps, read them if there is no room for one more.
+            num_kept = self._complete(inputs.length) - state.cached
+            must_read = jnp.any(num_kept >= FEATURES) | (self.max_depth > 0)
+            state = self._read_features(params, state, inputs.tokens, jnp.where(must_read, inputs.length, 0))
+        elif self.size.lags:
+            draft = self.size.catch_up(
+                _inner(params), state.draft, inputs.tokens, state.cached, inputs.length
+            )
+            state = dataclasses.replace(state, draft=draft)
+        tree, draft = self.size.propose(_inner(params), state.draft, inputs)
+        return tree, dataclasses.replace(state, draft=draft)
+
+    def update(self, params: Params, state: SkippingState, *step: Any) -> SkippingState:
+        tree, verdict, output, length = step
+        if self.max_depth > 0 or not (self.longest.lags or self.reads is not None):
+            # With one node, a drafter that cannot skip steps still reads the root.
+            drafter = self.size if self.max_depth > 0 else self.longest
+            draft = drafter.update(_inner(params), state.draft, tree, verdict, output, length)
+            cached = self._complete(length + verdict.num_accepted + 1)
+            return dataclasses.replace(state, draft=draft, cached=cached)
+        if state.features is None:
+            return state
+        # The only node is the root, at position `length - 1`.
+        write = jax.vmap(lambda kept, new, entry: lax.dynamic_update_slice_in_dim(kept, new, entry, 0))
+        entry = (length - 1) % FEATURES
+        features = jax.tree.map(
+            lambda kept, new: write(kept, new, entry), state.features, output._replace(cache=())
+        )
+        return dataclasses.replace(state, features=features)
