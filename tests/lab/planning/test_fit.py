@@ -16,6 +16,7 @@ from mars_jax.lab.planning import advice, make_plan
 from mars_jax.lab.planning.chips import larger, topology
 from mars_jax.lab.planning.compiled_program import _out_of_memory, collectives
 from mars_jax.lab.planning.estimate import StepTime
+from mars_jax.lab.planning.fit import product_weights
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.lab.planning.pair_programs import Programs, default_mesh, draft_of
 from mars_jax.models import ModelConfig, transformer
