@@ -87,10 +87,8 @@ def dense_int4(
     input_blocks, block_groups = inputs // block_inputs, block_inputs // group_size
     parts, scale_rows = 1, block_groups
     if by_group and groups_per_chunk > 1:
-        # [R * parts, K]: row r of x becomes one row r * parts + g for each group g of a chunk, with 0 in other groups.
         parts = groups_per_chunk
-        k, group = (lax.broadcasted_iota(jnp.int32, (1, parts, inputs), axis) for axis in (2, 1))
-        x = jnp.where(k // group_size % parts == group, x[:, None], 0).reshape(-1, inputs)
+        x = _row_per_group(x, group_size, parts)
         # 8 rows per chunk, to match 8 rows of a product; see `_start_total`.
         scale_rows = block_inputs // CHUNK * SUBLANES
     padded_rows = round_up(len(x), SUBLANES)
@@ -135,6 +133,12 @@ def dense_int4(
         # Mosaic does not support float16, so pass the bits of the scales.
     )(x, values, lax.bitcast_convert_type(scale, jnp.uint16), offset)
     return padded_product[:row_count]
+
+
+def _row_per_group(x: Array, group_size: int, parts: int) -> Array:
+    """Return [R * parts, K]: row r * parts + g has the inputs of x[r] that belong to group g of a chunk, and zeros."""
+    k, group = (lax.broadcasted_iota(jnp.int32, (1, parts, x.shape[1]), axis) for axis in (2, 1))
+    return jnp.where(k // group_size % parts == group, x[:, None], 0).reshape(-1, x.shape[1])
 
 
 class _Memory(NamedTuple):

@@ -43,7 +43,9 @@ def _family(data: JsonObject) -> str:
             return name
     unsupported = architecture or model_type or "none named in config.json"
     supported = ", ".join(family.architecture for family in FAMILIES.values())
-    raise MarsError(f"architecture {unsupported} is not supported: choose a checkpoint of {supported}.")
+    raise MarsError(
+        f"architecture {unsupported} is not supported: choose a checkpoint of {supported}, or give a head to --draft."
+    )
 
 
 def from_json(data: JsonObject, generation: JsonObject | None = None) -> ModelConfig:

@@ -101,17 +101,7 @@ class MarsJax(TemplateLM):
         if rows is not None:
             remote.refuse(rows, "rows")
         REQUEST["max_new_tokens"].check(max_gen_toks, shown="max_gen_toks")
-        default_draft = {assets.TARGET: f"model:{assets.DRAFT}"}.get(target, "none")
-        # Make flags of `generate`, so that values are parsed and checked in the same way.
-        argv = [f"--target={target}", f"--draft={draft or default_draft}"]
-        if choice is not None:
-            argv += [f"--choice={text}" for text in str(choice).split("|")]
-        if mesh is not None:
-            argv.append(f"--mesh={mesh.replace('+', ',')}")
-        for name, value in arguments.items():
-            flag = flag_of(name) if name in FLAGS else f"--rule-option={name}"
-            argv.append(f"{flag}={value}")
-        args = parse(argv)
+        args = parse(_to_flags(target, draft, choice, mesh, arguments))
         if "long" in args.rule.needs:
             raise MarsError(f"verify is {args.rule.name}, whose text means nothing: choose another rule.")
         choices = check_flags(args, [])
@@ -447,3 +437,21 @@ def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonOb
     elif not math.isfinite(float(sampling_options.setdefault("temperature", 1.0))):
         raise MarsError(f"temperature is {sampling_options['temperature']}: expected a finite number.")
     return limit, [text for text in stop_strings if text], sampling_options | constraint_options
+
+
+def _to_flags(
+    target: str, draft: str | None, choice: str | None, mesh: str | None, arguments: dict[str, Any]
+) -> list[str]:
+    """Return the flags of `generate` for a model's arguments, so that both parse and check them in the same way."""
+    default_draft = "none"
+    if target == assets.TARGET:
+        default_draft = f"model:{assets.DRAFT}"
+    argv = [f"--target={target}", f"--draft={draft or default_draft}"]
+    if choice is not None:
+        argv += [f"--choice={text}" for text in str(choice).split("|")]
+    if mesh is not None:
+        argv.append(f"--mesh={mesh.replace('+', ',')}")
+    for name, value in arguments.items():
+        flag = flag_of(name) if name in FLAGS else f"--rule-option={name}"
+        argv.append(f"{flag}={value}")
+    return argv

@@ -101,14 +101,8 @@ def _embed(config: ModelConfig, params: PyTree, tokens: Array) -> Array:
 def _mlp(config: ModelConfig, layer: dict, x: Array) -> Array:
     if "router" not in layer:
         return gated_mlp(layer, x, config.activation)
-    update = experts_mlp(
-        layer,
-        x,
-        config.activation,
-        count=config.experts_per_token,
-        normalize=config.normalize_experts,
-        swiglu=config.swiglu,
-    )
+    count, normalize = config.experts_per_token, config.normalize_experts
+    update = experts_mlp(layer, x, config.activation, count=count, normalize=normalize, swiglu=config.swiglu)
     if config.shared_expert_size:
         update += shared_expert(layer, x, config.activation)
     return update

@@ -106,18 +106,7 @@ def _add_models(command_parser: Parser) -> None:
         "explains them",
     )
     add_settings(group, "num_draft_tokens")
-    default_tree = Dynamic()
-    tree_sizes = f"{default_tree.top_k}-{default_tree.depth}-{default_tree.nodes}"
-    group.add_argument(
-        "--tree",
-        metavar="4-2-2-1",
-        type=parse_tree,
-        help="children per node at each depth of a draft tree, or dynamic (default for eagle and dflash); dynamic "
-        f"follows the draft's confidence; with {drafters_that('trees')}; dynamic:8-6-40 gives "
-        f"children, depth and nodes (default: dynamic:{tree_sizes}, for dflash as deep as its block), with "
-        f"{drafters_that('dynamic')}. EAGLE's own depth does not count the first level: "
-        "its depth=7 is dynamic:10-8-60",
-    )
+    group.add_argument("--tree", metavar="4-2-2-1", type=parse_tree, help=_tree_help())
     group.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -142,6 +131,18 @@ def _add_models(command_parser: Parser) -> None:
         "the held-out part falls by 3%%",
     )
     add_settings(group, "refine_every")
+
+
+def _tree_help() -> str:
+    default_tree = Dynamic()
+    tree_sizes = f"{default_tree.top_k}-{default_tree.depth}-{default_tree.nodes}"
+    return (
+        "children per node at each depth of a draft tree, or dynamic (default for eagle and dflash); dynamic "
+        f"follows the draft's confidence; with {drafters_that('trees')}; dynamic:8-6-40 gives "
+        f"children, depth and nodes (default: dynamic:{tree_sizes}, for dflash as deep as its block), with "
+        f"{drafters_that('dynamic')}. EAGLE's own depth does not count the first level: "
+        "its depth=7 is dynamic:10-8-60"
+    )
 
 
 def _add_rule(command_parser: Parser) -> None:

@@ -213,15 +213,7 @@ def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
 
 def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> PromptRow:
     """Return the prompt of a JSON object; `row` holds its origin."""
-    # Refuse values that JSON or UTF-8 cannot represent. They come from tables, and from escapes in JSON.
-    for key, value in fields.items():
-        try:
-            json.dumps({key: value}, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            # JSON can escape a lone surrogate, which UTF-8 cannot encode.
-            raise row.error(f"{ascii(key)[1:-1]} is not valid Unicode: give it as UTF-8.") from None
-        except TypeError:  # such as a date or bytes in a table
-            raise row.error(f"{key} is of a type that JSON does not have: give texts and numbers.") from None
+    _check_values(fields, row)
     rule_keys = [name for name, setting in rule.options.items() if setting.per_row]
     known_keys = (*_KEYS, *rule_keys)
     for name in sorted(fields.keys() - set(known_keys)):
@@ -271,6 +263,18 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
         settings=settings,
         numbers=rule_numbers,
     )
+
+
+def _check_values(fields: JsonObject, row: PromptRow) -> None:
+    """Refuse values that JSON or UTF-8 cannot represent. They come from tables, and from escapes in JSON."""
+    for key, value in fields.items():
+        try:
+            json.dumps({key: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            # JSON can escape a lone surrogate, which UTF-8 cannot encode.
+            raise row.error(f"{ascii(key)[1:-1]} is not valid Unicode: give it as UTF-8.") from None
+        except TypeError:  # such as a date or bytes in a table
+            raise row.error(f"{key} is of a type that JSON does not have: give texts and numbers.") from None
 
 
 def logit_bias_of(value: Any) -> dict[int, float]:

@@ -118,14 +118,6 @@ class Sprinter(Drafter):
             # A greedy draft records no logits.
             may_trust, num_recorded = is_greedy(controls), 0
 
-        def pick(logits: Array, depth: Array) -> tuple[Array, Array]:
-            """Return the next token i32[B, 1], and the logits f32[B, 1, V] that it was drawn from."""
-            if not self.sample:
-                return argmax(logits), logits
-            q_logits = process(logits, controls)
-            depth_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(inputs.keys, depth)
-            return sample_processed(depth_keys, jnp.zeros((batch, 1), jnp.int32), q_logits), q_logits
-
         def should_continue(run: _DraftCarry) -> Array:
             return (run.depth < max_tokens) & jnp.any(run.last != NO_TOKEN)
 
@@ -137,7 +129,7 @@ class Sprinter(Drafter):
             is_sure = chance(params.draft, output.hidden)[:, 0] >= params.draft.threshold
             is_stop_token = is_stop(run.last, controls.stop_tokens)[:, 0]
             is_trusted = (run.last[:, 0] != NO_TOKEN) & is_sure & ~is_stop_token & may_trust
-            next_token, drawn_from = pick(logits, run.depth + 1)
+            next_token, drawn_from = self._pick(inputs, logits, run.depth + 1)
             next_token = jnp.where(is_trusted[:, None], next_token, NO_TOKEN)
             return _DraftCarry(
                 depth=run.depth + 1,
@@ -150,7 +142,7 @@ class Sprinter(Drafter):
 
         hidden, cache = feed_last(self.model, model_weights, state, inputs.tokens, inputs.length)
         logits = self.model.unembed(model_weights, hidden)
-        next_token, drawn_from = pick(logits, jnp.int32(1))
+        next_token, drawn_from = self._pick(inputs, logits, jnp.int32(1))
         first_carry = _DraftCarry(
             depth=jnp.int32(1),
             last=next_token,
@@ -166,6 +158,14 @@ class Sprinter(Drafter):
         tree = chain(tokens, last_carry.drawn_from if self.sample else None)
         is_trusted = (tree.depths > 0) & (tree.depths <= last_carry.trusted[:, None])
         return dataclasses.replace(tree, trusted=is_trusted), last_carry.cache
+
+    def _pick(self, inputs: DraftInput, logits: Array, depth: Array) -> tuple[Array, Array]:
+        """Return the next token i32[B, 1], and the logits f32[B, 1, V] that it was drawn from."""
+        if not self.sample:
+            return argmax(logits), logits
+        q_logits = process(logits, inputs.controls)
+        depth_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(inputs.keys, depth)
+        return sample_processed(depth_keys, jnp.zeros((len(logits), 1), jnp.int32), q_logits), q_logits
 
 
 sprinter = Sprinter
