@@ -159,7 +159,7 @@ def product_weights(config: ModelConfig) -> int:
     num_weights = 0.0
     for row in weights(config):
         used_weights = math.prod(row.shape)
-        if isinstance(row.path[-1], int):
+        if isinstance(row.path[-1], int) or row.path[-1].startswith("expert_"):
             # Each token uses `experts_per_token` of the experts.
             used_weights *= config.experts_per_token / config.num_experts
         if row.path != ("embed",) or config.tie_embeddings:

@@ -16,7 +16,7 @@ from mars_jax.lab.planning import advice, make_plan
 from mars_jax.lab.planning.chips import larger, topology
 from mars_jax.lab.planning.compiled_program import _out_of_memory, collectives
 from mars_jax.lab.planning.estimate import StepTime
-from mars_jax.lab.planning.fit import read_once
+from mars_jax.lab.planning.fit import product_weights, read_once
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.lab.planning.pair_programs import Programs, default_mesh, draft_of, local_bytes
 from mars_jax.models import ModelConfig, transformer
@@ -101,10 +101,15 @@ EXPERTS = {"family": "mixtral", "num_experts": 8, "experts_per_token": 2, "exper
 
 
 @pytest.mark.slow
-def test_experts_that_nobody_chose_are_not_read():
-    mixture = planned(dataclasses.replace(TINY, **EXPERTS), "v5e:1x1")
+@pytest.mark.parametrize("packed", [False, True])
+def test_experts_that_nobody_chose_are_not_read(packed):
+    mixture = planned(dataclasses.replace(TINY, **EXPERTS), "v5e:1x1", packed_experts=packed)
     shared_bytes = 2 * (512 * 256 + 4 * 256 * 256 + 8 * 256 + 3 * 256) + 2 * 2 * (256 + 1) * 4 * 64
-    assert mixture.read_bytes == shared_bytes + 2 * 2 * 3 * 256 * 512  # 2 of 8 for one token
+    # 2 of 8 experts for one token. In MXFP4, 32 numbers take 17 bytes.
+    expert_bytes = 3 * 256 * 512 * 2
+    if packed:
+        expert_bytes = 3 * 256 * 512 * 17 // 32
+    assert mixture.read_bytes == shared_bytes + 2 * expert_bytes
 
 
 def test_an_mtp_module_reads_the_experts_of_its_token():
@@ -139,6 +144,8 @@ def test_named_models_have_the_sizes_that_their_names_say():
         "qwen3-32b": 32.76, "qwen3-235b-a22b": 235.1, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
     }  # fmt: skip
     assert {name: billions(c) for name, c in CONFIGS.items()} == pytest.approx(expected, rel=0.005)
+    # A token of gpt-oss-120b uses 5.1 billion weights, according to its publisher.
+    assert product_weights(CONFIGS["gpt-oss-120b"]) / 1e9 == pytest.approx(5.1, rel=0.02)
     assert all(EagleConfig.outline(config).draft_vocab_size == 32000 for config in CONFIGS.values())
 
 
