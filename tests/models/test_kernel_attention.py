@@ -107,7 +107,7 @@ def lowered(attention, platform, *, rows=2, nodes=4, kv_heads=2, slots=300, diff
 def test_on_tpu_it_is_one_kernel_a_layer_without_a_mask_and_elsewhere_none():
     kernel, xla = (lowered(attention, "tpu") for attention in ("pallas", "xla"))
     # The layers are alike, so they are lowered once.
-    assert kernel.count("tpu_custom_call") == 1 and kernel.count("call @_layer(") == 2
+    assert kernel.count("tpu_custom_call") == 1 and kernel.count("call @run_layer(") == 2
     assert xla.count("tpu_custom_call") == 0
     mask = re.compile(r"tensor<2x4x(300|384)xi1>")
     assert mask.search(xla) and not mask.search(kernel)
