@@ -371,15 +371,16 @@ def _forward(
     with jax.named_scope("embed"):
         x = _embed(config, params, tokens)
     layers = params["layers"]
-    axes = _ring_axes(config, layers, visible)
-    if axes:
-        x, outputs, cache = _ring_layers(
-            config, form, feature_layers, sublayer_mask, axes, layers, x, visible, cache
-        )
+    if isinstance(cache, RecurrentCache):
+        kv, delta, span = cache.kv, cache.delta, Span.of(visible, cache)
     else:
         kv, delta, span = cache, {}, None
-        if isinstance(cache, RecurrentCache):
-            kv, delta, span = cache.kv, cache.delta, Span.of(visible, cache)
+    axes = _ring_axes(config, layers, visible)
+    if axes:
+        x, outputs, kv = _ring_layers(
+            config, form, feature_layers, sublayer_mask, axes, layers, x, visible, kv
+        )
+    else:
         ropes = _ropes(config)
         rotations = {
             rope: rotation_at(visible.positions, rope, config.rotary_dim) for rope in dict.fromkeys(ropes)
@@ -393,10 +394,10 @@ def _forward(
             attend = span if i in delta else attends[config.windows[i]]
             return run_layer(config, sublayers, layers[i], x, rotations[ropes[i]], attend, rows)
 
-        x, outputs, cache, delta = _each_layer(run, feature_layers, sublayer_mask, x, kv, delta)
-        if span is not None:
-            cache = RecurrentCache(kv=cache, delta=delta, at=span.after())
-    features = tuple(outputs[i] for i in feature_layers)
+        x, outputs, kv, delta = _each_layer(run, feature_layers, sublayer_mask, x, kv, delta)
+    features, cache = tuple(outputs[i] for i in feature_layers), kv
+    if span is not None:
+        cache = RecurrentCache(kv=kv, delta=delta, at=span.after())
     return ForwardOutput(hidden=norm(x, params["norm"]), features=features, cache=cache)
 
 

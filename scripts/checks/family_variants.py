@@ -4,8 +4,8 @@
 
 Each config has the settings of a published one that change the forward pass, with smaller widths and fewer layers.
 Context lengths are divided by the same number as the trained ones, so that the text is longer than windows and trained
-lengths. A variant is either equal to transformers within 1e-4 (1e-3 with recurrent layers), or refused by name. The
-settings were entered by hand; the published files were not downloaded.
+lengths. A variant is equal to transformers within 1e-4 (1e-3 with recurrent layers), or refused by name. The settings
+were entered by hand; the published files were not downloaded.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ def bytes_per_row(layers: int, nodes: int) -> dict[str, int]:
     )
     model = language_model(config, dtype="bfloat16")
     assert model.for_chains is not None
-    cache = jax.eval_shape(lambda: model.for_chains(nodes, 1).init_cache(1, 1))
+    chains = model.for_chains(nodes, 1)
+    cache = jax.eval_shape(lambda: chains.init_cache(1, 1))
     rows = cache.delta.values()
     states = sum(row.state.size * 4 for row in rows)
     inputs = sum(row.inputs.size * 2 + row.gates.size * 4 for row in rows)

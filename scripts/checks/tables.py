@@ -87,9 +87,10 @@ def recurrent_states() -> dict[str, Any]:
     """Return the two ways to drop tokens from recurrent layers, by nodes of a draft, from recurrent_states.json."""
     rows = load("recurrent_states.json")["rows"]
     ratios = {row["nodes"]: row["time_ratio"] for row in rows}
-    ways = ("states", "inputs", "all_states")
+    ways = {"states": "state", "inputs": "inputs (1)", "all_states": "all states (2)"}
+    columns = [f"{model}, {way}" for model in rows[0]["bytes"] for way in ways.values()]
     return {
-        "models": list(rows[0]["bytes"]),
+        "header": ["nodes", *columns, "time of (2) to (1)"],
         "ratios": ratios,
         "rows": [
             [

@@ -143,6 +143,14 @@ def test_other_drafts_change_no_token(name):
     assert committed(drafted) == committed(plain)
 
 
+@pytest.mark.slow
+def test_drafts_change_no_token_with_a_cache_of_8_bits():
+    model = language_model(CONFIG, cache_dtype="int8")
+    plain, _ = decoded(drafters.none(), model=model)
+    drafted, _ = decoded(Guess(), draft=texts_of(plain), model=model)
+    assert committed(drafted) == committed(plain)
+
+
 def batch_of(tokens, lengths):
     count = len(lengths)
     controls = make_controls(count, limit=BUFFER, temperature=[0.0, 0.8, 0.0, 0.8, 0.0, 0.8][:count])
