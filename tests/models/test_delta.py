@@ -227,6 +227,24 @@ def test_a_row_whose_state_is_past_its_start_fails():
     assert kept == [0, 6]
 
 
+def test_a_rejected_node_that_is_not_finite_does_no_harm():
+    model, forward = MODEL.for_chains(4, 16), jax.jit(MODEL.forward)
+    zero, tokens = jnp.zeros((1,), jnp.int32), jnp.ones((1, 4), jnp.int32)
+    cache = forward(weights(), tokens, Visible.causal(zero, 4), model.init_cache(1, 16)).cache
+    # Two of four nodes are accepted: the others are behind the three inputs before the first one.
+    broken = {
+        i: dataclasses.replace(rows, inputs=rows.inputs.at[:, :, 5:].set(jnp.nan))
+        for i, rows in cache.delta.items()
+    }
+    after = [
+        forward(
+            weights(), tokens[:, :1], Visible.causal(zero + 2, 1), dataclasses.replace(cache, delta=delta)
+        ).hidden
+        for delta in (cache.delta, broken)
+    ]
+    np.testing.assert_array_equal(*after)
+
+
 def test_trees_and_drafters_that_read_the_target_are_refused():
     tree = drafters.language_model(SMALL, tree=(2, 2))
     with pytest.raises(MarsError, match="verify only chains: set num_draft_tokens"):
