@@ -299,7 +299,9 @@ def _mix(
     state = jnp.where(lost[:, None, None, None, None], jnp.nan, state)
     logged = jnp.where(begins, 0, rows.inputs)
     accepted = jnp.where(begins[:, 0, 0, 0], 0, jnp.clip(accepted, 0, capacity))
-    state, _ = _read(config, conv, state, logged, _first(rows.gates, accepted))
+    # Without the inputs of rejected nodes, a number there that is not finite does no harm.
+    accepted_inputs = _first(logged, tail_length + accepted)
+    state, _ = _read(config, conv, state, accepted_inputs, _first(rows.gates, accepted))
 
     def window(x: Array, start: Array, length: int) -> Array:
         """Slice [B, H, length, ...] of x from token `start` i32[B] on."""
@@ -324,10 +326,10 @@ def _mix(
     return y.astype(z.dtype), rows
 
 
-def _first(gates: Array, count: Array) -> Array:
-    """Set the gates [B, H, L, 2 G] of all but the first `count` i32[B] tokens to 0, so that they are not read."""
-    is_read = jnp.arange(gates.shape[2], dtype=jnp.int32)[None] < count[:, None]
-    return jnp.where(is_read[:, None, :, None], gates, 0.0)
+def _first(x: Array, count: Array) -> Array:
+    """Set x [B, H, L, ...] of all but the first `count` i32[B] tokens to 0. Tokens with gates of 0 are not read."""
+    is_read = jnp.arange(x.shape[2], dtype=jnp.int32)[None] < count[:, None]
+    return jnp.where(is_read[:, None, :, None], x, 0)
 
 
 def _read(config: ModelConfig, conv: Array, state: Array, inputs: Array, gates: Array) -> tuple[Array, Array]:

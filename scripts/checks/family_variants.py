@@ -105,6 +105,16 @@ QWEN_NEXT |= {"partial_rotary_factor": 0.25, "rope_theta": 1e7, "norm_topk_prob"
 MROPE = {"mrope_interleaved": True, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
 MROPE |= {"rope_type": "default", "rope_theta": 1e7}
 QWEN_3_5 = DELTA | {"model_type": "qwen3_5_text", "num_key_value_heads": 4, "rope_parameters": MROPE}
+GLM_MOE = {"model_type": "glm4_moe", "head_dim": 128, "num_attention_heads": 96, "num_key_value_heads": 8}
+GLM_MOE |= {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
+GLM_MOE |= {"max_position_embeddings": 131072, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
+GLM_MOE |= {"use_qk_norm": True, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
+GLM_MOE_AIR = {"use_qk_norm": False, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
+DEEPSEEK = {"model_type": "deepseek_v3", "num_attention_heads": 128, "num_key_value_heads": 128}
+DEEPSEEK |= {"max_position_embeddings": 163840, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
+DEEPSEEK |= {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "rope_theta": 10000.0}
+DEEPSEEK_YARN = {"type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
+DEEPSEEK_YARN |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
 LLAMA = {"model_type": "llama", "num_attention_heads": 32, "max_position_embeddings": 4096}
 
 VARIANTS: dict[str, Json] = {
@@ -163,7 +173,9 @@ VARIANTS: dict[str, Json] = {
     "granite-3.1-3b-a800m-instruct": {"architectures": ["GraniteMoeForCausalLM"]},
     "granite-4.0-h-small": {"architectures": ["GraniteMoeHybridForCausalLM"]},
     "glm-4-9b-chat": {"architectures": ["ChatGLMModel"]},
-    "GLM-4.5-Air": {"architectures": ["Glm4MoeForCausalLM"]},
+    "GLM-4.5-Air": GLM_MOE | GLM_MOE_AIR,
+    "GLM-4.5": GLM_MOE,
+    "DeepSeek-V3": DEEPSEEK | {"rope_scaling": DEEPSEEK_YARN},
 }
 """Settings of published config.json files that change the forward pass."""
 
@@ -194,6 +206,11 @@ def shrink(data: Json) -> Json:
         small |= {"linear_key_head_dim": WIDTH, "linear_value_head_dim": WIDTH}
     if data.get("model_type") in ("qwen2_moe", "qwen3_next"):
         small |= {"num_experts": 8, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
+    if data.get("model_type") in ("glm4_moe", "deepseek_v3"):
+        small |= {"n_routed_experts": 16, "moe_intermediate_size": 20}
+    if data.get("model_type") == "deepseek_v3":
+        small |= {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+        small |= {"v_head_dim": 6}
     if trained := data.get("original_max_position_embeddings"):
         small["original_max_position_embeddings"] = int(trained * ratio)
     for key in ("rope_scaling", "rope_parameters"):
