@@ -41,7 +41,9 @@ def dense_by_expert_int8(x: Array, values: Array, scale: Array, sizes: Array) ->
 
 
 def dequantised_mxfp4(values: Array, scale: Array) -> Array:
-    """Return f32[..., N, K] of values u8[..., N, K / 2] and scale u8[..., N, K / 32] (`models.quantize.Mxfp4`). Exact.
+    """Return f32[..., N, K] of values u8[..., N, K / 2] and scale u8[..., N, K / 32] (`models.quantize.Mxfp4`).
+
+    Exact for exponents from 1 to 254.
 
     >>> dequantised_mxfp4(jnp.full((1, 16), 0xA7, jnp.uint8), jnp.asarray([[128]], jnp.uint8))[0, :2].tolist()
     [12.0, -2.0]

@@ -43,15 +43,15 @@ def check_pair(target: object, drafter: Drafter) -> None:
 
 def check_recurrent(drafter: Drafter) -> None:
     """Raise MarsError if a target with recurrent layers cannot verify the drafter's drafts."""
-    if drafter.num_nodes != drafter.max_depth + 1:
-        raise MarsError(
-            f"the drafter '{drafter.name}' drafts trees, and the target has recurrent layers, which verify only "
-            "chains: set num_draft_tokens (--num-draft-tokens) instead of a tree."
-        )
     if drafter.reads is not None:
         raise MarsError(
             f"the drafter '{drafter.name}' reads the target, which has recurrent layers: this is not supported yet; "
             "draft with n-grams or with a model."
+        )
+    if drafter.num_nodes != drafter.max_depth + 1:
+        raise MarsError(
+            f"the drafter '{drafter.name}' drafts trees, and the target has recurrent layers, which verify only "
+            "chains: set num_draft_tokens (--num-draft-tokens) instead of a tree."
         )
 
 

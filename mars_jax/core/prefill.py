@@ -82,7 +82,8 @@ def prefill(
       state: initial value of a fold over the outputs.
       observe: the fold, `state = observe(state, start i32[B], output)`; the output covers the positions from `start`
         on. Windows are passed in order. The last one may slide back to stay inside the buffer, and then repeats
-        positions. Complete rows get windows past their end until all rows are complete. Recurrent models have none.
+        positions. Complete rows get windows past their end until all rows are complete. Windows of
+        recurrent models do not slide back: the last one may end past the buffer, and complete rows repeat theirs.
       chunk: tokens per forward. Default: the model's `prefill_chunk`, or else `chunk_of`.
     """
     buffer = tokens.shape[1]

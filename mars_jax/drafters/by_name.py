@@ -111,8 +111,8 @@ def load(
             )
     if draft_definition.head and not isinstance(target.config, ModelConfig):
         raise MarsError(
-            f"'{target.name}' has no config, by which the heads of '{path}' are checked: give Pretrained.from_parts "
-            "one, or make the drafter by its constructor, such as mars_jax.drafters.eagle."
+            f"'{target.name}' has no config, by which the heads of '{path or kind}' are checked: give "
+            f"Pretrained.from_parts one, or make the drafter by its constructor, such as mars_jax.drafters.{kind}."
         )
     if kind == "none" and num_draft_tokens is not None:
         raise MarsError("num_draft_tokens does not apply to the drafter 'none': leave it out.")

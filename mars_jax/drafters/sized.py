@@ -108,8 +108,8 @@ def sized(
     longest = loaded.drafter
     if not longest.resizes or longest.trusts or longest.num_nodes != longest.max_depth + 1:
         raise MarsError(
-            f"the drafter '{longest.name}' has no chains of several lengths to choose from: draft with n-grams, a "
-            "chain of a model or of an EAGLE head, or replay."
+            f"the drafter '{longest.name}' has no chains of several lengths to choose from: draft with n-grams, "
+            "replay, or a chain of a model, an EAGLE head or an MTP module."
         )
     if sizes is None:
         sizes = usual_sizes(longest.max_depth)

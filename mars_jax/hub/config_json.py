@@ -42,9 +42,9 @@ def _family(data: JsonObject) -> str:
         if architecture == family.architecture or (architecture is None and model_type == name):
             return name
     unsupported = architecture or model_type or "none named in config.json"
-    supported = ", ".join(family.architecture for family in FAMILIES.values())
     raise MarsError(
-        f"architecture {unsupported} is not supported: choose a checkpoint of {supported}, or give a head to --draft."
+        f"architecture {unsupported} is not supported: choose a checkpoint like those that mars-jax models lists; if "
+        "this is a draft head, name it in --draft."
     )
 
 

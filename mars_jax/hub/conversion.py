@@ -65,7 +65,8 @@ def convert(
         raise MarsError(f"'{directory}' is a conversion already: convert its original checkpoint.")
     config, named_dtype = read_path(directory)
     floating, bits = resolve_dtype(dtype, named_dtype)
-    keep_packed = dtype is None and not is_gguf(directory) and is_mxfp4(read_json(directory / "config.json"))
+    has_mxfp4 = not is_gguf(directory) and is_mxfp4(read_json(directory / "config.json"))
+    keep_packed = dtype is None and has_mxfp4
     tensors = find_tensors(directory, config)
     with writing(target), staging(target) as staged:
         new_directory = staged / "new"
@@ -81,7 +82,7 @@ def convert(
             write_json(new_directory / "config.json", to_json(config, dtype=floating))
             read_tokenizer(directory).save_pretrained(new_directory)
         else:
-            _copy_files(directory, new_directory, floating, packed=dtype in (None, "int4"))
+            _copy_files(directory, new_directory, floating, packed=has_mxfp4 and dtype in (None, "int4"))
         manifest = {"source": os.fspath(source), "dtype": floating, "bits": bits, "checksums": checksums}
         write_json(new_directory / MANIFEST, manifest)
         sync_directory(new_directory)

@@ -378,7 +378,7 @@ def _write_deepseek_v3(config: ModelConfig) -> JsonObject:
     if latent is None:
         raise MarsError("the family 'deepseek_v3' needs ModelConfig.latent: choose another family.")
     growth = ((latent.plain + latent.rotary) / (config.query_scalar or config.head_dim)) ** 0.25
-    if scaling is not None and growth != 1:
+    if scaling is not None and growth != 1 and config.rope.factor > 1:
         # 12 digits return the setting that was read, without its rounding error.
         weight = (growth - 1) / (0.1 * math.log(config.rope.factor))
         scaling = scaling | {"mscale_all_dim": float(f"{weight:.12g}")}

@@ -107,6 +107,12 @@ class Latent:
     rotary: int  # dimensions with it, which keys share between heads
     value: int  # dimensions of a value
 
+    def __post_init__(self):
+        for name in ("rank", "query_rank", "plain", "rotary", "value"):
+            size, least = getattr(self, name), int(name != "query_rank")
+            if not (isinstance(size, numbers.Integral) and least <= size <= DIMENSION):
+                raise MarsError(f"{name} of latent attention is {size!r}: expected {least} to {DIMENSION:,}.")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delta:
@@ -234,12 +240,11 @@ class ModelConfig:
             raise MarsError(f"longrope has {len(self.rope.divisors)} divisors: expected {pairs}.")
         if self.latent is not None and (
             (self.num_kv_heads, self.head_dim) != (1, self.latent.rank + self.latent.rotary)
-            or min(self.latent.rank, self.latent.plain, self.latent.rotary, self.latent.value) < 1
             or self.latent.rotary % 2
         ):
             raise MarsError(
                 f"num_kv_heads is {self.num_kv_heads} and head_dim {self.head_dim}: latent attention has one head of "
-                f"rank + rotary = {self.latent.rank} + {self.latent.rotary} numbers, all positive, rotary even."
+                f"rank + rotary = {self.latent.rank} + {self.latent.rotary} numbers, rotary even."
             )
         if len(self.windows) != self.num_layers:
             raise MarsError(f"{len(self.windows)} windows for {self.num_layers} layers: give one per layer.")
@@ -253,7 +258,7 @@ class ModelConfig:
                 f"experts_per_token is {self.experts_per_token}: a token takes at least 1 of the {self.num_experts} "
                 "experts and at most all."
             )
-        if self.expert_groups != 1 and self.num_experts:
+        if (self.expert_groups, self.groups_per_token) != (1, 1) and self.num_experts:
             self._check_groups()
         multipliers = ("embedding_multiplier", "residual_multiplier", "logit_divisor", "expert_multiplier")
         for name in multipliers:
@@ -286,7 +291,7 @@ class ModelConfig:
     def _check_groups(self) -> None:
         groups, per_token, experts = self.expert_groups, self.groups_per_token, self.num_experts
         # A group's score is the sum of its two best experts.
-        if groups < 1 or experts % groups or experts < 2 * groups:
+        if groups < 1 or experts % groups or 1 < groups > experts // 2:
             raise MarsError(
                 f"expert_groups is {groups}: expected a divisor of {experts} experts, with 2 or more in a group."
             )

@@ -63,13 +63,12 @@ class RecurrentCache:
 
 
 class Span(NamedTuple):
-    """The place of a forward's nodes in their rows: the input of a recurrent layer that `Visible` is of attention."""
+    """The place of a forward's nodes in their rows: to a recurrent layer what `Visible` is to attention."""
 
     first: Array  # i32[B]; position of the first node
     at: Array  # i32[B]; as in the cache
-    count: (
-        Array | None
-    )  # i32[B]; nodes to read into the state; None: a draft, of which the cache keeps the inputs
+    # i32[B]; nodes to read into the state; None: a draft, of which the cache keeps the inputs
+    count: Array | None
 
     @staticmethod
     def of(visible: Visible, cache: RecurrentCache) -> Span:

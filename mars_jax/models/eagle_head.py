@@ -57,6 +57,11 @@ class EagleConfig(FeatureHead):
             raise MarsError(
                 "an EAGLE-3 head needs the layers of the target that it reads: give feature_layers."
             )
+        if self.layer.delta is not None or (self.version == 3 and self.layer.latent is not None):
+            raise MarsError(
+                "an EAGLE head with recurrent layers, or an EAGLE-3 head with latent attention, is not supported: use "
+                "a head with plain attention."
+            )
         if self.version == 1 and self.layer.hidden_size != self.target_hidden_size:
             raise MarsError(
                 f"the EAGLE head is {self.layer.hidden_size} wide and the target {self.target_hidden_size}: only an "
@@ -160,7 +165,7 @@ class EagleConfig(FeatureHead):
             joined = hold_whole(jnp.concatenate([word, feature], axis=-1))
             h = x = dense(joined, head["fc"], head.get("fc_bias"))
         # Angles are computed rather than looked up, so the head's max_positions is no limit.
-        rotation = rotation_at(visible.positions, c.rope, c.head_dim)
+        rotation = rotation_at(visible.positions, c.rope, c.rotary_dim)
         with jax.named_scope("mask"):
             attend = attending("xla", visible, cache.slots, None)
         ks, vs = [], []

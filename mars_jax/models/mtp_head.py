@@ -24,6 +24,7 @@ from mars_jax.models.layers import dense, rms_norm
 from mars_jax.models.rope import rotation_at
 from mars_jax.models.transformer import run_layer
 from mars_jax.models.weights import Weight, layer_rows, stacked
+from mars_jax.utils.errors import MarsError
 
 
 class Layout(NamedTuple):
@@ -73,6 +74,10 @@ class MtpConfig(FeatureHead):
         >>> MtpConfig.outline(target).weights()[2].name
         'model.layers.4.eh_proj.weight'
         """
+        if target.delta is not None:
+            raise MarsError(
+                "MTP modules of targets with recurrent layers are not supported yet: draft with ngram or model:PATH."
+            )
         layer = dataclasses.replace(
             target, num_layers=1, windows=target.windows[-1:], nope_layers=(), dense_layers=()
         )

@@ -183,7 +183,7 @@ def abstract_params(
     def shape(row: Weight) -> PyTree:
         place: Sharding = default or get(shardings, row.path)
         row_bits = bits_of(row, bits)
-        if packed_experts and len(row.shape) == 3:
+        if packed_experts and row.path[-1] in ("expert_gate", "expert_up", "expert_down"):
             row_bits = 4
         if row_bits is None:
             return jax.ShapeDtypeStruct(row.shape, jnp.dtype(weights.dtype_of(row, dtype)), sharding=place)

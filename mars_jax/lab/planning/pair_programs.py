@@ -114,14 +114,18 @@ def kind_of(config: AnyConfig | str) -> str:
 def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
     """Return the axes of a mesh of `count` devices.
 
-    `model` gets the largest divisor of `count` that also divides the number of key-value heads. The remaining devices
-    go to `data` if they divide the batch evenly, and otherwise also to `model`.
+    `model` gets the largest divisor of `count` that also divides the number of key-value heads, or of attention heads
+    with latent attention, which has one row per token for all heads. The remaining devices go to `data` if they divide
+    the batch evenly, and otherwise also to `model`.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=8)
     >>> default_mesh(config, 16, 2), default_mesh(config, 16, 1)
     ({'data': 2, 'model': 8}, {'model': 16})
     """
-    model_size = math.gcd(config.num_kv_heads, count)
+    heads = config.num_kv_heads
+    if config.latent is not None:
+        heads = config.num_heads
+    model_size = math.gcd(heads, count)
     if count > model_size and batch % (count // model_size) == 0:
         return {"data": count // model_size, "model": model_size}
     return {"model": count}
@@ -180,7 +184,7 @@ class Programs:
         return speculative_decoder(self._model, self.drafter, self.verify)
 
     def _weights(self, config: AnyConfig, bits: int | None) -> PyTree:
-        dtype, packed = wide_dtype(self.dtype), self.packed_experts
+        dtype, packed = wide_dtype(self.dtype), self.packed_experts and config == self.target
         placement = shardings.params_shardings(config, self.mesh)
         return shardings.abstract_params(config, dtype, bits=bits, packed_experts=packed, shardings=placement)
 

@@ -15,6 +15,7 @@ from mars_jax import hub
 from mars_jax.drafters.registry import parse_draft
 from mars_jax.lab.planning.pair_programs import wide_dtype
 from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.mtp_head import MtpConfig
 from mars_jax.models.quantize import num_bytes
 from mars_jax.models.shardings import AnyConfig, abstract_params, parse_mesh
 from mars_jax.utils.errors import MarsError
@@ -54,7 +55,7 @@ def check_memory(args: argparse.Namespace, name: str, topology: str = "") -> str
 
 
 def weight_bytes(args: argparse.Namespace) -> int:
-    """Return the bytes of the weights of target and draft. An EAGLE head is assumed to have its published shape."""
+    """Return the bytes of the weights of target and draft. Heads are assumed to have their published shapes."""
     draft = parse_draft(args.draft)
     target = hub.outline(args.target).config
     configs: dict[str, AnyConfig] = {args.target: target}
@@ -62,6 +63,8 @@ def weight_bytes(args: argparse.Namespace) -> int:
         configs[draft.path] = hub.outline(draft.path).config
     elif draft.kind == "eagle":
         configs[draft.path] = EagleConfig.outline(target)
+    elif draft.kind == "mtp":
+        configs["mtp"] = MtpConfig.outline(target)
     # Assume two bytes per number for the checkpoint's own dtype.
     dtype = wide_dtype(args.dtype or "bfloat16")
     params = [abstract_params(config, dtype, bits=BITS.get(args.dtype or "")) for config in configs.values()]
