@@ -113,7 +113,8 @@ def announce(runs: str, seconds: float) -> None:
 
     >>> announce("15 runs of 12 prompts", 250.4)  # on stderr
     """
-    say(f"{runs}: about {timedelta(seconds=round(seconds))} if drafts gain nothing and no text ends early.")
+    duration = timedelta(seconds=max(1, round(seconds)))
+    say(f"{runs}: about {duration} of plain decoding, without reading the prompts, if no text ends early.")
 
 
 def speed(emitted: int, steps: int, seconds: float) -> str:

@@ -88,7 +88,7 @@ def sized(
     Under `exact`, deterministic drafts produce the same tokens as every fixed size. Sampled output, as under
     `rejection`, has the same distribution, but its tokens depend on the other rows of the batch.
 
-    A step without a draft leaves a draft model's cache behind. The next draft first reads the missing tokens.
+    A step without a draft leaves the drafter's cache behind. The next draft first reads the missing tokens.
 
     Args:
       loaded: a chain drafter with its weights; its length is the longest size.

@@ -21,6 +21,7 @@ from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.pick import pick
 from mars_jax.core.types import DraftTree, ForwardOutput, LanguageModel, Params, PyTree, Visible
 from mars_jax.drafters.none import none
+from mars_jax.utils.errors import MarsError
 
 FEATURES = 32
 """P. On a CPU, a head reads 32 tokens together in about the time of three tokens one by one."""
@@ -102,7 +103,11 @@ class Skipping(Drafter):
     def _no_features(self, params: Params, tokens: Array, length: Array) -> ForwardOutput:
         """Return zeros in the shapes of `SkippingState.features`."""
         target = self.target
-        assert target is not None
+        if target is None:
+            raise MarsError(
+                "a head with adaptive length needs its target: make the decoder with "
+                "LoadedDrafter.decoder(target, rule)."
+            )
 
         def forward() -> ForwardOutput:
             cache = target.init_cache(*tokens.shape)

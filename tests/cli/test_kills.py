@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 
-# An interrupt runs code of the command itself (`signals.ending`) in all but the last.
+# distill gets no interrupt: tests/cli/test_signals.py has that.
 SIGNALS = {"generate": "KILL INT", "benchmark": "KILL INT", "convert": "KILL INT", "distill": "KILL"}
 
 

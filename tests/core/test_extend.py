@@ -81,15 +81,15 @@ class States:
         check_same(*results)
         return ended
 
-    def one_token(self, steps=4):
+    def one_token(self, steps=4, lengths=(1, 1, 1)):
         """Return a state that began with one token and took steps without a draft, if the drafter supports that."""
-        begun = self.start(self.batch(self.texts(1, 1, 1)), self.idle)
+        begun = self.start(self.batch(self.texts(*lengths)), self.idle)
         state, _ = self.run(begun, steps, self.idle)
         return state, committed(state)
 
     def idle_for_long(self):
         """Return a state after more steps without a draft than a head's features are kept for."""
-        return self.one_token(FEATURES + 6)
+        return self.one_token(FEATURES + 6, (1, 5, 17))
 
     def extended_after_idling(self):
         """Return a state that was extended after steps without a draft, and its texts."""

@@ -11,7 +11,6 @@ from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters.sized import (
-    DECAY,
     MARGIN,
     PAUSE,
     PRIOR_TOKENS,
@@ -164,13 +163,8 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
                 counts = counts._replace(idle=counts.idle + 1)
                 continue
             trials.append(step)
-            # Same as `update` for a draft that is rejected at once.
-            keep = DECAY / 2 if int(counts.idle[0]) >= PAUSE else DECAY
-            counts = counts._replace(
-                expected=keep * counts.expected + USUAL_ACCEPTANCE,
-                accepted=keep * counts.accepted,
-                idle=jnp.zeros_like(counts.idle),
-            )
+            # A draft of four tokens that is rejected at once.
+            counts = counts.after(jnp.int32(4), jnp.zeros((2,), jnp.int32), usual, PAUSE)
         return trials
 
     trial_steps = steps_with_drafts([1.0, 2.1, 2.9])  # pays at an acceptance of 0.8 but not at 0.7

@@ -1,4 +1,4 @@
-"""Every drafter and every rule of the tables on every surface, with drawn settings."""
+"""Every pair of a drafter, a rule, a surface and a setting of the tables."""
 
 from __future__ import annotations
 

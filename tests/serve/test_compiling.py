@@ -63,6 +63,19 @@ def test_decoding_compiles_nothing_after_a_warm_up(compiled):
 
 
 @pytest.mark.slow
+def test_thresholds_and_batches_of_one_width_share_a_program(compiled):
+    session = make_session(44)
+    requests = mj.make_requests(session.target, [[1, 2, 3], [4, 5], [6]], max_new_tokens=8)
+    session.using(LoadedRule(verify.mars(theta=0.5))).decode(requests)
+    counts_before = dict(compiled)
+    session.using(LoadedRule(verify.mars(theta=0.9))).decode(requests)
+    assert dict(compiled) == counts_before
+    session.using(LoadedRule(verify.exact())).decode(requests)
+    session.decode(mj.make_requests(session.target, [[1, 2]], max_new_tokens=70))  # a wider buffer
+    assert compiled["jit(advance)"] - counts_before["jit(advance)"] == 2
+
+
+@pytest.mark.slow
 def test_greedy_requests_compile_nothing_of_drawing():
     """The greedy program also gives the tokens of a program that can sample."""
     session = make_session(41)

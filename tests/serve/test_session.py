@@ -46,8 +46,8 @@ def test_the_time_of_a_run_is_estimated_from_its_steps(pair, monkeypatch, capsys
     monkeypatch.setattr(Prepared, "step_seconds", lambda self, rows, **_: 0.25 * rows)
     assert pair.plain_seconds(short_requests(pair.target)) == 6.0
     announce("15 runs of 3 prompts", 15 * 6.0)
-    expected = "15 runs of 3 prompts: about 0:01:30 if drafts gain nothing and no text ends early.\n"
-    assert capsys.readouterr().err == expected
+    expected = "15 runs of 3 prompts: about 0:01:30 of plain decoding, without reading the prompts, "
+    assert capsys.readouterr().err == expected + "if no text ends early.\n"
 
 
 def test_steps_are_timed(pair):
