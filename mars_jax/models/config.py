@@ -110,7 +110,7 @@ class Latent:
     def __post_init__(self):
         for name in ("rank", "query_rank", "plain", "rotary", "value"):
             size, least = getattr(self, name), int(name != "query_rank")
-            if not (isinstance(size, numbers.Integral) and least <= size <= DIMENSION):
+            if not (isinstance(size, numbers.Integral) and least <= int(size) <= DIMENSION):
                 raise MarsError(f"{name} of latent attention is {size!r}: expected {least} to {DIMENSION:,}.")
 
 
