@@ -62,7 +62,7 @@ def test_the_time_of_all_answers_is_printed_beforehand(decoding, monkeypatch, ca
     """100 answers of 8 tokens take 800 steps over two rows, which is as many as there are problems."""
     monkeypatch.setattr(Prepared, "step_seconds", lambda self, rows, **_: 0.25 * rows)
     decoding.announce([problem("sea"), problem("the")], 100)
-    assert capsys.readouterr().err.startswith("100 answers of at most 8 tokens: about 0:05:00 if")
+    assert capsys.readouterr().err.startswith("100 answers of at most 8 tokens: about 0:05:00 of plain")
     decoding.announce([problem("sea")], 0)
     assert capsys.readouterr().err == ""
 
