@@ -1,8 +1,8 @@
-"""TPU kernels for int8 and MXFP4 in a mixture of experts: rows sorted by expert, each times its expert's matrix.
+"""TPU kernels for experts in int8 or MXFP4: multiply rows, sorted by expert, by the matrices of their experts.
 
 R rows, K inner and N outer width, X experts. On v5p and v6e XLA's ragged product first copies all experts into a
 different layout, and Megablox supports neither. These kernels read only the matrices of experts that have rows, once
-each, in their stored layout. MXFP4 is dequantised a block at a time, exactly. Oracle: each row times its dequantised
+each, in their stored layout. MXFP4 is dequantised exactly, one block at a time. Oracle: each row times its dequantised
 matrix (tests/models/test_moe.py).
 
 A visit is a (row tile, expert) pair such that the tile contains rows of the expert. A visit multiplies the whole tile
@@ -28,7 +28,7 @@ ROWS = 128
 WEIGHT_BYTES = 2**21
 """Maximum bytes per matrix block. Fast memory holds two such blocks and the wider copy that is multiplied."""
 MXFP4_WIDTH = 256
-"""Maximum outputs per block in MXFP4, which is widened to 32 bits first."""
+"""Maximum outputs per block of an MXFP4 matrix, limited because the kernel first widens the block to 32 bits."""
 
 
 def outer_block(outer: int, inner: int) -> int:
@@ -84,10 +84,10 @@ def dense_by_expert_int8(
 def dense_by_expert_mxfp4(
     x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Interpret = False
 ) -> Array:
-    """See `xla.dense_by_expert_mxfp4`. XLA copies the scales of all experts, 1/17 of the bytes, to another layout."""
+    """See `xla.dense_by_expert_mxfp4`. XLA copies all experts' scales (1/17 of the bytes) to another layout."""
     # A byte holds inputs 2j and 2j + 1: order the inputs of x so that all low halves come before all high halves.
     x = jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1)
-    # The stored layout of matrices whose rows do not fill registers, as above.
+    # The layout of matrices whose rows do not fill registers; see `dense_by_expert_int8`.
     matrices = [(values.swapaxes(1, 2), 2), (scale.swapaxes(1, 2), 2)]
     width = block_width(values.shape[1], MXFP4_WIDTH)
     return _by_expert(_mxfp4_product, x, matrices, sizes, width, interpret=interpret)
@@ -107,7 +107,7 @@ def _by_expert(
     Args:
       product: (x, references to blocks of an expert's matrices) -> f32[rows, out_width].
       x: [R, K].
-      matrices: arrays [X, ., .], each with the axis of its outputs, which blocks divide.
+      matrices: pairs of an array [X, ., .] and the axis of its outputs; blocks divide that axis.
       sizes: i32[X].
     """
     (row_count, num_inputs), (array, axis) = x.shape, matrices[0]
@@ -193,10 +193,10 @@ def _int8_product(x: Array, w_ref: Ref, scale: Ref, *, inner_axis: int) -> Array
 
 
 def _mxfp4_product(x: Array, values: Ref, scale: Ref) -> Array:
-    """Multiply by u8[K / 2, width] and u8[K / 32, width]; x has the inputs of the low halves before the others."""
+    """Multiply by values u8[K / 2, width] with scales u8[K / 32, width]; x has the inputs of low halves first."""
     codes, powers = values[...].astype(jnp.int32), mxfp4_powers(scale[...])
     groups, width = powers.shape
-    # Each power belongs to the 16 bytes of a block.
+    # Each power applies to the 16 bytes of its block.
     powers = jnp.broadcast_to(powers[:, None], (groups, 16, width)).reshape(-1, width)
     halves = [(mxfp4_numbers(half) * powers).astype(x.dtype) for half in (codes & 15, codes >> 4)]
     return _product(x, jnp.concatenate(halves), 0)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 BLOCK = 32
-"""Inputs that share a scale in MXFP4."""
+"""Number of inputs that share a scale in MXFP4."""
 
 _ROWS_TIMES_WEIGHTS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -41,9 +41,9 @@ def dense_by_expert_int8(x: Array, values: Array, scale: Array, sizes: Array) ->
 
 
 def dequantised_mxfp4(values: Array, scale: Array) -> Array:
-    """Return f32[..., N, K] of values u8[..., N, K / 2] and scale u8[..., N, K / 32] (`models.quantize.Mxfp4`).
+    """Dequantise values u8[..., N, K / 2] with scale u8[..., N, K / 32] (`models.quantize.Mxfp4`) to f32[..., N, K].
 
-    Exact for exponents from 1 to 254.
+    The result is exact for exponents from 1 to 254.
 
     >>> dequantised_mxfp4(jnp.full((1, 16), 0xA7, jnp.uint8), jnp.asarray([[128]], jnp.uint8))[0, :2].tolist()
     [12.0, -2.0]
@@ -54,17 +54,17 @@ def dequantised_mxfp4(values: Array, scale: Array) -> Array:
 
 
 def mxfp4_numbers(codes: Array) -> Array:
-    """Return the numbers f32[...] of 4-bit codes i32[...]: a sign above 0, 0.5, 1, 1.5, 2, 3, 4 or 6."""
+    """Return f32[...] for 4-bit codes i32[...]: the sign bit, then an index into 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
     count = codes & 7
     halves = (count + jnp.maximum(count, 4) + 2 * jnp.maximum(count, 6) - 16).astype(jnp.float32)
     return jnp.where(codes > 7, -halves, halves) * 0.5
 
 
 def mxfp4_powers(scale: Array) -> Array:
-    """Return the powers of two f32[...] of u8[...]: the exponents of float32 numbers, where 127 stands for 1."""
+    """Return the powers of two f32[...] for exponents u8[...], biased as in float32: 127 stands for 1."""
     return lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
 
 
 def dense_by_expert_mxfp4(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
-    """Multiply x [R, K] by the matrices of values u8[X, N, K / 2] and scale u8[X, N, K / 32]: f32[R, N]."""
+    """Multiply x [R, K] by its experts' matrices, values u8[X, N, K / 2] and scale u8[X, N, K / 32]: f32[R, N]."""
     return ragged_product(x, dequantised_mxfp4(values, scale).astype(x.dtype), sizes)

@@ -136,7 +136,7 @@ def dense_int4(
 
 
 def _row_per_group(x: Array, group_size: int, parts: int) -> Array:
-    """Return [R * parts, K]: row r * parts + g has the inputs of x[r] that belong to group g of a chunk, and zeros."""
+    """Return [R * parts, K]: row r * parts + g has the inputs of x[r] in group g of each chunk, and zeros elsewhere."""
     k, group = (lax.broadcasted_iota(jnp.int32, (1, parts, x.shape[1]), axis) for axis in (2, 1))
     return jnp.where(k // group_size % parts == group, x[:, None], 0).reshape(-1, x.shape[1])
 

@@ -57,8 +57,8 @@ def tree_attention(
       window: keys `window` or more positions before the query are hidden; None hides none.
       cap: scores become `cap * tanh(scores / cap)`; None leaves them unchanged.
       scale: scores are multiplied by it; None is D ** -0.5.
-      sinks: f32[K, G]; each head's logit of a slot that every query sees, whose value is zero (gpt-oss, arXiv
-        2508.10925). It is neither scaled nor capped. None: no such slot.
+      sinks: f32[K, G]; one logit per head for an extra slot that every query sees and whose value is zero (gpt-oss,
+        arXiv 2508.10925). The logits are neither scaled nor capped. None: no such slot.
       k_scale, v_scale: f32[B, S, K]; factors for keys and values, per token and head. Pass both or neither.
       implementation: "pallas_tpu" (Mosaic), "xla", "reference", or None, which selects "xla": no chip has run the
         kernel yet.

@@ -213,7 +213,7 @@ def _tiled(q: Array, tiles: int, per_tile: int) -> Array:
 
 
 def _tiled_sinks(sinks: Array, per_tile: int, m: int) -> Array:
-    """Return sinks f32[K, G] in the kernel's units for the rows of `_tiled`, f32[K, M, 128] lane-replicated."""
+    """Return sinks f32[K, G], times log2(e), in the row order of `_tiled`: f32[K, M, 128], lane-replicated."""
     by_query = jnp.tile(sinks * LOG2_E, (1, per_tile))
     by_query = jnp.pad(by_query, ((0, 0), (0, m - by_query.shape[1])))
     return jnp.broadcast_to(by_query[..., None], (*by_query.shape, LANES))
@@ -406,7 +406,7 @@ def _attend_rows(
     columns: Ref,  # i32[1, 1, M, 2 + words]
     sources: list[Ref],
     new_rows: list[Ref],
-    sinks: list[Ref],  # f32[K, M, 128], lane-replicated, if there are any
+    sinks: list[Ref],  # at most one, f32[K, M, 128], lane-replicated
     out: Ref,  # [1, 1, K, M, D]
     caches: list[Ref],
     softmax: tuple[Ref, Ref, Ref],  # scratch memory of `_Folded`
@@ -428,7 +428,7 @@ def _attend_rows(
     for ref, value in zip(folded, (LOWEST, 0.0, 0.0), strict=True):
         ref[...] = jnp.full(ref.shape, value, ref.dtype)
     if sinks:
-        # The first slot is the sink: its weight relative to itself is 1, and its value is zero.
+        # Start the softmax with the sink: it is the maximum so far, so its weight is 1. Its value is zero.
         folded.top[...] = sinks[0][...]
         folded.total[...] = jnp.ones(folded.total.shape, jnp.float32)
 

@@ -45,7 +45,7 @@ def tree_attention(operands: Operands) -> Array:
     mask = mask[:, :, None, None]
     scores = jnp.where(mask, scores, -1e30)
     if sinks is not None:
-        # The last slot is the sink, which has no value.
+        # Append the sink as a last slot. Its weight is dropped below, because it has no value.
         column = jnp.broadcast_to(sinks[None, None, :, :, None], (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, column], axis=-1)
     weights = jnp.where(mask, jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]], 0)

@@ -316,7 +316,7 @@ def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
     """
     if getattr(_of_target(target), "copies_pay", False):
         return "ngram"
-    # The speed of MTP modules has not been measured.
+    # Skip MTP modules, because their speed has not been measured.
     specs = (spec for spec in drafts_for(target) if not spec.startswith("mtp:"))
     return next((spec for spec in specs if is_here(spec.partition(":")[2])), "ngram")
 

@@ -109,7 +109,7 @@ def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
 
 
 def announce(runs: str, seconds: float) -> None:
-    """Say on stderr about how long some runs will take.
+    """Print to stderr an estimate of how long some runs will take.
 
     >>> announce("15 runs of 12 prompts", 250.4)  # on stderr
     """

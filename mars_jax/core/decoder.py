@@ -347,8 +347,8 @@ def speculative_decoder(
 
     Raises:
       MarsError: the drafter's vocabulary differs from the target's, or it needs features that the target does not
-        provide; the target has recurrent layers and the drafter drafts trees or reads it; `verify` is not a rule;
-        prefill_chunk is below 1; top_log_probs is below 0, or above `TOP_LOG_PROBS` or the vocabulary.
+        provide; the target has recurrent layers and the drafter drafts trees or reads features; `verify` is not a
+        rule; prefill_chunk is below 1; top_log_probs is below 0, or above `TOP_LOG_PROBS` or the vocabulary.
 
     Example:
       >>> from mars_jax import drafters, fake, verify

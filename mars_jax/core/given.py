@@ -45,8 +45,8 @@ def check_recurrent(drafter: Drafter) -> None:
     """Raise MarsError if a target with recurrent layers cannot verify the drafter's drafts."""
     if drafter.reads is not None:
         raise MarsError(
-            f"the drafter '{drafter.name}' reads the target, which has recurrent layers: this is not supported yet; "
-            "draft with n-grams or with a model."
+            f"the drafter '{drafter.name}' reads the target, which has recurrent layers, and this is not supported "
+            "yet: draft with n-grams or with a model."
         )
     if drafter.num_nodes != drafter.max_depth + 1:
         raise MarsError(

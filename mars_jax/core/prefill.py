@@ -82,8 +82,8 @@ def prefill(
       state: initial value of a fold over the outputs.
       observe: the fold, `state = observe(state, start i32[B], output)`; the output covers the positions from `start`
         on. Windows are passed in order. The last one may slide back to stay inside the buffer, and then repeats
-        positions. Complete rows get windows past their end until all rows are complete. Windows of
-        recurrent models do not slide back: the last one may end past the buffer, and complete rows repeat theirs.
+        positions. Complete rows get windows past their end until all rows are complete. Windows of recurrent
+        models do not slide back: the last one may end past the buffer, and complete rows get windows without tokens.
       chunk: tokens per forward. Default: the model's `prefill_chunk`, or else `chunk_of`.
     """
     buffer = tokens.shape[1]
@@ -100,7 +100,7 @@ def prefill(
         # depends only on its own and earlier tokens. Later steps overwrite the slots past the end of a row.
         start = jnp.minimum(carry.next_start, buffer - chunk_size)
         if is_recurrent:
-            # A state must not read a token twice, so windows do not slide back; the cache has room for them.
+            # A state must not read a token twice, so windows do not slide back. The cache has room past the buffer.
             start = jnp.minimum(carry.next_start, jnp.maximum(first, count))
         # i32[B, chunk_size]; each row has its own start.
         window = jax.vmap(lambda row, begin: lax.dynamic_slice_in_dim(row, begin, chunk_size))(tokens, start)

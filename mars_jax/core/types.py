@@ -336,11 +336,11 @@ class LanguageModel(NamedTuple):
     # Only targets need it: drafter states always have [B, ...] leaves.
     put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put_rows
     prefill_chunk: int | None = None  # prompt tokens per forward; None: see `prefill.chunk_of`
-    # Only recurrent models, whose cache cannot drop any token, set the next two.
-    # (nodes, prefill_chunk or None) -> the model whose cache can drop the tokens of a last forward of up to `nodes`
-    # nodes, and has room for windows of a prompt past its end
+    # Only recurrent models set the next two fields, because their cache cannot drop arbitrary tokens.
+    # (nodes, prefill_chunk or None) -> this model with a cache that can drop the tokens of the last forward, if it had
+    # up to `nodes` nodes, and that has room for a prompt's last window to end past the buffer
     for_chains: Callable[[int, int | None], LanguageModel] | None = None
-    # (cache, count i32[B]) -> number of tokens that the cache keeps if it is to drop all but the first `count`
+    # (cache, count i32[B]) -> number of tokens that the cache can keep, i32[B], if only the first `count` stay valid
     keep: Callable[[PyTree, Array], Array] | None = None
 
 

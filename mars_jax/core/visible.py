@@ -34,8 +34,8 @@ class Visible:
     slot: Array  # i32[B]; the nodes' rows are written at slot .. slot + N - 1
     seen: Array | None = None  # bool[B, N, R]; None: causal, R == N and node i attends to rows 0 .. i
     seen_positions: Array | None = None  # i32[B, R]; positions of the rows; None: the rows are the nodes
-    # i32[B]; the number of nodes that are tokens of a prompt, before padding; None: a draft. Only recurrent layers use
-    # it.
+    # i32[B]; number of leading nodes that are tokens of a prompt, the others are padding; None: the nodes are a draft.
+    # Only recurrent layers use this field.
     count: Array | None = None
 
     @staticmethod

@@ -43,7 +43,7 @@ class LoadedDrafter(NamedTuple):
 
 
 class DraftSizes(Protocol):
-    """A drafter of several lengths, `drafters.sized.SizedDrafter`."""
+    """A drafter with several lengths; implemented by `drafters.sized.SizedDrafter`."""
 
     @property
     def lengths(self) -> tuple[int, ...]: ...

@@ -39,7 +39,7 @@ def load(
     """Load the drafter given by `spec` and pair it with `target`.
 
     Args:
-      spec: `none`, `ngram`, `self` or `mtp`, the MTP module in the target's checkpoint; `replay:FILE` with a file of
+      spec: `none`, `ngram` or `self`; `mtp` for the MTP module in the target's checkpoint; `replay:FILE` with a file of
         earlier answers; or, with a directory or hub name, `model:PATH` for a small language model, `eagle:PATH` for an
         EAGLE head of the target, `mtp:PATH` for its MTP module, `medusa:PATH` for its Medusa heads, `dflash:PATH` for
         its DFlash or DSpark head, or a system that accepts some drafts without verification and is therefore never
@@ -111,8 +111,8 @@ def load(
             )
     if draft_definition.head and not isinstance(target.config, ModelConfig):
         raise MarsError(
-            f"'{target.name}' has no config, by which the heads of '{path or kind}' are checked: give "
-            f"Pretrained.from_parts one, or make the drafter by its constructor, such as mars_jax.drafters.{kind}."
+            f"'{target.name}' has no config, by which the heads of '{path or kind}' are checked: pass "
+            "one to Pretrained.from_parts, or call the constructor of the drafter."
         )
     if kind == "none" and num_draft_tokens is not None:
         raise MarsError("num_draft_tokens does not apply to the drafter 'none': leave it out.")

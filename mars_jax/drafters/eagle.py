@@ -33,7 +33,7 @@ from mars_jax.utils.errors import MarsError
 
 @struct.dataclass(kw_only=True)
 class FeatureState:
-    """Draft state of a head."""
+    """Draft state of a `FeatureDrafter`."""
 
     cache: KVCache
     feature: Array  # [B, 1, E]
@@ -63,8 +63,8 @@ class FeatureDrafter(ShapedDrafter):
         self.config.check_target(self.target)
         if self.reads and self.target.with_features is None:
             raise MarsError(
-                f"the {self.config.title} reads the target's layers, and this target gives none: set "
-                "LanguageModel.with_features."
+                f"the {self.config.title} reads the target's layers, which this target does not "
+                "provide: set LanguageModel.with_features."
             )
         self._set_shape(self.num_draft_tokens, self.config.draft_vocab_size)
 
@@ -190,7 +190,7 @@ class FeatureDrafter(ShapedDrafter):
 class Eagle(FeatureDrafter):
     """An EAGLE, EAGLE-2 or EAGLE-3 head of the target.
 
-    `Params` and errors are those of `FeatureDrafter`.
+    Weights and errors are as for `FeatureDrafter`.
 
     >>> from mars_jax.models import ModelConfig, language_model
     >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)

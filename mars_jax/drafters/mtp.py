@@ -22,9 +22,9 @@ from mars_jax.utils.errors import MarsError
 
 @dataclasses.dataclass(frozen=True)
 class Mtp(FeatureDrafter):
-    """The MTP module of the target's checkpoint, which drafts further tokens from its own output.
+    """The MTP module of a target. It drafts tokens after the first from its own output.
 
-    `Params` and errors are those of `FeatureDrafter`.
+    Weights and errors are as for `FeatureDrafter`.
 
     >>> from mars_jax.models import ModelConfig, language_model
     >>> target = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
@@ -33,7 +33,7 @@ class Mtp(FeatureDrafter):
     """
 
     config: MtpConfig  # configuration of the module
-    # Length of the chain; ignored if there is a tree. Modules are trained to draft one token.
+    # Length of the chain; ignored if there is a tree. Published modules are trained to draft one token.
     num_draft_tokens: int = dataclasses.field(default=3, compare=False)
 
     @property
@@ -45,7 +45,7 @@ mtp = Mtp
 
 
 def load_mtp_drafter(arguments: Asked) -> LoadedDrafter:
-    """Load `mtp` from the target's checkpoint, or from the one that is named.
+    """Load an MTP module from the checkpoint that the spec names, by default the target's.
 
     Raises:
       MarsError: the target has no checkpoint, or as for `load_mtp`.

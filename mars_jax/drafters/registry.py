@@ -37,7 +37,7 @@ class DraftDefinition:
     load: Callable[[Asked], LoadedDrafter]  # builds it with its weights
     help: str  # one sentence without a period
     path: str = ""  # placeholder in its spec: PATH for a checkpoint, FILE, or nothing
-    own: bool = False  # without a path, its weights are in the target's checkpoint
+    own: bool = False  # may omit the path: the weights are then in the target's checkpoint
     head: bool = False  # reads the target's features; checked against the target's config
     static: bool = False  # its trees are static only
     grows: bool = False  # drafts a dynamic tree by default
@@ -62,7 +62,7 @@ class DraftDefinition:
         return f"{self.name}:{self.path}".removesuffix(":")
 
     def accepts(self, path: str) -> bool:
-        """Return whether its spec may have this path: any if it reads one, and none otherwise."""
+        """Return whether its spec may have this path, which is empty if the spec has none."""
         return bool(path) == bool(self.path) or (self.own and not path)
 
     @property

@@ -44,16 +44,16 @@ PAUSE = 100
 
 
 class Counts(NamedTuple):
-    """Numbers of each row from which a step estimates the acceptance; kept in `SkippingState.counts`."""
+    """Counts of each row, from which a step estimates the acceptance; stored in `SkippingState.counts`."""
 
     accepted: Array  # f32[B]; decayed count of accepted tokens
     expected: Array  # f32[B]; decayed count of tokens that were expected to be accepted
     idle: Array  # i32[B]; steps since the last draft
 
     def after(self, length: Array, num_accepted: Array, expected: Array, patience: int) -> Counts:
-        """Return the counts after a step with a draft of `length` i32[]; `expected` is as for `best_size`.
+        """Return the counts after a step with a draft of `length` i32[] tokens; `expected` is as for `best_size`.
 
-        If there were `patience` steps without a draft, older counts count half.
+        After `patience` or more steps without a draft, older counts weigh half.
         """
         # Tokens after the first rejection are not tested. Padding at the end of a chain counts as rejected.
         num_tested = jnp.minimum(num_accepted + 1, length).astype(jnp.float32)
@@ -145,7 +145,7 @@ def with_size(loaded: LoadedDrafter, index: int) -> LoadedDrafter:
 
 @dataclasses.dataclass(frozen=True)
 class SizedDrafter(Skipping):
-    """The longest of several lengths, with the state that their decoder needs."""
+    """A drafter whose decoder chooses among several lengths; by itself it drafts the longest."""
 
     lengths: tuple[int, ...] = ()  # chain lengths, increasing from 0
     any_rule: bool = False  # also allow lossy rules
@@ -163,9 +163,9 @@ class SizedDrafter(Skipping):
         """
         if not (self.any_rule or verify.lossless):
             raise MarsError(
-                f"the drafter '{self.name}' adapts its draft length, and with the lossy rule {verify.name} a text "
-                "would depend on the rest of its batch: draft a fixed size, verify with a lossless rule, or make the "
-                "drafter with any_rule=True."
+                f"the drafter '{self.name}' adapts its draft length, and with the lossy rule {verify.name} a "
+                "completion would depend on the rest of its batch: draft a fixed size, verify with a lossless rule, or "
+                "make the drafter with any_rule=True."
             )
         target = speculative_decoder(target, self, verify).target
         drafter = dataclasses.replace(self, target=target)
@@ -210,7 +210,7 @@ class SizedDecoder(Decoder):
 
             def step(_: int, turn: tuple[DecodeState, StepInfo], decoder: Decoder = decoder):
                 state, info = decoder._step(params, turn[0])
-                # A short draft leaves the other depths blank.
+                # A short draft leaves the greater depths blank.
                 return state, jax.tree.map(
                     lambda x, y: lax.dynamic_update_slice(x, y, [0] * x.ndim), turn[1], info
                 )
@@ -219,7 +219,7 @@ class SizedDecoder(Decoder):
             # a `lax.cond`.
             state, info = lax.fori_loop(0, (size == number).astype(jnp.int32), step, (state, info))
         verdict, length = info.verdict, jnp.asarray(lengths, jnp.int32)[size]
-        # A sparse drafter often finds no draft for a few steps.
+        # Be patient with a sparse drafter, which often finds no draft for a few steps.
         patience = PAUSE if self.drafter.sparse else 1
         counts = counts.after(length, verdict.num_accepted, expected, patience)
         # Past the accepted tokens, a path repeats its last node.
@@ -229,13 +229,13 @@ class SizedDecoder(Decoder):
 
 
 def _blank(x: jax.ShapeDtypeStruct) -> Array:
-    """Return a field of a `StepInfo` without tokens: `NO_TOKEN`, which equals `NO_KIND`, or zeros."""
+    """Return a blank field of a `StepInfo`: `NO_TOKEN`, which equals `NO_KIND`, for integers, otherwise zeros."""
     fill = NO_TOKEN * jnp.issubdtype(x.dtype, jnp.integer)
     return jnp.full(x.shape, fill, x.dtype)
 
 
 def _expected(drafter: Drafter, params: Params, state: DecodeState) -> Array:
-    """Return f32[B]: a drafter's expected acceptance of its next draft; 0 if it has none."""
+    """Return f32[B]: a drafter's expected acceptance of its next draft; 0 if it finds no draft."""
     tree, _ = propose(drafter, params, state, Conditions.of(params, state), step_keys(state)[0])
     acceptance = jnp.full(state.length.shape, USUAL_ACCEPTANCE)
     if tree.expected is not None:

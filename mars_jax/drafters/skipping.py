@@ -1,7 +1,7 @@
 """A drafter that skips steps: steps without a draft do not run it, and the next draft first completes its cache.
 
 A draft model then reads the missing tokens. A head also needs the target's features of these tokens, so the state keeps
-those of the last P tokens. B batch, T token buffer, P features, E hidden size.
+the features of up to P tokens. B batch, T token buffer, P features, E hidden size.
 
 Oracle: a state that skipped no step (tests/core/test_extend.py, tests/drafters/test_sized.py).
 """
@@ -24,7 +24,7 @@ from mars_jax.drafters.none import none
 from mars_jax.utils.errors import MarsError
 
 FEATURES = 32
-"""P. On a CPU, a head reads 32 tokens together in about the time of three tokens one by one."""
+"""P. On a CPU, a head reads 32 tokens at once in about the time of three single tokens."""
 
 
 class SizedParams(NamedTuple):
@@ -45,15 +45,15 @@ class SkippingState:
 
     draft: PyTree  # state of the wrapped drafter
     cached: Array  # i32[B]; committed tokens in the drafter's cache
-    # The target's output at tokens that the drafter has not read; leaves [B, P, E], token t in entry t % P, and no
-    # cache. None for a drafter that does not read its target.
+    # The target's output, without its cache, at tokens that the drafter has not read; leaves [B, P, E], with token t in
+    # entry t % P. None for a drafter that does not read its target.
     features: ForwardOutput | None
-    counts: PyTree = ()  # by which `drafters.sized` chooses a length
+    counts: PyTree = ()  # used by `drafters.sized` to choose a length
 
 
 @dataclasses.dataclass(frozen=True)
 class Skipping(Drafter):
-    """A drafter of chains at one of its lengths, or of no draft. All lengths share one state and `SizedParams`.
+    """A drafter of chains at one of several lengths, which may be 0. All lengths share one state and `SizedParams`.
 
     >>> from mars_jax.drafters.ngram import ngram
     >>> skipping = Skipping(ngram(4), ngram(4))
@@ -97,7 +97,7 @@ class Skipping(Drafter):
         return SkippingState(draft=draft, cached=self._complete(length), features=features)
 
     def _complete(self, length: Array) -> Array:
-        """Return i32[B], the size of a complete cache. A head's ends one token before the length, a model's two."""
+        """Return i32[B], the size of a complete cache. A head's ends 1 token before the length, a model's 2 tokens."""
         return jnp.maximum(length - 1 - int(self.longest.lags), 0)
 
     def _no_features(self, params: Params, tokens: Array, length: Array) -> ForwardOutput:
@@ -127,14 +127,14 @@ class Skipping(Drafter):
         if self.reads is None:
             # The next draft reads the missing tokens.
             return dataclasses.replace(state, cached=jnp.minimum(state.cached, cached))
-        # The row shares `cached` + 2 tokens with its prompt. `observe` then gets the features of all later tokens.
+        # The old tokens and the prompt share `cached` + 2 tokens. `observe` then gets the features of all later tokens.
         state = self._read_features(params, state, tokens, cached + 2)
         return dataclasses.replace(state, cached=self._complete(length))
 
     def _read_features(
         self, params: Params, state: SkippingState, tokens: Array, length: Array
     ) -> SkippingState:
-        """Let the head read the kept features, at most P, if its cache is incomplete for `length` i32[B].
+        """Let the head read the features of up to P tokens if its cache is incomplete for `length` i32[B].
 
         This is a loop of at most one iteration, because a loop updates its carry in place, whereas XLA copies a cache
         that goes through a `lax.cond`.
@@ -143,7 +143,7 @@ class Skipping(Drafter):
         def read(state: SkippingState) -> SkippingState:
             entries = (state.cached[:, None] + jnp.arange(FEATURES, dtype=jnp.int32)[None]) % FEATURES
             output = jax.tree.map(lambda x: pick(x, entries), state.features)
-            # Entries past the last kept feature are garbage, in slots that are written again before they are read.
+            # Entries past the last kept feature are garbage, but their slots are overwritten before they are read.
             draft = self.longest.observe(_inner(params), state.draft, tokens, state.cached, length, output)
             cached = jnp.maximum(state.cached, self._complete(length))
             return dataclasses.replace(state, draft=draft, cached=cached)
@@ -154,7 +154,7 @@ class Skipping(Drafter):
         self, params: Params, state: SkippingState, inputs: DraftInput
     ) -> tuple[DraftTree, SkippingState]:
         if self.reads is not None:
-            # Before a draft, read all features. In other steps, read them if there is no room for one more.
+            # Before a draft, read all kept features. In other steps, read them only if there is no room for one more.
             num_kept = self._complete(inputs.length) - state.cached
             must_read = jnp.any(num_kept >= FEATURES) | (self.max_depth > 0)
             state = self._read_features(params, state, inputs.tokens, jnp.where(must_read, inputs.length, 0))
@@ -169,7 +169,7 @@ class Skipping(Drafter):
     def update(self, params: Params, state: SkippingState, *step: Any) -> SkippingState:
         tree, verdict, output, length = step
         if self.max_depth > 0 or not (self.longest.lags or self.reads is not None):
-            # With one node, a drafter that cannot skip steps still reads the root.
+            # In a step without a draft, a drafter that cannot skip steps still reads the root.
             drafter = self.size if self.max_depth > 0 else self.longest
             draft = drafter.update(_inner(params), state.draft, tree, verdict, output, length)
             cached = self._complete(length + verdict.num_accepted + 1)

@@ -43,8 +43,8 @@ def _family(data: JsonObject) -> str:
             return name
     unsupported = architecture or model_type or "none named in config.json"
     raise MarsError(
-        f"architecture {unsupported} is not supported: choose a checkpoint like those that mars-jax models lists; if "
-        "this is a draft head, name it in --draft."
+        f"architecture {unsupported} is not supported: choose a checkpoint of a family that mars-jax models "
+        "lists; pass draft heads to --draft."
     )
 
 
@@ -145,14 +145,14 @@ def read_directory(directory: Path) -> tuple[ModelConfig, str | None]:
 def dtype_of(data: JsonObject) -> str | None:
     """Return the dtype listed in a config.json, under the key of transformers 5 (`dtype`) or 4 (`torch_dtype`)."""
     dtype = data.get("dtype") or data.get("torch_dtype")
-    # gpt-oss lists no dtype. transformers loads it in bfloat16.
+    # The config.json of gpt-oss lists no dtype; transformers loads the model in bfloat16.
     if dtype is None and is_mxfp4(data):
         return "bfloat16"
     return str(dtype).removeprefix("torch.") if dtype else None
 
 
 def is_mxfp4(data: JsonObject) -> bool:
-    """Return whether a config.json describes a checkpoint whose experts are in MXFP4."""
+    """Return whether a config.json describes a checkpoint with experts in MXFP4."""
     quantization = data.get("quantization_config")
     return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 

@@ -41,7 +41,7 @@ def convert(
     Args:
       source: directory, GGUF file, or `owner/name` on the Hugging Face hub.
       destination: new or empty directory.
-      dtype: as for `load`, but packed matrices other than experts in MXFP4 are dequantised.
+      dtype: as for `load`, except that None dequantises packed matrices other than experts in MXFP4.
       overwrite: replace the destination if it is itself a conversion.
       progress: called with the number of bytes written since the last call.
 
@@ -122,7 +122,7 @@ def _check_free(target: Path, overwrite: bool) -> None:
 def _copy_files(source: Path, place: Path, dtype: str, *, packed: bool) -> None:
     """Copy all files except the weights, such as the tokenizer and template; set the new dtype in config.json.
 
-    Its `quantization_config` is removed unless experts in MXFP4 stay `packed`.
+    Also remove its `quantization_config`, unless `packed`: experts stay in MXFP4.
     """
     for file in sorted(source.iterdir()):
         # Leave out config.json, which is rewritten below, and the index, whose shards are not copied.

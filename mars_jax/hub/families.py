@@ -172,7 +172,7 @@ def _write_qwen3_moe(config: ModelConfig) -> JsonObject:
 
 
 def _read_delta(data: JsonObject) -> Fields:
-    """Read the fields that Qwen3-Next and Qwen3.5 share. Three of four layers are gated DeltaNet."""
+    """Read the fields that Qwen3-Next and Qwen3.5 share. By default, three of four layers are gated DeltaNet."""
     layers, every = range(data["num_hidden_layers"]), count(data, "full_attention_interval", 4)
     kinds = data.get("layer_types") or [_FULL if (i + 1) % every == 0 else _LINEAR for i in layers]
     if unknown := sorted(set(kinds) - {_FULL, _LINEAR}):
@@ -311,13 +311,13 @@ def _read_glm4(data: JsonObject) -> Fields:
 
 
 def _read_glm4_moe(data: JsonObject) -> Fields:
-    """Read the fields of GLM-4.5 and later: halves are rotated, and the router is DeepSeek-V3's."""
+    """Read the fields of GLM-4.5 and later: half of each head is rotated, and the router is DeepSeek-V3's."""
     fields = {"rope": read_rope(data, fraction=0.5), "qkv_bias": bool(data["attention_bias"])}
     return _read_sigmoid_router(data) | fields | {"qk_norm": bool(data.get("use_qk_norm"))}
 
 
 def _read_sigmoid_router(data: JsonObject) -> Fields:
-    """Read the experts of DeepSeek-V3 (arXiv 2412.19437). The first layers have none."""
+    """Read the fields of DeepSeek-V3's experts (arXiv 2412.19437). The first layers have no experts."""
     size = count(data, "moe_intermediate_size", 0)
     return {
         "num_experts": data["n_routed_experts"],
@@ -350,7 +350,7 @@ def _write_sigmoid_router(config: ModelConfig) -> JsonObject:
 
 
 def _read_deepseek_v3(data: JsonObject) -> Fields:
-    """Read the fields of DeepSeek-V3: latent attention."""
+    """Read the fields of DeepSeek-V3: latent attention and a sigmoid router."""
     if data["attention_bias"]:
         raise MarsError("attention_bias is true: latent attention with biases is not supported.")
     latent = Latent(
@@ -379,7 +379,7 @@ def _write_deepseek_v3(config: ModelConfig) -> JsonObject:
         raise MarsError("the family 'deepseek_v3' needs ModelConfig.latent: choose another family.")
     growth = ((latent.plain + latent.rotary) / (config.query_scalar or config.head_dim)) ** 0.25
     if scaling is not None and growth != 1 and config.rope.factor > 1:
-        # 12 digits return the setting that was read, without its rounding error.
+        # Rounding to 12 digits recovers the setting that was read, without floating-point error.
         weight = (growth - 1) / (0.1 * math.log(config.rope.factor))
         scaling = scaling | {"mscale_all_dim": float(f"{weight:.12g}")}
     return _write_sigmoid_router(config) | {
@@ -517,7 +517,7 @@ _DELTA_SIZES = {
     "value_dim": ("linear_value_head_dim", 128),
     "taps": ("linear_conv_kernel_dim", 4),
 }
-"""Key and default of each field of `Delta`."""
+"""Key in config.json and default of each size in `Delta`."""
 _MINISTRAL_3 = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
 _MINISTRAL_3 |= {"max_position_embeddings": 262144}
 _PHI_3 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000}

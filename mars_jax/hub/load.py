@@ -40,10 +40,10 @@ DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias)
 # Gemma 3, Mistral 3 and Qwen3.5 with images use these prefixes. Only the text model is loaded.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
 _IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector|visual)\.")
-# Qwen3-Next and Qwen3.5 come with a module that drafts, which is not part of the model.
+# Checkpoints of Qwen3-Next and Qwen3.5 contain an MTP module, which is not loaded.
 _DRAFTS = re.compile(r"^model\.mtp\.")
 
-# An MTP module has all tensors with the prefix of its projection (`models.mtp_head`).
+# The projection of an MTP module. All tensors with its prefix belong to the module (`models.mtp_head`).
 _MTP = re.compile(r"^(model\.(?:layers|mtp_layers)\.\d+\.)(?:eh_proj|input_proj)\.weight$")
 
 
@@ -101,7 +101,7 @@ def load(
       dtype: "float32" or "bfloat16". None keeps the checkpoint's dtype: float16 becomes bfloat16, and a quantised GGUF
         file becomes float32. For 4-bit AWQ, GPTQ and compressed-tensors, None also keeps a layer's matrix packed if
         the file packs it in groups of neighbouring inputs. None never rounds again: matrices with GPTQ's `desc_act`,
-        experts other than MXFP4's, embeddings and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits
+        experts not in MXFP4, embeddings and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits
         per weight (`models.quantize`) and keeps everything else in the checkpoint's dtype. "int4" rounds matrices of
         layers to 4 bits, and embeddings and experts to 8. Matrices that a file stores at 4 bits (GGUF's Q4_0, Q4_1 and
         Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized, experts in MXFP4) are not rounded again.
@@ -305,7 +305,7 @@ def read_leaf(
     parts = [named_tensors[row.name] for row in rows]
     all_packed = all(tensor.blocks is not None for _, tensor in parts)
     if all_packed and parts[0][1].shape == leaf.shape and len(leaf.shape) == 3:
-        # MXFP4
+        # Only experts in MXFP4 are packed as a whole stack.
         bits = 4 if keep_packed or bits == 4 else bits_of(leaf, bits)
     elif keep_packed:
         # Keep the packing only for weights that params can hold in 4 bits: no embeddings and no experts.

@@ -84,7 +84,7 @@ def packing(directory: Path) -> JsonObject | None:
 
 
 def is_packed(directory: Path) -> bool:
-    """Return whether a checkpoint stores matrices in 4 bits, which `load` keeps by default."""
+    """Return whether a checkpoint has matrices packed in 4 bits, which `load` keeps packed by default."""
     return packing(directory) is not None or is_mxfp4(read_json(directory / "config.json"))
 
 

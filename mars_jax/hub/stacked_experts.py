@@ -31,7 +31,7 @@ _PARTS = {"gate_up": {"gate": slice(0, None, 2), "up": slice(1, None, 2)}, "down
 
 
 def split_experts(files: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of files with the experts' matrices as `gate_proj`, `up_proj` and `down_proj` [X, out, in]."""
+    """Yield the tensors of files, with fused experts split into `gate_proj`, `up_proj` and `down_proj` [X, out, in]."""
     blocks: dict[str, Tensor] = {}
     scales: dict[str, Tensor] = {}
     by_kind = {"_blocks": blocks, "_scales": scales}
@@ -55,7 +55,7 @@ def split_experts(files: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, T
 
 
 def _rows(tensor: Tensor, rows: slice, *, transposed: bool = False) -> Tensor:
-    """Return some rows of each expert's matrix, which is stored inputs first if `transposed`."""
+    """Return some rows of each expert's matrix, which is stored as [in, out] if `transposed`."""
 
     def read(first: int, last: int) -> np.ndarray:
         stored = tensor.rows(first, last)
@@ -78,7 +78,7 @@ def packed_experts(blocks: Tensor, scales: Tensor) -> Tensor:
         if values.dtype != np.uint8 or scale.dtype != np.uint8 or values.shape != (*scale.shape, 16):
             raise MarsError(
                 f"it holds {values.dtype}{list(values.shape)} with scales {scale.dtype}{list(scale.shape)}: MXFP4 has "
-                "bytes, 16 for each scale."
+                "bytes, 16 values for each scale."
             )
         return values.reshape(*scale.shape[:-1], -1), scale
 

@@ -442,7 +442,7 @@ def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonOb
 def _to_flags(
     target: str, draft: str | None, choice: str | None, mesh: str | None, arguments: dict[str, Any]
 ) -> list[str]:
-    """Return the flags of `generate` for a model's arguments, so that both parse and check them in the same way."""
+    """Return the arguments as flags of `generate`, so that they are parsed and checked in the same way."""
     default_draft = "none"
     if target == assets.TARGET:
         default_draft = f"model:{assets.DRAFT}"

@@ -247,8 +247,8 @@ def attend(
       v: [B, S, K, D].
       mask: bool[B, N, S]. A query without visible slots gets zeros.
       live: i32[]; `mask[:, :, live:]` is False everywhere.
-      sinks: f32[K, G]; each head's logit of a slot that every query sees, whose value is zero (gpt-oss, arXiv
-        2508.10925). It is neither scaled nor capped. None: no such slot.
+      sinks: f32[K, G]; one logit per head for an extra slot that every query sees and whose value is zero (gpt-oss,
+        arXiv 2508.10925). The logits are neither scaled nor capped. None: no such slot.
       scale: factor of the scores; None is D ** -0.5.
       cap: `layers.soft_cap` of the scores, before the mask; None: no cap.
       flash: on a single GPU, use cuDNN if it supports the arrays and is faster.
@@ -416,10 +416,10 @@ def attend_all(
     del live
     scores = _scores(q, k, mask, scale, cap)
     # The maximum cancels in the quotient, so it needs no gradient. `_LOWEST` replaces the -inf of a query that sees no
-    # slots, for which scores - top would be NaN. A sink does the same.
+    # slots, for which scores - top would be NaN. A sink, which is finite, replaces it too.
     lowest = _LOWEST
     if sinks is not None:
-        # [1, K, 1, G, 1], as the scores.
+        # [1, K, 1, G, 1], to broadcast to the scores.
         lowest = sinks = sinks[None, :, None, :, None]
     top = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), lowest))
     weights = jnp.exp(scores - top)
@@ -465,7 +465,7 @@ def _attend_blocks(
     rows = (batch, heads, n, group)
     denominator, top = jnp.zeros(rows, jnp.float32), jnp.full(rows, _LOWEST, jnp.float32)
     if sinks is not None:
-        # The first slot is the sink: its weight relative to itself is 1, and its value is zero.
+        # Start the softmax with the sink: it is the maximum so far, so its weight is 1. Its value is zero.
         denominator, top = jnp.ones(rows, jnp.float32), jnp.broadcast_to(sinks[None, :, None], rows)
     carry = (top, denominator, jnp.zeros((*rows, dim), jnp.float32))
     end = slots if live is None else live.astype(jnp.int32)

@@ -104,7 +104,7 @@ class Latent:
     rank: int  # width of the latent
     query_rank: int = 0  # width of the latent of queries; 0: none
     plain: int  # dimensions of a query or key without rotary embedding
-    rotary: int  # dimensions with it, which keys share between heads
+    rotary: int  # dimensions with rotary embedding; all heads share those of the key
     value: int  # dimensions of a value
 
     def __post_init__(self):
@@ -116,14 +116,14 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delta:
-    """The recurrent layers of a model: gated DeltaNet (arXiv 2412.06464), see `models.delta`."""
+    """The recurrent layers of a model, gated DeltaNet (arXiv 2412.06464); see `models.delta`."""
 
-    layers: tuple[int, ...]  # the layers that have it instead of attention
+    layers: tuple[int, ...]  # numbers of the layers that have gated DeltaNet instead of attention
     key_heads: int
     value_heads: int  # a multiple of key_heads
     key_dim: int  # width of a head's key
     value_dim: int
-    taps: int = 4  # tokens that the convolution before it reads
+    taps: int = 4  # tokens that one output of the convolution before the recurrence reads
 
     def __post_init__(self):
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps"):
@@ -133,8 +133,8 @@ class Delta:
                 )
         if self.value_heads % self.key_heads:
             raise MarsError(
-                f"{self.value_heads} value heads of the recurrent layers cannot share {self.key_heads} key heads: the "
-                "first must be a multiple of the second."
+                f"{self.value_heads} value heads of the recurrent layers cannot share {self.key_heads} key heads: "
+                "choose a multiple of the number of key heads."
             )
 
 
@@ -172,15 +172,15 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False  # of dense MLPs
-    latent: Latent | None = None  # then num_kv_heads is 1, and head_dim is rank + rotary
+    latent: Latent | None = None  # if set, num_kv_heads is 1 and head_dim is rank + rotary
     qk_norm: bool = False
     whole_qk_norm: bool = False  # one norm over all heads of a token; qk_norm: one per head
-    attention_sinks: bool = False  # one learned logit per head in the softmax's denominator, without a value
-    attention_gate: bool = False  # multiply attention's outputs by the sigmoid of a projection, stored in `q`
+    attention_sinks: bool = False  # one learned logit per head that only adds to the softmax's denominator
+    attention_gate: bool = False  # multiply attention's outputs by the sigmoid of a projection, a part of `q`
     delta: Delta | None = None  # layers that have a recurrent state instead of keys and values
     windows: tuple[int | None, ...] = ()  # one per layer; (): full attention in all layers
     activation: str = "silu"
-    # (alpha, limit) of the experts' `layers.clamped_swiglu`, which replaces `activation`; None: no clamp
+    # (alpha, limit) of the experts' `layers.clamped_swiglu`, which replaces `activation`; None: use `activation`
     swiglu: tuple[float, float] | None = None
     num_experts: int = 0  # experts per layer; 0: every layer has a single dense MLP
     experts_per_token: int = 0
@@ -188,7 +188,7 @@ class ModelConfig:
     shared_expert_size: int = 0  # hidden units of an expert that every token also uses; 0: none
     # DeepSeek-V3's router: sigmoid scores, a bias that affects only the choice, and a shared expert without a gate.
     sigmoid_router: bool = False
-    expert_groups: int = 1  # groups of experts, of which a token uses the best ones; sigmoid_router
+    expert_groups: int = 1  # a token uses experts of its best groups; only with sigmoid_router
     groups_per_token: int = 1
     expert_multiplier: float = 1.0  # factor of the weights of a token's experts
     # Scale the weights of a token's experts to sum to 1; if False, use their probabilities among all experts.
@@ -243,8 +243,8 @@ class ModelConfig:
             or self.latent.rotary % 2
         ):
             raise MarsError(
-                f"num_kv_heads is {self.num_kv_heads} and head_dim {self.head_dim}: latent attention has one head of "
-                f"rank + rotary = {self.latent.rank} + {self.latent.rotary} numbers, rotary even."
+                f"num_kv_heads is {self.num_kv_heads} and head_dim {self.head_dim}: latent attention needs 1 and "
+                f"rank + rotary = {self.latent.rank} + {self.latent.rotary}, and rotary must be even."
             )
         if len(self.windows) != self.num_layers:
             raise MarsError(f"{len(self.windows)} windows for {self.num_layers} layers: give one per layer.")
@@ -269,7 +269,7 @@ class ModelConfig:
                 raise MarsError(f"a soft cap is {cap}: it must be positive, or None for none.")
         if self.swiglu is not None and not all(0 < x < math.inf for x in self.swiglu):
             raise MarsError(
-                f"swiglu is {self.swiglu}: its alpha and its limit must be positive, or None for none."
+                f"swiglu is {self.swiglu}: alpha and limit must be positive and finite; None uses `activation`."
             )
         if self.delta is not None and not set(range(self.num_layers)) > set(self.delta.layers):
             raise MarsError(
@@ -290,10 +290,10 @@ class ModelConfig:
 
     def _check_groups(self) -> None:
         groups, per_token, experts = self.expert_groups, self.groups_per_token, self.num_experts
-        # A group's score is the sum of its two best experts.
+        # A group's score is the sum of the scores of its two best experts.
         if groups < 1 or experts % groups or 1 < groups > experts // 2:
             raise MarsError(
-                f"expert_groups is {groups}: expected a divisor of {experts} experts, with 2 or more in a group."
+                f"expert_groups is {groups}: expected a divisor of num_experts = {experts}, at most half of it."
             )
         if not 1 <= per_token <= groups or experts // groups * per_token < self.experts_per_token:
             raise MarsError(

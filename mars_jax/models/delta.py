@@ -3,9 +3,9 @@
 The state of a head is a matrix S [K, V]. Token t with key k, value v, decay a and learning rate b replaces what S holds
 for its key: S = a S + k (b (v - a S^T k))^T. Its output is S^T q.
 
-A state cannot drop a token, so a draft must not enter it before the verdict. The cache keeps the state before the root
-of the last draft, and the inputs of the draft's nodes. The next forward starts after the accepted nodes: it reads those
-into the state first, and computes the outputs of its own nodes without storing what they write.
+A state cannot drop a token, so it must not read a draft before the verdict. The cache keeps the state before the root
+of the last draft, and the inputs of the draft's nodes. The next forward first reads the accepted nodes into the state.
+It then computes the outputs of its own nodes, without storing the state after them.
 
 Oracle: transformers' `modeling_qwen3_next.py` (tests/models/test_delta.py). B batch, N nodes, L tokens, H key heads,
 G value heads of each key head, K and V widths of a key and a value, F = 2 K + G V inputs of the convolution per key
@@ -34,17 +34,17 @@ from mars_jax.models.layers import dense, rms_norm
 from mars_jax.utils.errors import MarsError
 
 CHUNK = 64
-"""Tokens of a chunk, as in transformers. Chunks follow one another; the tokens of a chunk are computed together."""
+"""Tokens per chunk, as in transformers. Chunks are computed in sequence, the tokens of a chunk in parallel."""
 _EPS = 1e-6
 """Added to the squared norms of queries and keys."""
 
-# A TPU would round the factors to bfloat16, and the rounding would add up in the state.
+# By default a TPU rounds factors to bfloat16, and the rounding errors would accumulate in the state.
 _matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 @struct.dataclass(kw_only=True)
 class DeltaRows:
-    """Cache of one layer: its state before the token `RecurrentCache.at`, and the inputs of up to M tokens from it."""
+    """Cache of one layer: its state before token `RecurrentCache.at`, and the inputs of up to M tokens from `at` on."""
 
     logical_axes: ClassVar[tuple[str | None, ...]] = ("rows", "delta_heads")
 
@@ -58,21 +58,21 @@ class RecurrentCache:
     """Cache of a model with recurrent layers. A forward may start at `at` or up to M tokens later."""
 
     kv: KVCache  # of the layers with attention
-    delta: dict[int, DeltaRows]  # of the recurrent layers, by their number
+    delta: dict[int, DeltaRows]  # of the recurrent layers, by layer number
     at: Array  # i32[B]; number of tokens in the states
 
 
 class Span(NamedTuple):
-    """The place of a forward's nodes in their rows: to a recurrent layer what `Visible` is to attention."""
+    """The place of a forward's nodes in their rows. Recurrent layers read it as attention reads `Visible`."""
 
     first: Array  # i32[B]; position of the first node
     at: Array  # i32[B]; as in the cache
-    # i32[B]; nodes to read into the state; None: a draft, of which the cache keeps the inputs
+    # i32[B]; number of nodes to read into the state; None: the nodes are a draft, and the cache keeps their inputs
     count: Array | None
 
     @staticmethod
     def of(visible: Visible, cache: RecurrentCache) -> Span:
-        """Return the span of a forward. More nodes than a draft can have are tokens of the row.
+        """Return the span of a forward. If there are more than M nodes, they are not a draft but tokens of the row.
 
         Raises:
           MarsError: the nodes are a tree or packed documents.
@@ -124,12 +124,12 @@ def with_states(
                 gates=jnp.zeros((batch, heads, nodes, 2 * groups), jnp.float32),
             )
 
-        # Windows of a prompt do not slide back at its end, see `prefill`, so they need room for one more.
+        # A prompt's last window does not slide back (see `prefill`), so the cache needs room for one more window.
         kv, at = model.init_cache(batch, slots + chunk), jnp.zeros((batch,), jnp.int32)
         return RecurrentCache(kv=kv, delta={layer: rows() for layer in delta.layers}, at=at)
 
     def keep(cache: RecurrentCache, count: Array) -> Array:
-        # The state has the tokens before `at`: to drop any of them, start again.
+        # The state includes the tokens before `at`. To drop any of them, read the row again from its start.
         return jnp.where(cache.at <= count, count, 0)
 
     return model._replace(
@@ -179,21 +179,21 @@ class _Chunk(NamedTuple):
     q: Array  # f32[..., L, K]; queries, times the decay from the start of the chunk
     k: Array  # f32[..., L, K]; keys, times the decay to the end of the chunk
     scores: Array  # f32[..., L, L]; product of query i and key j, times the decay from j to i
-    values: Array  # f32[..., L, V]; what the tokens would write to a state of zeros
-    reads: Array  # f32[..., L, K]; `reads @ S` is what the state S takes off the values
+    values: Array  # f32[..., L, V]; values that the tokens write to a zero state
+    reads: Array  # f32[..., L, K]; with a state S, the tokens write `values - reads @ S`
     decay: Array  # f32[..., 1, 1]; decay of the state over the chunk
 
 
 def _prepare(q: Array, k: Array, v: Array, log_decay: Array, rate: Array) -> _Chunk:
-    # Decay from the start of the chunk to each token, and from token j to token i, which is 0 for later j.
+    # Log decay from the start of the chunk to each token; decay from token j to token i, which is 0 if j > i.
     total = jnp.cumsum(log_decay, axis=-1)
     length = total.shape[-1]
     causal = jnp.tril(jnp.ones((1,) * (total.ndim - 1) + (length, length), bool))
     decay = jnp.exp(jnp.where(causal, total[..., :, None] - total[..., None, :], -jnp.inf))
     total, rate = total[..., None], rate[..., None]
     keys = k.swapaxes(-1, -2)
-    # A token writes its value minus what the state already has for its key, which depends on the writes before it:
-    # write_i = b_i (v_i - S^T a_i k_i - sum over j < i of decay_ij (k_i . k_j) write_j).
+    # A token writes its value minus the state's value for its key, to which earlier writes add. With S at the start:
+    # write_i = b_i (v_i - exp(total_i) S^T k_i - sum over j < i of decay_ij (k_i . k_j) write_j).
     inverse = _unit_inverse(_matmul(k, keys) * decay * rate)
     return _Chunk(
         q=q * jnp.exp(total),
@@ -206,14 +206,14 @@ def _prepare(q: Array, k: Array, v: Array, log_decay: Array, rate: Array) -> _Ch
 
 
 def _unit_inverse(matrix: Array) -> Array:
-    """Return the inverse of I + the part of a matrix f32[..., L, L] below its diagonal, by forward substitution.
+    """Return the inverse of I plus the strictly lower part of a matrix f32[..., L, L], by forward substitution.
 
     `lax.linalg.triangular_solve` takes 200 times as long on a CPU.
     """
     length, below = matrix.shape[-1], jnp.tril(matrix, -1)
 
     def row(i: Array, inverse: Array) -> Array:
-        """Complete row i, which so far is that of I, from the rows before it."""
+        """Compute row i from the rows before it. Until then it is the row of I."""
         written = _matmul(lax.dynamic_index_in_dim(below, i, -2), inverse)
         new = lax.dynamic_index_in_dim(inverse, i, -2) - written
         return lax.dynamic_update_index_in_dim(inverse, new, i, -2)
@@ -231,7 +231,7 @@ def _add_chunk(state: Array, chunk: _Chunk) -> tuple[Array, Array]:
 def delta_net(
     config: ModelConfig, layer: dict, x: Array, span: Span, rows: DeltaRows
 ) -> tuple[Array, DeltaRows]:
-    """Run a layer on x [B, N, E]; return [B, N, E] and the layer's cache."""
+    """Run a gated DeltaNet layer on x [B, N, E]; return [B, N, E] and the layer's cache."""
     delta = config.delta
     assert delta is not None
     heads = ("delta_heads", delta.key_heads)
@@ -253,7 +253,7 @@ def delta_net(
     offsets = [layer[f"delta_{name}"].reshape(delta.key_heads, -1) for name in ("log_rate", "bias")]
     mix, axes = functools.partial(_mix, config), axes_here("delta_heads", delta.key_heads)
     if axes:
-        # Every head is on one device, and no step communicates.
+        # Each device runs its own heads, without communication.
         split, whole = P(None, axes), P()
         mix = map_devices(mix, (P(axes), P(axes), whole, split, split, split, whole, split), (split, split))
     y, rows = mix(conv, offsets, layer["delta_norm"], inputs, z, (b, a), span, rows)
@@ -281,7 +281,7 @@ def _mix(
       norm: [V].
       inputs, z: [B, H, N, F] and [B, H, N, G V].
       gates: [B, H, N, G] each; learning rates and time steps, before their activations.
-      span, rows: place and cache.
+      span, rows: as for `delta_net`.
     """
     log_rate, bias = (x.astype(jnp.float32)[None, :, None] for x in offsets)
     b, a = (x.astype(jnp.float32) for x in gates)
@@ -289,16 +289,16 @@ def _mix(
     new_gates = jnp.concatenate([log_decay, jax.nn.sigmoid(b)], axis=-1)
     capacity, tail_length = rows.gates.shape[2], conv.shape[2] - 1
 
-    # Read the accepted nodes of the last draft into the state. A row at its start has neither.
+    # Read the accepted nodes of the last draft into the state. A row at its start has no draft and no state.
     accepted = span.first - span.at
     begins = (span.first == 0)[:, None, None, None]
-    # A start outside of the draft would need a state that is gone: its numbers end the row as failed.
+    # A start outside the draft would need a state that no longer exists. NaN ends the row as failed.
     lost = ((accepted < 0) | (accepted > capacity)) & (span.first > 0)
     state = jnp.where(begins[..., None], 0.0, rows.state)
     state = jnp.where(lost[:, None, None, None, None], jnp.nan, state)
     logged = jnp.where(begins, 0, rows.inputs)
     accepted = jnp.where(begins[:, 0, 0, 0], 0, jnp.clip(accepted, 0, capacity))
-    # Without the inputs of rejected nodes, a number there that is not finite does no harm.
+    # Zero the inputs of rejected nodes, so that non-finite numbers there are harmless.
     accepted_inputs = _first(logged, tail_length + accepted)
     state, _ = _read(config, conv, state, accepted_inputs, _first(rows.gates, accepted))
 
@@ -326,7 +326,7 @@ def _mix(
 
 
 def _first(x: Array, count: Array) -> Array:
-    """Set x [B, H, L, ...] of all but the first `count` i32[B] tokens to 0. Tokens with gates of 0 are not read."""
+    """Set x [B, H, L, .] to 0 after the first `count` i32[B] tokens. Tokens with gates of 0 do not change a state."""
     is_read = jnp.arange(x.shape[2], dtype=jnp.int32)[None] < count[:, None]
     return jnp.where(is_read[:, None, :, None], x, 0)
 

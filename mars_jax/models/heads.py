@@ -152,7 +152,7 @@ class LayeredHead(HeadConfig):
 
 
 class FeatureHead(LayeredHead):
-    """A head that predicts the target's next feature from its previous ones, such as EAGLE heads and MTP modules.
+    """A head that predicts the target's next feature from previous features: an EAGLE head or an MTP module.
 
     Entry t of a head, at position t, combines the target's feature of token t with the embedding of token t + 1. Its
     output predicts token t + 2, and replaces the feature of token t + 1 until the target has processed that token.
@@ -180,8 +180,8 @@ class FeatureHead(LayeredHead):
           feature: [B, N, E] (or F), from `fuse` or from an earlier call of this function.
           tokens: i32[B, N]; for entry t, token t + 1.
           visible, cache: as in `types.LanguageModel.forward`.
-          needed: i32[B, P]; the entries whose features are returned, so that the last MLP skips the others; default:
-            all.
+          needed: i32[B, P]; numbers of the entries whose features are returned; the last MLP skips the others.
+            Default: all.
 
         Returns:
           The features of the next tokens [B, N or P, E], and the cache.

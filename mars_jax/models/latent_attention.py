@@ -1,10 +1,10 @@
-"""Multi-head latent attention (MLA): heads read one latent per token, from which their keys and values are made.
+"""Multi-head latent attention (MLA): all heads compute their keys and values from one latent per token.
 
 Source: DeepSeek-V2 2405.04434, section 2.1. Oracle: `DeepseekV3Attention` of transformers
 (tests/models/test_families.py). B batch, N tokens, H heads, R rank of the latent, D = R + rotary dimensions.
 
-The matrix that makes keys from latents is absorbed into the queries, and the one that makes values into the outputs.
-So attention has a single key-value head: a cache row is the latent and the rotated key, and it is both key and value.
+The matrix that computes keys from latents is absorbed into the queries, and the matrix for values into the outputs. So
+attention has a single key-value head: a cache row holds the latent and the rotated key, and is both key and value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EPS = 1e-6
 
 
 def _up(config: ModelConfig, latent: Latent, layer: dict) -> tuple[Array, Array]:
-    """Return the matrices that make keys [H, plain, R] and values [H, value, R] of a latent."""
+    """Return the matrices that compute keys [H, plain, R] and values [H, value, R] from a latent."""
     up = layer["kv_b"].reshape(config.num_heads, -1, latent.rank)
     return up[:, : latent.plain], up[:, latent.plain :]
 

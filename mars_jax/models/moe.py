@@ -129,7 +129,7 @@ def choose_experts(
     """Return the weights f32[T, C] and the ids i32[T, C] of the experts of tokens [T, E]; see `experts_mlp`."""
     logits = dense(tokens, layer["router"], layer.get("router_bias"), dtype=jnp.float32)
     if "score_bias" in layer:
-        # DeepSeek-V3 (arXiv 2412.19437, equations 12 to 16): the bias changes the choice and not the weights.
+        # DeepSeek-V3 (arXiv 2412.19437, equations 12 to 16): the bias affects the choice but not the weights.
         scores = jax.nn.sigmoid(logits)
         biased_scores = scores + layer["score_bias"].astype(jnp.float32)[None]
         _, expert_ids = lax.top_k(_in_best_groups(biased_scores, *groups), count)
@@ -142,7 +142,7 @@ def choose_experts(
 
 
 def _in_best_groups(scores: Array, groups: int, kept: int) -> Array:
-    """Set the scores f32[T, X] of experts to -inf, except in the `kept` groups with the largest sums of two scores."""
+    """Set scores f32[T, X] to -inf outside the `kept` groups with the largest sums of their two best scores."""
     if kept == groups:
         return scores
     grouped = scores.reshape(len(scores), groups, -1)
@@ -166,8 +166,8 @@ def experts_mlp(
 
     Args:
       layer: `router` [X, E], `expert_gate` and `expert_up` [X, M, E], `expert_down` [X, E, M]; and their biases, if
-        any. With `score_bias` [X], scores of experts are sigmoids instead of probabilities, and the bias is added to
-        choose among them.
+        any. With `score_bias` [X], the weights are sigmoids of logits instead of probabilities, and the bias is added
+        to them only to choose the experts.
       x: [B, N, E].
       activation: see `layers.ACTIVATIONS`.
       count: C.
@@ -181,7 +181,7 @@ def experts_mlp(
     """
     experts, size = layer["expert_gate"].shape[:2]
     if isinstance(layer["expert_down"], Mxfp4):
-        size //= experts_xla.BLOCK  # whole blocks of down's inputs are sharded
+        size //= experts_xla.BLOCK  # shard whole blocks of the inputs of `expert_down`
     by_expert, by_unit = expert_axes(experts, size)
     tokens = x.reshape(-1, x.shape[-1])
     share, expert_ids = choose_experts(
@@ -216,7 +216,7 @@ def experts_mlp(
 
 
 def shared_expert(layer: dict[str, Array], x: Array, activation: str) -> Array:
-    """Run the MLP that all tokens x [B, N, E] share, times the sigmoid of each token's gate, if it has one."""
+    """Run the MLP that all tokens x [B, N, E] share, times the sigmoid of each token's gate, if there is one."""
     mlp = {name: layer[f"shared_{name}"] for name in ("gate", "up", "down")}
     if "shared_router" not in layer:
         return gated_mlp(mlp, x, activation)
@@ -238,7 +238,7 @@ def _mix(
       matrices: matrices of all experts if `first` is None, otherwise of this device's experts, which start at `first`;
         and the biases of gate and up.
       expert_ids: i32[T, C]. Experts on other devices contribute nothing.
-      gated: function of gate and up.
+      gated: (gate, up) -> inputs of down.
     """
     experts, count = matrices["expert_gate"].shape[0], expert_ids.shape[1]
     is_local = None

@@ -1,7 +1,7 @@
 """MTP modules: one more decoder layer of the target, trained with it to predict the token after the next.
 
-Sources: DeepSeek-V3 2412.19437, section 2.2, for one module, which drafts further tokens from its own output; MiMo
-2505.07608. B batch, N tokens, E hidden size, V vocabulary. Oracles: `MtpModel` of transformers, and for MiMo a
+Sources: DeepSeek-V3 2412.19437, section 2.2 (here with one module, which drafts further tokens from its own output);
+MiMo 2505.07608. B batch, N tokens, E hidden size, V vocabulary. Oracles: `MtpModel` of transformers, and for MiMo a
 transcription in PyTorch (tests/models/test_mtp.py).
 """
 
@@ -30,13 +30,13 @@ from mars_jax.utils.errors import MarsError
 class Layout(NamedTuple):
     """Checkpoint names of a module's tensors, and the differences in its forward pass."""
 
-    prefix: str  # with the number of the target's layers
+    prefix: str  # may have a placeholder for the number of the target's layers
     embed_norm: str
     hidden_norm: str
     fc: str
     norm: str
-    # MiMo: the feature is the residual stream before the target's last norm, and comes before the embedding. The
-    # embedding of the first entry is zero (vLLM and SGLang, `MiMoMultiTokenPredictorLayer`).
+    # MiMo: the feature is the residual stream before the target's last norm, and precedes the embedding in the
+    # input. The embedding of the first entry is zero (vLLM and SGLang, `MiMoMultiTokenPredictorLayer`).
     mimo: bool = False
 
 
@@ -99,7 +99,7 @@ class MtpConfig(FeatureHead):
 
     @property
     def prefix(self) -> str:
-        """The first part of the names of its tensors, up to a dot."""
+        """The prefix of the names of its tensors, without the dot."""
         return self.layout.prefix.format(self.target_layers)
 
     def weights(self) -> tuple[Weight, ...]:
@@ -152,7 +152,7 @@ class MtpConfig(FeatureHead):
         if needed is not None:
             x = pick(x, needed)
         x, _ = run_layer(c, (False, True), head["layer"], x, rotation, attend, None)
-        # The next pass reads the output after the norm, as do the logits.
+        # The next pass and the logits both read the output after the norm.
         return self._norm(x, head["norm"]), KVCache(k=(k,), v=(v,))
 
     def logits(self, target: LanguageModel, params: Params, feature: Array) -> Array:

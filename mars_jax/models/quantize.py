@@ -1,9 +1,9 @@
-"""Weights in 8 bits, symmetric per output channel, in 4 bits, in groups of inputs with a scale and an offset, or MXFP4.
+"""Weights in 8 bits (symmetric per output channel), 4 bits (groups of inputs with a scale and an offset), or MXFP4.
 
 A quantised matrix replaces the matrix in params: `layers.dense` accepts `Int8` and `Int4`, `layers.embed` only `Int8`,
-`moe.dense_by_expert` `Int8` and `Mxfp4`. Products of the first two are computed on the integers, which every float
-dtype in use represents exactly, and are scaled afterwards; sums stay float32. Oracle: the product with the dequantised
-matrix (tests/models/test_quantize.py).
+`moe.dense_by_expert` `Int8` and `Mxfp4`. Products with `Int8` and `Int4` are computed on the integers, which every
+float dtype in use represents exactly, and are scaled afterwards; sums stay float32. Oracle: the product with the
+dequantised matrix (tests/models/test_quantize.py).
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def form_of(bits: int, shape: tuple[int, ...]) -> type[Quantized]:
 
 
 def form_with(fields: int, values: DTypeLike) -> type[Quantized] | None:
-    """Return the quantised type by its number of fields and the dtype of `values`; None if it is not quantised."""
+    """Return the quantised type with this many fields and this dtype of `values`; None for one field: not quantised."""
     if fields == 1:
         return None
     if fields == 3:
@@ -170,7 +170,7 @@ def form_with(fields: int, values: DTypeLike) -> type[Quantized] | None:
 
 
 def _dividing(sharding: Sharding | None, axes: MeshAxes, count: int) -> MeshAxes:
-    """Return the mesh axes of a dimension of `count` groups if whole groups divide over them, and None otherwise."""
+    """Return `axes`, the mesh axes of a dimension, if they divide its `count` groups evenly, and None otherwise."""
     if axes is None or not isinstance(sharding, NamedSharding):
         return axes
     names = (axes,) if isinstance(axes, str) else axes
@@ -246,8 +246,8 @@ def group_size(inputs: int) -> int | None:
 
 _PRECISE = ("router", "shared_router", "sinks", "kv_b", "delta_ba", "delta_b", "delta_a")
 _PRECISE += ("delta_q_conv", "delta_k_conv", "delta_v_conv")
-"""Small weights whose rounding matters: it can change the choice of experts, and adds up in a recurrent state.
-`kv_b` is the matrix that `models.latent_attention` absorbs into queries."""
+"""Weights that are never quantised. Rounding can change the choice of experts, and adds up in a recurrent state.
+`models.latent_attention` absorbs `kv_b` into queries and outputs."""
 
 
 def bits_of(row: Weight, bits: int | None) -> int | None:

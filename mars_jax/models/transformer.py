@@ -138,7 +138,7 @@ def _project(
 ) -> tuple[Array, Array, Array, Array | None]:
     """Return queries [B, N, K, G, D], keys and values [B, N, K, D], with the number of heads that the matrices have.
 
-    The last is the gate of each head's outputs [B, N, K * G, D], or None.
+    The last result is the gate of each head's outputs [B, N, K * G, D], or None.
     """
     if config.latent is not None:
         return *latent_attention.project(config, config.latent, layer, x, rotation), None
@@ -269,8 +269,8 @@ def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) ->
     axes = alone("kv_heads", config.num_kv_heads) if on_tpu() and causal else ()
     same = alone("heads", config.num_heads) == alone("hidden", config.intermediate_size) == axes
     size, (batch, n) = devices_of("kv_heads", config.num_kv_heads), visible.positions.shape
-    # An output bias would be added once per device, experts are sharded differently, no device has all heads, a
-    # ring has no gates, and its devices read tokens out of order.
+    # An output bias would be added once per device, experts are sharded differently, and no device has all heads. A
+    # ring supports neither latent attention nor gates, and its devices read tokens out of order.
     unsuitable = config.o_bias or config.mlp_bias or config.num_experts or config.whole_qk_norm
     unsuitable = unsuitable or config.latent or config.attention_gate or config.delta
     if not (axes and same and in_order(axes)) or unsuitable:
@@ -337,7 +337,7 @@ def _each_layer(
 ) -> tuple[Array, dict[int, Array], KVCache, dict[int, DeltaRows]]:
     """Run all layers; return the last output, the outputs of `feature_layers`, and the caches.
 
-    `cache` holds the layers with keys and values, and `delta` the recurrent ones, by their number.
+    `cache` holds the rows of attention layers, and `delta` those of recurrent layers, by layer number.
     """
     ks, vs, outputs, new_delta = [], [], {}, {}
     for i, sublayers in enumerate(sublayer_mask):

@@ -107,7 +107,7 @@ def _latent_attention(config: ModelConfig, latent: Latent) -> list[Weight]:
 
 
 def _delta(config: ModelConfig) -> list[Weight]:
-    """Return the rows of gated DeltaNet. Qwen3-Next stores the projections of a key head together, Qwen3.5 does not."""
+    """Return the rows of gated DeltaNet. Qwen3-Next, unlike Qwen3.5, stores the projections of a key head together."""
     delta, size = config.delta, config.hidden_size
     assert delta is not None
     keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
@@ -279,7 +279,7 @@ def build(config: ModelConfig, make: Callable[[Weight], Array]) -> PyTree:
 
 
 def dtype_of(row: Weight, dtype: _DType) -> _DType | str:
-    """Return the dtype of an array of params in `dtype`: float32 for a router's bias, as small steps change its choice.
+    """Return the dtype of an array: `dtype`, but float32 for `score_bias`, whose rounding can change the experts.
 
     >>> dtype_of(Weight(("layers", 0, "score_bias"), "", (8,), "zeros"), "bfloat16")
     'float32'

@@ -48,7 +48,7 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.verify import exact
 
 STEPS = 4
-"""Steps that `step_seconds` times."""
+"""Number of steps that `step_seconds` times."""
 
 
 class RequestGuides(NamedTuple):
@@ -198,11 +198,11 @@ class Prepared:
         )
 
     def drafting(self, drafter: drafters.LoadedDrafter) -> Prepared:
-        """Return the same requests with other params of their drafter."""
+        """Return the same requests with `drafter`, which differs from the current one only in its params."""
         return dataclasses.replace(self, drafter=drafter, params=self.params._replace(draft=drafter.params))
 
     def step_seconds(self, rows: int, *, log_probs: bool = False) -> float:
-        """Return the mean seconds of a few steps of B rows after short prompts. The first call compiles them."""
+        """Return the mean seconds per step of B rows after short prompts. The first call includes compilation."""
         # No row may end, so replace the stop tokens by one that never occurs. Their number is part of a shape and stays
         # the same. No row reaches its limit, the width of the buffer.
         requests = [

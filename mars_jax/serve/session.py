@@ -208,13 +208,13 @@ class Session:
 
     @activity.doing("timing a step")
     def plain_seconds(self, requests: Sequence[Request]) -> float:
-        """Return about how many seconds decoding takes without a draft, if no completion ends early.
+        """Estimate the seconds that decoding takes without a draft, if no completion ends early.
 
-        This times a few steps and leaves out the prompts. Drafts that pay are faster.
+        The estimate comes from timing a few steps. It excludes prefill. Useful drafts make decoding faster.
         """
         prepared_requests = self.autoregressive.prepared(requests)
         num_rows = of_mesh(self.target, self.batch_size or default_rows(prepared_requests))
-        # The first time compiles.
+        # The first timing includes compilation.
         _, step_seconds = (
             prepared_requests.step_seconds(num_rows, log_probs=self.log_probs) for _ in range(2)
         )

@@ -23,8 +23,8 @@ from mars_jax.utils import activity
 from mars_jax.utils.compilations import keep_text, kept_text
 
 ROUNDS, SECONDS = 4, 1.0
-"""Times that each size is measured, more if they all take less than a second. The first time compiles. The fastest time
-counts, because other load on the machine only adds time."""
+"""Minimum number of rounds, and minimum seconds of the rounds after the first, which compiles. Each round times every
+size. The fastest time counts, because other load on the machine only adds time."""
 
 _MEASURED: dict[tuple[Decoder, str], list[float]] = {}
 """Costs that this process measured or read, keyed by a text that contains everything they depend on."""
@@ -57,9 +57,9 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
 
 def _costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> list[float]:
     """Return the costs that an earlier process kept; otherwise measure them, and keep them for later processes."""
-    # They are kept in a single process, for a model that its config describes.
+    # Only a single process keeps costs on disk, and only for a model that its config describes.
     is_kept = jax.process_count() == 1 and isinstance(prepared.target.config, ModelConfig)
-    with contextlib.suppress(ValueError):  # a damaged text
+    with contextlib.suppress(ValueError):  # the stored text is damaged
         costs = json.loads((is_kept and kept_text("draft_costs", cost_key)) or "[]")
         if len(costs) == len(prepared.drafter.params.costs):
             return costs
@@ -83,7 +83,7 @@ def _measure(prepared: Prepared, rows: int, *, log_probs: bool) -> list[float]:
 
     # The first round compiles, so it does not count towards `SECONDS`.
     rounds, end_time = [seconds()], time.perf_counter() + SECONDS
-    # The processes of a mesh take the same number of rounds.
+    # The processes of a mesh must all run the same number of rounds, so they ignore the time.
     while len(rounds) < ROUNDS or (jax.process_count() == 1 and time.perf_counter() < end_time):
         rounds.append(seconds())
     return np.min(rounds, axis=0).tolist()

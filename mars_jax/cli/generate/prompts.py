@@ -266,7 +266,7 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
 
 
 def _check_values(fields: JsonObject, row: PromptRow) -> None:
-    """Refuse values that JSON or UTF-8 cannot represent. They come from tables, and from escapes in JSON."""
+    """Refuse values that JSON or UTF-8 cannot represent. Such values come from tables and from escapes in JSON."""
     for key, value in fields.items():
         try:
             json.dumps({key: value}, ensure_ascii=False).encode()
@@ -274,7 +274,7 @@ def _check_values(fields: JsonObject, row: PromptRow) -> None:
             # JSON can escape a lone surrogate, which UTF-8 cannot encode.
             raise row.error(f"{ascii(key)[1:-1]} is not valid Unicode: give it as UTF-8.") from None
         except TypeError:  # such as a date or bytes in a table
-            raise row.error(f"{key} is of a type that JSON does not have: give texts and numbers.") from None
+            raise row.error(f"{key} is of a type that JSON does not have: use strings or numbers.") from None
 
 
 def logit_bias_of(value: Any) -> dict[int, float]:

@@ -1,6 +1,6 @@
 """MTP modules in checkpoints of their targets <-> (MtpConfig, params).
 
-Layouts: DeepSeek-V3's, which GLM-4.5 also has, and MiMo's. Oracle: the weights that transformers reads
+Layouts: that of DeepSeek-V3 and GLM-4.5, and that of MiMo. Oracle: the weights that transformers reads
 (tests/models/test_mtp.py).
 """
 
@@ -78,13 +78,11 @@ def load_mtp(
     if not any(name.startswith(f"{config.prefix}.") for name in grouped):
         raise MarsError(
             f"'{directory}' has no MTP module ({config.prefix}.*): draft with ngram, or name the original checkpoint "
-            "by mtp:PATH."
+            "with mtp:PATH."
         )
     parent, _, number = config.prefix.rpartition(".")
     if any(name.startswith(f"{parent}.{int(number) + 1}.") for name in grouped):
-        raise MarsError(
-            f"'{directory}' has several MTP modules: draft with ngram, as only checkpoints with one are supported."
-        )
+        raise MarsError(f"'{directory}' has several MTP modules, which is not supported: draft with ngram.")
 
     def harmless(name: str) -> bool:
         return not name.startswith(f"{config.prefix}.") or name.endswith(_SHARED)
@@ -96,7 +94,7 @@ def load_mtp(
     params: dict[Weight, jax.Array | Quantized] = {}
     for leaf, rows in config.leaves().items():
         sharding = shardings and get(shardings, leaf.path)
-        # Heads have 8 bits at least; see `quantize.bits_of_head`.
+        # Quantise heads to 8 bits even if 4 are requested, as in `quantize.bits_of_head`.
         arrays = read_leaf(directory, named_tensors, leaf, rows, floating, bits and 8, sharding=sharding)
         params[leaf] = jax.block_until_ready(to_params(arrays, floating))
     return config, build_rows(params, params.__getitem__)
@@ -105,7 +103,7 @@ def load_mtp(
 def save_mtp(
     path: str | os.PathLike[str], config: MtpConfig, params: PyTree, *, overwrite: bool = False
 ) -> Path:
-    """Write a module as a checkpoint that contains only it, with the config of its target; see `hub.save`."""
+    """Write a checkpoint that contains only the module, with the config of its target; see `hub.save`."""
     target = free_directory(path, overwrite=overwrite)
     arrays = named_arrays(config.weights(), params)
     count = config.target_layers
