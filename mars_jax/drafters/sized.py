@@ -163,9 +163,9 @@ class SizedDrafter(Skipping):
         """
         if not (self.any_rule or verify.lossless):
             raise MarsError(
-                f"the drafter '{self.name}' adapts its draft length, and with the lossy rule {verify.name} a "
-                "completion would depend on the rest of its batch: draft a fixed size, verify with a lossless rule, or "
-                "make the drafter with any_rule=True."
+                f"the drafter '{self.name}' adapts its draft length, and with the lossy rule {verify.name} a text "
+                "would depend on the rest of its batch: draft a fixed size, verify with a lossless rule, or make the "
+                "drafter with any_rule=True."
             )
         target = speculative_decoder(target, self, verify).target
         drafter = dataclasses.replace(self, target=target)

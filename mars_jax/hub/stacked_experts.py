@@ -78,7 +78,7 @@ def packed_experts(blocks: Tensor, scales: Tensor) -> Tensor:
         if values.dtype != np.uint8 or scale.dtype != np.uint8 or values.shape != (*scale.shape, 16):
             raise MarsError(
                 f"it holds {values.dtype}{list(values.shape)} with scales {scale.dtype}{list(scale.shape)}: MXFP4 has "
-                "bytes, 16 values for each scale."
+                "bytes, 16 for each scale."
             )
         return values.reshape(*scale.shape[:-1], -1), scale
 

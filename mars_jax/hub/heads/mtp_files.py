@@ -82,7 +82,9 @@ def load_mtp(
         )
     parent, _, number = config.prefix.rpartition(".")
     if any(name.startswith(f"{parent}.{int(number) + 1}.") for name in grouped):
-        raise MarsError(f"'{directory}' has several MTP modules, which is not supported: draft with ngram.")
+        raise MarsError(
+            f"'{directory}' has several MTP modules: draft with ngram, as only checkpoints with one are supported."
+        )
 
     def harmless(name: str) -> bool:
         return not name.startswith(f"{config.prefix}.") or name.endswith(_SHARED)
