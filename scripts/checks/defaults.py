@@ -1,12 +1,12 @@
-"""Compare the default draft, and a head with adaptive length, with plain decoding and with chains of fixed lengths.
+"""Compare the speed of the default draft and of a head, at adaptive and fixed lengths, with that of plain decoding.
 
     python -m scripts.checks.defaults --target smollm2 --keep scripts/results/defaults_smollm2.json
     python -m scripts.checks.defaults --target tiny/target --keep scripts/results/defaults_tiny.json
 
 Every arm decodes the same prompts greedily under `exact` at batch 1. The arms take turns at each prompt, so a slow
-spell of the machine affects all of them. Compilation and the measurement of costs come first, as in a session. Each
-finished prompt is written, and a run with the same settings continues after it. `DATA` is the folder of prompt sets; by
-default `data/eval` in the folder MARS_JAX_SHARED.
+spell of the machine affects all of them. Programs are compiled and step costs are measured beforehand, as in a session.
+The report is written after every prompt, and a run with the same settings resumes there. `--data` is the folder of
+prompt sets; the default is `data/eval` in the folder that the environment variable MARS_JAX_SHARED names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CLOCKS = {"seconds": time.perf_counter, "processor_seconds": time.process_time}
 
 
 def arms_of(name: str, target: mj.Pretrained, lengths: Sequence[int]) -> dict[str, drafters.LoadedDrafter]:
-    """Return plain decoding, and for the default draft and the head the adaptive length and each fixed one."""
+    """Return the arms: plain decoding, and the default draft and the head, each at adaptive and fixed lengths."""
     arms = {"plain": drafters.load("none", target)}
     for label, draft in {"default": default_draft(name, lambda _: True), "head": HEADS[name]}.items():
         arms[label] = drafters.load(draft, target, num_draft_tokens=SHORT, draft_size="auto")
@@ -48,7 +48,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     folder = Path(os.environ.get("MARS_JAX_SHARED", "."), "data", "eval")
     parser.add_argument(
-        "--data", type=Path, default=folder, help="folder of mt_bench.jsonl.xz and the others"
+        "--data", type=Path, default=folder, help="folder with a KIND.jsonl.xz for each kind of prompt"
     )
     parser.add_argument("--target", choices=HEADS, default="smollm2", help="default: smollm2")
     parser.add_argument("--prompts", type=int, default=6, help="prompts of each kind; default: 6")
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Time the prompts that the report lacks, and add them to it."""
+    """Time the prompts that are not in the report yet, and add them to it."""
     target = mj.load(args.target)
     requests = {
         kind: mj.make_requests(
@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
         for batch in batches.values():
             session.warm_up(batch)
     rows = report["rows"]
-    # Kinds alternate, so that an unfinished run has prompts of all of them.
+    # Kinds alternate, so that an interrupted run has prompts of every kind.
     order = [
         {"turn": turn, "prompt": number, "kind": kind}
         for turn in range(args.turns)

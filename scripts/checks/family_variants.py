@@ -4,8 +4,8 @@
 
 Each config has the settings of a published one that change the forward pass, with smaller widths and fewer layers.
 Context lengths are divided by the same number as the trained ones, so that the text is longer than windows and trained
-lengths. A variant is equal to transformers within 1e-4 (1e-3 with recurrent layers), or refused by name. The settings
-were entered by hand; the published files were not downloaded.
+lengths. The logits of a variant must equal those of transformers within 1e-4 (1e-3 with recurrent layers), or the
+variant must be refused by name. The settings were entered by hand; the published files were not downloaded.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 from scripts import common
 
 TOLERANCE, RECURRENT_TOLERANCE = 1e-4, 1e-3
-"""Recurrent layers divide small outputs by their norm, so rounding counts for more: the logits of transformers are up
-to 3e-4 from those in float64."""
+"""Recurrent layers divide small outputs by their norm, which amplifies rounding errors: the float32 logits of
+transformers differ from its float64 logits by up to 3e-4."""
 CONTEXT, TEXT, VOCAB, LAYERS, WIDTH = 128, 40, 61, 4, 16
 """Context, length of the text, vocabulary, layers and width of a head of the small models."""
 Json = dict[str, Any]

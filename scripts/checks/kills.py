@@ -158,7 +158,7 @@ def attack(
 ) -> dict[str, Any]:
     """Kill a command `times` times, up to `CHAIN` times in one run; compare the results with an uninterrupted run's.
 
-    The signals take turns.
+    Successive kills use the signals in turn.
     """
     undisturbed = work / f"{command.name}-undisturbed"
 

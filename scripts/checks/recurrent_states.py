@@ -1,10 +1,10 @@
-"""Compare two ways to drop rejected tokens from recurrent layers: keep a draft's inputs, or the state after each node.
+"""Compare two ways to discard rejected tokens in recurrent layers: keep a draft's inputs, or the state after each node.
 
     python -m scripts.checks.recurrent_states --output scripts/results/recurrent_states.json
 
-`models.delta` keeps the inputs. Bytes are those of one row's cache in bfloat16, without keys and values. The time is
-that of one layer's recurrence at the published sizes, batch 1, without its projections, when half of a draft was
-accepted.
+`models.delta` keeps the inputs. Sizes are the bytes of one row's cache without keys and values, with float32 states and
+bfloat16 inputs. Times are for the recurrence of one layer at the published sizes and batch 1, without its projections,
+after half of the previous draft was accepted.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from scripts import common
 
 HEADS = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128}
 PUBLISHED = {"Qwen3.5-9B": 32, "Qwen3-Next-80B-A3B": 48}
-"""Layers of published models. Every fourth has attention, and their recurrent layers have the same heads."""
+"""Number of layers of published models. Every fourth layer has attention. The recurrent layers of both have `HEADS`."""
 NODES, TURNS = (1, 4, 8, 16), 21
 
 
 def bytes_per_row(layers: int, nodes: int) -> dict[str, int]:
-    """Return the bytes of the states, of the inputs of a draft, and of the states after its nodes."""
+    """Return the bytes of the states, of a draft's inputs, and of the states after each of its nodes."""
     delta = Delta(layers=tuple(i for i in range(layers) if (i + 1) % 4), **HEADS)
     config = ModelConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=layers, num_heads=1, delta=delta
@@ -45,7 +45,7 @@ def bytes_per_row(layers: int, nodes: int) -> dict[str, int]:
 
 
 def arms(nodes: int) -> dict[str, Callable[[], Any]]:
-    """Return a step of one layer by each way, as functions that take no arguments."""
+    """Return functions without arguments that run a step of one layer in each of the two ways."""
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 16, nodes, 128)) * 128**-0.5
     v = jax.random.normal(jax.random.key(1), (1, 16, 2, nodes, 128))
     log_decay, rate = jnp.full((1, 16, 2, nodes), -0.1), jnp.full((1, 16, 2, nodes), 0.5)

@@ -84,7 +84,7 @@ def family_variants() -> dict[str, Any]:
 
 
 def recurrent_states() -> dict[str, Any]:
-    """Return the two ways to drop tokens from recurrent layers, by nodes of a draft, from recurrent_states.json."""
+    """Return sizes and times of two ways to discard tokens in recurrent layers, from recurrent_states.json."""
     rows = load("recurrent_states.json")["rows"]
     ratios = {row["nodes"]: row["time_ratio"] for row in rows}
     ways = {"states": "state", "inputs": "inputs (1)", "all_states": "all states (2)"}

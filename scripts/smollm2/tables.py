@@ -25,7 +25,10 @@ def figures() -> dict[str, Any]:
 def over_plain(
     rows: Sequence[Mapping[str, Any]], arm: str, kind: str | None = None, clock: str = "processor_seconds"
 ) -> list[float]:
-    """Return the speed of an arm over plain decoding, of one kind or of all, with a 95% interval over prompts."""
+    """Return [speed relative to plain decoding, low, high] of an arm, for prompts of one kind or of all kinds.
+
+    The interval is a 95% bootstrap over rows, each of which is one timed decode of a prompt.
+    """
     plain, other = (
         np.asarray([row["arms"][name][clock] for row in rows if kind in (row["kind"], None)])
         for name in ("plain", arm)
