@@ -140,7 +140,7 @@ def _rules(drafter: str, shape: str, drawn: bool) -> tuple[Rule, ...]:
 
 @functools.cache
 def cases() -> tuple[Case, ...]:
-    """Return cases that cover every pair of a drafter, a surface and settings, and every shape of a drafter.
+    """Return cases that cover the pairs of a drafter, a surface and settings that `_product` draws.
 
     Each next case is the one of `_product` with the most pairs that no earlier case has.
     """

@@ -1,4 +1,4 @@
-"""Every pair of a drafter, a rule, a surface and a setting of the tables."""
+"""Pairs of a drafter, a rule, a surface and a setting of the tables, chosen so that few cases cover nearly all."""
 
 from __future__ import annotations
 
