@@ -171,7 +171,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False  # of dense MLPs
+    mlp_bias: bool = False  # dense MLPs have biases
     latent: Latent | None = None  # if set, num_kv_heads is 1 and head_dim is rank + rotary
     qk_norm: bool = False
     whole_qk_norm: bool = False  # one norm over all heads of a token; qk_norm: one per head

@@ -57,8 +57,8 @@ class DeltaRows:
 class RecurrentCache:
     """Cache of a model with recurrent layers. A forward may start at `at` or up to M tokens later."""
 
-    kv: KVCache  # of the layers with attention
-    delta: dict[int, DeltaRows]  # of the recurrent layers, by layer number
+    kv: KVCache  # for the layers with attention
+    delta: dict[int, DeltaRows]  # for the recurrent layers, by layer number
     at: Array  # i32[B]; number of tokens in the states
 
 
@@ -213,7 +213,7 @@ def _unit_inverse(matrix: Array) -> Array:
     length, below = matrix.shape[-1], jnp.tril(matrix, -1)
 
     def row(i: Array, inverse: Array) -> Array:
-        """Compute row i from the rows before it. Until then it is the row of I."""
+        """Compute row i from the rows before it. Rows not computed yet are those of I."""
         written = _matmul(lax.dynamic_index_in_dim(below, i, -2), inverse)
         new = lax.dynamic_index_in_dim(inverse, i, -2) - written
         return lax.dynamic_update_index_in_dim(inverse, new, i, -2)

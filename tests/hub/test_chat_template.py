@@ -49,7 +49,7 @@ TURNS = [
     {"role": "tool", "content": "none"},
     {"role": "assistant", "content": "Hi."},
 ]
-# What the template of gpt-oss uses: macros that call themselves, the date, builtin tools, and turns with tool calls.
+# The template of gpt-oss uses macros that call themselves, the date, builtin tools, and turns with tool calls.
 HARMONY = """
 {%- macro kind(spec, required) -%}
     {%- if spec.type == 'array' -%}{{ kind(spec['items'], required or []) + '[]' }}

@@ -73,7 +73,7 @@ def decoded(drafter, count=6, draft=(), **settings):
 
 
 def texts_of(state):
-    """Return the texts as the table of `Guess`."""
+    """Return the tokens of the texts, padded, which `Guess` drafts from."""
     return jnp.pad(state.tokens, ((0, 0), (0, 8)))
 
 
