@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from mars_jax.utils.version import __version__ as __version__
+
 if TYPE_CHECKING:  # `as` marks a name as exported
     from mars_jax import constraints as constraints
     from mars_jax import contrib as contrib
@@ -59,7 +61,6 @@ if TYPE_CHECKING:  # `as` marks a name as exported
 
     sharding = _shardings
 
-__version__ = "0.2.0"
 
 # Public names by the module that defines them. They load on first use, so that `import mars_jax` stays light.
 _NAMES = {

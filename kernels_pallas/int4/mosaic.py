@@ -263,8 +263,8 @@ def _add_scaled_weights(memory: _Memory, product: Array, step: Array, in_bfloat1
     first_group = pl.multiple_of(step * block_groups, block_groups)
     scale = _float32(memory.bits[pl.ds(first_group, block_groups), :])
     if in_bfloat16:
-        # Matrix units of these chips are two chunks deep. A word holds the bfloat16 scale twice, once for each of its
-        # numbers. The bits of a bfloat16 number are the upper half of those of the float32 number with the same value.
+        # The matrix units of these chips are two chunks deep. A word holds the bfloat16 scale twice, once for each
+        # number. The bits of a bfloat16 number are the upper half of those of the float32 number with the same value.
         product_depth = 2 * CHUNK
         scale_bits = lax.bitcast_convert_type(scale.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
         scale = lax.bitcast_convert_type(scale_bits | lax.shift_right_logical(scale_bits, 16), jnp.float32)

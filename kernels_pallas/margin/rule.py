@@ -188,7 +188,7 @@ def walk_columns(
 ) -> Walk:
     """Descend from the root while a child is acceptable; prefer the exact child, then the lowest node id.
 
-    The walk gathers no parents. At each depth, one-hot selections over N read the three acceptable tokens at the
+    The walk gathers no parents. At each depth, a one-hot selection over N reads the three acceptable tokens at the
     current node of each row.
 
     Args:

@@ -300,8 +300,8 @@ def drafts_for(name: str) -> tuple[str, ...]:
 
 
 def _is_included(draft: str) -> bool:
-    embedded_path = assets.path(draft.partition(":")[2])
-    return embedded_path is None or embedded_path.is_dir()
+    packaged_path = assets.path(draft.partition(":")[2])
+    return packaged_path is None or packaged_path.is_dir()
 
 
 def default_draft(target: str, is_here: Callable[[str], bool]) -> str:

@@ -6,9 +6,9 @@ import importlib
 from collections.abc import Sequence
 from typing import IO
 
-from mars_jax import __version__
 from mars_jax.cli.program import Parser, program
 from mars_jax.utils.errors import MarsError, did_you_mean
+from mars_jax.utils.version import __version__
 
 COMMANDS = {
     "generate": "continue prompts by speculative decoding",

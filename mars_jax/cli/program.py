@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from mars_jax import __version__
 from mars_jax.cli import remote
 from mars_jax.cli.progress import heartbeat
 from mars_jax.cli.quiet import quiet
 from mars_jax.utils import user_code
 from mars_jax.utils.errors import MarsError, MarsWarning, did_you_mean, say, unwritable
 from mars_jax.utils.paths import check_path
+from mars_jax.utils.version import __version__
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as in shells

@@ -198,7 +198,7 @@ def _subsets(
     budget = WorkBudget(_MOST_STEPS, "steps from state to state")
 
     def closed(states: frozenset[int]) -> frozenset[int]:
-        """Return the epsilon closure of `states`, without states that have no byte steps and are not `last`."""
+        """Return the epsilon closure of `states`, reduced to `last` and the states with byte steps."""
         reached_states, todo = set(states), list(states)
         while todo:
             for next_state in pieces.free[todo.pop()]:

@@ -389,7 +389,7 @@ def _unexpected(name: str, value: object, where: str, expected: str) -> MarsErro
 def _both(beside: JsonObject, schema: object, where: str) -> JsonObject:
     """Merge a schema with the keywords next to its reference or list (`beside`): values must satisfy both."""
     keywords = _keywords(schema, where)
-    # A keyword on both sides means the intersection of its values, which is computed only for `type`, below.
+    # If both sides have a keyword, its values must be intersected. Only `type` is supported, below.
     for key, partner in [(name, name) for name in keywords] + [*_PAIRS, *((b, a) for a, b in _PAIRS)]:
         if key in keywords and partner in beside and key != "type":
             raise MarsError(

@@ -1,4 +1,4 @@
-"""Jitted functions that donate arguments: they keep the function's types and report reuse of a donated argument.
+"""Jitted functions that donate arguments: they keep the types of the function and report reuse of an argument.
 
 Oracle: donated states and weights (tests/test_wrong_types.py).
 """

@@ -143,7 +143,7 @@ class DraftModel(ShapedDrafter):
     def catch_up(
         self, params: Params, state: ModelState, tokens: Array, cached: Array, length: Array
     ) -> ModelState:
-        # Read only the tokens from index `cached` on. The next draft feeds the last two.
+        # Read only the tokens from index `cached` on. The next draft starts with the last two.
         chunk = self.model.prefill_chunk or chunk_of()
         cache, _ = prefill(self._model, params.draft, tokens, cached, length - 2, state.cache, chunk=chunk)
         return dataclasses.replace(state, cache=cache)

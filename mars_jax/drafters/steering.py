@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from kernels_pallas import TopKEntries
 from mars_jax.core.guide import DEAD, Guide
-from mars_jax.core.sampling import argmax
+from mars_jax.core.sampling import TopKEntries, argmax
 from mars_jax.core.types import NO_TOKEN
 
 

@@ -31,7 +31,7 @@ class Dynamic:
     def __post_init__(self):
         for name, least in {"top_k": 1, "depth": 1, "nodes": 2}.items():
             check_count(f"{name} of a dynamic tree", getattr(self, name), least, TREE_NODES)
-        # Drafted nodes cost work even if few of them are kept.
+        # Drafted nodes take time even if few of them are kept.
         check_nodes(
             "the tree", f"{self.top_k}-{self.depth}-{self.nodes}", max(self.nodes, self.top_k * self.depth)
         )

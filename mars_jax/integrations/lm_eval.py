@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import IO
 
-from mars_jax import __version__
 from mars_jax.cli.flags import PART_HELP
 from mars_jax.cli.program import Parser, program
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.version import __version__
 
 _DESCRIPTION = """\
 Run lm-evaluation-harness with a draft and a rule. With --model mars_jax, --model_args takes flags of

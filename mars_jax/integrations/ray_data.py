@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mars_jax import drafters, generate, load
+from mars_jax import drafters
 from mars_jax import verify as rules
+from mars_jax.hub import load
+from mars_jax.serve.generation import generate
 from mars_jax.serve.prepare import AnyRule
 from mars_jax.utils.errors import MarsError
 

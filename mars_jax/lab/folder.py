@@ -14,7 +14,6 @@ from typing import IO
 
 import jax
 
-from mars_jax import __version__
 from mars_jax.cli import remote
 from mars_jax.cli.host_flags import joined
 from mars_jax.hub.durable import write_whole
@@ -22,6 +21,7 @@ from mars_jax.mesh import hosts
 from mars_jax.serve.rows import Lock, RowFile, compare_settings, plain
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
+from mars_jax.utils.version import __version__
 
 SETTINGS, ROWS = "settings.json", "rows.jsonl"
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mars_jax import __version__
 from mars_jax.utils.types import JsonObject
+from mars_jax.utils.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -112,13 +112,13 @@ class EagleConfig(FeatureHead):
         plain_layer = dataclasses.replace(layer, num_experts=0, post_norms=False, norm_plus_one=False)
         # The first layer reads an embedding and a feature. Version 3 normalises each; version 1 joins them with `fc`.
         norm, *layer_weights = layer_rows(plain_layer, width=width)
-        norms = []
+        norm_weights = []
         if c.version == 3:
-            norms = [
+            norm_weights = [
                 norm._replace(path=("embed_norm",)),
                 norm._replace(path=("hidden_norm",), name="hidden_norm.weight"),
             ]
-        rows += [row.below(("layer",), first) for row in (*norms, *layer_weights)]
+        rows += [row.below(("layer",), first) for row in (*norm_weights, *layer_weights)]
         for i in range(1, layer.num_layers):
             rows += [row.below(("more", i - 1), f"layers.{i}") for row in layer_rows(plain_layer)]
         if c.version == 3:
@@ -155,14 +155,14 @@ class EagleConfig(FeatureHead):
         head, c = params.draft, self.layer
         layer = head["layer"]
         with jax.named_scope("embed"):
-            word = self.embed(target, params, tokens).astype(feature.dtype)
+            token_embedding = self.embed(target, params, tokens).astype(feature.dtype)
         # x is the input of the first layer's attention, and h the residual stream.
         if self.version == 3:
             normed = rms_norm(feature, layer["hidden_norm"], c.norm_eps)
             h = normed if self.norm_before_residual else feature
-            x = jnp.concatenate([rms_norm(word, layer["embed_norm"], c.norm_eps), normed], axis=-1)
+            x = jnp.concatenate([rms_norm(token_embedding, layer["embed_norm"], c.norm_eps), normed], axis=-1)
         else:
-            joined = hold_whole(jnp.concatenate([word, feature], axis=-1))
+            joined = hold_whole(jnp.concatenate([token_embedding, feature], axis=-1))
             h = x = dense(joined, head["fc"], head.get("fc_bias"))
         # Angles are computed rather than looked up, so the head's max_positions is no limit.
         rotation = rotation_at(visible.positions, c.rope, c.rotary_dim)

@@ -137,10 +137,13 @@ class MtpConfig(FeatureHead):
     ) -> tuple[Array, KVCache]:
         head, c = params.draft, self.layer
         with jax.named_scope("embed"):
-            word = self.embed(target, params, tokens).astype(feature.dtype)
+            token_embedding = self.embed(target, params, tokens).astype(feature.dtype)
             if self.layout.mimo:
-                word = jnp.where(visible.positions[..., None] == 0, 0, word)
-            parts = [self._norm(word, head["embed_norm"]), self._norm(feature, head["hidden_norm"])]
+                token_embedding = jnp.where(visible.positions[..., None] == 0, 0, token_embedding)
+            parts = [
+                self._norm(token_embedding, head["embed_norm"]),
+                self._norm(feature, head["hidden_norm"]),
+            ]
             if self.layout.mimo:
                 parts.reverse()
             x = dense(hold_whole(jnp.concatenate(parts, axis=-1)), head["fc"])

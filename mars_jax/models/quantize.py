@@ -142,8 +142,11 @@ class Mxfp4:
         *row_axes, out, inner = _axes(sharding, len(shape))
         out = _dividing(sharding, out, outputs // BLOCK)
         inner = _dividing(sharding, inner, inputs // BLOCK)
-        at = _at(sharding, (*row_axes, out, inner))
-        return [Leaf((*rows, outputs, width), "uint8", at) for width in (inputs // 2, inputs // BLOCK)]
+        matrix_sharding = _at(sharding, (*row_axes, out, inner))
+        return [
+            Leaf((*rows, outputs, width), "uint8", matrix_sharding)
+            for width in (inputs // 2, inputs // BLOCK)
+        ]
 
 
 Quantized = Int8 | Int4 | Mxfp4

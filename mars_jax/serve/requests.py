@@ -294,7 +294,7 @@ def _check_names(names: Iterable[str]) -> None:
 def _sampled(requests: list[Request], samples: int, *, one_seed: bool) -> list[Request]:
     """Repeat each request for its samples, and increment the seeds.
 
-    A single seed is incremented over all requests; a seed per prompt is incremented over the samples of its prompt.
+    A single seed is incremented for each request. A seed per prompt is incremented for each sample of that prompt.
     """
     if samples > 1 and any(request.temperature == 0 for request in requests):
         raise MarsError(

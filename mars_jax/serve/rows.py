@@ -27,7 +27,6 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mars_jax import __version__
 from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
 from mars_jax.hub.durable import write_whole
@@ -36,6 +35,7 @@ from mars_jax.mesh import hosts
 from mars_jax.mesh.hosts import fetch
 from mars_jax.utils.errors import MarsError, shortened
 from mars_jax.utils.types import JsonObject
+from mars_jax.utils.version import __version__
 
 Row = JsonObject
 

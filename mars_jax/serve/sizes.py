@@ -13,7 +13,6 @@ import time
 import jax
 import numpy as np
 
-from mars_jax import __version__
 from mars_jax.core.decoder import Decoder
 from mars_jax.drafters.sized import with_size, with_step_costs
 from mars_jax.mesh import hosts
@@ -21,6 +20,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.serve.prepare import Prepared
 from mars_jax.utils import activity
 from mars_jax.utils.compilations import keep_text, kept_text
+from mars_jax.utils.version import __version__
 
 ROUNDS, SECONDS = 4, 1.0
 """Minimum number of rounds, and minimum seconds of the rounds after the first, which compiles. Each round times every

@@ -220,9 +220,8 @@ def shrink(data: Json) -> Json:
 
 def outcome(data: Json, directory: Path) -> Json:
     """Return the largest difference of logits of a variant, or the message that refuses it."""
-    from mars_jax import hub
+    from mars_jax import MarsError, hub
     from mars_jax.hub.config_json import from_json
-    from mars_jax.utils.errors import MarsError
     from tests.helpers import transformers_oracle
 
     small = shrink(data)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from mars_jax import __version__, drafters, hub, verify
+from mars_jax import drafters, hub, verify
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.cli.open_target import check_draft, check_file, open_target
@@ -31,6 +31,7 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import DTYPES, REQUEST
 from mars_jax.utils.types import JsonObject
 from mars_jax.utils.user_code import load_function
+from mars_jax.utils.version import __version__
 from mars_jax.verify import RuleChoice
 
 T = TypeVar("T")

@@ -83,10 +83,12 @@ def load_via_sd(asked: Asked) -> LoadedDrafter:
             "use another drafter."
         )
     try:
-        slim = model.with_layers(system.layers)
+        slim_model = model.with_layers(system.layers)
     except MarsError as error:
         raise MarsError(f"'{system.directory}' does not fit '{asked.target.name}': {error}") from None
-    return _cascade(asked, system, slim, asked.target.params, "ratio", asked.target.config.max_positions)
+    return _cascade(
+        asked, system, slim_model, asked.target.params, "ratio", asked.target.config.max_positions
+    )
 
 
 def _cascade(

@@ -77,7 +77,8 @@ def search(
       seed: seed of the search.
 
     Raises:
-      MarsError: the weights are in 8 bits, or `left_out` exceeds the sublayers between the first and the last layer.
+      MarsError: the weights are 8-bit, or the layers between the first and the last have fewer sublayers than `left_out`
+        asks for.
     """
     num_layers = len(params["layers"])
     # (layer, 0 for attention or 1 for MLP). The first and the last layer stay whole.

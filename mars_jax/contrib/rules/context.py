@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kernels_pallas import MARGINS
 from mars_jax.core import struct
 from mars_jax.core.rule import Evidence
 from mars_jax.core.sampling import entropy
 from mars_jax.core.types import Verdict
 from mars_jax.utils.errors import MarsError
+from mars_jax.verify import MARGINS
 from mars_jax.verify.mars import Mars
 from mars_jax.verify.relaxed import over
 
@@ -170,7 +170,7 @@ def context(
 
 
 def token_classes(texts: Sequence[str]) -> bytes:
-    """Return the class of every token from its string, u8[V] as bytes; ids as in `CLASSES`.
+    """Return the class of every token, found from its string: the bytes of u8[V] indices into `CLASSES`.
 
     A token with a digit is a number. A visible token without letters or digits is punctuation.
 

@@ -155,7 +155,7 @@ def read(path: str, target: Pretrained | None) -> PyTree:
     A file holds an object: `alike`, a list of names, and `groups`, lists of strings.
 
     Raises:
-      MarsError: the file is missing or invalid, or as for `token_groups`.
+      MarsError: the file is missing or invalid, or `token_groups` refuses it.
     """
     if target is None:
         raise MarsError("the rule equivalent needs a target, whose tokens it compares: give one.")

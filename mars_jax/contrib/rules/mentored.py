@@ -80,7 +80,7 @@ class Mentored(Retargeted):
             middle = (low + high) / 2
             b_of_middle = upper(middle, b)
             is_within = -_total(p * jnp.clip(log_ratio, jnp.log(middle), jnp.log(b_of_middle))) <= bound
-            # b decreases as a grows, so the b of `high` is a lower bound for the next one.
+            # b decreases as a grows, so the value of b at `high` is a lower bound for the next b.
             if_within, if_not = (low, middle, b_of_middle), (middle, high, b)
             return jax.tree.map(lambda yes, no: jnp.where(is_within, yes, no), if_within, if_not)
 

@@ -295,7 +295,7 @@ def _tune(args: argparse.Namespace, out: IO[str]) -> None:
     can_sample = parse_draft(args.draft).definition.samples
     is_sampled = can_sample and "q" in args.rule.needs
     drafter_by_sampling = {is_sampled: drafter}
-    # Some arms verify the other kind of draft, sampled or deterministic: load it too, with the same weights.
+    # Some arms verify the other kind of draft (sampled or deterministic), so load that drafter too.
     if (can_sample and max(args.temperatures) > 0) or is_sampled:
         other_drafter = drafters.load(
             args.draft,

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from mars_jax import __version__
 from mars_jax.cli.flags import number_of
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
@@ -22,6 +21,7 @@ from mars_jax.lab.theta import FORMAT, pair_fingerprints, run_settings, thetas_o
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
 from mars_jax.utils.user_code import load_function
+from mars_jax.utils.version import __version__
 from mars_jax.verify import is_own, not_in, source_digest
 
 _DESCRIPTION = """\

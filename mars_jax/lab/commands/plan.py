@@ -151,7 +151,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         args.dump.mkdir(parents=True, exist_ok=True)
     target = _config(args.target)
     args.context = args.context or min(CONTEXT, target.max_positions)
-    # As in `hub.load`, experts in MXFP4 are kept by default and with int4, and are otherwise dequantised.
+    # As in `hub.load`, MXFP4 experts stay in 4 bits by default and with int4. Other dtypes dequantise them.
     packed_dtypes = ("int4", "" if args.dtype else "bfloat16") if _packs_experts(args.target) else ()
     args.dtype = args.dtype or _stored_dtype(args.target)
     requested_slice = topology(args.topology)
@@ -304,7 +304,7 @@ def _step_rows(plan: Plan, batch: int, max_depth: int) -> list[tuple[str, str]]:
     ]
     if step == autoregressive_step:
         return [*rows, ("tokens/s", _speeds(step, batch))]
-    # A draft pays if its step emits more tokens than steps without a draft would emit in the same time.
+    # A draft pays off if its step emits more tokens than steps without a draft would emit in the same time.
     low, high = sorted(step[end] / autoregressive_step[end] for end in ("low_seconds", "high_seconds"))
     pays_text = f"{low:.2f} to {high:.2f}"
     if low >= max_depth + 1:

@@ -74,7 +74,7 @@ class Decoding:
     def answer(
         self, arm: Arm, problems: Sequence[Problem], seeds: Sequence[int], *, temperature: float
     ) -> list[Answer]:
-        """Decode some problems, such as a group, in `session.batch_size` rows that refill when they finish.
+        """Decode a set of problems, such as a group, in `session.batch_size` rows that refill when they finish.
 
         A follow-up turn contains the arm's own earlier answers.
         """

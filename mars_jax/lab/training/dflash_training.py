@@ -175,7 +175,7 @@ def block_hidden(
 
 
 def block_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers that a DFlash head reads: five as published, or the last of each third of a shallow target.
+    """Return the layers that a DFlash head reads: the published five, or the last layer of each third if there are few.
 
     >>> block_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1))
     (1, 9, 17, 25, 33)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from mars_jax import __version__
 from mars_jax.cli.program import Parser, command, keep_compilations
 from mars_jax.utils import activity
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
+from mars_jax.utils.version import __version__
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from mars_jax import __version__, drafters, verify
+from mars_jax import drafters, verify
 from mars_jax.cli.progress import Show
 from mars_jax.core.types import PyTree
 from mars_jax.hub.pretrained import Pretrained
@@ -28,6 +28,7 @@ from mars_jax.serve.rows import digest, fingerprint
 from mars_jax.serve.session import Session
 from mars_jax.utils import activity
 from mars_jax.utils.types import JsonObject
+from mars_jax.utils.version import __version__
 from mars_jax.verify import RuleChoice, source_digest
 
 

@@ -171,7 +171,7 @@ class _Run:
         scored_rows = {
             key: samples.with_results(self.folder, problems[split:], rows) for key, rows in decoded.items()
         }
-        # The problems that chose the lengths choose the baseline too, so the figures below have no selection bias.
+        # The lengths and the baseline are chosen on the same problems. The figures come from others, without bias.
         lossless_arm, lossless_length = max(
             (choice for choice in tuned_arms if choice[0].loaded_rule.rule.lossless),
             key=lambda choice: rate_by_arm[choice[0].name, choice[1]],
