@@ -36,9 +36,9 @@ class Rope:
     """Rotary position embedding, including the scaling of its frequencies beyond the trained length.
 
     Kinds and fields are named as in transformers' `ROPE_INIT_FUNCTIONS`. A field's comment lists the kinds that use it.
-    "dynamic" changes only the frequencies of texts longer than `max_positions`, the limit of a text here, so it has no
-    effect. In "longrope", transformers selects the divisors by the current length and recomputes the cache when it
-    changes. Here the context that the config allows selects them once, as in vLLM.
+    "dynamic" (dynamic NTK) changes only the frequencies of texts longer than `max_positions`, the limit of a text here,
+    so it has no effect. In "longrope", transformers selects the divisors by the current length and recomputes the cache
+    when it changes. Here the context that the config allows selects them once, as in vLLM.
     """
 
     theta: float = 10000.0
@@ -178,7 +178,7 @@ class ModelConfig:
     attention_sinks: bool = False  # one learned logit per head that only adds to the softmax's denominator
     attention_gate: bool = False  # multiply attention's outputs by the sigmoid of a projection, a part of `q`
     delta: Delta | None = None  # layers that have a recurrent state instead of keys and values
-    windows: tuple[int | None, ...] = ()  # one per layer; (): full attention in all layers
+    windows: tuple[int | None, ...] = ()  # sliding windows, one per layer; None or (): full attention
     activation: str = "silu"
     # (alpha, limit) of the experts' `layers.clamped_swiglu`, which replaces `activation`; None: use `activation`
     swiglu: tuple[float, float] | None = None
@@ -196,8 +196,8 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()  # layers that have a single dense MLP even if num_experts is not 0
     embedding_multiplier: float = 1.0  # factor of input embeddings, such as sqrt(hidden_size)
     residual_multiplier: float = 1.0  # factor of the outputs of attention and MLP
-    logit_divisor: float = 1.0
-    norm_plus_one: bool = False  # norms multiply by 1 + weight
+    logit_divisor: float = 1.0  # Granite's `logits_scaling`
+    norm_plus_one: bool = False  # zero-centred norms, which multiply by 1 + weight
     pre_norms: bool = True  # normalise the inputs of attention and MLP
     # Normalise the outputs of attention and MLP before adding them to the residual stream.
     post_norms: bool = False

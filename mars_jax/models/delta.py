@@ -156,6 +156,7 @@ def delta_rule(
       log_decay, rate: f32[B, H, G, L]; log a and b.
     """
     length = q.shape[2]
+    # A chunk of one token is the recurrent form of the rule.
     size = min(length, CHUNK)
     # A query or key head serves G value heads.
     q, k = (x[:, :, None] for x in (q, k))
@@ -332,7 +333,7 @@ def _first(x: Array, count: Array) -> Array:
 
 
 def _read(config: ModelConfig, conv: Array, state: Array, inputs: Array, gates: Array) -> tuple[Array, Array]:
-    """Run the convolution on inputs [B, H, T - 1 + L, F] and `delta_rule` on its L tokens."""
+    """Run the short causal convolution on inputs [B, H, T - 1 + L, F] and `delta_rule` on its L tokens."""
     delta = config.delta
     assert delta is not None
     length = gates.shape[2]

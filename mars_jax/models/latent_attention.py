@@ -36,6 +36,7 @@ def project(
     queries = dense(queries, layer["q"], outputs=("heads", config.num_heads))
     queries = queries.reshape(*x.shape[:2], config.num_heads, -1)
     plain, rotary = jnp.split(queries, [latent.plain], axis=-1)
+    # The cache holds the compressed latent and one rotary key, which all heads share.
     row, key = jnp.split(dense(x, layer["kv_a"]), [latent.rank], axis=-1)
     row = rms_norm(row, layer["kv_a_norm"], _EPS)
     rotary, key = (

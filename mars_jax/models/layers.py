@@ -209,7 +209,7 @@ def dense(
 def rms_norm(x: Array, scale: Array, eps: float, *, plus_one: bool = False) -> Array:
     """Divide x [..., E] by its root mean square and multiply by scale [E]; in float32, cast back (arXiv 1910.07467).
 
-    With `plus_one`, multiply by 1 + scale, as in Gemma's checkpoints.
+    With `plus_one`, multiply by 1 + scale (zero-centred RMSNorm), as in the checkpoints of Gemma and Qwen3-Next.
     """
     y = x.astype(jnp.float32)
     # y / sqrt(mean(y ** 2) + eps)

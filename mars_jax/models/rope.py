@@ -49,6 +49,7 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     >>> frequencies(Rope(theta=100.0), 4).tolist()
     [1.0, 0.10000000149011612]
     """
+    # Partial rotary embedding: only the first dimensions of a head rotate (`partial_rotary_factor`).
     head_dim = int(head_dim * rope.fraction)
     frequency = 1.0 / rope.theta ** (np.arange(0, head_dim, 2) / head_dim)
     if rope.kind == "linear":
@@ -82,7 +83,8 @@ def rotation_at(positions: Array, rope: Rope | None, head_dim: int) -> Rotation 
         return None
     query_factor = None
     if rope.query_growth:
-        # As in Llama 4, queries grow with every trained length, so that attention stays sharp in long texts.
+        # Attention temperature, as in Llama 4: queries grow with every trained length, so that attention stays sharp
+        # in long texts.
         lengths = (positions // rope.original_max_positions).astype(jnp.float32)
         query_factor = (1 + rope.query_growth * jnp.log1p(lengths))[:, :, None, None]
     return Rotation(*angles(positions, rope, head_dim), query_factor)

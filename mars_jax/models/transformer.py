@@ -167,6 +167,7 @@ def _project(
 
 
 def _score_scale(config: ModelConfig) -> float:
+    # Granite's `attention_multiplier` is stored as the `query_scalar` with that scale.
     return (config.query_scalar or config.head_dim) ** -0.5
 
 
@@ -494,6 +495,7 @@ def _language_model(
     def unembed(params: PyTree, hidden: Array) -> Array:
         matrix = params["embed"] if config.tie_embeddings else params["unembed"]
         logits = dense(hidden, matrix, dtype=jnp.float32)
+        # Granite's `logits_scaling`.
         if config.logit_divisor != 1:
             logits = logits / config.logit_divisor
         if config.logit_cap is not None:

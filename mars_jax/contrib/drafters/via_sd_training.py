@@ -77,8 +77,8 @@ def search(
       seed: seed of the search.
 
     Raises:
-      MarsError: the weights are 8-bit, or the layers between the first and the last have fewer sublayers than `left_out`
-        asks for.
+      MarsError: the weights are 8-bit, or `left_out` asks for more sublayers than the layers between the first and the
+        last have.
     """
     num_layers = len(params["layers"])
     # (layer, 0 for attention or 1 for MLP). The first and the last layer stay whole.
