@@ -129,8 +129,8 @@ def choose_experts(
     """Return the weights f32[T, C] and the ids i32[T, C] of the experts of tokens [T, E]; see `experts_mlp`."""
     logits = dense(tokens, layer["router"], layer.get("router_bias"), dtype=jnp.float32)
     if "score_bias" in layer:
-        # DeepSeek-V3 (arXiv 2412.19437, equations 12 to 16): the bias (`e_score_correction_bias`) affects the choice but
-        # not the weights.
+        # DeepSeek-V3 (arXiv 2412.19437, equations 12 to 16): the bias (`e_score_correction_bias`) affects the choice
+        # but not the weights.
         scores = jax.nn.sigmoid(logits)
         biased_scores = scores + layer["score_bias"].astype(jnp.float32)[None]
         _, expert_ids = lax.top_k(_in_best_groups(biased_scores, *groups), count)
