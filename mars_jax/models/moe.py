@@ -18,7 +18,6 @@ read only the experts that have rows, in their stored layout.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax

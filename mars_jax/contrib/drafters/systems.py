@@ -20,10 +20,8 @@ from mars_jax.contrib.drafters.system_files import (
 )
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import LanguageModel, PyTree
-from mars_jax.drafters.asked import Asked, LoadedDrafter
-from mars_jax.drafters.model import language_model
-from mars_jax.drafters.ngram import ngram
-from mars_jax.drafters.registry import register
+from mars_jax.drafters import LoadedDrafter, language_model, ngram, register
+from mars_jax.drafters.asked import Asked
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.utils.errors import MarsError
 

@@ -5,6 +5,7 @@ Oracle: `mixture` at the weights that the head predicts, in tests/contrib/test_d
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -14,13 +15,9 @@ from jax import Array
 from mars_jax.contrib.models import mixer
 from mars_jax.contrib.rules.head_files import read_weights
 from mars_jax.core import struct
-from mars_jax.core.rule import Evidence
-from mars_jax.core.types import PyTree
-from mars_jax.hub.pretrained import Pretrained
 from mars_jax.utils.errors import MarsError
-from mars_jax.utils.settings import LARGEST_FLOAT, Range
-from mars_jax.verify.definition import register
-from mars_jax.verify.retargeted import Retargeted
+from mars_jax.utils.settings import LARGEST_FLOAT
+from mars_jax.verify import Evidence, Range, Retargeted, register
 
 
 @register("diversed", paper="2604.07622")
@@ -33,7 +30,7 @@ class Diversed(Retargeted):
     for its inputs and `contrib.rules.diversed_training` for its training. Lossy; at shift inf the weight is 1 and it
     equals `rejection` bit for bit.
 
-    >>> diversed(shift=1.0).name
+    >>> Diversed(shift=1.0).name
     'diversed'
     """
 
@@ -77,9 +74,5 @@ class Diversed(Retargeted):
         return jnp.logaddexp(log_w[..., None] + log_p, log_draft_weight[..., None] + log_q)
 
 
-diversed = Diversed
-
-
-def read(path: str, target: Pretrained | None) -> PyTree:
-    """Read the weights of `diversed:PATH`; see `head_files.read_weights`."""
-    return read_weights(path, target, "diversed")
+read = functools.partial(read_weights, rule="diversed")
+"""Reads the weights of `diversed:PATH` for a target; see `head_files.read_weights`."""
