@@ -150,13 +150,7 @@ def _by_expert(
 
 
 def _kernel(
-    expert: Ref,
-    tile: Ref,
-    begins: Ref,
-    ends: Ref,
-    x_ref: Ref,
-    *refs: Ref,
-    product: Callable[..., Array],
+    expert: Ref, tile: Ref, begins: Ref, ends: Ref, x_ref: Ref, *refs: Ref, product: Callable[..., Array]
 ) -> None:
     """Compute one visit for one block of outputs.
 

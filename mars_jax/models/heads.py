@@ -225,20 +225,13 @@ def layers_like(target: ModelConfig, intermediate_size: int | None = None, **cha
     kv_heads, head_dim = target.num_kv_heads, target.head_dim
     if target.latent is not None:
         kv_heads, head_dim = target.num_heads, target.latent.plain + target.latent.rotary
-    fields = {
+    shared = "vocab_size hidden_size num_heads max_positions norm_eps activation bos_token_id eos_token_ids"
+    fields = {name: getattr(target, name) for name in shared.split()} | {
         "num_layers": 1,
-        "vocab_size": target.vocab_size,
-        "hidden_size": target.hidden_size,
         "intermediate_size": intermediate_size or target.intermediate_size,
-        "num_heads": target.num_heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "max_positions": target.max_positions,
-        "norm_eps": target.norm_eps,
         "rope": rope,
-        "activation": target.activation,
-        "bos_token_id": target.bos_token_id,
-        "eos_token_ids": target.eos_token_ids,
     }
     return ModelConfig(**(fields | changes))
 

@@ -69,10 +69,7 @@ def ratio_gate(logits: Array, drafted: Array, bounds: tuple[ArrayLike, ArrayLike
     return ProxyVerdict(best_token, (drafted == NO_TOKEN) | ~(r >= accept), ~(r >= escalate))
 
 
-GATES: Mapping[str, Callable[[Array, Array, PyTree], ProxyVerdict]] = {
-    "margin": margin_gate,
-    "ratio": ratio_gate,
-}
+GATES: Mapping[str, Callable[..., ProxyVerdict]] = {"margin": margin_gate, "ratio": ratio_gate}
 """Criteria of a proxy: (logits f32[B, P, V], drafted i32[B, P], thresholds) -> verdict."""
 
 

@@ -22,15 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.pick import pick
-from mars_jax.core.types import (
-    DraftTree,
-    ForwardOutput,
-    LanguageModel,
-    Params,
-    PyTree,
-    Verdict,
-    Visible,
-)
+from mars_jax.core.types import DraftTree, ForwardOutput, LanguageModel, Params, PyTree, Verdict, Visible
 from mars_jax.drafters import DraftInput, LoadedDrafter, last_token, register
 from mars_jax.drafters.asked import Asked
 from mars_jax.drafters.grow import Growth, Level, grow
