@@ -58,11 +58,6 @@ def tpu_blocks(
     return blocks
 
 
-def fits_in_block(trees: int, nodes: int, group: int) -> bool:
-    """Return whether the smallest legal number of trees fits into a block."""
-    return min(trees, group) * nodes <= MAX_ROWS
-
-
 def _default(trees: int, nodes: int, vocab: int, itemsize: int, group: int) -> TpuBlocks:
     if trees <= group:
         block_trees = trees

@@ -104,14 +104,7 @@ class LayeredHead(HeadConfig):
     def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> KVCache:
         """Make an empty cache of the head."""
         c = self.layer
-        return kv_cache.init_cache(
-            layers=c.num_layers,
-            batch=batch,
-            slots=slots,
-            kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            dtype=dtype,
-        )
+        return kv_cache.init_cache(c.num_layers, (batch, slots, c.num_kv_heads, c.head_dim), dtype)
 
     def check_target(self, target: LanguageModel) -> None:
         """Raise MarsError if the target has a different vocabulary size or lacks an embedding that the head shares."""

@@ -57,12 +57,10 @@ class Diversed(Retargeted):
         draft_hidden = evidence.tree.hidden
         if "drafted" in evidence.params:
             expected_size = evidence.params["drafted"].shape[1]
-            problem = None
-            if draft_hidden is None:
-                problem = "the drafter gives none"
-            elif draft_hidden.shape[-1] != expected_size:
+            problem = "the drafter gives none"
+            if draft_hidden is not None:
                 problem = f"the draft's have {draft_hidden.shape[-1]}"
-            if problem:
+            if draft_hidden is None or draft_hidden.shape[-1] != expected_size:
                 raise MarsError(
                     f"the head of the rule diversed reads hidden states of size {expected_size} from the draft, and "
                     f"{problem}: draft with the model that the head was trained with, as in model:PATH."
