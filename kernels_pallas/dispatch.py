@@ -1,4 +1,6 @@
-"""Choice of an operation's implementation during lowering, if the caller names none. Attention does not use it.
+"""Choice of an operation's implementation during lowering, if the caller names none.
+
+The operations of `margin` and `top_k` use `dispatch`, other callers `kernel_on` and `with_gradient_of`.
 
 A kernel is compiled as part of a program, so a kernel that does not compile would make the whole program fail. Each
 kernel is therefore first compiled separately, on the local chip. Without a chip, for example when a program is compiled
@@ -47,8 +49,6 @@ def dispatch(
     forms: Mapping[str, Form],
     *,
     blocks: object | None = None,
-    platform: str | None = None,
-    differentiable: bool = False,
 ) -> Any:
     """Call one of `forms` on `operands`: the one that the caller names, or by default the best one for the platform.
 
@@ -58,40 +58,27 @@ def dispatch(
     Args:
       implementation, interpret, blocks: arguments of the operation; the last two apply only to a named kernel.
       operands: arrays, or pytrees of arrays.
-      forms: implementations by name; if "partitioned" is absent, "xla" replaces it.
-      platform: the platform that the program is lowered for, if the caller has already branched on it.
-      differentiable: if True, the result has the gradient of "xla"; otherwise it has none.
+      forms: implementations by name, among them "xla", "partitioned" and "pallas_tpu".
 
     Raises:
       ValueError: an unknown name; blocks or interpret without a named kernel; the switch is neither 0 nor 1.
     """
     check_options(implementation, forms, blocks, interpret)
-    if not differentiable:
-        # Decisions have no gradient. Without this, a loss over a program that decodes could not be differentiated.
-        operands = jax.tree.map(lax.stop_gradient, operands)
-    xla = forms["xla"]
+    # Decisions have no gradient. Without this, a loss over a program that decodes could not be differentiated.
+    operands = jax.tree.map(lax.stop_gradient, operands)
     if implementation == "pallas_tpu":
         kernel = functools.partial(forms["pallas_tpu"], interpret=interpret)
         if blocks is not None:
             kernel = functools.partial(kernel, blocks=blocks)
-        if differentiable:
-            kernel = with_gradient_of(xla, kernel)
         return kernel(*operands)
     if implementation is not None:
         return forms[implementation](*operands)
-    partitioned_form = forms.get("partitioned", xla)
-    platform_forms = {on: kernel_on(on, forms[name], xla, partitioned_form) for on, name in KERNELS.items()}
-    if differentiable:
-        platform_forms = {on: with_gradient_of(xla, form) for on, form in platform_forms.items()}
-        # `whole_or_partitioned` has no gradient.
-        default_form = xla
-    else:
-        default_form = whole_or_partitioned(xla, partitioned_form)
-    if platform is not None:
-        return platform_forms[platform](*operands)
+    xla, partitioned = forms["xla"], forms["partitioned"]
+    platform_forms = {on: kernel_on(on, forms[name], xla, partitioned) for on, name in KERNELS.items()}
+    platform_forms |= dict.fromkeys(GPUS, partitioned)
     # Platforms without an entry, such as a CPU, get the default.
-    platform_forms |= dict.fromkeys(GPUS, partitioned_form)
-    return lax.platform_dependent(*operands, **platform_forms, default=default_form)
+    default = whole_or_partitioned(xla, partitioned)
+    return lax.platform_dependent(*operands, **platform_forms, default=default)
 
 
 def check_options(

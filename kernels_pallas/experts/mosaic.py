@@ -65,7 +65,7 @@ def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
 def dense_by_expert_int8(
     x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Interpret = False
 ) -> Array:
-    """See `api.dense_by_expert_int8`."""
+    """See `xla.dense_by_expert_int8`."""
     num_inputs, num_outputs = x.shape[1], scale.shape[1]
     # JAX picks the layout with the least padding: a matrix whose rows do not fill registers is stored by columns.
     by_columns = num_inputs % 128 != 0 and num_outputs % 128 == 0
@@ -150,13 +150,7 @@ def _by_expert(
 
 
 def _kernel(
-    expert: Ref,
-    tile: Ref,
-    begins: Ref,
-    ends: Ref,
-    x_ref: Ref,
-    *refs: Ref,
-    product: Callable[..., Array],
+    expert: Ref, tile: Ref, begins: Ref, ends: Ref, x_ref: Ref, *refs: Ref, product: Callable[..., Array]
 ) -> None:
     """Compute one visit for one block of outputs.
 

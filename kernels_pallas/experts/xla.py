@@ -36,7 +36,10 @@ def scaled(product: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def dense_by_expert_int8(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
-    """See `api.dense_by_expert_int8`."""
+    """Multiply x [R, K] by its experts' matrices, values i8[X, N, K] times scale f32[X, N]: f32[R, N].
+
+    Expert e has `sizes[e]` rows. Results of rows beyond their sum are undefined.
+    """
     return scaled(ragged_product)(x, values, scale, sizes)
 
 

@@ -22,12 +22,17 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from kernels_pallas.common import Axis, Interpret, bits
-from kernels_pallas.dispatch import dispatch
+from kernels_pallas.dispatch import Form, dispatch
 from kernels_pallas.margin import reference, rule, xla
 from kernels_pallas.margin.rule import Acceptance, AcceptControls, MarginStats
 from kernels_pallas.margin.shapes import TpuBlocks
 
 Result = TypeVar("Result")
+_STATS_FORMS: dict[str, Callable[..., MarginStats]] = {
+    "reference": reference.margin_stats,
+    "xla": xla.margin_stats,
+    "partitioned": xla.partitioned_margin_stats,
+}
 
 
 def margin_stats(
@@ -61,12 +66,7 @@ def margin_stats(
     # Imported at the first call, because it imports Pallas.
     from kernels_pallas.margin import mosaic
 
-    forms = {
-        "reference": reference.margin_stats,
-        "xla": xla.margin_stats,
-        "partitioned": xla.partitioned_margin_stats,
-        "pallas_tpu": mosaic.margin_stats,
-    }
+    forms = _STATS_FORMS | {"pallas_tpu": mosaic.margin_stats}
     forms = {name: functools.partial(form, logsumexp=logsumexp) for name, form in forms.items()}
     return dispatch(implementation, interpret, (logits,), forms, blocks=blocks)
 
@@ -121,17 +121,12 @@ def margin_accept(
 
     # XLA computes the statistics and then the decision. The kernel decides in the last block of its pass over the
     # vocabulary.
-    def two_steps(
-        stats: Callable[..., MarginStats], decide: Callable[..., Acceptance]
-    ) -> Callable[..., Acceptance]:
-        return lambda logits, *tree: decide(stats(logits, logsumexp=logsumexp), *tree, **options)
+    def two_steps(name: str, logits: Array, *tree: Any) -> Acceptance:
+        decide = reference.accept_by_edges if name == "reference" else rule.accept_from_stats
+        return decide(_STATS_FORMS[name](logits, logsumexp=logsumexp), *tree, **options)
 
-    forms = {
-        "reference": two_steps(reference.margin_stats, reference.accept_by_edges),
-        "xla": two_steps(xla.margin_stats, rule.accept_from_stats),
-        "partitioned": two_steps(xla.partitioned_margin_stats, rule.accept_from_stats),
-        "pallas_tpu": functools.partial(mosaic.margin_accept, logsumexp=logsumexp, **options),
-    }
+    forms: dict[str, Form] = {name: functools.partial(two_steps, name) for name in _STATS_FORMS}
+    forms["pallas_tpu"] = functools.partial(mosaic.margin_accept, logsumexp=logsumexp, **options)
     operands = (logits, tokens, parents, y, rule.as_arrays(controls))
     return dispatch(implementation, interpret, operands, forms, blocks=blocks)
 
@@ -197,11 +192,9 @@ def sharded_margin_accept(
     """
     rule.check_margin(margin)
 
-    def local(
-        logits: Array, tokens: Array, parents: Array, y: Array | None, controls: AcceptControls
-    ) -> Acceptance:
+    def local(logits: Array, *tree: Any) -> Acceptance:
         stats = _local(logits, axis=axis, options=options)
-        return rule.accept_from_stats(stats, tokens, parents, y, controls, max_depth, margin)
+        return rule.accept_from_stats(stats, *tree, max_depth=max_depth, margin=margin)
 
     return _map(local, mesh, axis, batch_axis, logits, tokens, parents, y, rule.as_arrays(controls))
 

@@ -32,7 +32,7 @@ from kernels_pallas.margin.rule import (
     from_bits,
     walk_columns,
 )
-from kernels_pallas.margin.shapes import MAX_ROWS, TpuBlocks, fits_in_block, tpu_blocks
+from kernels_pallas.margin.shapes import MAX_ROWS, TpuBlocks, tpu_blocks
 
 
 def margin_stats(
@@ -70,8 +70,8 @@ def margin_accept(
     # The operands i32[trees, N] have tiles of SUBLANES trees. With one node per tree, the trees are also the rows of
     # the logits, whose tiles are twice as high in bfloat16.
     tree_multiple = tile_rows(logits.dtype) if nodes == 1 else SUBLANES
-    if blocks is None and not fits_in_block(batch, nodes, tree_multiple):
-        # The walk needs whole trees in a block; the fold does not.
+    if blocks is None and min(batch, tree_multiple) * nodes > MAX_ROWS:
+        # The walk needs whole trees in a block, and the least legal number of them does not fit. The fold does not.
         stats = margin_stats(logits, logsumexp=logsumexp, interpret=interpret)
         return accept_from_stats(stats, tokens, parents, y, controls, max_depth, margin)
     plan = _plan(logits, nodes, tree_multiple, blocks, logsumexp)

@@ -1,7 +1,4 @@
-"""Shapes of real models, shared by tests and benchmarks, and block sizes of the margin kernels.
-
-R rows = B trees * N nodes, D tree depth, V vocabulary.
-"""
+"""Block sizes of the margin kernels. R rows = B trees * N nodes, V vocabulary."""
 
 from __future__ import annotations
 
@@ -17,34 +14,6 @@ BLOCK_BYTES = 2 * 2**20
 kernel gets by default on every generation."""
 MAX_ROWS = 1024
 """Maximum number of rows per block. The state takes 2.5 KiB per row."""
-VOCABULARIES = {
-    "llama-3.1-8b": 128256,
-    "llama-3.3-70b": 128256,
-    "qwen3-8b": 151936,
-    "qwen3-32b": 151936,
-    "qwen3-235b-a22b": 151936,
-    "vicuna-13b": 32000,
-}
-"""V of each target, as in its config."""
-
-
-class Draft(NamedTuple):
-    """A decoding setup: batch size and tree shape."""
-
-    batch: int  # B
-    nodes: int  # N
-    depth: int  # D
-
-
-DRAFTS = {
-    "autoregressive": Draft(batch=1, nodes=1, depth=0),
-    "autoregressive-batch": Draft(batch=64, nodes=1, depth=0),
-    "chain": Draft(batch=1, nodes=8, depth=7),
-    "chain-batch": Draft(batch=64, nodes=8, depth=7),
-    "tree": Draft(batch=1, nodes=60, depth=7),
-    "tree-batch": Draft(batch=16, nodes=60, depth=7),
-    "wide-tree-batch": Draft(batch=64, nodes=64, depth=8),
-}
 
 
 class TpuBlocks(NamedTuple):
@@ -87,11 +56,6 @@ def tpu_blocks(
             f"most {MAX_ROWS} rows and {2 * BLOCK_BYTES} bytes, so take fewer trees or tokens."
         )
     return blocks
-
-
-def fits_in_block(trees: int, nodes: int, group: int) -> bool:
-    """Return whether the smallest legal number of trees fits into a block."""
-    return min(trees, group) * nodes <= MAX_ROWS
 
 
 def _default(trees: int, nodes: int, vocab: int, itemsize: int, group: int) -> TpuBlocks:

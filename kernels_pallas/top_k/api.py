@@ -37,9 +37,8 @@ def top_k(
     >>> largest.ids.tolist(), largest.values.tolist()
     ([1, 2], [3.0, 2.0])
     """
-    xla_form = functools.partial(xla.top_k, k=k)
     forms = {"reference": functools.partial(reference.top_k, k=k)}
-    forms |= dict.fromkeys(("xla", "partitioned", "pallas_tpu"), xla_form)
+    forms |= dict.fromkeys(("xla", "partitioned", "pallas_tpu"), functools.partial(xla.top_k, k=k))
     if _runs_kernel(logits, k, implementation):
         forms["pallas_tpu"] = functools.partial(_top_k_kernel, k=k)
     return dispatch(implementation, interpret, (logits,), forms)

@@ -1,6 +1,6 @@
 """Rules and drafters from single papers, with the library's interfaces but no stability guarantee.
 
-Every rule is available by its name: `contrib.fly(...)` is `contrib.rules.fly.fly`.
+Every rule is available by its name: `contrib.fly(...)` is `contrib.rules.fly.Fly(...)`.
 """
 
 from __future__ import annotations

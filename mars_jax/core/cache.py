@@ -70,11 +70,8 @@ class KVCache:
         return self.k[0].shape[1]
 
 
-def init_cache(
-    *, layers: int, batch: int, slots: int, kv_heads: int, head_dim: int, dtype: DTypeLike
-) -> KVCache:
-    """Allocate `layers` pairs of zeros [batch, slots, kv_heads, head_dim], stored as `Int8Rows` if dtype is int8."""
-    shape = (batch, slots, kv_heads, head_dim)
+def init_cache(layers: int, shape: tuple[int, int, int, int], dtype: DTypeLike) -> KVCache:
+    """Allocate `layers` pairs of zeros of shape (batch, slots, kv_heads, head_dim), as `Int8Rows` if dtype is int8."""
 
     def zero_rows() -> Rows:
         zeros = jnp.zeros(shape, dtype)
@@ -149,7 +146,7 @@ def _one_hot(buffer: Array, slot: Array) -> Array:
 def slots(cache: PyTree) -> int:
     """Return S of a cache. All its leaves must be [B, S, ...], as for every function in this module.
 
-    >>> slots(init_cache(layers=1, batch=2, slots=8, kv_heads=1, head_dim=4, dtype=jnp.float32))
+    >>> slots(init_cache(1, (2, 8, 1, 4), jnp.float32))
     8
     """
     return jax.tree.leaves(cache)[0].shape[1]

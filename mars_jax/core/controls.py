@@ -100,27 +100,17 @@ def one_per_row(name: str, value: PerRow, batch: int, dtype: DTypeLike) -> Array
     """
     if isinstance(value, Tracer):
         return jnp.broadcast_to(value.astype(dtype), (batch,))
-    # A boolean is not a number here, although NumPy would convert it.
-    number_types, expected = (jnp.integer, jnp.floating), "a number"
-    if dtype == np.bool_:
-        number_types, expected = (np.bool_,), "True or False"
-    try:
-        untyped_array = np.asarray(value)
-        if not any(jnp.issubdtype(untyped_array.dtype, kind) for kind in number_types):
-            raise TypeError
-        with np.errstate(invalid="ignore", over="ignore"):  # checked below
-            typed_array = untyped_array.astype(dtype)
-    except (TypeError, ValueError, OverflowError):
-        raise MarsError(f"{name} is {short_repr(value)}: expected {expected}, or one per row.") from None
-    if typed_array.shape not in ((), (batch,)):
+    _SETTINGS[name].check(value)
+    with np.errstate(over="ignore"):  # beyond float32, a number counts as inf
+        typed_value = np.asarray(value, dtype)
+    if typed_value.shape not in ((), (batch,)):
         raise MarsError(
-            f"{name} has shape {typed_array.shape}: expected one value, or one for each of the {batch} rows."
+            f"{name} has shape {typed_value.shape}: expected one value, or one for each of the {batch} rows."
         )
-    if dtype == np.int32 and not np.all(untyped_array == typed_array):
-        raise MarsError(f"{name} is {short_repr(value)}: expected whole numbers of 32 bits.")
-    _SETTINGS[name].check(typed_array)
+    # A small positive number may round to 0 in float32.
+    _SETTINGS[name].check(typed_value)
     # Broadcast in NumPy, which compiles nothing.
-    return jax.device_put(np.broadcast_to(typed_array, (batch,)), may_alias=False)
+    return jax.device_put(np.broadcast_to(typed_value, (batch,)), may_alias=False)
 
 
 def _stop_tokens(value: Any, batch: int) -> Array:

@@ -20,7 +20,7 @@ from jax import Array, lax
 from mars_jax.core.decoder import Decoder as Decoder
 from mars_jax.core.decoder import speculative_decoder as speculative_decoder
 from mars_jax.core.donating import donating
-from mars_jax.core.given import check_is_prompts, check_params, check_prompts, rows_of
+from mars_jax.core.given import check_params, check_prompts, rows_of
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
 from mars_jax.core.rule import for_rows
 from mars_jax.core.types import DecodeState, Params, Prompts, StepInfo
@@ -75,8 +75,7 @@ def ready(decoder: Decoder, prompts: Prompts) -> Prompts:
 
     Each rule parameter gets one value per row, so that a scalar and an array compile to the same program.
     """
-    check_is_prompts(prompts)
-    check_prompts(prompts.tokens, prompts.length, decoder.vocab_size)
+    check_prompts(prompts, decoder.vocab_size)
     return dataclasses.replace(prompts, rule=for_rows(prompts.rule, prompts.tokens.shape[0]))
 
 

@@ -19,7 +19,6 @@ from mars_jax.core.controls import pad_controls
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.given import (
     begun,
-    check_is_prompts,
     check_pair,
     check_params,
     check_places,
@@ -168,8 +167,7 @@ class Decoder:
             have the wrong shape or dtype. If values are concrete: a length is outside 1 .. t, or a token is outside the
             vocabulary; see `core.given`.
         """
-        check_is_prompts(prompts)
-        check_prompts(prompts.tokens, prompts.length, self.target.vocab_size)
+        check_prompts(prompts, self.target.vocab_size)
         if structure(prompts.rule) != self.rule_structure:
             raise MarsError(
                 f"the rule {prompts.rule.name} is not of the structure that this decoder was made for: give "

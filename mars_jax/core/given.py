@@ -69,15 +69,12 @@ def check_params(params: object) -> None:
     check_type("params", params, Params, "Params(target=..., draft=...), the weights of both")
 
 
-def check_is_prompts(prompts: object) -> None:
-    """Raise MarsError unless `prompts` is a `Prompts`."""
+def check_prompts(prompts: Prompts, vocab_size: int) -> None:
+    """Raise MarsError unless prompts are a `Prompts` with token ids i32[b, t] and lengths i32[b] from 1 to t."""
     check_type("prompts", prompts, Prompts, "Prompts(tokens, length, controls, rule, keys)")
-
-
-def check_prompts(prompts: Array, lengths: Array, vocab_size: int) -> None:
-    """Raise MarsError unless prompts are token ids i32[b, t] of the vocabulary, and lengths are i32[b] from 1 to t."""
-    _check_whole("prompts", prompts, 2, "token ids i32[b, t], each prompt left-aligned in a row of its own")
-    count, width = prompts.shape
+    tokens, lengths = prompts.tokens, prompts.length
+    _check_whole("prompts", tokens, 2, "token ids i32[b, t], each prompt left-aligned in a row of its own")
+    count, width = tokens.shape
     _check_whole("lengths", lengths, 1, f"the tokens of each prompt, i32[{count}]")
     if lengths.shape[0] != count:
         raise MarsError(f"there are {lengths.shape[0]} lengths for {count} prompts: give one for each.")
@@ -89,9 +86,9 @@ def check_prompts(prompts: Array, lengths: Array, vocab_size: int) -> None:
             f"a prompt has the length {values[wrong][0]}: expected 1 to {width}, the width that prompts are given in."
         )
     # Tokens may be traced, or on other hosts, even if lengths are not.
-    if not _is_seen(prompts):
+    if not _is_seen(tokens):
         return
-    tokens = np.asarray(prompts)
+    tokens = np.asarray(tokens)
     # Tokens past a prompt's length are padding and may hold anything.
     wrong = (np.arange(width)[None] < values[:, None]) & ((tokens < 0) | (tokens >= vocab_size))
     if np.any(wrong):
@@ -103,10 +100,7 @@ def check_prompts(prompts: Array, lengths: Array, vocab_size: int) -> None:
 
 def check_settings(controls: Controls, keys: Array, count: int) -> None:
     """Raise MarsError unless controls and keys have `count` rows, and the keys' generator is `KEY_IMPL`."""
-    if not isinstance(controls, Controls):
-        raise MarsError(
-            f"controls is a {type(controls).__name__}: expected what make_controls({count}) makes."
-        )
+    check_type("controls", controls, Controls, f"what make_controls({count}) makes")
     for path, leaf in jax.tree_util.tree_leaves_with_path(controls):
         if np.shape(leaf)[:1] != (count,):
             name = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -168,17 +168,16 @@ class Metrics:
 def summarize(stats: DecodeStats, rows: int | slice | Sequence[int] = slice(None)) -> Metrics:
     """Sum `stats` over `rows` (an index, a slice or a list of indices into the batch) on the host."""
     check_type("stats", stats, DecodeStats, "the counters that mars_jax.run returns")
+    num_rows = stats.steps.shape[0]
     try:
-        # NumPy raises an error here if the index is not valid for this number of rows.
-        np.empty(stats.steps.shape[0])[rows]
-        is_valid_index = rows is not None and not isinstance(rows, bool)
+        # NumPy also accepts None and bools, with another meaning.
+        if rows is None or isinstance(rows, bool):
+            raise TypeError
+        np.empty(num_rows)[rows]
     except (IndexError, TypeError, ValueError):
-        is_valid_index = False
-    if not is_valid_index:
         raise MarsError(
-            f"rows is {short_repr(rows)}: expected an index, a slice or a list of indices into the "
-            f"{stats.steps.shape[0]} rows."
-        )
+            f"rows is {short_repr(rows)}: expected an index, a slice or a list of indices into the {num_rows} rows."
+        ) from None
 
     def pick(values: Array) -> np.ndarray:
         return np.atleast_1d(np.asarray(values)[rows])

@@ -7,7 +7,7 @@ M stop tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 from jax import Array
@@ -304,14 +304,6 @@ class ForwardOutput(NamedTuple):
     cache: PyTree  # including the rows of these nodes
 
 
-class Forward(Protocol):
-    """Write the rows of tokens i32[B, N] at `visible.slot`, then attend to the slots that `visible` allows."""
-
-    def __call__(
-        self, params: PyTree, tokens: Array, visible: Visible, cache: PyTree, /
-    ) -> ForwardOutput: ...
-
-
 class LanguageModel(NamedTuple):
     """A decoder-only model as pure functions over a params pytree.
 
@@ -320,7 +312,9 @@ class LanguageModel(NamedTuple):
     """
 
     init_cache: Callable[[int, int], PyTree]  # (batch, slots) -> cache
-    forward: Forward  # (params, tokens i32[B, N], visible, cache) -> ForwardOutput
+    # (params, tokens i32[B, N], visible, cache) -> ForwardOutput: write the rows of the tokens at `visible.slot`, then
+    # attend to the slots that `visible` allows
+    forward: Callable[[PyTree, Array, Visible, PyTree], ForwardOutput]
     unembed: Callable[[PyTree, Array], Array]  # (params, hidden [B, N, E]) -> f32[B, N, V]
     vocab_size: int  # V
     # Only drafters that are coupled to their target use the next two.

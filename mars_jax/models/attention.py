@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -67,24 +67,12 @@ NewKV = tuple[Array, Array] | None
 """Keys and values [B, N, K, D] of the nodes that are not in the cache yet; None if they are."""
 
 
-class Attend(Protocol):
-    """Attention of a layer's nodes to their visible keys and values, after writing the nodes' rows to the cache.
+Attend = Callable[..., tuple[Array, Rows, Rows]]
+"""Attention of a layer's nodes to their visible keys and values, after writing the nodes' rows to the cache.
 
-    Takes q [B, N, K, G, D], the cache's k and v [B, S, K, D], the nodes' `new` keys and values, and `sinks` f32[K, G]
-    if the layer has them. Returns [B, N, K, G, D] and the cache's k and v with the new rows.
-    """
-
-    def __call__(
-        self,
-        q: Array,
-        k: Rows,
-        v: Rows,
-        new: NewKV,
-        *,
-        scale: float,
-        cap: float | None,
-        sinks: Array | None = None,
-    ) -> tuple[Array, Rows, Rows]: ...
+`attend(q, k, v, new, scale=..., cap=..., sinks=None)` takes q [B, N, K, G, D], the cache's k and v [B, S, K, D], the
+nodes' `NewKV`, the options of `attend`, and `sinks` f32[K, G] if the layer has them. It returns [B, N, K, G, D] and the
+cache's k and v with the new rows."""
 
 
 def attending(form: str, visible: Visible, slots: int, window: int | None) -> Attend:
@@ -105,7 +93,7 @@ def attending(form: str, visible: Visible, slots: int, window: int | None) -> At
 
 
 @functools.lru_cache
-def _bind(attend: Callable[..., tuple[Array, Rows, Rows]], *options: str | int | None):
+def _bind(attend: Attend, *options: str | int | None):
     """Return the same `functools.partial` object for equal arguments, so that jit does not recompile it."""
     return functools.partial(attend, *options)
 

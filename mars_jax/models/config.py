@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 
-from mars_jax.utils.errors import MarsError
+from mars_jax.utils.errors import MarsError, check_count
 from mars_jax.utils.limits import DIMENSION, EXPERTS, LAYERS, POSITIONS
 
 ROPE_KINDS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -109,9 +108,8 @@ class Latent:
 
     def __post_init__(self):
         for name in ("rank", "query_rank", "plain", "rotary", "value"):
-            size, least = getattr(self, name), int(name != "query_rank")
-            if not (isinstance(size, numbers.Integral) and least <= int(size) <= DIMENSION):
-                raise MarsError(f"{name} of latent attention is {size!r}: expected {least} to {DIMENSION:,}.")
+            least = int(name != "query_rank")
+            check_count(f"{name} of latent attention", getattr(self, name), least, DIMENSION)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,10 +125,7 @@ class Delta:
 
     def __post_init__(self):
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps"):
-            if not 1 <= getattr(self, name) <= DIMENSION:
-                raise MarsError(
-                    f"{name} of the recurrent layers is {getattr(self, name)}: expected 1 to {DIMENSION:,}."
-                )
+            check_count(f"{name} of the recurrent layers", getattr(self, name), most=DIMENSION)
         if self.value_heads % self.key_heads:
             raise MarsError(
                 f"{self.value_heads} value heads of the recurrent layers cannot share {self.key_heads} key heads: "
@@ -209,12 +204,8 @@ class ModelConfig:
 
     def __post_init__(self):
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_positions")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise MarsError(f"{name} is {getattr(self, name)}: it must be at least 1.")
         for name in (*sizes, *_COUNTS):
-            if not isinstance(getattr(self, name), numbers.Integral):
-                raise MarsError(f"{name} is {getattr(self, name)!r}: expected a whole number.")
+            check_count(name, getattr(self, name), int(name in sizes))
         check_parts(self.num_layers, self.num_experts)
         for name in (*sizes, *_COUNTS):
             _check_limit(name, getattr(self, name), POSITIONS if name == "max_positions" else DIMENSION)
@@ -249,10 +240,8 @@ class ModelConfig:
         if len(self.windows) != self.num_layers:
             raise MarsError(f"{len(self.windows)} windows for {self.num_layers} layers: give one per layer.")
         for window in self.windows:
-            if window is not None and not (isinstance(window, numbers.Integral) and 1 <= window < 2**31):
-                raise MarsError(
-                    f"a window is {window}: expected a whole number of at least 1, or None for full attention."
-                )
+            if window is not None:
+                check_count("a window", window, most=POSITIONS)
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise MarsError(
                 f"experts_per_token is {self.experts_per_token}: a token takes at least 1 of the {self.num_experts} "

@@ -104,14 +104,7 @@ class LayeredHead(HeadConfig):
     def init_cache(self, batch: int, slots: int, dtype: DTypeLike) -> KVCache:
         """Make an empty cache of the head."""
         c = self.layer
-        return kv_cache.init_cache(
-            layers=c.num_layers,
-            batch=batch,
-            slots=slots,
-            kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            dtype=dtype,
-        )
+        return kv_cache.init_cache(c.num_layers, (batch, slots, c.num_kv_heads, c.head_dim), dtype)
 
     def check_target(self, target: LanguageModel) -> None:
         """Raise MarsError if the target has a different vocabulary size or lacks an embedding that the head shares."""
@@ -225,20 +218,13 @@ def layers_like(target: ModelConfig, intermediate_size: int | None = None, **cha
     kv_heads, head_dim = target.num_kv_heads, target.head_dim
     if target.latent is not None:
         kv_heads, head_dim = target.num_heads, target.latent.plain + target.latent.rotary
-    fields = {
+    shared = "vocab_size hidden_size num_heads max_positions norm_eps activation bos_token_id eos_token_ids"
+    fields = {name: getattr(target, name) for name in shared.split()} | {
         "num_layers": 1,
-        "vocab_size": target.vocab_size,
-        "hidden_size": target.hidden_size,
         "intermediate_size": intermediate_size or target.intermediate_size,
-        "num_heads": target.num_heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "max_positions": target.max_positions,
-        "norm_eps": target.norm_eps,
         "rope": rope,
-        "activation": target.activation,
-        "bos_token_id": target.bos_token_id,
-        "eos_token_ids": target.eos_token_ids,
     }
     return ModelConfig(**(fields | changes))
 

@@ -18,7 +18,6 @@ read only the experts that have rows, in their stored layout.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -31,7 +30,6 @@ from kernels_pallas.common import block_width
 from kernels_pallas.dispatch import kernel_on, with_gradient_of
 from kernels_pallas.experts import mosaic as experts_mosaic
 from kernels_pallas.experts import xla as experts_xla
-from kernels_pallas.experts.api import dense_by_expert_int8
 from mars_jax.mesh.axes import expert_axes, map_devices
 from mars_jax.models.layers import ACTIVATIONS, clamped_swiglu, dense, dense_cpu, gated_mlp
 from mars_jax.models.quantize import Int8, Mxfp4
@@ -98,8 +96,9 @@ def dense_by_expert(x: Array, w: Array | Int8 | Mxfp4, sizes: Array) -> Array:
     # Loops of dynamic length and kernels have no derivative.
     blocks = with_gradient_of(ragged, _blocks)
     if isinstance(w, Int8):
-        tpu = functools.partial(dense_by_expert_int8, platform="tpu")
-        forms = {"cpu": experts_xla.scaled(blocks), "tpu": tpu, "default": experts_xla.dense_by_expert_int8}
+        xla = experts_xla.dense_by_expert_int8
+        tpu = with_gradient_of(xla, kernel_on("tpu", experts_mosaic.dense_by_expert_int8, xla))
+        forms = {"cpu": experts_xla.scaled(blocks), "tpu": tpu, "default": xla}
         return lax.platform_dependent(x, w.values, w.scale, sizes, **forms)
     if isinstance(w, Mxfp4):
 

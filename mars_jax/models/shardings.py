@@ -48,46 +48,29 @@ __all__ = [
 
 AnyConfig = ModelConfig | HeadConfig
 
-# Matrices are [out, in]. Arrays that are not listed, such as norms and routers, are replicated.
+# Logical axes of the arrays with these names. Matrices are [out, in]. Arrays that are not listed, such as norms and
+# routers, are replicated.
 _LOGICAL: dict[str, tuple[str | None, ...]] = {
-    "embed": ("vocab", None),
-    "unembed": ("vocab", None),
-    "q": ("heads", None),
-    "k": ("kv_heads", None),
-    "v": ("kv_heads", None),
-    "o": (None, "heads"),
-    "kv_b": ("heads", None),
-    "gate": ("hidden", None),
-    "up": ("hidden", None),
-    "down": (None, "hidden"),
-    "shared_gate": ("hidden", None),
-    "shared_up": ("hidden", None),
-    "shared_down": (None, "hidden"),
-    "expert_gate": ("experts", "expert_hidden", None),
-    "expert_up": ("experts", "expert_hidden", None),
-    "expert_down": ("experts", None, "expert_hidden"),
-    "expert_gate_bias": ("experts", "expert_hidden"),
-    "expert_up_bias": ("experts", "expert_hidden"),
-    "delta_q": ("delta_heads", None),
-    "delta_k": ("delta_heads", None),
-    "delta_v": ("delta_heads", None),
-    "delta_z": ("delta_heads", None),
-    "delta_b": ("delta_heads", None),
-    "delta_a": ("delta_heads", None),
-    "delta_qkvz": ("delta_heads", None),
-    "delta_ba": ("delta_heads", None),
-    "delta_q_conv": ("delta_heads", None, None),
-    "delta_k_conv": ("delta_heads", None, None),
-    "delta_v_conv": ("delta_heads", None, None),
-    "delta_log_rate": ("delta_heads",),
-    "delta_bias": ("delta_heads",),
-    "delta_o": (None, "delta_heads"),
-    "q_bias": ("heads",),
-    "k_bias": ("kv_heads",),
-    "v_bias": ("kv_heads",),
-    "sinks": ("heads",),
-    "gate_bias": ("hidden",),
-    "up_bias": ("hidden",),
+    name: axes
+    for axes, names in {
+        ("vocab", None): "embed unembed",
+        ("heads", None): "q kv_b",
+        ("heads",): "q_bias sinks",
+        ("kv_heads", None): "k v",
+        ("kv_heads",): "k_bias v_bias",
+        (None, "heads"): "o",
+        ("hidden", None): "gate up shared_gate shared_up",
+        ("hidden",): "gate_bias up_bias",
+        (None, "hidden"): "down shared_down",
+        ("experts", "expert_hidden", None): "expert_gate expert_up",
+        ("experts", "expert_hidden"): "expert_gate_bias expert_up_bias",
+        ("experts", None, "expert_hidden"): "expert_down",
+        ("delta_heads", None): "delta_q delta_k delta_v delta_z delta_b delta_a delta_qkvz delta_ba",
+        ("delta_heads", None, None): "delta_q_conv delta_k_conv delta_v_conv",
+        ("delta_heads",): "delta_log_rate delta_bias",
+        (None, "delta_heads"): "delta_o",
+    }.items()
+    for name in names.split()
 }
 
 

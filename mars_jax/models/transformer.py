@@ -482,14 +482,10 @@ def _language_model(
             multiple = 1
         else:
             multiple = BLOCK
-        return kv_cache.init_cache(
-            layers=sum(attends for attends, _ in sublayer_mask) - len(recurrent),
-            batch=batch,
-            slots=(slots + multiple - 1) // multiple * multiple,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=cache_dtype,
-        )
+        num_caches = sum(attends for attends, _ in sublayer_mask) - len(recurrent)
+        padded_slots = (slots + multiple - 1) // multiple * multiple
+        shape = (batch, padded_slots, config.num_kv_heads, config.head_dim)
+        return kv_cache.init_cache(num_caches, shape, cache_dtype)
 
     @jax.named_scope("unembed")
     def unembed(params: PyTree, hidden: Array) -> Array:

@@ -30,6 +30,6 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
     assert "do not have the shapes that config.json says" in message(read_weights, folder)
     (folder / "config.json").write_text('{"model_type": "mars_jax_indicator", "hidden_size": 8, "width": 64}')
     (folder / "model.safetensors").write_bytes(b"x")
-    assert "holds no weights of a rule" in message(read_weights, folder)
+    assert "model.safetensors' is truncated or corrupt" in message(read_weights, folder)
     broken = indicator.init_params(8, jax.random.key(0)) | {"bias": np.float32(np.nan)}
     assert "are not finite" in message(read_weights, contrib.save(tmp_path / "other", broken))

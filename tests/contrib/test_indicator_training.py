@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mars_jax.contrib.models import indicator
-from mars_jax.contrib.rules.indicator_training import IndicatorExamples, indicator_head_training
+from mars_jax.contrib.models.indicator import IndicatorExamples, indicator_head_training
 from mars_jax.lab.training.loop import fit, muon
 
 

@@ -10,7 +10,7 @@ from mars_jax.core.cache import commit_path, init_cache, write_slots
 
 def test_commit_moves_the_path_to_where_a_chain_would_have_put_it():
     rng = np.random.default_rng(0)
-    cache = init_cache(layers=2, batch=3, slots=20, kv_heads=2, head_dim=4, dtype=jnp.float32)
+    cache = init_cache(2, (3, 20, 2, 4), jnp.float32)
     originals = [rng.standard_normal((3, 20, 2, 4)).astype(np.float32) for _ in range(4)]
     cache = cache.replace(k=tuple(map(jnp.asarray, originals[:2])), v=tuple(map(jnp.asarray, originals[2:])))
     start = jnp.asarray([0, 5, 11], jnp.int32)

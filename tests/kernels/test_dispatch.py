@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas import BlockError, TpuBlocks, margin_stats
-from kernels_pallas.margin.shapes import DRAFTS, VOCABULARIES, tpu_blocks
+from kernels_pallas.margin.shapes import tpu_blocks
 from mars_jax import drafters, verify
 from mars_jax.core import fake
 from mars_jax.core.controls import make_controls
@@ -21,6 +21,7 @@ from mars_jax.core.tree import chain
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from tests.helpers import judge, make_rows
 from tests.helpers.accept_cases import accept_case
+from tests.helpers.kernel_shapes import DRAFTS, VOCABULARIES
 from tests.helpers.lowering import acceptance, lowered, statistics
 from tests.helpers.meshes import mesh_of
 

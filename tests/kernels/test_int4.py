@@ -1,12 +1,14 @@
 """The kernel for 4-bit products, compared with the product of the dequantised matrix in numpy float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.int4 import mosaic
-from kernels_pallas.int4.api import dense_int4
+from kernels_pallas.dispatch import with_gradient_of
+from kernels_pallas.int4 import mosaic, xla
 from tests.helpers import slow_but
 from tests.helpers.implementations import RACES, assert_no_races
 
@@ -50,13 +52,15 @@ def test_it_is_the_product_of_the_dequantised_matrix(rows, inputs, outputs, size
     assert np.all(np.abs(np.asarray(product) - exact) <= rounded * size_of)
 
 
-def test_a_named_kernel_has_the_gradient_of_the_product():
+def test_the_kernel_has_the_gradient_of_the_product():
     rng = np.random.default_rng(1)
     stored, wide = matrix(rng, 128, 128, 128)
     x = jnp.asarray(rng.normal(size=(3, 128)), jnp.bfloat16)
 
+    kernel = functools.partial(mosaic.dense_int4, chip="TPU v5 lite", interpret=True)
+
     def total(x):
-        return dense_int4(x, *stored, implementation="pallas_tpu", interpret=True).sum()
+        return with_gradient_of(xla.dense_int4, kernel)(x, *stored).sum()
 
     np.testing.assert_allclose(
         jax.grad(total)(x).astype(np.float32), np.tile(wide.sum(1), (3, 1)), rtol=2**-7, atol=0.1

@@ -63,7 +63,7 @@ def test_attention_is_that_over_the_rounded_numbers(form):
 
 
 def test_every_way_to_move_rows_moves_their_scales():
-    cache = init_cache(layers=1, batch=2, slots=8, kv_heads=2, head_dim=4, dtype="int8")
+    cache = init_cache(1, (2, 8, 2, 4), "int8")
     new = rows(4, 2, 3, 2, 4)
     start = jnp.asarray([1, 4], jnp.int32)
     written = write_slots(cache.k[0], new, start)

@@ -182,7 +182,7 @@ def test_equal_configs_give_the_same_functions():
         ({"num_kv_heads": 3}, "4 attention heads cannot share 3 key-value heads"),
         ({"head_dim": 5}, "head_dim 5 is odd"),
         ({"windows": (1,)}, "1 windows for 2 layers"),
-        ({"windows": (0, None)}, "a window is 0: expected a whole number of at least 1"),
+        ({"windows": (0, None)}, "a window is 0: expected a whole number from 1"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"hidden_size": 18, "head_dim": 0}, "hidden_size 18 is not divisible by 4 heads"),
         ({"activation": "mish"}, "activation 'mish' is not supported: choose one of silu"),

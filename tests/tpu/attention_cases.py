@@ -123,8 +123,7 @@ def compile_case(case: Case, generation: str, *, writes: bool = False) -> dict[s
 def layouts_of_scales(form: str, batch: int, generation: str) -> set[str]:
     """Return the layouts of a cache's scales in a loop over steps: attention of 6 nodes, and the commit."""
     on, heads, nodes, slots = aot.mesh(generation), HEADS["llama-3.1-8b"], 6, 4224
-    sizes = {"kv_heads": heads.kv_heads, "head_dim": heads.dim}
-    cache = jax.eval_shape(lambda: init_cache(layers=1, batch=batch, slots=slots, dtype="int8", **sizes))
+    cache = jax.eval_shape(lambda: init_cache(1, (batch, slots, heads.kv_heads, heads.dim), "int8"))
     shape = (batch, nodes, heads.kv_heads)
     q = jax.ShapeDtypeStruct((*shape, heads.group, heads.dim), jnp.bfloat16)
     new = jax.ShapeDtypeStruct((*shape, heads.dim), jnp.bfloat16)

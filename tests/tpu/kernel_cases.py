@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 
 from kernels_pallas import AcceptControls, margin_accept, margin_stats
-from kernels_pallas.margin.shapes import DRAFTS, VOCABULARIES, Draft
+from tests.helpers.kernel_shapes import DRAFTS, VOCABULARIES
 from tests.tpu import aot
 
 HIDDEN = 256
@@ -72,7 +72,7 @@ def compile_kernel(case: Case, generation: str) -> dict[str, Any]:
     In the report, `arrays_of_logits` is 1 if only the matmul writes an array as large as the logits. `added_bytes` is
     the difference of the compiler's byte counts, which also reflects another tiling of the matmul.
     """
-    draft: Draft = DRAFTS[case.draft]
+    draft = DRAFTS[case.draft]
     dtype = jnp.dtype(case.dtype)
     on = aot.mesh(generation)
 

@@ -193,8 +193,8 @@ def stream_ahead(
     """
     guesses = guesses or Guesses()
     remote = _Drafter(pair.drafter, params.draft, state, draft_device)
-    target_params, sharding = params._replace(draft=()), state.draft.sharding
-    no_draft = jax.device_put(jnp.full_like(state.draft, NO_TOKEN), sharding)
+    target_params = params._replace(draft=())
+    no_draft = jax.device_put(jnp.full_like(state.draft, NO_TOKEN), state.draft.sharding)
     draft, assumed_text = remote.draft(Committed(jnp.copy(state.tokens), jnp.copy(state.length)))
     # Usually the target gets all tokens of a draft but the last, which is the guess. If pre-verify has already emitted
     # the first token, the target gets the remaining tokens, and the guess is the first token of the next draft.
@@ -202,14 +202,14 @@ def stream_ahead(
     while not finished:
         # K of the K + 1 tokens: without the first, which is committed, or without the last, which is the guess.
         handed_columns = slice(1, None) if first_known else slice(-1)
-        handed_tokens = jax.device_put(remote.part(draft, handed_columns), sharding)
+        handed_tokens = remote.part(draft, handed_columns)
         state, info, committed, done_rows = _verify(pair.decoder, target_params, state, handed_tokens)
         # Start the next draft before the verdict is known.
         next_draft, next_assumed_text = remote.draft(assumed_text)
         if first_known:
-            guess = jax.device_put(remote.part(next_draft, slice(1)), sharding)
+            guess = remote.part(next_draft, slice(1))
         else:
-            guess = jax.device_put(remote.part(draft, slice(-1, None)), sharding)
+            guess = remote.part(draft, slice(-1, None))
         is_right, all_done = _flags(info, done_rows, (handed_tokens, guess))
         guesses.steps += 1
         yield state, info
@@ -223,8 +223,7 @@ def stream_ahead(
             draft, assumed_text = remote.draft(committed)
         if pre_verify and not finished:
             state, info, committed, done_rows = _verify(pair.decoder, target_params, state, no_draft)
-            first_token = jax.device_put(remote.part(draft, slice(1)), sharding)
-            is_right, all_done = _flags(info, done_rows, (first_token,))
+            is_right, all_done = _flags(info, done_rows, (remote.part(draft, slice(1)),))
             guesses.steps += 1
             yield state, info
             finished, first_known = bool(all_done), bool(is_right)
@@ -236,7 +235,7 @@ class _Drafter:
     """The drafter on its devices, with its state."""
 
     def __init__(self, drafter: Drafter, params: PyTree, state: DecodeState, draft_device: DraftDevice):
-        self._drafter = drafter
+        self._drafter, self._target_sharding = drafter, state.draft.sharding
         # The context in which the drafter's arrays are used.
         self._here: Callable[[], contextlib.AbstractContextManager]
         if isinstance(draft_device, Mesh):
@@ -253,9 +252,13 @@ class _Drafter:
             self._state = _begin(drafter, self._params, text)
 
     def part(self, drafted: Array, columns: slice) -> Array:
-        """Return columns of a draft, sliced under the drafter's mesh, because the loop runs under the target's."""
+        """Return columns of a draft on the target's devices.
+
+        Slice them under the drafter's mesh, because the loop runs under the target's.
+        """
         with self._here():
-            return drafted[:, columns]
+            part = drafted[:, columns]
+        return jax.device_put(part, self._target_sharding)
 
     def draft(self, text: Committed) -> tuple[Array, Committed]:
         """Return the draft i32[B, K + 1] after `text`, and the tokens as if the whole draft were accepted."""

@@ -1,7 +1,7 @@
 """A cascade: a proxy of the target verifies the draft, and the target verifies only if the proxy is unsure.
 
-Sources: TriSpec 2601.23180, VIA-SD 2606.12243. B batch, K tokens per inner draft, M per full draft, T token buffer, V
-vocabulary.
+Sources: TriSpec 2601.23180, VIA-SD 2606.12243. B batch, K tokens per inner draft, M per full draft, P positions of a
+round, T token buffer, V vocabulary.
 Oracle: the same loop in Python, model by model from empty caches (tests/contrib/test_cascade.py).
 
 Invariants: the inner drafter's invariant holds for a row whose length includes the trusted tokens. The proxy's cache is
@@ -12,23 +12,65 @@ the proxy.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
-from mars_jax.contrib.drafters.gates import GATES
 from mars_jax.core.controls import is_stop
 from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.given import check_draft_model
 from mars_jax.core.prefill import chunk_of, prefill
-from mars_jax.core.sampling import is_greedy
+from mars_jax.core.sampling import argmax, at_tokens, is_greedy, top_k_logits
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, DraftTree, LanguageModel, Params, PyTree, Visible
 from mars_jax.utils.errors import MarsError, check_count
 from mars_jax.utils.limits import DRAFT_TOKENS
+
+
+class ProxyVerdict(NamedTuple):
+    """A proxy's verdict on every position; each field is [B, P]."""
+
+    token: Array  # i32; the proxy's best token
+    differs: Array  # bool; the proxy's token replaces the drafted one, which may be NO_TOKEN
+    unsure: Array  # bool; the target decides
+
+
+def margin_gate(logits: Array, drafted: Array, least: ArrayLike) -> ProxyVerdict:
+    """Apply TriSpec's gate (arXiv 2601.23180): the proxy is sure if its top two probabilities differ by `least`.
+
+    `least` is f32[]; above 1 the proxy is never sure.
+    """
+    top_two = top_k_logits(logits, 2)
+    p = jnp.exp(top_two.values - top_two.logsumexp[..., None])
+    best_token = argmax(logits)
+    # The comparison is negated, so that the proxy is unsure if a probability is NaN.
+    return ProxyVerdict(best_token, drafted != best_token, ~(p[..., 0] - p[..., 1] >= least))
+
+
+def ratio_gate(logits: Array, drafted: Array, bounds: tuple[ArrayLike, ArrayLike]) -> ProxyVerdict:
+    """Apply VIA-SD's gate (arXiv 2606.12243) to r = q'(x) / max q', for the drafted x and the slim verifier's q'.
+
+    If r >= accept, x is accepted. Else if r >= escalate, the verifier's best token replaces it. Otherwise the target
+    decides. `bounds` are (accept, escalate), f32[] each. Padding counts as the verifier's best token, with r = 1, so
+    with `escalate` above 1 the target always decides. The published (.5, .3) leave the middle range nearly unused;
+    re-implementations use (.6, .3), the default of `system_files`.
+    """
+    accept, escalate = bounds
+    best_token = argmax(logits)
+    batch, num_positions = drafted.shape
+    position_index = jnp.broadcast_to(jnp.arange(num_positions, dtype=jnp.int32), (batch, num_positions))
+    judged_tokens = jnp.where(drafted == NO_TOKEN, best_token, drafted)
+    r = jnp.exp(at_tokens(logits, position_index, judged_tokens) - jnp.max(logits, axis=-1))
+    return ProxyVerdict(best_token, (drafted == NO_TOKEN) | ~(r >= accept), ~(r >= escalate))
+
+
+GATES: Mapping[str, Callable[..., ProxyVerdict]] = {"margin": margin_gate, "ratio": ratio_gate}
+"""Criteria of a proxy: (logits f32[B, P, V], drafted i32[B, P], thresholds) -> verdict."""
 
 
 class CascadeParams(NamedTuple):
@@ -36,7 +78,7 @@ class CascadeParams(NamedTuple):
 
     inner: PyTree  # weights of the inner drafter
     proxy: PyTree  # weights of the proxy
-    # Thresholds of the gate, see `gates`: for "margin" the minimum difference of probabilities, f32[]; for "ratio"
+    # Thresholds of the gate, see `GATES`: for "margin" the minimum difference of probabilities, f32[]; for "ratio"
     # (accept, escalate). They are arrays, so that changing them does not trigger recompilation.
     gate: PyTree = np.float32(0.5)
 
@@ -68,7 +110,7 @@ class Cascade(Drafter):
     target without some of its layers (`LanguageModel.with_layers`) as proxy, it is VIA-SD (arXiv 2606.12243).
 
     In each round the proxy reads the inner draft x. Let t_a be the first position where the gate replaces x by the
-    proxy's token a, and t_m the first where it is unsure; see `gates`. If t_a < t_m, x before t_a and a itself are
+    proxy's token a, and t_m the first where it is unsure; see `GATES`. If t_a < t_m, x before t_a and a itself are
     trusted, and another round follows, unless the draft is full. Otherwise x before t_m is trusted, and the target
     verifies the remaining tokens. *Trusted* tokens are emitted without verification and marked by their kind in
     `StepInfo`, with the target's regret.

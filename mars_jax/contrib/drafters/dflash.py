@@ -21,10 +21,8 @@ from mars_jax.contrib.drafters import dflash_files
 from mars_jax.contrib.drafters.best_first import best_first
 from mars_jax.contrib.models import dflash_head as head
 from mars_jax.contrib.models.dflash_head import DFlashConfig
-from mars_jax.core.drafter import DraftInput
 from mars_jax.core.pick import pick
 from mars_jax.core.sampling import argmax, process, sample_processed
-from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import (
     NO_TOKEN,
     Controls,
@@ -36,10 +34,10 @@ from mars_jax.core.types import (
     Verdict,
     Visible,
 )
-from mars_jax.drafters.asked import Asked, LoadedDrafter
+from mars_jax.drafters import DraftInput, Dynamic, LoadedDrafter, chain, last_token, register
+from mars_jax.drafters.asked import Asked
 from mars_jax.drafters.grow import Growth, Level, grow, stops_at
-from mars_jax.drafters.registry import register
-from mars_jax.drafters.tree_shapes import Dynamic, ShapedDrafter
+from mars_jax.drafters.tree_shapes import ShapedDrafter
 from mars_jax.utils.errors import MarsError
 
 

@@ -34,8 +34,14 @@ LAYOUTS = ("dflash", "speculators")
 """Layouts of config.json: "dflash" is z-lab's, or DeepSeek's if each position predicts the next token; "speculators"
 is the layout of the library of that name."""
 _STATES = "aux_hidden_state_layer_ids"
-_UNSUPPORTED = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
-"""Unsupported settings of some heads, and the values that disable them."""
+_SUPPORTED = {
+    "projector_type": ("dflash", "dspark"),
+    "markov_head_type": ("vanilla",),  # its correction depends only on the token before
+    "input_embedding_scale": (1.0,),
+    "output_multiplier": (1.0,),
+    "final_logit_softcapping": (0.0,),
+}
+"""Settings of some heads, and their supported values besides null."""
 
 
 def load_dflash(
@@ -152,23 +158,15 @@ def _check_kind(data: JsonObject, shapes: Shapes) -> None:
             f"speculators_model_type is {kind!r}: as a DFlash head only 'dflash' and 'dspark' are read."
         )
     settings = data | (data.get("dflash_config") or {})
-    if settings.get("projector_type") not in (None, "dflash", "dspark"):
-        raise MarsError(
-            f"projector_type is {settings['projector_type']!r}: only dflash and dspark are supported."
-        )
     has_selector = any(name.startswith("candidate_selector.") for name in shapes)
     if has_selector or "DFlash2" in str(data.get("architectures")):
         raise MarsError(
             "the head is a DFlash-2, whose convolutions and candidate selector are not supported: use a DFlash head."
         )
-    if settings.get("markov_head_type") not in (None, "vanilla"):
-        raise MarsError(
-            f"markov_head_type is {settings['markov_head_type']!r}: only 'vanilla' is supported, whose correction "
-            "depends only on the token before."
-        )
-    for key, disabling_value in _UNSUPPORTED.items():
-        if settings.get(key) not in (None, disabling_value):
-            raise MarsError(f"{key} is {settings[key]}, which is not supported: use a head without it.")
+    for key, supported in _SUPPORTED.items():
+        if settings.get(key) not in (None, *supported):
+            expected = " or ".join(map(repr, supported))
+            raise MarsError(f"{key} is {settings[key]!r}: only {expected} is supported, so use another head.")
 
 
 def _layer(data: JsonObject, shapes: Shapes, target: ModelConfig) -> ModelConfig:

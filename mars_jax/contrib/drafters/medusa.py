@@ -19,17 +19,16 @@ from jax import Array
 from mars_jax.contrib.drafters import medusa_files
 from mars_jax.contrib.models import medusa_layers as heads
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
-from mars_jax.core.drafter import DraftInput
 from mars_jax.core.pick import pick
 from mars_jax.core.sampling import argmax, process, sample_processed, top_k_logits
-from mars_jax.core.tree import chain, last_token, static_topology
+from mars_jax.core.tree import static_topology
 from mars_jax.core.types import NO_TOKEN, DraftTree, ForwardOutput, LanguageModel, Params, Verdict
-from mars_jax.drafters.asked import Asked, LoadedDrafter
+from mars_jax.drafters import DraftInput, Dynamic, LoadedDrafter, chain, last_token, register
+from mars_jax.drafters.asked import Asked
 from mars_jax.drafters.draw import draw_siblings, with_leaves
 from mars_jax.drafters.grow import Growth, stops_at
-from mars_jax.drafters.registry import register
 from mars_jax.drafters.steering import Steering
-from mars_jax.drafters.tree_shapes import Dynamic, ShapedDrafter, Static
+from mars_jax.drafters.tree_shapes import ShapedDrafter, Static
 from mars_jax.utils.errors import MarsError
 
 

@@ -16,6 +16,7 @@ from mars_jax import assets
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
+from mars_jax.hub.fetch import _fetch
 from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
 from mars_jax.hub.load import check_tensors, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
@@ -67,20 +68,10 @@ def _directory(name_or_path: str | os.PathLike[str]) -> Path:
         return directory
     name = os.fspath(name_or_path)
     if not Path(name).expanduser().is_dir() and assets.path(name) is None:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
-
         for file in _FILES:
-            try:
-                return Path(hf_hub_download(name, file)).parent
-            except EntryNotFoundError:
-                continue
-            except Exception as error:  # as in `resolve`
-                reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-                raise MarsError(
-                    f"the hub did not give {file} of '{name}' ({type(error).__name__}: {reason.rstrip('.')}): check "
-                    "the network and your access."
-                ) from None
+            directory = _fetch(name, [file], f"{name} {file}")
+            if (directory / file).is_file():
+                return directory
     raise MarsError(f"'{name}' holds no Medusa heads: put {_FILES[0]} or {_FILES[1]} there.")
 
 
@@ -88,23 +79,16 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
     """Return the config from config.json, checked against the tensors."""
     data = read_json(directory / "config.json")
 
-    def number(key: str) -> int:
-        if type(data.get(key)) is not int:
-            raise MarsError(
-                f"{key} of '{directory / 'config.json'}' is {data.get(key)!r}: expected a whole number, as with Medusa "
-                "heads."
-            )
-        return data[key]
-
     matches = [match for name in tensors if (match := re.fullmatch(r"(\d+)\.(\d+)\.(linear\.)?weight", name))]
     # Head i, block j: `i.j.linear.weight` is a residual block, and the last `i.j.weight` is the unembedding.
     num_heads = len({match[1] for match in matches})
     depth = len({match[2] for match in matches if match[3]})
     for part, stated, count in (
-        ("heads", number("medusa_num_heads"), num_heads),
-        ("residual layers a head", number("medusa_num_layers"), depth),
+        ("heads", data.get("medusa_num_heads"), num_heads),
+        ("residual layers a head", data.get("medusa_num_layers"), depth),
     ):
-        if count != stated and not (part == "heads" and count > stated):
+        holds_more_heads = part == "heads" and type(stated) is int and count > stated
+        if count != stated and not holds_more_heads:
             raise MarsError(
                 f"config.json in '{directory}' says {stated} {part} and the weights hold {count}: use the config the "
                 "heads came with."

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax.core.drafter import Drafter, DraftInput
-from mars_jax.core.tree import chain, last_token
+from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import NO_TOKEN, DraftTree, Params, PyTree
-from mars_jax.drafters.asked import Asked, LoadedDrafter
+from mars_jax.drafters import DraftInput, LoadedDrafter, chain, last_token, register
+from mars_jax.drafters.asked import Asked
 from mars_jax.drafters.ngram import check_lengths, expected, longest_match
-from mars_jax.drafters.registry import register
 from mars_jax.utils.errors import MarsError, check_count
 from mars_jax.utils.limits import DRAFT_TOKENS
 from mars_jax.utils.paths import read_text

@@ -21,21 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.core.drafter import DraftInput
 from mars_jax.core.pick import pick
-from mars_jax.core.tree import last_token
-from mars_jax.core.types import (
-    DraftTree,
-    ForwardOutput,
-    LanguageModel,
-    Params,
-    PyTree,
-    Verdict,
-    Visible,
-)
-from mars_jax.drafters.asked import Asked, LoadedDrafter
+from mars_jax.core.types import DraftTree, ForwardOutput, LanguageModel, Params, PyTree, Verdict, Visible
+from mars_jax.drafters import DraftInput, LoadedDrafter, last_token, register
+from mars_jax.drafters.asked import Asked
 from mars_jax.drafters.grow import Growth, Level, grow
-from mars_jax.drafters.registry import register
 from mars_jax.drafters.tree_shapes import ShapedDrafter
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of, quantize

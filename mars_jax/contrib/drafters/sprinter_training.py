@@ -61,11 +61,8 @@ def examples(
         return jnp.take_along_axis(values, x[..., None], axis=-1)[..., 0]
 
     # Drawn tokens: min(1, p / q). Best tokens: whether the target has the same one.
-    acceptance = jnp.where(
-        drawn,
-        jnp.exp(jnp.minimum(of_x(p) - of_x(q), 0.0)),
-        (x == jnp.argmax(p, axis=-1)).astype(jnp.float32),
-    )
+    accept_prob = jnp.exp(jnp.minimum(of_x(p) - of_x(q), 0.0))
+    acceptance = jnp.where(drawn, accept_prob, (x == jnp.argmax(p, axis=-1)).astype(jnp.float32))
     text_positions = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (rows, n))
     # Slots [0, n) hold the text and slots [n, 2 n) the drafted tokens, each at the position after its text token.
     sees_itself = jnp.broadcast_to(jnp.eye(n, dtype=bool), (rows, n, n))

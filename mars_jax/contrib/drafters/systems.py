@@ -20,10 +20,8 @@ from mars_jax.contrib.drafters.system_files import (
 )
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import LanguageModel, PyTree
-from mars_jax.drafters.asked import Asked, LoadedDrafter
-from mars_jax.drafters.model import language_model
-from mars_jax.drafters.ngram import ngram
-from mars_jax.drafters.registry import register
+from mars_jax.drafters import LoadedDrafter, language_model, ngram, register
+from mars_jax.drafters.asked import Asked
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.utils.errors import MarsError
 
@@ -37,11 +35,6 @@ def load_sprinter(asked: Asked) -> LoadedDrafter:
     system = load_system(asked.path, "sprinter")
     draft = _model(asked, system, system.draft)
     weight, bias = load_classifier(system)
-    if draft.config.vocab_size != asked.target.config.vocab_size:
-        raise MarsError(
-            f"'{system.draft}' has a vocabulary of {draft.config.vocab_size} tokens and '{asked.target.name}' one of "
-            f"{asked.target.config.vocab_size}: use a small model of the same size."
-        )
     if weight.shape != (draft.config.hidden_size,):
         raise MarsError(
             f"the classifier in '{system.directory}' is for a model of hidden size {weight.size} and '{system.draft}' "
@@ -104,11 +97,6 @@ def _cascade(
         vocab = asked.target.config.vocab_size
         inner, inner_params = language_model(draft.model, system.draft_tokens, vocab_size=vocab), draft.params
         longest = min(longest, draft.config.max_positions)
-    if proxy.vocab_size != asked.target.config.vocab_size:
-        raise MarsError(
-            f"the proxy of '{system.directory}' has a vocabulary of {proxy.vocab_size} tokens and "
-            f"'{asked.target.name}' one of {asked.target.config.vocab_size}: use a proxy of the same size."
-        )
     # In the order of `NUMBERS`: accept and escalate for the gate "ratio", or one margin.
     thresholds = tuple(map(np.float32, system.numbers.values()))
     drafter = cascade(inner, proxy, asked.chain, gate=gate)

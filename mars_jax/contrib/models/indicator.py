@@ -1,15 +1,19 @@
-"""A small head that predicts whether relaxing at a token would change the outcome of the completion.
+"""A small head that predicts whether relaxing at a token would change the outcome of the completion, and its training.
 
-E hidden size, W width. Oracle: held-out branches of completions, in scripts/results/eval_indicator.json of commit
-2bb9d2d.
+n examples, E hidden size, W width. `mars_jax.lab.training.loop.fit` runs the training and `contrib.save` writes the
+params. Oracles: labels of a known function, in tests/contrib/test_indicator_training.py, and held-out branches of
+completions, in scripts/results/eval_indicator.json of commit 2bb9d2d.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.contrib.teaching import Training, binary_loss, shuffled
 from mars_jax.core.types import PyTree
 
 WIDTH = 64
@@ -52,3 +56,38 @@ def harm_log_odds(params: PyTree, hidden: Array, z1: Array, z2: Array) -> Array:
     clipped_ratio = jnp.where(z1 > 0, jnp.clip(z2 / jnp.where(z1 > 0, z1, 1.0), 0.0, 1.0), 0.0)
     margin_term = params["margin"][0] * gap + params["margin"][1] * (1 - clipped_ratio)
     return jnp.einsum("...w,w->...", activations, params["outer"]) + margin_term + params["bias"]
+
+
+class IndicatorExamples(NamedTuple):
+    """Tokens at which the runner-up replaced the best token."""
+
+    hidden: Any  # f32[n, E]; the target's final hidden state from which it chose the token
+    z1: Any  # f32[n]; its largest raw logit
+    z2: Any  # f32[n]; its second largest raw logit
+    changed: Any  # f32[n]; 1 if the outcome of the completion changed
+
+
+def indicator_head_training(
+    examples: IndicatorExamples, optimizer: Any, *, steps: int = 1000, rows: int = 256, seed: int = 0
+) -> Training:
+    """Return the training of a head with the cross entropy of `changed`.
+
+    Args:
+      examples: see `IndicatorExamples`.
+      optimizer: an optax optimizer, such as `mars_jax.lab.training.loop.muon(3e-3, steps)`.
+      steps, rows: number of steps, each on `rows` examples.
+      seed: seed of the initial params and of the order of examples.
+    """
+
+    def loss(params: PyTree, batch: IndicatorExamples, _: PyTree) -> tuple[Array, dict[str, Array]]:
+        log_odds = harm_log_odds(params, batch.hidden, batch.z1, batch.z2)
+        return binary_loss(log_odds, batch.changed)
+
+    return Training(
+        init=lambda: init_params(examples.hidden.shape[1], jax.random.key(seed)),
+        loss=loss,
+        batches=shuffled(examples, rows, seed),
+        optimizer=optimizer,
+        steps=steps,
+        step_tokens=rows,
+    )

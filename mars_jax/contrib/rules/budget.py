@@ -11,12 +11,8 @@ from typing import Any
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.rule import Evidence
-from mars_jax.utils.settings import Range
-from mars_jax.verify import drafted
-from mars_jax.verify.definition import register
+from mars_jax.verify import Evidence, Range, Relaxed, drafted, register
 from mars_jax.verify.ranges import NATS, WHOLE, nats
-from mars_jax.verify.relaxed import Relaxed
 
 
 @register("budget", paper="2608.03447")
@@ -36,7 +32,7 @@ class Budget(Relaxed):
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.asarray([[[9.6, 10.0], [9.8, 10.0], [9.9, 10.0]]])
     >>> evidence = verify.evidence(chain(jnp.asarray([[0, 0, 0]], jnp.int32)), z)
-    >>> verdict, left = verify.for_rows(budget(total=1), 1)(evidence)
+    >>> verdict, left = verify.for_rows(Budget(total=1), 1)(evidence)
     >>> verdict.relaxed.tolist(), round(float(left.total[0]), 2)
     ([[True, True]], 0.4)
     """
@@ -72,6 +68,3 @@ class Budget(Relaxed):
 
     def spend(self, left: Array) -> Budget:
         return dataclasses.replace(self, total=left)
-
-
-budget = Budget

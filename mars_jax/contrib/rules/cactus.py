@@ -11,11 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.rule import Evidence
 from mars_jax.core.tree import following
-from mars_jax.verify.definition import register
+from mars_jax.verify import Evidence, Retargeted, register
 from mars_jax.verify.ranges import HARMS, nats
-from mars_jax.verify.retargeted import Retargeted
 
 
 @register("cactus", paper="2604.04987")
@@ -36,7 +34,7 @@ class Cactus(Retargeted):
     >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
     >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
     >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
-    >>> [int(accepted(cactus(divergence=d))) for d in (0.0, 0.1, 2.0)]
+    >>> [int(accepted(Cactus(divergence=d))) for d in (0.0, 0.1, 2.0)]
     [22, 45, 99]
     """
 
@@ -59,6 +57,3 @@ class Cactus(Retargeted):
         other_scale = jnp.where(p_x < 1, (1 - h_x) / jnp.where(p_x < 1, 1 - p_x, 1.0), 0.0)
         log_h = jnp.where(is_x, jnp.log(h_x), log_p + jnp.log(other_scale))
         return jnp.where(divergence > 0, log_h, log_p)
-
-
-cactus = Cactus

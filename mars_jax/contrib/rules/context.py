@@ -14,12 +14,9 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.rule import Evidence
-from mars_jax.core.sampling import entropy
 from mars_jax.core.types import Verdict
 from mars_jax.utils.errors import MarsError
-from mars_jax.verify import MARGINS
-from mars_jax.verify.mars import Mars
+from mars_jax.verify import MARGINS, Evidence, Mars, entropy
 from mars_jax.verify.relaxed import over
 
 KINDS = ("entropy", "position", "class")

@@ -5,6 +5,7 @@ Oracle: `mixture` at the weights that the head predicts, in tests/contrib/test_d
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -14,13 +15,9 @@ from jax import Array
 from mars_jax.contrib.models import mixer
 from mars_jax.contrib.rules.head_files import read_weights
 from mars_jax.core import struct
-from mars_jax.core.rule import Evidence
-from mars_jax.core.types import PyTree
-from mars_jax.hub.pretrained import Pretrained
 from mars_jax.utils.errors import MarsError
-from mars_jax.utils.settings import LARGEST_FLOAT, Range
-from mars_jax.verify.definition import register
-from mars_jax.verify.retargeted import Retargeted
+from mars_jax.utils.settings import LARGEST_FLOAT
+from mars_jax.verify import Evidence, Range, Retargeted, register
 
 
 @register("diversed", paper="2604.07622")
@@ -33,7 +30,7 @@ class Diversed(Retargeted):
     for its inputs and `contrib.rules.diversed_training` for its training. Lossy; at shift inf the weight is 1 and it
     equals `rejection` bit for bit.
 
-    >>> diversed(shift=1.0).name
+    >>> Diversed(shift=1.0).name
     'diversed'
     """
 
@@ -60,12 +57,10 @@ class Diversed(Retargeted):
         draft_hidden = evidence.tree.hidden
         if "drafted" in evidence.params:
             expected_size = evidence.params["drafted"].shape[1]
-            problem = None
-            if draft_hidden is None:
-                problem = "the drafter gives none"
-            elif draft_hidden.shape[-1] != expected_size:
+            problem = "the drafter gives none"
+            if draft_hidden is not None:
                 problem = f"the draft's have {draft_hidden.shape[-1]}"
-            if problem:
+            if draft_hidden is None or draft_hidden.shape[-1] != expected_size:
                 raise MarsError(
                     f"the head of the rule diversed reads hidden states of size {expected_size} from the draft, and "
                     f"{problem}: draft with the model that the head was trained with, as in model:PATH."
@@ -77,9 +72,5 @@ class Diversed(Retargeted):
         return jnp.logaddexp(log_w[..., None] + log_p, log_draft_weight[..., None] + log_q)
 
 
-diversed = Diversed
-
-
-def read(path: str, target: Pretrained | None) -> PyTree:
-    """Read the weights of `diversed:PATH`; see `head_files.read_weights`."""
-    return read_weights(path, target, "diversed")
+read = functools.partial(read_weights, rule="diversed")
+"""Reads the weights of `diversed:PATH` for a target; see `head_files.read_weights`."""

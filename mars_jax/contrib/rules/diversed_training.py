@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from mars_jax.contrib.models import mixer
-from mars_jax.contrib.rules.diversed import diversed
+from mars_jax.contrib.rules.diversed import Diversed
 from mars_jax.contrib.teaching import Training, forward_packed
 from mars_jax.core.rule import LoadedRule
 from mars_jax.core.types import LanguageModel, PyTree
@@ -99,7 +99,7 @@ def rollouts(
             target,
             LoadedDrafter(drafter, small.params),
             [prompts[i] for i in prompt_numbers],
-            verify=LoadedRule(diversed(), head),
+            verify=LoadedRule(Diversed(), head),
             temperature=1.0,
             seed=[(seed + int(draw)) % 2**32 for draw in draws],
             max_new_tokens=ANSWER_TOKENS,

@@ -7,11 +7,9 @@ from typing import Any
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.rule import Evidence
 from mars_jax.core.sampling import entropy as entropy_of
-from mars_jax.utils.settings import Range
-from mars_jax.verify.definition import register
-from mars_jax.verify.relaxed import Relaxed, over
+from mars_jax.verify import Evidence, Range, Relaxed, register
+from mars_jax.verify.relaxed import over
 
 # Thresholds that `calibrate` and `benchmark` try, from strict to loose.
 ENTROPIES = (4.0, 3.5, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25, 1.0, 0.8, 0.6, 0.4, 0.2)
@@ -34,7 +32,7 @@ class EntropyGate(Relaxed):
     >>> z = jnp.log(jnp.asarray([[[0.2, 0.45, 0.35], [0.1, 0.8, 0.1]]]))  # entropies of 1.05 and 0.64
     >>> evidence = verify.evidence(chain(jnp.asarray([[0, 2]], jnp.int32)), z)
     >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(evidence)[0].num_accepted[0])
-    >>> [int(accepted(entropy_gate(entropy=h))) for h in (1.1, 1.0)]
+    >>> [int(accepted(EntropyGate(entropy=h))) for h in (1.1, 1.0)]
     [0, 1]
     """
 
@@ -52,6 +50,3 @@ class EntropyGate(Relaxed):
 
     def low(self, evidence: Evidence) -> Array:
         return entropy_of(evidence.logits) > self.entropy[:, None]
-
-
-entropy_gate = EntropyGate

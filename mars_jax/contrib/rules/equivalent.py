@@ -18,17 +18,13 @@ from mars_jax.constraints.vocabulary import vocabulary
 from mars_jax.contrib.rules.head_files import on_mesh
 from mars_jax.contrib.rules.phrase import regrets
 from mars_jax.core import struct
-from mars_jax.core.rule import Evidence
-from mars_jax.core.tree import at_parent
 from mars_jax.core.types import PyTree
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.limits import JSON_BYTES
 from mars_jax.utils.paths import read_text
-from mars_jax.utils.settings import Range
-from mars_jax.verify.definition import register
-from mars_jax.verify.exact import Exact, target_tokens
-from mars_jax.verify.relaxed import Relaxed
+from mars_jax.verify import Evidence, Exact, Range, Relaxed, at_parent, register
+from mars_jax.verify.exact import target_tokens
 
 ALIKE = ("case", "space", "numbers")
 """Differences that can be ignored: capital letters, a leading space, numbers as words or digits."""
@@ -53,7 +49,7 @@ class Equivalent(Relaxed):
     >>> groups = jnp.asarray([0, 1, 1], jnp.int32)
     >>> evidence = verify.evidence(chain(jnp.asarray([[0, 2]], jnp.int32)), z, params=groups)
     >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(evidence)[0].num_accepted[0])
-    >>> [int(accepted(equivalent(gap=g))) for g in (2.0, 0.5)]
+    >>> [int(accepted(Equivalent(gap=g))) for g in (2.0, 0.5)]
     [1, 0]
     """
 
@@ -76,9 +72,6 @@ class Equivalent(Relaxed):
         target_group = at_parent(tree, groups.at[target_tokens(evidence)].get(mode="clip"))
         # Group 0 is no class: its tokens are equivalent to no other.
         return (drafted_group == target_group) & (drafted_group > 0) & (regrets(evidence) < self.gap[:, None])
-
-
-equivalent = Equivalent
 
 
 def token_groups(

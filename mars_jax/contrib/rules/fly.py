@@ -15,15 +15,11 @@ from jax import Array
 from mars_jax.contrib.rules.phrase import check_window
 from mars_jax.core import struct
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.rule import Evidence, node_stats
 from mars_jax.core.sampling import top_k_logits
-from mars_jax.core.tree import at_parent
 from mars_jax.core.types import DraftTree
-from mars_jax.utils.settings import Range
-from mars_jax.verify.definition import register
-from mars_jax.verify.exact import Exact, target_tokens
+from mars_jax.verify import Evidence, Exact, Range, Relaxed, at_parent, node_stats, register
+from mars_jax.verify.exact import target_tokens
 from mars_jax.verify.ranges import WHOLE
-from mars_jax.verify.relaxed import Relaxed
 
 # Thresholds that `calibrate` and `benchmark` try, from strict to loose.
 UNSURE = (1.05, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
@@ -46,7 +42,7 @@ class Fly(Relaxed):
     >>> z = jnp.asarray([[[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 9.0, 0.0], [0.0, 0.0, 0.0, 9.0]]])
     >>> evidence = verify.evidence(chain(jnp.asarray([[0, 3, 2]], jnp.int32)), z)
     >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(evidence)[0].num_accepted[0])
-    >>> [int(accepted(fly(window=w))) for w in (1, 2)]
+    >>> [int(accepted(Fly(window=w))) for w in (1, 2)]
     [2, 0]
     """
 
@@ -80,9 +76,6 @@ class Fly(Relaxed):
         # Edges along which the drafted token is the target's.
         is_native = (tree.tokens == at_parent(tree, target_tokens(evidence))) & (tree.depths > 0)
         return at_parent(tree, is_unsure) & (followed(tree, is_native) >= self.window[:, None])
-
-
-fly = Fly
 
 
 def followed(tree: DraftTree, native: Array) -> Array:

@@ -12,11 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.rule import Evidence
-from mars_jax.utils.settings import Range
-from mars_jax.verify.definition import register
+from mars_jax.verify import Evidence, Range, Retargeted, register
 from mars_jax.verify.ranges import HARMS
-from mars_jax.verify.retargeted import Retargeted
 
 
 @register("fuzzy", paper="2502.20704")
@@ -36,7 +33,7 @@ class Fuzzy(Retargeted):
     >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
     >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
     >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
-    >>> [int(accepted(fuzzy(distance="tv", bound=b))) for b in (0.0, 0.5, 0.7)]
+    >>> [int(accepted(Fuzzy(distance="tv", bound=b))) for b in (0.0, 0.5, 0.7)]
     [22, 22, 99]
     """
 
@@ -69,6 +66,3 @@ class Fuzzy(Retargeted):
         # Both distances are half of a sum. Clip a sum that rounds below 0, which would pass a bound of 0.
         distance = jnp.maximum(jnp.sum(terms, axis=-1) / 2, 0.0)
         return jnp.where((distance < self.bound[:, None])[..., None], log_q, log_p)
-
-
-fuzzy = Fuzzy

@@ -5,7 +5,6 @@ E hidden size, W width. Oracle: round trips, and damaged variants of the files, 
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -17,11 +16,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mars_jax import assets
 from mars_jax.contrib.models import indicator, mixer
 from mars_jax.core.types import PyTree
+from mars_jax.hub.config_json import read_json
+from mars_jax.hub.files import tensors
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.save import write_directory
+from mars_jax.hub.values import of_its_kind
 from mars_jax.utils.errors import MarsError
-from mars_jax.utils.limits import JSON_BYTES
-from mars_jax.utils.paths import check_path, open_file, read_text
+from mars_jax.utils.paths import check_path
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 HEADS = {
@@ -68,33 +69,26 @@ def read_weights(
       MarsError: the directory holds no weights of this rule, or they are not finite or for a target of a different
         size.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
     model_type, init = HEADS[rule]
     check_path(directory)
     directory = assets.path(os.fspath(directory)) or Path(directory)
-    try:
-        config = json.loads(read_text(directory / CONFIG, JSON_BYTES))
-        if config["model_type"] != model_type:
-            raise ValueError(f"its model_type is {config['model_type']}")
-        open_file(directory / WEIGHTS).close()  # refuses a pipe, on which `load_file` would block
-        stored_arrays = load_file(directory / WEIGHTS)
+    config = read_json(directory / CONFIG)
+    stored_arrays = {name: tensor.read() for part in tensors(directory) for name, tensor in part.items()}
+    problem = f"its model_type is {config.get('model_type')}"
+    if config.get("model_type") == model_type:
         sizes = {name: size for name, size in config.items() if name not in ("model_type", "hidden_size")}
-        # Only shapes are computed, so a damaged config with huge sizes allocates nothing.
-        params = jax.eval_shape(lambda key: init(config["hidden_size"], key, **sizes), jax.random.key(0))
-        expected_shapes = {name: leaf.shape for name, leaf in params.items()}
-        if {name: leaf.shape for name, leaf in stored_arrays.items()} != expected_shapes:
-            raise ValueError("its tensors do not have the shapes that config.json says")
-    except OSError as error:
+        with of_its_kind(f"'{directory / CONFIG}' holds a value", "train the head again"):
+            # Only shapes are computed, so a damaged config with huge sizes allocates nothing.
+            params = jax.eval_shape(lambda key: init(config["hidden_size"], key, **sizes), jax.random.key(0))
+        problem = "its tensors do not have the shapes that config.json says"
+        if {name: x.shape for name, x in stored_arrays.items()} == {
+            name: x.shape for name, x in params.items()
+        }:
+            problem = ""
+    if problem:
         raise MarsError(
-            f"the weights of a rule '{directory}' cannot be read ({error.strerror or error}): name a directory that "
-            "mars_jax.contrib.save wrote."
-        ) from None
-    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-        raise MarsError(
-            f"'{directory}' holds no weights of a rule ({error}): name a directory that mars_jax.contrib.save wrote."
-        ) from None
+            f"'{directory}' holds no weights of a rule ({problem}): name a directory that mars_jax.contrib.save wrote."
+        )
     if not all(np.all(np.isfinite(leaf)) for leaf in stored_arrays.values()):
         raise MarsError(f"the weights of the rule '{directory}' are not finite: load intact ones.")
     if target is not None and config["hidden_size"] != target.config.hidden_size:

@@ -5,6 +5,7 @@ Oracle: the same decisions made node by node in Python, in tests/contrib/test_le
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -14,13 +15,9 @@ from jax import Array
 from mars_jax.contrib.models import indicator
 from mars_jax.contrib.rules.head_files import read_weights
 from mars_jax.core import struct
-from mars_jax.core.rule import Evidence
-from mars_jax.core.types import PyTree
-from mars_jax.hub.pretrained import Pretrained
 from mars_jax.utils.errors import MarsError
-from mars_jax.verify.definition import register
+from mars_jax.verify import Evidence, Relaxed, register
 from mars_jax.verify.ranges import HARMS, share
-from mars_jax.verify.relaxed import Relaxed
 
 
 @register("learned", paper="after 2501.19309")
@@ -32,10 +29,10 @@ class Learned(Relaxed):
 
     An edge to one of the two best tokens is relaxed if the head's probability of a changed outcome is below `theta`.
 
-    The head's weights are `Params.verify`; see `contrib.models.indicator`, and `contrib.rules.indicator_training` for
-    its training. The guards are those of `Mars`.
+    The head's weights are `Params.verify`; see `contrib.models.indicator`, also for their
+    training. The guards are those of `Mars`.
 
-    >>> learned(theta=0.2).name
+    >>> Learned(theta=0.2).name
     'learned'
     """
 
@@ -63,9 +60,5 @@ class Learned(Relaxed):
         return (harm_prob < theta) & (theta < jnp.inf)
 
 
-learned = Learned
-
-
-def read(path: str, target: Pretrained | None) -> PyTree:
-    """Read the weights of `learned:PATH`; see `head_files.read_weights`."""
-    return read_weights(path, target, "learned")
+read = functools.partial(read_weights, rule="learned")
+"""Reads the weights of `learned:PATH` for a target; see `head_files.read_weights`."""

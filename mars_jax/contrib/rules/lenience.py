@@ -11,11 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.rule import Evidence
-from mars_jax.utils.settings import Range
-from mars_jax.verify.definition import register
+from mars_jax.verify import Evidence, Range, Retargeted, register
 from mars_jax.verify.ranges import ODDS
-from mars_jax.verify.retargeted import Retargeted
 
 
 @register("lenience", paper="2211.17192, appendix A.5")
@@ -36,7 +33,7 @@ class Lenience(Retargeted):
     >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
     >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
     >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
-    >>> [int(accepted(lenience(factor=l))) for l in (1.0, 0.5, 0.2)]
+    >>> [int(accepted(Lenience(factor=l))) for l in (1.0, 0.5, 0.2)]
     [22, 47, 99]
     """
 
@@ -56,6 +53,3 @@ class Lenience(Retargeted):
         # If p equals q, no mass is missed and none rejected.
         v = accepted_mass + rejected_mass * missed_mass / jnp.where(total_missed > 0, total_missed, 1.0)
         return jnp.where(factor == 1, log_p, jnp.log(v))
-
-
-lenience = Lenience

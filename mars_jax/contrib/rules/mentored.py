@@ -13,10 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.rule import Evidence
-from mars_jax.verify.definition import register
+from mars_jax.verify import Evidence, Retargeted, register
 from mars_jax.verify.ranges import HARMS, nats
-from mars_jax.verify.retargeted import Retargeted
 
 # Bisection steps for a, after which v is within 2**-18 of its mass, and Newton steps for b in each of them.
 HALVINGS, STEPS = 18, 3
@@ -40,7 +38,7 @@ class Mentored(Retargeted):
     >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
     >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
     >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
-    >>> [int(accepted(mentored(bound=d))) for d in (0.0, 0.2, 0.9)]
+    >>> [int(accepted(Mentored(bound=d))) for d in (0.0, 0.2, 0.9)]
     [22, 63, 99]
     """
 
@@ -90,9 +88,6 @@ class Mentored(Retargeted):
         clipped_log_q = jnp.clip(log_q, log_p + jnp.log(a), log_p + jnp.log(b))
         log_v = jnp.where(is_possible, clipped_log_q, log_q + jnp.log(excluded_scale))
         return jnp.where(bound > 0, log_v, log_p)
-
-
-mentored = Mentored
 
 
 def _total(weights: Array) -> Array:

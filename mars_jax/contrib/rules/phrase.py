@@ -15,15 +15,11 @@ from jax.typing import ArrayLike
 
 from mars_jax.core import struct
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.rule import Evidence
 from mars_jax.core.sampling import at_tokens
-from mars_jax.core.tree import at_parent
 from mars_jax.core.types import DraftTree
 from mars_jax.utils.errors import MarsError
-from mars_jax.verify.definition import register
-from mars_jax.verify.exact import Exact
+from mars_jax.verify import Evidence, Exact, Relaxed, at_parent, register
 from mars_jax.verify.ranges import WHOLE, nats
-from mars_jax.verify.relaxed import Relaxed
 
 
 @register("phrase", paper="after 2511.22972")
@@ -44,7 +40,7 @@ class Phrase(Relaxed):
     >>> z = jnp.asarray([[[0.0, 1.0, 0.5, 0.0], [0.0, 0.0, 0.0, 9.0], [0.0, 0.0, 0.0, 9.0]]])
     >>> evidence = verify.evidence(chain(jnp.asarray([[0, 2, 3]], jnp.int32)), z)
     >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(evidence)[0].num_accepted[0])
-    >>> [int(accepted(phrase(bound=b, window=1))) for b in (0.6, 0.4)]
+    >>> [int(accepted(Phrase(bound=b, window=1))) for b in (0.6, 0.4)]
     [2, 0]
     """
 
@@ -69,9 +65,6 @@ class Phrase(Relaxed):
 
     def relaxable(self, evidence: Evidence) -> Array:
         return stretch(evidence.tree, regrets(evidence), self.window) < self.bound[:, None]
-
-
-phrase = Phrase
 
 
 def check_window(rule: str, window: ArrayLike, drafter: Drafter) -> None:

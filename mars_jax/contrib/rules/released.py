@@ -11,12 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.rule import Evidence
 from mars_jax.core.tree import following
-from mars_jax.utils.settings import Range
-from mars_jax.verify.definition import register
+from mars_jax.verify import Evidence, Range, Retargeted, register
 from mars_jax.verify.ranges import RATIOS
-from mars_jax.verify.retargeted import Retargeted
 
 
 @register("released", paper="the code of 2601.15498")
@@ -39,7 +36,7 @@ class Released(Retargeted):
     >>> z, q = jnp.asarray([[[5.0, 4.6, 0.0]] * 2] * 99), jnp.asarray([[[0.0, 2.0, 0.0]] * 2] * 99)
     >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), z, temperature=1.0)
     >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
-    >>> [int(accepted(released(ratio=r))) for r in (0.9, 0.95)]
+    >>> [int(accepted(Released(ratio=r))) for r in (0.9, 0.95)]
     [99, 48]
     """
 
@@ -69,6 +66,3 @@ class Released(Retargeted):
         other_shares = jnp.where(ids == x[..., None], 0.0, p) / jnp.where(p_x < 1, 1 - p_x, 1.0)[..., None]
         moved_mass = (q_x * (1 - accept_prob))[..., None]
         return jnp.log(jnp.where(ids == x[..., None], q - moved_mass, q + moved_mass * other_shares))
-
-
-released = Released

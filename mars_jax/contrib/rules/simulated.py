@@ -14,14 +14,12 @@ from jax import Array, lax
 from mars_jax.core import struct
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.pick import pick
-from mars_jax.core.rule import Evidence
 from mars_jax.core.sampling import node_uniforms, sample
-from mars_jax.core.tree import ancestors, at_parent, walk
+from mars_jax.core.tree import ancestors, walk
 from mars_jax.core.types import Verdict
 from mars_jax.utils.errors import MarsError
-from mars_jax.utils.settings import Range
-from mars_jax.verify.definition import register
-from mars_jax.verify.lossy import Lossy, below_strict
+from mars_jax.verify import Evidence, Lossy, Range, at_parent, register
+from mars_jax.verify.lossy import below_strict
 
 HALVINGS = 24
 """Bisection steps for the acceptance rate; the last interval is below float32's resolution of tau."""
@@ -44,7 +42,7 @@ class Simulated(Lossy):
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]
     >>> evidence = verify.evidence(chain(jnp.asarray([[0, 3, 3]], jnp.int32)), z)
-    >>> verdict, _ = verify.for_rows(simulated(3), 1)(evidence)
+    >>> verdict, _ = verify.for_rows(Simulated(3), 1)(evidence)
     >>> verdict.num_accepted.tolist(), verdict.next_token.tolist()
     ([2], [3])
     """
@@ -100,9 +98,6 @@ class Simulated(Lossy):
         next_token = pick(y, path[:, -1:])[:, 0]
         verdict = Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
         return verdict, self
-
-
-simulated = Simulated
 
 
 def acceptance_rate(tau: Array, height: Array, max_depth: int) -> Array:

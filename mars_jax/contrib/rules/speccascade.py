@@ -11,11 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.rule import Evidence
-from mars_jax.utils.settings import Range
-from mars_jax.verify.definition import register
+from mars_jax.verify import Evidence, Range, Retargeted, register
 from mars_jax.verify.ranges import HARMS, nats
-from mars_jax.verify.retargeted import Retargeted
 
 
 @register("speccascade", paper="2405.19261")
@@ -33,7 +30,7 @@ class SpecCascade(Retargeted):
     >>> p, q = jnp.log(jnp.asarray([[[0.6, 0.4]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
     >>> evidence = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
     >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(evidence)[0].num_accepted.sum())
-    >>> [int(accepted(speccascade(alpha=a))) for a in (0.1, 0.5)]
+    >>> [int(accepted(SpecCascade(alpha=a))) for a in (0.1, 0.5)]
     [36, 99]
     """
 
@@ -71,6 +68,3 @@ class SpecCascade(Retargeted):
         # Trusted tokens keep their mass from q. The rest of q is distributed over all tokens in proportion to p.
         untrusted_mass = jnp.sum(jnp.where(is_trusted, 0.0, q), axis=-1, keepdims=True)
         return jnp.log(jnp.where(is_trusted, q, 0.0) + p * untrusted_mass)
-
-
-speccascade = SpecCascade
