@@ -267,15 +267,8 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
             args.refine, target, args.draft, drafter, dtype=args.dtype, samples=max(args.temperatures) > 0
         )
     with progress("decodes") as show:
-        summary = evaluate(
-            _inputs(args, target, problems, run_names),
-            drafter,
-            args.output,
-            controls=args.controls,
-            refiner=refiner,
-            part=args.part,
-            progress=show,
-        )
+        study = _inputs(args, target, problems, run_names)
+        summary = evaluate(study, drafter, refiner=refiner, progress=show)
     if args.part is not None:
         say(f"the rows of this part are in {args.output}")
         return
@@ -308,14 +301,8 @@ def _tune(args: argparse.Namespace, out: IO[str]) -> None:
         drafter_by_sampling[not is_sampled] = other_drafter._replace(params=drafter.params)
     run_names = {name: getattr(args, name) for name in ("draft", "dtype", "mesh")}
     with progress("decodes") as show:
-        report = tuned.tuned(
-            _inputs(args, target, problems, run_names),
-            drafter_by_sampling,
-            args.output,
-            lengths=args.tune,
-            cost=args.draft_cost,
-            progress=show,
-        )
+        study = _inputs(args, target, problems, run_names)
+        report = tuned.tuned(study, drafter_by_sampling, progress=show)
     print(tuned.tuned_markdown(report), file=out, end="")
     say(f"rows and tables are in {args.output}")
 
@@ -327,15 +314,5 @@ def _inputs(
     from mars_jax.lab.evaluate.benchmark.arms import default_thetas
     from mars_jax.lab.evaluate.benchmark.run import Study
 
-    return Study(
-        target=target,
-        problems=problems,
-        rule=args.rule,
-        thetas=args.thetas or default_thetas(args.rule),
-        temperatures=args.temperatures,
-        max_new_tokens=args.max_new_tokens,
-        batch_size=args.batch_size,
-        seed=args.seed,
-        chat=args.chat,
-        names=names | pair.non_default_flags(args),
-    )
+    args.thetas = args.thetas or default_thetas(args.rule)
+    return Study(args=args, target=target, problems=problems, names=names | pair.non_default_flags(args))

@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -26,11 +26,12 @@ from mars_jax.contrib.drafters.system_files import NGRAM, System, save_system
 from mars_jax.contrib.rules import diversed_training
 from mars_jax.contrib.teaching import Batch
 from mars_jax.core.types import PyTree
-from mars_jax.hub.durable import sync, writing
+from mars_jax.hub.durable import staging, sync, writing
 from mars_jax.hub.files import resolve
 from mars_jax.hub.heads.mtp_files import save_mtp
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.hub.save import free_directory
+from mars_jax.lab.commands.distill import drafter_of
 from mars_jax.lab.commands.distill_features import check_dump, dump_settings, layers_of
 from mars_jax.lab.evaluate.scoring.scores import score_answer
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
@@ -102,12 +103,9 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     if args.first not in (None, NGRAM):
         resolve(args.first, weights=False)
     with busy("loading"):
-        mesh, dtype = None, None
-        if args.mesh is not None:
-            mesh = open_mesh(args.mesh, hub.outline(args.target).config)
-        if args.features is not None:
-            # Stored features were computed by the target in bfloat16, and so was their fingerprint.
-            dtype = "bfloat16"
+        mesh = open_mesh(args.mesh, hub.outline(args.target).config)
+        # Stored features were computed by the target in bfloat16, and so was their fingerprint.
+        dtype = args.features and "bfloat16"
         target = hub.load(args.target, dtype=dtype, mesh=mesh)
         start_checkpoint = None
         if args.first is not None and (args.kind, args.first) != ("via_sd", NGRAM):
@@ -128,14 +126,12 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         target_fingerprint = fingerprint((target.params,), target.path)
         settings["features"] = [check_dump(dump, layers, target_fingerprint) for dump in args.features]
     with claim(work, settings, flag="--work"):
-        train_kind = SYSTEMS.get(args.kind, _train)
+        train_kind = {"sprinter": _sprinter, "via_sd": _via_sd, "diversed": _diversed}.get(args.kind, _train)
         train_kind(args, target, start_checkpoint, documents, work)
     if args.kind == "diversed":
         say(f"{args.output}: verify with --verify diversed:{args.output}")
-        return
-    # The kinds eagle1 and eagle3 produce heads for the drafter eagle.
-    draft_kind = args.kind.rstrip("13")
-    say(f"{args.output}: draft with --draft {draft_kind}:{args.output}; figures in {work}")
+    else:
+        say(f"{args.output}: draft with --draft {drafter_of(args.kind)}:{args.output}; figures in {work}")
 
 
 def _open_first(args: argparse.Namespace, target: Pretrained) -> Pretrained | TrainedHead:
@@ -181,28 +177,23 @@ def _write(args: argparse.Namespace, config: Any, params: PyTree, first: Any) ->
     params = jax.tree.map(
         lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, jax.device_get(params)
     )
-    # The authors' layout is named after the drafter.
-    layout = args.layout or args.kind.rstrip("13")
-    staging_folder = args.output.with_name(f".{args.output.name}.distilling")
-    # A killed run may have left this folder. No other run uses it, because this process has locked --work.
-    shutil.rmtree(staging_folder, ignore_errors=True)
-    try:
-        with writing(args.output):
-            if args.kind == "model":
-                hub.save(staging_folder, config, params)
-                _copy_tokenizer(first.path, staging_folder)
-            elif args.kind == "medusa":
-                save_medusa(staging_folder, config, params)
-            elif args.kind == "mtp":
-                save_mtp(staging_folder, config, params)
-            elif args.kind == "dflash":
-                contrib.save_dflash(staging_folder, config, params, layout=layout, verifier=str(args.target))
-            else:
-                hub.save_eagle(staging_folder, config, params, layout=layout, verifier=str(args.target))
-            staging_folder.replace(args.output)
+    if args.kind == "medusa":
+        save_medusa(args.output, config, params)
+    elif args.kind == "mtp":
+        save_mtp(args.output, config, params)
+    elif args.kind == "model":
+        # The tokenizer must appear together with the weights.
+        with writing(args.output), staging(args.output) as staged:
+            model_folder = hub.save(staged / "model", config, params)
+            _copy_tokenizer(first.path, model_folder)
+            model_folder.replace(args.output)
             sync(args.output.absolute().parent)
-    finally:
-        shutil.rmtree(staging_folder, ignore_errors=True)
+    else:
+        save_head = hub.save_eagle
+        if args.kind == "dflash":
+            save_head = contrib.save_dflash
+        layout = args.layout or drafter_of(args.kind)
+        save_head(args.output, config, params, layout=layout, verifier=str(args.target))
 
 
 def _copy_tokenizer(source: Path, output: Path) -> None:
@@ -273,50 +264,43 @@ def _write_texts(
 
 def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.ndarray | None) -> Apprentice:
     """Create the apprentice of a kind. `first` is the checkpoint of --from, and `ids` i32[W] the draft vocabulary."""
-    loss = divergence(args.loss)
-    if args.kind != "model" and isinstance(target.config, ModelConfig) and target.config.delta is not None:
-        raise MarsError("heads of targets with recurrent layers are not supported yet: distil a small model.")
+    config, params, loss, seed = target.config, target.params, divergence(args.loss), args.seed
     if args.kind == "model":
         check_same_vocabulary(target, first)
-        return distillation.small_model(target.config, first.config, first.params, divergence=loss)
+        return distillation.small_model(config, first.config, first.params, divergence=loss)
+    if isinstance(config, ModelConfig) and config.delta is not None:
+        raise MarsError("heads of targets with recurrent layers are not supported yet: distil a small model.")
     if args.kind == "medusa":
-        return medusa_training.new_medusa(
-            target.config, target.params, count=args.heads or 4, divergence=loss, seed=args.seed
-        )
+        return medusa_training.new_medusa(config, params, count=args.heads or 4, divergence=loss, seed=seed)
+    width, steps, layers = args.intermediate_size, args.steps_ahead or 5, layers_of(args.feature_layers)
     if args.kind == "eagle1":
-        return eagle_training.new_eagle1(
-            target.config, intermediate_size=args.intermediate_size, divergence=loss, seed=args.seed
-        )
+        return eagle_training.new_eagle1(config, intermediate_size=width, divergence=loss, seed=seed)
     if args.kind == "mtp":
-        steps = args.steps_ahead or 5
-        return eagle_training.new_mtp(
-            target.config, target.params, steps=steps, divergence=loss, seed=args.seed
-        )
+        return eagle_training.new_mtp(config, params, steps=steps, divergence=loss, seed=seed)
     if args.kind == "dflash":
         return dflash_training.new_dflash(
-            target.config,
-            target.params,
+            config,
+            params,
             ids=ids,
-            layers=layers_of(args.feature_layers),
+            layers=layers,
             depth=args.head_layers or 5,
             block_size=args.block_size or 16,
-            from_anchor=bool(args.markov_rank or args.confidence),
             markov_rank=args.markov_rank or 0,
             confidence=bool(args.confidence),
-            intermediate_size=args.intermediate_size,
+            intermediate_size=width,
             divergence=loss,
-            seed=args.seed,
+            seed=seed,
         )
     return eagle_training.new_eagle3(
-        target.config,
-        target.params,
+        config,
+        params,
         ids=ids,
-        layers=layers_of(args.feature_layers),
-        intermediate_size=args.intermediate_size,
+        layers=layers,
+        intermediate_size=width,
         trained=first,
-        steps=args.steps_ahead or 5,
+        steps=steps,
         divergence=loss,
-        seed=args.seed,
+        seed=seed,
     )
 
 
@@ -422,19 +406,6 @@ def _diversed(
         description="diversed",
     )
     contrib.save(args.output, jax.device_get(mixer_params), "diversed")
-
-
-SYSTEMS: dict[str, Callable[[argparse.Namespace, Pretrained, Any, Sequence[str], Path], None]] = {
-    "sprinter": _sprinter,
-    "via_sd": _via_sd,
-    "diversed": _diversed,
-}
-"""Functions, keyed by kind, of (flags, target, small model, documents, --work). Each trains a system and writes it to
---output.
-
-Raises:
-  MarsError: the small model has a different vocabulary, there is too little text, or the task has no rewards.
-"""
 
 
 def rewarded(task: str | None) -> list[Problem]:

@@ -124,13 +124,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     args.batch = number_of("batch_size", args.batch, shown="--batch")
-    if args.context is not None:
-        args.context = number_of("max_new_tokens", args.context, shown="--context")
+    args.context = args.context and number_of("max_new_tokens", args.context, shown="--context")
     numbers_of(args, ["num_draft_tokens"])
-    if args.tree is not None:
-        args.tree = parse_tree(args.tree)
-    if args.acceptance is not None:
-        args.acceptance = _acceptance(args.acceptance)
+    args.tree = args.tree and parse_tree(args.tree)
+    args.acceptance = args.acceptance and _acceptance(args.acceptance)
     rule = chosen_rule(args)
     if needs := {"q", "weights"} & rule.needs:
         raise MarsError(
@@ -169,20 +166,11 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         """Return the programs on a slice. `--mesh` applies only to the slice of `--topology`."""
         axes = args.mesh
         if axes is None or slice_ is not requested_slice:
-            default_axes = default_mesh(target, len(slice_.devices), args.batch)
-            axes = ",".join(f"{name}={size}" for name, size in default_axes.items())
+            axes = default_mesh(target, len(slice_.devices), args.batch)
         shaped_draft = draft_of(draft, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=is_mixture)
+        options = {"batch": args.batch, "context": args.context, "packed_experts": dtype in packed_dtypes}
         mesh = parse_mesh(axes, slice_.devices)
-        return Programs(
-            target,
-            shaped_draft,
-            mesh,
-            loaded_rule,
-            batch=args.batch,
-            context=args.context,
-            dtype=dtype,
-            packed_experts=dtype in packed_dtypes,
-        )
+        return Programs(target, shaped_draft, mesh, loaded_rule, dtype=dtype, **options)
 
     def attempt(name: str | None, dtype: str) -> Attempt:
         slice_ = requested_slice if name is None else topology(name)
@@ -221,12 +209,10 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
             attempts = advice.advise(attempt, args.dtype, larger(plan.topology))
     if args.json:
         input_names = ("target", "draft", "batch", "context", "dtype", "acceptance")
-        inputs = {name: getattr(args, name) for name in input_names}
-        comparisons = {
-            "tried": [entry._asdict() for entry in attempts],
-            "drafts": [entry._asdict() for entry in drafts],
-        }
-        print(json.dumps(inputs | dataclasses.asdict(plan) | comparisons), file=out)
+        report = {name: getattr(args, name) for name in input_names} | dataclasses.asdict(plan)
+        report["tried"] = [entry._asdict() for entry in attempts]
+        report["drafts"] = [entry._asdict() for entry in drafts]
+        print(json.dumps(report), file=out)
     else:
         _print_table(args, planned_programs.drafter, plan, attempts, drafts, out)
     return plan.fits
@@ -250,19 +236,14 @@ def _config(name: str) -> ModelConfig:
 
 def _directory(name: str) -> Path:
     """Return the path of a checkpoint, which may be given by its config.json."""
-    path = Path(name)
-    if path.name == "config.json" and path.is_file():
-        return path.parent
-    return path
+    return Path(name).parent if Path(name).name == "config.json" else Path(name)
 
 
 def _stored_dtype(name: str) -> str:
     from mars_jax.hub import converted
 
     path = _directory(name)
-    if not converted.is_converted(path):
-        return "bfloat16"
-    return converted.read_manifest(path).stored
+    return converted.read_manifest(path).stored if converted.is_converted(path) else "bfloat16"
 
 
 def _packs_experts(name: str) -> bool:

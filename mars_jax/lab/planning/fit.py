@@ -108,19 +108,13 @@ def _range(time: StepTime) -> dict[str, float] | None:
 def planned_time(pair: Programs, topology: Topology) -> tuple[Work, StepTime]:
     """Return the work of a step with full contexts, and its time, without compiling."""
     work = count_work(pair)
-    time = step_time(
-        work,
-        topology.generation,
-        bandwidth=topology.bandwidth,
-        peak_flops=topology.peak_flops,
-        link=topology.link,
-    )
-    return work, time
+    return work, step_time(work, topology.generation, topology)
 
 
 def count_work(pair: Programs) -> Work:
     """Count the work of a step on one device of the mesh."""
     target, drafter, draft = pair.target, pair.drafter, pair.draft
+    cache_bytes, draft_cache_bytes = local_bytes(pair.state.cache), local_bytes(pair.state.draft)
     # Number of devices that share a layer. The `data` axis divides only rows.
     devices_per_layer = math.prod(size for name, size in pair.mesh.shape.items() if name != "data")
     rows_per_device = pair.batch * devices_per_layer // pair.mesh.size
@@ -131,15 +125,7 @@ def count_work(pair: Programs) -> Work:
     if draft_kind in ("eagle", "mtp"):
         draft_kind = "chain" if drafter.num_nodes == drafter.max_depth + 1 else "tree"
     return Work(
-        bytes=step_bytes(
-            target,
-            draft,
-            drafter,
-            pair.params,
-            batch=pair.batch,
-            cache=local_bytes(pair.state.cache),
-            drafted=local_bytes(pair.state.draft),
-        ),
+        bytes=step_bytes(target, draft, drafter, pair.params, pair.batch, cache_bytes, draft_cache_bytes),
         flops=2 * product_weights(target) * pair.batch * drafter.num_nodes / pair.mesh.size,
         dtype=pair.dtype,
         tokens=rows_per_device * drafter.num_nodes,
@@ -172,29 +158,29 @@ def step_bytes(
     draft: PlannedDraft,
     drafter: Drafter,
     params: Params,
-    *,
     batch: int,
-    cache: int,
-    drafted: int,
+    cache_bytes: int,
+    draft_cache_bytes: int,
 ) -> StepBytes:
     """Return the bytes that one device reads in a step: the weights and the live cache, once per pass.
 
     Args:
       target, draft, drafter, params: those of the pair.
       batch: B.
-      cache: bytes of the target's live cache.
-      drafted: bytes of the drafter's live cache.
+      cache_bytes, draft_cache_bytes: bytes of the live caches of target and drafter.
     """
     target_bytes = read_once(target, params.target, tokens=batch * drafter.num_nodes)
     unembed_bytes = local_bytes(params.target.get("unembed", params.target["embed"]))
     draft_bytes = 0
     if draft.config is not None:
         passes = _passes(draft, drafter)
-        draft_bytes = passes * (read_once(draft.config, params.draft, tokens=batch) + drafted)
+        draft_bytes = passes * (read_once(draft.config, params.draft, tokens=batch) + draft_cache_bytes)
         if isinstance(draft.config, HeadConfig):
             once_weights = [params.draft[name] for name in draft.config.read_once if name in params.draft]
             draft_bytes -= (passes - 1) * local_bytes(once_weights)
-    return StepBytes(layers=target_bytes - unembed_bytes + cache, unembed=unembed_bytes, draft=draft_bytes)
+    return StepBytes(
+        layers=target_bytes - unembed_bytes + cache_bytes, unembed=unembed_bytes, draft=draft_bytes
+    )
 
 
 def _passes(draft: PlannedDraft, drafter: Drafter) -> int:

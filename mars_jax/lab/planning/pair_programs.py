@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,14 +79,12 @@ def draft_of(
     elif tree is None:
         tree = usual_tree
     if isinstance(config, HeadConfig):
-        make_head: Any = drafter_definition.cls
         # The usual tree of a block drafter is as deep as its block.
         if drafter_definition.block and config.drafts and tree is None and length is None:
             tree = Dynamic(depth=config.drafts)
-        head_options: dict[str, Any] = {"tree": tree}
-        if config.cached:
-            head_options["cache_dtype"] = dtype
-        return PlannedDraft(kind, lambda target: make_head(config, target, length, **head_options), config)
+        cache_options = {"cache_dtype": dtype} if config.cached else {}
+        make_head = functools.partial(drafter_definition.cls, config, tree=tree, **cache_options)
+        return PlannedDraft(kind, lambda target: make_head(target, length), config)
     # All other kinds have a default length.
     assert length is not None
     if config == "ngram":
@@ -111,8 +109,8 @@ def kind_of(config: AnyConfig | str) -> str:
     return getattr(config, "kind", "model")
 
 
-def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
-    """Return the axes of a mesh of `count` devices.
+def default_mesh(config: ModelConfig, count: int, batch: int) -> str:
+    """Return the axes of a mesh of `count` devices, as for --mesh.
 
     `model` gets the largest divisor of `count` that also divides the number of key-value heads. With latent
     attention, whose heads share one cache row per token, it is the number of attention heads instead. The remaining
@@ -120,15 +118,13 @@ def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=8)
     >>> default_mesh(config, 16, 2), default_mesh(config, 16, 1)
-    ({'data': 2, 'model': 8}, {'model': 16})
+    ('data=2,model=8', 'model=16')
     """
-    heads = config.num_kv_heads
-    if config.latent is not None:
-        heads = config.num_heads
+    heads = config.num_kv_heads if config.latent is None else config.num_heads
     model_size = math.gcd(heads, count)
     if count > model_size and batch % (count // model_size) == 0:
-        return {"data": count // model_size, "model": model_size}
-    return {"model": count}
+        return f"data={count // model_size},model={model_size}"
+    return f"model={count}"
 
 
 @dataclasses.dataclass(frozen=True)

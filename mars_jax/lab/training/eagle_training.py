@@ -256,11 +256,9 @@ def from_target(
     initial_params = init_params(config, jax.random.key(seed))
     initial_params.pop("ids", None)
     if "norm" in initial_params:
-        initial_params["norm"] = jnp.array(params["norm"], jnp.float32)
+        initial_params["norm"] = params["norm"].astype(jnp.float32)
     if config.own_unembed:
-        unembed = unembedding(params)
-        # Copy it, because the optimizer overwrites the params.
-        initial_params["unembed"] = jnp.array(objectives.select(unembed, ids, axis=0))
+        initial_params["unembed"] = objectives.select(unembedding(params), ids, axis=0)
     hidden_size = target.hidden_size
     initial_params["fc"] = initial_params["fc"].at[:, -hidden_size:].add(jnp.eye(hidden_size))
     return initial_params
@@ -293,8 +291,7 @@ def new_eagle3(
         config, head_params = trained
         vocabulary = head_params.get("ids")
         trained_weights = {name: part for name, part in head_params.items() if name != "ids"}
-        # Copy the params, because the optimizer overwrites them.
-        init = functools.partial(jax.tree.map, lambda x: jnp.array(x, jnp.float32), trained_weights)
+        init = functools.partial(cast, trained_weights, jnp.float32)
     else:
         draft_vocab_size, vocabulary = target.vocab_size, None
         if ids is not None:

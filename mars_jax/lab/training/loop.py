@@ -124,7 +124,8 @@ def fit(
     directory = Path(directory).absolute()
     refuse_version_0_1(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    params = training.init()
+    # Copy the initial params, because the steps overwrite them.
+    params = jax.jit(lambda params: jax.tree.map(jax.numpy.copy, params))(training.init())
     opt_state = jax.jit(training.optimizer.init)(params)  # same placement as params
     # Batches are small and in memory, so prefetching threads would not pay off.
     batches = iter(training.batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))

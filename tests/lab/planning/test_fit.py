@@ -40,7 +40,7 @@ def planned(config, text, mesh=None, dump=lambda name, text: None, **options):
     tpu_slice = topology(text)
     options = {"batch": 1, "context": 256, "dtype": "bfloat16"} | options
     mesh = mesh or default_mesh(config, len(tpu_slice.devices), options["batch"])
-    device_mesh = parse_mesh(",".join(f"{name}={size}" for name, size in mesh.items()), tpu_slice.devices)
+    device_mesh = parse_mesh(mesh, tpu_slice.devices)
     program = Programs(config, draft_of("none"), device_mesh, verify.exact(), **options)
     return make_plan(program, program, tpu_slice, dump)
 
@@ -60,7 +60,7 @@ def test_a_model_over_four_chips_holds_and_reads_a_quarter_of_the_matrices():
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_the_layers_are_summed_over_the_chips_in_bfloat16(dtype):
     texts = {}
-    plan_of_layers = planned(TINY, "v5e:2x2", dtype=dtype, batch=8, mesh={"model": 4}, dump=texts.__setitem__)
+    plan_of_layers = planned(TINY, "v5e:2x2", dtype=dtype, batch=8, mesh="model=4", dump=texts.__setitem__)
     assert not plan_of_layers.notes
     instructions = aot.instructions(texts["decode.hlo.txt"])
     large_sums = (i for i in instructions if i.opcode.startswith("all-reduce") and i.size >= 8 * 256)
@@ -72,7 +72,7 @@ def test_the_layers_are_summed_over_the_chips_in_bfloat16(dtype):
 def test_layers_whose_kernels_are_divided_over_both_axes_compile():
     """Sixteen rows are eight for each part, from which layers attend with a kernel; two layers share their program."""
     two_layers = dataclasses.replace(TINY, num_layers=2, windows=())
-    assert planned(two_layers, "v5e:2x2", batch=16, mesh={"data": 2, "model": 2}).fits
+    assert planned(two_layers, "v5e:2x2", batch=16, mesh="data=2,model=2").fits
 
 
 @pytest.mark.slow

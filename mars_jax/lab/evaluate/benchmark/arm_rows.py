@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,35 +21,51 @@ from mars_jax.serve.text import ends_in_loop
 
 @dataclasses.dataclass
 class Recorder:
-    """Decodes groups of problems, stores their rows in a file, and reports progress."""
+    """Decodes problems with arms, stores their rows in a file, and reports progress."""
 
     file: RowFile
     show: Show
     total: int  # turns of all decodes
+    seeds: Mapping[tuple[str, str], int]  # keyed by task and id
     done: int = 0
 
-    def rows(
+    def decode(
         self,
-        decoding: Decoding,
-        arm: Arm,
-        temperature: float,
         problems: Sequence[Problem],
-        seeds: Sequence[int],
-        *,
-        length: int | None = None,
-    ) -> list[Row]:
-        """Return an arm's rows for one group of problems of a task. Decode only the rows that are not on file.
+        temperature: float,
+        arms: Sequence[tuple[Arm, Decoding, int | None]],
+    ) -> dict[tuple[str, int | None], list[Row]]:
+        """Return the rows of arms on problems of a task, keyed by arm and draft length. Decode those not on file.
+
+        Arms alternate within each group of problems, so that a slow spell affects all arms alike.
 
         Args:
-          decoding: the pair of models.
-          arm: the arm.
+          problems: problems of one task.
           temperature: temperature of all requests.
-          problems, seeds: the problems of the group and their seeds.
-          length: draft length, if it is part of a row's key.
+          arms: arms with their decodings, which agree on the size of a group, and the draft length if it is part of a
+            row's key.
         """
+        rows: dict[tuple[str, int | None], list[Row]] = {(arm.name, length): [] for arm, _, length in arms}
+        group_size = arms[0][1].group
+        for first in range(0, len(problems), group_size):
+            group = problems[first : first + group_size]
+            for arm, decoding, length in arms:
+                rows[arm.name, length] += self._group_rows(group, temperature, arm, decoding, length)
+        return rows
+
+    def _group_rows(
+        self,
+        problems: Sequence[Problem],
+        temperature: float,
+        arm: Arm,
+        decoding: Decoding,
+        length: int | None,
+    ) -> list[Row]:
+        """Return an arm's rows for one group of problems."""
         row_key = {"task": problems[0].task, "temperature": temperature, "arm": arm.name}
         if length is not None:
             row_key["length"] = length
+        seeds = [self.seeds[problem.task, problem.id] for problem in problems]
 
         def make() -> list[Row]:
             answers = decoding.answer(arm, problems, seeds, temperature=temperature)
