@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -17,72 +17,6 @@ from mars_jax.lab.provenance import stamp
 from mars_jax.serve import likelihood
 from mars_jax.serve.rows import Row, RowFile, plain
 from mars_jax.serve.text import ends_in_loop
-
-
-@dataclasses.dataclass
-class Recorder:
-    """Decodes problems with arms, stores their rows in a file, and reports progress."""
-
-    file: RowFile
-    show: Show
-    total: int  # turns of all decodes
-    seeds: Mapping[tuple[str, str], int]  # keyed by task and id
-    done: int = 0
-
-    def decode(
-        self,
-        problems: Sequence[Problem],
-        temperature: float,
-        arms: Sequence[tuple[Arm, Decoding, int | None]],
-    ) -> dict[tuple[str, int | None], list[Row]]:
-        """Return the rows of arms on problems of a task, keyed by arm and draft length. Decode those not on file.
-
-        Arms alternate within each group of problems, so that a slow spell affects all arms alike.
-
-        Args:
-          problems: problems of one task.
-          temperature: temperature of all requests.
-          arms: arms with their decodings, which agree on the size of a group, and the draft length if it is part of a
-            row's key.
-        """
-        rows: dict[tuple[str, int | None], list[Row]] = {(arm.name, length): [] for arm, _, length in arms}
-        group_size = arms[0][1].group
-        for first in range(0, len(problems), group_size):
-            group = problems[first : first + group_size]
-            for arm, decoding, length in arms:
-                rows[arm.name, length] += self._group_rows(group, temperature, arm, decoding, length)
-        return rows
-
-    def _group_rows(
-        self,
-        problems: Sequence[Problem],
-        temperature: float,
-        arm: Arm,
-        decoding: Decoding,
-        length: int | None,
-    ) -> list[Row]:
-        """Return an arm's rows for one group of problems."""
-        row_key = {"task": problems[0].task, "temperature": temperature, "arm": arm.name}
-        if length is not None:
-            row_key["length"] = length
-        seeds = [self.seeds[problem.task, problem.id] for problem in problems]
-
-        def make() -> list[Row]:
-            answers = decoding.answer(arm, problems, seeds, temperature=temperature)
-            answer_columns = zip(problems, seeds, answers, scored(decoding, problems, answers), strict=True)
-            return [
-                row_key | make_row(arm, problem, seed, answer, score, decoding.stop_tokens)
-                for problem, seed, answer, score in answer_columns
-            ]
-
-        rows = self.file.batch([{**row_key, "id": problem.id} for problem in problems], make)
-        self.done += turns_of(problems, decoding.chat)
-        totals = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
-        description = f"{place_of(problems[0].task, temperature)}, {arm.name}"
-        if length:
-            description += f", drafts of {length}"
-        self.show(self.done, self.total, f"{description}, {speed(**totals)}")
-        return rows
 
 
 def place_of(task: str, temperature: float) -> str:
@@ -169,3 +103,72 @@ def score_answers(
         [float(np.sum(text.log_p[len(prompt) - 1 :], dtype=np.float64)), float(len(answer))]
         for text, prompt, answer in zip(scored_texts, prompts, answers, strict=True)
     ]
+
+
+@dataclasses.dataclass
+class Recorder:
+    """Decodes problems with arms, stores their rows in a file, and reports progress."""
+
+    file: RowFile
+    show: Show
+    total: int  # turns of all decodes
+    seeds: Mapping[tuple[str, str], int]  # keyed by task and id
+    done: int = 0
+    score: Callable[[Decoding, Sequence[Problem], Sequence[Answer]], list[list[float] | None]] = scored
+
+    def decode(
+        self,
+        problems: Sequence[Problem],
+        temperature: float,
+        arms: Sequence[tuple[Arm, Decoding, int | None]],
+    ) -> dict[tuple[str, int | None], list[Row]]:
+        """Return the rows of arms on problems of a task, keyed by arm and draft length. Decode those not on file.
+
+        Arms alternate within each group of problems, so that a slow spell affects all arms alike.
+
+        Args:
+          problems: problems of one task.
+          temperature: temperature of all requests.
+          arms: arms with their decodings, which agree on the size of a group, and the draft length if it is part of a
+            row's key.
+        """
+        rows: dict[tuple[str, int | None], list[Row]] = {(arm.name, length): [] for arm, _, length in arms}
+        group_size = arms[0][1].group
+        for first in range(0, len(problems), group_size):
+            group = problems[first : first + group_size]
+            for arm, decoding, length in arms:
+                rows[arm.name, length] += self._group_rows(group, temperature, arm, decoding, length)
+        return rows
+
+    def _group_rows(
+        self,
+        problems: Sequence[Problem],
+        temperature: float,
+        arm: Arm,
+        decoding: Decoding,
+        length: int | None,
+    ) -> list[Row]:
+        """Return an arm's rows for one group of problems."""
+        row_key = {"task": problems[0].task, "temperature": temperature, "arm": arm.name}
+        if length is not None:
+            row_key["length"] = length
+        seeds = [self.seeds[problem.task, problem.id] for problem in problems]
+
+        def make() -> list[Row]:
+            answers = decoding.answer(arm, problems, seeds, temperature=temperature)
+            answer_columns = zip(
+                problems, seeds, answers, self.score(decoding, problems, answers), strict=True
+            )
+            return [
+                row_key | make_row(arm, problem, seed, answer, score, decoding.stop_tokens)
+                for problem, seed, answer, score in answer_columns
+            ]
+
+        rows = self.file.batch([{**row_key, "id": problem.id} for problem in problems], make)
+        self.done += turns_of(problems, decoding.chat)
+        totals = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
+        description = f"{place_of(problems[0].task, temperature)}, {arm.name}"
+        if length:
+            description += f", drafts of {length}"
+        self.show(self.done, self.total, f"{description}, {speed(**totals)}")
+        return rows

@@ -29,8 +29,6 @@ LEGEND = {
     "corrected": "the target's own",
 }
 """Descriptions of the kinds of tokens."""
-# Replace control characters, which HTML does not allow.
-_CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 160)] if chr(c) not in "\n\t"}
 
 
 def make_summary(
@@ -130,54 +128,13 @@ def page(summary: JsonObject, texts: JsonObject, pictures: Mapping[str, bytes]) 
       texts: contents of texts.json.
       pictures: PNG files, keyed by the names in `plots.PICTURES`.
     """
-    import jinja2
-
-    # Without the `finalize` below, a control character in a completion would make the page invalid HTML.
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        autoescape=True,
-        finalize=_plain,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     setting_texts = {}
     for name, value in {**summary["settings"], **summary["environment"]}.items():
         if value is not None:
             setting_texts[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return environment.get_template(TEMPLATE).render(
-        title=tables.title(summary["settings"]),
-        facts=tables.facts(summary),
-        notes=summary["notes"],
-        tables=[
-            {
-                "heading": tables.heading(table),
-                "about": tables.about(table),
-                "key": tables.key(table),
-                "rows": [
-                    tables.cells(arm, table["metric"]) | {"meaning": arm["meaning"]} for arm in table["arms"]
-                ],
-                "texts": texts.get(tables.heading(table), []),
-            }
-            for table in summary["tables"]
-        ],
-        columns=tables.COLUMNS,
-        plots=[
-            {"words": plots.PICTURES[name], "data": base64.b64encode(picture).decode()}
-            for name, picture in pictures.items()
-        ],
-        legend=LEGEND,
-        settings=setting_texts,
-    )
-
-
-def _plain(value: object) -> object:
-    """Replace control characters and unpaired surrogates in a string.
-
-    >>> _plain("a\\x1b[1m" + chr(0xD800))
-    'a\ufffd[1m?'
-    """
-    # Markup, a subclass of str, holds text that is already escaped.
-    if type(value) is not str:
-        return value
-    return value.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")
+    shown_plots = [
+        {"words": plots.PICTURES[name], "data": base64.b64encode(picture).decode()}
+        for name, picture in pictures.items()
+    ]
+    contents = tables.contents(summary) | {"texts": texts, "settings": setting_texts, "legend": LEGEND}
+    return tables.render(TEMPLATE, **contents, plots=shown_plots)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
@@ -31,41 +30,56 @@ COLUMNS = {
     "it, texts are sharper than the target's own samples",
 }
 """The meaning of each column."""
+# Replace control characters, which HTML does not allow.
+_CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 160)] if chr(c) not in "\n\t"}
 
 
 def markdown(summary: JsonObject) -> str:
     """Return all tables: the short ones, then those with all columns."""
-    lines = [f"# {title(summary['settings'])}", "", "; ".join(facts(summary)) + ".", ""]
-    for note in summary["notes"]:
-        lines += [f"Note: {note}", ""]
-    for table in summary["tables"]:
-        lines += [f"## {heading(table)}", "", about(table), "", *arms_table(table, key(table)), ""]
-    lines += ["## All columns", ""]
-    for table in summary["tables"]:
-        lines += [f"### {heading(table)}", "", *arms_table(table, tuple(COLUMNS)), ""]
-        lines += [f"- {arm['arm']}: {arm['meaning']}" for arm in table["arms"]]
-        lines.append("")
-    lines += ["## Columns", "", *(f"- {name}: {text}" for name, text in COLUMNS.items()), "", "## Plots", ""]
-    for name, words in captions(summary).items():
-        lines += [f"![{words}]({name}.png)", ""]
-    return "\n".join(lines)
+    return render("table.md.jinja", **contents(summary), plots=captions(summary))
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table whose first column is left-aligned.
+def contents(summary: JsonObject) -> JsonObject:
+    """Return the contents of summary.json as the strings that templates show."""
+    tables = [
+        {
+            "heading": heading(table),
+            "about": f"{table['arms'][0]['problems']} problems; {METRICS[table['metric']]}.",
+            "key": key(table),
+            "rows": [cells(arm, table["metric"]) | {"meaning": arm["meaning"]} for arm in table["arms"]],
+        }
+        for table in summary["tables"]
+    ]
+    run = {"title": title(summary["settings"]), "facts": facts(summary), "notes": summary["notes"]}
+    return run | {"tables": tables, "columns": COLUMNS}
 
-    >>> markdown_table(["arm", "tau"], [["exact", "3.00"]])
-    ['| arm | tau |', '|---|---:|', '| exact | 3.00 |']
+
+def render(template: str, **values: object) -> str:
+    """Render a template of this folder, with HTML escaped in pages."""
+    import jinja2
+
+    # Without `finalize`, a control character in a completion would make the page invalid HTML.
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        autoescape=template.endswith(".html.jinja"),
+        finalize=_plain,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(values)
+
+
+def _plain(value: object) -> object:
+    """Replace control characters and unpaired surrogates in a string.
+
+    >>> _plain("a\\x1b[1m" + chr(0xD800))
+    'a\ufffd[1m?'
     """
-    lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
-    lines.insert(1, "|---|" + "---:|" * (len(columns) - 1))
-    return lines
-
-
-def arms_table(table: JsonObject, columns: Sequence[str]) -> list[str]:
-    """Return the lines of a Markdown table with one row per arm."""
-    rows = [cells(arm, table["metric"]) for arm in table["arms"]]
-    return markdown_table(columns, [[row[name] for name in columns] for row in rows])
+    # Markup, a subclass of str, holds text that is already escaped.
+    if type(value) is not str:
+        return value
+    return value.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")
 
 
 def key(table: JsonObject) -> list[str]:
@@ -113,11 +127,6 @@ def facts(summary: JsonObject) -> list[str]:
 def heading(table: JsonObject) -> str:
     """Return the task and the temperature of a table."""
     return f"{table['task']}, temperature {table['temperature']:g}"
-
-
-def about(table: JsonObject) -> str:
-    """Return the number of problems and the metric of a table."""
-    return f"{table['arms'][0]['problems']} problems; {METRICS[table['metric']]}."
 
 
 def change(arm: JsonObject, metric: str) -> str:

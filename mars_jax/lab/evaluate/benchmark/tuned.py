@@ -238,43 +238,24 @@ def rate_ratio(counts: np.ndarray, baseline: np.ndarray, seed: int) -> list[floa
 
 def tuned_markdown(report: JsonObject) -> str:
     """Return the tables in Markdown."""
-    settings, cost = report["settings"], report["settings"]["draft_cost"]
-    compared_by = "the clock"
-    if cost is not None:
-        compared_by = f"tokens per step over 1 + {cost:g} K, for K drafted tokens"
-    lines = [
-        "# Each rule at its own best draft length",
-        "",
-        f"{tables.title(settings)}, up to {settings['max_new_tokens']} tokens, batch {settings['batch_size']}. "
-        f"Lengths {', '.join(map(str, report['lengths']))} were compared by {compared_by}, on problems that no figure "
-        "uses. Intervals are 95%, by the paired bootstrap over problems.",
-        "",
-    ]
-    columns = ("arm", "tau", "tokens/s", "speed", "score change", "relaxed", "loops")
+    columns = ("tau", "tokens/s", "speed", "score change", "relaxed", "loops")
+    shown_tables = []
     for table in report["tables"]:
         rows = []
         for arm in (table["alone"], *table["arms"]):
             # The arm without a draft has neither a length nor a ratio.
-            length, ratio = str(arm.get("length", "-")), "-"
+            row = {"drafted": arm.get("length", "-"), "over the best lossless": "-"}
             if "over_lossless" in arm:
-                ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*arm["over_lossless"])
-            cells = tables.cells(arm, table["metric"])
-            name, *figure_cells = (cells[column] for column in columns)
-            rows.append([name, length, ratio, *figure_cells])
-        about_text = (
-            f"{table['problems']} problems, after {table['chosen_on']} that chose the lengths; "
-            f"score: {METRICS[table['metric']]}. The best lossless arm is {table['best_lossless']}."
+                row["over the best lossless"] = "{:.2f} [{:.2f}, {:.2f}]".format(*arm["over_lossless"])
+            rows.append(tables.cells(arm, table["metric"]) | row)
+        shown_tables.append(
+            table | {"heading": tables.heading(table), "score": METRICS[table["metric"]], "rows": rows}
         )
-        if table["problems"] < ENOUGH:
-            about_text += f" Fewer than {ENOUGH} problems are not evidence."
-        lines += [
-            f"## {tables.heading(table)}",
-            "",
-            about_text,
-            "",
-            *tables.markdown_table(["arm", "drafted", "over the best lossless", *columns[1:]], rows),
-            "",
-        ]
-        if table["metric"] == "pass@1" and table["alone"]["score"] is None:
-            lines += [samples.UNSCORED, ""]
-    return "\n".join(lines)
+    return tables.render(
+        "tuned.md.jinja",
+        title=tables.title(report["settings"]),
+        **report | {"tables": shown_tables},
+        columns=["arm", "drafted", "over the best lossless", *columns],
+        enough=ENOUGH,
+        unscored=samples.UNSCORED,
+    )
