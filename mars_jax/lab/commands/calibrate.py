@@ -184,7 +184,6 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
 
 def _study(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.lab import calibration
-    from mars_jax.lab.commands.open_pair import open_study
     from mars_jax.lab.evaluate.answers import Decoding
     from mars_jax.lab.folder import check_writable, open_rows, write_shared_json
     from mars_jax.mesh import hosts
@@ -199,7 +198,9 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
     # The default number of problems certifies the bound if the mean loss is a tenth of the bound.
     default_problems = calibration.FACTORS[0.1] * calibration.fewest(args.bound, args.confidence)
     check_problems = functools.partial(calibration.check_certifiable, args)
-    problems, target, drafter = open_study(args, rows_folder, check_problems, arithmetic=default_problems)
+    problems, target, drafter = pair.open_study(
+        args, rows_folder, check_problems, arithmetic=default_problems
+    )
     session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
     decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
     promise = {name: getattr(args, name) for name in ("risk", "bound", "confidence")}

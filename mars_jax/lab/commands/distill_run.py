@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -46,11 +46,10 @@ from mars_jax.lab.training import (
     features,
     medusa_training,
 )
-from mars_jax.lab.training.loop import CHECKPOINTS, Apprentice, fit, refuse_version_0_1
+from mars_jax.lab.training.loop import CHECKPOINTS, Apprentice, fit
 from mars_jax.lab.training.objectives import divergence
 from mars_jax.mesh import hosts
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.serve.generation import generate
 from mars_jax.serve.rows import RowFile, digest, fingerprint, plain
 from mars_jax.utils.errors import MarsError, say
@@ -64,13 +63,6 @@ WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
 """Number of completions decoded at a time, and number between two writes to disk. Within such a group, rows refill."""
 LEFT_OUT, EVALUATIONS = 0.45, 128
 """Default share of the sublayers that VIA-SD leaves out, and default number of masks that its search tries."""
-
-
-class TrainedHead(NamedTuple):
-    """An EAGLE-3 head to train further."""
-
-    config: EagleConfig
-    params: PyTree
 
 
 def distill(args: argparse.Namespace, out: IO[str]) -> None:
@@ -94,7 +86,6 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     free_directory(args.output, overwrite=False)
     check_writable(args.output)
     check_writable(work, flag="--work")
-    refuse_version_0_1(work)
     documents = [text for path in args.data or () for text in data.documents(path)]
     for dump in args.features or ():
         dump_settings(dump)
@@ -107,10 +98,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         # Stored features were computed by the target in bfloat16, and so was their fingerprint.
         dtype = args.features and "bfloat16"
         target = hub.load(args.target, dtype=dtype, mesh=mesh)
-        start_checkpoint = None
-        if args.first is not None and (args.kind, args.first) != ("via_sd", NGRAM):
-            start_checkpoint = _open_first(args, target)
-    start_params = getattr(start_checkpoint, "params", ())
+        start_checkpoint, start_params = _open_first(args, target)
     settings = {name: plain(value) for name, value in vars(args).items() if name not in _NO_MATTER}
     # Text and weights are identified by their contents, wherever they are stored.
     settings |= {
@@ -119,10 +107,9 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     }
     if args.features is not None:
         # Only eagle3 has --features. A head of --from determines the layers.
-        if isinstance(start_checkpoint, TrainedHead):
-            layers = start_checkpoint.config.feature_layers
-        else:
-            layers = layers_of(args.feature_layers) or eagle_training.feature_layers(target.config)
+        layers = layers_of(args.feature_layers) or eagle_training.feature_layers(target.config)
+        if start_checkpoint is not None:
+            layers = start_checkpoint[0].feature_layers
         target_fingerprint = fingerprint((target.params,), target.path)
         settings["features"] = [check_dump(dump, layers, target_fingerprint) for dump in args.features]
     with claim(work, settings, flag="--work"):
@@ -134,17 +121,23 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         say(f"{args.output}: draft with --draft {drafter_of(args.kind)}:{args.output}; figures in {work}")
 
 
-def _open_first(args: argparse.Namespace, target: Pretrained) -> Pretrained | TrainedHead:
-    """Load the checkpoint of --from."""
+def _open_first(args: argparse.Namespace, target: Pretrained) -> tuple[Any, PyTree]:
+    """Load the checkpoint of --from, a model or for eagle3 (config, params) of a head, and return it with its params.
+
+    Without a checkpoint, return (None, ()).
+    """
+    if args.first is None or (args.kind, args.first) == ("via_sd", NGRAM):
+        return None, ()
     if args.kind != "eagle3":
         # The kind model trains this checkpoint, in float32. Other kinds only draft with it, in its own dtype.
-        return hub.load(args.first, dtype="float32" if args.kind == "model" else None)
+        model = hub.load(args.first, dtype="float32" if args.kind == "model" else None)
+        return model, model.params
     config, params = hub.load_eagle(args.first, target.config, target.params, dtype="float32")
     if config.version != 3:
         raise MarsError(
             f"--from {args.first} is an EAGLE-1 head: name an EAGLE-3 head, or leave it out to start a new one."
         )
-    return TrainedHead(config, params)
+    return (config, params), params
 
 
 def _train(

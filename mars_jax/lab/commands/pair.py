@@ -1,9 +1,11 @@
-"""Flags shared by commands that evaluate a pair of models on tasks."""
+"""Flags of commands that evaluate a pair of models on tasks, and the problems and models that they select."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mars_jax import assets
 from mars_jax.cli.flags import (
@@ -21,7 +23,8 @@ from mars_jax.cli.flags import (
     number_of,
     numbers_of,
 )
-from mars_jax.cli.program import Parser
+from mars_jax.cli.program import Parser, keep_compilations
+from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import add_rule_flags, choose_with_weights, given_settings
 from mars_jax.drafters.registry import HEAD_EMBED, definitions, draft_words, parse_draft
 from mars_jax.drafters.tree_shapes import parse_tree
@@ -30,6 +33,13 @@ from mars_jax.utils.settings import ATTENTION, DTYPES, STORED_DTYPES
 from mars_jax.utils.types import JsonObject
 from mars_jax.verify import RuleChoice
 
+if TYPE_CHECKING:
+    from mars_jax.drafters import LoadedDrafter
+    from mars_jax.hub.pretrained import Pretrained
+    from mars_jax.lab.evaluate.tasks.problems import Problem
+
+ARITHMETIC_PROBLEMS = 200
+"""Default number of problems of the task arithmetic."""
 TASKS = """\
 tasks, where PATH is a local file (plain, .xz or .gz) or, of a dataset of the
 hub, OWNER/NAME[:CONFIG[:SPLIT]]:
@@ -49,7 +59,12 @@ DRAFTS = tuple(name for name in definitions() if name != "none")
 
 
 def make_parser(
-    prog: str, description: str, epilog: str, *, instead: Collection[str] = (), arithmetic: str = "200"
+    prog: str,
+    description: str,
+    epilog: str,
+    *,
+    instead: Collection[str] = (),
+    arithmetic: str = "200",
 ) -> Parser:
     """Return a parser with the flags of the pair, its rule and its tasks. Numbers remain strings.
 
@@ -82,8 +97,9 @@ def make_parser(
     group.add_argument(
         "--task", action="append", default=[], metavar="NAME[=PATH]", help="task to measure; once or more"
     )
-    problems_help = f"first N of each task (default: all; arithmetic {arithmetic})"
-    group.add_argument("--problems", metavar="N", help=problems_help)
+    group.add_argument(
+        "--problems", metavar="N", help=f"first N of each task (default: all; arithmetic {arithmetic})"
+    )
     group.add_argument(
         "--chat", action="store_true", help="format questions with the chat template (never stories)"
     )
@@ -125,10 +141,8 @@ def convert_pair_flags(args: argparse.Namespace) -> None:
       MarsError: a value out of range.
     """
     numbers_of(args, ("num_draft_tokens", "max_new_tokens", "batch_size", "prefill_chunk", "seed"))
-    if args.problems is not None:
-        args.problems = number_of("batch_size", args.problems, shown="--problems")
-    if args.tree is not None:
-        args.tree = parse_tree(args.tree)
+    args.problems = args.problems and number_of("batch_size", args.problems, shown="--problems")
+    args.tree = args.tree and parse_tree(args.tree)
     args.draft = draft_or_default(args.draft, args.target)
 
 
@@ -171,3 +185,75 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
     # The default must not appear among `non_default_flags`.
     if args.draft_size == "fixed":
         args.draft_size = None
+
+
+def open_study(
+    args: argparse.Namespace,
+    folder: Path,
+    check: Callable[[list[Problem]], None],
+    *,
+    arithmetic: int = ARITHMETIC_PROBLEMS,
+) -> tuple[list[Problem], Pretrained, LoadedDrafter]:
+    """Open problems, target and drafter for a command that measures a pair on tasks.
+
+    Prompts, rule and vocabularies are checked against configs and tokenizers before any weights are loaded.
+
+    Args:
+      args: from a parser of `make_parser`, after `check_pair_flags`.
+      folder: output folder of the rows.
+      check: raises MarsError for problems that the command cannot use.
+      arithmetic: number of problems of the task arithmetic if --problems is not given.
+
+    Raises:
+      MarsError: the folder holds unrelated files, `check` failed, or problems or checkpoints are invalid.
+    """
+    from mars_jax import hub, verify
+    from mars_jax.cli.open_target import check_draft, open_target
+    from mars_jax.lab.evaluate.answers import check_problems
+    from mars_jax.lab.evaluate.tasks.catalogue import read_problems
+    from mars_jax.lab.folder import check_folder
+    from mars_jax.mesh import hosts
+
+    keep_compilations()
+    if hosts.is_first():
+        check_folder(folder)
+    problems = []
+    for task in args.task:
+        name, _, path = task.partition("=")
+        # Only the task arithmetic has a default number of problems.
+        limit = arithmetic if name == "arithmetic" and args.problems is None else args.problems
+        problems += read_problems(name, path or None, chat=args.chat, limit=limit)
+    check(problems)
+    draft = parse_draft(args.draft, shown="--draft")
+    with busy("loading"):
+        outline = hub.outline(args.target)
+        if not outline.has_tokenizer:
+            raise MarsError(
+                f"'{args.target}' has no tokenizer, and tasks are text: put its files next to the weights."
+            )
+        check_problems(outline, problems, chat=args.chat)
+        check_draft(outline, draft)
+        loaded_rule = verify.load(args.rule.spec, outline, **args.rule.settings)
+        target = open_target(args, outline)
+        samples = draft.definition.samples and verify.needs_q(loaded_rule.rule)
+        drafter = load_drafter(args, target, samples=samples)
+        for file in args.theta_files:
+            file.check_weights(target, drafter, loaded_rule)
+    return problems, target, drafter
+
+
+def load_drafter(args: argparse.Namespace, target: Pretrained, *, samples: bool) -> LoadedDrafter:
+    """Load the drafter of the flags, which samples its tokens or drafts the best ones."""
+    from mars_jax import drafters
+
+    return drafters.load(
+        args.draft,
+        target,
+        num_draft_tokens=args.num_draft_tokens,
+        tree=args.tree,
+        sample=samples,
+        dtype=args.dtype,
+        draft_size=args.draft_size or "fixed",
+        any_rule=bool(args.any_rule),
+        head_embed=args.head_embed or "own",
+    )

@@ -161,15 +161,12 @@ class Programs:
     @functools.cached_property
     def state(self) -> DecodeState:
         """The abstract state of the batch, with shardings."""
-        return _abstract_state(
-            self._decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
-        )
+        return abstract_state(self._decoder, self.params, self.verify, self.mesh, self.batch, self.context)
 
     def lower(self) -> jax.stages.Lowered:
         """Lower the decode loop."""
-        return lower_loop(
-            self._decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
-        )
+        with jax.set_mesh(self.mesh):
+            return run.lower(self._decoder, self.params, self.state)
 
     @functools.cached_property
     def _model(self) -> LanguageModel:
@@ -185,25 +182,17 @@ class Programs:
         return shardings.abstract_params(config, dtype, bits=bits, packed_experts=packed, shardings=placement)
 
 
-def lower_loop(
-    decoder: Decoder, params: Params, rule: Rule, mesh: Mesh, *, batch: int, context: int
-) -> jax.stages.Lowered:
-    """Lower `decode.run` for the abstract state of a batch on a mesh."""
-    state = _abstract_state(decoder, params, rule, mesh, batch=batch, context=context)
-    with jax.set_mesh(mesh):
-        return run.lower(decoder, params, state)
-
-
-def _abstract_state(
-    decoder: Decoder, params: Params, rule: Rule, mesh: Mesh, *, batch: int, context: int
+def abstract_state(
+    decoder: Decoder, params: Params, rule: Rule, mesh: Mesh, batch: int, context: int
 ) -> DecodeState:
+    """Return the abstract state of `batch` rows of `context` tokens, with shardings on a mesh."""
+
     def start(params: Params) -> DecodeState:
         row_keys = keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
         # Only shapes matter here, so use the shortest prompt that prefills a token.
         tokens, lengths = jnp.zeros((batch, context), jnp.int32), jnp.full((batch,), 2, jnp.int32)
-        return decoder.init(
-            params, Prompts(tokens, lengths, make_controls(batch, limit=context), rule, row_keys)
-        )
+        prompts = Prompts(tokens, lengths, make_controls(batch, limit=context), rule, row_keys)
+        return decoder.init(params, prompts)
 
     with jax.set_mesh(mesh):
         state = jax.eval_shape(start, params)
@@ -213,8 +202,5 @@ def _abstract_state(
 
 def local_bytes(tree: PyTree) -> int:
     """Return the bytes of one device's shards of abstract arrays."""
-    shard_shapes = (
-        jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-        for leaf in jax.tree.leaves(tree)
-    )
-    return sum(map(num_bytes, shard_shapes))
+    leaves = jax.tree.leaves(tree)
+    return sum(num_bytes(x.update(shape=x.sharding.shard_shape(x.shape))) for x in leaves)
