@@ -236,7 +236,7 @@ def _follow(args: argparse.Namespace, out: IO[str]) -> None:
 
 def _study(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.cli.open_target import check_file
-    from mars_jax.lab.evaluate.benchmark import tables
+    from mars_jax.lab.evaluate.benchmark import report
     from mars_jax.lab.evaluate.benchmark.run import evaluate
     from mars_jax.lab.evaluate.scoring import scores
     from mars_jax.lab.pictures import check_installed
@@ -262,7 +262,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
     if args.part is not None:
         say(f"the rows of this part are in {args.output}")
         return
-    print(tables.markdown(summary), file=out, end="")
+    print(report.markdown(summary), file=out, end="")
     say(f"rows, table, plots and report are in {args.output}")
 
 

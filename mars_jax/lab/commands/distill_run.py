@@ -32,7 +32,6 @@ from mars_jax.hub.heads.mtp_files import save_mtp
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.hub.save import free_directory
 from mars_jax.lab.commands.distill import drafter_of
-from mars_jax.lab.commands.distill_features import check_dump, dump_settings, layers_of
 from mars_jax.lab.evaluate.scoring.scores import score_answer
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from mars_jax.lab.evaluate.tasks.catalogue import read_problems
@@ -46,6 +45,7 @@ from mars_jax.lab.training import (
     features,
     medusa_training,
 )
+from mars_jax.lab.training.features import check_dump, default_layers, dump_settings, layers_of
 from mars_jax.lab.training.loop import CHECKPOINTS, Apprentice, fit
 from mars_jax.lab.training.objectives import divergence
 from mars_jax.mesh import hosts
@@ -107,7 +107,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     }
     if args.features is not None:
         # Only eagle3 has --features. A head of --from determines the layers.
-        layers = layers_of(args.feature_layers) or eagle_training.feature_layers(target.config)
+        layers = layers_of(args.feature_layers) or default_layers(target.config)
         if start_checkpoint is not None:
             layers = start_checkpoint[0].feature_layers
         target_fingerprint = fingerprint((target.params,), target.path)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from mars_jax.core.drafter import Drafter
     from mars_jax.drafters.tree_shapes import Dynamic
     from mars_jax.lab.planning import Plan
-    from mars_jax.lab.planning.advice import Attempt, DraftEstimate, DraftShape
     from mars_jax.lab.planning.chips import Topology
     from mars_jax.lab.planning.estimate import StepTime
+    from mars_jax.lab.planning.fit import Attempt, DraftEstimate, DraftShape
     from mars_jax.models.config import ModelConfig
     from mars_jax.models.shardings import AnyConfig
 
@@ -138,7 +138,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     from mars_jax import verify
     from mars_jax.lab import planning
     from mars_jax.lab.folder import check_writable
-    from mars_jax.lab.planning import advice, fit
+    from mars_jax.lab.planning import fit
     from mars_jax.lab.planning.chips import larger, topology
     from mars_jax.lab.planning.pair_programs import Programs, default_mesh, draft_of, kind_of
     from mars_jax.models.shardings import parse_mesh
@@ -174,14 +174,14 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
 
     def attempt(name: str | None, dtype: str) -> Attempt:
         slice_ = requested_slice if name is None else topology(name)
-        return advice.try_fit(pair(slice_, dtype), slice_)
+        return fit.try_fit(pair(slice_, dtype), slice_)
 
     def step(shape: DraftShape) -> StepTime | None:
         """Return the time of a step with a draft of a different shape, or None if it does not fit."""
         shaped_programs = pair(requested_slice, args.dtype, length=shape.length, tree=shape.tree)
         # The plan has already compiled the usual shape, and it fits.
         is_planned = (shape.length, shape.tree) == drafter.usual(mixture=is_mixture)
-        if not is_planned and not advice.try_fit(shaped_programs, requested_slice).fits:
+        if not is_planned and not fit.try_fit(shaped_programs, requested_slice).fits:
             return None
         return fit.planned_time(shaped_programs, requested_slice)[1]
 
@@ -201,12 +201,12 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     if args.acceptance and is_open and plan.fits:
         with busy("comparing drafts"):
             _, autoregressive_time = fit.planned_time(target_programs, requested_slice)
-            shapes = advice.SHAPES if is_mixture else advice.DEEPER
-            drafts = advice.compare_drafts(step, autoregressive_time, args.acceptance, shapes)
+            shapes = fit.SHAPES if is_mixture else fit.DEEPER
+            drafts = fit.compare_drafts(step, autoregressive_time, args.acceptance, shapes)
     attempts = []
     if not plan.fits:
         with busy("looking for what fits"):
-            attempts = advice.advise(attempt, args.dtype, larger(plan.topology))
+            attempts = fit.advise(attempt, args.dtype, larger(plan.topology))
     if args.json:
         input_names = ("target", "draft", "batch", "context", "dtype", "acceptance")
         report = {name: getattr(args, name) for name in input_names} | dataclasses.asdict(plan)

@@ -22,7 +22,8 @@ from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.contrib.teaching import Batch, Loss, teach
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
 from mars_jax.lab.training import objectives
-from mars_jax.lab.training.eagle_training import feature_layers, from_target
+from mars_jax.lab.training.eagle_training import from_target
+from mars_jax.lab.training.features import default_layers
 from mars_jax.lab.training.loop import Apprentice
 from mars_jax.lab.training.objectives import Divergence, cast, forward_kl
 from mars_jax.models.config import ModelConfig
@@ -181,7 +182,7 @@ def block_layers(target: ModelConfig) -> tuple[int, ...]:
     (1, 9, 17, 25, 33)
     """
     if target.num_layers < 12:
-        return feature_layers(target)
+        return default_layers(target)
     return DFlashConfig.outline(target).feature_layers
 
 

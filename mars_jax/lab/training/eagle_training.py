@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from mars_jax.contrib.teaching import Batch, Loss, document_mask, in_documents, teach
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
 from mars_jax.lab.training import objectives
-from mars_jax.lab.training.features import PADDING, Recorded
+from mars_jax.lab.training.features import PADDING, Recorded, default_layers
 from mars_jax.lab.training.loop import Apprentice
 from mars_jax.lab.training.objectives import Divergence, cast, forward_kl
 from mars_jax.models.config import ModelConfig
@@ -228,18 +228,6 @@ def eagle1(
     return loss
 
 
-def feature_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers that an EAGLE-3 head reads: those published, or the last of each third of a shallow target.
-
-    >>> feature_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1))
-    (1, 15, 28)
-    """
-    num_layers = target.num_layers
-    if num_layers >= 12:
-        return EagleConfig.outline(target).feature_layers
-    return tuple(sorted({max(num_layers * i // 3 - 1, 0) for i in (1, 2, 3)}))
-
-
 def unembedding(params: PyTree) -> Array:
     """Return the target's unembedding f32[V, E]."""
     return params.get("unembed", params["embed"]).astype(jnp.float32)
@@ -281,7 +269,7 @@ def new_eagle3(
     Args:
       target, params: the model and its weights.
       ids: i32[W]; tokens of the draft vocabulary; default: all.
-      layers: see `feature_layers`.
+      layers: see `features.default_layers`.
       intermediate_size: width of the head's MLP; default: the target's.
       trained: a head from `hub.load_eagle`, which determines `ids`, `layers` and `intermediate_size`.
       steps, divergence: see `eagle3`.
@@ -301,7 +289,7 @@ def new_eagle3(
             layer=layers_like(target, intermediate_size),
             target_hidden_size=target.hidden_size,
             draft_vocab_size=draft_vocab_size,
-            feature_layers=tuple(layers or feature_layers(target)),
+            feature_layers=tuple(layers or default_layers(target)),
         )
         init = functools.partial(from_target, config, target, params, vocabulary, seed)
     model = language_model(target, dtype="bfloat16", feature_layers=config.feature_layers)

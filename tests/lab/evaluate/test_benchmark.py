@@ -9,7 +9,7 @@ import pytest
 from mars_jax import hub
 from mars_jax.lab.commands.benchmark import parse
 from mars_jax.lab.evaluate import answers
-from mars_jax.lab.evaluate.benchmark import plots, report, tables
+from mars_jax.lab.evaluate.benchmark import plots, report
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from tests.lab.evaluate.conftest import call, dying_after, read_folder, timeless
 
@@ -87,10 +87,10 @@ def test_plots_and_table_of_a_run_without_scores_and_thresholds(finished, tmp_pa
             arm |= {"score": None, "score_change": None, "recovered": None, "theta": None}
     plots.draw(summary, tmp_path, "a run", formats=("svg",))
     assert {file.stem for file in tmp_path.iterdir()} == {*plots.PICTURES} - {"tau_theta"}
-    assert "tau_theta" not in tables.markdown(summary)
+    assert "tau_theta" not in report.markdown(summary)
     assert "regret, nats per token" in (tmp_path / "speed_quality.svg").read_text()
-    assert "not scored" in tables.markdown(summary)
-    assert tables.key(summary["tables"][0]) == ["arm", "tau", "tokens/s", "speed", "regret"]
+    assert "not scored" in report.markdown(summary)
+    assert report.key(summary["tables"][0]) == ["arm", "tau", "tokens/s", "speed", "regret"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from mars_jax.lab.evaluate.benchmark import plots, report, tables
+from mars_jax.lab.evaluate.benchmark import plots, report
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = (
@@ -102,7 +102,7 @@ def test_the_coloured_tokens_are_those_of_the_rows(finished, root, texts):
                 assert "".join(piece for _, piece in pieces) == row["text"][0]
                 kinds = [kind for kind, _ in pieces]
                 assert kinds.count("relaxed") == row["accepted_relaxed"]
-                assert next(completions) == (name, [(kind, tables._plain(piece)) for kind, piece in pieces])
+                assert next(completions) == (name, [(kind, report._plain(piece)) for kind, piece in pieces])
                 relaxed += row["accepted_relaxed"]
     assert relaxed > 0 and next(completions, None) is None
 

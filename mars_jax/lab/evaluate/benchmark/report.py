@@ -12,9 +12,9 @@ from pathlib import Path
 
 from mars_jax.hub.durable import write_whole
 from mars_jax.lab.evaluate import figures
-from mars_jax.lab.evaluate.benchmark import plots, tables
-from mars_jax.lab.evaluate.benchmark.arms import Arm
-from mars_jax.lab.evaluate.scoring.samples import UNSCORED
+from mars_jax.lab.evaluate.benchmark import plots
+from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE, Arm
+from mars_jax.lab.evaluate.scoring.scores import METRICS, UNSCORED
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import write_shared_json
 from mars_jax.serve.rows import Row
@@ -114,8 +114,8 @@ def notes(settings: JsonObject, problems: Sequence[Problem], rows: Sequence[Row]
 def write_report(summary: JsonObject, texts: JsonObject, folder: Path) -> None:
     """Write summary.json, table.md, the plots and report.html. `texts` is the contents of texts.json."""
     write_shared_json(folder / SUMMARY, summary)
-    write_whole(folder / TABLE, tables.markdown(summary))
-    plots.draw(summary, folder, "; ".join([tables.title(summary["settings"]), *tables.facts(summary)]) + ".")
+    write_whole(folder / TABLE, markdown(summary))
+    plots.draw(summary, folder, "; ".join([title(summary["settings"]), *facts(summary)]) + ".")
     pictures = {name: (folder / f"{name}.png").read_bytes() for name in plots.captions(summary)}
     write_whole(folder / PAGE, page(summary, texts, pictures))
 
@@ -136,5 +136,175 @@ def page(summary: JsonObject, texts: JsonObject, pictures: Mapping[str, bytes]) 
         {"words": plots.PICTURES[name], "data": base64.b64encode(picture).decode()}
         for name, picture in pictures.items()
     ]
-    contents = tables.contents(summary) | {"texts": texts, "settings": setting_texts, "legend": LEGEND}
-    return tables.render(TEMPLATE, **contents, plots=shown_plots)
+    values = contents(summary) | {"texts": texts, "settings": setting_texts, "legend": LEGEND}
+    return render(TEMPLATE, **values, plots=shown_plots)
+
+
+KEY = ("arm", "tau", "tokens/s", "speed", "score change")
+"""The columns of the short table; `regret` replaces the last one if nothing is scored."""
+COLUMNS = {
+    "arm": "how the prompts were decoded; the list below the table explains each arm",
+    "tau": "tokens per target forward, the correction or bonus token included",
+    "relaxed": "share of the accepted draft tokens that only the relaxed rule accepts",
+    "regret": "mean of z1 - z[token] over emitted tokens, in nats of the target's raw logits",
+    "tokens/s": "new tokens per second of wall time, prefill included and compilation excluded",
+    "speed": "tokens/s relative to the target alone",
+    "s/task": "wall seconds per problem, summed over turns; longer answers take more of them",
+    "tokens/task": "length of the answers, stop tokens included",
+    "loops": "share of answers that end in a phrase of up to 90 tokens, repeated three times over 12 tokens or more",
+    "cut": "share of answers that did not end in a stop token",
+    "same": "share of answers with the target's own tokens; at temperature 0 a lossless rule has 100%, up to ties "
+    "within rounding",
+    "score": "see the heading",
+    "score change": "score minus that of the target alone, in points of 100, with a 95% interval by the paired "
+    "bootstrap over problems, and a word for whether the interval excludes 0. A likelihood should stay near 0: above "
+    "it, texts are sharper than the target's own samples",
+}
+"""The meaning of each column."""
+# Replace control characters, which HTML does not allow.
+_CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 160)] if chr(c) not in "\n\t"}
+
+
+def markdown(summary: JsonObject) -> str:
+    """Return all tables: the short ones, then those with all columns."""
+    return render("table.md.jinja", **contents(summary), plots=plots.captions(summary))
+
+
+def contents(summary: JsonObject) -> JsonObject:
+    """Return the contents of summary.json as the strings that templates show."""
+    tables = [
+        {
+            "heading": heading(table),
+            "about": f"{table['arms'][0]['problems']} problems; {METRICS[table['metric']]}.",
+            "key": key(table),
+            "rows": [cells(arm, table["metric"]) | {"meaning": arm["meaning"]} for arm in table["arms"]],
+        }
+        for table in summary["tables"]
+    ]
+    run = {"title": title(summary["settings"]), "facts": facts(summary), "notes": summary["notes"]}
+    return run | {"tables": tables, "columns": COLUMNS}
+
+
+def render(template: str, **values: object) -> str:
+    """Render a template of this folder, with HTML escaped in pages."""
+    import jinja2
+
+    # Without `finalize`, a control character in a completion would make the page invalid HTML.
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        autoescape=template.endswith(".html.jinja"),
+        finalize=_plain,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(values)
+
+
+def _plain(value: object) -> object:
+    """Replace control characters and unpaired surrogates in a string.
+
+    >>> _plain("a\\x1b[1m" + chr(0xD800))
+    'a\ufffd[1m?'
+    """
+    # Markup, a subclass of str, holds text that is already escaped.
+    if type(value) is not str:
+        return value
+    return value.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")
+
+
+def key(table: JsonObject) -> list[str]:
+    """Return the columns of the short table."""
+    if any(arm["score"] is not None for arm in table["arms"]):
+        return list(KEY)
+    return [*KEY[:-1], "regret"]
+
+
+def title(settings: JsonObject) -> str:
+    """Return the names of the two models, without local folders.
+
+    >>> title({"target": "/data/models/qwen", "draft": "eagle:owner/head"})
+    'qwen drafted by eagle:owner/head'
+    """
+
+    def short(name: str) -> str:
+        kind, colon, path = name.rpartition(":")
+        if path.startswith(("/", "~", ".")):
+            path = Path(path).name
+        return kind + colon + path
+
+    return f"{short(settings['target'])} drafted by {short(settings.get('draft') or settings['drafter'])}"
+
+
+def facts(summary: JsonObject) -> list[str]:
+    """Return the settings of a run, its device, and the dates of its rows."""
+    settings, days = summary["settings"], summary["days"]
+    rule_text = f"rule {settings['rule']['verify']}"
+    if options_text := ", ".join(f"{name} {value}" for name, value in settings["rule"]["settings"].items()):
+        rule_text += f" ({options_text})"
+    return [
+        settings["drafter"],
+        rule_text,
+        f"up to {settings['max_new_tokens']} tokens",
+        f"batch {settings['batch_size']}",
+        f"seed {settings['seed']}",
+        "chat template" if settings["chat"] else "no chat template",
+        settings["device"],
+        "n = " + ", ".join(f"{count} problems of {task}" for task, count in settings["tasks"].items()),
+        " to ".join(dict.fromkeys((days[0], days[-1]))),
+    ]
+
+
+def heading(table: JsonObject) -> str:
+    """Return the task and the temperature of a table."""
+    return f"{table['task']}, temperature {table['temperature']:g}"
+
+
+def change(arm: JsonObject, metric: str) -> str:
+    """Return an arm's change in score from the target without a draft, with a verdict in words.
+
+    >>> arm = {"arm": "mars", "score_change": -0.02, "intervals": {"score_change": [-0.03, -0.01]}}
+    >>> change(arm, "final_answer"), change(arm, "likelihood")
+    ('-2.0 [-3.0, -1.0], worse', '-2.0 [-3.0, -1.0], less likely')
+    >>> change(arm | {"intervals": {"score_change": [-0.05, 0.01]}}, "final_answer")
+    '-2.0 [-5.0, +1.0], within noise'
+    """
+    if arm["score_change"] is None or arm["arm"] == AUTOREGRESSIVE:
+        return "-"
+    points_text = f"{100 * arm['score_change']:+.1f}"
+    interval = arm["intervals"]["score_change"]
+    if interval is None:
+        return f"{points_text}, no interval"
+    low, high = interval
+    better_word, worse_word = "better", "worse"
+    if metric == "likelihood":
+        better_word, worse_word = "likelier", "less likely"
+    if low == high == 0:
+        verdict = "the same"
+    elif low > 0:
+        verdict = better_word
+    elif high < 0:
+        verdict = worse_word
+    else:
+        verdict = "within noise"
+    return f"{points_text} [{100 * low:+.1f}, {100 * high:+.1f}], {verdict}"
+
+
+def cells(arm: JsonObject, metric: str) -> dict[str, str]:
+    """Return the table row of an arm, keyed by the names in `COLUMNS`."""
+    is_drafting = bool(arm["acceptance_by_depth"])
+    return {
+        "arm": arm["arm"],
+        "tau": f"{arm['tau']:.2f}",
+        "relaxed": f"{arm['relaxed_share']:.1%}" if is_drafting else "-",
+        "regret": f"{arm['regret_per_token']:.3f}",
+        "tokens/s": f"{arm['tokens_per_second']:.1f}",
+        "speed": f"{arm['speedup']:.2f}x",
+        "s/task": f"{arm['seconds_per_task']:.3g}",
+        "tokens/task": f"{arm['tokens_per_task']:.1f}",
+        "loops": f"{arm['loop_rate']:.1%}",
+        "cut": f"{arm['length_rate']:.1%}",
+        "same": f"{arm['same_as_autoregressive']:.1%}",
+        "score": "-" if arm["score"] is None else f"{100 * arm['score']:.1f}",
+        "score change": change(arm, metric),
+    }

@@ -25,12 +25,9 @@ from mars_jax.hub.durable import write_whole
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate import figures
 from mars_jax.lab.evaluate.answers import Decoding
-from mars_jax.lab.evaluate.benchmark import tables
-from mars_jax.lab.evaluate.benchmark.arm_rows import Recorder, by_task, turns_of
 from mars_jax.lab.evaluate.benchmark.arms import ALONE, Arm, make_arms
-from mars_jax.lab.evaluate.benchmark.run import Study
-from mars_jax.lab.evaluate.scoring import samples
-from mars_jax.lab.evaluate.scoring.scores import METRICS
+from mars_jax.lab.evaluate.benchmark.run import Recorder, Study, by_task, turns_of
+from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import open_rows, write_shared_json
 from mars_jax.lab.provenance import provenance
@@ -157,7 +154,7 @@ class _Run:
         tuned_arms = list(zip(arms, best_lengths, strict=True))
         decoded = self._decode(problems[split:], temperature, [(ALONE, 0), *tuned_arms])
         scored_rows = {
-            key: samples.with_results(self.args.output, problems[split:], rows)
+            key: scores.with_results(self.args.output, problems[split:], rows)
             for key, rows in decoded.items()
         }
         # The problems that chose the lengths choose the baseline too, so the figures below have no selection bias.
@@ -247,15 +244,15 @@ def tuned_markdown(report: JsonObject) -> str:
             row = {"drafted": arm.get("length", "-"), "over the best lossless": "-"}
             if "over_lossless" in arm:
                 row["over the best lossless"] = "{:.2f} [{:.2f}, {:.2f}]".format(*arm["over_lossless"])
-            rows.append(tables.cells(arm, table["metric"]) | row)
+            rows.append(report.cells(arm, table["metric"]) | row)
         shown_tables.append(
-            table | {"heading": tables.heading(table), "score": METRICS[table["metric"]], "rows": rows}
+            table | {"heading": report.heading(table), "score": scores.METRICS[table["metric"]], "rows": rows}
         )
-    return tables.render(
+    return report.render(
         "tuned.md.jinja",
-        title=tables.title(report["settings"]),
+        title=report.title(report["settings"]),
         **report | {"tables": shown_tables},
         columns=["arm", "drafted", "over the best lossless", *columns],
         enough=ENOUGH,
-        unscored=samples.UNSCORED,
+        unscored=scores.UNSCORED,
     )
