@@ -179,11 +179,6 @@ def parser() -> Parser:
     return command_parser
 
 
-def drafter_of(kind: str) -> str:
-    """Return the name of the drafter for a kind: eagle1 and eagle3 are heads of the drafter eagle."""
-    return kind.rstrip("13")
-
-
 def check_distill_flags(args: argparse.Namespace) -> None:
     """Raise MarsError for values out of range and for incompatible flags of a kind."""
     source_flags = [flag for flag in ("--data", "--features") if flag in KINDS[args.kind].flags]
@@ -193,8 +188,8 @@ def check_distill_flags(args: argparse.Namespace) -> None:
         raise MarsError(
             "--data with --features is the text of a draft vocabulary: give --draft-vocab, or leave out --data."
         )
-    # The authors' layout is named after the drafter.
-    authors_layout = drafter_of(args.kind)
+    # The authors' layout is named after the drafter, which is eagle for eagle1 and eagle3.
+    authors_layout = args.kind.rstrip("13")
     if args.layout not in (None, authors_layout, "speculators"):
         raise MarsError(f"--layout is {args.layout}: expected {authors_layout} or speculators.")
     if args.block_size is not None and args.block_size < 2:

@@ -31,7 +31,6 @@ from mars_jax.hub.files import resolve
 from mars_jax.hub.heads.mtp_files import save_mtp
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.hub.save import free_directory
-from mars_jax.lab.commands.distill import drafter_of
 from mars_jax.lab.evaluate.scoring.scores import score_answer
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from mars_jax.lab.evaluate.tasks.catalogue import read_problems
@@ -118,7 +117,9 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     if args.kind == "diversed":
         say(f"{args.output}: verify with --verify diversed:{args.output}")
     else:
-        say(f"{args.output}: draft with --draft {drafter_of(args.kind)}:{args.output}; figures in {work}")
+        # The kinds eagle1 and eagle3 produce heads for the drafter eagle.
+        draft_kind = args.kind.rstrip("13")
+        say(f"{args.output}: draft with --draft {draft_kind}:{args.output}; figures in {work}")
 
 
 def _open_first(args: argparse.Namespace, target: Pretrained) -> tuple[Any, PyTree]:
@@ -131,6 +132,7 @@ def _open_first(args: argparse.Namespace, target: Pretrained) -> tuple[Any, PyTr
     if args.kind != "eagle3":
         # The kind model trains this checkpoint, in float32. Other kinds only draft with it, in its own dtype.
         model = hub.load(args.first, dtype="float32" if args.kind == "model" else None)
+        check_same_vocabulary(target, model)
         return model, model.params
     config, params = hub.load_eagle(args.first, target.config, target.params, dtype="float32")
     if config.version != 3:
@@ -144,9 +146,8 @@ def _train(
     args: argparse.Namespace, target: Pretrained, first: Any, documents: Sequence[str], work: Path
 ) -> None:
     """Train a head or a small model on text or on features, and write it."""
-    options = {
-        name: getattr(args, name) for name in ("tokens", "step_tokens", "learning_rate", "seed", "minutes")
-    }
+    names = ("tokens", "step_tokens", "learning_rate", "seed", "minutes")
+    options = {name: getattr(args, name) for name in names}
     if args.write is not None:
         documents = _write_texts(args, target, documents, work)
     # With --features, text is only needed to choose a draft vocabulary.
@@ -182,10 +183,9 @@ def _write(args: argparse.Namespace, config: Any, params: PyTree, first: Any) ->
             model_folder.replace(args.output)
             sync(args.output.absolute().parent)
     else:
-        save_head = hub.save_eagle
-        if args.kind == "dflash":
-            save_head = contrib.save_dflash
-        layout = args.layout or drafter_of(args.kind)
+        save_head = contrib.save_dflash if args.kind == "dflash" else hub.save_eagle
+        # The authors' layout is named after the drafter.
+        layout = args.layout or args.kind.rstrip("13")
         save_head(args.output, config, params, layout=layout, verifier=str(args.target))
 
 
@@ -259,7 +259,6 @@ def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.nda
     """Create the apprentice of a kind. `first` is the checkpoint of --from, and `ids` i32[W] the draft vocabulary."""
     config, params, loss, seed = target.config, target.params, divergence(args.loss), args.seed
     if args.kind == "model":
-        check_same_vocabulary(target, first)
         return distillation.small_model(config, first.config, first.params, divergence=loss)
     if isinstance(config, ModelConfig) and config.delta is not None:
         raise MarsError("heads of targets with recurrent layers are not supported yet: distil a small model.")
@@ -322,7 +321,6 @@ def _batches(args: argparse.Namespace, target: Pretrained, documents: Sequence[s
 def _sprinter(
     args: argparse.Namespace, target: Pretrained, small: Pretrained, documents: Sequence[str], work: Path
 ) -> None:
-    check_same_vocabulary(target, small)
     batches = _batches(args, target, documents)
     label_batch = jax.jit(
         lambda teacher, params, batch, key: sprinter_training.examples(
@@ -348,14 +346,8 @@ def _sprinter(
 
 
 def _via_sd(
-    args: argparse.Namespace,
-    target: Pretrained,
-    small: Pretrained | None,
-    documents: Sequence[str],
-    work: Path,
+    args: argparse.Namespace, target: Pretrained, small: object, documents: Sequence[str], work: Path
 ) -> None:
-    if small is not None:
-        check_same_vocabulary(target, small)
     if not isinstance(target.config, ModelConfig) or target.model.with_layers is None:
         raise MarsError(f"'{target.name}' cannot leave out layers: give a checkpoint of this library.")
     best_choice = via_sd_training.search(
@@ -381,7 +373,6 @@ def _via_sd(
 def _diversed(
     args: argparse.Namespace, target: Pretrained, small: Pretrained, documents: Sequence[str], work: Path
 ) -> None:
-    check_same_vocabulary(target, small)
     problems = rewarded(args.task)
     prompts = target.encode_many([p.turns[0] for p in problems], chat=True)
 

@@ -62,25 +62,20 @@ def pack_documents(documents: Iterable[Sequence[int]], length: int) -> tuple[np.
     >>> tokens.tolist(), segments.tolist()
     ([[7, 8, 9, 9], [1, 2, 3, 0], [5, 6, 0, 0]], [[0, 0, 0, 0], [0, 0, 0, -1], [0, 0, -1, -1]])
     """
-    rows: list[list[Sequence[int]]] = []
-    # Number of free positions in each row.
-    free_slots: list[int] = []
+    # Tokens and segments of each row, and its number of used positions.
+    tokens, segments, used = [], [], []
     for ids in sorted((list(d)[:length] for d in documents), key=len, reverse=True):
-        row = next((i for i, free in enumerate(free_slots) if free >= len(ids)), len(rows))
-        if row == len(rows):
-            rows.append([])
-            free_slots.append(length)
-        rows[row].append(ids)
-        free_slots[row] -= len(ids)
-    tokens = np.zeros((len(rows), length), np.int32)
-    segments = np.full((len(rows), length), PADDING, np.int32)
-    for row, row_documents in enumerate(rows):
-        start = 0
-        for number, ids in enumerate(row_documents):
-            tokens[row, start : start + len(ids)] = ids
-            segments[row, start : start + len(ids)] = number
-            start += len(ids)
-    return tokens, segments
+        row = next((i for i, count in enumerate(used) if count + len(ids) <= length), len(used))
+        if row == len(used):
+            tokens.append(np.zeros(length, np.int32))
+            segments.append(np.full(length, PADDING, np.int32))
+            used.append(0)
+        place = slice(used[row], used[row] + len(ids))
+        tokens[row][place] = ids
+        # Documents are numbered from 0 in each row; padding has the number -1.
+        segments[row][place] = segments[row].max() + 1
+        used[row] = place.stop
+    return np.stack(tokens), np.stack(segments)
 
 
 def reader(target: LanguageModel) -> Callable[[PyTree, Array, Array], Recorded]:

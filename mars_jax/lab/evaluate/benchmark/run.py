@@ -212,7 +212,7 @@ def make_row(
     stop_tokens: Sequence[int],
 ) -> Row:
     """Return the row of one answer, without the key of its group. `score` is the result of `scores.score_answer`."""
-    metrics = answer.metrics
+    counts = ("steps", "emitted", "proposed", "accepted_exact", "accepted_relaxed")
     return {
         "id": problem.id,
         "theta": plain(arm.theta),
@@ -220,13 +220,9 @@ def make_row(
         "text": list(answer.texts),
         "tokens": [list(turn) for turn in answer.tokens],
         "finish_reason": answer.finish_reason,
-        "steps": metrics.steps,
-        "emitted": metrics.emitted,
-        "proposed": metrics.proposed,
-        "accepted_exact": metrics.accepted_exact,
-        "accepted_relaxed": metrics.accepted_relaxed,
-        "depth_histogram": list(metrics.depth_histogram),
-        "regret": metrics.regret,
+        **{name: getattr(answer.metrics, name) for name in counts},
+        "depth_histogram": list(answer.metrics.depth_histogram),
+        "regret": answer.metrics.regret,
         "loops": any(ends_in_loop(turn, stop_tokens) for turn in answer.tokens),
         "score": score,
         "seconds": answer.seconds,
