@@ -36,16 +36,9 @@ from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import check_writable, claim, joined_with_folder
-from mars_jax.lab.training import (
-    data,
-    dflash_training,
-    distillation,
-    eagle_training,
-    features,
-    medusa_training,
-)
-from mars_jax.lab.training.features import check_dump, default_layers, dump_settings, layers_of
+from mars_jax.lab.training import data, dflash_training, distillation, eagle_training, features
 from mars_jax.lab.training.loop import CHECKPOINTS, Apprentice, fit
+from mars_jax.lab.training.medusa_training import new_medusa
 from mars_jax.lab.training.objectives import divergence
 from mars_jax.mesh import hosts
 from mars_jax.models.config import ModelConfig
@@ -81,13 +74,13 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     # Reject invalid arguments before loading the models.
     if args.loss is not None:
         divergence(args.loss)
-    layers_of(args.feature_layers)
+    features.layers_of(args.feature_layers)
     free_directory(args.output, overwrite=False)
     check_writable(args.output)
     check_writable(work, flag="--work")
     documents = [text for path in args.data or () for text in data.documents(path)]
     for dump in args.features or ():
-        dump_settings(dump)
+        features.dump_settings(dump)
     if args.task is not None:
         rewarded(args.task)
     if args.first not in (None, NGRAM):
@@ -106,11 +99,13 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     }
     if args.features is not None:
         # Only eagle3 has --features. A head of --from determines the layers.
-        layers = layers_of(args.feature_layers) or default_layers(target.config)
+        layers = features.layers_of(args.feature_layers) or features.default_layers(target.config)
         if start_checkpoint is not None:
             layers = start_checkpoint[0].feature_layers
         target_fingerprint = fingerprint((target.params,), target.path)
-        settings["features"] = [check_dump(dump, layers, target_fingerprint) for dump in args.features]
+        settings["features"] = [
+            features.check_dump(dump, layers, target_fingerprint) for dump in args.features
+        ]
     with claim(work, settings, flag="--work"):
         train_kind = {"sprinter": _sprinter, "via_sd": _via_sd, "diversed": _diversed}.get(args.kind, _train)
         train_kind(args, target, start_checkpoint, documents, work)
@@ -263,8 +258,12 @@ def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.nda
     if isinstance(config, ModelConfig) and config.delta is not None:
         raise MarsError("heads of targets with recurrent layers are not supported yet: distil a small model.")
     if args.kind == "medusa":
-        return medusa_training.new_medusa(config, params, count=args.heads or 4, divergence=loss, seed=seed)
-    width, steps, layers = args.intermediate_size, args.steps_ahead or 5, layers_of(args.feature_layers)
+        return new_medusa(config, params, count=args.heads or 4, divergence=loss, seed=seed)
+    width, steps, layers = (
+        args.intermediate_size,
+        args.steps_ahead or 5,
+        features.layers_of(args.feature_layers),
+    )
     if args.kind == "eagle1":
         return eagle_training.new_eagle1(config, intermediate_size=width, divergence=loss, seed=seed)
     if args.kind == "mtp":

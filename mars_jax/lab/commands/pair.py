@@ -8,21 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mars_jax import assets
-from mars_jax.cli.flags import (
-    ATTENTION_HELP,
-    CACHE_DTYPE_HELP,
-    HEAD_EMBED_HELP,
-    MESH_HELP,
-    NO_CHECK_HELP,
-    Present,
-    add_host_flags,
-    add_settings,
-    add_size_flags,
-    draft_or_default,
-    flag_of,
-    number_of,
-    numbers_of,
-)
+from mars_jax.cli import flags
 from mars_jax.cli.program import Parser, keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import add_rule_flags, choose_with_weights, given_settings
@@ -85,14 +71,14 @@ def make_parser(
         "--num-draft-tokens", metavar="N", help="tokens drafted in a row (default: the drafter's)"
     )
     group.add_argument("--tree", metavar="4-2-2-1", help="draft a tree; as for mars_jax.generate")
-    group.add_argument("--head-embed", choices=HEAD_EMBED, help=HEAD_EMBED_HELP)
-    add_size_flags(group)
+    group.add_argument("--head-embed", choices=HEAD_EMBED, help=flags.HEAD_EMBED_HELP)
+    flags.add_size_flags(group)
     group.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: the checkpoint's own)")
-    group.add_argument("--attention", choices=ATTENTION, help=ATTENTION_HELP)
-    group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=CACHE_DTYPE_HELP)
-    group.add_argument("--no-check", action="store_true", help=NO_CHECK_HELP)
-    group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
-    add_host_flags(parser)
+    group.add_argument("--attention", choices=ATTENTION, help=flags.ATTENTION_HELP)
+    group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=flags.CACHE_DTYPE_HELP)
+    group.add_argument("--no-check", action="store_true", help=flags.NO_CHECK_HELP)
+    group.add_argument("--mesh", metavar="data=2,model=4", help=flags.MESH_HELP)
+    flags.add_host_flags(parser)
     group = parser.add_argument_group("tasks")
     group.add_argument(
         "--task", action="append", default=[], metavar="NAME[=PATH]", help="task to measure; once or more"
@@ -110,7 +96,7 @@ def make_parser(
     group.add_argument(
         "--batch-size", default="1", metavar="N", help="problems decoded side by side (default: %(default)s)"
     )
-    add_settings(group, "prefill_chunk")
+    flags.add_settings(group, "prefill_chunk")
     group.add_argument(
         "--seed", default="0", metavar="N", help="problem i draws with seed N + i (default: 0)"
     )
@@ -130,7 +116,9 @@ def chosen_rule(args: argparse.Namespace, *, instead: Collection[str] = ()) -> R
     """
     settings = given_settings(args)
     for name in settings.keys() & set(instead):
-        raise MarsError(f"{settings[name].shown} does not apply here: give {flag_of(name)}s in its place.")
+        raise MarsError(
+            f"{settings[name].shown} does not apply here: give {flags.flag_of(name)}s in its place."
+        )
     return choose_with_weights(args.verify or "mars", settings)
 
 
@@ -140,10 +128,10 @@ def convert_pair_flags(args: argparse.Namespace) -> None:
     Raises:
       MarsError: a value out of range.
     """
-    numbers_of(args, ("num_draft_tokens", "max_new_tokens", "batch_size", "prefill_chunk", "seed"))
-    args.problems = args.problems and number_of("batch_size", args.problems, shown="--problems")
+    flags.numbers_of(args, ("num_draft_tokens", "max_new_tokens", "batch_size", "prefill_chunk", "seed"))
+    args.problems = args.problems and flags.number_of("batch_size", args.problems, shown="--problems")
     args.tree = args.tree and parse_tree(args.tree)
-    args.draft = draft_or_default(args.draft, args.target)
+    args.draft = flags.draft_or_default(args.draft, args.target)
 
 
 def non_default_flags(args: argparse.Namespace) -> JsonObject:
@@ -169,7 +157,7 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
         raise MarsError(f"there is no --output: {output}.")
     if not args.task:
         raise MarsError("there is no --task: name one, such as --task arithmetic; --help lists them.")
-    Present(args).refuse_alone()
+    flags.Present(args).refuse_alone()
     task_names = [task.partition("=")[0] for task in args.task]
     if len(set(task_names)) < len(task_names):
         raise MarsError(
@@ -181,7 +169,7 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
         raise MarsError(
             f"--verify {rule.name} does not apply here, since its text means nothing: verify with another rule."
         )
-    Present(args).refuse_for(draft, rule)
+    flags.Present(args).refuse_for(draft, rule)
     # The default must not appear among `non_default_flags`.
     if args.draft_size == "fixed":
         args.draft_size = None

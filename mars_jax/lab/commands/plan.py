@@ -146,11 +146,11 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     if args.dump is not None:
         check_writable(args.dump, flag="--dump")
         args.dump.mkdir(parents=True, exist_ok=True)
-    target = _config(args.target)
+    target, stored_dtype, packs_experts = _read_target(args.target)
     args.context = args.context or min(CONTEXT, target.max_positions)
     # As in `hub.load`, experts in MXFP4 are kept by default and with int4, and are otherwise dequantised.
-    packed_dtypes = ("int4", "" if args.dtype else "bfloat16") if _packs_experts(args.target) else ()
-    args.dtype = args.dtype or _stored_dtype(args.target)
+    packed_dtypes = ("int4", "" if args.dtype else "bfloat16") if packs_experts else ()
+    args.dtype = args.dtype or stored_dtype
     requested_slice = topology(args.topology)
     draft = _draft(args.draft, target)
     drafter, is_mixture = definition(kind_of(draft)), target.num_experts > 0
@@ -225,37 +225,23 @@ def _acceptance(text: str) -> list[float]:
     return [float(part) for part in parts]
 
 
-def _config(name: str) -> ModelConfig:
+def _read_target(name: str) -> tuple[ModelConfig, str, bool]:
+    """Return the config of a target, the dtype of its weights, and whether its experts are stored in MXFP4."""
     from mars_jax import hub
-    from mars_jax.lab.planning.outlined_models import CONFIGS
-
-    if name in CONFIGS:
-        return CONFIGS[name]
-    return hub.read_config(_directory(name))
-
-
-def _directory(name: str) -> Path:
-    """Return the path of a checkpoint, which may be given by its config.json."""
-    return Path(name).parent if Path(name).name == "config.json" else Path(name)
-
-
-def _stored_dtype(name: str) -> str:
-    from mars_jax.hub import converted
-
-    path = _directory(name)
-    return converted.read_manifest(path).stored if converted.is_converted(path) else "bfloat16"
-
-
-def _packs_experts(name: str) -> bool:
-    """Return whether a checkpoint stores its experts in MXFP4."""
-    from mars_jax.hub import files
+    from mars_jax.hub import converted, files
     from mars_jax.hub.config_json import is_mxfp4, read_json
     from mars_jax.lab.planning.outlined_models import CONFIGS, PACKED_EXPERTS
 
     if name in CONFIGS:
-        return name in PACKED_EXPERTS
-    path = files.resolve(_directory(name), weights=False)
-    return path.is_dir() and is_mxfp4(read_json(path / "config.json"))
+        return CONFIGS[name], "bfloat16", name in PACKED_EXPERTS
+    path, dtype = Path(name), "bfloat16"
+    if path.name == "config.json":
+        path = path.parent
+    config = hub.read_config(path)
+    if converted.is_converted(path):
+        dtype = converted.read_manifest(path).stored
+    folder = files.resolve(path, weights=False)
+    return config, dtype, folder.is_dir() and is_mxfp4(read_json(folder / "config.json"))
 
 
 def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
@@ -267,7 +253,7 @@ def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
     except MarsError:
         raise MarsError(f"--draft is {spec}: expected {_DRAFTS}.") from None
     if kind == "model":
-        return _config(path)
+        return _read_target(path)[0]
     return spec
 
 

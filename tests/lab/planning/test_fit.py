@@ -322,8 +322,8 @@ def test_what_is_traced_for_a_slice_has_its_chunks_and_slots():
 def test_a_conversion_is_planned_in_its_own_dtype(tmp_path):
     hub.convert("tiny/draft", tmp_path / "draft8", dtype="int8")
     assert (
-        plan._stored_dtype(str(tmp_path / "draft8")) == "int8"
-        and plan._stored_dtype("tiny/draft") == "bfloat16"
+        plan._read_target(str(tmp_path / "draft8"))[1] == "int8"
+        and plan._read_target("tiny/draft")[1] == "bfloat16"
     )
 
 
