@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import bisect
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -84,7 +83,14 @@ def calibrate(
     }
     strict_rule = base_of(rule_by_value[args.values[0]])
     seeds = {(problem.task, problem.id): (args.seed + i) % 2**32 for i, problem in enumerate(problems)}
-    worth = functools.partial(_worth, args.risk, judge)
+
+    def worth(_: Decoding, group: Sequence[Problem], answers: Sequence[Answer]) -> list[list[float] | None]:
+        """Return the worth of each answer: the negated regret per token, or the score. Higher is better."""
+        if args.risk == "regret":
+            return [[-answer.metrics.regret_per_token] for answer in answers]
+        if judge is None:
+            return scored(decoding, group, answers)
+        return [[judged(judge, p, answer.texts[-1])] for p, answer in zip(group, answers, strict=True)]
 
     def decode(loaded_rule: LoadedRule, name: str) -> list[Row]:
         # Every rule decodes the same problems with the same seeds, so losses are paired.
@@ -117,21 +123,6 @@ def calibrate(
         "strict_tau": tau_of(strict_rows),
         "trials": [dataclasses.asdict(t) for t in trials],
     }
-
-
-def _worth(
-    risk: str,
-    judge: Judge | None,
-    decoding: Decoding,
-    problems: Sequence[Problem],
-    answers: Sequence[Answer],
-) -> list[list[float] | None]:
-    """Return the worth of each answer: the negated regret per token, or the score. Higher is better."""
-    if risk == "regret":
-        return [[-answer.metrics.regret_per_token] for answer in answers]
-    if judge is None:
-        return scored(decoding, problems, answers)
-    return [[judged(judge, p, answer.texts[-1])] for p, answer in zip(problems, answers, strict=True)]
 
 
 def judged(judge: Judge, problem: Problem, answer: str) -> float:

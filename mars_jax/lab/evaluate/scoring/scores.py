@@ -54,18 +54,14 @@ def score_answer(problem: Problem, text: str) -> list[float] | None:
     >>> score_answer(Problem(task="t", id="0", turns=("1 + 1?",), metric="final_answer", references=("2",)), "#### 2")
     [1.0]
     """
-    match problem.metric:
-        case "none" | "pass@1":
-            return None
-        case "final_answer":
-            return [float(str(final_answer(text)) == problem.references[0])]
-        case "last_number":
-            return [float(str(last_number(text)) == problem.references[0])]
-        case "rouge_l":
-            return [rouge_l(text, problem.references)]
-        case "bleu":
-            return bleu_counts(text, problem.references)
-    raise ValueError(problem.metric)
+    if problem.metric in ("none", "pass@1"):
+        return None
+    if problem.metric == "rouge_l":
+        return [rouge_l(text, problem.references)]
+    if problem.metric == "bleu":
+        return bleu_counts(text, problem.references)
+    parse = {"final_answer": final_answer, "last_number": last_number}[problem.metric]
+    return [float(str(parse(text)) == problem.references[0])]
 
 
 def check_metrics(problems: Sequence[Problem]) -> None:
@@ -199,18 +195,15 @@ def with_results(folder: Path, problems: Sequence[Problem], rows: Sequence[Row])
     Raises:
       MarsError: a results file belongs to different samples or cannot be read.
     """
+    codes = {(problem.task, problem.id): problem.code for problem in problems if problem.code is not None}
     # Write the problems of each code task, with their tests.
-    code_by_task: dict[str, dict[str, Code]] = {}
-    for problem in problems:
-        if problem.code is not None:
-            code_by_task.setdefault(problem.task, {})[problem.id] = problem.code
-    for task, codes in code_by_task.items():
-        json_rows = [{"task_id": task_id, **code._asdict()} for task_id, code in codes.items()]
-        _write_jsonl(folder / f"problems-{task}.jsonl", json_rows)
+    for task in dict.fromkeys(task for task, _ in codes):
+        task_codes = [{"task_id": name, **code._asdict()} for (t, name), code in codes.items() if t == task]
+        _write_jsonl(folder / f"problems-{task}.jsonl", task_codes)
     # Write the completions of each arm and temperature, and read their results if the evaluator has run.
     samples_by_file: dict[str, dict[str, str]] = {}
     for row in rows:
-        if code := code_by_task.get(row["task"], {}).get(row["id"]):
+        if code := codes.get((row["task"], row["id"])):
             samples_by_file.setdefault(_file_name(row), {})[row["id"]] = completion(code, row["text"][-1])
     results_by_file = {}
     for name, completions in samples_by_file.items():
