@@ -23,10 +23,9 @@ from mars_jax.verify import NEEDS
 if TYPE_CHECKING:
     from mars_jax.core.drafter import Drafter
     from mars_jax.drafters.tree_shapes import Dynamic
-    from mars_jax.lab.planning import Plan
     from mars_jax.lab.planning.chips import Topology
     from mars_jax.lab.planning.estimate import StepTime
-    from mars_jax.lab.planning.fit import Attempt, DraftEstimate, DraftShape
+    from mars_jax.lab.planning.fit import Attempt, DraftEstimate, DraftShape, Plan
     from mars_jax.models.config import ModelConfig
     from mars_jax.models.shardings import AnyConfig
 
@@ -136,7 +135,6 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
 
     # Import the planning code only after the checks above, so that they fail fast.
     from mars_jax import verify
-    from mars_jax.lab import planning
     from mars_jax.lab.folder import check_writable
     from mars_jax.lab.planning import fit
     from mars_jax.lab.planning.chips import larger, topology
@@ -192,7 +190,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     with busy("planning"):
         target_programs = pair(requested_slice, args.dtype, "none", None, None)
         planned_programs = pair(requested_slice, args.dtype)
-        plan = planning.make_plan(planned_programs, target_programs, requested_slice, dump)
+        plan = fit.make_plan(planned_programs, target_programs, requested_slice, dump)
     drafts = []
     if args.acceptance is None and is_mixture:
         args.acceptance = [0.75]

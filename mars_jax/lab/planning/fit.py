@@ -14,9 +14,15 @@ from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import Params, PyTree
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.lab.planning.chips import Topology
-from mars_jax.lab.planning.compiled_program import OutOfMemory, compile_program, held_bytes
 from mars_jax.lab.planning.estimate import StepBytes, StepTime, Work, step_time
-from mars_jax.lab.planning.pair_programs import PlannedDraft, Programs, local_bytes
+from mars_jax.lab.planning.pair_programs import (
+    OutOfMemory,
+    PlannedDraft,
+    Programs,
+    compile_program,
+    held_bytes,
+    local_bytes,
+)
 from mars_jax.models import shardings
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig, LayeredHead

@@ -12,13 +12,19 @@ from mars_jax import MarsError, hub, verify
 from mars_jax.core.cache import slots
 from mars_jax.core.prefill import chunk_of
 from mars_jax.lab.commands import plan
-from mars_jax.lab.planning import fit, make_plan
+from mars_jax.lab.planning import fit
 from mars_jax.lab.planning.chips import larger, topology
-from mars_jax.lab.planning.compiled_program import _out_of_memory, collectives
 from mars_jax.lab.planning.estimate import StepTime
-from mars_jax.lab.planning.fit import product_weights, read_once
+from mars_jax.lab.planning.fit import make_plan, product_weights, read_once
 from mars_jax.lab.planning.outlined_models import CONFIGS
-from mars_jax.lab.planning.pair_programs import Programs, default_mesh, draft_of, local_bytes
+from mars_jax.lab.planning.pair_programs import (
+    Programs,
+    _out_of_memory,
+    collectives,
+    default_mesh,
+    draft_of,
+    local_bytes,
+)
 from mars_jax.models import ModelConfig, transformer
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.mtp_head import MtpConfig

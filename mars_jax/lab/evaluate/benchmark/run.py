@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -121,17 +122,9 @@ def evaluate(
     settings |= {"drafter": drafter.drafter.name, "controls": args.controls}
     decoding = study.decoding(drafter, refiner)
     # Make the arms only once for each temperature, because `make_arms` reads the weights of the rule.
-    arms_at = {
-        temperature: make_arms(
-            args.rule,
-            args.thetas,
-            temperature=temperature,
-            target=study.target,
-            refined=refiner is not None,
-            controls=args.controls,
-        )
-        for temperature in args.temperatures
-    }
+    refines = refiner is not None
+    make = functools.partial(make_arms, target=study.target, refined=refines, controls=args.controls)
+    arms_at = {t: make(args.rule, args.thetas, temperature=t) for t in args.temperatures}
     tasks = by_task(study.problems[args.part or slice(None)])
     num_turns = sum(turns_of(group, args.chat) for group in tasks.values()) * sum(map(len, arms_at.values()))
     rows: list[Row] = []
