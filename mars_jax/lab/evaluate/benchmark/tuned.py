@@ -125,11 +125,11 @@ def tuned(study: Study, drafters: Mapping[bool, LoadedDrafter], *, progress: Sho
             run.table(group, temperature, arms[temperature])
             for group, temperature in itertools.product(tasks.values(), args.temperatures)
         ]
-        report = {**provenance(), "settings": settings, "lengths": lengths, "tables": task_tables}
-        write_shared_json(args.output / FILE, report)
+        contents = {**provenance(), "settings": settings, "lengths": lengths, "tables": task_tables}
+        write_shared_json(args.output / FILE, contents)
         if hosts.is_first():
-            write_whole(args.output / TABLE, tuned_markdown(report))
-    return report
+            write_whole(args.output / TABLE, tuned_markdown(contents))
+    return contents
 
 
 @dataclasses.dataclass
@@ -233,11 +233,11 @@ def rate_ratio(counts: np.ndarray, baseline: np.ndarray, seed: int) -> list[floa
     return [float(ratios[0]), *np.quantile(ratios[1:], [0.025, 0.975]).tolist()]
 
 
-def tuned_markdown(report: JsonObject) -> str:
-    """Return the tables in Markdown."""
+def tuned_markdown(contents: JsonObject) -> str:
+    """Return the contents of tuned.json as tables in Markdown."""
     columns = ("tau", "tokens/s", "speed", "score change", "relaxed", "loops")
     shown_tables = []
-    for table in report["tables"]:
+    for table in contents["tables"]:
         rows = []
         for arm in (table["alone"], *table["arms"]):
             # The arm without a draft has neither a length nor a ratio.
@@ -250,8 +250,8 @@ def tuned_markdown(report: JsonObject) -> str:
         )
     return report.render(
         "tuned.md.jinja",
-        title=report.title(report["settings"]),
-        **report | {"tables": shown_tables},
+        title=report.title(contents["settings"]),
+        **contents | {"tables": shown_tables},
         columns=["arm", "drafted", "over the best lossless", *columns],
         enough=ENOUGH,
         unscored=scores.UNSCORED,
