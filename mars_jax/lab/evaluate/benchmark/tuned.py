@@ -25,6 +25,7 @@ from mars_jax.hub.durable import write_whole
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate import figures
 from mars_jax.lab.evaluate.answers import Decoding
+from mars_jax.lab.evaluate.benchmark import report
 from mars_jax.lab.evaluate.benchmark.arms import ALONE, Arm, make_arms
 from mars_jax.lab.evaluate.benchmark.run import Recorder, Study, by_task, turns_of
 from mars_jax.lab.evaluate.scoring import scores
