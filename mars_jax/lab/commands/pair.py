@@ -45,12 +45,7 @@ DRAFTS = tuple(name for name in definitions() if name != "none")
 
 
 def make_parser(
-    prog: str,
-    description: str,
-    epilog: str,
-    *,
-    instead: Collection[str] = (),
-    arithmetic: str = "200",
+    prog: str, description: str, epilog: str, *, instead: Collection[str] = (), arithmetic: str = "200"
 ) -> Parser:
     """Return a parser with the flags of the pair, its rule and its tasks. Numbers remain strings.
 

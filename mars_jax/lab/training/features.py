@@ -319,10 +319,7 @@ def _texts(
 
 
 def _write(
-    folder: Path,
-    record: Callable[..., Recorded],
-    target: Pretrained,
-    rows: Sequence[np.ndarray],
+    folder: Path, record: Callable[..., Recorded], target: Pretrained, rows: Sequence[np.ndarray]
 ) -> None:
     """Compute the features of rows, one padded batch at a time, and write them as a shard."""
     tokens = rows[0]

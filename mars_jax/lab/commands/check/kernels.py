@@ -86,14 +86,8 @@ def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[
 
 def check_case(case: Case, form: str = "default", how: str = "compiled") -> JsonObject:
     """Run a case in one form and return its row."""
-    row = {
-        "operation": case.operation,
-        "implementation": form,
-        "how": how,
-        "shape": case.shape,
-        "dtype": case.dtype,
-        "milliseconds": None,
-    }
+    row: JsonObject = {"operation": case.operation, "implementation": form, "how": how}
+    row |= {"shape": case.shape, "dtype": case.dtype, "milliseconds": None}
     options: JsonObject = {}
     if form != "default":
         options["implementation"] = form

@@ -52,7 +52,7 @@ class Study:
     problems: Sequence[Problem]
     names: Mapping[str, object]  # other settings that identify the run, such as the draft's name
 
-    @property
+    @functools.cached_property
     def seeds(self) -> dict[tuple[str, str], int]:
         """Seeds of the problems in every arm, keyed by task and id: problem i of a task draws with seed + i."""
         return {
@@ -92,6 +92,26 @@ class Study:
         max_problems = max(len(group) for group in by_task(self.problems).values())
         session = Session(target=self.target, drafter=drafter, batch_size=min(args.batch_size, max_problems))
         return Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens, refiner=refiner)
+
+    @activity.doing("texts for the page")
+    def page_texts(
+        self, decoding: Decoding, arms: Sequence[Arm], problems: Sequence[Problem], temperature: float
+    ) -> list[JsonObject]:
+        """Decode the first turn of problems again, step by step, and return each token's text and kind.
+
+        The arms are the strict rule, and the measured rule's first arm.
+        """
+        prompts = [prompt_tokens(self.target, p, chat=decoding.chat) for p in problems]
+        requests = decoding.requests(prompts, [self.seeds[p.task, p.id] for p in problems], temperature)
+        texts = [{"id": p.id, "prompt": p.turns[0], "arms": {}} for p in problems]
+        arm_by_role = {arm.role: arm for arm in reversed(arms)}
+        for arm in (arm_by_role[role] for role in ("strict", "rule") if role in arm_by_role):
+            for text in texts:
+                text["arms"][arm.name] = []
+            for event in decoding.session.using(arm.loaded_rule).stream(requests):
+                if isinstance(event, Said):
+                    texts[event.index]["arms"][arm.name] += event.pieces
+        return texts
 
 
 def evaluate(
@@ -140,7 +160,7 @@ def evaluate(
             rows += itertools.chain(*arm_rows.values())
             place = place_of(task, temperature)
             if args.part is None and args.controls != "none" and place not in texts:
-                texts[place] = _page_texts(decoding, arms, group[:SHOWN], study.seeds, temperature)
+                texts[place] = study.page_texts(decoding, arms, group[:SHOWN], temperature)
                 write_shared_json(folder / TEXTS, texts)
         if args.part is not None:
             return {}
@@ -151,31 +171,6 @@ def evaluate(
             if hosts.is_first():
                 report.write_report(summary, texts, folder)
     return summary
-
-
-@activity.doing("texts for the page")
-def _page_texts(
-    decoding: Decoding,
-    arms: Sequence[Arm],
-    problems: Sequence[Problem],
-    seeds: Mapping[tuple[str, str], int],
-    temperature: float,
-) -> list[JsonObject]:
-    """Decode the first turn of problems again, step by step, and return each token's text and kind.
-
-    The arms are the strict rule, and the measured rule's first arm.
-    """
-    prompts = [prompt_tokens(decoding.session.target, p, chat=decoding.chat) for p in problems]
-    requests = decoding.requests(prompts, [seeds[p.task, p.id] for p in problems], temperature)
-    texts = [{"id": p.id, "prompt": p.turns[0], "arms": {}} for p in problems]
-    arm_by_role = {arm.role: arm for arm in reversed(arms)}
-    for arm in (arm_by_role[role] for role in ("strict", "rule") if role in arm_by_role):
-        for text in texts:
-            text["arms"][arm.name] = []
-        for event in decoding.session.using(arm.loaded_rule).stream(requests):
-            if isinstance(event, Said):
-                texts[event.index]["arms"][arm.name] += event.pieces
-    return texts
 
 
 def place_of(task: str, temperature: float) -> str:

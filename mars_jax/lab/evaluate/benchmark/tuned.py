@@ -21,7 +21,6 @@ import numpy as np
 from mars_jax import verify
 from mars_jax.cli.progress import Show
 from mars_jax.drafters import LoadedDrafter
-from mars_jax.hub.durable import write_whole
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate import figures
 from mars_jax.lab.evaluate.answers import Decoding
@@ -30,9 +29,8 @@ from mars_jax.lab.evaluate.benchmark.arms import ALONE, Arm, make_arms
 from mars_jax.lab.evaluate.benchmark.run import Recorder, Study, by_task, turns_of
 from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import open_rows, write_shared_json
+from mars_jax.lab.folder import open_rows, write_shared, write_shared_json
 from mars_jax.lab.provenance import provenance
-from mars_jax.mesh import hosts
 from mars_jax.serve.rows import Row
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
@@ -128,8 +126,7 @@ def tuned(study: Study, drafters: Mapping[bool, LoadedDrafter], *, progress: Sho
         ]
         contents = {**provenance(), "settings": settings, "lengths": lengths, "tables": task_tables}
         write_shared_json(args.output / FILE, contents)
-        if hosts.is_first():
-            write_whole(args.output / TABLE, tuned_markdown(contents))
+        write_shared(args.output / TABLE, tuned_markdown(contents))
     return contents
 
 

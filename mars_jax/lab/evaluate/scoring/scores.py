@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mars_jax.hub.durable import write_whole
 from mars_jax.lab.evaluate.tasks.problems import Code, Problem, read_jsonl
-from mars_jax.mesh import hosts
+from mars_jax.lab.folder import write_shared
 from mars_jax.serve.rows import Row
 from mars_jax.utils.errors import MarsError
 
@@ -251,8 +250,7 @@ def _file_name(row: Row) -> str:
 
 
 def _write_jsonl(path: Path, rows: Sequence[Row]) -> None:
-    if hosts.is_first():
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+    write_shared(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _read_results(path: Path, completions: dict[str, str]) -> dict[str, bool]:

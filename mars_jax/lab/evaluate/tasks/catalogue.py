@@ -6,7 +6,6 @@ Oracle: folders read directly with `datasets`, in tests/lab/evaluate/test_datase
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -194,14 +193,10 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
 
 def _check_entries(folder: str) -> None:
     """Raise MarsError for a folder with too many files, such as a home folder: `datasets` would list them all."""
-    num_entries = 0
-    for _, folders, files in os.walk(folder):
-        num_entries += len(folders) + len(files)
-        if num_entries > DATASET_FILES:
-            raise MarsError(
-                f"the folder '{folder}' holds more than {DATASET_FILES:,} files: name a file, or the folder of one "
-                "dataset."
-            )
+    if any(number >= DATASET_FILES for number, _ in enumerate(Path(folder).rglob("*"))):
+        raise MarsError(
+            f"the folder '{folder}' holds more than {DATASET_FILES:,} files: name a file, or the folder of one dataset."
+        )
 
 
 def columns(path: str) -> Iterator[tuple[str, JsonObject]] | None:
