@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -122,7 +121,8 @@ def tuned(study: Study, drafters: Mapping[bool, LoadedDrafter], *, progress: Sho
         run = _Run(args, Recorder(file, progress, num_turns, study.seeds), decodings)
         task_tables = [
             run.table(group, temperature, arms[temperature])
-            for group, temperature in itertools.product(tasks.values(), args.temperatures)
+            for group in tasks.values()
+            for temperature in args.temperatures
         ]
         contents = {**provenance(), "settings": settings, "lengths": lengths, "tables": task_tables}
         write_shared_json(args.output / FILE, contents)
@@ -141,7 +141,7 @@ class _Run:
     def table(self, problems: Sequence[Problem], temperature: float, arms: Sequence[Arm]) -> JsonObject:
         """Choose the lengths on the first problems of a task, then score the arms at these lengths on the others."""
         split, lengths, seed = _split(problems), self.args.tune, self.args.seed
-        trial_arms = list(itertools.product(arms, lengths))
+        trial_arms = [(arm, length) for arm in arms for length in lengths]
         trial_rows = self._decode(problems[:split], temperature, trial_arms)
         rate_by_arm: dict[tuple[str, int], float] = {}
         for arm, length in trial_arms:
