@@ -25,7 +25,7 @@ from mars_jax.hub.config_json import from_json
 from mars_jax.hub.gguf_file import GGUFFile, read_gguf
 from mars_jax.hub.gguf_tokenizer import gguf_tokenizer
 from mars_jax.hub.heads.eagle_files import from_head_json
-from mars_jax.lab.evaluate.tasks import datasets
+from mars_jax.lab.evaluate.tasks import catalogue
 from mars_jax.models.config import ModelConfig
 from mars_jax.utils import limits
 from mars_jax.utils.errors import MarsError
@@ -198,7 +198,7 @@ def many_files(path):
         (path / f"{i}" / "nested").mkdir(parents=True)
         (path / f"{i}" / "rows.jsonl").touch()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets, "DATASET_FILES", 20)
+        patch.setattr(catalogue, "DATASET_FILES", 20)
         return read_prompts(str(path), choose("exact", {}))
 
 

@@ -119,10 +119,15 @@ def _writing(path: Path, flag: str) -> Iterator[None]:
         ) from None
 
 
-def write_shared_json(path: Path, value: object) -> None:
-    """Write a JSON file atomically from the first process of a mesh. Return only when the file is on disk."""
+def write_shared(path: Path, text: str) -> None:
+    """Write a file atomically from the first process of a mesh. Return only when the file is on disk."""
     if hosts.is_first():
-        write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+        write_whole(path, text)
+
+
+def write_shared_json(path: Path, value: object) -> None:
+    """Write a JSON file atomically from the first process of a mesh."""
+    write_shared(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def read_shared_json(path: Path) -> JsonObject | None:

@@ -162,12 +162,9 @@ def whiskers(values: Sequence[float], intervals: Sequence[Sequence[float] | None
     >>> whiskers([2.0, 5.0], [[1.5, 3.0], None])
     [[0.5, 0.0], [1.0, 0.0]]
     """
-    lower_errors, upper_errors = [], []
-    for value, interval in zip(values, intervals, strict=True):
-        low, high = interval or (value, value)
-        lower_errors.append(max(value - low, 0.0))
-        upper_errors.append(max(high - value, 0.0))
-    return [lower_errors, upper_errors]
+    ends = [interval or (value, value) for value, interval in zip(values, intervals, strict=True)]
+    lower_errors = [max(value - low, 0.0) for value, (low, _) in zip(values, ends, strict=True)]
+    return [lower_errors, [max(high - value, 0.0) for value, (_, high) in zip(values, ends, strict=True)]]
 
 
 def level(axis: Axes, value: float, interval: Sequence[float] | None, *, label: str, colour: str) -> None:

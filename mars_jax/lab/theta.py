@@ -44,15 +44,9 @@ class ThetaFile(NamedTuple):
         machine. After loading, `check_weights` compares their weights.
         """
         for name in SETTINGS:
-            if name not in run:
-                continue
-            calibrated, current = self.settings[name], json_restored(run[name])
-            if name in ("target", "draft"):
-                is_equal = _last(calibrated) == _last(current)
-            else:
-                is_equal = calibrated == current
-            if not is_equal:
-                raise self._refusal(name, calibrated, current)
+            compared_part = _last if name in ("target", "draft") else json_restored
+            if name in run and compared_part(self.settings[name]) != compared_part(run[name]):
+                raise self._refusal(name, self.settings[name], json_restored(run[name]))
 
     def check_rule(self, rule: RuleChoice) -> None:
         """Raise MarsError if a run uses a different rule, apart from theta."""

@@ -13,8 +13,8 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from mars_jax.lab.planning.chips import CHIPS
-from mars_jax.lab.planning.compiled_program import COLLECTIVES
 from mars_jax.lab.planning.estimate import LAUNCH_SECONDS, collective_seconds
+from mars_jax.lab.planning.pair_programs import COLLECTIVES
 from scripts.tpu_schedule.bundles import Routine, Schedule
 from scripts.tpu_schedule.hlo import Computation, Instruction, Module
 from scripts.tpu_schedule.parts import part_of

@@ -131,7 +131,7 @@ def test_a_conversion_keeps_them_as_well(published, dtype, form, tmp_path):
     hub.convert(folder, tmp_path / "converted", dtype=dtype)
     weight = hub.load(tmp_path / "converted").params["layers"][1]["expert_down"]
     assert isinstance(weight, form)
-    assert plan._packs_experts(str(tmp_path / "converted")) == (form is Mxfp4)
+    assert plan._read_target(str(tmp_path / "converted"))[2] == (form is Mxfp4)
     np.testing.assert_array_equal(weight.astype("float32"), expected(model, 1)["expert_down"])
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mars_jax.lab.planning.chips import topology
-from mars_jax.lab.planning.compiled_program import compile_program, held_bytes
+from mars_jax.lab.planning.pair_programs import compile_program, held_bytes
 
 __all__ = ["TOPOLOGIES", "abstract", "compile_for", "compile_program", "held_bytes", "mesh"]
 

@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 
 from mars_jax import drafters, verify
 from mars_jax.core.controls import make_controls
-from mars_jax.core.decode import speculative_decoder
+from mars_jax.core.decode import run, speculative_decoder
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, keys_from_seeds
 from mars_jax.lab.planning.outlined_models import CONFIGS
-from mars_jax.lab.planning.pair_programs import lower_loop
+from mars_jax.lab.planning.pair_programs import abstract_state
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.shardings import AnyConfig, abstract_params, params_shardings
@@ -88,11 +88,20 @@ def eagle_loop(*, layers: int, batch: int, tree: Any, slots: int = BUFFER) -> tu
     """
     on, target = aot.mesh("v5e", devices=4), shortened("llama-3.1-8b", layers)
     drafter, params = eagle_pair(target, on, tree=tree)
-    decoder = speculative_decoder(model(target), drafter, verify.mars())
-    compiled = lower_loop(decoder, params, verify.mars(), on, batch=batch, context=slots).compile()
+    compiled = lower_loop(target, drafter, params, on, batch, slots).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None
     return text, memory.temp_size_in_bytes, target.vocab_size * target.hidden_size * 2 // 4
+
+
+def lower_loop(
+    target: ModelConfig, drafter: Drafter, params: Params, on: Mesh, batch: int, context: int
+) -> jax.stages.Lowered:
+    """Lower `decode.run`, the loop over the step, for rows of `context` tokens."""
+    decoder = speculative_decoder(model(target), drafter, verify.mars())
+    state = abstract_state(decoder, params, verify.mars(), on, batch, context)
+    with jax.set_mesh(on):
+        return run.lower(decoder, params, state)
 
 
 def prompt(context: int) -> str:
@@ -116,7 +125,6 @@ def compile_loop(
     target: ModelConfig, drafter: Drafter, params: Params, batch: int, generation: str, on: Mesh
 ) -> dict[str, Any]:
     """Compile `decode.run`, the loop over the step, with the state donated."""
-    decoder = speculative_decoder(model(target), drafter, verify.mars())
-    lowered = lower_loop(decoder, params, verify.mars(), on, batch=batch, context=BUFFER)
+    lowered = lower_loop(target, drafter, params, on, batch, BUFFER)
     report = aot.compile_program(lowered)
     return report | {"hbm_share": round(aot.held_bytes(report) / aot.hbm_bytes(generation), 3)}

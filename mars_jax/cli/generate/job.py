@@ -216,7 +216,7 @@ def open_job(
     refining = None
     if args.refine is not None:
         any_sampling = any(request.temperature > 0 for request in requests)
-        open_refining = load_function("mars_jax.lab.training.online:open_refining")
+        open_refining = load_function("mars_jax.lab.training.online:Refining")
         refining = open_refining(args, target, drafter, samples=any_sampling)
     run = {"version": __version__, "target": args.target, "draft": args.draft, **choices.rule.as_json()}
     run |= {

@@ -84,7 +84,7 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     dataset_rows = None
     if not (is_stream or Path(path).is_file()):
         # None if the path does not have the form of a dataset's name.
-        dataset_rows = load_function("mars_jax.lab.evaluate.tasks.datasets:columns")(path)
+        dataset_rows = load_function("mars_jax.lab.evaluate.tasks.catalogue:columns")(path)
     if dataset_rows is not None:
         rows = list(_of_dataset(path, dataset_rows, rule))
     elif path.lower().endswith(".parquet"):

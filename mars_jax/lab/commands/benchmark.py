@@ -18,7 +18,6 @@ from mars_jax.lab import recipes
 from mars_jax.lab.commands import pair
 from mars_jax.lab.theta import json_restored, run_settings, thetas_of
 from mars_jax.utils.errors import MarsError, say
-from mars_jax.utils.types import JsonObject
 
 if TYPE_CHECKING:
     from mars_jax.hub.pretrained import Pretrained
@@ -137,8 +136,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.draft_cost = float(args.draft_cost)
     if args.tune is not None:
         args.tune = sorted({number_of("num_draft_tokens", n, shown="--tune") for n in args.tune or LENGTHS})
-    if args.part is not None:
-        args.part = part_of(args.part)
+    args.part = args.part and part_of(args.part)
     _check(args)
     return args
 
@@ -214,10 +212,8 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
         return
     notice = f": '{args.output}' has the finished rows; run the same command again to continue."
     with signals.ending(lambda: notice), joined(args, (), out) as stream:
-        if args.tune is None:
-            _study(args, stream)
-        else:
-            _tune(args, stream)
+        measure = _study if args.tune is None else _tune
+        measure(args, stream)
 
 
 def _follow(args: argparse.Namespace, out: IO[str]) -> None:
@@ -240,8 +236,7 @@ def _follow(args: argparse.Namespace, out: IO[str]) -> None:
 
 def _study(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.cli.open_target import check_file
-    from mars_jax.lab.commands.open_pair import open_study
-    from mars_jax.lab.evaluate.benchmark import tables
+    from mars_jax.lab.evaluate.benchmark import report
     from mars_jax.lab.evaluate.benchmark.run import evaluate
     from mars_jax.lab.evaluate.scoring import scores
     from mars_jax.lab.pictures import check_installed
@@ -255,87 +250,53 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
         if args.part is not None and not problems[args.part]:
             raise MarsError(f"--part has none of the {len(problems)} problems: divide them into fewer parts.")
 
-    problems, target, drafter = open_study(args, args.output, check)
-    run_names = {
-        name: json_restored(getattr(args, name))
-        for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
-    }
+    problems, target, drafter = pair.open_study(args, args.output, check)
+    study = _make_study(args, target, problems, ("draft", "num_draft_tokens", "tree", "dtype", "mesh"))
     refiner = None
     if args.refine is not None:
-        run_names["refine"] = args.refine
         refiner = open_refiner(
             args.refine, target, args.draft, drafter, dtype=args.dtype, samples=max(args.temperatures) > 0
         )
     with progress("decodes") as show:
-        summary = evaluate(
-            _inputs(args, target, problems, run_names),
-            drafter,
-            args.output,
-            controls=args.controls,
-            refiner=refiner,
-            part=args.part,
-            progress=show,
-        )
+        summary = evaluate(study, drafter, refiner=refiner, progress=show)
     if args.part is not None:
         say(f"the rows of this part are in {args.output}")
         return
-    print(tables.markdown(summary), file=out, end="")
+    print(report.markdown(summary), file=out, end="")
     say(f"rows, table, plots and report are in {args.output}")
 
 
 def _tune(args: argparse.Namespace, out: IO[str]) -> None:
-    from mars_jax import drafters
-    from mars_jax.lab.commands.open_pair import open_study
     from mars_jax.lab.evaluate.benchmark import tuned
     from mars_jax.lab.evaluate.scoring import scores
 
     # Load the drafter with the longest chain. Shorter chains reuse its weights.
     args.num_draft_tokens = args.tune[-1]
-    problems, target, drafter = open_study(args, args.output, scores.check_metrics)
+    problems, target, drafter = pair.open_study(args, args.output, scores.check_metrics)
     can_sample = parse_draft(args.draft).definition.samples
     is_sampled = can_sample and "q" in args.rule.needs
     drafter_by_sampling = {is_sampled: drafter}
     # Some arms verify the other kind of draft (sampled or deterministic), so load that drafter too.
     if (can_sample and max(args.temperatures) > 0) or is_sampled:
-        other_drafter = drafters.load(
-            args.draft,
-            target,
-            num_draft_tokens=args.tune[-1],
-            sample=not is_sampled,
-            dtype=args.dtype,
-            head_embed=args.head_embed or "own",
-        )
+        other_drafter = pair.load_drafter(args, target, samples=not is_sampled)
         drafter_by_sampling[not is_sampled] = other_drafter._replace(params=drafter.params)
-    run_names = {name: getattr(args, name) for name in ("draft", "dtype", "mesh")}
+    study = _make_study(args, target, problems, ("draft", "dtype", "mesh"))
     with progress("decodes") as show:
-        report = tuned.tuned(
-            _inputs(args, target, problems, run_names),
-            drafter_by_sampling,
-            args.output,
-            lengths=args.tune,
-            cost=args.draft_cost,
-            progress=show,
-        )
+        report = tuned.tuned(study, drafter_by_sampling, progress=show)
     print(tuned.tuned_markdown(report), file=out, end="")
     say(f"rows and tables are in {args.output}")
 
 
-def _inputs(
-    args: argparse.Namespace, target: Pretrained, problems: list[Problem], names: JsonObject
+def _make_study(
+    args: argparse.Namespace, target: Pretrained, problems: list[Problem], names: Sequence[str]
 ) -> Study:
-    """Return the `Study` that the flags describe."""
+    """Return the `Study` that the flags describe. The flags in `names` identify it."""
     from mars_jax.lab.evaluate.benchmark.arms import default_thetas
     from mars_jax.lab.evaluate.benchmark.run import Study
 
-    return Study(
-        target=target,
-        problems=problems,
-        rule=args.rule,
-        thetas=args.thetas or default_thetas(args.rule),
-        temperatures=args.temperatures,
-        max_new_tokens=args.max_new_tokens,
-        batch_size=args.batch_size,
-        seed=args.seed,
-        chat=args.chat,
-        names=names | pair.non_default_flags(args),
-    )
+    args.thetas = args.thetas or default_thetas(args.rule)
+    settings = {name: json_restored(getattr(args, name)) for name in names}
+    if args.refine is not None:
+        settings["refine"] = args.refine
+    settings |= pair.non_default_flags(args)
+    return Study(args=args, target=target, problems=problems, names=settings)

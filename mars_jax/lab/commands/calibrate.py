@@ -183,11 +183,9 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _study(args: argparse.Namespace, out: IO[str]) -> None:
-    from mars_jax.lab.commands.open_pair import open_study
+    from mars_jax.lab import calibration
     from mars_jax.lab.evaluate.answers import Decoding
     from mars_jax.lab.folder import check_writable, open_rows, write_shared_json
-    from mars_jax.lab.studies import calibration
-    from mars_jax.lab.studies.certify import FACTORS, fewest
     from mars_jax.mesh import hosts
     from mars_jax.serve.rows import digest, fingerprint
     from mars_jax.serve.session import Session
@@ -197,15 +195,16 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
         check_writable(args.output)
     # --output must not exist until the end, so the rows go to a folder next to it.
     rows_folder = args.output.with_name(f"{args.output.name}-rows")
-    risk_bound = {"risk": args.risk, "bound": args.bound, "confidence": args.confidence}
-    check_problems = functools.partial(calibration.check_certifiable, **risk_bound)
     # The default number of problems certifies the bound if the mean loss is a tenth of the bound.
-    default_problems = FACTORS[0.1] * fewest(args.bound, args.confidence)
-    problems, target, drafter = open_study(args, rows_folder, check_problems, arithmetic=default_problems)
+    default_problems = calibration.FACTORS[0.1] * calibration.fewest(args.bound, args.confidence)
+    check_problems = functools.partial(calibration.check_certifiable, args)
+    problems, target, drafter = pair.open_study(
+        args, rows_folder, check_problems, arithmetic=default_problems
+    )
     session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
     decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
-    rule_json = args.rule.as_json(but=("theta",))
-    promise = risk_bound | {"meaning": calibration.RISKS[args.risk]}
+    promise = {name: getattr(args, name) for name in ("risk", "bound", "confidence")}
+    promise["meaning"] = calibration.RISKS[args.risk]
     judge, judge_source = None, None
     if args.judge is not None:
         promise["judge"] = args.judge
@@ -234,35 +233,12 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
         "judge_source": judge_source,
     }
     with contextlib.closing(open_rows(rows_folder, row_settings)) as rows, progress("answers") as show:
-        calibrated = calibration.calibrate(
-            decoding,
-            problems,
-            rows,
-            **risk_bound,
-            rule=args.rule,
-            setting=args.setting,
-            values=args.values,
-            judge=judge,
-            temperature=args.temperature,
-            seed=args.seed,
-            progress=show,
-        )
-        theta = calibrated["value"]
-        if theta == math.inf:
-            # No value is certified: store theta = inf, which is strict, as a string, because JSON has no infinities.
-            theta = "inf"
-        elif args.setting == "exact_prefix":
-            rule_json["settings"]["exact_prefix"], theta = theta, args.rule.as_json()["settings"]["theta"]
-        report = study_settings | {
-            "format": FORMAT,
-            "theta": theta,
-            "rule": rule_json,
-            "weights": pair_fingerprints(target, drafter, loaded_rule),
-            "tau": calibrated["tau"],
-            "strict_tau": calibrated["strict_tau"],
-            "trials": [{args.setting: trial.pop("value"), **trial} for trial in calibrated["trials"]],
-            "made": provenance(),
-        }
+        calibrated = calibration.calibrate(args, decoding, problems, rows, judge=judge, progress=show)
+        report = study_settings | _rule_and_theta(args, calibrated["value"])
+        report["weights"] = pair_fingerprints(target, drafter, loaded_rule)
+        report |= {name: calibrated[name] for name in ("tau", "strict_tau")}
+        report["trials"] = [{args.setting: trial.pop("value"), **trial} for trial in calibrated["trials"]]
+        report["made"] = provenance()
         write_shared_json(args.output, report)
         if hosts.is_first():
             # The output file contains all results.
@@ -270,8 +246,19 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
     print(_table(report, calibrated["value"], args), file=out)
 
 
+def _rule_and_theta(args: argparse.Namespace, value: float) -> JsonObject:
+    """Return the entries of the output file for a certified value. inf, which is strict, means that none is."""
+    rule_json, theta = args.rule.as_json(but=("theta",)), value
+    if theta == math.inf:
+        # JSON has no infinities.
+        theta = "inf"
+    elif args.setting == "exact_prefix":
+        rule_json["settings"]["exact_prefix"], theta = value, args.rule.as_json()["settings"]["theta"]
+    return {"format": FORMAT, "theta": theta, "rule": rule_json}
+
+
 def _table(report: JsonObject, value: float, args: argparse.Namespace) -> str:
-    from mars_jax.lab.studies.certify import FACTORS, fewest
+    from mars_jax.lab.calibration import FACTORS, fewest
 
     risk_units = {"regret": "nats per token", "accuracy": "of the score", "judge": "of the judge's number"}
     setting_word = {"theta": "theta", "exact_prefix": "prefix"}[args.setting]

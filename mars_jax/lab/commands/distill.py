@@ -36,6 +36,11 @@ def _flag(metavar: str, help: str, kind: type = str, **options: Any) -> dict[str
     return {"metavar": metavar, "help": help, "type": kind, **options}
 
 
+def _switch(help: str) -> dict[str, Any]:
+    # None, as for flags that a kind does not have, and not False.
+    return {"action": "store_true", "default": None, "help": help}
+
+
 _FLAGS: dict[str, dict[str, Any]] = {
     "--target": _flag("PATH", "default: %(default)s", default=assets.TARGET),
     "--data": _flag("FILE", "text to learn from", Path, nargs="+"),
@@ -84,21 +89,13 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--block-size": _flag("N", "tokens of a block, including the last committed one (default: 16)", int),
     "--head-layers": _flag("N", "layers of the head (default: 5)", int),
     "--markov-rank": _flag("R", "DSpark: correct each token by the one before (default: no)", int),
-    "--confidence": {
-        "action": "store_true",
-        "default": None,
-        "help": "DSpark: learn where a draft should end (--draft-stop)",
-    },
+    "--confidence": _switch("DSpark: learn where a draft should end (--draft-stop)"),
     "--left-out": _flag("SHARE", "share of the target's sublayers to leave out (default: 0.45)", float),
     "--task": _flag(
         "NAME[=PATH]",
         "task whose answers are rewarded, as for mars-jax benchmark (default: arithmetic, the training part)",
     ),
-    "--chat": {
-        "action": "store_true",
-        "default": None,
-        "help": "the target answers each document, at temperatures 0 and 1 in turn",
-    },
+    "--chat": _switch("the target answers each document, at temperatures 0 and 1 in turn"),
 }
 _DATA = ("--target", "--data", "--output")
 _GROUPS = {
@@ -111,11 +108,7 @@ _GROUPS = {
 """Flags, keyed by help group. All other flags are in the group `method`."""
 _TRAINING = (*_GROUPS["data"], *_GROUPS["training"])
 _SYSTEM = (*_DATA, "--work", "--tokens", "--step-tokens", "--length", "--seed", "--from")
-_EAGLE3 = ("--from", "--features", "--feature-layers", "--draft-vocab", "--steps-ahead")
-_DFLASH = (
-    *("--block-size", "--head-layers", "--feature-layers", "--draft-vocab"),
-    *("--markov-rank", "--confidence"),
-)
+_HEAD = (*_TRAINING, "--feature-layers", "--draft-vocab", "--intermediate-size", "--layout")
 
 
 class Kind(NamedTuple):
@@ -127,14 +120,14 @@ class Kind(NamedTuple):
 
 KINDS = {
     "eagle3": Kind(
-        "an EAGLE-3 head, by training-time test", (*_TRAINING, *_EAGLE3, "--intermediate-size", "--layout")
+        "an EAGLE-3 head, by training-time test", (*_HEAD, "--from", "--features", "--steps-ahead")
     ),
     "eagle1": Kind("an EAGLE-1 head, by regression", (*_TRAINING, "--intermediate-size")),
     "mtp": Kind("an MTP module, by training-time test", (*_TRAINING, "--steps-ahead")),
     "medusa": Kind("Medusa heads", (*_TRAINING, "--heads")),
     "dflash": Kind(
         "a DFlash or DSpark head, by masked blocks",
-        (*_TRAINING, *_DFLASH, "--intermediate-size", "--layout"),
+        (*_HEAD, "--block-size", "--head-layers", "--markov-rank", "--confidence"),
     ),
     "model": Kind("a small language model, on the target's distributions", (*_TRAINING, "--from")),
     "sprinter": Kind("SPRINTER's classifier on a small model", _SYSTEM),
@@ -242,7 +235,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     # Import the training code only after the checks, so that wrong flags are refused immediately.
     keep_compilations()
     if args.kind == "features":
-        from mars_jax.lab.commands.distill_features import write_features
+        from mars_jax.lab.training.features import write_features
 
         write_features(args)
     else:

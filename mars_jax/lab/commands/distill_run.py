@@ -8,9 +8,9 @@ import functools
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,30 +26,22 @@ from mars_jax.contrib.drafters.system_files import NGRAM, System, save_system
 from mars_jax.contrib.rules import diversed_training
 from mars_jax.contrib.teaching import Batch
 from mars_jax.core.types import PyTree
-from mars_jax.hub.durable import sync, writing
+from mars_jax.hub.durable import staging, sync, writing
 from mars_jax.hub.files import resolve
 from mars_jax.hub.heads.mtp_files import save_mtp
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.hub.save import free_directory
-from mars_jax.lab.commands.distill_features import check_dump, dump_settings, layers_of
 from mars_jax.lab.evaluate.scoring.scores import score_answer
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import check_writable, claim, joined_with_folder
-from mars_jax.lab.training import (
-    data,
-    dflash_training,
-    distillation,
-    eagle_training,
-    features,
-    medusa_training,
-)
-from mars_jax.lab.training.loop import CHECKPOINTS, Apprentice, fit, refuse_version_0_1
+from mars_jax.lab.training import data, dflash_training, distillation, eagle_training, features
+from mars_jax.lab.training.loop import CHECKPOINTS, Apprentice, fit
+from mars_jax.lab.training.medusa_training import new_medusa
 from mars_jax.lab.training.objectives import divergence
 from mars_jax.mesh import hosts
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.serve.generation import generate
 from mars_jax.serve.rows import RowFile, digest, fingerprint, plain
 from mars_jax.utils.errors import MarsError, say
@@ -63,13 +55,6 @@ WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
 """Number of completions decoded at a time, and number between two writes to disk. Within such a group, rows refill."""
 LEFT_OUT, EVALUATIONS = 0.45, 128
 """Default share of the sublayers that VIA-SD leaves out, and default number of masks that its search tries."""
-
-
-class TrainedHead(NamedTuple):
-    """An EAGLE-3 head to train further."""
-
-    config: EagleConfig
-    params: PyTree
 
 
 def distill(args: argparse.Namespace, out: IO[str]) -> None:
@@ -89,30 +74,23 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     # Reject invalid arguments before loading the models.
     if args.loss is not None:
         divergence(args.loss)
-    layers_of(args.feature_layers)
+    features.layers_of(args.feature_layers)
     free_directory(args.output, overwrite=False)
     check_writable(args.output)
     check_writable(work, flag="--work")
-    refuse_version_0_1(work)
     documents = [text for path in args.data or () for text in data.documents(path)]
     for dump in args.features or ():
-        dump_settings(dump)
+        features.dump_settings(dump)
     if args.task is not None:
         rewarded(args.task)
     if args.first not in (None, NGRAM):
         resolve(args.first, weights=False)
     with busy("loading"):
-        mesh, dtype = None, None
-        if args.mesh is not None:
-            mesh = open_mesh(args.mesh, hub.outline(args.target).config)
-        if args.features is not None:
-            # Stored features were computed by the target in bfloat16, and so was their fingerprint.
-            dtype = "bfloat16"
+        mesh = open_mesh(args.mesh, hub.outline(args.target).config)
+        # Stored features were computed by the target in bfloat16, and so was their fingerprint.
+        dtype = args.features and "bfloat16"
         target = hub.load(args.target, dtype=dtype, mesh=mesh)
-        start_checkpoint = None
-        if args.first is not None and (args.kind, args.first) != ("via_sd", NGRAM):
-            start_checkpoint = _open_first(args, target)
-    start_params = getattr(start_checkpoint, "params", ())
+        start_checkpoint, start_params = _open_first(args, target)
     settings = {name: plain(value) for name, value in vars(args).items() if name not in _NO_MATTER}
     # Text and weights are identified by their contents, wherever they are stored.
     settings |= {
@@ -121,43 +99,50 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     }
     if args.features is not None:
         # Only eagle3 has --features. A head of --from determines the layers.
-        if isinstance(start_checkpoint, TrainedHead):
-            layers = start_checkpoint.config.feature_layers
-        else:
-            layers = layers_of(args.feature_layers) or eagle_training.feature_layers(target.config)
+        layers = features.layers_of(args.feature_layers) or features.default_layers(target.config)
+        if start_checkpoint is not None:
+            layers = start_checkpoint[0].feature_layers
         target_fingerprint = fingerprint((target.params,), target.path)
-        settings["features"] = [check_dump(dump, layers, target_fingerprint) for dump in args.features]
+        settings["features"] = [
+            features.check_dump(dump, layers, target_fingerprint) for dump in args.features
+        ]
     with claim(work, settings, flag="--work"):
-        train_kind = SYSTEMS.get(args.kind, _train)
+        train_kind = {"sprinter": _sprinter, "via_sd": _via_sd, "diversed": _diversed}.get(args.kind, _train)
         train_kind(args, target, start_checkpoint, documents, work)
     if args.kind == "diversed":
         say(f"{args.output}: verify with --verify diversed:{args.output}")
-        return
-    # The kinds eagle1 and eagle3 produce heads for the drafter eagle.
-    draft_kind = args.kind.rstrip("13")
-    say(f"{args.output}: draft with --draft {draft_kind}:{args.output}; figures in {work}")
+    else:
+        # The kinds eagle1 and eagle3 produce heads for the drafter eagle.
+        draft_kind = args.kind.rstrip("13")
+        say(f"{args.output}: draft with --draft {draft_kind}:{args.output}; figures in {work}")
 
 
-def _open_first(args: argparse.Namespace, target: Pretrained) -> Pretrained | TrainedHead:
-    """Load the checkpoint of --from."""
+def _open_first(args: argparse.Namespace, target: Pretrained) -> tuple[Any, PyTree]:
+    """Load the checkpoint of --from, a model or for eagle3 (config, params) of a head, and return it with its params.
+
+    Without a checkpoint, return (None, ()).
+    """
+    if args.first is None or (args.kind, args.first) == ("via_sd", NGRAM):
+        return None, ()
     if args.kind != "eagle3":
         # The kind model trains this checkpoint, in float32. Other kinds only draft with it, in its own dtype.
-        return hub.load(args.first, dtype="float32" if args.kind == "model" else None)
+        model = hub.load(args.first, dtype="float32" if args.kind == "model" else None)
+        check_same_vocabulary(target, model)
+        return model, model.params
     config, params = hub.load_eagle(args.first, target.config, target.params, dtype="float32")
     if config.version != 3:
         raise MarsError(
             f"--from {args.first} is an EAGLE-1 head: name an EAGLE-3 head, or leave it out to start a new one."
         )
-    return TrainedHead(config, params)
+    return (config, params), params
 
 
 def _train(
     args: argparse.Namespace, target: Pretrained, first: Any, documents: Sequence[str], work: Path
 ) -> None:
     """Train a head or a small model on text or on features, and write it."""
-    options = {
-        name: getattr(args, name) for name in ("tokens", "step_tokens", "learning_rate", "seed", "minutes")
-    }
+    names = ("tokens", "step_tokens", "learning_rate", "seed", "minutes")
+    options = {name: getattr(args, name) for name in names}
     if args.write is not None:
         documents = _write_texts(args, target, documents, work)
     # With --features, text is only needed to choose a draft vocabulary.
@@ -181,28 +166,22 @@ def _write(args: argparse.Namespace, config: Any, params: PyTree, first: Any) ->
     params = jax.tree.map(
         lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, jax.device_get(params)
     )
-    # The authors' layout is named after the drafter.
-    layout = args.layout or args.kind.rstrip("13")
-    staging_folder = args.output.with_name(f".{args.output.name}.distilling")
-    # A killed run may have left this folder. No other run uses it, because this process has locked --work.
-    shutil.rmtree(staging_folder, ignore_errors=True)
-    try:
-        with writing(args.output):
-            if args.kind == "model":
-                hub.save(staging_folder, config, params)
-                _copy_tokenizer(first.path, staging_folder)
-            elif args.kind == "medusa":
-                save_medusa(staging_folder, config, params)
-            elif args.kind == "mtp":
-                save_mtp(staging_folder, config, params)
-            elif args.kind == "dflash":
-                contrib.save_dflash(staging_folder, config, params, layout=layout, verifier=str(args.target))
-            else:
-                hub.save_eagle(staging_folder, config, params, layout=layout, verifier=str(args.target))
-            staging_folder.replace(args.output)
+    if args.kind == "medusa":
+        save_medusa(args.output, config, params)
+    elif args.kind == "mtp":
+        save_mtp(args.output, config, params)
+    elif args.kind == "model":
+        # The tokenizer must appear together with the weights.
+        with writing(args.output), staging(args.output) as staged:
+            model_folder = hub.save(staged / "model", config, params)
+            _copy_tokenizer(first.path, model_folder)
+            model_folder.replace(args.output)
             sync(args.output.absolute().parent)
-    finally:
-        shutil.rmtree(staging_folder, ignore_errors=True)
+    else:
+        save_head = contrib.save_dflash if args.kind == "dflash" else hub.save_eagle
+        # The authors' layout is named after the drafter.
+        layout = args.layout or args.kind.rstrip("13")
+        save_head(args.output, config, params, layout=layout, verifier=str(args.target))
 
 
 def _copy_tokenizer(source: Path, output: Path) -> None:
@@ -273,50 +252,46 @@ def _write_texts(
 
 def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.ndarray | None) -> Apprentice:
     """Create the apprentice of a kind. `first` is the checkpoint of --from, and `ids` i32[W] the draft vocabulary."""
-    loss = divergence(args.loss)
-    if args.kind != "model" and isinstance(target.config, ModelConfig) and target.config.delta is not None:
-        raise MarsError("heads of targets with recurrent layers are not supported yet: distil a small model.")
+    config, params, loss, seed = target.config, target.params, divergence(args.loss), args.seed
     if args.kind == "model":
-        check_same_vocabulary(target, first)
-        return distillation.small_model(target.config, first.config, first.params, divergence=loss)
+        return distillation.small_model(config, first.config, first.params, divergence=loss)
+    if isinstance(config, ModelConfig) and config.delta is not None:
+        raise MarsError("heads of targets with recurrent layers are not supported yet: distil a small model.")
     if args.kind == "medusa":
-        return medusa_training.new_medusa(
-            target.config, target.params, count=args.heads or 4, divergence=loss, seed=args.seed
-        )
+        return new_medusa(config, params, count=args.heads or 4, divergence=loss, seed=seed)
+    width, steps, layers = (
+        args.intermediate_size,
+        args.steps_ahead or 5,
+        features.layers_of(args.feature_layers),
+    )
     if args.kind == "eagle1":
-        return eagle_training.new_eagle1(
-            target.config, intermediate_size=args.intermediate_size, divergence=loss, seed=args.seed
-        )
+        return eagle_training.new_eagle1(config, intermediate_size=width, divergence=loss, seed=seed)
     if args.kind == "mtp":
-        steps = args.steps_ahead or 5
-        return eagle_training.new_mtp(
-            target.config, target.params, steps=steps, divergence=loss, seed=args.seed
-        )
+        return eagle_training.new_mtp(config, params, steps=steps, divergence=loss, seed=seed)
     if args.kind == "dflash":
         return dflash_training.new_dflash(
-            target.config,
-            target.params,
+            config,
+            params,
             ids=ids,
-            layers=layers_of(args.feature_layers),
+            layers=layers,
             depth=args.head_layers or 5,
             block_size=args.block_size or 16,
-            from_anchor=bool(args.markov_rank or args.confidence),
             markov_rank=args.markov_rank or 0,
             confidence=bool(args.confidence),
-            intermediate_size=args.intermediate_size,
+            intermediate_size=width,
             divergence=loss,
-            seed=args.seed,
+            seed=seed,
         )
     return eagle_training.new_eagle3(
-        target.config,
-        target.params,
+        config,
+        params,
         ids=ids,
-        layers=layers_of(args.feature_layers),
-        intermediate_size=args.intermediate_size,
+        layers=layers,
+        intermediate_size=width,
         trained=first,
-        steps=args.steps_ahead or 5,
+        steps=steps,
         divergence=loss,
-        seed=args.seed,
+        seed=seed,
     )
 
 
@@ -345,7 +320,6 @@ def _batches(args: argparse.Namespace, target: Pretrained, documents: Sequence[s
 def _sprinter(
     args: argparse.Namespace, target: Pretrained, small: Pretrained, documents: Sequence[str], work: Path
 ) -> None:
-    check_same_vocabulary(target, small)
     batches = _batches(args, target, documents)
     label_batch = jax.jit(
         lambda teacher, params, batch, key: sprinter_training.examples(
@@ -371,14 +345,8 @@ def _sprinter(
 
 
 def _via_sd(
-    args: argparse.Namespace,
-    target: Pretrained,
-    small: Pretrained | None,
-    documents: Sequence[str],
-    work: Path,
+    args: argparse.Namespace, target: Pretrained, small: object, documents: Sequence[str], work: Path
 ) -> None:
-    if small is not None:
-        check_same_vocabulary(target, small)
     if not isinstance(target.config, ModelConfig) or target.model.with_layers is None:
         raise MarsError(f"'{target.name}' cannot leave out layers: give a checkpoint of this library.")
     best_choice = via_sd_training.search(
@@ -404,7 +372,6 @@ def _via_sd(
 def _diversed(
     args: argparse.Namespace, target: Pretrained, small: Pretrained, documents: Sequence[str], work: Path
 ) -> None:
-    check_same_vocabulary(target, small)
     problems = rewarded(args.task)
     prompts = target.encode_many([p.turns[0] for p in problems], chat=True)
 
@@ -422,19 +389,6 @@ def _diversed(
         description="diversed",
     )
     contrib.save(args.output, jax.device_get(mixer_params), "diversed")
-
-
-SYSTEMS: dict[str, Callable[[argparse.Namespace, Pretrained, Any, Sequence[str], Path], None]] = {
-    "sprinter": _sprinter,
-    "via_sd": _via_sd,
-    "diversed": _diversed,
-}
-"""Functions, keyed by kind, of (flags, target, small model, documents, --work). Each trains a system and writes it to
---output.
-
-Raises:
-  MarsError: the small model has a different vocabulary, there is too little text, or the task has no rewards.
-"""
 
 
 def rewarded(task: str | None) -> list[Problem]:

@@ -1,27 +1,16 @@
-"""Flags shared by commands that evaluate a pair of models on tasks."""
+"""Flags of commands that evaluate a pair of models on tasks, and the problems and models that they select."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mars_jax import assets
-from mars_jax.cli.flags import (
-    ATTENTION_HELP,
-    CACHE_DTYPE_HELP,
-    HEAD_EMBED_HELP,
-    MESH_HELP,
-    NO_CHECK_HELP,
-    Present,
-    add_host_flags,
-    add_settings,
-    add_size_flags,
-    draft_or_default,
-    flag_of,
-    number_of,
-    numbers_of,
-)
-from mars_jax.cli.program import Parser
+from mars_jax.cli import flags
+from mars_jax.cli.program import Parser, keep_compilations
+from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import add_rule_flags, choose_with_weights, given_settings
 from mars_jax.drafters.registry import HEAD_EMBED, definitions, draft_words, parse_draft
 from mars_jax.drafters.tree_shapes import parse_tree
@@ -30,6 +19,13 @@ from mars_jax.utils.settings import ATTENTION, DTYPES, STORED_DTYPES
 from mars_jax.utils.types import JsonObject
 from mars_jax.verify import RuleChoice
 
+if TYPE_CHECKING:
+    from mars_jax.drafters import LoadedDrafter
+    from mars_jax.hub.pretrained import Pretrained
+    from mars_jax.lab.evaluate.tasks.problems import Problem
+
+ARITHMETIC_PROBLEMS = 200
+"""Default number of problems of the task arithmetic."""
 TASKS = """\
 tasks, where PATH is a local file (plain, .xz or .gz) or, of a dataset of the
 hub, OWNER/NAME[:CONFIG[:SPLIT]]:
@@ -70,20 +66,21 @@ def make_parser(
         "--num-draft-tokens", metavar="N", help="tokens drafted in a row (default: the drafter's)"
     )
     group.add_argument("--tree", metavar="4-2-2-1", help="draft a tree; as for mars_jax.generate")
-    group.add_argument("--head-embed", choices=HEAD_EMBED, help=HEAD_EMBED_HELP)
-    add_size_flags(group)
+    group.add_argument("--head-embed", choices=HEAD_EMBED, help=flags.HEAD_EMBED_HELP)
+    flags.add_size_flags(group)
     group.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: the checkpoint's own)")
-    group.add_argument("--attention", choices=ATTENTION, help=ATTENTION_HELP)
-    group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=CACHE_DTYPE_HELP)
-    group.add_argument("--no-check", action="store_true", help=NO_CHECK_HELP)
-    group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
-    add_host_flags(parser)
+    group.add_argument("--attention", choices=ATTENTION, help=flags.ATTENTION_HELP)
+    group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=flags.CACHE_DTYPE_HELP)
+    group.add_argument("--no-check", action="store_true", help=flags.NO_CHECK_HELP)
+    group.add_argument("--mesh", metavar="data=2,model=4", help=flags.MESH_HELP)
+    flags.add_host_flags(parser)
     group = parser.add_argument_group("tasks")
     group.add_argument(
         "--task", action="append", default=[], metavar="NAME[=PATH]", help="task to measure; once or more"
     )
-    problems_help = f"first N of each task (default: all; arithmetic {arithmetic})"
-    group.add_argument("--problems", metavar="N", help=problems_help)
+    group.add_argument(
+        "--problems", metavar="N", help=f"first N of each task (default: all; arithmetic {arithmetic})"
+    )
     group.add_argument(
         "--chat", action="store_true", help="format questions with the chat template (never stories)"
     )
@@ -94,7 +91,7 @@ def make_parser(
     group.add_argument(
         "--batch-size", default="1", metavar="N", help="problems decoded side by side (default: %(default)s)"
     )
-    add_settings(group, "prefill_chunk")
+    flags.add_settings(group, "prefill_chunk")
     group.add_argument(
         "--seed", default="0", metavar="N", help="problem i draws with seed N + i (default: 0)"
     )
@@ -114,7 +111,9 @@ def chosen_rule(args: argparse.Namespace, *, instead: Collection[str] = ()) -> R
     """
     settings = given_settings(args)
     for name in settings.keys() & set(instead):
-        raise MarsError(f"{settings[name].shown} does not apply here: give {flag_of(name)}s in its place.")
+        raise MarsError(
+            f"{settings[name].shown} does not apply here: give {flags.flag_of(name)}s in its place."
+        )
     return choose_with_weights(args.verify or "mars", settings)
 
 
@@ -124,12 +123,10 @@ def convert_pair_flags(args: argparse.Namespace) -> None:
     Raises:
       MarsError: a value out of range.
     """
-    numbers_of(args, ("num_draft_tokens", "max_new_tokens", "batch_size", "prefill_chunk", "seed"))
-    if args.problems is not None:
-        args.problems = number_of("batch_size", args.problems, shown="--problems")
-    if args.tree is not None:
-        args.tree = parse_tree(args.tree)
-    args.draft = draft_or_default(args.draft, args.target)
+    flags.numbers_of(args, ("num_draft_tokens", "max_new_tokens", "batch_size", "prefill_chunk", "seed"))
+    args.problems = args.problems and flags.number_of("batch_size", args.problems, shown="--problems")
+    args.tree = args.tree and parse_tree(args.tree)
+    args.draft = flags.draft_or_default(args.draft, args.target)
 
 
 def non_default_flags(args: argparse.Namespace) -> JsonObject:
@@ -155,7 +152,7 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
         raise MarsError(f"there is no --output: {output}.")
     if not args.task:
         raise MarsError("there is no --task: name one, such as --task arithmetic; --help lists them.")
-    Present(args).refuse_alone()
+    flags.Present(args).refuse_alone()
     task_names = [task.partition("=")[0] for task in args.task]
     if len(set(task_names)) < len(task_names):
         raise MarsError(
@@ -167,7 +164,79 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
         raise MarsError(
             f"--verify {rule.name} does not apply here, since its text means nothing: verify with another rule."
         )
-    Present(args).refuse_for(draft, rule)
+    flags.Present(args).refuse_for(draft, rule)
     # The default must not appear among `non_default_flags`.
     if args.draft_size == "fixed":
         args.draft_size = None
+
+
+def open_study(
+    args: argparse.Namespace,
+    folder: Path,
+    check: Callable[[list[Problem]], None],
+    *,
+    arithmetic: int = ARITHMETIC_PROBLEMS,
+) -> tuple[list[Problem], Pretrained, LoadedDrafter]:
+    """Open problems, target and drafter for a command that measures a pair on tasks.
+
+    Prompts, rule and vocabularies are checked against configs and tokenizers before any weights are loaded.
+
+    Args:
+      args: from a parser of `make_parser`, after `check_pair_flags`.
+      folder: output folder of the rows.
+      check: raises MarsError for problems that the command cannot use.
+      arithmetic: number of problems of the task arithmetic if --problems is not given.
+
+    Raises:
+      MarsError: the folder holds unrelated files, `check` failed, or problems or checkpoints are invalid.
+    """
+    from mars_jax import hub, verify
+    from mars_jax.cli.open_target import check_draft, open_target
+    from mars_jax.lab.evaluate.answers import check_problems
+    from mars_jax.lab.evaluate.tasks.catalogue import read_problems
+    from mars_jax.lab.folder import check_folder
+    from mars_jax.mesh import hosts
+
+    keep_compilations()
+    if hosts.is_first():
+        check_folder(folder)
+    problems = []
+    for task in args.task:
+        name, _, path = task.partition("=")
+        # Only the task arithmetic has a default number of problems.
+        limit = arithmetic if name == "arithmetic" and args.problems is None else args.problems
+        problems += read_problems(name, path or None, chat=args.chat, limit=limit)
+    check(problems)
+    draft = parse_draft(args.draft, shown="--draft")
+    with busy("loading"):
+        outline = hub.outline(args.target)
+        if not outline.has_tokenizer:
+            raise MarsError(
+                f"'{args.target}' has no tokenizer, and tasks are text: put its files next to the weights."
+            )
+        check_problems(outline, problems, chat=args.chat)
+        check_draft(outline, draft)
+        loaded_rule = verify.load(args.rule.spec, outline, **args.rule.settings)
+        target = open_target(args, outline)
+        samples = draft.definition.samples and verify.needs_q(loaded_rule.rule)
+        drafter = load_drafter(args, target, samples=samples)
+        for file in args.theta_files:
+            file.check_weights(target, drafter, loaded_rule)
+    return problems, target, drafter
+
+
+def load_drafter(args: argparse.Namespace, target: Pretrained, *, samples: bool) -> LoadedDrafter:
+    """Load the drafter of the flags, which samples its tokens or drafts the best ones."""
+    from mars_jax import drafters
+
+    return drafters.load(
+        args.draft,
+        target,
+        num_draft_tokens=args.num_draft_tokens,
+        tree=args.tree,
+        sample=samples,
+        dtype=args.dtype,
+        draft_size=args.draft_size or "fixed",
+        any_rule=bool(args.any_rule),
+        head_embed=args.head_embed or "own",
+    )

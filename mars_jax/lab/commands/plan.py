@@ -23,10 +23,9 @@ from mars_jax.verify import NEEDS
 if TYPE_CHECKING:
     from mars_jax.core.drafter import Drafter
     from mars_jax.drafters.tree_shapes import Dynamic
-    from mars_jax.lab.planning import Plan
-    from mars_jax.lab.planning.advice import Attempt, DraftEstimate, DraftShape
     from mars_jax.lab.planning.chips import Topology
     from mars_jax.lab.planning.estimate import StepTime
+    from mars_jax.lab.planning.fit import Attempt, DraftEstimate, DraftShape, Plan
     from mars_jax.models.config import ModelConfig
     from mars_jax.models.shardings import AnyConfig
 
@@ -124,13 +123,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     args.batch = number_of("batch_size", args.batch, shown="--batch")
-    if args.context is not None:
-        args.context = number_of("max_new_tokens", args.context, shown="--context")
+    args.context = args.context and number_of("max_new_tokens", args.context, shown="--context")
     numbers_of(args, ["num_draft_tokens"])
-    if args.tree is not None:
-        args.tree = parse_tree(args.tree)
-    if args.acceptance is not None:
-        args.acceptance = _acceptance(args.acceptance)
+    args.tree = args.tree and parse_tree(args.tree)
+    args.acceptance = args.acceptance and _acceptance(args.acceptance)
     rule = chosen_rule(args)
     if needs := {"q", "weights"} & rule.needs:
         raise MarsError(
@@ -139,9 +135,8 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
 
     # Import the planning code only after the checks above, so that they fail fast.
     from mars_jax import verify
-    from mars_jax.lab import planning
     from mars_jax.lab.folder import check_writable
-    from mars_jax.lab.planning import advice, fit
+    from mars_jax.lab.planning import fit
     from mars_jax.lab.planning.chips import larger, topology
     from mars_jax.lab.planning.pair_programs import Programs, default_mesh, draft_of, kind_of
     from mars_jax.models.shardings import parse_mesh
@@ -149,11 +144,11 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     if args.dump is not None:
         check_writable(args.dump, flag="--dump")
         args.dump.mkdir(parents=True, exist_ok=True)
-    target = _config(args.target)
+    target, stored_dtype, packs_experts = _read_target(args.target)
     args.context = args.context or min(CONTEXT, target.max_positions)
     # As in `hub.load`, MXFP4 experts stay in 4 bits by default and with int4. Other dtypes dequantise them.
-    packed_dtypes = ("int4", "" if args.dtype else "bfloat16") if _packs_experts(args.target) else ()
-    args.dtype = args.dtype or _stored_dtype(args.target)
+    packed_dtypes = ("int4", "" if args.dtype else "bfloat16") if packs_experts else ()
+    args.dtype = args.dtype or stored_dtype
     requested_slice = topology(args.topology)
     draft = _draft(args.draft, target)
     drafter, is_mixture = definition(kind_of(draft)), target.num_experts > 0
@@ -169,31 +164,22 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         """Return the programs on a slice. `--mesh` applies only to the slice of `--topology`."""
         axes = args.mesh
         if axes is None or slice_ is not requested_slice:
-            default_axes = default_mesh(target, len(slice_.devices), args.batch)
-            axes = ",".join(f"{name}={size}" for name, size in default_axes.items())
+            axes = default_mesh(target, len(slice_.devices), args.batch)
         shaped_draft = draft_of(draft, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=is_mixture)
+        options = {"batch": args.batch, "context": args.context, "packed_experts": dtype in packed_dtypes}
         mesh = parse_mesh(axes, slice_.devices)
-        return Programs(
-            target,
-            shaped_draft,
-            mesh,
-            loaded_rule,
-            batch=args.batch,
-            context=args.context,
-            dtype=dtype,
-            packed_experts=dtype in packed_dtypes,
-        )
+        return Programs(target, shaped_draft, mesh, loaded_rule, dtype=dtype, **options)
 
     def attempt(name: str | None, dtype: str) -> Attempt:
         slice_ = requested_slice if name is None else topology(name)
-        return advice.try_fit(pair(slice_, dtype), slice_)
+        return fit.try_fit(pair(slice_, dtype), slice_)
 
     def step(shape: DraftShape) -> StepTime | None:
         """Return the time of a step with a draft of a different shape, or None if it does not fit."""
         shaped_programs = pair(requested_slice, args.dtype, length=shape.length, tree=shape.tree)
         # The plan has already compiled the usual shape, and it fits.
         is_planned = (shape.length, shape.tree) == drafter.usual(mixture=is_mixture)
-        if not is_planned and not advice.try_fit(shaped_programs, requested_slice).fits:
+        if not is_planned and not fit.try_fit(shaped_programs, requested_slice).fits:
             return None
         return fit.planned_time(shaped_programs, requested_slice)[1]
 
@@ -204,7 +190,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     with busy("planning"):
         target_programs = pair(requested_slice, args.dtype, "none", None, None)
         planned_programs = pair(requested_slice, args.dtype)
-        plan = planning.make_plan(planned_programs, target_programs, requested_slice, dump)
+        plan = fit.make_plan(planned_programs, target_programs, requested_slice, dump)
     drafts = []
     if args.acceptance is None and is_mixture:
         args.acceptance = [0.75]
@@ -213,20 +199,18 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     if args.acceptance and is_open and plan.fits:
         with busy("comparing drafts"):
             _, autoregressive_time = fit.planned_time(target_programs, requested_slice)
-            shapes = advice.SHAPES if is_mixture else advice.DEEPER
-            drafts = advice.compare_drafts(step, autoregressive_time, args.acceptance, shapes)
+            shapes = fit.SHAPES if is_mixture else fit.DEEPER
+            drafts = fit.compare_drafts(step, autoregressive_time, args.acceptance, shapes)
     attempts = []
     if not plan.fits:
         with busy("looking for what fits"):
-            attempts = advice.advise(attempt, args.dtype, larger(plan.topology))
+            attempts = fit.advise(attempt, args.dtype, larger(plan.topology))
     if args.json:
         input_names = ("target", "draft", "batch", "context", "dtype", "acceptance")
-        inputs = {name: getattr(args, name) for name in input_names}
-        comparisons = {
-            "tried": [entry._asdict() for entry in attempts],
-            "drafts": [entry._asdict() for entry in drafts],
-        }
-        print(json.dumps(inputs | dataclasses.asdict(plan) | comparisons), file=out)
+        report = {name: getattr(args, name) for name in input_names} | dataclasses.asdict(plan)
+        report["tried"] = [entry._asdict() for entry in attempts]
+        report["drafts"] = [entry._asdict() for entry in drafts]
+        print(json.dumps(report), file=out)
     else:
         _print_table(args, planned_programs.drafter, plan, attempts, drafts, out)
     return plan.fits
@@ -239,42 +223,23 @@ def _acceptance(text: str) -> list[float]:
     return [float(part) for part in parts]
 
 
-def _config(name: str) -> ModelConfig:
+def _read_target(name: str) -> tuple[ModelConfig, str, bool]:
+    """Return the config of a target, the dtype of its weights, and whether its experts are stored in MXFP4."""
     from mars_jax import hub
-    from mars_jax.lab.planning.outlined_models import CONFIGS
-
-    if name in CONFIGS:
-        return CONFIGS[name]
-    return hub.read_config(_directory(name))
-
-
-def _directory(name: str) -> Path:
-    """Return the path of a checkpoint, which may be given by its config.json."""
-    path = Path(name)
-    if path.name == "config.json" and path.is_file():
-        return path.parent
-    return path
-
-
-def _stored_dtype(name: str) -> str:
-    from mars_jax.hub import converted
-
-    path = _directory(name)
-    if not converted.is_converted(path):
-        return "bfloat16"
-    return converted.read_manifest(path).stored
-
-
-def _packs_experts(name: str) -> bool:
-    """Return whether a checkpoint stores its experts in MXFP4."""
-    from mars_jax.hub import files
+    from mars_jax.hub import converted, files
     from mars_jax.hub.config_json import is_mxfp4, read_json
     from mars_jax.lab.planning.outlined_models import CONFIGS, PACKED_EXPERTS
 
     if name in CONFIGS:
-        return name in PACKED_EXPERTS
-    path = files.resolve(_directory(name), weights=False)
-    return path.is_dir() and is_mxfp4(read_json(path / "config.json"))
+        return CONFIGS[name], "bfloat16", name in PACKED_EXPERTS
+    path, dtype = Path(name), "bfloat16"
+    if path.name == "config.json":
+        path = path.parent
+    config = hub.read_config(path)
+    if converted.is_converted(path):
+        dtype = converted.read_manifest(path).stored
+    folder = files.resolve(path, weights=False)
+    return config, dtype, folder.is_dir() and is_mxfp4(read_json(folder / "config.json"))
 
 
 def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
@@ -286,7 +251,7 @@ def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
     except MarsError:
         raise MarsError(f"--draft is {spec}: expected {_DRAFTS}.") from None
     if kind == "model":
-        return _config(path)
+        return _read_target(path)[0]
     return spec
 
 

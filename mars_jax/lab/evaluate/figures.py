@@ -34,13 +34,13 @@ def arm_figures(
     """Return the figures of one arm on one task at one temperature.
 
     Args:
-      rows: rows of the arm, see `arm_rows.make_row`.
+      rows: rows of the arm, see `run.make_row`.
       autoregressive: rows of the target without a draft, on the same problems in the same order.
       strict: rows of the strict rule, in the same order; None if it was not decoded.
       metric: metric of the task.
       seed: seed of the bootstrap.
     """
-    totals = {name: sum(row[name] for row in rows) for name in ("emitted", "seconds")}
+    num_tokens, seconds = (sum(row[name] for row in rows) for name in ("emitted", "seconds"))
     num_relaxed, num_exact = (sum(row[f"accepted_{kind}"] for row in rows) for kind in ("relaxed", "exact"))
     # The figures themselves are those of a single "resample" that counts every problem once.
     figure_arrays = _figures(rows, autoregressive, np.ones((1, len(rows))), metric)
@@ -51,9 +51,9 @@ def arm_figures(
         **figure_values,
         "depth_histogram": np.sum([row["depth_histogram"] for row in rows], axis=0).tolist(),
         "relaxed_share": num_relaxed / max(num_relaxed + num_exact, 1),
-        "seconds_per_task": totals["seconds"] / len(rows),
-        "task_speedup": sum(row["seconds"] for row in autoregressive) / max(totals["seconds"], 1e-9),
-        "tokens_per_task": totals["emitted"] / len(rows),
+        "seconds_per_task": seconds / len(rows),
+        "task_speedup": sum(row["seconds"] for row in autoregressive) / max(seconds, 1e-9),
+        "tokens_per_task": num_tokens / len(rows),
         "loop_rate": _mean(row["loops"] for row in rows),
         "length_rate": _mean(row["finish_reason"] != "stop" for row in rows),
         "same_as_autoregressive": _same(rows, autoregressive),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from typing import Any, NamedTuple
 
 from mars_jax.utils.errors import MarsError
@@ -118,9 +119,7 @@ def topology(name: str) -> Topology:
     size_texts = shape.split("x")
     chip = CHIPS.get(generation)
     # Limit sizes to 9 digits, since Python refuses to convert strings of more than 4,300 digits.
-    has_valid_sizes = all(
-        size.isascii() and size.isdigit() and len(size) < 10 and int(size) for size in size_texts
-    )
+    has_valid_sizes = all(re.fullmatch("[1-9][0-9]{0,8}", size) for size in size_texts)
     if chip is None or len(size_texts) != chip.dims or not has_valid_sizes:
         raise MarsError(
             f"the topology is {name!r}: expected {', '.join(CHIPS)} and a shape, of two numbers such as v5e:4x4, or of "

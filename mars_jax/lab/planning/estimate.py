@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from mars_jax.lab.planning.chips import Chip, Topology
 from mars_jax.utils.types import JsonObject
 
 TABLE = Path(__file__).with_name("overheads.json")
@@ -80,17 +81,16 @@ def overheads() -> JsonObject:
     return json.loads(TABLE.read_text(encoding="utf-8"))["chips"]
 
 
-def step_time(work: Work, generation: str, *, bandwidth: float, peak_flops: float, link: float) -> StepTime:
+def step_time(work: Work, generation: str, device: Chip | Topology) -> StepTime:
     """Estimate the time of a step.
 
     Args:
       work: from `fit.count_work`.
       generation: generation of the chip, such as "v5e".
-      bandwidth: HBM bandwidth of a device in bytes per second.
-      peak_flops: peak of a device in operations per second.
-      link: bytes per second of a link between chips, both directions together.
+      device: bandwidth, peak and links of a device.
     """
-    floor_seconds = max(work.bytes.total / bandwidth, work.flops / peak_flops)
+    bandwidth = device.bandwidth
+    floor_seconds = max(work.bytes.total / bandwidth, work.flops / device.peak_flops)
     if missing := _missing(work, generation):
         return StepTime(floor_seconds, floor_seconds, floor_seconds, missing)
     chip_table = overheads()[generation]
@@ -108,7 +108,9 @@ def step_time(work: Work, generation: str, *, bandwidth: float, peak_flops: floa
 
     # Collectives: all-reduces of bfloat16 hidden states, and small all-reduces in the draft, whose bytes do not count.
     sum_bytes = 2 * work.tokens * work.hidden_size
-    all_reduce_seconds = functools.partial(collective_seconds, "all-reduce", devices=work.devices, link=link)
+    all_reduce_seconds = functools.partial(
+        collective_seconds, "all-reduce", devices=work.devices, link=device.link
+    )
     seconds += LAYER_COLLECTIVES * work.num_layers * all_reduce_seconds(sent=sum_bytes, received=sum_bytes)
     num_small = draft_overheads["step_collectives"] + work.passes * draft_overheads["pass_collectives"]
     num_small += LAYER_COLLECTIVES * extra_layers

@@ -1,4 +1,4 @@
-"""A pair of models on a mesh of absent devices: abstract weights and state, and the lowered decode loop.
+"""A pair of models on a mesh of absent devices: abstract weights and state, the decode loop, and its compilation.
 
 Oracle: the byte counts of tests/lab/planning.
 """
@@ -8,6 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +32,9 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig
 from mars_jax.models.quantize import num_bytes
 from mars_jax.models.shardings import AnyConfig
+from mars_jax.utils import activity
 from mars_jax.utils.settings import BITS
+from mars_jax.utils.types import JsonObject
 
 
 def wide_dtype(dtype: str) -> str:
@@ -79,14 +84,12 @@ def draft_of(
     elif tree is None:
         tree = usual_tree
     if isinstance(config, HeadConfig):
-        make_head: Any = drafter_definition.cls
         # The usual tree of a block drafter is as deep as its block.
         if drafter_definition.block and config.drafts and tree is None and length is None:
             tree = Dynamic(depth=config.drafts)
-        head_options: dict[str, Any] = {"tree": tree}
-        if config.cached:
-            head_options["cache_dtype"] = dtype
-        return PlannedDraft(kind, lambda target: make_head(config, target, length, **head_options), config)
+        cache_options = {"cache_dtype": dtype} if config.cached else {}
+        make_head = functools.partial(drafter_definition.cls, config, tree=tree, **cache_options)
+        return PlannedDraft(kind, lambda target: make_head(target, length), config)
     # All other kinds have a default length.
     assert length is not None
     if config == "ngram":
@@ -111,8 +114,8 @@ def kind_of(config: AnyConfig | str) -> str:
     return getattr(config, "kind", "model")
 
 
-def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
-    """Return the axes of a mesh of `count` devices.
+def default_mesh(config: ModelConfig, count: int, batch: int) -> str:
+    """Return the axes of a mesh of `count` devices, as for --mesh.
 
     `model` gets the largest divisor of `count` that also divides the number of key-value heads. With latent
     attention, whose heads share one cache row per token, it is the number of attention heads instead. The remaining
@@ -120,15 +123,13 @@ def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=8)
     >>> default_mesh(config, 16, 2), default_mesh(config, 16, 1)
-    ({'data': 2, 'model': 8}, {'model': 16})
+    ('data=2,model=8', 'model=16')
     """
-    heads = config.num_kv_heads
-    if config.latent is not None:
-        heads = config.num_heads
+    heads = config.num_kv_heads if config.latent is None else config.num_heads
     model_size = math.gcd(heads, count)
     if count > model_size and batch % (count // model_size) == 0:
-        return {"data": count // model_size, "model": model_size}
-    return {"model": count}
+        return f"data={count // model_size},model={model_size}"
+    return f"model={count}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,15 +166,12 @@ class Programs:
     @functools.cached_property
     def state(self) -> DecodeState:
         """The abstract state of the batch, with shardings."""
-        return _abstract_state(
-            self._decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
-        )
+        return abstract_state(self._decoder, self.params, self.verify, self.mesh, self.batch, self.context)
 
     def lower(self) -> jax.stages.Lowered:
         """Lower the decode loop."""
-        return lower_loop(
-            self._decoder, self.params, self.verify, self.mesh, batch=self.batch, context=self.context
-        )
+        with jax.set_mesh(self.mesh):
+            return run.lower(self._decoder, self.params, self.state)
 
     @functools.cached_property
     def _model(self) -> LanguageModel:
@@ -189,25 +187,17 @@ class Programs:
         return shardings.abstract_params(config, dtype, bits=bits, packed_experts=packed, shardings=placement)
 
 
-def lower_loop(
-    decoder: Decoder, params: Params, rule: Rule, mesh: Mesh, *, batch: int, context: int
-) -> jax.stages.Lowered:
-    """Lower `decode.run` for the abstract state of a batch on a mesh."""
-    state = _abstract_state(decoder, params, rule, mesh, batch=batch, context=context)
-    with jax.set_mesh(mesh):
-        return run.lower(decoder, params, state)
-
-
-def _abstract_state(
-    decoder: Decoder, params: Params, rule: Rule, mesh: Mesh, *, batch: int, context: int
+def abstract_state(
+    decoder: Decoder, params: Params, rule: Rule, mesh: Mesh, batch: int, context: int
 ) -> DecodeState:
+    """Return the abstract state of `batch` rows of `context` tokens, with shardings on a mesh."""
+
     def start(params: Params) -> DecodeState:
         row_keys = keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
         # Only shapes matter here, so use the shortest prompt that prefills a token.
         tokens, lengths = jnp.zeros((batch, context), jnp.int32), jnp.full((batch,), 2, jnp.int32)
-        return decoder.init(
-            params, Prompts(tokens, lengths, make_controls(batch, limit=context), rule, row_keys)
-        )
+        prompts = Prompts(tokens, lengths, make_controls(batch, limit=context), rule, row_keys)
+        return decoder.init(params, prompts)
 
     with jax.set_mesh(mesh):
         state = jax.eval_shape(start, params)
@@ -217,8 +207,79 @@ def _abstract_state(
 
 def local_bytes(tree: PyTree) -> int:
     """Return the bytes of one device's shards of abstract arrays."""
-    shard_shapes = (
-        jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-        for leaf in jax.tree.leaves(tree)
+    shapes = [(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree)]
+    return sum(num_bytes(jax.ShapeDtypeStruct(shape, dtype)) for shape, dtype in shapes)
+
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+class OutOfMemory(Exception):
+    """The error of a program that does not fit. `used` is the number of bytes per device, 0 if unknown."""
+
+    def __init__(self, used: int):
+        super().__init__(f"{used} bytes")
+        self.used = used
+
+
+@activity.doing("compiling")
+def compile_program(lowered: jax.stages.Lowered, *, read: Callable[[str], Any] | None = None) -> JsonObject:
+    """Compile a program and report the compile time, the compiler's counts, and the collectives.
+
+    Args:
+      lowered: program lowered for abstract arguments with shardings on the devices to compile for.
+      read: maps the program's text to the report's entry "read".
+
+    Raises:
+      OutOfMemory: the program does not fit.
+    """
+    start_time = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise _out_of_memory(str(error)) from None
+    compile_seconds = time.perf_counter() - start_time
+    memory, program_text, costs = compiled.memory_analysis(), compiled.as_text(), compiled.cost_analysis()
+    # XLA's TPU compiler returns all three.
+    assert memory is not None and program_text is not None and costs is not None
+    return {
+        "read": None if read is None else read(program_text),
+        "seconds": round(compile_seconds, 2),
+        "bytes_accessed": int(costs["bytes accessed"]),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "aliased_bytes": memory.alias_size_in_bytes,
+        "mosaic_kernels": program_text.count('custom_call_target="tpu_custom_call"'),
+        "collectives": collectives(program_text),
+    }
+
+
+def _out_of_memory(text: str) -> OutOfMemory:
+    """Parse a message such as "... Used 20.95G of 15.75G hbm ..."."""
+    unit_bytes = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    match = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", text)
+    if match is None:
+        return OutOfMemory(0)
+    return OutOfMemory(int(float(match[1]) * unit_bytes[match[2]]))
+
+
+def collectives(program: str) -> dict[str, int]:
+    """Count the collectives of an HLO program, by kind and shape of the result."""
+    # An asynchronous collective has a -start and a -done instruction; the pattern matches only the first. The last
+    # line removes the layouts, which are in braces, from the shapes.
+    pattern = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+    matches = (pattern.search(line) for line in program.splitlines())
+    return dict(Counter(f"{hit[2]} {re.sub(r'{[^}]*}', '', hit[1])}" for hit in matches if hit))
+
+
+def held_bytes(report: JsonObject) -> int:
+    """Return the peak bytes of a program on a device: arguments, results that do not alias them, and temporaries."""
+    return (
+        report["argument_bytes"]
+        + report["output_bytes"]
+        - report["aliased_bytes"]
+        + report["temporary_bytes"]
     )
-    return sum(map(num_bytes, shard_shapes))

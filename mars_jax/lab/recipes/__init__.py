@@ -145,23 +145,7 @@ def measured(summary: JsonObject) -> dict[str, float]:
 
 def table(recipe: Recipe, output: Path) -> str:
     """Return a Markdown table of the published figures and of those measured in a run's folder."""
+    from mars_jax.lab.evaluate.benchmark.report import render
+
     means = measured(json.loads((output / PARTS[0] / "summary.json").read_text(encoding="utf-8")))
-    lines = [
-        f"# {recipe.name}: {recipe.about}",
-        "",
-        "| strict -> relaxed | measured | published |",
-        "|---|---|---|",
-    ]
-    for word, unit in (("speed", "x"), ("tau", "")):
-        measured_cell = f"{means[f'strict {word}']:.2f}{unit} -> {means[f'rule {word}']:.2f}{unit}"
-        published_cell = "-"
-        if word in recipe.published:
-            published_cell = " -> ".join(f"{figure:.2f}{unit}" for figure in recipe.published[word])
-        lines.append(f"| {word} | {measured_cell} | {published_cell} |")
-    score_kept = "not scored"
-    if "recovered" in means:
-        score_kept = f"{means['recovered']:.1%}"
-    lines += [f"| score kept | {score_kept} | - |", ""]
-    if recipe.published:
-        lines += [f"Published: {recipe.source}. Means over the tasks.", ""]
-    return "\n".join(lines)
+    return render("recipe.md.jinja", recipe=recipe, means=means)

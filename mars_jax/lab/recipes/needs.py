@@ -58,16 +58,14 @@ def weight_bytes(args: argparse.Namespace) -> int:
     """Return the bytes of the weights of target and draft. Heads are assumed to have their published shapes."""
     draft = parse_draft(args.draft)
     target = hub.outline(args.target).config
-    configs: dict[str, AnyConfig] = {args.target: target}
-    if draft.kind == "model":
-        configs[draft.path] = hub.outline(draft.path).config
-    elif draft.kind == "eagle":
-        configs[draft.path] = EagleConfig.outline(target)
-    elif draft.kind == "mtp":
-        configs["mtp"] = MtpConfig.outline(target)
+    configs: list[AnyConfig] = [target]
+    if draft.kind == "model" and draft.path != args.target:
+        configs.append(hub.outline(draft.path).config)
+    elif draft.kind in ("eagle", "mtp"):
+        configs.append({"eagle": EagleConfig, "mtp": MtpConfig}[draft.kind].outline(target))
     # Assume two bytes per number for the checkpoint's own dtype.
     dtype = wide_dtype(args.dtype or "bfloat16")
-    params = [abstract_params(config, dtype, bits=BITS.get(args.dtype or "")) for config in configs.values()]
+    params = [abstract_params(config, dtype, bits=BITS.get(args.dtype or "")) for config in configs]
     return sum(map(num_bytes, jax.tree.leaves(params)))
 
 

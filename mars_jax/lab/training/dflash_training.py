@@ -22,7 +22,8 @@ from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.contrib.teaching import Batch, Loss, teach
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
 from mars_jax.lab.training import objectives
-from mars_jax.lab.training.eagle_training import feature_layers, from_target
+from mars_jax.lab.training.eagle_training import from_target
+from mars_jax.lab.training.features import default_layers
 from mars_jax.lab.training.loop import Apprentice
 from mars_jax.lab.training.objectives import Divergence, cast, forward_kl
 from mars_jax.models.config import ModelConfig
@@ -181,7 +182,7 @@ def block_layers(target: ModelConfig) -> tuple[int, ...]:
     (1, 9, 17, 25, 33)
     """
     if target.num_layers < 12:
-        return feature_layers(target)
+        return default_layers(target)
     return DFlashConfig.outline(target).feature_layers
 
 
@@ -193,7 +194,6 @@ def new_dflash(
     layers: Sequence[int] | None = None,
     depth: int = 5,
     block_size: int = 16,
-    from_anchor: bool = False,
     markov_rank: int = 0,
     confidence: bool = False,
     intermediate_size: int | None = None,
@@ -206,7 +206,8 @@ def new_dflash(
       target, params, ids, seed: as for `eagle_training.new_eagle3`.
       layers: target layers to read; default: `block_layers`.
       depth: number of layers of the head.
-      block_size, from_anchor, markov_rank, confidence: see `DFlashConfig`.
+      block_size: tokens of a block, with the last committed one.
+      markov_rank, confidence: those of DSpark, whose blocks draft from their anchor; see `DFlashConfig`.
       intermediate_size: width of the layers' MLPs; default: the target's.
       divergence: see `dflash`.
     """
@@ -224,7 +225,7 @@ def new_dflash(
         block_size=block_size,
         mask_token=mask_token,
         draft_vocab_size=draft_vocab_size,
-        from_anchor=from_anchor,
+        from_anchor=markov_rank > 0 or confidence,
         own_unembed=ids is not None,
         markov_rank=markov_rank,
         confidence=confidence,

@@ -5,6 +5,7 @@ Oracle: the acceptance of a decode with the exported drafter (tests/lab/commands
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,15 +38,7 @@ def small_model(
       target, draft: configs with the same vocabulary.
       params: params of the small model.
       divergence: divergence of the draft's distribution from the target's.
-
-    Raises:
-      MarsError: the vocabularies differ.
     """
-    if target.vocab_size != draft.vocab_size:
-        raise MarsError(
-            f"the draft has a vocabulary of {draft.vocab_size} tokens and the target one of {target.vocab_size}: "
-            "distil between models that share a tokenizer."
-        )
 
     def loss(params: PyTree, batch: Batch, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
         tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
@@ -56,11 +49,7 @@ def small_model(
         is_same = (jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)).astype(jnp.float32)
         return jnp.mean(divergence(p, q)), {"accept_1": jnp.mean(is_same)}
 
-    def init() -> PyTree:
-        # Copy the params, because the optimizer overwrites them.
-        return jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
-
-    return Apprentice(config=draft, init=init, loss=loss)
+    return Apprentice(config=draft, init=lambda: cast(params, jnp.float32), loss=loss)
 
 
 def train(
@@ -108,18 +97,16 @@ def train(
     batches = data.batches(streams, rows=batch_rows, length=length, seed=seed)
     training = _training(apprentice, batches, tokens, batch_rows * length, learning_rate)
     low = cast(teacher, jnp.bfloat16)
+    fit_params = functools.partial(
+        fit, directory=work, teacher=low, minutes=minutes, description="distilling"
+    )
     if mesh is None:
-        params = fit(training, work, teacher=low, minutes=minutes, description="distilling")
-        return with_ids(params, apprentice.ids)
+        return with_ids(fit_params(training), apprentice.ids)
     replicated_sharding = NamedSharding(mesh, PartitionSpec())
     row_sharding = NamedSharding(mesh, PartitionSpec(names_of("data", mesh) or None))
-
-    def prepare(params: PyTree, batch: Batch) -> Batch:
-        return _placed(batch, row_sharding)
-
     training = training._replace(init=lambda: _placed(apprentice.init(), replicated_sharding))
     with jax.set_mesh(mesh):
-        params = fit(training, work, teacher=low, prepare=prepare, minutes=minutes, description="distilling")
+        params = fit_params(training, prepare=lambda params, batch: _placed(batch, row_sharding))
     return with_ids(params, apprentice.ids)
 
 
@@ -174,16 +161,8 @@ def train_on_features(
         return means | {"tau": tau(means)}
 
     training = _training(apprentice, batches, tokens, mean_tokens, learning_rate)
-    params = fit(
-        training,
-        work,
-        teacher=bf16_embed,
-        save_every=25,
-        minutes=minutes,
-        held_out=measure,
-        description="distilling",
-    )
-    return with_ids(params, apprentice.ids)
+    options = {"save_every": 25, "minutes": minutes, "held_out": measure, "description": "distilling"}
+    return with_ids(fit(training, work, teacher=bf16_embed, **options), apprentice.ids)
 
 
 def tau(figures: Mapping[str, float]) -> float:

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from mars_jax.contrib.teaching import Batch, Loss, document_mask, in_documents, teach
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
 from mars_jax.lab.training import objectives
-from mars_jax.lab.training.features import PADDING, Recorded
+from mars_jax.lab.training.features import PADDING, Recorded, default_layers
 from mars_jax.lab.training.loop import Apprentice
 from mars_jax.lab.training.objectives import Divergence, cast, forward_kl
 from mars_jax.models.config import ModelConfig
@@ -228,18 +228,6 @@ def eagle1(
     return loss
 
 
-def feature_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers that an EAGLE-3 head reads: those published, or the last of each third of a shallow target.
-
-    >>> feature_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1))
-    (1, 15, 28)
-    """
-    num_layers = target.num_layers
-    if num_layers >= 12:
-        return EagleConfig.outline(target).feature_layers
-    return tuple(sorted({max(num_layers * i // 3 - 1, 0) for i in (1, 2, 3)}))
-
-
 def unembedding(params: PyTree) -> Array:
     """Return the target's unembedding f32[V, E]."""
     return params.get("unembed", params["embed"]).astype(jnp.float32)
@@ -256,11 +244,9 @@ def from_target(
     initial_params = init_params(config, jax.random.key(seed))
     initial_params.pop("ids", None)
     if "norm" in initial_params:
-        initial_params["norm"] = jnp.array(params["norm"], jnp.float32)
+        initial_params["norm"] = params["norm"].astype(jnp.float32)
     if config.own_unembed:
-        unembed = unembedding(params)
-        # Copy it, because the optimizer overwrites the params.
-        initial_params["unembed"] = jnp.array(objectives.select(unembed, ids, axis=0))
+        initial_params["unembed"] = objectives.select(unembedding(params), ids, axis=0)
     hidden_size = target.hidden_size
     initial_params["fc"] = initial_params["fc"].at[:, -hidden_size:].add(jnp.eye(hidden_size))
     return initial_params
@@ -283,7 +269,7 @@ def new_eagle3(
     Args:
       target, params: the model and its weights.
       ids: i32[W]; tokens of the draft vocabulary; default: all.
-      layers: see `feature_layers`.
+      layers: see `features.default_layers`.
       intermediate_size: width of the head's MLP; default: the target's.
       trained: a head from `hub.load_eagle`, which determines `ids`, `layers` and `intermediate_size`.
       steps, divergence: see `eagle3`.
@@ -293,8 +279,7 @@ def new_eagle3(
         config, head_params = trained
         vocabulary = head_params.get("ids")
         trained_weights = {name: part for name, part in head_params.items() if name != "ids"}
-        # Copy the params, because the optimizer overwrites them.
-        init = functools.partial(jax.tree.map, lambda x: jnp.array(x, jnp.float32), trained_weights)
+        init = functools.partial(cast, trained_weights, jnp.float32)
     else:
         draft_vocab_size, vocabulary = target.vocab_size, None
         if ids is not None:
@@ -304,7 +289,7 @@ def new_eagle3(
             layer=layers_like(target, intermediate_size),
             target_hidden_size=target.hidden_size,
             draft_vocab_size=draft_vocab_size,
-            feature_layers=tuple(layers or feature_layers(target)),
+            feature_layers=tuple(layers or default_layers(target)),
         )
         init = functools.partial(from_target, config, target, params, vocabulary, seed)
     model = language_model(target, dtype="bfloat16", feature_layers=config.feature_layers)

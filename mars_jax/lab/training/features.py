@@ -6,8 +6,11 @@ layers. Oracle: the loss on the target's own forward (tests/lab/training/test_fe
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +21,21 @@ import ml_dtypes
 import numpy as np
 from jax import Array
 
+from mars_jax import hub
+from mars_jax.cli.progress import busy
 from mars_jax.contrib.teaching import forward_packed
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.durable import sync
-from mars_jax.utils.errors import MarsError
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.lab.folder import SETTINGS, check_folder, claim
+from mars_jax.lab.training import data
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.transformer import language_model
+from mars_jax.serve.generation import generate
+from mars_jax.serve.rows import digest, fingerprint
+from mars_jax.utils.errors import MarsError, say
+from mars_jax.utils.types import JsonObject
 
 TOP = 64
 """Number of most likely tokens per position whose log-probabilities are stored."""
@@ -48,25 +62,20 @@ def pack_documents(documents: Iterable[Sequence[int]], length: int) -> tuple[np.
     >>> tokens.tolist(), segments.tolist()
     ([[7, 8, 9, 9], [1, 2, 3, 0], [5, 6, 0, 0]], [[0, 0, 0, 0], [0, 0, 0, -1], [0, 0, -1, -1]])
     """
-    rows: list[list[Sequence[int]]] = []
-    # Number of free positions in each row.
-    free_slots: list[int] = []
+    # Tokens and segments of each row, and its number of used positions.
+    tokens, segments, used = [], [], []
     for ids in sorted((list(d)[:length] for d in documents), key=len, reverse=True):
-        row = next((i for i, free in enumerate(free_slots) if free >= len(ids)), len(rows))
-        if row == len(rows):
-            rows.append([])
-            free_slots.append(length)
-        rows[row].append(ids)
-        free_slots[row] -= len(ids)
-    tokens = np.zeros((len(rows), length), np.int32)
-    segments = np.full((len(rows), length), PADDING, np.int32)
-    for row, row_documents in enumerate(rows):
-        start = 0
-        for number, ids in enumerate(row_documents):
-            tokens[row, start : start + len(ids)] = ids
-            segments[row, start : start + len(ids)] = number
-            start += len(ids)
-    return tokens, segments
+        row = next((i for i, count in enumerate(used) if count + len(ids) <= length), len(used))
+        if row == len(used):
+            tokens.append(np.zeros(length, np.int32))
+            segments.append(np.full(length, PADDING, np.int32))
+            used.append(0)
+        place = slice(used[row], used[row] + len(ids))
+        tokens[row][place] = ids
+        # Documents are numbered from 0 in each row; padding has the number -1.
+        segments[row][place] = segments[row].max() + 1
+        used[row] = place.stop
+    return np.stack(tokens), np.stack(segments)
 
 
 def reader(target: LanguageModel) -> Callable[[PyTree, Array, Array], Recorded]:
@@ -172,3 +181,155 @@ def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple
             held_out.append(Recorded(*(np.asarray(x[start : start + batch_rows]) for x in held_out_shard)))
     mean_tokens = round(np.average(batch_tokens, weights=batch_counts))
     return grain.MapDataset.mix(datasets, weights=batch_counts), held_out, mean_tokens
+
+
+SHARD = 128
+"""Documents per shard."""
+FORWARD = 2048
+"""Tokens per forward pass of the target."""
+
+
+def default_layers(target: ModelConfig) -> tuple[int, ...]:
+    """Return the layers that an EAGLE-3 head reads: those published, or the last of each third of a shallow target.
+
+    >>> default_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1))
+    (1, 15, 28)
+    """
+    num_layers = target.num_layers
+    if num_layers >= 12:
+        return EagleConfig.outline(target).feature_layers
+    return tuple(sorted({max(num_layers * i // 3 - 1, 0) for i in (1, 2, 3)}))
+
+
+def write_features(args: argparse.Namespace) -> None:
+    """Write the shards that are missing from `args.output`, for `mars-jax distill features`.
+
+    The documents are texts, or with --chat questions that the target answers.
+
+    Raises:
+      MarsError: a file cannot be read, the output belongs to a different run, or every document is too long for an
+        answer.
+    """
+    documents = [text for path in args.data for text in data.documents(path)]
+    check_folder(args.output)
+    # Reject invalid layers before loading the weights.
+    outline = hub.outline(args.target)
+    layers = layers_of(args.feature_layers) or default_layers(outline.config)
+    read_features = reader(language_model(outline.config, dtype="bfloat16", feature_layers=layers))
+    with busy("loading"):
+        target = hub.load(args.target, dtype="bfloat16")
+    settings = {
+        "chat": args.chat,
+        "length": args.length,
+        "seed": args.seed,
+        "shard": SHARD,
+        "layers": list(layers),
+        "data": digest("\0".join(documents).encode()),
+        "weights": fingerprint((target.params,), target.path),
+    }
+    with claim(args.output, settings):
+        for shard_number, first_index in enumerate(range(0, len(documents), SHARD)):
+            folder = args.output / f"{shard_number:05d}"
+            if folder.exists():
+                continue
+            start_time = time.perf_counter()
+            # Write no shard if none of its documents leaves room for an answer.
+            token_lists = _texts(target, documents[first_index : first_index + SHARD], args, first_index)
+            if not token_lists:
+                continue
+            packed_rows = pack_documents(token_lists, args.length)
+            _write(folder, read_features, target, packed_rows)
+            say(
+                f"{folder}: {len(token_lists)} texts, {sum(map(len, token_lists)):,} tokens "
+                f"in {len(packed_rows[0])} rows of {args.length}; {time.perf_counter() - start_time:.0f} s"
+            )
+    if not shards(args.output):
+        raise MarsError(
+            f"no document leaves room for an answer in --length {args.length}: give shorter ones, or more."
+        )
+
+
+def dump_settings(dump: Path) -> JsonObject:
+    """Return the settings of a folder of features.
+
+    Raises:
+      MarsError: the folder does not contain features.
+    """
+    try:
+        return json.loads((dump / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise MarsError(
+            f"'{dump}' is no folder of features: write one with `mars-jax distill features`."
+        ) from None
+
+
+def check_dump(dump: Path, layers: Sequence[int], weights: str) -> str:
+    """Return a digest of the settings and the shards of a folder of features.
+
+    Raises:
+      MarsError: the features are from different layers or a different target.
+    """
+    settings = dump_settings(dump)
+    if settings.get("layers") != list(layers):
+        raise MarsError(
+            f"the features in '{dump}' are of the layers {settings.get('layers')} and not {list(layers)}: give their "
+            "--feature-layers."
+        )
+    if settings.get("weights") != weights:
+        raise MarsError(f"the features in '{dump}' are of another target: write new ones, or name that one.")
+    shard_names = [shard.name for shard in shards(dump)]
+    return digest(json.dumps([settings, shard_names], sort_keys=True).encode())
+
+
+def layers_of(names: str | None) -> tuple[int, ...] | None:
+    """Parse `--feature-layers`.
+
+    >>> layers_of("1,14,26")
+    (1, 14, 26)
+    """
+    if names is None:
+        return None
+    try:
+        return tuple(int(part) for part in names.split(","))
+    except ValueError:
+        raise MarsError(f"--feature-layers is {names}: expected layer numbers such as 1,15,28.") from None
+
+
+def _texts(
+    target: Pretrained, documents: Sequence[str], args: argparse.Namespace, first: int
+) -> list[list[int]]:
+    """Return the tokens of documents, or of chats in which the target answers at temperatures 0 and 1 in turn."""
+    if not args.chat:
+        return target.encode_many(documents)
+    # An answer gets at least a quarter of the row.
+    prompts = [ids for ids in target.encode_many(documents, chat=True) if len(ids) <= args.length * 3 // 4]
+    if not prompts:
+        return []
+    answers = generate(
+        target,
+        "none",
+        prompts,
+        chat=True,
+        temperature=[float(i % 2) for i in range(len(prompts))],
+        seed=[(args.seed + first + i) % 2**32 for i in range(len(prompts))],
+        max_new_tokens=[args.length - len(ids) for ids in prompts],
+        batch_size=64,
+    )
+    return [[*prompt, *ids] for prompt, ids in zip(prompts, answers.tokens, strict=True)]
+
+
+def _write(
+    folder: Path, record: Callable[..., Recorded], target: Pretrained, rows: Sequence[np.ndarray]
+) -> None:
+    """Compute the features of rows, one padded batch at a time, and write them as a shard."""
+    tokens = rows[0]
+    rows_per_batch = max(1, FORWARD // tokens.shape[1])
+    batch_outputs = []
+    for first in range(0, len(tokens), rows_per_batch):
+        batch = [x[first : first + rows_per_batch] for x in rows]
+        num_rows = len(batch[0])
+        # Pad the last batch, so that all batches share one compiled program.
+        padded_batch = [jnp.asarray(np.pad(x, ((0, rows_per_batch - num_rows), (0, 0)))) for x in batch]
+        batch_outputs.append([np.asarray(x)[:num_rows] for x in record(target.params, *padded_batch)])
+    outputs = [np.concatenate(columns) for columns in zip(*batch_outputs, strict=True)]
+    write_shard(folder, Recorded(*outputs))

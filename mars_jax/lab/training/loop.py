@@ -122,9 +122,9 @@ def fit(
     import grain
 
     directory = Path(directory).absolute()
-    refuse_version_0_1(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    params = training.init()
+    # Copy the initial params, because the steps overwrite them.
+    params = jax.jit(lambda params: jax.tree.map(jax.numpy.copy, params))(training.init())
     opt_state = jax.jit(training.optimizer.init)(params)  # same placement as params
     # Batches are small and in memory, so prefetching threads would not pay off.
     batches = iter(training.batches.to_iter_dataset(grain.ReadOptions(num_threads=0)))
@@ -166,15 +166,6 @@ def fit(
     return params
 
 
-def refuse_version_0_1(directory: Path) -> None:
-    """Raise MarsError if a directory holds a training run of mars-jax 0.1."""
-    if (directory / "checkpoints").exists():
-        raise MarsError(
-            f"'{directory}' holds a training of mars-jax 0.1, which this version cannot continue: train in another "
-            "directory (--work), or remove that one."
-        )
-
-
 class Checkpoints:
     """The last two states of a training run on disk. Only the first of several processes reads and writes them."""
 
@@ -186,12 +177,9 @@ class Checkpoints:
             (directory / CHECKPOINTS).mkdir(exist_ok=True)
             # By default Orbax synchronises all processes, but only the first one calls it. With these
             # options it cannot create the directory.
+            first_process = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
             options = ocp.CheckpointManagerOptions(
-                max_to_keep=2,
-                create=False,
-                multiprocessing_options=ocp.options.MultiprocessingOptions(
-                    primary_host=0, active_processes={0}
-                ),
+                max_to_keep=2, create=False, multiprocessing_options=first_process
             )
             self._manager = ocp.CheckpointManager(directory / CHECKPOINTS, options=options)
 
@@ -205,8 +193,7 @@ class Checkpoints:
         Raises:
           MarsError: the checkpoint is damaged or belongs to a different training run.
         """
-        latest_step = None if self._manager is None else self._manager.latest_step()
-        completed_steps = hosts.broadcast(latest_step or 0)
+        completed_steps = hosts.broadcast((self._manager and self._manager.latest_step()) or 0)
         if not completed_steps:
             return 0, state
         # Every process must call `fetch`, because the arrays may be sharded over processes.

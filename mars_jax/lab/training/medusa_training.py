@@ -35,7 +35,7 @@ def new_medusa(
     def init() -> PyTree:
         initial_params = init_params(config, jax.random.key(seed))
         for head in initial_params["heads"]:
-            head["unembed"] = jnp.array(unembedding(params))
+            head["unembed"] = unembedding(params)
             head["blocks"][0]["weight"] = jnp.zeros_like(head["blocks"][0]["weight"])
         return initial_params
 

@@ -110,11 +110,8 @@ def chain_mean(values: Iterable[Array], fade: float = FADE) -> Array:
     >>> round(chain_mean([jnp.float32(1.0), jnp.float32(4.0)], fade=0.5).item(), 5)
     2.0
     """
-    weighted_sum, weight_sum = jnp.float32(0), 0.0
-    for j, value in enumerate(values):
-        weighted_sum = weighted_sum + fade**j * value
-        weight_sum += fade**j
-    return weighted_sum / weight_sum
+    weighted_values = [fade**j * value for j, value in enumerate(values)]
+    return sum(weighted_values, jnp.float32(0)) / sum(fade**j for j in range(len(weighted_values)))
 
 
 def chain_figures(losses: Iterable[Array], accepted: Iterable[Array]) -> dict[str, Array]:

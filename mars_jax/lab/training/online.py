@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from mars_jax.drafters.shared_tokens import Shared
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.training.data import documents
 from mars_jax.lab.training.eagle_training import drafted_ahead, eagle3, entries
+from mars_jax.lab.training.objectives import cast, with_ids
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.serve.queue import Queue
 from mars_jax.serve.requests import Completion
@@ -124,12 +126,11 @@ class Refiner:
         """
         if not len(held_out):
             raise MarsError("there are no held-out texts: give some, or nothing guards against forgetting.")
-        self._ids: dict[str, Array] = {}
+        self._ids: Array | None = None
         if isinstance(draft, EagleConfig):
             # Exclude token ids, which are integers without a gradient, from the params.
             params = dict(params)
-            if "ids" in params:
-                self._ids["ids"] = params.pop("ids")
+            self._ids = params.pop("ids", None)
             learner = _head_learner(target, draft, self._ids, depth, temperature)
         else:
             learner = _model_learner(target, draft, depth, temperature)
@@ -138,32 +139,30 @@ class Refiner:
         self._random = np.random.default_rng(seed)
         self._dtypes = jax.tree.map(lambda x: x.dtype, params)
         # Keep float32 params, so that updates smaller than a bfloat16 step accumulate.
-        self._params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        self._params = cast(params, jnp.float32)
         optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
         self._state = optimizer.init(self._params)
         # Without old documents, train on an empty one, which adds nothing to the loss.
         self._held_out, self._old = list(held_out), list(old) or [[]]
-        self._update = jax.jit(_updater(learner, optimizer))
-        self._measure = jax.jit(_measurer(learner))
+        self._update = jax.jit(functools.partial(_update, learner, optimizer))
+        self._measure = jax.jit(functools.partial(_measure, learner))
         self._first = self.expected_tau(target_params)
 
     @property
     def params(self) -> PyTree:
         """The weights of the draft, in its original dtypes."""
-        trained_params = jax.tree.map(lambda x, dtype: x.astype(dtype), self._params, self._dtypes)
-        if self._ids:
-            return trained_params | self._ids
-        return trained_params
+        params = jax.tree.map(lambda x, dtype: x.astype(dtype), self._params, self._dtypes)
+        return with_ids(params, self._ids)
 
     def expected_tau(self, target_params: PyTree) -> float:
         """Return the expected tau of a K-token chain on the held-out documents, with the current weights."""
         tokens, lengths = self._padded(self._held_out)
-        tau_sum = num_chains = 0.0
+        # The summed tau of the chains, and their number.
+        sums = np.zeros(2)
         for first in range(0, len(tokens), BATCH):
-            batch_slice = slice(first, first + BATCH)
-            batch_sums = self._measure(self._params, target_params, tokens[batch_slice], lengths[batch_slice])
-            tau_sum, num_chains = tau_sum + float(batch_sums[0]), num_chains + float(batch_sums[1])
-        return tau_sum / max(num_chains, 1)
+            rows = slice(first, first + BATCH)
+            sums += jax.device_get(self._measure(self._params, target_params, tokens[rows], lengths[rows]))
+        return float(sums[0] / max(sums[1], 1))
 
     def see_completions(self, completions: Iterable[Completion]) -> None:
         """Store completions that were decoded with `log_probs=True`.
@@ -230,34 +229,35 @@ class Refiner:
         return tokens, lengths
 
 
-def _updater(
-    learner: Learner, optimizer: optax.GradientTransformation
-) -> Callable[..., tuple[PyTree, PyTree, Array]]:
-    def update(params: PyTree, state: PyTree, teacher: PyTree, tokens: Array, loss_mask: Array):
-        loss, gradient = jax.value_and_grad(learner.loss)(params, teacher, tokens, loss_mask)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, loss
+def _update(
+    learner: Learner,
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    state: PyTree,
+    teacher: PyTree,
+    tokens: Array,
+    loss_mask: Array,
+) -> tuple[PyTree, PyTree, Array]:
+    loss, gradient = jax.value_and_grad(learner.loss)(params, teacher, tokens, loss_mask)
+    updates, state = optimizer.update(gradient, state, params)
+    return optax.apply_updates(params, updates), state, loss
 
-    return update
 
-
-def _measurer(learner: Learner) -> Callable[..., tuple[Array, Array]]:
-    """Return a function that sums the expected tau of the chains from all positions, and counts these chains."""
-
-    def measure(params: PyTree, teacher: PyTree, tokens: Array, lengths: Array):
-        acceptance = learner.acceptance(params, teacher, tokens)
-        # tau = 1 + a_1 + a_1 a_2 + ... The product so far is the probability that the chain gets that far.
-        tau = reach_prob = jnp.float32(1)
-        for j, accept in enumerate(acceptance):
-            # Draft j of the chain that begins at t is at position t + j.
-            reach_prob = reach_prob * jnp.pad(accept[:, j:], ((0, 0), (0, j)))
-            tau = tau + reach_prob
-        # Count only chains that lie inside the document.
-        position = jnp.arange(tau.shape[1], dtype=jnp.int32)[None]
-        chain_fits = position + len(acceptance) + learner.ahead - 1 < lengths[:, None]
-        return jnp.sum(jnp.where(chain_fits, tau, 0.0)), jnp.sum(chain_fits)
-
-    return measure
+def _measure(
+    learner: Learner, params: PyTree, teacher: PyTree, tokens: Array, lengths: Array
+) -> tuple[Array, Array]:
+    """Sum the expected tau of the chains from all positions, and count these chains."""
+    acceptance = learner.acceptance(params, teacher, tokens)
+    # tau = 1 + a_1 + a_1 a_2 + ... The product so far is the probability that the chain gets that far.
+    tau = reach_prob = jnp.float32(1)
+    for j, accept in enumerate(acceptance):
+        # Draft j of the chain that begins at t is at position t + j.
+        reach_prob = reach_prob * jnp.pad(accept[:, j:], ((0, 0), (0, j)))
+        tau = tau + reach_prob
+    # Count only chains that lie inside the document.
+    position = jnp.arange(tau.shape[1], dtype=jnp.int32)[None]
+    chain_fits = position + len(acceptance) + learner.ahead - 1 < lengths[:, None]
+    return jnp.sum(jnp.where(chain_fits, tau, 0.0)), jnp.sum(chain_fits)
 
 
 def _agreement(z: Array, y: Array, temperature: float) -> Array:
@@ -291,7 +291,7 @@ def _model_learner(target: LanguageModel, draft: LanguageModel, depth: int, temp
 
 
 def _head_learner(
-    target: LanguageModel, config: EagleConfig, ids: Mapping[str, Array], depth: int, temperature: float
+    target: LanguageModel, config: EagleConfig, ids: Array | None, depth: int, temperature: float
 ) -> Learner:
     config.check_target(target)
     if config.version != 3:
@@ -301,13 +301,13 @@ def _head_learner(
     assert target.with_features is not None  # `drafters.eagle` refuses such a target
     model = target.with_features(config.feature_layers)
     # Updates are small and use few rows, so compute them in float32.
-    eagle3_loss = eagle3(config, model, ids=ids.get("ids"), steps=depth, dtype="float32")
+    eagle3_loss = eagle3(config, model, ids=ids, steps=depth, dtype="float32")
 
     def loss(params: PyTree, teacher: PyTree, tokens: Array, loss_mask: Array) -> Array:
         return eagle3_loss(params, Batch(tokens, jnp.zeros_like(tokens), loss_mask), teacher)[0]
 
     def acceptance(params: PyTree, teacher: PyTree, tokens: Array) -> Sequence[Array]:
-        pair = Params(target=teacher, draft={**params, **ids})
+        pair = Params(target=teacher, draft=with_ids(params, ids))
         segments = jnp.zeros_like(tokens)
         lesson = teach(model, teacher, Batch(tokens, segments))
         target_logits = lesson.logits[:, 1:]
@@ -366,24 +366,18 @@ def open_refiner(
     )
 
 
-def open_refining(
-    args: argparse.Namespace, target: Pretrained, drafter: LoadedDrafter, *, samples: bool
-) -> Refining:
-    """Open the refinement of `generate --refine`; see `open_refiner`."""
-    refiner = open_refiner(args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples)
-    return Refining(
-        refiner,
-        target,
-        every=args.refine_every or EVERY,
-        keeps=args.log_probs or args.top_log_probs is not None,
-    )
-
-
 class Refining:
     """Refinement of a queue's draft after every `every` completions. Log-probabilities are dropped unless `keeps`."""
 
-    def __init__(self, refiner: Refiner, target: Pretrained, *, every: int, keeps: bool):
-        self._refiner, self._target, self._every, self._keeps = refiner, target, every, keeps
+    def __init__(
+        self, args: argparse.Namespace, target: Pretrained, drafter: LoadedDrafter, *, samples: bool
+    ):
+        """Open the refinement for the flags of `generate`; see `open_refiner`."""
+        self._refiner = open_refiner(
+            args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples
+        )
+        self._target, self._every = target, args.refine_every or EVERY
+        self._keeps = args.log_probs or args.top_log_probs is not None
         self._waiting: list[Completion] = []
         self._updates: list[Refined] = []
 

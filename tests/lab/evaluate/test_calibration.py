@@ -12,12 +12,12 @@ from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main as generate
 from mars_jax.cli.generate.prompts import PromptRow
+from mars_jax.lab import calibration
+from mars_jax.lab.calibration import FACTORS, choose_threshold, fewest, p_value
 from mars_jax.lab.commands import calibrate
 from mars_jax.lab.commands.benchmark import main as benchmark
 from mars_jax.lab.evaluate import answers
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.studies import calibration
-from mars_jax.lab.studies.certify import FACTORS, choose_threshold, fewest, p_value
 from mars_jax.lab.theta import read_theta, run_settings
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify.relaxed import UNLIMITED_RUN

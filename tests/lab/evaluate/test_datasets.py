@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mars_jax.lab.evaluate.tasks import datasets as hub
+from mars_jax.lab.evaluate.tasks import catalogue as hub
 from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.utils.errors import MarsError
 

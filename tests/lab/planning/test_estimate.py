@@ -13,11 +13,7 @@ PLAIN = Work(bytes=READ, flops=1e9, tokens=1, context=4096, devices=1, **MODEL, 
 
 
 def time_of(**changes):
-    chip = CHIPS["v5e"]
-    work = PLAIN._replace(**changes)
-    return estimate.step_time(
-        work, "v5e", bandwidth=chip.bandwidth, peak_flops=chip.peak_flops, link=chip.link
-    )
+    return estimate.step_time(PLAIN._replace(**changes), "v5e", CHIPS["v5e"])
 
 
 def test_an_estimate_adds_the_measured_overheads_to_the_bytes():

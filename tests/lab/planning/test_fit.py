@@ -12,13 +12,19 @@ from mars_jax import MarsError, hub, verify
 from mars_jax.core.cache import slots
 from mars_jax.core.prefill import chunk_of
 from mars_jax.lab.commands import plan
-from mars_jax.lab.planning import advice, make_plan
+from mars_jax.lab.planning import fit
 from mars_jax.lab.planning.chips import larger, topology
-from mars_jax.lab.planning.compiled_program import _out_of_memory, collectives
 from mars_jax.lab.planning.estimate import StepTime
-from mars_jax.lab.planning.fit import product_weights, read_once
+from mars_jax.lab.planning.fit import make_plan, product_weights, read_once
 from mars_jax.lab.planning.outlined_models import CONFIGS
-from mars_jax.lab.planning.pair_programs import Programs, default_mesh, draft_of, local_bytes
+from mars_jax.lab.planning.pair_programs import (
+    Programs,
+    _out_of_memory,
+    collectives,
+    default_mesh,
+    draft_of,
+    local_bytes,
+)
 from mars_jax.models import ModelConfig, transformer
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.mtp_head import MtpConfig
@@ -40,7 +46,7 @@ def planned(config, text, mesh=None, dump=lambda name, text: None, **options):
     tpu_slice = topology(text)
     options = {"batch": 1, "context": 256, "dtype": "bfloat16"} | options
     mesh = mesh or default_mesh(config, len(tpu_slice.devices), options["batch"])
-    device_mesh = parse_mesh(",".join(f"{name}={size}" for name, size in mesh.items()), tpu_slice.devices)
+    device_mesh = parse_mesh(mesh, tpu_slice.devices)
     program = Programs(config, draft_of("none"), device_mesh, verify.exact(), **options)
     return make_plan(program, program, tpu_slice, dump)
 
@@ -60,7 +66,7 @@ def test_a_model_over_four_chips_holds_and_reads_a_quarter_of_the_matrices():
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_the_layers_are_summed_over_the_chips_in_bfloat16(dtype):
     texts = {}
-    plan_of_layers = planned(TINY, "v5e:2x2", dtype=dtype, batch=8, mesh={"model": 4}, dump=texts.__setitem__)
+    plan_of_layers = planned(TINY, "v5e:2x2", dtype=dtype, batch=8, mesh="model=4", dump=texts.__setitem__)
     assert not plan_of_layers.notes
     instructions = aot.instructions(texts["decode.hlo.txt"])
     large_sums = (i for i in instructions if i.opcode.startswith("all-reduce") and i.size >= 8 * 256)
@@ -72,7 +78,7 @@ def test_the_layers_are_summed_over_the_chips_in_bfloat16(dtype):
 def test_layers_whose_kernels_are_divided_over_both_axes_compile():
     """Sixteen rows are eight for each part, from which layers attend with a kernel; two layers share their program."""
     two_layers = dataclasses.replace(TINY, num_layers=2, windows=())
-    assert planned(two_layers, "v5e:2x2", batch=16, mesh={"data": 2, "model": 2}).fits
+    assert planned(two_layers, "v5e:2x2", batch=16, mesh="data=2,model=2").fits
 
 
 @pytest.mark.slow
@@ -191,14 +197,14 @@ def attempt_of(config):
         tpu_slice = topology(name or "v5e:1x1")
         mesh = parse_mesh(f"model={len(tpu_slice.devices)}", tpu_slice.devices)
         program = Programs(config, draft_of("none"), mesh, verify.exact(), batch=1, context=128, dtype=dtype)
-        return advice.try_fit(program, tpu_slice)
+        return fit.try_fit(program, tpu_slice)
 
     return attempt
 
 
 @pytest.mark.slow
 def test_what_is_recommended_was_compiled_and_fits():
-    eight, larger_slice = advice.advise(attempt_of(large(3)), "bfloat16", larger("v5e:1x1"))
+    eight, larger_slice = fit.advise(attempt_of(large(3)), "bfloat16", larger("v5e:1x1"))
     assert (eight.topology, eight.dtype, eight.fits) == ("v5e:1x1", "int8", True)
     assert (larger_slice.topology, larger_slice.dtype, larger_slice.fits) == ("v5e:2x2", "bfloat16", True)
     assert larger_slice.mesh == {"model": 4} and larger_slice.held_bytes < eight.held_bytes < eight.hbm_bytes
@@ -208,7 +214,7 @@ def test_what_is_recommended_was_compiled_and_fits():
 
 def test_what_does_not_fit_either_is_not_recommended():
     """The weights already exceed the memory, so nothing is compiled. Slices are tried until one fits."""
-    tried = advice.advise(attempt_of(large(40)), "bfloat16", ["v5e:2x2"])
+    tried = fit.advise(attempt_of(large(40)), "bfloat16", ["v5e:2x2"])
     forms = [(trial.topology, trial.dtype) for trial in tried if not trial.fits]
     assert forms == [("v5e:1x1", "int8"), ("v5e:1x1", "int4"), ("v5e:2x2", "bfloat16")]
     assert all(trial.held_bytes > trial.hbm_bytes for trial in tried)
@@ -216,20 +222,20 @@ def test_what_does_not_fit_either_is_not_recommended():
     def attempt(name, dtype):
         if name == "odd":
             raise MarsError("3 chips")
-        return advice.Attempt(name, dtype, {}, name == "fits", 1, 1)
+        return fit.Attempt(name, dtype, {}, name == "fits", 1, 1)
 
-    until_fit = advice.advise(attempt, "int4", ["small", "odd", "fits", "larger"])
+    until_fit = fit.advise(attempt, "int4", ["small", "odd", "fits", "larger"])
     assert [trial.topology for trial in until_fit] == ["small", "fits"]
 
 
 @pytest.mark.slow
 def test_the_command_prints_what_to_try(capsys, monkeypatch):
     attempts = [
-        advice.Attempt("v5e:1x1", "int8", {"model": 1}, False, 2**35, 2**34),
-        advice.Attempt("v5e:2x2", "bfloat16", {"model": 4}, True, 2**33, 2**34),
+        fit.Attempt("v5e:1x1", "int8", {"model": 1}, False, 2**35, 2**34),
+        fit.Attempt("v5e:2x2", "bfloat16", {"model": 4}, True, 2**33, 2**34),
     ]
     monkeypatch.setitem(CONFIGS, "large", large(3))
-    monkeypatch.setattr(advice, "advise", lambda attempt, dtype, slices: attempts)
+    monkeypatch.setattr(fit, "advise", lambda attempt, dtype, slices: attempts)
     flags = ["--target", "large", "--draft", "none", "--topology", "v5litepod-1", "--context", "128"]
     assert plan.main(flags) == 1
     out = capsys.readouterr().out
@@ -249,12 +255,12 @@ def test_drafts_are_compared_by_what_they_give_for_what_they_cost():
             return None  # does not fit
         return StepTime(*(costs[shape.length] * seconds for seconds in baseline[:3]))
 
-    chain, tree = advice.compare_drafts(step, baseline, [0.5])
+    chain, tree = fit.compare_drafts(step, baseline, [0.5])
     assert chain.flags == "--num-draft-tokens 3" and chain.pays_above == pytest.approx((1.5, 1.5))
     assert chain.tau == 1.875 and chain.gain == pytest.approx(1.875 / 1.5)
     # By hand: 7 levels, each accepted with probability 3/4.
     assert tree.tau == pytest.approx(4 * (1 - 0.75**8)) and tree.gain == pytest.approx(tree.tau / 6)
-    assert advice.compare_drafts(lambda shape: None, baseline, [0.5]) == []
+    assert fit.compare_drafts(lambda shape: None, baseline, [0.5]) == []
     # With likely drafts, an additional level pays for its cost. With unlikely drafts, no level does.
     levels = {None: 1.0, 7: 1.2, 10: 1.3}
 
@@ -262,7 +268,7 @@ def test_drafts_are_compared_by_what_they_give_for_what_they_cost():
         return StepTime(*(levels[shape.tree and shape.tree.depth] * seconds for seconds in baseline[:3]))
 
     for likely, first in (([0.9, 0.8], 10), ([0.4], 7), ([0.1], None)):
-        best = advice.compare_drafts(deeper, baseline, likely, advice.DEEPER)[0]
+        best = fit.compare_drafts(deeper, baseline, likely, fit.DEEPER)[0]
         assert best.flags == (f"--tree dynamic:10-{first}-60" if first else "--num-draft-tokens 5")
 
 
@@ -322,8 +328,8 @@ def test_what_is_traced_for_a_slice_has_its_chunks_and_slots():
 def test_a_conversion_is_planned_in_its_own_dtype(tmp_path):
     hub.convert("tiny/draft", tmp_path / "draft8", dtype="int8")
     assert (
-        plan._stored_dtype(str(tmp_path / "draft8")) == "int8"
-        and plan._stored_dtype("tiny/draft") == "bfloat16"
+        plan._read_target(str(tmp_path / "draft8"))[1] == "int8"
+        and plan._read_target("tiny/draft")[1] == "bfloat16"
     )
 
 

@@ -84,9 +84,3 @@ def test_another_number_of_steps_is_another_training(tmp_path):
     train(tmp_path, steps=2)
     with pytest.raises(MarsError, match="has 2 steps and this one has 3: give it the same number of tokens"):
         train(tmp_path, steps=3)
-
-
-def test_a_training_of_version_0_1_is_refused(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(MarsError, match=r"holds a training of mars-jax 0\.1, which this version cannot"):
-        train(tmp_path)

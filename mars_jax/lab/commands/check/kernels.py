@@ -86,14 +86,8 @@ def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[
 
 def check_case(case: Case, form: str = "default", how: str = "compiled") -> JsonObject:
     """Run a case in one form and return its row."""
-    row = {
-        "operation": case.operation,
-        "implementation": form,
-        "how": how,
-        "shape": case.shape,
-        "dtype": case.dtype,
-        "milliseconds": None,
-    }
+    row: JsonObject = {"operation": case.operation, "implementation": form, "how": how}
+    row |= {"shape": case.shape, "dtype": case.dtype, "milliseconds": None}
     options: JsonObject = {}
     if form != "default":
         options["implementation"] = form
@@ -226,8 +220,8 @@ def _accept(
     return Case("margin_accept", f"{name} [{ROWS}, {nodes}, {vocab}], {margin}", dtype, call, operands)
 
 
-def _normal(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    return np.asarray(jnp.asarray(random.normal(size=shape), dtype))
+def _normals(random: np.random.Generator, dtype: str, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    return [np.asarray(jnp.asarray(random.normal(size=shape), dtype)) for shape in shapes]
 
 
 def _attention(dtype: str, window: int | None) -> Case:
@@ -235,8 +229,8 @@ def _attention(dtype: str, window: int | None) -> Case:
     slots, heads, group, dim = 512, 2, 4, 128
     parents, depths = static_topology((2, 2))
     nodes, random = len(parents), np.random.default_rng(0)
-    shapes = ((ROWS, nodes, heads, group, dim), (ROWS, slots, heads, dim), (ROWS, slots, heads, dim))
-    q, k, v = (_normal(random, shape, dtype) for shape in shapes)
+    cache = (ROWS, slots, heads, dim)
+    q, k, v = _normals(random, dtype, (ROWS, nodes, heads, group, dim), cache, cache)
     # The nodes of a row are in the slots after its context.
     first = random.integers(0, slots - nodes, ROWS).astype(np.int32)
     visible = np.asarray(ancestors(jnp.asarray(parents)[None], nodes))
@@ -258,7 +252,7 @@ def _attention(dtype: str, window: int | None) -> Case:
 def _experts() -> Case:
     """Return a case of the matrix products in a mixture of experts. numpy computes the expected result."""
     random = np.random.default_rng(0)
-    x, w = (_normal(random, shape, "bfloat16") for shape in ((48, 256), (4, 128, 256)))
+    x, w = _normals(random, "bfloat16", (48, 256), (4, 128, 256))
     rows_per_expert = np.array([20, 0, 1, 27], np.int32)
     # Rows are sorted by expert, and expert 1 has none.
     expert_of_row = np.repeat(np.arange(4), rows_per_expert)
@@ -279,8 +273,8 @@ def _attention_of_a_model() -> Case:
     """Return a case of attention as the transformer calls it (cuDNN's on a GPU). numpy computes the expected result."""
     random = np.random.default_rng(0)
     nodes, heads, group, dim, slots = 60, 2, 4, 128, 512
-    shapes = (ROWS, nodes, heads, group, dim), (ROWS, slots, heads, dim), (ROWS, slots, heads, dim)
-    q, k, v = (_normal(random, shape, "bfloat16") for shape in shapes)
+    cache = (ROWS, slots, heads, dim)
+    q, k, v = _normals(random, "bfloat16", (ROWS, nodes, heads, group, dim), cache, cache)
     # The first `num_valid` slots of each row are valid, and a node sees 70% of them.
     num_valid = random.integers(nodes, slots + 1, (ROWS, 1, 1))
     mask = (random.random((ROWS, nodes, slots)) < 0.7) & (np.arange(slots) < num_valid)
@@ -305,7 +299,7 @@ def _attention_of_a_model() -> Case:
 def _int4(rows: int, group: int) -> Case:
     """Return a case of a product with 4-bit weights in groups of `group` inputs. numpy computes the expected result."""
     random, inputs, outputs = np.random.default_rng(0), 512, 256
-    x = _normal(random, (rows, inputs), "bfloat16")
+    [x] = _normals(random, "bfloat16", (rows, inputs))
     # A weight is value * scale + offset. Each group of inputs has one scale and one offset per output.
     w = Int4(
         values=jnp.asarray(random.integers(-8, 8, (inputs // group, group, outputs)), jnp.int4),

@@ -93,14 +93,12 @@ class RandomPair(NamedTuple):
         row_slots = self.context + (1 + ROUNDS) * STEPS * (1 + drafter.max_depth)
         prompts = _prompts(self.config.vocab_size, rule, batch, self.context, row_slots)
         shapes = decode.shapes(decoder, params, prompts)
-        cache_size, draft_size = (_live_bytes(part, self.context) for part in (shapes.cache, shapes.draft))
+        cache_bytes = (_live_bytes(part, self.context) for part in (shapes.cache, shapes.draft))
         return Program(
             lowered=decode.run.lower(decoder, params, shapes, max_steps=jnp.asarray(STEPS, jnp.int32)),
             params=params,
             start=lambda: begun(decoder.checked(prompts), drawn(shapes.cache), drawn(shapes.draft)),
-            bytes=step_bytes(
-                self.config, draft, drafter, params, batch=batch, cache=cache_size, drafted=draft_size
-            ).total,
+            bytes=step_bytes(self.config, draft, drafter, params, batch, *cache_bytes).total,
             flops=2 * product_weights(self.config) * batch * drafter.num_nodes,
         )
 

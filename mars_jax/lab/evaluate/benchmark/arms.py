@@ -6,6 +6,7 @@ B batch, N nodes, V vocabulary. Oracle: tests/lab/evaluate/test_arms.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -200,20 +201,15 @@ def label(choice: RuleChoice, rule: LoadedRule) -> str:
 def _controls(choice: RuleChoice, first: Arm, temperature: float) -> list[Arm]:
     """Return the controls that separate a rule's benefit from that of sampling among the two best tokens."""
     arms, sampling_meaning = [], "the target alone, sampling from its two best tokens"
-    control_template = dataclasses.replace(ALONE, role="control")
+    control = functools.partial(dataclasses.replace, ALONE, role="control")
     if temperature > 0:
         name, meaning = f"{AUTOREGRESSIVE} top_k=2", f"{sampling_meaning} everywhere"
-        arms.append(dataclasses.replace(control_template, name=name, top_k=2, meaning=meaning))
+        arms.append(control(name=name, top_k=2, meaning=meaning))
     margin, theta = margin_of(choice), first.theta
     if margin is not None and theta is not None:
         rule = low_margin_sampling(margin, theta=theta, exact_prefix=first.loaded_rule.rule.exact_prefix)
         meaning = f"{sampling_meaning} where their margin is low at theta={theta:g}"
-        loaded_rule = LoadedRule(rule)
-        arms.append(
-            dataclasses.replace(
-                control_template, name=rule.name, loaded_rule=loaded_rule, theta=theta, meaning=meaning
-            )
-        )
+        arms.append(control(name=rule.name, loaded_rule=LoadedRule(rule), theta=theta, meaning=meaning))
     return arms
 
 

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mars_jax.hub.durable import write_whole
 from mars_jax.lab.evaluate import figures
-from mars_jax.lab.evaluate.benchmark import plots, tables
-from mars_jax.lab.evaluate.benchmark.arms import Arm
-from mars_jax.lab.evaluate.scoring.samples import UNSCORED
+from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE, Arm
+from mars_jax.lab.evaluate.scoring.scores import METRICS, UNSCORED
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import write_shared_json
+from mars_jax.lab.pictures import BLACK, FORMATS, honest_limits, level, look, no_grid, picture, whiskers
 from mars_jax.serve.rows import Row
 from mars_jax.utils.types import JsonObject
+
+if TYPE_CHECKING:  # matplotlib is imported only when a figure is drawn
+    from matplotlib.axes import Axes
 
 SUMMARY, TABLE, PAGE = "summary.json", "table.md", "report.html"
 TEMPLATE = "report.html.jinja"
@@ -29,8 +34,6 @@ LEGEND = {
     "corrected": "the target's own",
 }
 """Descriptions of the kinds of tokens."""
-# Replace control characters, which HTML does not allow.
-_CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 160)] if chr(c) not in "\n\t"}
 
 
 def make_summary(
@@ -116,9 +119,9 @@ def notes(settings: JsonObject, problems: Sequence[Problem], rows: Sequence[Row]
 def write_report(summary: JsonObject, texts: JsonObject, folder: Path) -> None:
     """Write summary.json, table.md, the plots and report.html. `texts` is the contents of texts.json."""
     write_shared_json(folder / SUMMARY, summary)
-    write_whole(folder / TABLE, tables.markdown(summary))
-    plots.draw(summary, folder, "; ".join([tables.title(summary["settings"]), *tables.facts(summary)]) + ".")
-    pictures = {name: (folder / f"{name}.png").read_bytes() for name in plots.captions(summary)}
+    write_whole(folder / TABLE, markdown(summary))
+    draw(summary, folder, "; ".join([title(summary["settings"]), *facts(summary)]) + ".")
+    pictures = {name: (folder / f"{name}.png").read_bytes() for name in captions(summary)}
     write_whole(folder / PAGE, page(summary, texts, pictures))
 
 
@@ -128,47 +131,79 @@ def page(summary: JsonObject, texts: JsonObject, pictures: Mapping[str, bytes]) 
     Args:
       summary: contents of summary.json.
       texts: contents of texts.json.
-      pictures: PNG files, keyed by the names in `plots.PICTURES`.
+      pictures: PNG files, keyed by the names in `PICTURES`.
     """
-    import jinja2
-
-    # Without the `finalize` below, a control character in a completion would make the page invalid HTML.
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        autoescape=True,
-        finalize=_plain,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     setting_texts = {}
     for name, value in {**summary["settings"], **summary["environment"]}.items():
         if value is not None:
             setting_texts[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return environment.get_template(TEMPLATE).render(
-        title=tables.title(summary["settings"]),
-        facts=tables.facts(summary),
-        notes=summary["notes"],
-        tables=[
-            {
-                "heading": tables.heading(table),
-                "about": tables.about(table),
-                "key": tables.key(table),
-                "rows": [
-                    tables.cells(arm, table["metric"]) | {"meaning": arm["meaning"]} for arm in table["arms"]
-                ],
-                "texts": texts.get(tables.heading(table), []),
-            }
-            for table in summary["tables"]
-        ],
-        columns=tables.COLUMNS,
-        plots=[
-            {"words": plots.PICTURES[name], "data": base64.b64encode(picture).decode()}
-            for name, picture in pictures.items()
-        ],
-        legend=LEGEND,
-        settings=setting_texts,
+    shown_plots = [
+        {"words": PICTURES[name], "data": base64.b64encode(picture).decode()}
+        for name, picture in pictures.items()
+    ]
+    values = contents(summary) | {"texts": texts, "settings": setting_texts, "legend": LEGEND}
+    return render(TEMPLATE, **values, plots=shown_plots)
+
+
+KEY = ("arm", "tau", "tokens/s", "speed", "score change")
+"""The columns of the short table; `regret` replaces the last one if nothing is scored."""
+COLUMNS = {
+    "arm": "how the prompts were decoded; the list below the table explains each arm",
+    "tau": "tokens per target forward, the correction or bonus token included",
+    "relaxed": "share of the accepted draft tokens that only the relaxed rule accepts",
+    "regret": "mean of z1 - z[token] over emitted tokens, in nats of the target's raw logits",
+    "tokens/s": "new tokens per second of wall time, prefill included and compilation excluded",
+    "speed": "tokens/s relative to the target alone",
+    "s/task": "wall seconds per problem, summed over turns; longer answers take more of them",
+    "tokens/task": "length of the answers, stop tokens included",
+    "loops": "share of answers that end in a phrase of up to 90 tokens, repeated three times over 12 tokens or more",
+    "cut": "share of answers that did not end in a stop token",
+    "same": "share of answers with the target's own tokens; at temperature 0 a lossless rule has 100%, up to ties "
+    "within rounding",
+    "score": "see the heading",
+    "score change": "score minus that of the target alone, in points of 100, with a 95% interval by the paired "
+    "bootstrap over problems, and a word for whether the interval excludes 0. A likelihood should stay near 0: above "
+    "it, texts are sharper than the target's own samples",
+}
+"""The meaning of each column."""
+# Replace control characters, which HTML does not allow.
+_CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 160)] if chr(c) not in "\n\t"}
+
+
+def markdown(summary: JsonObject) -> str:
+    """Return all tables: the short ones, then those with all columns."""
+    return render("table.md.jinja", **contents(summary), plots=captions(summary))
+
+
+def contents(summary: JsonObject) -> JsonObject:
+    """Return the contents of summary.json as the strings that templates show."""
+    tables = [
+        {
+            "heading": heading(table),
+            "about": f"{table['arms'][0]['problems']} problems; {METRICS[table['metric']]}.",
+            "key": key(table),
+            "rows": [cells(arm, table["metric"]) | {"meaning": arm["meaning"]} for arm in table["arms"]],
+        }
+        for table in summary["tables"]
+    ]
+    run = {"title": title(summary["settings"]), "facts": facts(summary), "notes": summary["notes"]}
+    return run | {"tables": tables, "columns": COLUMNS}
+
+
+def render(template: str, **values: object) -> str:
+    """Render a template of this folder, with HTML escaped in pages."""
+    import jinja2
+
+    # Without `finalize`, a control character in a completion would make the page invalid HTML.
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        autoescape=template.endswith(".html.jinja"),
+        finalize=_plain,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    return environment.get_template(template).render(values)
 
 
 def _plain(value: object) -> object:
@@ -181,3 +216,244 @@ def _plain(value: object) -> object:
     if type(value) is not str:
         return value
     return value.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")
+
+
+def key(table: JsonObject) -> list[str]:
+    """Return the columns of the short table."""
+    if any(arm["score"] is not None for arm in table["arms"]):
+        return list(KEY)
+    return [*KEY[:-1], "regret"]
+
+
+def title(settings: JsonObject) -> str:
+    """Return the names of the two models, without local folders.
+
+    >>> title({"target": "/data/models/qwen", "draft": "eagle:owner/head"})
+    'qwen drafted by eagle:owner/head'
+    """
+
+    def short(name: str) -> str:
+        kind, colon, path = name.rpartition(":")
+        if path.startswith(("/", "~", ".")):
+            path = Path(path).name
+        return kind + colon + path
+
+    return f"{short(settings['target'])} drafted by {short(settings.get('draft') or settings['drafter'])}"
+
+
+def facts(summary: JsonObject) -> list[str]:
+    """Return the settings of a run, its device, and the dates of its rows."""
+    settings, days = summary["settings"], summary["days"]
+    rule_text = f"rule {settings['rule']['verify']}"
+    if options_text := ", ".join(f"{name} {value}" for name, value in settings["rule"]["settings"].items()):
+        rule_text += f" ({options_text})"
+    return [
+        settings["drafter"],
+        rule_text,
+        f"up to {settings['max_new_tokens']} tokens",
+        f"batch {settings['batch_size']}",
+        f"seed {settings['seed']}",
+        "chat template" if settings["chat"] else "no chat template",
+        settings["device"],
+        "n = " + ", ".join(f"{count} problems of {task}" for task, count in settings["tasks"].items()),
+        " to ".join(dict.fromkeys((days[0], days[-1]))),
+    ]
+
+
+def heading(table: JsonObject) -> str:
+    """Return the task and the temperature of a table."""
+    return f"{table['task']}, temperature {table['temperature']:g}"
+
+
+def change(arm: JsonObject, metric: str) -> str:
+    """Return an arm's change in score from the target without a draft, with a verdict in words.
+
+    >>> arm = {"arm": "mars", "score_change": -0.02, "intervals": {"score_change": [-0.03, -0.01]}}
+    >>> change(arm, "final_answer"), change(arm, "likelihood")
+    ('-2.0 [-3.0, -1.0], worse', '-2.0 [-3.0, -1.0], less likely')
+    >>> change(arm | {"intervals": {"score_change": [-0.05, 0.01]}}, "final_answer")
+    '-2.0 [-5.0, +1.0], within noise'
+    """
+    if arm["score_change"] is None or arm["arm"] == AUTOREGRESSIVE:
+        return "-"
+    points_text = f"{100 * arm['score_change']:+.1f}"
+    interval = arm["intervals"]["score_change"]
+    if interval is None:
+        return f"{points_text}, no interval"
+    low, high = interval
+    better_word, worse_word = "better", "worse"
+    if metric == "likelihood":
+        better_word, worse_word = "likelier", "less likely"
+    if low == high == 0:
+        verdict = "the same"
+    elif low > 0:
+        verdict = better_word
+    elif high < 0:
+        verdict = worse_word
+    else:
+        verdict = "within noise"
+    return f"{points_text} [{100 * low:+.1f}, {100 * high:+.1f}], {verdict}"
+
+
+def cells(arm: JsonObject, metric: str) -> dict[str, str]:
+    """Return the table row of an arm, keyed by the names in `COLUMNS`."""
+    is_drafting = bool(arm["acceptance_by_depth"])
+    return {
+        "arm": arm["arm"],
+        "tau": f"{arm['tau']:.2f}",
+        "relaxed": f"{arm['relaxed_share']:.1%}" if is_drafting else "-",
+        "regret": f"{arm['regret_per_token']:.3f}",
+        "tokens/s": f"{arm['tokens_per_second']:.1f}",
+        "speed": f"{arm['speedup']:.2f}x",
+        "s/task": f"{arm['seconds_per_task']:.3g}",
+        "tokens/task": f"{arm['tokens_per_task']:.1f}",
+        "loops": f"{arm['loop_rate']:.1%}",
+        "cut": f"{arm['length_rate']:.1%}",
+        "same": f"{arm['same_as_autoregressive']:.1%}",
+        "score": "-" if arm["score"] is None else f"{100 * arm['score']:.1f}",
+        "score change": change(arm, metric),
+    }
+
+
+PICTURES = {
+    "speed_quality": "speed against quality",
+    "speed": "tokens/s of every arm",
+    "tau_theta": "tau against theta",
+    "depth": "share accepted at each depth",
+}
+"""Captions of the plots, keyed by the stem of the file name."""
+LEAST_POINTS = 10
+"""Minimum range of a score axis, in points out of 100: differences of one or two points are noise."""
+
+
+def captions(summary: JsonObject) -> dict[str, str]:
+    """Return the captions of a run's plots. If no rule has theta, omit the plot over theta."""
+    arms = [arm for table in summary["tables"] for arm in table["arms"]]
+    if any(arm["role"] == "rule" and arm["theta"] is not None for arm in arms):
+        return PICTURES
+    return {name: caption for name, caption in PICTURES.items() if name != "tau_theta"}
+
+
+def draw(summary: JsonObject, folder: Path, caption: str, formats: Sequence[str] = FORMATS) -> None:
+    """Write the plots of `captions`, each in all formats."""
+    tables = summary["tables"]
+    columns = min(len(tables), len({table["temperature"] for table in tables}))
+    rows = math.ceil(len(tables) / columns)
+    # Height in inches of one bar per arm, plus the title and the axis.
+    bars_height = 0.9 + 0.24 * max(len(table["arms"]) for table in tables)
+    panel_by_name = {
+        "speed": (_speed, bars_height),
+        "speed_quality": (_speed_quality, 3.4),
+        "tau_theta": (_tau_theta, 3.0),
+        "depth": (_depth, 3.0),
+    }
+    for name in captions(summary):
+        draw_panel, height = panel_by_name[name]
+        files = [folder / f"{name}.{kind}" for kind in formats]
+        with picture(files, rows=rows, columns=columns, panel=(4.6, height), caption=caption) as axes:
+            for axis, table in zip(axes.flat, tables, strict=False):
+                axis.set_title(f"{table['task']}, temperature {table['temperature']:g}")
+                draw_panel(axis, table["arms"])
+
+
+def _strict(arms: Sequence[JsonObject]) -> JsonObject:
+    """Return the strict arm, or the autoregressive arm if the run has no strict one."""
+    return next((arm for arm in arms if arm["role"] == "strict"), arms[0])
+
+
+def _families(arms: Sequence[JsonObject]) -> dict[str, list[JsonObject]]:
+    """Group arms that differ only in their threshold, by the name without it."""
+    families: dict[str, list[JsonObject]] = {}
+    for arm in arms:
+        families.setdefault(arm["arm"].partition(" theta=")[0], []).append(arm)
+    return families
+
+
+def _speed_quality(axis: Axes, arms: Sequence[JsonObject]) -> None:
+    """Plot the score, or the regret if nothing is scored, over tokens/s."""
+    is_scored = all(arm["score"] is not None for arm in arms)
+    quality_name, scale = "regret_per_token", 1
+    if is_scored:
+        quality_name, scale = "score", 100
+    plotted_values: list[float] = []
+
+    def quality(arm: JsonObject) -> tuple[float, list[float] | None]:
+        value, interval = scale * arm[quality_name], arm["intervals"][quality_name]
+        plotted_values.append(value)
+        if interval is not None:
+            interval = [scale * end for end in interval]
+            plotted_values.extend(interval)
+        return value, interval
+
+    strict_arm = _strict(arms)
+    level(axis, *quality(strict_arm), label=f"{strict_arm['arm']}, its interval shaded", colour=BLACK)
+    for family, members in _families(arms).items():
+        members = sorted(members, key=lambda arm: arm["theta"] or 0)
+        x = [arm["tokens_per_second"] for arm in members]
+        y, y_intervals = zip(*map(quality, members), strict=True)
+        x_errors = whiskers(x, [arm["intervals"]["tokens_per_second"] for arm in members])
+        y_errors = whiskers(y, y_intervals)
+        line_style = look(family).line
+        axis.errorbar(x, y, xerr=x_errors, yerr=y_errors, elinewidth=0.8, label=family, **line_style)
+        if len(members) > 1:
+            for point, arm in zip(zip(x, y, strict=True), members, strict=True):
+                axis.annotate(f"{arm['theta']:g}", point, (5, 4), textcoords="offset points", fontsize=7)
+    axis.set_xlim(left=0)
+    axis.set_xlabel("tokens/s")
+    if is_scored:
+        honest_limits(axis, plotted_values, least=LEAST_POINTS)
+        axis.set_ylabel("100 x score")
+    else:
+        honest_limits(axis, [0.0, *plotted_values], least=0.05)
+        # Put the lowest regret, which is best, at the top.
+        axis.invert_yaxis()
+        axis.set_ylabel("regret, nats per token")
+
+
+def _speed(axis: Axes, arms: Sequence[JsonObject]) -> None:
+    """Draw a bar for every arm, labelled with its value."""
+    rates = [arm["tokens_per_second"] for arm in arms]
+    bars = axis.barh(
+        [arm["arm"] for arm in arms],
+        rates,
+        color=[look(arm["arm"]).colour for arm in arms],
+        xerr=whiskers(rates, [arm["intervals"]["tokens_per_second"] for arm in arms]),
+        ecolor="#999999",
+    )
+    axis.bar_label(bars, fmt="%.0f", padding=4, fontsize=8)
+    axis.margins(x=0.14)
+    axis.invert_yaxis()
+    axis.set_xlabel("tokens/s")
+    no_grid(axis, "y")
+
+
+def _tau_theta(axis: Axes, arms: Sequence[JsonObject]) -> None:
+    """Plot tau over the rule's threshold. A rule without a threshold is a horizontal line."""
+    strict_arm = _strict(arms)
+    level(axis, strict_arm["tau"], strict_arm["intervals"]["tau"], label=strict_arm["arm"], colour=BLACK)
+    for family, members in _families([arm for arm in arms if arm["role"] == "rule"]).items():
+        taus, intervals = [arm["tau"] for arm in members], [arm["intervals"]["tau"] for arm in members]
+        if members[0]["theta"] is None:
+            level(axis, taus[0], intervals[0], label=family, colour=look(family).colour)
+            continue
+        thetas = [arm["theta"] for arm in members]
+        tau_errors = whiskers(taus, intervals)
+        axis.errorbar(thetas, taus, yerr=tau_errors, label=family, linestyle="none", **look(family).line)
+    axis.set(xlabel="theta", ylabel="tau, tokens per target forward")
+    axis.set_ylim(bottom=1)
+
+
+def _depth(axis: Axes, arms: Sequence[JsonObject]) -> None:
+    """Plot the acceptance rate at each depth, given that the depth was reached, for the first arm of each family."""
+    families = _families([arm for arm in arms if arm["acceptance_by_depth"]])
+    for number, (family, members) in enumerate(families.items()):
+        arm = members[0]
+        rates = [rate for rate in arm["acceptance_by_depth"] if rate is not None]
+        intervals = arm["intervals"]["acceptance_by_depth"][: len(rates)]
+        # Offset the arms so that their whiskers do not hide each other.
+        depths = [depth + 1 + 0.08 * number for depth in range(len(rates))]
+        rate_errors = whiskers(rates, intervals)
+        axis.errorbar(depths, rates, yerr=rate_errors, elinewidth=0.8, label=family, **look(family).line)
+    axis.set_ylim(0, 1.02)
+    axis.locator_params(axis="x", integer=True)
+    axis.set(xlabel="depth of the draft", ylabel="share accepted")

@@ -1,107 +1,135 @@
-"""Evaluation of a pair of models: all arms decode the same prompts with the same seeds, in one resumable run."""
+"""Evaluation of a pair of models: all arms decode the same prompts with the same seeds, in one resumable run.
+
+A row is a JSON line for a problem and an arm, written before the next batch begins.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import functools
+import itertools
 import platform
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import numpy as np
 
 from mars_jax import drafters, verify
-from mars_jax.cli.progress import Show
+from mars_jax.cli.progress import Show, speed
 from mars_jax.core.types import PyTree
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.evaluate.answers import GROUP, Decoding
+from mars_jax.lab.evaluate.answers import GROUP, Answer, Decoding, prompt_tokens, turns_asked
 from mars_jax.lab.evaluate.benchmark import report
-from mars_jax.lab.evaluate.benchmark.arm_loops import Evaluation
-from mars_jax.lab.evaluate.benchmark.arm_rows import by_task
-from mars_jax.lab.evaluate.scoring import samples
+from mars_jax.lab.evaluate.benchmark.arms import Arm, make_arms
+from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import open_rows
-from mars_jax.lab.provenance import provenance
+from mars_jax.lab.folder import open_rows, read_shared_json, write_shared_json
+from mars_jax.lab.provenance import provenance, stamp
 from mars_jax.lab.training.online import Refiner
 from mars_jax.mesh import hosts
-from mars_jax.serve.rows import digest, fingerprint
+from mars_jax.serve import likelihood
+from mars_jax.serve.queue import Said
+from mars_jax.serve.rows import Row, RowFile, digest, fingerprint, plain
 from mars_jax.serve.session import Session
+from mars_jax.serve.text import ends_in_loop
 from mars_jax.utils import activity
 from mars_jax.utils.types import JsonObject
 from mars_jax.utils.version import __version__
-from mars_jax.verify import RuleChoice, source_digest
+from mars_jax.verify import source_digest
+
+TEXTS = "texts.json"
+SHOWN = 8
+"""Number of problems per task whose completions are stored for the report, with the kind of every token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
     """The inputs that `evaluate` and `tuned` share."""
 
+    args: argparse.Namespace  # flags of `mars-jax benchmark`, with the thetas of the rule
     target: Pretrained
     problems: Sequence[Problem]
-    rule: RuleChoice  # the rule to measure
-    thetas: Sequence[float]  # thresholds of the rule, one arm each; empty for a rule without one
-    temperatures: Sequence[float]  # all arms run at each
-    max_new_tokens: int  # of each turn
-    batch_size: int  # problems that decode at the same time
-    seed: int  # problem i of a task draws with seed + i, in every arm
-    chat: bool  # format questions, with all their turns, with the target's chat template
     names: Mapping[str, object]  # other settings that identify the run, such as the draft's name
+
+    @functools.cached_property
+    def seeds(self) -> dict[tuple[str, str], int]:
+        """Seeds of the problems in every arm, keyed by task and id: problem i of a task draws with seed + i."""
+        return {
+            (task, problem.id): (self.args.seed + i) % 2**32
+            for task, problems in by_task(self.problems).items()
+            for i, problem in enumerate(problems)
+        }
 
     def settings(self, *draft_params: PyTree) -> JsonObject:
         """Return all settings that determine the rows. `draft_params` are the weights of the drafters."""
+        args, rule = self.args, self.args.rule
         # A rule may have weights, which determine the rows as well.
-        loaded_rule = verify.load(self.rule.spec, self.target, **self.rule.settings)
+        loaded_rule = verify.load(rule.spec, self.target, **rule.settings)
         return {
             "target": self.target.name,
             **self.names,
-            "rule": self.rule.as_json(but=("theta",) if self.thetas else ()),
-            "thetas": [float(theta) for theta in self.thetas],
-            "temperatures": self.temperatures,
+            "rule": rule.as_json(but=("theta",) if args.thetas else ()),
+            "thetas": [float(theta) for theta in args.thetas],
+            "temperatures": args.temperatures,
             "tasks": {task: len(group) for task, group in by_task(self.problems).items()},
-            "max_new_tokens": self.max_new_tokens,
-            "batch_size": self.batch_size,
+            "max_new_tokens": args.max_new_tokens,
+            "batch_size": args.batch_size,
             "group": GROUP,  # consecutive batches per arm, which determine the order of the rows
-            "seed": self.seed,
-            "chat": self.chat,
+            "seed": args.seed,
+            "chat": args.chat,
             "problems": digest(repr(list(self.problems)).encode()),
             "weights": fingerprint((self.target.params, draft_params, loaded_rule.params), self.target.path),
-            "rule_source": source_digest(self.rule.spec),
+            "rule_source": source_digest(rule.spec),
             "versions": {"mars-jax": __version__, "jax": jax.__version__},
             "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
         }
 
     def decoding(self, drafter: drafters.LoadedDrafter, refiner: Refiner | None = None) -> Decoding:
         """Return the decoding settings with a drafter."""
+        args = self.args
         # Tasks are decoded one after another, so a batch never holds more problems than the largest task has.
         max_problems = max(len(group) for group in by_task(self.problems).values())
-        session = Session(target=self.target, drafter=drafter, batch_size=min(self.batch_size, max_problems))
-        return Decoding(session=session, chat=self.chat, max_new_tokens=self.max_new_tokens, refiner=refiner)
+        session = Session(target=self.target, drafter=drafter, batch_size=min(args.batch_size, max_problems))
+        return Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens, refiner=refiner)
+
+    @activity.doing("texts for the page")
+    def page_texts(
+        self, decoding: Decoding, arms: Sequence[Arm], problems: Sequence[Problem], temperature: float
+    ) -> list[JsonObject]:
+        """Decode the first turn of problems again, step by step, and return each token's text and kind.
+
+        The arms are the strict rule, and the measured rule's first arm.
+        """
+        prompts = [prompt_tokens(self.target, p, chat=decoding.chat) for p in problems]
+        requests = decoding.requests(prompts, [self.seeds[p.task, p.id] for p in problems], temperature)
+        texts = [{"id": p.id, "prompt": p.turns[0], "arms": {}} for p in problems]
+        arm_by_role = {arm.role: arm for arm in reversed(arms)}
+        for arm in (arm_by_role[role] for role in ("strict", "rule") if role in arm_by_role):
+            for text in texts:
+                text["arms"][arm.name] = []
+            for event in decoding.session.using(arm.loaded_rule).stream(requests):
+                if isinstance(event, Said):
+                    texts[event.index]["arms"][arm.name] += event.pieces
+        return texts
 
 
 def evaluate(
-    study: Study,
-    drafter: drafters.LoadedDrafter,
-    folder: Path,
-    *,
-    controls: str,
-    refiner: Refiner | None,
-    part: slice | None,
-    progress: Show,
+    study: Study, drafter: drafters.LoadedDrafter, *, refiner: Refiner | None, progress: Show
 ) -> JsonObject:
-    """Decode and score every arm, and write rows, summary, table and plots.
+    """Decode and score every arm, and write rows, summary, table and plots into `--output`.
 
     After a kill, call it again with the same arguments to continue. The files then equal those of an uninterrupted run,
     except for times.
 
     Args:
-      study: what to measure.
+      study: what to measure. With `--part`, decode only these problems and write only their rows. A later run without
+        a part reuses them if its rows.jsonl is the concatenation of all parts. A refiner, whose updates depend on all
+        problems, allows no part.
       drafter: from `mars_jax.drafters.load`, with `sample=True` if it has weights and the rule is based on `rejection`.
-      folder: new, empty, or from the run to continue.
-      controls: as for `make_arms`.
       refiner: adds an arm whose draft learns from its rejected tokens. After a kill, the draft learns only from the
         remaining problems; the tokens stay the same.
-      part: decode only `problems[part]` and write only their rows. A later run without a part reuses them if its
-        rows.jsonl is the concatenation of all parts. Not allowed with a refiner, whose updates depend on all problems.
       progress: `(done, total, text)`, called after every group of decodes.
 
     Returns:
@@ -110,23 +138,188 @@ def evaluate(
     Raises:
       MarsError: the folder holds the output of a different run.
     """
+    args, folder = study.args, study.args.output
     settings = study.settings(drafter.params)
-    settings |= {"drafter": drafter.drafter.name, "controls": controls}
+    settings |= {"drafter": drafter.drafter.name, "controls": args.controls}
     decoding = study.decoding(drafter, refiner)
+    # Make the arms only once for each temperature, because `make_arms` reads the weights of the rule.
+    refines = refiner is not None
+    make = functools.partial(make_arms, target=study.target, refined=refines, controls=args.controls)
+    arms_at = {t: make(args.rule, args.thetas, temperature=t) for t in args.temperatures}
+    tasks = by_task(study.problems[args.part or slice(None)])
+    num_turns = sum(turns_of(group, args.chat) for group in tasks.values()) * sum(map(len, arms_at.values()))
+    rows: list[Row] = []
+    texts: JsonObject = {}
     with contextlib.closing(open_rows(folder, settings)) as file:
-        evaluation = Evaluation(decoding, folder, file, study.problems, settings, study.rule, part)
-        evaluation.decode(progress)
-        if part is not None:
+        # Without rows on file, ignore stored completions: they may be from a run with different settings.
+        if file.rows:
+            texts = read_shared_json(folder / TEXTS) or {}
+        decoding.announce(next(iter(tasks.values())), num_turns - len(file.rows))
+        recorder = Recorder(file, progress, num_turns, study.seeds)
+        for (task, group), (temperature, arms) in itertools.product(tasks.items(), arms_at.items()):
+            arm_rows = recorder.decode(group, temperature, [(arm, decoding, None) for arm in arms])
+            rows += itertools.chain(*arm_rows.values())
+            place = place_of(task, temperature)
+            if args.part is None and args.controls != "none" and place not in texts:
+                texts[place] = study.page_texts(decoding, arms, group[:SHOWN], temperature)
+                write_shared_json(folder / TEXTS, texts)
+        if args.part is not None:
             return {}
-        rows = samples.with_results(folder, study.problems, evaluation.rows)
+        rows = scores.with_results(folder, study.problems, rows)
         with activity.doing("figures and plots"):
-            summary = report.make_summary(
-                settings,
-                provenance() | {"machine": platform.machine(), "backend": jax.default_backend()},
-                study.problems,
-                rows,
-                evaluation.arms,
-            )
+            environment = provenance() | {"machine": platform.machine(), "backend": jax.default_backend()}
+            summary = report.make_summary(settings, environment, study.problems, rows, arms_at)
             if hosts.is_first():
-                report.write_report(summary, evaluation.texts, folder)
+                report.write_report(summary, texts, folder)
     return summary
+
+
+def place_of(task: str, temperature: float) -> str:
+    """Return the name of a task at a temperature, for files and progress."""
+    return f"{task}, temperature {temperature:g}"
+
+
+def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
+    """Group problems by task, in order of appearance."""
+    problems_by_task: dict[str, list[Problem]] = {}
+    for problem in problems:
+        problems_by_task.setdefault(problem.task, []).append(problem)
+    return problems_by_task
+
+
+def turns_of(problems: Sequence[Problem], chat: bool) -> int:
+    """Return the total number of turns of the problems."""
+    return sum(len(turns_asked(problem, chat)) for problem in problems)
+
+
+def make_row(
+    arm: Arm,
+    problem: Problem,
+    seed: int,
+    answer: Answer,
+    score: list[float] | None,
+    stop_tokens: Sequence[int],
+) -> Row:
+    """Return the row of one answer, without the key of its group. `score` is the result of `scores.score_answer`."""
+    counts = ("steps", "emitted", "proposed", "accepted_exact", "accepted_relaxed")
+    return {
+        "id": problem.id,
+        "theta": plain(arm.theta),
+        "seed": seed,
+        "text": list(answer.texts),
+        "tokens": [list(turn) for turn in answer.tokens],
+        "finish_reason": answer.finish_reason,
+        **{name: getattr(answer.metrics, name) for name in counts},
+        "depth_histogram": list(answer.metrics.depth_histogram),
+        "regret": answer.metrics.regret,
+        "loops": any(ends_in_loop(turn, stop_tokens) for turn in answer.tokens),
+        "score": score,
+        "seconds": answer.seconds,
+        **stamp(),
+    }
+
+
+def scored(
+    decoding: Decoding, problems: Sequence[Problem], answers: Sequence[Answer]
+) -> list[list[float] | None]:
+    """Score the last turn of each problem of a task by the task's metric. A likelihood covers all turns.
+
+    Args:
+      decoding: the decoding that produced the answers.
+      problems, answers: in the same order.
+    """
+    if problems[0].metric != "likelihood":
+        return [scores.score_answer(p, a.texts[-1]) for p, a in zip(problems, answers, strict=True)]
+    target, chat = decoding.session.target, decoding.chat
+    # One entry per turn: the number of its problem, its prompt with all earlier turns, and its tokens.
+    problem_numbers, prompts, turn_tokens = [], [], []
+    for number, (problem, answer) in enumerate(zip(problems, answers, strict=True)):
+        for turn, tokens in enumerate(answer.tokens):
+            problem_numbers.append(number)
+            prompts.append(prompt_tokens(target, problem, answer.texts[:turn], chat=chat))
+            turn_tokens.append(tokens)
+    likelihood_sums = np.zeros((len(problems), 2))
+    np.add.at(likelihood_sums, problem_numbers, score_answers(target, prompts, turn_tokens))
+    return [*likelihood_sums.tolist()]
+
+
+def score_answers(
+    target: Pretrained, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Return each answer's total log-likelihood in nats and its number of tokens."""
+    token_lists = [(*p, *a) for p, a in zip(prompts, answers, strict=True)]
+    scored_texts = likelihood.score(target, token_lists, rows=min(likelihood.ROWS, len(token_lists)))
+    # Entry i of `log_p` is the log-probability of token i + 1.
+    return [
+        [float(np.sum(text.log_p[len(prompt) - 1 :], dtype=np.float64)), float(len(answer))]
+        for text, prompt, answer in zip(scored_texts, prompts, answers, strict=True)
+    ]
+
+
+@dataclasses.dataclass
+class Recorder:
+    """Decodes problems with arms, stores their rows in a file, and reports progress."""
+
+    file: RowFile
+    show: Show
+    total: int  # turns of all decodes
+    seeds: Mapping[tuple[str, str], int]  # keyed by task and id
+    done: int = 0
+    score: Callable[[Decoding, Sequence[Problem], Sequence[Answer]], list[list[float] | None]] = scored
+
+    def decode(
+        self,
+        problems: Sequence[Problem],
+        temperature: float,
+        arms: Sequence[tuple[Arm, Decoding, int | None]],
+    ) -> dict[tuple[str, int | None], list[Row]]:
+        """Return the rows of arms on problems of a task, keyed by arm and draft length. Decode those not on file.
+
+        Arms alternate within each group of problems, so that a slow spell affects all arms alike.
+
+        Args:
+          problems: problems of one task.
+          temperature: temperature of all requests.
+          arms: arms with their decodings, which agree on the size of a group, and the draft length if it is part of a
+            row's key.
+        """
+        rows: dict[tuple[str, int | None], list[Row]] = {(arm.name, length): [] for arm, _, length in arms}
+        group_size = arms[0][1].group
+        for first in range(0, len(problems), group_size):
+            group = problems[first : first + group_size]
+            for arm, decoding, length in arms:
+                rows[arm.name, length] += self._group_rows(group, temperature, arm, decoding, length)
+        return rows
+
+    def _group_rows(
+        self,
+        problems: Sequence[Problem],
+        temperature: float,
+        arm: Arm,
+        decoding: Decoding,
+        length: int | None,
+    ) -> list[Row]:
+        """Return an arm's rows for one group of problems."""
+        row_key = {"task": problems[0].task, "temperature": temperature, "arm": arm.name}
+        if length is not None:
+            row_key["length"] = length
+        seeds = [self.seeds[problem.task, problem.id] for problem in problems]
+
+        def make() -> list[Row]:
+            answers = decoding.answer(arm, problems, seeds, temperature=temperature)
+            answer_columns = zip(
+                problems, seeds, answers, self.score(decoding, problems, answers), strict=True
+            )
+            return [
+                row_key | make_row(arm, problem, seed, answer, score, decoding.stop_tokens)
+                for problem, seed, answer, score in answer_columns
+            ]
+
+        rows = self.file.batch([{**row_key, "id": problem.id} for problem in problems], make)
+        self.done += turns_of(problems, decoding.chat)
+        totals = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
+        description = f"{place_of(problems[0].task, temperature)}, {arm.name}"
+        if length:
+            description += f", drafts of {length}"
+        self.show(self.done, self.total, f"{description}, {speed(**totals)}")
+        return rows

@@ -8,32 +8,28 @@ Oracle: recounts from rows, and decodes of the same pair (tests/lab/evaluate/tes
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from mars_jax import verify
 from mars_jax.cli.progress import Show
 from mars_jax.drafters import LoadedDrafter
-from mars_jax.hub.durable import write_whole
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate import figures
 from mars_jax.lab.evaluate.answers import Decoding
-from mars_jax.lab.evaluate.benchmark import tables
-from mars_jax.lab.evaluate.benchmark.arm_rows import Recorder, by_task, turns_of
+from mars_jax.lab.evaluate.benchmark import report
 from mars_jax.lab.evaluate.benchmark.arms import ALONE, Arm, make_arms
-from mars_jax.lab.evaluate.benchmark.run import Study
-from mars_jax.lab.evaluate.scoring import samples
-from mars_jax.lab.evaluate.scoring.scores import METRICS
+from mars_jax.lab.evaluate.benchmark.run import Recorder, Study, by_task, turns_of
+from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import open_rows, write_shared_json
+from mars_jax.lab.folder import open_rows, write_shared, write_shared_json
 from mars_jax.lab.provenance import provenance
-from mars_jax.mesh import hosts
 from mars_jax.serve.rows import Row
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
@@ -77,26 +73,16 @@ def arms_at(
     return sorted(arms.values(), key=lambda arm: not arm.loaded_rule.rule.lossless)
 
 
-def tuned(
-    study: Study,
-    drafters: Mapping[bool, LoadedDrafter],
-    folder: Path,
-    *,
-    lengths: Sequence[int],
-    cost: float | None,
-    progress: Show,
-) -> JsonObject:
+def tuned(study: Study, drafters: Mapping[bool, LoadedDrafter], *, progress: Show) -> JsonObject:
     """Choose the length of every arm on some problems, score all arms on the remaining ones, and write rows and tables.
 
     Call it again with the same arguments to continue after a kill.
 
     Args:
-      study: what to measure.
+      study: what to measure. `--tune` has the chain lengths to try, in rising order, and `--draft-cost` the cost of
+        drafting a token in target forwards; None: use measured wall time.
       drafters: the drafter, keyed by whether it samples, from `mars_jax.drafters.load`, with a chain of the longest
         length.
-      folder: new, empty, or from the run to continue.
-      lengths: chain lengths to try, in rising order.
-      cost: cost of drafting a token, in target forwards. None: use measured wall time.
       progress: `(done, total, text)`, called after every group of decodes.
 
     Returns:
@@ -105,71 +91,69 @@ def tuned(
     Raises:
       MarsError: a task has only one problem, or the folder holds the output of a different run.
     """
-    tasks = by_task(study.problems)
+    args, lengths, tasks = study.args, study.args.tune, by_task(study.problems)
     for task, group in tasks.items():
         if len(group) < 2:
             raise MarsError(
                 f"the task {task} has 1 problem, and some choose lengths while others are scored: ask for at least 2."
             )
     settings = study.settings(*(drafter.params for drafter in drafters.values()))
-    settings |= {"tuned": lengths, "draft_cost": cost}
+    settings |= {"tuned": lengths, "draft_cost": args.draft_cost}
     arms = {
-        temperature: arms_at(study.rule, study.thetas, temperature, study.target, samples=True in drafters)
-        for temperature in study.temperatures
+        temperature: arms_at(args.rule, args.thetas, temperature, study.target, samples=True in drafters)
+        for temperature in args.temperatures
+    }
+    decodings = {
+        (is_sampled, length): study.decoding(drafter._replace(drafter=drafter.drafter.resized(length)))
+        for is_sampled, drafter in drafters.items()
+        for length in lengths
     }
     # Count the turns of all decodes for the progress bar: every arm at every length on the first problems of a task,
     # then every arm once on the others.
     num_turns, num_arms = 0, sum(map(len, arms.values()))
     for group in tasks.values():
         split = _split(group)
-        num_turns += turns_of(group[:split], study.chat) * num_arms * len(lengths)
+        num_turns += turns_of(group[:split], args.chat) * num_arms * len(lengths)
         # The autoregressive arm is decoded as well, once for each temperature.
-        num_turns += turns_of(group[split:], study.chat) * (num_arms + len(arms))
-    with contextlib.closing(open_rows(folder, settings)) as file:
-        run = _Run(study, drafters, Recorder(file, progress, num_turns), folder, lengths, cost)
-        decoding = study.decoding(next(iter(drafters.values())))
-        decoding.announce(study.problems, num_turns - len(file.rows))
+        num_turns += turns_of(group[split:], args.chat) * (num_arms + len(arms))
+    with contextlib.closing(open_rows(args.output, settings)) as file:
+        next(iter(decodings.values())).announce(study.problems, num_turns - len(file.rows))
+        run = _Run(args, Recorder(file, progress, num_turns, study.seeds), decodings)
         task_tables = [
-            run.table(task, group, temperature, arms[temperature])
-            for task, group in tasks.items()
-            for temperature in study.temperatures
+            run.table(group, temperature, arms[temperature])
+            for group in tasks.values()
+            for temperature in args.temperatures
         ]
-        report = {**provenance(), "settings": settings, "lengths": lengths, "tables": task_tables}
-        write_shared_json(folder / FILE, report)
-        if hosts.is_first():
-            write_whole(folder / TABLE, tuned_markdown(report))
-    return report
+        contents = {**provenance(), "settings": settings, "lengths": lengths, "tables": task_tables}
+        write_shared_json(args.output / FILE, contents)
+        write_shared(args.output / TABLE, tuned_markdown(contents))
+    return contents
 
 
 @dataclasses.dataclass
 class _Run:
-    """The decodes of a run. Arms alternate within a group of problems, so that a slow spell affects all arms alike."""
+    """The tables of a run."""
 
-    study: Study
-    drafters: Mapping[bool, LoadedDrafter]  # keyed by whether the draft is sampled; each can be resized
+    args: argparse.Namespace
     recorder: Recorder
-    folder: Path
-    lengths: Sequence[int]
-    cost: float | None
-    decodings: dict[tuple[bool, int], Decoding] = dataclasses.field(default_factory=dict)
+    decodings: Mapping[tuple[bool, int], Decoding]  # keyed by whether the draft is sampled, and its length
 
-    def table(
-        self, task: str, problems: Sequence[Problem], temperature: float, arms: Sequence[Arm]
-    ) -> JsonObject:
-        """Choose the lengths, then score the arms at these lengths."""
-        split, lengths, seed = _split(problems), self.lengths, self.study.seed
+    def table(self, problems: Sequence[Problem], temperature: float, arms: Sequence[Arm]) -> JsonObject:
+        """Choose the lengths on the first problems of a task, then score the arms at these lengths on the others."""
+        split, lengths, seed = _split(problems), self.args.tune, self.args.seed
         trial_arms = [(arm, length) for arm in arms for length in lengths]
-        trial_rows = self._decode(problems[:split], 0, temperature, trial_arms)
+        trial_rows = self._decode(problems[:split], temperature, trial_arms)
         rate_by_arm: dict[tuple[str, int], float] = {}
-        for (name, length), rows in trial_rows.items():
-            tokens, duration = self._counts(rows, length).sum(axis=0)
-            rate_by_arm[name, length] = float(tokens / duration)
+        for arm, length in trial_arms:
+            tokens, duration = self._counts(trial_rows[arm.name, length], length).sum(axis=0)
+            rate_by_arm[arm.name, length] = float(tokens / duration)
         # Each arm gets the length with its highest rate.
         best_lengths = [max(lengths, key=lambda n, arm=arm: rate_by_arm[arm.name, n]) for arm in arms]
         tuned_arms = list(zip(arms, best_lengths, strict=True))
-        decoded = self._decode(problems[split:], split, temperature, [(ALONE, 0), *tuned_arms])
+        decoded = self._decode(problems[split:], temperature, [(ALONE, 0), *tuned_arms])
         scored_rows = {
-            key: samples.with_results(self.folder, problems[split:], rows) for key, rows in decoded.items()
+            key: scores.with_results(self.args.output, problems[split:], rows)
+            for key, rows in decoded.items()
         }
         # The lengths and the baseline are chosen on the same problems. The figures come from others, without bias.
         lossless_arm, lossless_length = max(
@@ -182,7 +166,7 @@ class _Run:
             figures.arm_figures, autoregressive=alone_rows, strict=None, metric=metric, seed=seed
         )
         return {
-            "task": task,
+            "task": problems[0].task,
             "temperature": temperature,
             "metric": metric,
             "chosen_on": split,
@@ -206,39 +190,22 @@ class _Run:
 
     def _counts(self, rows: Sequence[Row], length: int) -> np.ndarray:
         """Return the tokens and the time of each row, f64[n, 2]. The unit of time is seconds, or target forwards."""
-        if self.cost is None:
+        if self.args.draft_cost is None:
             times = [row["seconds"] for row in rows]
         else:
             # A step takes one target forward, plus `cost` forwards for each drafted token.
-            times = [row["steps"] * (1 + self.cost * length) for row in rows]
+            times = [row["steps"] * (1 + self.args.draft_cost * length) for row in rows]
         return np.asarray([[row["emitted"] for row in rows], times], np.float64).T
 
-    def _decoding(self, arm: Arm, length: int) -> Decoding:
-        """Return the decoding settings for drafts of a given length, cached because they hold the compiled programs."""
-        needs_q = verify.needs_q(arm.loaded_rule.rule)
-        if (needs_q, length) not in self.decodings:
-            drafter = self.drafters[needs_q]
-            resized = drafter._replace(drafter=drafter.drafter.resized(length))
-            self.decodings[needs_q, length] = self.study.decoding(resized)
-        return self.decodings[needs_q, length]
-
     def _decode(
-        self, problems: Sequence[Problem], begin: int, temperature: float, arms: Sequence[tuple[Arm, int]]
-    ) -> dict[tuple[str, int], list[Row]]:
-        """Return the rows of every arm and length. `begin` is the index of the first problem in its task."""
-        all_rows: dict[tuple[str, int], list[Row]] = {(arm.name, n): [] for arm, n in arms}
-        # The group depends only on the batch size, which all arms share.
-        group_size = self._decoding(*arms[-1]).group
-        for first in range(0, len(problems), group_size):
-            group = problems[first : first + group_size]
-            seeds = [(self.study.seed + begin + first + i) % 2**32 for i in range(len(group))]
-            for arm, length in arms:
-                # The autoregressive arm has length 0 and ignores its drafter.
-                decoding = self._decoding(arm, length or self.lengths[0])
-                all_rows[arm.name, length] += self.recorder.rows(
-                    decoding, arm, temperature, group, seeds, length=length
-                )
-        return all_rows
+        self, problems: Sequence[Problem], temperature: float, arms: Sequence[tuple[Arm, int]]
+    ) -> dict[tuple[str, int | None], list[Row]]:
+        """Return the rows of every arm and length. The autoregressive arm has length 0 and ignores its drafter."""
+        decoded_arms = []
+        for arm, length in arms:
+            decoding = self.decodings[verify.needs_q(arm.loaded_rule.rule), length or self.args.tune[0]]
+            decoded_arms.append((arm, decoding, length))
+        return self.recorder.decode(problems, temperature, decoded_arms)
 
 
 def _split(problems: Sequence[Problem]) -> int:
@@ -264,45 +231,26 @@ def rate_ratio(counts: np.ndarray, baseline: np.ndarray, seed: int) -> list[floa
     return [float(ratios[0]), *np.quantile(ratios[1:], [0.025, 0.975]).tolist()]
 
 
-def tuned_markdown(report: JsonObject) -> str:
-    """Return the tables in Markdown."""
-    settings, cost = report["settings"], report["settings"]["draft_cost"]
-    compared_by = "the clock"
-    if cost is not None:
-        compared_by = f"tokens per step over 1 + {cost:g} K, for K drafted tokens"
-    lines = [
-        "# Each rule at its own best draft length",
-        "",
-        f"{tables.title(settings)}, up to {settings['max_new_tokens']} tokens, batch {settings['batch_size']}. "
-        f"Lengths {', '.join(map(str, report['lengths']))} were compared by {compared_by}, on problems that no figure "
-        "uses. Intervals are 95%, by the paired bootstrap over problems.",
-        "",
-    ]
-    columns = ("arm", "tau", "tokens/s", "speed", "score change", "relaxed", "loops")
-    for table in report["tables"]:
+def tuned_markdown(contents: JsonObject) -> str:
+    """Return the contents of tuned.json as tables in Markdown."""
+    columns = ("tau", "tokens/s", "speed", "score change", "relaxed", "loops")
+    shown_tables = []
+    for table in contents["tables"]:
         rows = []
         for arm in (table["alone"], *table["arms"]):
             # The arm without a draft has neither a length nor a ratio.
-            length, ratio = str(arm.get("length", "-")), "-"
+            row = {"drafted": arm.get("length", "-"), "over the best lossless": "-"}
             if "over_lossless" in arm:
-                ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*arm["over_lossless"])
-            cells = tables.cells(arm, table["metric"])
-            name, *figure_cells = (cells[column] for column in columns)
-            rows.append([name, length, ratio, *figure_cells])
-        about_text = (
-            f"{table['problems']} problems, after {table['chosen_on']} that chose the lengths; "
-            f"score: {METRICS[table['metric']]}. The best lossless arm is {table['best_lossless']}."
+                row["over the best lossless"] = "{:.2f} [{:.2f}, {:.2f}]".format(*arm["over_lossless"])
+            rows.append(report.cells(arm, table["metric"]) | row)
+        shown_tables.append(
+            table | {"heading": report.heading(table), "score": scores.METRICS[table["metric"]], "rows": rows}
         )
-        if table["problems"] < ENOUGH:
-            about_text += f" Fewer than {ENOUGH} problems are not evidence."
-        lines += [
-            f"## {tables.heading(table)}",
-            "",
-            about_text,
-            "",
-            *tables.markdown_table(["arm", "drafted", "over the best lossless", *columns[1:]], rows),
-            "",
-        ]
-        if table["metric"] == "pass@1" and table["alone"]["score"] is None:
-            lines += [samples.UNSCORED, ""]
-    return "\n".join(lines)
+    return report.render(
+        "tuned.md.jinja",
+        title=report.title(contents["settings"]),
+        **contents | {"tables": shown_tables},
+        columns=["arm", "drafted", "over the best lossless", *columns],
+        enough=ENOUGH,
+        unscored=scores.UNSCORED,
+    )

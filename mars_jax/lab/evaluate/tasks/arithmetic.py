@@ -6,8 +6,7 @@ import itertools
 from pathlib import Path
 
 from mars_jax.lab.evaluate.scoring.scores import final_answer
-from mars_jax.lab.evaluate.tasks.jsonl import read_jsonl
-from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.lab.evaluate.tasks.problems import Problem, read_jsonl
 
 
 def read_arithmetic(split: str, limit: int | None = None) -> list[Problem]:

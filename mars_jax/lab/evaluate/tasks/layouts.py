@@ -10,8 +10,7 @@ import re
 from collections.abc import Callable
 
 from mars_jax.lab.evaluate.scoring.scores import final_answer
-from mars_jax.lab.evaluate.tasks.jsonl import Fields
-from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Code, Problem
+from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Code, Fields, Problem
 
 Reader = Callable[[Fields, str, bool], Problem]
 """`(row, id, chat) -> problem`."""

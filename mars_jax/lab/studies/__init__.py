@@ -1,1 +1,0 @@
-"""Calibration of a rule's threshold."""
