@@ -209,12 +209,13 @@ OF_DRAFT = [
     (["--draft-stop", "draft_stop"], "stops", "has no entropy to stop by"),
     (["--draft-size auto"], "resizes", "has no chains of several lengths"),
     (["--head-embed"], "embeds", "has no embedding in its checkpoint"),
+    (["--refine"], "learns", "does not learn from its failures"),
 ]
 """Flags and keys that only some drafters support: the required property, and the reason shown for other drafters."""
 
 
 class Present:
-    """Names of the given flags, as users write them (`--draft-size auto` with its value), and of given prompt keys."""
+    """Names of the given flags, in Python and as users write them, also with their values, and of given prompt keys."""
 
     def __init__(self, args: argparse.Namespace, rows: Sequence[PromptRow] = ()):
         """
@@ -223,20 +224,16 @@ class Present:
           rows: prompts of a file.
         """
         self._args, self._rows = args, rows
+        self._flags = {"--no-stream"} if getattr(args, "stream", None) is False else set()
+        for name, value in vars(args).items():
+            if _holds(value):
+                # The values of a flag that may be given several times, such as --stop-string, have a plural name.
+                flag = flag_of(name)
+                self._flags |= {name, flag, flag.removesuffix("s"), f"{flag} {value}"}
 
     def __contains__(self, name: str) -> bool:
-        return self._has(name) or any(_holds(row.given.get(_key(name))) for row in self._rows)
-
-    def _has(self, flag: str) -> bool:
-        # --stream and --no-stream both set `stream`, to True or False.
-        if flag == "--no-stream":
-            return getattr(self._args, "stream", None) is False
-        key, value = _key(flag), flag.partition(" ")[2]
-        # The values of a flag that may be given several times, such as --stop-string, have a plural name.
-        flag_value = getattr(self._args, key, getattr(self._args, f"{key}s", None))
-        if value:
-            return flag_value == value
-        return _holds(flag_value)
+        key = name.removeprefix("--").replace("-", "_")
+        return name in self._flags or any(_holds(row.given.get(key)) for row in self._rows)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
         """Raise MarsError for the first of these names that is given: silently ignored flags give wrong results.
@@ -249,7 +246,7 @@ class Present:
             sentence = f"{name} does not apply {why}."
             # A name with dashes is a flag. Any other name is a key in the rows of a prompts file.
             if name.startswith("--"):
-                if self._has(name):
+                if name in self._flags:
                     raise MarsError(sentence)
                 continue
             for row in self._rows:
@@ -291,11 +288,6 @@ class Present:
             lossy_reason = "which is lossy, so that a text would depend on what else is decoded"
             cure = "add --verify exact or rejection, or --any-rule"
             self.refuse(["--draft-size auto"], f"to the rule {rule.name}, {lossy_reason}: {cure}")
-
-
-def _key(name: str) -> str:
-    """Return the Python name of a flag or a key."""
-    return name.removeprefix("--").partition(" ")[0].replace("-", "_")
 
 
 def _holds(value: object) -> bool:

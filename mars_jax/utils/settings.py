@@ -5,6 +5,7 @@ Oracle: tests/test_tables.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -106,13 +107,14 @@ class Setting:
             items = [value]  # a structural setting has one value for all rows
         for item in items:
             if not self._is_valid(item, structural):
-                text = short_repr(item)
-                suggestion = did_you_mean(text.strip("'"), self.choices)
-                if type(item) is float:
-                    text = f"{item:g}"
-                raise MarsError(
-                    f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**structural)}."
-                )
+                text = f"{item:g}" if type(item) is float else short_repr(item)
+                raise self._refusal(text, shown, structural)
+
+    def _refusal(self, text: str, shown: str | None, structural: Mapping[str, object]) -> MarsError:
+        suggestion = did_you_mean(text.strip("'"), self.choices)
+        return MarsError(
+            f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**structural)}."
+        )
 
     def _is_valid(self, value: object, structural: Mapping[str, object]) -> bool:
         if self.choices:
@@ -137,19 +139,14 @@ class Setting:
         >>> Setting(name="theta", kind=float, help="").from_text("inf")
         inf
         """
-        value: Any
+        value: Any = None
         if self.kind is bool:
             value = {"true": True, "false": False}.get(text.lower())
         else:
-            try:
+            with contextlib.suppress(ValueError):
                 value = self.kind(text)
-            except ValueError:
-                value = None
         if value is None or not self._is_valid(value, structural):
-            suggestion = did_you_mean(text, self.choices)
-            raise MarsError(
-                f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**structural)}."
-            )
+            raise self._refusal(text, shown, structural)
         return value
 
     def from_json(self, value: object, **structural: object) -> Any:
@@ -165,7 +162,7 @@ class Setting:
         if self.kind is float and type(value) is int and abs(value) <= LARGEST_FLOAT:
             value = float(value)
         if type(value) is not self.kind or not self._is_valid(value, structural):
-            raise MarsError(f"{self.name} is {short_repr(value)}: expected {self.expected(**structural)}.")
+            raise self._refusal(short_repr(value), None, structural)
         return value
 
     def as_json(self) -> JsonObject:

@@ -14,7 +14,6 @@ from mars_jax.drafters.registry import (
     definitions,
     draft_words,
     drafters_that,
-    names_that,
     parse_draft,
 )
 from mars_jax.utils.errors import MarsError
@@ -91,9 +90,6 @@ def _check_draft(present: Present, draft: DraftSpec, rule: RuleChoice) -> None:
     if draft.kind != "model":
         small = f"{definition('model').spec}, which reads nothing of the target"
         present.refuse(["--draft-device"], f"to --draft {draft.kind}: leave it out, or draft with {small}")
-    if draft.kind not in names_that("learns"):
-        learns = f"{drafters_that('learns')}, which learn from their failures"
-        present.refuse(["--refine"], f"to --draft {draft.kind}: leave it out, or draft with {learns}")
     if any(name in present for name in CONSTRAINTS):
         why = "where a text is constrained, as the draft ignores constraints: leave one of them out"
         present.refuse(["--draft-device"], why)

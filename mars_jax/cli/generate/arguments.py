@@ -10,21 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mars_jax import assets
-from mars_jax.cli.flags import (
-    ATTENTION_HELP,
-    CACHE_DTYPE_HELP,
-    HEAD_EMBED_HELP,
-    MESH_HELP,
-    NO_CHECK_HELP,
-    PART_HELP,
-    SAMPLING,
-    add_host_flags,
-    add_settings,
-    add_size_flags,
-    draft_or_default,
-    numbers_of,
-    part_of,
-)
+from mars_jax.cli import flags
+from mars_jax.cli.flags import add_settings
 from mars_jax.cli.generate.prompts import logit_bias_of
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings, rule_and_file
@@ -113,9 +100,9 @@ def _add_models(command_parser: Parser) -> None:
         help="dtype of the weights (default: the checkpoint's own); a head has the target's; int8: matrices in 8 bits "
         "per weight, the rest as stored; int4: those of layers in 4 bits, others in 8, which saves no time on a CPU",
     )
-    group.add_argument("--head-embed", choices=HEAD_EMBED, help=HEAD_EMBED_HELP)
+    group.add_argument("--head-embed", choices=HEAD_EMBED, help=flags.HEAD_EMBED_HELP)
     add_settings(group, "draft_stop")
-    add_size_flags(group)
+    flags.add_size_flags(group)
     group.add_argument(
         "--draft-device",
         metavar="N[,N...]",
@@ -159,7 +146,7 @@ def _add_rule(command_parser: Parser) -> None:
 
 def _add_sampling(command_parser: Parser) -> None:
     group = command_parser.add_argument_group("sampling")
-    add_settings(group, *SAMPLING)
+    add_settings(group, *flags.SAMPLING)
     group.add_argument(
         "--logit-bias",
         action="append",
@@ -257,7 +244,7 @@ def _add_output(command_parser: Parser) -> None:
         "--output", metavar="FILE", type=Path, help="append these objects to a new file, one by one"
     )
     group.add_argument("--resume", action="store_true", help="continue the --output of an interrupted run")
-    group.add_argument("--part", metavar="I/N", type=part_of, help=PART_HELP)
+    group.add_argument("--part", metavar="I/N", type=flags.part_of, help=flags.PART_HELP)
     group.add_argument(
         "--compare",
         action="store_true",
@@ -267,12 +254,12 @@ def _add_output(command_parser: Parser) -> None:
 
 def _add_machine(command_parser: Parser) -> None:
     group = command_parser.add_argument_group("machine")
-    group.add_argument("--attention", choices=ATTENTION, help=ATTENTION_HELP)
-    group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=CACHE_DTYPE_HELP)
-    group.add_argument("--no-check", action="store_true", default=None, help=NO_CHECK_HELP)
+    group.add_argument("--attention", choices=ATTENTION, help=flags.ATTENTION_HELP)
+    group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=flags.CACHE_DTYPE_HELP)
+    group.add_argument("--no-check", action="store_true", default=None, help=flags.NO_CHECK_HELP)
     add_settings(group, "prefill_chunk")
-    group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
-    add_host_flags(command_parser)
+    group.add_argument("--mesh", metavar="data=2,model=4", help=flags.MESH_HELP)
+    flags.add_host_flags(command_parser)
 
 
 def _devices(text: str) -> tuple[int, ...]:
@@ -322,13 +309,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       SystemExit: after --help and --version.
     """
     args = parser().parse_args(argv)
-    numbers_of(args, REQUEST | BATCH)
+    flags.numbers_of(args, REQUEST | BATCH)
     if args.logit_bias is not None:
         bias_parts = (text.partition("=") for text in args.logit_bias)
         args.logit_bias = logit_bias_of({token: value for token, _, value in bias_parts})
     args.template_args = _template_args(args.template_args or []) or None
-    if args.stop_strings is not None and not all(args.stop_strings):
-        raise MarsError("--stop-string is empty: give at least one character.")
     _check_constraints(args)
     # The default rule is mars for the embedded pair, with --compare, and if a rule setting is given. Otherwise, and
     # without a draft, it is exact.
@@ -336,7 +321,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.target = args.target or assets.TARGET
     # A default draft may adapt its length on a CPU (see `check_flags`), except for the embedded pair.
     args.draft_is_default = args.draft is None and not is_embedded_pair
-    args.draft = draft_or_default(args.draft, args.target)
+    args.draft = flags.draft_or_default(args.draft, args.target)
     rule_settings = given_settings(args)
     default_rule = "exact"
     if (is_embedded_pair or rule_settings or args.compare) and args.draft != "none":

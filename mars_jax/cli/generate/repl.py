@@ -21,7 +21,7 @@ from mars_jax.cli.generate.applies import Choices, check_flags, check_interactiv
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.job import Job, load_rule, make_job_requests, open_job
 from mars_jax.cli.generate.line_editor import editing
-from mars_jax.cli.generate.prompts import PromptRow, from_texts
+from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, line_of
 from mars_jax.cli.host_flags import joined
 from mars_jax.cli.program import keep_compilations
@@ -201,9 +201,8 @@ class Talk:
             self._tell(f"the context of {context_length} tokens is full{cure}")
 
     def _events(self, text: str) -> Generator[Said | Finished, None, None]:
-        [row] = from_texts([text])  # also checks the text of a turn
         if self._chat is None:
-            return self._running.stream(self._request(row))
+            return self._running.stream(self._request(PromptRow(where="", prompt=text)))
         return self._chat.stream(text)
 
     def _again(self) -> None:
