@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mars_jax import assets
@@ -62,6 +62,24 @@ def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
         if not skips_word:
             remaining_words.append(word)
     return remaining_words
+
+
+def add_flags(group: argparse._ActionsContainer, helps: Mapping[str, str], **options: Any) -> None:
+    """Add flags without choices or numbers.
+
+    Args:
+      group: a parser, or one of its groups.
+      helps: help by form: "--flag" for a switch, "--flag X" for a value, and "--flag X ..." for one or more values.
+      options: further options of `add_argument`.
+    """
+    for form, help_text in helps.items():
+        flag, _, value_name = form.partition(" ")
+        if not value_name:
+            group.add_argument(flag, action="store_true", help=help_text, **options)
+            continue
+        action = "append" if value_name.endswith(" ...") else "store"
+        value_name = value_name.removesuffix(" ...")
+        group.add_argument(flag, action=action, metavar=value_name, help=help_text, **options)
 
 
 def add_settings(group: argparse._ActionsContainer, *names: str) -> None:

@@ -13,10 +13,10 @@ from mars_jax import contrib, drafters, fake, hub, verify
 from mars_jax.cli.generate import command, job
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow
-from mars_jax.hub.detokenizer import Detokenizer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params
 from mars_jax.serve import prepare as batch
+from mars_jax.serve.text import Detokenizer
 from tests.helpers import slow_but
 
 SHARED = os.environ.get("MARS_JAX_SHARED")
