@@ -203,25 +203,23 @@ WITHOUT = [
 ]
 """Flags that have no effect without any of the flags in the second list, and an explanation of the latter."""
 WITH = [
-    (["--base", "--block", "--output", "--resume"], "--compare", ", which prints one table of its own rules"),
-    (["--stream", "--no-stream"], "--compare", ", which prints one table of its own rules"),
-    (["--num-draft-tokens", "--draft-size auto"], "--tree", ", whose shape is its own"),
-    (["--refine"], "--mesh", ""),
-    (["--refine"], "--compare", ""),
-    (["--refine"], "--stream", ""),
-    (["--refine"], "--resume", ", as what the draft had learned is gone"),
-    (["--refine"], "--part", ", as every part would learn for itself"),
-    (["--draft-device"], "--tree", ", since only a chain can be guessed to hold"),
-    (["--draft-device"], "--compare", ""),
-    (["--draft-device"], "--draft-size auto", ""),
-    (["--draft-device"], "--refine", ""),
-    (["--draft-device"], "--coordinator", ", as its devices are one process's"),
-    (["--draft-device"], "--num-processes", ", as its devices are one process's"),
-    (["--stream"], "--json", ", which prints finished rows"),
-    (["--stream"], "--output", ", which has finished rows"),
-    (["prompt_tokens"], "--chat", ", which makes tokens of texts"),
+    (
+        ["--base", "--block", "--output", "--resume", "--stream", "--no-stream"],
+        ["--compare"],
+        ", which prints one table of its own rules",
+    ),
+    (["--num-draft-tokens", "--draft-size auto"], ["--tree"], ", whose shape is its own"),
+    (["--refine"], ["--mesh", "--compare", "--stream"], ""),
+    (["--refine"], ["--resume"], ", as what the draft had learned is gone"),
+    (["--refine"], ["--part"], ", as every part would learn for itself"),
+    (["--draft-device"], ["--tree"], ", since only a chain can be guessed to hold"),
+    (["--draft-device"], ["--compare", "--draft-size auto", "--refine"], ""),
+    (["--draft-device"], ["--coordinator", "--num-processes"], ", as its devices are one process's"),
+    (["--stream"], ["--json"], ", which prints finished rows"),
+    (["--stream"], ["--output"], ", which has finished rows"),
+    (["prompt_tokens"], ["--chat"], ", which makes tokens of texts"),
 ]
-"""Flags and prompt keys that contradict the flag in the second column, and an explanation of that flag."""
+"""Flags and prompt keys that contradict any flag in the second list, and an explanation of the latter."""
 OF_DRAFT = [
     (["--tree"], "trees", "drafts no trees"),
     (["--draft-stop", "draft_stop"], "stops", "has no entropy to stop by"),
@@ -273,8 +271,8 @@ class Present:
 
     def refuse_alone(self) -> None:
         """Raise MarsError for flags that have no effect according to the tables `WITH` and `WITHOUT`."""
-        for names, flag, explanation in WITH:
-            if flag in self:
+        for names, other_flags, explanation in WITH:
+            for flag in filter(self.__contains__, other_flags):
                 self.refuse(names, f"with {flag}{explanation}: leave one of them out")
         for names, needed_flags, explanation in WITHOUT:
             if any(flag in self for flag in needed_flags):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax.constraints.automaton import FIRST
-from mars_jax.constraints.constraint import Constraint, without_relax
+from mars_jax.constraints.constraint import Constraint
 from mars_jax.constraints.nodes import TooLarge
 from mars_jax.constraints.token_table import TokenTable
 from mars_jax.constraints.vocabulary import Vocabulary
@@ -41,8 +41,6 @@ class Compiled(NamedTuple):
         """
         start_states, row_groups = np.full(len(keys), FREE, np.int32), np.zeros(len(keys), np.int32)
         for row, key in enumerate(keys):
-            if isinstance(key, Constraint):
-                key = without_relax(key)
             if key is not None:
                 start_states[row], row_groups[row] = self.starts[key]
                 if states is not None:
@@ -51,7 +49,7 @@ class Compiled(NamedTuple):
 
 
 def compiled(constraints: Sequence[Constraint | None], vocabulary: Vocabulary) -> Compiled:
-    """Compile each distinct constraint once and join the tables. The keys of `Compiled.starts` have `relax` unset.
+    """Compile each distinct constraint once and join the tables.
 
     Args:
       constraints: one per row; None: a row without a constraint.
@@ -65,9 +63,7 @@ def compiled(constraints: Sequence[Constraint | None], vocabulary: Vocabulary) -
     >>> made.rows([Constraint("regex", "ab+"), None]).group.tolist()
     [1, 0]
     """
-    distinct_constraints = dict.fromkeys(
-        without_relax(constraint) for constraint in constraints if constraint is not None
-    )
+    distinct_constraints = dict.fromkeys(constraint for constraint in constraints if constraint is not None)
     return _compiled(tuple(distinct_constraints), vocabulary)
 
 

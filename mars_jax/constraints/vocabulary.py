@@ -85,13 +85,9 @@ class Vocabulary:
 @functools.cache
 def _alphabet() -> dict[str, int]:
     """Return GPT-2's map from the characters of a byte-level vocabulary to bytes."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    unprintable = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(unprintable)}
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # slow to import
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def vocabulary(tokenizer: Any, size: int) -> Vocabulary:

@@ -98,7 +98,7 @@ def test_the_tables_name_flags_and_keys_that_there_are():
     flags = parser()._option_string_actions
     keys = {*REQUEST, *CONSTRAINTS, "messages", "prompt_tokens"}
     named = [name for names, *_ in (*WITHOUT, *WITH, *OF_DRAFT) for name in names]
-    named += [name for _, needed, _ in WITHOUT for name in needed] + [conflict for _, conflict, _ in WITH]
+    named += [name for _, others, _ in (*WITHOUT, *WITH) for name in others]
     for name in named:
         flag, _, value = name.partition(" ")
         assert flag in (flags if flag.startswith("--") else keys), name
