@@ -20,15 +20,8 @@ from mars_jax.constraints.spans import Spans, checked_spans
 from mars_jax.core.edits import bias_of
 from mars_jax.core.metrics import Metrics
 from mars_jax.hub.pretrained import Pretrained, Turn, check_pretrained, token_ids
-from mars_jax.utils.errors import (
-    MarsError,
-    check_count,
-    check_switch,
-    check_text,
-    check_type,
-    did_you_mean,
-    short_repr,
-)
+from mars_jax.utils import errors
+from mars_jax.utils.errors import MarsError, check_switch, check_type
 from mars_jax.utils.limits import SAMPLES
 from mars_jax.utils.settings import REQUEST, RequestSettings
 from mars_jax.verify import rules
@@ -221,7 +214,7 @@ def make_requests(
     check_pretrained(target)
     check_switch("chat", chat)
     check_switch("ignore_eos", ignore_eos)
-    check_count("samples", samples, most=SAMPLES)
+    errors.check_count("samples", samples, most=SAMPLES)
     check_type(
         "template_args", template_args, (Mapping, type(None)), "variables of the chat template by name"
     )
@@ -291,7 +284,7 @@ def _check_names(names: Iterable[str]) -> None:
                     f"{name} is a setting of the rule: give it there, as in verify={rule_row.name}({name}=...)."
                 )
         raise TypeError(
-            f"generate() got an unexpected keyword argument '{name}'{did_you_mean(name, option_names)}"
+            f"generate() got an unexpected keyword argument '{name}'{errors.did_you_mean(name, option_names)}"
         )
 
 
@@ -414,10 +407,12 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
         if not isinstance(stop_strings, list | tuple) or not all(
             isinstance(text, str) and text for text in stop_strings
         ):
-            raise MarsError(f"stop_strings is {short_repr(value)}: expected texts of at least one character.")
+            raise MarsError(
+                f"stop_strings is {errors.short_repr(value)}: expected texts of at least one character."
+            )
         # A lone surrogate never occurs in decoded text, so a string that contains one would never match.
         for text in stop_strings:
-            check_text("stop_strings", text)
+            errors.check_text("stop_strings", text)
         return tuple(stop_strings)
     if name == "logit_bias":
         vocab_size = target.config.vocab_size
