@@ -81,9 +81,7 @@ def join_tables(tables: Mapping[Hashable, TokenTable], vocab: int) -> Compiled:
     """
     num_states = 2 + sum(len(t.next) - 1 for t in tables.values())
     if num_states > 1 << 16:
-        raise TooLarge(
-            f"{num_states:,} states of all constraints together, and there is room for {1 << 16:,}"
-        )
+        raise TooLarge(f"{num_states:,} states of all constraints together, with room for {1 << 16:,}")
     padded_states = _bucket(num_states, 128)
     padded_classes = _bucket(max((t.next.shape[1] for t in tables.values()), default=1), 32)
     padded_groups = _bucket(len(tables) + 1, 4)

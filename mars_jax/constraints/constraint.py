@@ -182,9 +182,7 @@ def choice(texts: Iterable[str]) -> Constraint:
     """
     choices = _listed(texts)
     if isinstance(texts, str) or not choices or not all(isinstance(item, str) and item for item in choices):
-        raise MarsError(
-            f"the choice is {short_repr(texts)}: expected a list of texts of at least one character."
-        )
+        raise MarsError(f"the choice is {short_repr(texts)}: expected a list of non-empty texts.")
     return _checked(Constraint("choice", tuple(dict.fromkeys(choices))))
 
 
@@ -228,7 +226,5 @@ def from_fields(fields: Mapping[str, object]) -> Constraint | None:
     check_type("the constraints", fields, Mapping, "values by name")
     kinds = [kind for kind in KINDS if fields.get(kind) is not None]
     if len(kinds) > 1:
-        raise MarsError(
-            f"{kinds[0]} and {kinds[1]} are both given: a text follows one of them, so leave one out."
-        )
+        raise MarsError(f"{kinds[0]} and {kinds[1]} are both given: a text follows one, so leave one out.")
     return next((_FACTORIES[kind](fields[kind]) for kind in kinds), None)

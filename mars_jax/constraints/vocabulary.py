@@ -62,14 +62,12 @@ class Vocabulary:
         # Take the longest token at each position. Stop where no token fits; a prefix is enough for a draft.
         ids, position = [], 0
         while position < len(data):
-            for end in range(min(len(data), position + self._most), position, -1):
-                token_id = self._by_bytes.get(data[position:end])
-                if token_id is not None:
-                    ids.append(token_id)
-                    position = end
-                    break
-            else:
+            ends = range(min(len(data), position + self._most), position, -1)
+            end = next((end for end in ends if data[position:end] in self._by_bytes), None)
+            if end is None:
                 break
+            ids.append(self._by_bytes[data[position:end]])
+            position = end
         return ids
 
     @functools.cached_property

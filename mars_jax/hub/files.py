@@ -297,9 +297,7 @@ def _bin(path: Path) -> dict[str, Tensor]:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises anything from EOFError to UnpicklingError
             reason = first_line(error).partition(". ")[0]
-            raise MarsError(
-                f"'{path}' is truncated, corrupt or unsafe ({reason}): download it again."
-            ) from None
+            raise MarsError(f"'{path}' is damaged or unsafe ({reason}): download it again.") from None
     # A .bin file may hold any other value, or tensors without rows to read: sparse, nested, or without data (meta).
     if not isinstance(state, dict) or not all(
         isinstance(name, str)

@@ -308,9 +308,7 @@ def _check_rule(loaded: LoadedRule, drafter: Drafter, requests: Sequence[Request
                 "result of verify.load."
             )
         if rule.lossless and not drafter.trusts and any(request.strict for request in requests):
-            raise MarsError(
-                f"strict does not apply to the rule {rule.name}, which is lossless: leave it out."
-            )
+            raise MarsError(f"strict does not apply to the lossless rule {rule.name}: leave it out.")
         if "long" in rule.needs and any(request.draft_stop < math.inf for request in requests):
             raise MarsError(
                 f"draft_stop does not apply to the rule {rule.name}, whose drafts must be long enough: leave it out."

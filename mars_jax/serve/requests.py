@@ -220,9 +220,7 @@ def make_requests(
     )
     prompt_list = _as_list(prompts)
     if (system is not None or template_args) and not (chat or any(map(_is_conversation, prompt_list))):
-        raise MarsError(
-            "system and template_args do not apply to plain texts: give chat=True, or conversations."
-        )
+        raise MarsError("system and template_args do not apply to texts: give chat=True, or conversations.")
     _check_names(options.keys())
     if ignore_eos and "stop_tokens" in options:
         raise MarsError("ignore_eos and stop_tokens contradict each other: leave one of them out.")
@@ -295,7 +293,7 @@ def _sampled(requests: list[Request], samples: int, *, one_seed: bool) -> list[R
     """
     if samples > 1 and any(request.temperature == 0 for request in requests):
         raise MarsError(
-            "samples do not apply at temperature 0, where all are the same: give a temperature above 0."
+            "samples do not apply at temperature 0, as all are equal: give a temperature above 0."
         )
     # Sample j of prompt i draws with seed + i * samples + j, or with seed[i] + j.
     stride = samples if one_seed else 0
@@ -314,7 +312,7 @@ def _with_special(target: Pretrained, options: OptionValues) -> OptionValues:
     """Return options in which stop strings that are special tokens become stop tokens: text omits special tokens."""
     if not target.has_tokenizer:
         raise MarsError(
-            f"stop_strings do not apply to '{target.name}', which has no tokenizer: give stop_tokens."
+            f"stop_strings do not apply to '{target.name}', without a tokenizer: give stop_tokens."
         )
     specials = {str(token): i for i, token in target.tokenizer.added_tokens_decoder.items() if token.special}
     stop_strings = options["stop_strings"]
@@ -401,9 +399,7 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
     if name == "stop_tokens":
         return _ids(target, name, value)
     if name == "stop_strings":
-        stop_strings = value
-        if isinstance(value, str):
-            stop_strings = [value]
+        stop_strings = [value] if isinstance(value, str) else value
         if not isinstance(stop_strings, list | tuple) or not all(
             isinstance(text, str) and text for text in stop_strings
         ):

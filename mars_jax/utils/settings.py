@@ -139,15 +139,12 @@ class Setting:
         >>> Setting(name="theta", kind=float, help="").from_text("inf")
         inf
         """
-        value: Any = None
+        value: Any = text
         if self.kind is bool:
             value = {"true": True, "false": False}.get(text.lower())
-        else:
-            with contextlib.suppress(ValueError):
-                value = self.kind(text)
-        if value is None or not self._is_valid(value, structural):
-            raise self._refusal(text, shown, structural)
-        return value
+        with contextlib.suppress(ValueError):
+            value = self.kind(value) if self.kind in (int, float) else value
+        return self._valid(value, text, shown, structural)
 
     def from_json(self, value: object, **structural: object) -> Any:
         """Convert a JSON value from a prompts file, or an option of `generate`, to the setting's type.
@@ -161,8 +158,11 @@ class Setting:
         # JSON may write 1.0 as 1. Compare types exactly, since a Python bool is an int.
         if self.kind is float and type(value) is int and abs(value) <= LARGEST_FLOAT:
             value = float(value)
+        return self._valid(value, short_repr(value), None, structural)
+
+    def _valid(self, value: Any, text: str, shown: str | None, structural: Mapping[str, object]) -> Any:
         if type(value) is not self.kind or not self._is_valid(value, structural):
-            raise self._refusal(short_repr(value), None, structural)
+            raise self._refusal(text, shown, structural)
         return value
 
     def as_json(self) -> JsonObject:

@@ -41,7 +41,7 @@ SIMULATED = f"{MODEL} --verify simulated --tau 2"
         ("--draft medusa:heads --tree 2-2 --verify cactus", "--tree does not apply to the rule cactus"),
         ("--draft medusa:heads --tree dynamic", "--tree dynamic does not apply to --draft medusa:PATH"),
         ("--draft-device 1", "--draft-device does not apply to --draft ngram: leave it out, or draft"),
-        ("--draft-device 1,x", "--draft-device is '1,x': expected the number of a device"),
+        ("--draft-device 1,x", "--draft-device is '1,x': expected one device number"),
         (f"{MODEL} --draft-device 1 --tree 2-2", "--draft-device does not apply with --tree"),
         (f"{MODEL} --draft-device 1 --verify rejection", "--draft-device does not apply to"),
         (f"{MODEL} --draft-device 1 --compare", "--draft-device does not apply with --compare"),

@@ -220,9 +220,7 @@ def _add_machine(command_parser: Parser) -> None:
 def _devices(text: str) -> tuple[int, ...]:
     """Parse device numbers from N,N,..."""
     if re.fullmatch(r"\d{1,6}(,\d{1,6})*", text, re.ASCII) is None:
-        raise MarsError(
-            f"--draft-device is {text!r}: expected the number of a device, or several, as in 4,5,6,7."
-        )
+        raise MarsError(f"--draft-device is {text!r}: expected one device number or several, as in 4,5,6,7.")
     return tuple(int(number) for number in text.split(","))
 
 

@@ -107,9 +107,7 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
     except FileNotFoundError:
         raise MarsError(f"there is no prompts file '{path}': check the path.") from None
     except OSError as error:
-        raise MarsError(
-            f"the prompts file '{path}' cannot be read ({error.strerror}): check the path."
-        ) from None
+        raise MarsError(f"the prompts file '{path}' cannot be read ({error.strerror}): check it.") from None
 
 
 def _parquet(path: str) -> Iterator[JsonObject]:
@@ -234,9 +232,7 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
         settings |= {key: fields[key] for key in (*CONSTRAINTS, *SPANS) if fields.get(key) is not None}
         if not isinstance(settings.get("json_schema", {}), dict):
             # Accepting the path of a schema would let a row read any file.
-            raise MarsError(
-                f"json_schema is {settings['json_schema']!r}: expected an object, the schema itself."
-            )
+            raise MarsError(f"json_schema is {settings['json_schema']!r}: expected an object, the schema.")
         rule_numbers = {}
         for key in fields.keys() & set(rule_keys):
             # The range of a setting may depend on the rule's structure: theta's depends on the margin.

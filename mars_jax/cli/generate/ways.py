@@ -54,12 +54,14 @@ _ELSEWHERE = {
     "theta_file", "rule", "rule_option", *FLAGS,
 }  # fmt: skip
 """Flags that do not change rows. All others are recorded, including flags that are added later."""
+_METRICS = ("steps", "tau", "proposed", "accepted_exact", "accepted_relaxed", "depth_histogram")
+"""Metrics in a row."""
 _DEFAULTS = {name: row.default for name, row in REQUEST.items()}
 
 
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print text as it is decoded, one prompt after another. Later prompts of a batch wait until earlier ones end."""
-    printer, completions = TextPrinter(console(out), colours=job.drafts), []
+    printer, completions = TextPrinter(console(out), colours=job.drafts), job.finished
     events, current_index = job.stream(), None
     start_time = time.perf_counter()
     with progress("prompts", bar=False) as show:
@@ -75,12 +77,11 @@ def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
             if event.index == current_index:
                 printer.end()
             completions.append(event.completion)
-            job.finished.append(event.completion)
             show(len(completions), len(job.requests), "")
             all_failed = all(completion.finish_reason == "failed" for completion in completions)
             if all_failed and len(completions) in (job.session.batch_size, len(job.requests)):
                 job.check_finite()  # other prompts would fail as well
-    _report(job, completions, time.perf_counter() - start_time, colours=printer.colours)
+    _report(job, time.perf_counter() - start_time, colours=printer.colours)
 
 
 def _one_by_one(events: Iterator[Said | Finished]) -> Iterator[Said | Finished]:
@@ -99,15 +100,13 @@ def _one_by_one(events: Iterator[Said | Finished]) -> Iterator[Said | Finished]:
 
 def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print each completion as soon as it and all earlier ones are done."""
-    printer, completions = TextPrinter(console(out), colours=False), []
-    job_completions = job.decode()
+    printer, job_completions = TextPrinter(console(out), colours=False), job.decode()
     with progress("prompts", bar=False) as show:
         for completion in _each(job_completions, show, len(job.requests)):
             printer.prompt(_text(job, completion.request), chat=chat)
             printer.piece("exact", completion.text)
             printer.end()
-            completions.append(completion)
-    _report(job, completions, job_completions.seconds)
+    _report(job, job_completions.seconds)
 
 
 def _each(decoding: JobCompletions, show: Show, count: int, first: int = 0) -> Iterator[Completion]:
@@ -135,7 +134,6 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
     if not missing_indices:
         say(f"the --output has all {total_rows} rows already: nothing to do.")
         return
-    decoded_completions = []
     job_completions = job.decode(missing_indices)
     with progress("prompts") as show:
         completions = _each(job_completions, show, total_rows, total_rows - len(missing_indices))
@@ -144,8 +142,7 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
             file.append(to_row(completion, job.session.rule_name, job.run_of(index)))
             if json:
                 _print_line(file.rows[-1], out)
-            decoded_completions.append(completion)
-    _report(job, decoded_completions, job_completions.seconds)
+    _report(job, job_completions.seconds)
 
 
 def compare_ways(job: Job, show: Show) -> JsonObject:
@@ -236,13 +233,13 @@ def _print_line(row: JsonObject, out: IO[str]) -> None:
     out.flush()
 
 
-def _report(job: Job, completions: list[Completion], seconds: float, *, colours: bool = False) -> None:
+def _report(job: Job, seconds: float, *, colours: bool = False) -> None:
     """Print totals on stderr."""
     screen = console(sys.stderr)
     screen.print()
     if colours and screen.color_system is not None:
         screen.print(legend(screen.width, trusts=job.trusts))
-    metrics = total_metrics(completions)
+    metrics = total_metrics(job.finished)
     screen.print(statistics(metrics, seconds, job.session.rule_name, drafts=job.drafts))
     if job.refining is not None:
         screen.print(job.refining.describe())
@@ -297,12 +294,7 @@ def to_row(completion: Completion, rule: str, run: JsonObject) -> JsonObject:
         "prompt_tokens": request.prompt_tokens,
         "tokens": completion.tokens,
         "finish_reason": completion.finish_reason,
-        "steps": metrics.steps,
-        "tau": metrics.tau,
-        "proposed": metrics.proposed,
-        "accepted_exact": metrics.accepted_exact,
-        "accepted_relaxed": metrics.accepted_relaxed,
-        "depth_histogram": metrics.depth_histogram,
+        **{name: getattr(metrics, name) for name in _METRICS},
         "seconds": completion.seconds,
         "tokens_per_second": completion.tokens_per_second,
         "rule": rule,
