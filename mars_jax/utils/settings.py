@@ -210,7 +210,7 @@ def setting(
     *,
     help: str,
     ranges: Range | Mapping[str, Range] = Range("a number"),
-    kind: type = float,
+    kind: type | None = None,
     default: Any = dataclasses.MISSING,
     kw_only: bool = True,
     choices: Mapping[str, str] | None = None,
@@ -221,7 +221,8 @@ def setting(
     In a rule, numbers are leaves of the pytree, one for all rows or one per row; choices and booleans are static.
 
     Args:
-      help, ranges, kind, default, choices, **options: as in `Setting`. A field without a default must be given.
+      help, ranges, default, choices, **options: as in `Setting`. A field without a default must be given.
+      kind: as in `Setting`; default: str if there are choices, the type of a whole or boolean default, else float.
       kw_only: whether the constructor accepts the field only as a keyword argument.
 
     Example:
@@ -233,6 +234,8 @@ def setting(
     """
     if choices:
         kind = str
+    elif kind is None:
+        kind = type(default) if isinstance(default, bool | int) else float
     is_leaf = kind in (float, int)
     declared_setting = Setting(
         name="",  # known once the class exists: `settings_of`
@@ -278,7 +281,6 @@ class RequestSettings:
     )
     # sample only from this many of the most probable tokens; 0 is off
     top_k: int = setting(
-        kind=int,
         default=0,
         ranges=Range("a whole number of at least 0 (0 is off)", 0, LARGEST_INT),
         help="sample among the N best tokens (default: off)",
@@ -315,28 +317,24 @@ class RequestSettings:
     )
     # seed of the request's draws; `make_requests` increments it, so that requests draw differently
     seed: int = setting(
-        kind=int,
         default=0,
         ranges=Range("a whole number from 0 to 4294967295", 0, 2**32 - 1),
         help="prompt i draws with seed N + i (default: 0)",
     )
     # maximum length of the completion
     max_new_tokens: int = setting(
-        kind=int,
         default=256,
         ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
         help="most tokens per prompt (default: 256)",
     )
     # stop tokens are banned before this length; stop strings are not
     min_new_tokens: int = setting(
-        kind=int,
         default=0,
         ranges=Range("a whole number of at least 0 (0 is off)", 0, LARGEST_INT),
         help="no stop token before N new tokens (default: off)",
     )
     # a lossy rule relaxes no token
     strict: bool = setting(
-        kind=bool,
         default=False,
         per_row=True,
         help="switch the rule's relaxation off",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import readline
 import sys
@@ -117,18 +118,17 @@ def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]
     readline.set_history_length(HISTORY_LINES)
     # The history is global to the process: drop lines of an earlier session.
     readline.clear_history()
-    history_path = history_file()
+    history_path = history_file() or Path(os.devnull)
     with contextlib.suppress(OSError):
-        if history_path is not None:
-            history_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            history_path.touch(mode=0o600)
-            readline.read_history_file(history_path)
+        history_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        history_path.touch(mode=0o600)
+        readline.read_history_file(history_path)
 
     def ask(prompt: str) -> str:
         # Python edits lines only if its own stdout is the terminal; commands redirect stdout to stderr.
         with contextlib.redirect_stdout(out):
             line = input(prompt)
-        if history_path is not None and line.strip():
+        if line.strip():
             with contextlib.suppress(OSError):
                 # Append only the new line, because several sessions may share the file.
                 readline.append_history_file(1, history_path)

@@ -125,7 +125,7 @@ def print_json(job: Job, out: IO[str]) -> None:
     job_completions = job.decode()
     with progress("prompts", bar=False) as show:
         for index, completion in enumerate(_each(job_completions, show, len(job.requests))):
-            _print_line(to_row(completion, job.session.rule_name, job.run_of(index)), out)
+            print(to_line(to_row(completion, job.session.rule_name, job.run_of(index))), file=out, flush=True)
 
 
 def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
@@ -141,7 +141,7 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
         for index, completion in zip(missing_indices, completions, strict=False):
             file.append(to_row(completion, job.session.rule_name, job.run_of(index)))
             if json:
-                _print_line(file.rows[-1], out)
+                print(to_line(file.rows[-1]), file=out, flush=True)
     _report(job, job_completions.seconds)
 
 
@@ -215,7 +215,7 @@ def print_comparison(job: Job, out: IO[str], *, json: bool) -> None:
     with progress("runs") as show:
         comparison = compare_ways(job, show)
     if json:
-        _print_line(comparison, out)
+        print(to_line(comparison), file=out, flush=True)
         return
     screen = console(out)
     # A pipe has no width, so use a fixed one.
@@ -223,14 +223,7 @@ def print_comparison(job: Job, out: IO[str], *, json: bool) -> None:
 
 
 def _text(job: Job, request: Request) -> str:
-    if request.prompt is not None:
-        return request.prompt
-    return job.session.target.decode(request.prompt_tokens)
-
-
-def _print_line(row: JsonObject, out: IO[str]) -> None:
-    out.write(to_line(row) + "\n")
-    out.flush()
+    return request.prompt or job.session.target.decode(request.prompt_tokens)
 
 
 def _report(job: Job, seconds: float, *, colours: bool = False) -> None:
