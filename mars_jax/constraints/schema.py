@@ -53,7 +53,7 @@ _PYTHON_TYPES = {
 }  # fmt: skip
 
 
-def _types(value: str | list[str]) -> list[str]:
+def _types(value: Any) -> list[str]:
     return value if isinstance(value, list) else [value]
 
 

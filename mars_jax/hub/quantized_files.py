@@ -291,13 +291,18 @@ def _matrix(q: np.ndarray, zero: np.ndarray, scale: np.ndarray, group: np.ndarra
       ValueError: the pieces do not belong to one matrix.
     """
     (inputs, outputs), groups = q.shape, len(scale)
-    if group is None:
-        group = np.arange(inputs) // (inputs // groups)
-    if not scale.shape == zero.shape == (groups, outputs) or group.shape != (inputs,) or inputs % groups:
+    input_groups = np.arange(inputs) // (inputs // groups)
+    if group is not None:
+        input_groups = group
+    if (
+        not scale.shape == zero.shape == (groups, outputs)
+        or input_groups.shape != (inputs,)
+        or inputs % groups
+    ):
         raise ValueError("their shapes do not fit")
-    if np.any((group < 0) | (group >= groups)):
+    if np.any((input_groups < 0) | (input_groups >= groups)):
         raise ValueError("an input belongs to no group")
-    return _Matrix(q, zero, scale, group.astype(np.int32))
+    return _Matrix(q, zero, scale, input_groups.astype(np.int32))
 
 
 _READERS = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}
