@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mars_jax import assets
@@ -62,6 +62,24 @@ def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
         if not skips_word:
             remaining_words.append(word)
     return remaining_words
+
+
+def add_flags(group: argparse._ActionsContainer, helps: Mapping[str, str], **options: Any) -> None:
+    """Add flags without choices or numbers.
+
+    Args:
+      group: a parser, or one of its groups.
+      helps: help by form: "--flag" for a switch, "--flag X" for a value, and "--flag X ..." for one or more values.
+      options: further options of `add_argument`.
+    """
+    for form, help_text in helps.items():
+        flag, _, value_name = form.partition(" ")
+        if not value_name:
+            group.add_argument(flag, action="store_true", help=help_text, **options)
+            continue
+        action = "append" if value_name.endswith(" ...") else "store"
+        value_name = value_name.removesuffix(" ...")
+        group.add_argument(flag, action=action, metavar=value_name, help=help_text, **options)
 
 
 def add_settings(group: argparse._ActionsContainer, *names: str) -> None:
@@ -185,36 +203,35 @@ WITHOUT = [
 ]
 """Flags that have no effect without any of the flags in the second list, and an explanation of the latter."""
 WITH = [
-    (["--base", "--block", "--output", "--resume"], "--compare", ", which prints one table of its own rules"),
-    (["--stream", "--no-stream"], "--compare", ", which prints one table of its own rules"),
-    (["--num-draft-tokens", "--draft-size auto"], "--tree", ", whose shape is its own"),
-    (["--refine"], "--mesh", ""),
-    (["--refine"], "--compare", ""),
-    (["--refine"], "--stream", ""),
-    (["--refine"], "--resume", ", as what the draft had learned is gone"),
-    (["--refine"], "--part", ", as every part would learn for itself"),
-    (["--draft-device"], "--tree", ", since only a chain can be guessed to hold"),
-    (["--draft-device"], "--compare", ""),
-    (["--draft-device"], "--draft-size auto", ""),
-    (["--draft-device"], "--refine", ""),
-    (["--draft-device"], "--coordinator", ", as its devices are one process's"),
-    (["--draft-device"], "--num-processes", ", as its devices are one process's"),
-    (["--stream"], "--json", ", which prints finished rows"),
-    (["--stream"], "--output", ", which has finished rows"),
-    (["prompt_tokens"], "--chat", ", which makes tokens of texts"),
+    (
+        ["--base", "--block", "--output", "--resume", "--stream", "--no-stream"],
+        ["--compare"],
+        ", which prints one table of its own rules",
+    ),
+    (["--num-draft-tokens", "--draft-size auto"], ["--tree"], ", whose shape is its own"),
+    (["--refine"], ["--mesh", "--compare", "--stream"], ""),
+    (["--refine"], ["--resume"], ", as what the draft had learned is gone"),
+    (["--refine"], ["--part"], ", as every part would learn for itself"),
+    (["--draft-device"], ["--tree"], ", since only a chain can be guessed to hold"),
+    (["--draft-device"], ["--compare", "--draft-size auto", "--refine"], ""),
+    (["--draft-device"], ["--coordinator", "--num-processes"], ", as its devices are one process's"),
+    (["--stream"], ["--json"], ", which prints finished rows"),
+    (["--stream"], ["--output"], ", which has finished rows"),
+    (["prompt_tokens"], ["--chat"], ", which makes tokens of texts"),
 ]
-"""Flags and prompt keys that contradict the flag in the second column, and an explanation of that flag."""
+"""Flags and prompt keys that contradict any flag in the second list, and an explanation of the latter."""
 OF_DRAFT = [
     (["--tree"], "trees", "drafts no trees"),
     (["--draft-stop", "draft_stop"], "stops", "has no entropy to stop by"),
     (["--draft-size auto"], "resizes", "has no chains of several lengths"),
     (["--head-embed"], "embeds", "has no embedding in its checkpoint"),
+    (["--refine"], "learns", "does not learn from its failures"),
 ]
 """Flags and keys that only some drafters support: the required property, and the reason shown for other drafters."""
 
 
 class Present:
-    """Names of the given flags, as users write them (`--draft-size auto` with its value), and of given prompt keys."""
+    """Names of the given flags, in Python and as users write them, also with their values, and of given prompt keys."""
 
     def __init__(self, args: argparse.Namespace, rows: Sequence[PromptRow] = ()):
         """
@@ -223,20 +240,16 @@ class Present:
           rows: prompts of a file.
         """
         self._args, self._rows = args, rows
+        self._flags = {"--no-stream"} if getattr(args, "stream", None) is False else set()
+        for name, value in vars(args).items():
+            if _holds(value):
+                # The values of a flag that may be given several times, such as --stop-string, have a plural name.
+                flag = flag_of(name)
+                self._flags |= {name, flag, flag.removesuffix("s"), f"{flag} {value}"}
 
     def __contains__(self, name: str) -> bool:
-        return self._has(name) or any(_holds(row.given.get(_key(name))) for row in self._rows)
-
-    def _has(self, flag: str) -> bool:
-        # --stream and --no-stream both set `stream`, to True or False.
-        if flag == "--no-stream":
-            return getattr(self._args, "stream", None) is False
-        key, value = _key(flag), flag.partition(" ")[2]
-        # The values of a flag that may be given several times, such as --stop-string, have a plural name.
-        flag_value = getattr(self._args, key, getattr(self._args, f"{key}s", None))
-        if value:
-            return flag_value == value
-        return _holds(flag_value)
+        key = name.removeprefix("--").replace("-", "_")
+        return name in self._flags or any(_holds(row.given.get(key)) for row in self._rows)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
         """Raise MarsError for the first of these names that is given: silently ignored flags give wrong results.
@@ -249,7 +262,7 @@ class Present:
             sentence = f"{name} does not apply {why}."
             # A name with dashes is a flag. Any other name is a key in the rows of a prompts file.
             if name.startswith("--"):
-                if self._has(name):
+                if name in self._flags:
                     raise MarsError(sentence)
                 continue
             for row in self._rows:
@@ -258,8 +271,8 @@ class Present:
 
     def refuse_alone(self) -> None:
         """Raise MarsError for flags that have no effect according to the tables `WITH` and `WITHOUT`."""
-        for names, flag, explanation in WITH:
-            if flag in self:
+        for names, other_flags, explanation in WITH:
+            for flag in filter(self.__contains__, other_flags):
                 self.refuse(names, f"with {flag}{explanation}: leave one of them out")
         for names, needed_flags, explanation in WITHOUT:
             if any(flag in self for flag in needed_flags):
@@ -291,11 +304,6 @@ class Present:
             lossy_reason = "which is lossy, so that a text would depend on what else is decoded"
             cure = "add --verify exact or rejection, or --any-rule"
             self.refuse(["--draft-size auto"], f"to the rule {rule.name}, {lossy_reason}: {cure}")
-
-
-def _key(name: str) -> str:
-    """Return the Python name of a flag or a key."""
-    return name.removeprefix("--").partition(" ")[0].replace("-", "_")
 
 
 def _holds(value: object) -> bool:

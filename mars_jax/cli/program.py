@@ -113,9 +113,7 @@ class Parser(argparse.ArgumentParser):
             suggestion = did_you_mean(flag.partition("=")[0], self._option_string_actions)
         elif invalid_choice is not None:
             suggestion = did_you_mean(invalid_choice[1], re.findall(r"[\w.-]+", invalid_choice[2]))
-        raise MarsError(
-            f"{message.removeprefix('argument ').rstrip('.')}{suggestion}; --help lists the flags."
-        )
+        raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}{suggestion}; --help lists flags.")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Refuse values that are invalid for any flag or path, before opening a file.

@@ -248,15 +248,12 @@ def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Au
     next = np.where(alive[next], next, DEAD)
     next[~alive] = DEAD
     labels = _alike(next, accepting, alive)
-    # The first state of each label represents it; states 0 and 1 keep their numbers.
-    unique_labels, first_states = np.unique(labels, return_index=True)
-    label_order = [labels[DEAD], labels[FIRST]]
-    label_order += [n for n in unique_labels[np.argsort(first_states)].tolist() if n not in label_order]
-    new_numbers = np.zeros(int(unique_labels.max()) + 1, np.int32)
-    new_numbers[label_order] = np.arange(len(label_order))
-    representatives = np.zeros(len(label_order), np.int64)
-    representatives[new_numbers[unique_labels]] = first_states
-    merged_next = new_numbers[labels[next[representatives]]]
+    # The first state of each label represents it. Labels are numbered in the order of these states, so that states 0
+    # and 1 keep their numbers.
+    _, first_states, labels = np.unique(labels, return_index=True, return_inverse=True)
+    label_order = np.argsort(first_states)
+    representatives = first_states[label_order]
+    merged_next = np.argsort(label_order)[labels.reshape(-1)[next[representatives]]]
     # Byte classes with equal columns lead every state to the same states.
     class_columns, column_of_class = np.unique(merged_next, axis=1, return_inverse=True)
     return Automaton(

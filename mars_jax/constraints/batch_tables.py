@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax.constraints.automaton import FIRST
-from mars_jax.constraints.constraint import Constraint, without_relax
+from mars_jax.constraints.constraint import Constraint
 from mars_jax.constraints.nodes import TooLarge
 from mars_jax.constraints.token_table import TokenTable
 from mars_jax.constraints.vocabulary import Vocabulary
@@ -41,8 +41,6 @@ class Compiled(NamedTuple):
         """
         start_states, row_groups = np.full(len(keys), FREE, np.int32), np.zeros(len(keys), np.int32)
         for row, key in enumerate(keys):
-            if isinstance(key, Constraint):
-                key = without_relax(key)
             if key is not None:
                 start_states[row], row_groups[row] = self.starts[key]
                 if states is not None:
@@ -51,7 +49,7 @@ class Compiled(NamedTuple):
 
 
 def compiled(constraints: Sequence[Constraint | None], vocabulary: Vocabulary) -> Compiled:
-    """Compile each distinct constraint once and join the tables. The keys of `Compiled.starts` have `relax` unset.
+    """Compile each distinct constraint once and join the tables.
 
     Args:
       constraints: one per row; None: a row without a constraint.
@@ -65,9 +63,7 @@ def compiled(constraints: Sequence[Constraint | None], vocabulary: Vocabulary) -
     >>> made.rows([Constraint("regex", "ab+"), None]).group.tolist()
     [1, 0]
     """
-    distinct_constraints = dict.fromkeys(
-        without_relax(constraint) for constraint in constraints if constraint is not None
-    )
+    distinct_constraints = dict.fromkeys(constraint for constraint in constraints if constraint is not None)
     return _compiled(tuple(distinct_constraints), vocabulary)
 
 
@@ -85,9 +81,7 @@ def join_tables(tables: Mapping[Hashable, TokenTable], vocab: int) -> Compiled:
     """
     num_states = 2 + sum(len(t.next) - 1 for t in tables.values())
     if num_states > 1 << 16:
-        raise TooLarge(
-            f"{num_states:,} states of all constraints together, and there is room for {1 << 16:,}"
-        )
+        raise TooLarge(f"{num_states:,} states of all constraints together, with room for {1 << 16:,}")
     padded_states = _bucket(num_states, 128)
     padded_classes = _bucket(max((t.next.shape[1] for t in tables.values()), default=1), 32)
     padded_groups = _bucket(len(tables) + 1, 4)
@@ -99,7 +93,7 @@ def join_tables(tables: Mapping[Hashable, TokenTable], vocab: int) -> Compiled:
     accepting, closed, strict = (np.zeros(padded_states, bool) for _ in range(3))
     forced = np.full(padded_states, NO_TOKEN, np.int32)
     accepting[FREE] = True
-    bits = _Bits(vocab)
+    bit_rows = {_bit_row(np.ones(vocab, bool)): 0}  # numbers of distinct rows; row 0 allows every token
     starts: dict[Hashable, tuple[int, int]] = {}
     offset = 2
     for group, (key, table) in enumerate(tables.items(), start=1):
@@ -116,14 +110,20 @@ def join_tables(tables: Mapping[Hashable, TokenTable], vocab: int) -> Compiled:
         closed[state_slice] = (table.accepting & ~table.allowed.any(axis=1))[1:]
         # States with the same allowed tokens share a row of bits.
         patterns, pattern_of_state = np.unique(table.allowed[1:], axis=0, return_inverse=True)
-        row_numbers = np.asarray([bits.add(pattern[table.classes]) for pattern in patterns], np.int32)
-        row_of_state[state_slice] = row_numbers[pattern_of_state.reshape(-1)]
+        row_numbers = []
+        for pattern in patterns:
+            row_numbers.append(bit_rows.setdefault(_bit_row(pattern[table.classes]), len(bit_rows)))
+            if len(bit_rows) * vocab // 8 > MOST_BYTES:
+                raise TooLarge("its states allow too many different sets of tokens")
+        row_of_state[state_slice] = np.asarray(row_numbers, np.int32)[pattern_of_state.reshape(-1)]
         starts[key] = (offset - 1 + FIRST, group)
         offset += num_table_states - 1
+    bits = np.frombuffer(b"".join(bit_rows), np.uint32).reshape(len(bit_rows), -1)
+    padded_bits = np.pad(bits, ((0, _bucket(len(bits), 32) - len(bits)), (0, 0)))
     batch_tables = Tables(
         next=jnp.asarray(next),
         classes=jnp.asarray(classes),
-        bits=jnp.asarray(bits.padded()),
+        bits=jnp.asarray(padded_bits),
         rows=jnp.asarray(row_of_state),
         forced=jnp.asarray(forced),
         accepting=jnp.asarray(accepting),
@@ -139,31 +139,10 @@ def _bucket(count: int, least: int) -> int:
     return least
 
 
-class _Bits:
-    """Deduplicated rows of bits; row 0 allows every token."""
-
-    def __init__(self, vocab: int):
-        self._vocab, self._width = vocab, math.ceil(vocab / BITS)
-        self._rows: list[np.ndarray] = []
-        self._numbers: dict[bytes, int] = {}
-        self.add(np.ones(vocab, bool))
-
-    def add(self, allowed: np.ndarray) -> int:
-        """Return the number of a row bool[V]; add it if it is new."""
-        padded_allowed = np.zeros(BITS * self._width, bool)
-        padded_allowed[: self._vocab] = allowed
-        # Bit k of word j is token k W + j.
-        octets = np.packbits(padded_allowed.reshape(BITS, self._width), axis=0, bitorder="little")
-        bit_row = np.ascontiguousarray(octets.T).view("<u4").reshape(-1)
-        key = bit_row.tobytes()
-        if key not in self._numbers:
-            if (len(self._rows) + 1) * bit_row.nbytes > MOST_BYTES:
-                raise TooLarge("its states allow too many different sets of tokens")
-            self._numbers[key] = len(self._rows)
-            self._rows.append(bit_row)
-        return self._numbers[key]
-
-    def padded(self) -> np.ndarray:
-        padded_rows = np.zeros((_bucket(len(self._rows), 32), self._width), np.uint32)
-        padded_rows[: len(self._rows)] = self._rows
-        return padded_rows
+def _bit_row(allowed: np.ndarray) -> bytes:
+    """Return a row bool[V] as bits: bit k of word j is token k W + j."""
+    width = math.ceil(len(allowed) / BITS)
+    padded_allowed = np.zeros(BITS * width, bool)
+    padded_allowed[: len(allowed)] = allowed
+    octets = np.packbits(padded_allowed.reshape(BITS, width), axis=0, bitorder="little")
+    return np.ascontiguousarray(octets.T).tobytes()

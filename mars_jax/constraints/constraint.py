@@ -30,7 +30,8 @@ class Constraint:
     kind: str
     content: Any  # a string, or a tuple of strings or of token ids, depending on `kind`
     compact: bool = False
-    relax: bool = False  # lossy rules may also relax constrained tokens
+    # Lossy rules may also relax constrained tokens. Not compared, because tables do not depend on it.
+    relax: bool = dataclasses.field(default=False, compare=False)
 
     def relaxed(self) -> Constraint:
         """Return the constraint with relaxing enabled: the structure of a completion is kept, its values may change."""
@@ -43,7 +44,7 @@ class Constraint:
         Raises:
           MarsError: as for its factory.
         """
-        return _automaton(without_relax(self))
+        return _automaton(self)
 
     def table(self, vocabulary: Vocabulary) -> TokenTable:
         """Return the table for a vocabulary.
@@ -51,7 +52,7 @@ class Constraint:
         Raises:
           MarsError: these tokens cannot spell any text that the constraint allows, or its table would be too large.
         """
-        return _table(without_relax(self), vocabulary)
+        return _table(self, vocabulary)
 
     def as_json(self) -> JsonObject:
         """Return the constraint for reports, under the name that prompts files use."""
@@ -181,9 +182,7 @@ def choice(texts: Iterable[str]) -> Constraint:
     """
     choices = _listed(texts)
     if isinstance(texts, str) or not choices or not all(isinstance(item, str) and item for item in choices):
-        raise MarsError(
-            f"the choice is {short_repr(texts)}: expected a list of texts of at least one character."
-        )
+        raise MarsError(f"the choice is {short_repr(texts)}: expected a list of non-empty texts.")
     return _checked(Constraint("choice", tuple(dict.fromkeys(choices))))
 
 
@@ -227,16 +226,5 @@ def from_fields(fields: Mapping[str, object]) -> Constraint | None:
     check_type("the constraints", fields, Mapping, "values by name")
     kinds = [kind for kind in KINDS if fields.get(kind) is not None]
     if len(kinds) > 1:
-        raise MarsError(
-            f"{kinds[0]} and {kinds[1]} are both given: a text follows one of them, so leave one out."
-        )
+        raise MarsError(f"{kinds[0]} and {kinds[1]} are both given: a text follows one, so leave one out.")
     return next((_FACTORIES[kind](fields[kind]) for kind in kinds), None)
-
-
-def without_relax(constraint: Constraint) -> Constraint:
-    """Return the constraint with `relax` unset, to serve as a key of tables, which do not depend on `relax`.
-
-    >>> without_relax(regex("a").relaxed()) == regex("a")
-    True
-    """
-    return dataclasses.replace(constraint, relax=False)

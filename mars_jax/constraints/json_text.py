@@ -7,17 +7,8 @@ from __future__ import annotations
 
 import functools
 
-from mars_jax.constraints.nodes import (
-    Chars,
-    Either,
-    Node,
-    Ranges,
-    Repeat,
-    complement,
-    ranges_of,
-    sequence,
-    text,
-)
+from mars_jax.constraints import nodes
+from mars_jax.constraints.nodes import Chars, Either, Node, Repeat, ranges_of, sequence, text
 from mars_jax.constraints.pattern import parse_pattern
 
 # Allow \u with four digits, except surrogates: JSON counts a surrogate pair as one character, a pattern as two.
@@ -118,10 +109,10 @@ def in_string(node: Node) -> Node:
 
 
 @functools.lru_cache(maxsize=1024)
-def _char_in_string(ranges: Ranges) -> Node:
+def _char_in_string(ranges: nodes.Ranges) -> Node:
     parts = [escape for code, escape in _ESCAPED.items() if any(low <= code <= high for low, high in ranges)]
     if not parts:
         return Chars(ranges)
     # The members of `ranges` that need no escape: everything except non-members and escaped characters.
-    unescaped = complement(ranges_of([*complement(ranges), *((code, code) for code in _ESCAPED)]))
+    unescaped = nodes.complement(ranges_of([*nodes.complement(ranges), *((code, code) for code in _ESCAPED)]))
     return Either((*parts, Chars(unescaped)))

@@ -17,17 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mars_jax.constraints import nodes
-from mars_jax.constraints.nodes import (
-    LARGEST,
-    Chars,
-    Either,
-    Node,
-    Ranges,
-    Repeat,
-    WorkBudget,
-    complement,
-    ranges_of,
-)
+from mars_jax.constraints.nodes import Chars, Either, Node, Ranges, WorkBudget, complement, ranges_of
 from mars_jax.utils.errors import MarsError, short_repr
 
 _parser: Any = importlib.import_module("re._parser")
@@ -118,7 +108,7 @@ class _Reader:
             least, most, items = argument
             if most >= _parser.MAXREPEAT:
                 most = None
-            return Repeat(self.sequence(items), least, most)
+            return nodes.Repeat(self.sequence(items), least, most)
         if name == "FAILURE":
             # Python 3.13 parses `(?!)`, which matches nothing, into this.
             return Either(())
@@ -164,7 +154,7 @@ def _is_anchor(item: Any, *names: str) -> bool:
 @functools.cache
 def _all_characters() -> str:
     """Return all code points of valid text: all except surrogates."""
-    return "".join(map(chr, [*range(0xD800), *range(0xE000, LARGEST + 1)]))
+    return "".join(map(chr, [*range(0xD800), *range(0xE000, nodes.LARGEST + 1)]))
 
 
 @functools.cache

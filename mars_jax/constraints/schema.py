@@ -34,12 +34,13 @@ _NOTES = {
     "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly",
     "$schema", "$id", "$comment", "$defs", "definitions", "$anchor",
 }  # fmt: skip
+_LOWS, _HIGHS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _OF_TYPE = {
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "prefixItems", "minItems", "maxItems"},
     "string": {"minLength", "maxLength", "pattern", "format"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
+    "integer": {*_LOWS, *_HIGHS},
+    "number": {*_LOWS, *_HIGHS},
     "boolean": set(),
     "null": set(),
 }
@@ -52,39 +53,32 @@ _PYTHON_TYPES = {
 }  # fmt: skip
 
 
-def _types(value: str | list[str]) -> list[str]:
+def _types(value: Any) -> list[str]:
     return value if isinstance(value, list) else [value]
-
-
-def _is_type(value: Any) -> bool:
-    return value != [] and all(isinstance(kind, str) and kind in _OF_TYPE for kind in _types(value))
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
 
 
 def _is_filled(value: object) -> bool:
     return isinstance(value, list) and len(value) > 0
 
 
-def _is_count(value: object) -> bool:
-    return value is None or (type(value) is int and value >= 0)
-
-
-_COUNT = (_is_count, "a whole number of at least 0")
+_COUNT = (lambda value: value is None or (type(value) is int and value >= 0), "a whole number of at least 0")
 _VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
     "$ref": (
         lambda value: isinstance(value, str) and value.startswith("#"),
         "one within the schema, such as #/$defs/name",
     ),
-    "type": (_is_type, f"one of {', '.join(sorted(_OF_TYPE))}, or a list of them"),
+    "type": (
+        lambda value: (
+            value != [] and all(isinstance(kind, str) and kind in _OF_TYPE for kind in _types(value))
+        ),
+        f"one of {', '.join(sorted(_OF_TYPE))}, or a list of them",
+    ),
     "enum": (_is_filled, "a list of values"),
     "anyOf": (_is_filled, "a list of schemas"),
     "allOf": (_is_filled, "a list of schemas"),
     "properties": (lambda value: isinstance(value, Mapping | None), "an object of schemas"),
-    "required": (_is_list, "a list of names"),
-    "prefixItems": (_is_list, "a list of schemas"),
+    "required": (lambda value: isinstance(value, list), "a list of names"),
+    "prefixItems": (lambda value: isinstance(value, list), "a list of schemas"),
     "minItems": _COUNT,
     "maxItems": _COUNT,
     "minLength": _COUNT,
@@ -223,9 +217,7 @@ class _Writer:
         if "type" in keywords:
             values = [value for value in values if any(_is(value, kind) for kind in _types(keywords["type"]))]
         if not values:
-            raise MarsError(
-                f"no value at {where} is of {' and '.join(keywords)} at once: correct one of them."
-            )
+            raise MarsError(f"no value at {where} is of {' and '.join(keywords)} at once: correct one.")
         return Either(tuple(map(self._literal, values)))
 
     def _literal(self, value: Any) -> Node:
@@ -255,13 +247,8 @@ class _Writer:
             if type(bound) is not int or abs(bound) >= 10**MOST_DIGITS:
                 raise _unexpected(name, bound, where, f"a whole number of at most {MOST_DIGITS} digits")
         # Inclusive bounds: `i` is 1 for the exclusive keyword.
-        lows = [
-            keywords[name] + i for i, name in enumerate(("minimum", "exclusiveMinimum")) if name in keywords
-        ]
-        highs = [
-            keywords[name] - i for i, name in enumerate(("maximum", "exclusiveMaximum")) if name in keywords
-        ]
-        low, high = max(lows, default=None), min(highs, default=None)
+        low = max((keywords[name] + i for i, name in enumerate(_LOWS) if name in keywords), default=None)
+        high = min((keywords[name] - i for i, name in enumerate(_HIGHS) if name in keywords), default=None)
         if low is not None and high is not None and low > high:
             raise MarsError(f"the integer at {where} is from {low} to {high}: correct the bounds.")
         self._budget.spend(sum(len(str(bound)) ** 2 for bound in (low, high) if bound is not None))

@@ -62,14 +62,12 @@ class Vocabulary:
         # Take the longest token at each position. Stop where no token fits; a prefix is enough for a draft.
         ids, position = [], 0
         while position < len(data):
-            for end in range(min(len(data), position + self._most), position, -1):
-                token_id = self._by_bytes.get(data[position:end])
-                if token_id is not None:
-                    ids.append(token_id)
-                    position = end
-                    break
-            else:
+            ends = range(min(len(data), position + self._most), position, -1)
+            end = next((end for end in ends if data[position:end] in self._by_bytes), None)
+            if end is None:
                 break
+            ids.append(self._by_bytes[data[position:end]])
+            position = end
         return ids
 
     @functools.cached_property
@@ -85,13 +83,9 @@ class Vocabulary:
 @functools.cache
 def _alphabet() -> dict[str, int]:
     """Return GPT-2's map from the characters of a byte-level vocabulary to bytes."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    unprintable = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(unprintable)}
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # slow to import
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def vocabulary(tokenizer: Any, size: int) -> Vocabulary:

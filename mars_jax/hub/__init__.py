@@ -4,8 +4,7 @@ from mars_jax.hub.conversion import convert
 from mars_jax.hub.files import is_here
 from mars_jax.hub.heads.eagle_files import load_eagle, save_eagle
 from mars_jax.hub.load import load, outline, read_config
-from mars_jax.hub.save import save
-from mars_jax.hub.states import restore_state, save_state
+from mars_jax.hub.save import restore_state, save, save_state
 
 __all__ = [
     "convert",

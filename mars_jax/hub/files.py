@@ -5,7 +5,6 @@ Oracle: round trips of `safetensors.numpy.save_file` and `torch.save` (tests/hub
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -35,6 +34,7 @@ _DTYPES = {
     "F32": np.float32,
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "I64": np.int64,
     "I32": np.int32,
     "I16": np.int16,
@@ -55,8 +55,6 @@ class Tensor(NamedTuple):
     group: int | None = None  # inputs per scale of a 4-bit matrix
     # Keep the matrix at 8 bits or more: the file stores other matrices at 4, but its author chose more for this one.
     wider: bool = False
-    # For a float8 tensor: read rows without scales. `rows` itself raises, since unscaled numbers are meaningless.
-    numbers: Callable[[int, int], np.ndarray] | None = None
 
     def read(self) -> np.ndarray:
         """Read the whole tensor."""
@@ -261,11 +259,13 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         shape, begin = tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
         width = math.prod(shape[1:])
 
-        def read_rows(first: int, last: int, dtype: np.dtype) -> np.ndarray:
+        def rows(first: int, last: int) -> np.ndarray:
+            if (dtype := _DTYPES.get(entry["dtype"])) is None:
+                raise _quantised(name, path, entry["dtype"])
             count = (last - first) * width
             try:
                 with open(path, "rb", buffering=0) as file:
-                    file.seek(begin + first * width * dtype.itemsize)
+                    file.seek(begin + first * width * np.dtype(dtype).itemsize)
                     numbers = np.fromfile(file, dtype, count)
             except OSError as error:
                 raise MarsError(f"tensor {name} of '{path}' cannot be read ({error}).") from None
@@ -275,15 +275,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
             check_version(path, version)
             return numbers.reshape(last - first, *shape[1:])
 
-        def rows(first: int, last: int) -> np.ndarray:
-            if (dtype := _DTYPES.get(entry["dtype"])) is None:
-                raise _quantised(name, path, entry["dtype"])
-            return read_rows(first, last, np.dtype(dtype))
-
-        if entry["dtype"] != "F8_E4M3":
-            return Tensor(shape, rows)
-        float8 = np.dtype(ml_dtypes.float8_e4m3fn)
-        return Tensor(shape, rows, numbers=functools.partial(read_rows, dtype=float8))
+        return Tensor(shape, rows)
 
     return {name: tensor(name, entry) for name, entry in header.items() if name != "__metadata__"}
 
@@ -305,9 +297,7 @@ def _bin(path: Path) -> dict[str, Tensor]:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises anything from EOFError to UnpicklingError
             reason = first_line(error).partition(". ")[0]
-            raise MarsError(
-                f"'{path}' is truncated, corrupt or unsafe ({reason}): download it again."
-            ) from None
+            raise MarsError(f"'{path}' is damaged or unsafe ({reason}): download it again.") from None
     # A .bin file may hold any other value, or tensors without rows to read: sparse, nested, or without data (meta).
     if not isinstance(state, dict) or not all(
         isinstance(name, str)

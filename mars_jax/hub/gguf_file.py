@@ -196,9 +196,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         with open(path, "rb") as file:
             return _Header(file, path, version).read()
     except ImportError:
-        raise MarsError(
-            f"'{path}' needs the package gguf, which is not installed: pip install gguf."
-        ) from None
+        raise MarsError(f"'{path}' needs the package gguf: pip install gguf.") from None
     except OSError as error:
         raise MarsError(f"'{path}' cannot be read ({error}).") from None
     except Exception as error:  # a damaged byte may raise anything from ValueError to RecursionError

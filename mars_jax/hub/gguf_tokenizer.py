@@ -154,16 +154,10 @@ def _build(file: GGUFFile) -> Tokenizer:
         for end, default in (("bos", bos), ("eos", False))
     ]
     bos_part, eos_part = ([token] if token else [] for token in added_tokens)
+    single = [*bos_part, "$A", *eos_part]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*bos_part, "$A", *eos_part],
-        pair=[
-            *bos_part,
-            "$A",
-            *eos_part,
-            *(f"{token}:1" for token in bos_part),
-            "$B:1",
-            *(f"{token}:1" for token in eos_part),
-        ],
+        single=single,
+        pair=[*single, *(f"{part}:1" for part in (*bos_part, "$B", *eos_part))],
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in (*bos_part, *eos_part)],
     )
     return tokenizer

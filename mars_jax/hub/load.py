@@ -19,9 +19,8 @@ from mars_jax.hub.families import WITH_IMAGES
 from mars_jax.hub.files import Tensor, resolve, tensors
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.gguf_tensors import gguf_tensors
-from mars_jax.hub.packed_files import is_packed, packing, unpacked_tensors
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.hub.scaled_files import dequantized_tensors
+from mars_jax.hub.quantized_files import dequantized_tensors, is_packed, packing, unpacked_tensors
 from mars_jax.hub.stacked_experts import split_experts
 from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.mesh import hosts

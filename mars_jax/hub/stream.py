@@ -148,7 +148,8 @@ def read_array(
 
 def _fields(block: np.ndarray, bits: int | None) -> tuple[np.ndarray | jax.Array, ...]:
     """Return rows of a tensor, or the fields of their quantised form."""
-    if not jnp.issubdtype(block.dtype, jnp.floating):
+    # A float8 number has no meaning without its scale.
+    if not jnp.issubdtype(block.dtype, jnp.floating) or block.dtype.itemsize == 1:
         raise MarsError(f"it holds {block.dtype}: quantised checkpoints are not supported.")
     if bits is None:
         return (block,)

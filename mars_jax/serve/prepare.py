@@ -21,7 +21,7 @@ from mars_jax.constraints import vocabulary
 from mars_jax.constraints.automaton import FIRST
 from mars_jax.constraints.batch_tables import Compiled, compiled, join_tables
 from mars_jax.constraints.vocabulary import Vocabulary
-from mars_jax.core import decode, refill
+from mars_jax.core import decode, refill, types
 from mars_jax.core.controls import make_controls
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter
@@ -29,16 +29,6 @@ from mars_jax.core.edits import Edits, make_edits
 from mars_jax.core.guide import narrowed
 from mars_jax.core.metrics import DecodeStats, zero_stats
 from mars_jax.core.rule import LoadedRule, Rule, for_rows, structure, take_rows, user_errors
-from mars_jax.core.types import (
-    NO_TOKEN,
-    DecodeState,
-    GuideRows,
-    GuideTables,
-    Params,
-    Prompts,
-    PyTree,
-    keys_from_seeds,
-)
 from mars_jax.drafters.registry import drafters_that
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.mesh import hosts
@@ -59,15 +49,15 @@ class RequestGuides(NamedTuple):
     words: Vocabulary | None = None
 
     @property
-    def tables(self) -> GuideTables | None:
+    def tables(self) -> types.GuideTables | None:
         """The tables for `Params.guides`."""
         if self.constraint is None and self.span is None:
             return None
-        return GuideTables(
+        return types.GuideTables(
             constraint=self.constraint and self.constraint.tables, span=self.span and self.span.tables
         )
 
-    def rows(self, requests: Sequence[Request]) -> GuideRows | None:
+    def rows(self, requests: Sequence[Request]) -> types.GuideRows | None:
         """Return `Controls.guides` for the requests of a batch."""
         if self.constraint is None and self.span is None:
             return None
@@ -77,7 +67,7 @@ class RequestGuides(NamedTuple):
             # A prompt may end inside a span, so the completion starts in the state after the prompt.
             if span is not None and self.words is not None:
                 start_states[row] = span.table(self.words).run(request.prompt_tokens)
-        return GuideRows(
+        return types.GuideRows(
             constraint=self.constraint and self.constraint.rows([r.constraint for r in requests]),
             span=self.span and self.span.rows(spans, start_states),
         )
@@ -117,7 +107,7 @@ class Prepared:
     target: Pretrained
     requests: Sequence[Request]
     decoder: Decoder
-    params: Params
+    params: types.Params
     drafter: drafters.LoadedDrafter
     loaded_rule: LoadedRule  # each numeric setting is one value for all requests, or one per request
     width: int  # T
@@ -128,7 +118,7 @@ class Prepared:
         """True if any request samples; otherwise the compiled program does not contain sampling."""
         return any(request.temperature != 0 for request in self.requests)
 
-    def prompts(self, entries: Sequence[int | None]) -> Prompts:
+    def prompts(self, entries: Sequence[int | None]) -> types.Prompts:
         """Return the prompts of some requests for `Decoder.init`, sharded over `data` on a mesh.
 
         Args:
@@ -158,17 +148,19 @@ class Prepared:
             strict=[r.strict or (r.constraint is not None and not r.constraint.relax) for r in requests],
             draft_stop=[r.draft_stop for r in requests],
             stop_tokens=[
-                [*r.stop_tokens, *[NO_TOKEN] * (num_stop_tokens - len(r.stop_tokens))] for r in requests
+                [*r.stop_tokens, *[types.NO_TOKEN] * (num_stop_tokens - len(r.stop_tokens))] for r in requests
             ],
         )
         if any(r.edits for r in self.requests):
             controls = dataclasses.replace(controls, edits=self._edits(requests))
         controls = dataclasses.replace(controls, guides=self.guides.rows(requests))
-        keys = keys_from_seeds(jnp.array(np.asarray([r.seed for r in requests], np.uint32)))
+        keys = types.keys_from_seeds(jnp.array(np.asarray([r.seed for r in requests], np.uint32)))
         # Rows that only fill the batch take the rule of request 0.
         row_rule = take_rows(self.loaded_rule.rule, [i or 0 for i in entries], len(self.requests))
         return self.placed(
-            Prompts(jnp.array(tokens), jnp.array(lengths), controls, for_rows(row_rule, len(requests)), keys)
+            types.Prompts(
+                jnp.array(tokens), jnp.array(lengths), controls, for_rows(row_rule, len(requests)), keys
+            )
         )
 
     def zero_stats(self, rows: int, *, log_probs: bool) -> DecodeStats:
@@ -177,7 +169,7 @@ class Prepared:
         max_depth, num_top = self.decoder.max_depth, self.decoder.top_log_probs
         return self.placed(zero_stats(rows, max_depth, record=record_width, num_top=num_top))
 
-    def placed(self, arrays: PyTree) -> PyTree:
+    def placed(self, arrays: types.PyTree) -> types.PyTree:
         """Shard the rows of arrays over `data` if there is a mesh."""
         if self.target.mesh is None:
             return arrays
@@ -210,7 +202,7 @@ class Prepared:
                 request,
                 prompt_tokens=request.prompt_tokens[:2],
                 max_new_tokens=self.width - 2,
-                stop_tokens=(NO_TOKEN,) * len(request.stop_tokens),
+                stop_tokens=(types.NO_TOKEN,) * len(request.stop_tokens),
             )
             for request in self.requests
         ]
@@ -224,7 +216,7 @@ class Prepared:
             seconds = time.perf_counter() - start_time
         return seconds / max(int(np.max(hosts.fetch(num_steps))), 1)
 
-    def start(self, entries: Sequence[int | None]) -> DecodeState:
+    def start(self, entries: Sequence[int | None]) -> types.DecodeState:
         """Return the state after prefill of some requests; `entries` has the format that `prompts` takes."""
         prompts = self.prompts(entries)
         with self.target.on_mesh():
@@ -288,7 +280,7 @@ def prepared(
     # A drafter with a reduced vocabulary reads bit masks over its own token ids.
     if drafter.draft_ids is not None and tables is not None and tables.constraint is not None:
         tables = dataclasses.replace(tables, constraint=narrowed(tables.constraint, drafter.draft_ids))
-    params = Params(target=target.params, draft=drafter.params, verify=rule.params, guides=tables)
+    params = types.Params(target=target.params, draft=drafter.params, verify=rule.params, guides=tables)
     return Prepared(
         target=target,
         requests=requests,
@@ -316,9 +308,7 @@ def _check_rule(loaded: LoadedRule, drafter: Drafter, requests: Sequence[Request
                 "result of verify.load."
             )
         if rule.lossless and not drafter.trusts and any(request.strict for request in requests):
-            raise MarsError(
-                f"strict does not apply to the rule {rule.name}, which is lossless: leave it out."
-            )
+            raise MarsError(f"strict does not apply to the lossless rule {rule.name}: leave it out.")
         if "long" in rule.needs and any(request.draft_stop < math.inf for request in requests):
             raise MarsError(
                 f"draft_stop does not apply to the rule {rule.name}, whose drafts must be long enough: leave it out."

@@ -405,20 +405,11 @@ def forwards_saved(previous: Sequence[int], prompt: Sequence[int], chunk: int) -
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the common prefix of two prompts.
 
-    This is a bisection, because comparing slices is faster than comparing single tokens.
-
     >>> common_length((1, 2, 3), (1, 2, 4, 5)), common_length((1,), (1, 2))
     (2, 1)
     """
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        # The first `low` tokens are equal, and at most `high` are.
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def longest_first(requests: Sequence[Request]) -> list[int]:

@@ -20,15 +20,8 @@ from mars_jax.constraints.spans import Spans, checked_spans
 from mars_jax.core.edits import bias_of
 from mars_jax.core.metrics import Metrics
 from mars_jax.hub.pretrained import Pretrained, Turn, check_pretrained, token_ids
-from mars_jax.utils.errors import (
-    MarsError,
-    check_count,
-    check_switch,
-    check_text,
-    check_type,
-    did_you_mean,
-    short_repr,
-)
+from mars_jax.utils import errors
+from mars_jax.utils.errors import MarsError, check_switch, check_type
 from mars_jax.utils.limits import SAMPLES
 from mars_jax.utils.settings import REQUEST, RequestSettings
 from mars_jax.verify import rules
@@ -221,25 +214,25 @@ def make_requests(
     check_pretrained(target)
     check_switch("chat", chat)
     check_switch("ignore_eos", ignore_eos)
-    check_count("samples", samples, most=SAMPLES)
+    errors.check_count("samples", samples, most=SAMPLES)
     check_type(
         "template_args", template_args, (Mapping, type(None)), "variables of the chat template by name"
     )
     prompt_list = _as_list(prompts)
     if (system is not None or template_args) and not (chat or any(map(_is_conversation, prompt_list))):
-        raise MarsError(
-            "system and template_args do not apply to plain texts: give chat=True, or conversations."
-        )
+        raise MarsError("system and template_args do not apply to texts: give chat=True, or conversations.")
     _check_names(options.keys())
     if ignore_eos and "stop_tokens" in options:
         raise MarsError("ignore_eos and stop_tokens contradict each other: leave one of them out.")
-    # Give every option one value per prompt. Bans become biases, and all kinds of constraints become one option.
-    num_prompts = len(prompt_list)
-    settings = _with_constraints(_with_bans(target, {"seed": 0, **options}, num_prompts), num_prompts)
-    by_option = {name: _spread(name, value, num_prompts) for name, value in settings.items()}
-    requests = []
+    settings = {"seed": 0, **options}
+    by_option = {name: _spread(name, value, len(prompt_list)) for name, value in settings.items()}
+    requests, constraint_by_id = [], {}
     for index, prompt in enumerate(prompt_list):
-        prompt_options = {name: _checked(target, name, values[index]) for name, values in by_option.items()}
+        prompt_options = {name: values[index] for name, values in by_option.items()}
+        constraint = take_constraint(prompt_options, constraint_by_id)
+        _ban(target, prompt_options)
+        prompt_options = {name: _checked(target, name, value) for name, value in prompt_options.items()}
+        prompt_options["constraint"] = constraint
         if not ignore_eos and "stop_tokens" not in prompt_options:
             prompt_options["stop_tokens"] = target.stop_tokens
             if chat or _is_conversation(prompt):
@@ -255,6 +248,8 @@ def make_requests(
         else:
             prompt_tokens = target.check_tokens(token_ids(f"prompt {index}", prompt))
         requests.append(Request(prompt_tokens=tuple(prompt_tokens), **prompt_options))
+    if any(by_option.get("relax_constrained", ())) and not any(r.constraint for r in requests):
+        raise MarsError("relax_constrained does not apply where no text is constrained: leave it out.")
     return _sampled(requests, samples, one_seed=not np.ndim(settings["seed"]))
 
 
@@ -287,7 +282,7 @@ def _check_names(names: Iterable[str]) -> None:
                     f"{name} is a setting of the rule: give it there, as in verify={rule_row.name}({name}=...)."
                 )
         raise TypeError(
-            f"generate() got an unexpected keyword argument '{name}'{did_you_mean(name, option_names)}"
+            f"generate() got an unexpected keyword argument '{name}'{errors.did_you_mean(name, option_names)}"
         )
 
 
@@ -298,7 +293,7 @@ def _sampled(requests: list[Request], samples: int, *, one_seed: bool) -> list[R
     """
     if samples > 1 and any(request.temperature == 0 for request in requests):
         raise MarsError(
-            "samples do not apply at temperature 0, where all are the same: give a temperature above 0."
+            "samples do not apply at temperature 0, as all are equal: give a temperature above 0."
         )
     # Sample j of prompt i draws with seed + i * samples + j, or with seed[i] + j.
     stride = samples if one_seed else 0
@@ -317,7 +312,7 @@ def _with_special(target: Pretrained, options: OptionValues) -> OptionValues:
     """Return options in which stop strings that are special tokens become stop tokens: text omits special tokens."""
     if not target.has_tokenizer:
         raise MarsError(
-            f"stop_strings do not apply to '{target.name}', which has no tokenizer: give stop_tokens."
+            f"stop_strings do not apply to '{target.name}', without a tokenizer: give stop_tokens."
         )
     specials = {str(token): i for i, token in target.tokenizer.added_tokens_decoder.items() if token.special}
     stop_strings = options["stop_strings"]
@@ -328,48 +323,35 @@ def _with_special(target: Pretrained, options: OptionValues) -> OptionValues:
     }
 
 
-def _with_bans(target: Pretrained, options: OptionValues, count: int) -> OptionValues:
-    """Return options of `count` prompts in which each banned token is a bias of -inf."""
-    options = dict(options)
+def _ban(target: Pretrained, options: OptionValues) -> None:
+    """Replace the banned tokens of one prompt by biases of -inf."""
     banned_tokens = options.pop("banned_tokens", None)
-    if banned_tokens is None:
-        return options
-    bias_per_prompt = _spread("logit_bias", options.get("logit_bias"), count)
-    banned_per_prompt = _spread("banned_tokens", banned_tokens, count)
-    options["logit_bias"] = [
-        _pairs(bias) | dict.fromkeys(_ids(target, "banned_tokens", banned_ids), -math.inf)
-        for bias, banned_ids in zip(bias_per_prompt, banned_per_prompt, strict=True)
-    ]
-    return options
+    if banned_tokens is not None:
+        banned_ids = _ids(target, "banned_tokens", banned_tokens)
+        options["logit_bias"] = _pairs(options.get("logit_bias")) | dict.fromkeys(banned_ids, -math.inf)
 
 
-def _with_constraints(options: OptionValues, count: int) -> OptionValues:
-    """Return options of `count` prompts in which `constraint` replaces all options that constrain a completion.
+def take_constraint(options: OptionValues, by_id: dict[int, Constraint]) -> Constraint | None:
+    """Remove the options that constrain a completion from the options of one prompt, and return its constraint.
+
+    Args:
+      options: the options of one prompt.
+      by_id: constraints by the `id` of their option's value, so that a value for all prompts is compiled only once.
 
     Raises:
-      MarsError: a prompt has two constraints, or see the functions of `constraints`.
+      MarsError: there are two constraints, or see the functions of `constraints`.
     """
-    options = dict(options)
-    may_relax = _spread("relax_constrained", options.pop("relax_constrained", False), count)
-    for relax in may_relax:
-        check_switch("relax_constrained", relax)
-    by_prompt: list[Constraint | None] = [None] * count
-    for name, make_constraint in _CONSTRAINTS.items():
-        # Compile a value that applies to all prompts only once.
-        by_value_id: dict[int, Constraint] = {}
-        for index, value in enumerate(_spread(name, options.pop(name, None), count)):
-            if value is None:
-                continue
-            if by_prompt[index] is not None:
-                raise MarsError(f"{name} does not apply with another constraint: leave one of them out.")
-            constraint = by_value_id.get(id(value)) or make_constraint(value)
-            by_value_id[id(value)] = constraint
-            by_prompt[index] = dataclasses.replace(constraint, relax=constraint.relax or may_relax[index])
-    if any(by_prompt):
-        options["constraint"] = by_prompt
-    elif any(may_relax):
-        raise MarsError("relax_constrained does not apply where no text is constrained: leave it out.")
-    return options
+    may_relax = options.pop("relax_constrained", False)
+    check_switch("relax_constrained", may_relax)
+    values = {name: options.pop(name, None) for name in _CONSTRAINTS}
+    names = [name for name, value in values.items() if value is not None]
+    if len(names) > 1:
+        raise MarsError(f"{names[1]} does not apply with another constraint: leave one of them out.")
+    for name in names:
+        constraint = by_id.get(id(values[name])) or _CONSTRAINTS[name](values[name])
+        by_id[id(values[name])] = constraint
+        return dataclasses.replace(constraint, relax=constraint.relax or may_relax)
+    return None
 
 
 def _ids(target: Pretrained, name: str, value: int | Sequence[int]) -> tuple[int, ...]:
@@ -417,24 +399,22 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
     if name == "stop_tokens":
         return _ids(target, name, value)
     if name == "stop_strings":
-        stop_strings = value
-        if isinstance(value, str):
-            stop_strings = [value]
+        stop_strings = [value] if isinstance(value, str) else value
         if not isinstance(stop_strings, list | tuple) or not all(
             isinstance(text, str) and text for text in stop_strings
         ):
-            raise MarsError(f"stop_strings is {short_repr(value)}: expected texts of at least one character.")
+            raise MarsError(
+                f"stop_strings is {errors.short_repr(value)}: expected texts of at least one character."
+            )
         # A lone surrogate never occurs in decoded text, so a string that contains one would never match.
         for text in stop_strings:
-            check_text("stop_strings", text)
+            errors.check_text("stop_strings", text)
         return tuple(stop_strings)
     if name == "logit_bias":
         vocab_size = target.config.vocab_size
         expected_token = f"one of the {vocab_size} tokens of '{target.name}'"
         return tuple(bias_of(token, x, vocab_size, expected_token) for token, x in _pairs(value).items())
-    if name in ("relax_in", "strict_in"):
-        return checked_spans(value)
-    return value  # a constraint
+    return checked_spans(value)  # relax_in or strict_in
 
 
 def check_request(target: Pretrained, request: Request) -> None:

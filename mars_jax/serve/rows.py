@@ -94,9 +94,7 @@ class RowFile:
         try:
             self._data = self.path.read_bytes()
             if self._data and not resume:
-                raise MarsError(
-                    f"{flag} '{path}' exists: add --resume to continue it, or choose another path."
-                )
+                raise MarsError(f"{flag} '{path}' exists: add --resume to continue it, or choose another.")
             if self._data:
                 compare_settings(self._settings_path, self._settings, self.path, flag, but="fingerprints")
         except (MarsError, OSError):

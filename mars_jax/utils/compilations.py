@@ -50,9 +50,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
     if path is None:
         cache_folder = kept("XDG_CACHE_HOME", ".cache")
         if cache_folder is None:
-            raise MarsError(
-                "there is no home folder to keep compilations in: give a path, or set XDG_CACHE_HOME."
-            )
+            raise MarsError("no home folder to keep compilations in: give a path, or set XDG_CACHE_HOME.")
         path = cache_folder / "mars_jax" / "compiled"
     path = os.fspath(path)
     jax.config.update("jax_compilation_cache_dir", path)

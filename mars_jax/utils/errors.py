@@ -108,9 +108,7 @@ def check_text(name: str, value: object) -> None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise MarsError(
-            f"{name} is {short_repr(value)}, which is not valid Unicode: give it as UTF-8."
-        ) from None
+        raise MarsError(f"{name} is {short_repr(value)}, not valid Unicode: give it as UTF-8.") from None
 
 
 def check_switch(name: str, value: Any) -> None:

@@ -5,6 +5,7 @@ Oracle: tests/test_tables.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -106,13 +107,14 @@ class Setting:
             items = [value]  # a structural setting has one value for all rows
         for item in items:
             if not self._is_valid(item, structural):
-                text = short_repr(item)
-                suggestion = did_you_mean(text.strip("'"), self.choices)
-                if type(item) is float:
-                    text = f"{item:g}"
-                raise MarsError(
-                    f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**structural)}."
-                )
+                text = f"{item:g}" if type(item) is float else short_repr(item)
+                raise self._refusal(text, shown, structural)
+
+    def _refusal(self, text: str, shown: str | None, structural: Mapping[str, object]) -> MarsError:
+        suggestion = did_you_mean(text.strip("'"), self.choices)
+        return MarsError(
+            f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**structural)}."
+        )
 
     def _is_valid(self, value: object, structural: Mapping[str, object]) -> bool:
         if self.choices:
@@ -137,20 +139,12 @@ class Setting:
         >>> Setting(name="theta", kind=float, help="").from_text("inf")
         inf
         """
-        value: Any
+        value: Any = text
         if self.kind is bool:
             value = {"true": True, "false": False}.get(text.lower())
-        else:
-            try:
-                value = self.kind(text)
-            except ValueError:
-                value = None
-        if value is None or not self._is_valid(value, structural):
-            suggestion = did_you_mean(text, self.choices)
-            raise MarsError(
-                f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**structural)}."
-            )
-        return value
+        with contextlib.suppress(ValueError):
+            value = self.kind(value) if self.kind in (int, float) else value
+        return self._valid(value, text, shown, structural)
 
     def from_json(self, value: object, **structural: object) -> Any:
         """Convert a JSON value from a prompts file, or an option of `generate`, to the setting's type.
@@ -164,8 +158,11 @@ class Setting:
         # JSON may write 1.0 as 1. Compare types exactly, since a Python bool is an int.
         if self.kind is float and type(value) is int and abs(value) <= LARGEST_FLOAT:
             value = float(value)
+        return self._valid(value, short_repr(value), None, structural)
+
+    def _valid(self, value: Any, text: str, shown: str | None, structural: Mapping[str, object]) -> Any:
         if type(value) is not self.kind or not self._is_valid(value, structural):
-            raise MarsError(f"{self.name} is {short_repr(value)}: expected {self.expected(**structural)}.")
+            raise self._refusal(text, shown, structural)
         return value
 
     def as_json(self) -> JsonObject:
@@ -213,7 +210,7 @@ def setting(
     *,
     help: str,
     ranges: Range | Mapping[str, Range] = Range("a number"),
-    kind: type = float,
+    kind: type | None = None,
     default: Any = dataclasses.MISSING,
     kw_only: bool = True,
     choices: Mapping[str, str] | None = None,
@@ -224,7 +221,8 @@ def setting(
     In a rule, numbers are leaves of the pytree, one for all rows or one per row; choices and booleans are static.
 
     Args:
-      help, ranges, kind, default, choices, **options: as in `Setting`. A field without a default must be given.
+      help, ranges, default, choices, **options: as in `Setting`. A field without a default must be given.
+      kind: as in `Setting`; default: str if there are choices, the type of a whole or boolean default, else float.
       kw_only: whether the constructor accepts the field only as a keyword argument.
 
     Example:
@@ -236,6 +234,8 @@ def setting(
     """
     if choices:
         kind = str
+    elif kind is None:
+        kind = type(default) if isinstance(default, bool | int) else float
     is_leaf = kind in (float, int)
     declared_setting = Setting(
         name="",  # known once the class exists: `settings_of`
@@ -281,7 +281,6 @@ class RequestSettings:
     )
     # sample only from this many of the most probable tokens; 0 is off
     top_k: int = setting(
-        kind=int,
         default=0,
         ranges=Range("a whole number of at least 0 (0 is off)", 0, LARGEST_INT),
         help="sample among the N best tokens (default: off)",
@@ -318,28 +317,24 @@ class RequestSettings:
     )
     # seed of the request's draws; `make_requests` increments it, so that requests draw differently
     seed: int = setting(
-        kind=int,
         default=0,
         ranges=Range("a whole number from 0 to 4294967295", 0, 2**32 - 1),
         help="prompt i draws with seed N + i (default: 0)",
     )
     # maximum length of the completion
     max_new_tokens: int = setting(
-        kind=int,
         default=256,
         ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
         help="most tokens per prompt (default: 256)",
     )
     # stop tokens are banned before this length; stop strings are not
     min_new_tokens: int = setting(
-        kind=int,
         default=0,
         ranges=Range("a whole number of at least 0 (0 is off)", 0, LARGEST_INT),
         help="no stop token before N new tokens (default: off)",
     )
     # a lossy rule relaxes no token
     strict: bool = setting(
-        kind=bool,
         default=False,
         per_row=True,
         help="switch the rule's relaxation off",

@@ -41,7 +41,7 @@ SIMULATED = f"{MODEL} --verify simulated --tau 2"
         ("--draft medusa:heads --tree 2-2 --verify cactus", "--tree does not apply to the rule cactus"),
         ("--draft medusa:heads --tree dynamic", "--tree dynamic does not apply to --draft medusa:PATH"),
         ("--draft-device 1", "--draft-device does not apply to --draft ngram: leave it out, or draft"),
-        ("--draft-device 1,x", "--draft-device is '1,x': expected the number of a device"),
+        ("--draft-device 1,x", "--draft-device is '1,x': expected one device number"),
         (f"{MODEL} --draft-device 1 --tree 2-2", "--draft-device does not apply with --tree"),
         (f"{MODEL} --draft-device 1 --verify rejection", "--draft-device does not apply to"),
         (f"{MODEL} --draft-device 1 --compare", "--draft-device does not apply with --compare"),
@@ -98,7 +98,7 @@ def test_the_tables_name_flags_and_keys_that_there_are():
     flags = parser()._option_string_actions
     keys = {*REQUEST, *CONSTRAINTS, "messages", "prompt_tokens"}
     named = [name for names, *_ in (*WITHOUT, *WITH, *OF_DRAFT) for name in names]
-    named += [name for _, needed, _ in WITHOUT for name in needed] + [conflict for _, conflict, _ in WITH]
+    named += [name for _, others, _ in (*WITHOUT, *WITH) for name in others]
     for name in named:
         flag, _, value = name.partition(" ")
         assert flag in (flags if flag.startswith("--") else keys), name

@@ -100,8 +100,8 @@ def test_columns_of_a_dataset_that_are_no_keys_are_left_out_and_named(tmp_path, 
     (folder / "train.jsonl").write_bytes(jsonl([{"question": "Why?", "answer": "So."}]))
     with pytest.raises(MarsError, match="columns are question, answer, and none of prompt, messages"):
         read_prompts(str(folder), MARS)
-    (folder / "train.jsonl").write_bytes(jsonl([{"prompt": "fine"}, {"prompt": ""}]))
-    with pytest.raises(MarsError, match="row 1: the prompt is empty"):
+    (folder / "train.jsonl").write_bytes(jsonl([{"prompt": "fine"}, {"prompt": 5}]))
+    with pytest.raises(MarsError, match="row 1: prompt is 5"):
         read_prompts(str(folder), MARS)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import mars_jax as mj
 from mars_jax.cli import signals
-from mars_jax.cli.generate import job, line_editor, repl
+from mars_jax.cli.generate import job, repl
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main
 from mars_jax.cli.generate.terminal import _CONTROLS, TextPrinter
@@ -209,12 +209,12 @@ def test_the_history_is_the_users_alone(monkeypatch, tmp_path):
     readline = pytest.importorskip("readline")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr("builtins.input", lambda prompt: (readline.add_history("a story"), "a story")[1])
-    with line_editor.editing(io.StringIO(), ["/new"]) as ask:
+    with repl.editing(io.StringIO(), ["/new"]) as ask:
         assert ask("> ") == "a story"
-    path = line_editor.history_file()
+    path = repl.history_file()
     assert path.read_text() == "a story\n" and path.is_relative_to(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    with line_editor.editing(io.StringIO(), ["/new"]):
+    with repl.editing(io.StringIO(), ["/new"]):
         assert readline.get_history_item(1) == "a story"
 
 

@@ -48,7 +48,7 @@ def test_programs_compiled_from_now_on_are_kept(tmp_path):
 
 
 def test_a_command_without_a_home_keeps_no_compilations(tmp_path):
-    sentence = "there is no home folder to keep compilations in: give a path, or set XDG_CACHE_HOME."
+    sentence = "no home folder to keep compilations in: give a path, or set XDG_CACHE_HOME."
     source = str(Path(__file__).parents[2])
     assert run(WITHOUT_HOME, cwd=tmp_path, PYTHONPATH=source).splitlines() == ["None", sentence]
     assert not any(tmp_path.iterdir())

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mars_jax.cli import commands
-from mars_jax.cli.generate.line_editor import editing
+from mars_jax.cli.generate.repl import editing
 
 NOBODY = "~no-such-user/model"
 

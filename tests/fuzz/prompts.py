@@ -14,7 +14,7 @@ from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, read_prompts
 from mars_jax.constraints.spans import checked_spans
 from mars_jax.core import fake
 from mars_jax.core.types import NO_TOKEN
-from mars_jax.serve.requests import _with_constraints
+from mars_jax.serve.requests import take_constraint
 from mars_jax.verify import RuleChoice
 from tests.fuzz.damage import TEXTS, damaged, damaged_bytes, damaged_json, to_text
 from tests.fuzz.harness import Surface, empty
@@ -43,7 +43,7 @@ def _read(path: Path, data: bytes, rule: RuleChoice) -> None:
     path.write_bytes(data)
     for row in read_prompts(str(path), rule):
         # The same check as in `serve.requests`, after the prompt is tokenized.
-        _with_constraints({name: row.settings.get(name) for name in CONSTRAINTS}, 1)
+        take_constraint({name: row.settings.get(name) for name in CONSTRAINTS}, {})
         for name in SPANS:
             checked_spans(row.settings.get(name, ()))
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mars_jax.hub.files import Tensor
-from mars_jax.hub.packed_files import packing, unpacked_tensors
+from mars_jax.hub.quantized_files import packing, unpacked_tensors
 from mars_jax.models.quantize import Int4
 from mars_jax.utils.errors import MarsError
 from tests.helpers.checkpoint_files import message

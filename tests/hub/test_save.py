@@ -140,7 +140,6 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 import jax
 from mars_jax import hub
 from mars_jax.utils.errors import MarsError
-from mars_jax.hub import states
 checkpoint = hub.load(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 sys.dont_write_bytecode = True  # a truncated file would break later imports
@@ -149,7 +148,7 @@ state = {"cache": jax.random.normal(jax.random.key(0), (40, 40))}
 for call in (
     lambda: hub.convert(sys.argv[1], out + "/converted"),
     lambda: hub.save(out + "/saved", checkpoint.config, checkpoint.params),
-    lambda: states.save_state(out + "/state", state),
+    lambda: hub.save_state(out + "/state", state),
 ):
     try:
         call()

@@ -79,7 +79,7 @@ def test_a_prompts_file_has_conversations(chatty, tmp_path, capsys):
 
 def test_template_variables_that_do_not_apply_get_a_sentence(chatty):
     target = hub.outline(str(chatty))
-    with pytest.raises(mj.MarsError, match="system and template_args do not apply to plain texts"):
+    with pytest.raises(mj.MarsError, match="system and template_args do not apply to texts"):
         mj.make_requests(target, "Hello", system="x")
     with pytest.raises(mj.MarsError, match=r"cannot be applied .*multiple values"):
         mj.make_requests(target, TURNS, template_args={"return_dict": True})

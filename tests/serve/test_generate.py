@@ -13,10 +13,10 @@ from mars_jax import contrib, drafters, fake, hub, verify
 from mars_jax.cli.generate import command, job
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow
-from mars_jax.hub.detokenizer import Detokenizer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params
 from mars_jax.serve import prepare as batch
+from mars_jax.serve.text import Detokenizer
 from tests.helpers import slow_but
 
 SHARED = os.environ.get("MARS_JAX_SHARED")
@@ -233,7 +233,7 @@ def test_unseeded_samples_differ_and_every_call_repeats_them():
             "min_new_tokens does not apply with a constraint",
         ),
         ([[1]], {"theta": 0.5}, r"theta is a setting of the rule: give it there, as in verify=mars\(theta="),
-        ([[1]], {"strict": True}, "strict does not apply to the rule exact, which is lossless"),
+        ([[1]], {"strict": True}, "strict does not apply to the lossless rule exact"),
         ([[1]], {"draft_stop": 0.5}, "draft_stop does not apply to the drafter 'none"),
         ([[1]], {"batch_size": 0}, "batch_size is 0"),
         ([[1]], {"verify": "mars"}, "verify is 'mars': expected a rule"),

@@ -12,10 +12,9 @@ from hypothesis import example, given, settings
 from tokenizers import decoders, models
 
 from mars_jax.core import fake
-from mars_jax.hub.detokenizer import Detokenizer
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.requests import Request
-from mars_jax.serve.text import RowText
+from mars_jax.serve.text import Detokenizer, RowText
 
 SPECIAL = "<s>"
 CHARACTERS = ["é", "€", "🙂", "\N{REPLACEMENT CHARACTER}", "a"]

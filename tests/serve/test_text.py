@@ -85,7 +85,7 @@ def test_what_may_begin_a_stop_string_is_held_back(target):
         ("", "stop_strings is '': expected texts of at least one character"),
         ([["a"], ["b"]], "stop_strings has 2 values for 1 prompts"),
         ([3], "stop_strings is .3.: expected texts"),
-        (["b", "\udcff"], "which is not valid Unicode"),
+        (["b", "\udcff"], "not valid Unicode"),
     ],
 )
 def test_bad_stop_strings_get_a_sentence(target, stop_strings, sentence):

@@ -8,15 +8,8 @@ from typing import NamedTuple
 
 from mars_jax.cli.flags import Present, flag_of
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
-from mars_jax.drafters.registry import (
-    DraftSpec,
-    definition,
-    definitions,
-    draft_words,
-    drafters_that,
-    names_that,
-    parse_draft,
-)
+from mars_jax.drafters import registry
+from mars_jax.drafters.registry import DraftSpec, drafters_that
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import FILTERS, REQUEST
 from mars_jax.verify import RuleChoice
@@ -37,7 +30,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     Raises:
       MarsError: a flag does not apply in combination with the others. The message contains the fix.
     """
-    draft, rule, present = parse_draft(args.draft, shown="--draft"), args.rule, Present(args, rows)
+    draft, rule, present = registry.parse_draft(args.draft, shown="--draft"), args.rule, Present(args, rows)
     present.refuse_alone()
     if args.compare and rule.definition.lossless:
         why = "with --compare, which runs exact itself: leave it out, or name a rule that is lossy"
@@ -84,16 +77,13 @@ def _check_draft(present: Present, draft: DraftSpec, rule: RuleChoice) -> None:
         flags = ["--compare", "--num-draft-tokens"]
         if "draft" in rule.needs:
             flags.append(f"--verify {rule.spec}")
-        draft_names = draft_words(name for name in definitions() if name != "none")
+        draft_names = registry.draft_words(name for name in registry.definitions() if name != "none")
         present.refuse(
             flags, f"to --draft none, which proposes nothing: leave it out, or draft with {draft_names}"
         )
     if draft.kind != "model":
-        small = f"{definition('model').spec}, which reads nothing of the target"
+        small = f"{registry.definition('model').spec}, which reads nothing of the target"
         present.refuse(["--draft-device"], f"to --draft {draft.kind}: leave it out, or draft with {small}")
-    if draft.kind not in names_that("learns"):
-        learns = f"{drafters_that('learns')}, which learn from their failures"
-        present.refuse(["--refine"], f"to --draft {draft.kind}: leave it out, or draft with {learns}")
     if any(name in present for name in CONSTRAINTS):
         why = "where a text is constrained, as the draft ignores constraints: leave one of them out"
         present.refuse(["--draft-device"], why)

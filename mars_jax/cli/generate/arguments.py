@@ -10,21 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mars_jax import assets
-from mars_jax.cli.flags import (
-    ATTENTION_HELP,
-    CACHE_DTYPE_HELP,
-    HEAD_EMBED_HELP,
-    MESH_HELP,
-    NO_CHECK_HELP,
-    PART_HELP,
-    SAMPLING,
-    add_host_flags,
-    add_settings,
-    add_size_flags,
-    draft_or_default,
-    numbers_of,
-    part_of,
-)
+from mars_jax.cli import flags
+from mars_jax.cli.flags import add_settings
 from mars_jax.cli.generate.prompts import logit_bias_of
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings, rule_and_file
@@ -93,17 +80,14 @@ def parser() -> Parser:
 
 def _add_models(command_parser: Parser) -> None:
     group = command_parser.add_argument_group("models")
-    group.add_argument(
-        "--target",
-        metavar="PATH",
-        help="directory, GGUF file, owner/name on the Hugging Face hub, or a name that mars-jax models lists "
-        "(default: tiny/target, which is included)",
-    )
-    group.add_argument(
-        "--draft",
-        metavar="DRAFT",
-        help=f"{draft_words()} (default: the target's best that needs no download, else ngram); --list-drafters "
-        "explains them",
+    flags.add_flags(
+        group,
+        {
+            "--target PATH": "directory, GGUF file, owner/name on the Hugging Face hub, or a name that mars-jax models "
+            "lists (default: tiny/target, which is included)",
+            "--draft DRAFT": f"{draft_words()} (default: the target's best that needs no download, else ngram); "
+            "--list-drafters explains them",
+        },
     )
     add_settings(group, "num_draft_tokens")
     group.add_argument("--tree", metavar="4-2-2-1", type=parse_tree, help=_tree_help())
@@ -113,9 +97,9 @@ def _add_models(command_parser: Parser) -> None:
         help="dtype of the weights (default: the checkpoint's own); a head has the target's; int8: matrices in 8 bits "
         "per weight, the rest as stored; int4: those of layers in 4 bits, others in 8, which saves no time on a CPU",
     )
-    group.add_argument("--head-embed", choices=HEAD_EMBED, help=HEAD_EMBED_HELP)
+    group.add_argument("--head-embed", choices=HEAD_EMBED, help=flags.HEAD_EMBED_HELP)
     add_settings(group, "draft_stop")
-    add_size_flags(group)
+    flags.add_size_flags(group)
     group.add_argument(
         "--draft-device",
         metavar="N[,N...]",
@@ -123,13 +107,12 @@ def _add_models(command_parser: Parser) -> None:
         help="draft with model:PATH on this device, or on several, while the target verifies on others; a draft "
         "assumes that the last one is accepted, and tokens stay the same (default: in turns, on the target's device)",
     )
-    group.add_argument(
-        "--refine",
-        metavar="FILE",
-        help="let the draft, a model or an EAGLE-3 head, learn from its failures as it decodes, under lossless rules; "
-        "FILE holds texts, separated by <|endoftext|>, on which quality must not drop: an update is reverted if tau on "
-        "the held-out part falls by 3%%",
+    refine_help = (
+        "let the draft, a model or an EAGLE-3 head, learn from its failures as it decodes, under lossless rules; FILE "
+        "holds texts, separated by <|endoftext|>, on which quality must not drop: an update is reverted if tau on the "
+        "held-out part falls by 3%%"
     )
+    flags.add_flags(group, {"--refine FILE": refine_help})
     add_settings(group, "refine_every")
 
 
@@ -148,64 +131,39 @@ def _tree_help() -> str:
 def _add_rule(command_parser: Parser) -> None:
     group = command_parser.add_argument_group("rule", description=_OWN)
     add_rule_flags(group, default="exact, or mars with --compare, a setting of it or no model")
-    list_group = group.add_mutually_exclusive_group()
-    list_group.add_argument(
-        "--list-rules", action="store_true", help="print the table of rules, and nothing else"
-    )
-    list_group.add_argument(
-        "--list-drafters", action="store_true", help="print the table of drafters, and nothing else"
-    )
+    listings = {
+        "--list-rules": "print the table of rules, and nothing else",
+        "--list-drafters": "print the table of drafters, and nothing else",
+    }
+    flags.add_flags(group.add_mutually_exclusive_group(), listings)
 
 
 def _add_sampling(command_parser: Parser) -> None:
     group = command_parser.add_argument_group("sampling")
-    add_settings(group, *SAMPLING)
-    group.add_argument(
-        "--logit-bias",
-        action="append",
-        metavar="TOKEN=X",
-        help="add X to the logit of a token id, -inf to ban it; may be given several times",
-    )
+    add_settings(group, *flags.SAMPLING)
+    bias_help = "add X to the logit of a token id, -inf to ban it; may be given several times"
+    flags.add_flags(group, {"--logit-bias TOKEN=X ...": bias_help})
     add_settings(group, "samples")
-    group.add_argument("--ignore-eos", action="store_true", help="decode past the model's stop tokens")
-    group.add_argument(
-        "--stop-string",
-        action="append",
-        dest="stop_strings",
-        metavar="TEXT",
-        help="end a completion before TEXT; may be given several times",
-    )
+    flags.add_flags(group, {"--ignore-eos": "decode past the model's stop tokens"})
+    stop_help = "end a completion before TEXT; may be given several times"
+    flags.add_flags(group, {"--stop-string TEXT ...": stop_help}, dest="stop_strings")
 
 
 def _add_text(command_parser: Parser) -> None:
     group = command_parser.add_argument_group("text", description="Constraints on texts.")
-    exclusive = group.add_mutually_exclusive_group()
-    exclusive.add_argument("--regex", metavar="PATTERN", help="constrain the text to match the whole pattern")
-    exclusive.add_argument(
-        "--json-schema", metavar="FILE", help="constrain the text to JSON of this schema, as Python writes it"
-    )
-    exclusive.add_argument(
-        "--choice",
-        action="append",
-        metavar="TEXT",
-        help="constrain the text to one of these; may be given several times",
-    )
-    group.add_argument(
-        "--relax-constrained",
-        action="store_true",
-        default=None,
-        help="let a lossy rule relax in constrained text, which stays valid (default: it does not)",
-    )
-    span_words = "think, code, tool, json, or OPEN...CLOSE; may be given several times"
-    group.add_argument(
-        "--relax-in",
-        action="append",
-        metavar="SPAN",
-        help=f"let a lossy rule relax in this span only: {span_words}",
-    )
-    group.add_argument(
-        "--strict-in", action="append", metavar="SPAN", help="let a lossy rule relax nothing in this span"
-    )
+    constraint_flags = {
+        "--regex PATTERN": "constrain the text to match the whole pattern",
+        "--json-schema FILE": "constrain the text to JSON of this schema, as Python writes it",
+        "--choice TEXT ...": "constrain the text to one of these; may be given several times",
+    }
+    flags.add_flags(group.add_mutually_exclusive_group(), constraint_flags)
+    relax_flags = {
+        "--relax-constrained": "let a lossy rule relax in constrained text, which stays valid (default: it does not)",
+        "--relax-in SPAN ...": "let a lossy rule relax in this span only: think, code, tool, json, or OPEN...CLOSE; "
+        "may be given several times",
+        "--strict-in SPAN ...": "let a lossy rule relax nothing in this span",
+    }
+    flags.add_flags(group, relax_flags)
 
 
 def _add_input(command_parser: Parser) -> None:
@@ -213,26 +171,16 @@ def _add_input(command_parser: Parser) -> None:
     group.add_argument(
         "prompts", nargs="*", metavar="PROMPT", help="texts to continue (default: asks a terminal)"
     )
-    group.add_argument(
-        "--prompts-file",
-        metavar="FILE",
-        help="read prompts from a file, or - for stdin; also a URL such as gs://..., or a dataset of the hub",
-    )
-    group.add_argument(
-        "--chat",
-        action="store_true",
-        help="format prompts with the model's chat template; on a terminal, lines are then turns of one conversation",
-    )
-    group.add_argument(
-        "--system", metavar="TEXT", help="content of a system turn, which comes first; with a chat template"
-    )
-    group.add_argument(
-        "--template-arg",
-        action="append",
-        dest="template_args",
-        metavar="NAME=VALUE",
-        help="a variable of the chat template, as JSON or a text, such as enable_thinking=false",
-    )
+    input_flags = {
+        "--prompts-file FILE": "read prompts from a file, or - for stdin; also a URL such as gs://..., or a dataset of "
+        "the hub",
+        "--chat": "format prompts with the model's chat template; on a terminal, lines are then turns of one "
+        "conversation",
+        "--system TEXT": "content of a system turn, which comes first; with a chat template",
+    }
+    flags.add_flags(group, input_flags)
+    template_help = "a variable of the chat template, as JSON or a text, such as enable_thinking=false"
+    flags.add_flags(group, {"--template-arg NAME=VALUE ...": template_help}, dest="template_args")
     add_settings(group, "batch_size")
 
 
@@ -244,43 +192,35 @@ def _add_output(command_parser: Parser) -> None:
         default=None,
         help="print text as it is decided (default), or when done",
     )
-    group.add_argument(
-        "--log-probs",
-        action="store_true",
-        help="with --json or --output: three log-probabilities, the regret and the kind of every token",
+    log_probs_help = (
+        "with --json or --output: three log-probabilities, the regret and the kind of every token"
     )
+    flags.add_flags(group, {"--log-probs": log_probs_help})
     add_settings(group, "top_log_probs")
-    group.add_argument(
-        "--json", action="store_true", help="print one JSON object per prompt; with --list-rules the table"
+    flags.add_flags(group, {"--json": "print one JSON object per prompt; with --list-rules the table"})
+    flags.add_flags(group, {"--output FILE": "append these objects to a new file, one by one"}, type=Path)
+    flags.add_flags(group, {"--resume": "continue the --output of an interrupted run"})
+    flags.add_flags(group, {"--part I/N": flags.PART_HELP}, type=flags.part_of)
+    compare_help = (
+        "compare speed: without a draft, by exact, by the rule; prints one table, of acceptance too"
     )
-    group.add_argument(
-        "--output", metavar="FILE", type=Path, help="append these objects to a new file, one by one"
-    )
-    group.add_argument("--resume", action="store_true", help="continue the --output of an interrupted run")
-    group.add_argument("--part", metavar="I/N", type=part_of, help=PART_HELP)
-    group.add_argument(
-        "--compare",
-        action="store_true",
-        help="compare speed: without a draft, by exact, by the rule; prints one table, of acceptance too",
-    )
+    flags.add_flags(group, {"--compare": compare_help})
 
 
 def _add_machine(command_parser: Parser) -> None:
     group = command_parser.add_argument_group("machine")
-    group.add_argument("--attention", choices=ATTENTION, help=ATTENTION_HELP)
-    group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=CACHE_DTYPE_HELP)
-    group.add_argument("--no-check", action="store_true", default=None, help=NO_CHECK_HELP)
+    group.add_argument("--attention", choices=ATTENTION, help=flags.ATTENTION_HELP)
+    group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=flags.CACHE_DTYPE_HELP)
+    flags.add_flags(group, {"--no-check": flags.NO_CHECK_HELP})
     add_settings(group, "prefill_chunk")
-    group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
-    add_host_flags(command_parser)
+    flags.add_flags(group, {"--mesh data=2,model=4": flags.MESH_HELP})
+    flags.add_host_flags(command_parser)
 
 
 def _devices(text: str) -> tuple[int, ...]:
     """Parse device numbers from N,N,..."""
     if re.fullmatch(r"\d{1,6}(,\d{1,6})*", text, re.ASCII) is None:
-        raise MarsError(
-            f"--draft-device is {text!r}: expected the number of a device, or several, as in 4,5,6,7."
-        )
+        raise MarsError(f"--draft-device is {text!r}: expected one device number or several, as in 4,5,6,7.")
     return tuple(int(number) for number in text.split(","))
 
 
@@ -322,13 +262,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       SystemExit: after --help and --version.
     """
     args = parser().parse_args(argv)
-    numbers_of(args, REQUEST | BATCH)
+    flags.numbers_of(args, REQUEST | BATCH)
     if args.logit_bias is not None:
         bias_parts = (text.partition("=") for text in args.logit_bias)
         args.logit_bias = logit_bias_of({token: value for token, _, value in bias_parts})
     args.template_args = _template_args(args.template_args or []) or None
-    if args.stop_strings is not None and not all(args.stop_strings):
-        raise MarsError("--stop-string is empty: give at least one character.")
     _check_constraints(args)
     # The default rule is mars for the embedded pair, with --compare, and if a rule setting is given. Otherwise, and
     # without a draft, it is exact.
@@ -336,7 +274,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.target = args.target or assets.TARGET
     # A default draft may adapt its length on a CPU (see `check_flags`), except for the embedded pair.
     args.draft_is_default = args.draft is None and not is_embedded_pair
-    args.draft = draft_or_default(args.draft, args.target)
+    args.draft = flags.draft_or_default(args.draft, args.target)
     rule_settings = given_settings(args)
     default_rule = "exact"
     if (is_embedded_pair or rule_settings or args.compare) and args.draft != "none":

@@ -72,7 +72,6 @@ def _list(args: argparse.Namespace, out: IO[str]) -> None:
 def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow], out: IO[str]) -> None:
     from mars_jax.cli.generate import ways
     from mars_jax.cli.generate.job import open_job
-    from mars_jax.cli.generate.output_file import fingerprints, recorded
     from mars_jax.serve.rows import RowFile
 
     part_rows = rows[args.part or slice(None)]
@@ -80,14 +79,14 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
         row_file = None
         if args.output is not None:
             # Open the file before the weights load, so that a file of another run is refused at once.
-            row_file = RowFile(args.output, recorded(args, choices, rows), resume=args.resume)
+            row_file = RowFile(args.output, ways.recorded(args, choices, rows), resume=args.resume)
             stack.callback(row_file.close)
             stack.enter_context(signals.ending(functools.partial(_stop, row_file, len(part_rows))))
         with busy("loading"):
             job = open_job(args, choices, part_rows)
         if row_file is not None:
             # Fingerprints need the weights, so the existing rows are compared only now.
-            row_file.start(fingerprints(job.session, choices.draft))
+            row_file.start(ways.fingerprints(job.session, choices.draft))
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
             # JSON is UTF-8 in every locale.
             if args.json:

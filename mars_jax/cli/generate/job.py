@@ -219,11 +219,8 @@ def open_job(
         open_refining = load_function("mars_jax.lab.training.online:Refining")
         refining = open_refining(args, target, drafter, samples=any_sampling)
     run = {"version": __version__, "target": args.target, "draft": args.draft, **choices.rule.as_json()}
-    run |= {
-        "tree": plain(args.tree),
-        "num_draft_tokens": args.num_draft_tokens,
-        "dtype": _dtype(target.params),
-    }
+    run |= {"tree": plain(args.tree), "num_draft_tokens": args.num_draft_tokens}
+    run["dtype"] = _dtype(target.params)
     return Job(
         session=session,
         requests=requests,
@@ -316,19 +313,14 @@ def _tokens(
         for first in range(0, len(rows), CHUNK):
             chunk = rows[first : first + CHUNK]
             texts = [row.prompt or row.messages or "" for row in chunk if row.tokens is None]
-            encoded_prompts = None
-            if texts:
-                # After an error, encode one at a time, to find the prompt at fault.
-                with contextlib.suppress(MarsError):
+            # After an error, encode one at a time, to find the prompt at fault.
+            encoded_prompts = (target.encode(text, **encode_options) for text in texts)
+            with contextlib.suppress(MarsError):
+                if texts:
                     encoded_prompts = iter(target.encode_many(texts, **encode_options))
             for row in chunk:
-                if row.tokens is not None:
-                    yield row.tokens
-                elif encoded_prompts is not None:
-                    yield next(encoded_prompts)
-                else:
-                    try:
-                        yield target.encode(row.prompt or row.messages or "", **encode_options)
-                    except MarsError as error:
-                        raise row.error(error) from None
+                try:
+                    yield next(encoded_prompts) if row.tokens is None else row.tokens
+                except MarsError as error:
+                    raise row.error(error) from None
             running_activity.detail = f"{first + len(chunk)} of {len(rows)} prompts"

@@ -7,14 +7,14 @@ import dataclasses
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from mars_jax.cli import remote
 from mars_jax.hub.conversation import as_conversation
 from mars_jax.utils.errors import MarsError, did_you_mean, first_line, say
-from mars_jax.utils.limits import LINE_BYTES, PROMPT_BYTES
+from mars_jax.utils.limits import LINE_BYTES
 from mars_jax.utils.paths import check_path, open_file
 from mars_jax.utils.settings import REQUEST
 from mars_jax.utils.types import JsonObject
@@ -54,13 +54,9 @@ class PromptRow:
         return MarsError(": ".join(filter(None, (self.where, str(message)))))
 
 
-def from_texts(texts: list[str]) -> list[PromptRow]:
-    """Return prompts from the command line as rows.
-
-    Raises:
-      MarsError: a prompt is empty, or not Unicode.
-    """
-    return [_checked(PromptRow(where="", prompt=text)) for text in texts]
+def from_texts(texts: Iterable[str]) -> list[PromptRow]:
+    """Return prompts from the command line as rows."""
+    return [PromptRow(where="", prompt=text) for text in texts]
 
 
 def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
@@ -111,9 +107,7 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
     except FileNotFoundError:
         raise MarsError(f"there is no prompts file '{path}': check the path.") from None
     except OSError as error:
-        raise MarsError(
-            f"the prompts file '{path}' cannot be read ({error.strerror}): check the path."
-        ) from None
+        raise MarsError(f"the prompts file '{path}' cannot be read ({error.strerror}): check it.") from None
 
 
 def _parquet(path: str) -> Iterator[JsonObject]:
@@ -160,7 +154,7 @@ def _from_columns(columns: JsonObject, where: str, rule: RuleChoice) -> PromptRo
     # pandas writes an index column, and stores integers as floats if a column has nulls.
     fields = {key: x for key, x in _without_nulls(columns).items() if not key.startswith("__index_level_")}
     integer_fields = {key: int(x) for key, x in fields.items() if isinstance(x, float) and x.is_integer()}
-    return _checked(_from_fields(fields | integer_fields, PromptRow(where=where), rule))
+    return _from_fields(fields | integer_fields, PromptRow(where=where), rule)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -177,38 +171,32 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
     with _opened(path) as file:
         # Split bytes into lines: str.splitlines would also split at other characters, which prompts may contain.
         for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
-            where = f"{name}, line {number}"
+            row = PromptRow(where=f"{name}, line {number}")
             # `readline` stops one byte past the limit, so a huge line is never in memory as a whole.
             if len(line) > LINE_BYTES:
-                raise MarsError(
-                    f"{where}: it has more than {LINE_BYTES:,} bytes: give shorter prompts, one a line."
-                )
+                raise row.error(f"it has more than {LINE_BYTES:,} bytes: give shorter prompts, one a line.")
             # Only the first line may begin with a byte order mark.
             encoding = "utf-8-sig" if number == 1 else "utf-8"
             try:
                 text = line.decode(encoding).removesuffix("\n").removesuffix("\r")
             except UnicodeDecodeError:
-                raise MarsError(f"{where}: it is not UTF-8: convert the file.") from None
+                raise row.error("it is not UTF-8: convert the file.") from None
             if not text.strip():
                 continue
             if is_jsonl is None:  # stdin has no file extension: detect the format from the first line
                 is_jsonl = text.lstrip().startswith("{")
+            if not is_jsonl:
+                yield dataclasses.replace(row, prompt=text)
+                continue
             try:
-                row = _from_json_line(text, where, rule) if is_jsonl else PromptRow(where=where, prompt=text)
+                fields = json.loads(text)
+                if not isinstance(fields, dict):
+                    raise row.error('it is not an object: write {"prompt": "..."}.')
+                yield _from_fields(fields, row, rule)
+            except ValueError as error:
+                raise row.error(f"it is not JSON ({error}): a .jsonl file has one object a line.") from None
             except RecursionError:  # in the JSON parser or in the checks
-                raise MarsError(f"{where}: it is nested too deeply: give flatter values.") from None
-            yield _checked(row)
-
-
-def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise MarsError(f"{where}: it is not JSON ({error}): a .jsonl file has one object a line.") from None
-    row = PromptRow(where=where)
-    if not isinstance(fields, dict):
-        raise row.error('it is not an object: write {"prompt": "..."}.')
-    return _from_fields(fields, row, rule)
+                raise row.error("it is nested too deeply: give flatter values.") from None
 
 
 def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> PromptRow:
@@ -244,9 +232,7 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
         settings |= {key: fields[key] for key in (*CONSTRAINTS, *SPANS) if fields.get(key) is not None}
         if not isinstance(settings.get("json_schema", {}), dict):
             # Accepting the path of a schema would let a row read any file.
-            raise MarsError(
-                f"json_schema is {settings['json_schema']!r}: expected an object, the schema itself."
-            )
+            raise MarsError(f"json_schema is {settings['json_schema']!r}: expected an object, the schema.")
         rule_numbers = {}
         for key in fields.keys() & set(rule_keys):
             # The range of a setting may depend on the rule's structure: theta's depends on the margin.
@@ -302,19 +288,3 @@ def _unknown(name: str, rule: RuleChoice, keys: Sequence[str]) -> str:
     if any(name in row.settings for row in rules().values()):
         return f"{name} does not apply to {not_in(rule, name)}."
     return f"unknown key '{name}'{did_you_mean(name, keys)}: the keys are {', '.join(keys)}."
-
-
-def _checked(row: PromptRow) -> PromptRow:
-    if row.prompt is None:
-        if row.messages is None and not row.tokens:
-            raise row.error("prompt_tokens is empty: give at least one token id.")
-        return row
-    if not row.prompt:
-        raise row.error("the prompt is empty: give at least one character of text to continue.")
-    try:
-        num_bytes = len(row.prompt.encode("utf-8"))
-    except UnicodeEncodeError:
-        raise row.error("the prompt is not valid Unicode: give it as UTF-8.") from None
-    if num_bytes > PROMPT_BYTES:
-        raise row.error(f"the prompt has {num_bytes:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
-    return row

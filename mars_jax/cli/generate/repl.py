@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
+import readline
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
 from typing import IO
 
 import jax
@@ -20,8 +23,7 @@ from mars_jax.cli.flags import SAMPLING, flag_of, without
 from mars_jax.cli.generate.applies import Choices, check_flags, check_interactive_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.job import Job, load_rule, make_job_requests, open_job
-from mars_jax.cli.generate.line_editor import editing
-from mars_jax.cli.generate.prompts import PromptRow, from_texts
+from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, line_of
 from mars_jax.cli.host_flags import joined
 from mars_jax.cli.program import keep_compilations
@@ -33,10 +35,12 @@ from mars_jax.serve.chat import Chat, Running
 from mars_jax.serve.queue import Finished, Said
 from mars_jax.serve.requests import Request
 from mars_jax.serve.session import check_finite
+from mars_jax.utils import paths
 from mars_jax.utils.errors import MarsError, did_you_mean
 from mars_jax.verify import rules
 
 PROMPT = "> "
+HISTORY_LINES = 1000
 COMMANDS = {
     "/help": "these lines",
     "/new": "begin a new conversation",
@@ -85,6 +89,67 @@ def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
         with editing(out, list(COMMANDS)) as ask:
             while talk_session.takes(ask):
                 pass
+
+
+def history_file() -> Path | None:
+    """Return the path of the history, in the user's state folder; None for a user without a home.
+
+    >>> history_file().parts[-2:]
+    ('mars_jax', 'history')
+    """
+    state_folder = paths.kept("XDG_STATE_HOME", ".local", "state")
+    return state_folder and state_folder / "mars_jax" / "history"
+
+
+@contextlib.contextmanager
+def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]]:
+    """Yield a function that shows a prompt and returns the user's line; it raises `EOFError` at the end of input.
+
+    Only the user can read the history file. If it cannot be written, the history lasts for the session.
+
+    Args:
+      out: the terminal.
+      words: completions that the tab key offers at the beginning of a line.
+    """
+    # By default a slash is a delimiter, and completing /s would insert /set after the slash.
+    readline.set_completer_delims(" \t\n")
+    readline.set_completer(lambda text, state: _completion(readline.get_line_buffer(), words, state))
+    readline.parse_and_bind("tab: complete")
+    readline.set_history_length(HISTORY_LINES)
+    # The history is global to the process: drop lines of an earlier session.
+    readline.clear_history()
+    history_path = history_file() or Path(os.devnull)
+    with contextlib.suppress(OSError):
+        history_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        history_path.touch(mode=0o600)
+        readline.read_history_file(history_path)
+
+    def ask(prompt: str) -> str:
+        # Python edits lines only if its own stdout is the terminal; commands redirect stdout to stderr.
+        with contextlib.redirect_stdout(out):
+            line = input(prompt)
+        if line.strip():
+            with contextlib.suppress(OSError):
+                # Append only the new line, because several sessions may share the file.
+                readline.append_history_file(1, history_path)
+        return line
+
+    try:
+        yield ask
+    finally:
+        readline.set_completer(None)
+
+
+def _completion(line: str, words: Sequence[str], state: int) -> str | None:
+    """Return the word at index `state` among the words that begin with the line.
+
+    >>> _completion("/s", ["/new", "/set", "/settings"], 1)
+    '/settings'
+    """
+    if not line.startswith("/"):
+        return None
+    matching_words = [word for word in words if word.startswith(line)]
+    return next(iter(matching_words[state:]), None)
 
 
 class Talk:
@@ -201,9 +266,8 @@ class Talk:
             self._tell(f"the context of {context_length} tokens is full{cure}")
 
     def _events(self, text: str) -> Generator[Said | Finished, None, None]:
-        [row] = from_texts([text])  # also checks the text of a turn
         if self._chat is None:
-            return self._running.stream(self._request(row))
+            return self._running.stream(self._request(PromptRow(where="", prompt=text)))
         return self._chat.stream(text)
 
     def _again(self) -> None:

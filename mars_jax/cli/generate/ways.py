@@ -1,36 +1,67 @@
-"""Output formats of a job: streamed text, finished text, JSON rows, rows in a file, and the comparison."""
+"""Output of a job: streamed or finished text, JSON rows, rows in a file with the run's settings, the comparison."""
 
 from __future__ import annotations
 
+import argparse
 import collections
+import dataclasses
+import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import IO
 
+import jax
 from rich.table import Table
 
 from mars_jax import verify
+from mars_jax.cli.flags import SAMPLING
+from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.job import Job, JobCompletions
-from mars_jax.cli.generate.output_file import missing_rows, to_row
+from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
 from mars_jax.cli.progress import Show, announce, progress, speed
+from mars_jax.cli.rule_flags import FLAGS
 from mars_jax.core.rule import LoadedRule
+from mars_jax.drafters.registry import DraftSpec
+from mars_jax.hub.files import resolve
 from mars_jax.serve.queue import Finished, Said
-from mars_jax.serve.requests import Completion, Request, Result, total_metrics
-from mars_jax.serve.rows import RowFile, to_line
+from mars_jax.serve.requests import Completion, Request, Result, TokenLogProbs, total_metrics
+from mars_jax.serve.rows import RowFile, digest, fingerprint, plain, to_line
+from mars_jax.serve.session import Session
 from mars_jax.serve.text import ends_in_loop
-from mars_jax.utils.errors import say
+from mars_jax.utils.errors import MarsError, say
+from mars_jax.utils.settings import REQUEST
 from mars_jax.utils.types import JsonObject
+from mars_jax.verify import is_own, source_digest
 
 REPEATS = 5
 """Timed runs per row of the comparison; the table shows their median."""
 
 
+_ELSEWHERE = {
+    # The digest of the prompts covers these flags.
+    "prompts", "prompts_file",
+    "output", "resume", "json", "stream", "compare", "part",
+    # This flag only allows adaptive draft length, which changes no token.
+    "draft_is_default",
+    # A row's tokens do not depend on its batch or on the number of devices.
+    "batch_size", "prefill_chunk", "mesh", "draft_device", "coordinator", "num_processes", "process_id",
+    # This flag controls whether checksums are compared, not which weights are loaded.
+    "no_check",
+    # The rule's settings record these flags.
+    "theta_file", "rule", "rule_option", *FLAGS,
+}  # fmt: skip
+"""Flags that do not change rows. All others are recorded, including flags that are added later."""
+_METRICS = ("steps", "tau", "proposed", "accepted_exact", "accepted_relaxed", "depth_histogram")
+"""Metrics in a row."""
+_DEFAULTS = {name: row.default for name, row in REQUEST.items()}
+
+
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print text as it is decoded, one prompt after another. Later prompts of a batch wait until earlier ones end."""
-    printer, completions = TextPrinter(console(out), colours=job.drafts), []
+    printer, completions = TextPrinter(console(out), colours=job.drafts), job.finished
     events, current_index = job.stream(), None
     start_time = time.perf_counter()
     with progress("prompts", bar=False) as show:
@@ -46,12 +77,11 @@ def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
             if event.index == current_index:
                 printer.end()
             completions.append(event.completion)
-            job.finished.append(event.completion)
             show(len(completions), len(job.requests), "")
             all_failed = all(completion.finish_reason == "failed" for completion in completions)
             if all_failed and len(completions) in (job.session.batch_size, len(job.requests)):
                 job.check_finite()  # other prompts would fail as well
-    _report(job, completions, time.perf_counter() - start_time, colours=printer.colours)
+    _report(job, time.perf_counter() - start_time, colours=printer.colours)
 
 
 def _one_by_one(events: Iterator[Said | Finished]) -> Iterator[Said | Finished]:
@@ -70,15 +100,13 @@ def _one_by_one(events: Iterator[Said | Finished]) -> Iterator[Said | Finished]:
 
 def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print each completion as soon as it and all earlier ones are done."""
-    printer, completions = TextPrinter(console(out), colours=False), []
-    job_completions = job.decode()
+    printer, job_completions = TextPrinter(console(out), colours=False), job.decode()
     with progress("prompts", bar=False) as show:
         for completion in _each(job_completions, show, len(job.requests)):
             printer.prompt(_text(job, completion.request), chat=chat)
             printer.piece("exact", completion.text)
             printer.end()
-            completions.append(completion)
-    _report(job, completions, job_completions.seconds)
+    _report(job, job_completions.seconds)
 
 
 def _each(decoding: JobCompletions, show: Show, count: int, first: int = 0) -> Iterator[Completion]:
@@ -97,7 +125,7 @@ def print_json(job: Job, out: IO[str]) -> None:
     job_completions = job.decode()
     with progress("prompts", bar=False) as show:
         for index, completion in enumerate(_each(job_completions, show, len(job.requests))):
-            _print_line(to_row(completion, job.session.rule_name, job.run_of(index)), out)
+            print(to_line(to_row(completion, job.session.rule_name, job.run_of(index))), file=out, flush=True)
 
 
 def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
@@ -106,7 +134,6 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
     if not missing_indices:
         say(f"the --output has all {total_rows} rows already: nothing to do.")
         return
-    decoded_completions = []
     job_completions = job.decode(missing_indices)
     with progress("prompts") as show:
         completions = _each(job_completions, show, total_rows, total_rows - len(missing_indices))
@@ -114,9 +141,8 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
         for index, completion in zip(missing_indices, completions, strict=False):
             file.append(to_row(completion, job.session.rule_name, job.run_of(index)))
             if json:
-                _print_line(file.rows[-1], out)
-            decoded_completions.append(completion)
-    _report(job, decoded_completions, job_completions.seconds)
+                print(to_line(file.rows[-1]), file=out, flush=True)
+    _report(job, job_completions.seconds)
 
 
 def compare_ways(job: Job, show: Show) -> JsonObject:
@@ -131,7 +157,7 @@ def compare_ways(job: Job, show: Show) -> JsonObject:
     pair, requests = job.session, job.requests
     exact = pair.using(LoadedRule(verify.exact()))
     sessions = {"autoregressive": pair.autoregressive, "exact": exact, pair.rule_name: pair}
-    if verify.is_own(job.run["verify"]) and not pair.loaded_rule.rule.lossless:
+    if is_own(job.run["verify"]) and not pair.loaded_rule.rule.lossless:
         sessions.setdefault("mars", pair.using(LoadedRule(verify.mars())))
     for session in sessions.values():
         session.warm_up(requests)
@@ -189,7 +215,7 @@ def print_comparison(job: Job, out: IO[str], *, json: bool) -> None:
     with progress("runs") as show:
         comparison = compare_ways(job, show)
     if json:
-        _print_line(comparison, out)
+        print(to_line(comparison), file=out, flush=True)
         return
     screen = console(out)
     # A pipe has no width, so use a fixed one.
@@ -197,25 +223,131 @@ def print_comparison(job: Job, out: IO[str], *, json: bool) -> None:
 
 
 def _text(job: Job, request: Request) -> str:
-    if request.prompt is not None:
-        return request.prompt
-    return job.session.target.decode(request.prompt_tokens)
+    return request.prompt or job.session.target.decode(request.prompt_tokens)
 
 
-def _print_line(row: JsonObject, out: IO[str]) -> None:
-    out.write(to_line(row) + "\n")
-    out.flush()
-
-
-def _report(job: Job, completions: list[Completion], seconds: float, *, colours: bool = False) -> None:
+def _report(job: Job, seconds: float, *, colours: bool = False) -> None:
     """Print totals on stderr."""
     screen = console(sys.stderr)
     screen.print()
     if colours and screen.color_system is not None:
         screen.print(legend(screen.width, trusts=job.trusts))
-    metrics = total_metrics(completions)
+    metrics = total_metrics(job.finished)
     screen.print(statistics(metrics, seconds, job.session.rule_name, drafts=job.drafts))
     if job.refining is not None:
         screen.print(job.refining.describe())
     if job.simulated:
         screen.print("acceptance was simulated: the text means nothing, and quality cannot be read from it")
+
+
+def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow]) -> JsonObject:
+    """Return the settings of a run, as JSON values. Settings at their defaults are left out.
+
+    Args:
+      args: the flags.
+      choices: the resolved defaults of the flags.
+      rows: the prompts of the whole run, including all parts.
+    """
+    settings = {
+        name: plain(value)
+        for name, value in vars(args).items()
+        if name not in _ELSEWHERE and not _is_default(name, value)
+    }
+    rule = choices.rule
+    settings["verify"] = rule.spec
+    if is_own(rule.spec):
+        settings["rule_source"] = source_digest(rule.spec)
+    for name, value in rule.settings.items():
+        if value != rule.options[name].default:
+            settings[name] = plain(value)
+    # Leave out the origin of each prompt, so that a run can continue after its prompts file was moved.
+    prompts = [dataclasses.astuple(dataclasses.replace(row, where="")) for row in rows]
+    return settings | {"prompts": digest(repr(prompts).encode())}
+
+
+def _is_default(name: str, value: object) -> bool:
+    # Compare by identity: 0 equals False, but is a setting.
+    return value is None or value is False or (name in _DEFAULTS and value == _DEFAULTS[name])
+
+
+def to_row(completion: Completion, rule: str, run: JsonObject) -> JsonObject:
+    """Return the row of a finished prompt; docs/rows.md has its schema.
+
+    Args:
+      completion: completion of the prompt.
+      rule: name of the rule in reports.
+      run: settings that distinguish the row from those of other runs, from `Job.run_of`.
+    """
+    request, metrics = completion.request, completion.metrics
+    row = {
+        "id": request.id,
+        "prompt": request.prompt,
+        "messages": request.messages,
+        "text": completion.text,
+        "prompt_tokens": request.prompt_tokens,
+        "tokens": completion.tokens,
+        "finish_reason": completion.finish_reason,
+        **{name: getattr(metrics, name) for name in _METRICS},
+        "seconds": completion.seconds,
+        "tokens_per_second": completion.tokens_per_second,
+        "rule": rule,
+        "sampling": sampling(request),
+        "run": run,
+        "log_probs": completion.log_probs and _columns(completion.log_probs),
+    }
+    # A prompt of token ids keeps its key, with null.
+    return {name: value for name, value in row.items() if value is not None or name == "prompt"}
+
+
+def _columns(log_probs: TokenLogProbs) -> JsonObject:
+    columns = log_probs._asdict()
+    if not log_probs.top:  # no --top-log-probs
+        del columns["top"], columns["processed_top"]
+    return columns
+
+
+def sampling(request: Request) -> JsonObject:
+    """Return the settings of a request that its row records; docs/rows.md has their schema."""
+    return {name: getattr(request, name) for name in (*SAMPLING, "strict")}
+
+
+def missing_rows(file: RowFile, requests: Sequence[Request]) -> list[int]:
+    """Return the numbers of the requests without a row on file. The rows may be in any order.
+
+    Raises:
+      MarsError: the file repeats a row, or contains a row of a different part of the run.
+    """
+    numbers_by_key: dict[str, list[int]] = {}
+    for number, request in enumerate(requests):
+        # Compare rows in the form of JSON, which is how the file stores them.
+        row_key = to_line(
+            {"id": request.id, "prompt_tokens": request.prompt_tokens, "sampling": sampling(request)}
+        )
+        numbers_by_key.setdefault(row_key, []).append(number)
+    for line, row in enumerate(file.rows, start=1):
+        row_key = to_line({name: row.get(name) for name in ("id", "prompt_tokens", "sampling")})
+        if not numbers_by_key.get(row_key):
+            raise MarsError(
+                f"line {line} of '{file.path}' repeats another line or belongs to another --part: remove the line, or "
+                "choose another --output."
+            )
+        # Equal requests share a key, and each row on file accounts for one of them.
+        numbers_by_key[row_key].pop(0)
+    return sorted(itertools.chain.from_iterable(numbers_by_key.values()))
+
+
+def fingerprints(session: Session, draft: DraftSpec) -> dict[str, str]:
+    """Return the fingerprint of every component that has weights. All processes of a mesh must call it.
+
+    Args:
+      session: the session, with its weights.
+      draft: spec of the drafter.
+    """
+    target, drafter, rule = session.target, session.drafter, session.loaded_rule
+    fingerprint_by_component = {"target": fingerprint(target.params, target.path)}
+    if draft.path:
+        checkpoints = [resolve(draft.checkpoint, weights=False)] if draft.checkpoint else []
+        fingerprint_by_component["draft"] = fingerprint(drafter.params, *checkpoints)
+    if jax.tree.leaves(rule.params):
+        fingerprint_by_component["rule"] = fingerprint(rule.params)
+    return fingerprint_by_component

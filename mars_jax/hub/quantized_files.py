@@ -1,6 +1,6 @@
-"""Unpacking of 4-bit AWQ, GPTQ and compressed-tensors matrices into tensors with their usual names.
+"""Dequantisation of quantised safetensors: 4-bit AWQ, GPTQ and compressed-tensors; fp8 (e4m3) and int8 with scales.
 
-One i32 packs eight 4-bit numbers, the first in its lowest bits. A weight is (q - z) * s, with a scale s and a zero z
+**Packed in 4 bits.** One i32 packs eight 4-bit numbers, the first in its lowest bits. A weight is (q - z) * s, with a scale s and a zero z
 for each output and group of inputs:
 
 | | numbers q | scales | zeros |
@@ -13,6 +13,19 @@ In GPTQ, `g_idx` [in] lists the group of each input. With `desc_act` the inputs 
 matrix is dequantised, and is rounded again only for an explicit dtype "int4". Sources: casper-hansen/AutoAWQ
 `packing_utils.py`, AutoGPTQ `qlinear_cuda_old.py`, vllm-project/compressed-tensors `pack_quantized`. Oracle: matrices
 packed by these packages (tests/hub/packed_by_others.npz).
+
+**Scaled.** A weight is the stored number times its scale. A matrix [out, in] has one scale, one per output, or one per block. A
+group of inputs is a block with one output:
+
+| | scales | made by |
+|---|---|---|
+| fp8 with blocks | `NAME.weight_scale_inv` [out / b, in / b], b by `weight_block_size` | DeepSeek-V3, Qwen3 in FP8 |
+| fp8 of a whole matrix | `NAME.weight_scale` [] | AutoFP8 |
+| `float-quantized`, `int-quantized` | `NAME.weight_scale` [out, 1], [1], or by blocks or groups | compressed-tensors |
+
+These formats also describe how to round activations, keys and values. mars-jax does not round them, so it ignores their
+scales. Sources: deepseek-ai/DeepSeek-V3 `inference/kernel.py` (`weight_dequant`), vllm-project/compressed-tensors
+`quantizers/naive_quantized.py`. Oracle: PyTorch's float8 (tests/hub/test_scaled_files.py).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -22,7 +35,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,7 +49,9 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _NIBBLES = np.arange(0, 32, 4, dtype=np.uint32)
 _FUSED = ("weight_input", "weight_output")
 """Locations of compressed-tensors' transforms that are already applied to the stored weights."""
-OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".kv_scale")
+_SCALES = (".weight_scale_inv", ".weight_scale")
+"""Suffixes of the scales of fp8 and int8 matrices."""
+_OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".kv_scale")
 """Names of tensors that describe how to round activations. mars-jax does not round them."""
 _PIECE = re.compile(r"^(.*)\.(qweight|qzeros|scales|g_idx|weight_(?:packed|scale|zero_point|shape|g_idx))$")
 
@@ -50,7 +65,7 @@ class _Matrix(NamedTuple):
     group: np.ndarray  # i32[in]; the group of each input
 
 
-def quantization_config(directory: Path) -> JsonObject | None:
+def _quantization_config(directory: Path) -> JsonObject | None:
     """Return the `quantization_config` of a checkpoint; None if it has none."""
     data = read_json(directory / "config.json")
     quantization = data.get("quantization_config") or data.get("compression_config")
@@ -65,15 +80,15 @@ def packing(directory: Path) -> JsonObject | None:
     Raises:
       MarsError: this form of the method is not supported, the forward pass rotates activations, or weights are sparse.
     """
-    quantization = quantization_config(directory)
+    quantization = _quantization_config(directory)
     if quantization is None:
         return None
-    # Check this first: rotations and sparsity also occur in checkpoints that `scaled_files` reads.
+    # Check this first: rotations and sparsity also occur in checkpoints of scaled matrices.
     _check_forward(directory, quantization)
     if quantization.get("quant_method") not in _READERS:
         return None
     if quantization.get("format") in ("float-quantized", "int-quantized", "naive-quantized"):
-        return None  # `scaled_files` reads these formats
+        return None  # `dequantized_tensors` reads these formats
     if not _is_readable(quantization):
         raise MarsError(
             f"'{directory}' is quantised by {quantization['quant_method']} in a form that is not read: use one in 4 "
@@ -91,7 +106,7 @@ def is_packed(directory: Path) -> bool:
 def _is_readable(config: JsonObject) -> bool:
     """Return whether the reader of the config's method supports its form."""
     if config["quant_method"] == "compressed-tensors":
-        weights = group_weights(config)
+        weights = _group_weights(config)
         is_int4 = all(w.get("num_bits") == 4 and w.get("type", "int") == "int" for w in weights)
         return is_int4 and config.get("format") == "pack-quantized"
     # AutoAWQ names the setting `w_bit`, transformers `bits`.
@@ -131,7 +146,7 @@ def _gptq_format(config: JsonObject) -> str:
     return str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
 
 
-def group_weights(config: JsonObject) -> list[JsonObject]:
+def _group_weights(config: JsonObject) -> list[JsonObject]:
     """Return the `weights` settings of each group of a compressed-tensors config."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict):
@@ -160,7 +175,7 @@ def unpacked_tensors(
         for name, tensor in file.items():
             if piece_match := _PIECE.match(name):
                 pieces.setdefault(piece_match[1], {})[piece_match[2]] = tensor
-            elif not name.endswith(OF_ACTIVATIONS):
+            elif not name.endswith(_OF_ACTIVATIONS):
                 other_tensors[name] = tensor
         yield other_tensors
     method = config["quant_method"]
@@ -172,9 +187,7 @@ def unpacked_tensors(
     def matrix(name: str) -> _Matrix:
         with refusing(name):
             arrays = {piece: tensor.read() for piece, tensor in pieces[name].items()}
-            unpacked_matrix = _READERS[method](arrays, config)
-            _check_shapes(unpacked_matrix)
-        return unpacked_matrix
+            return _READERS[method](arrays, config)
 
     matrices = {}
     for name, matrix_pieces in pieces.items():
@@ -182,16 +195,6 @@ def unpacked_tensors(
             sizes = _SHAPES[method](matrix_pieces)
             matrices[f"{name}.weight"] = _tensor(functools.partial(matrix, name), matrix_pieces, sizes)
     yield matrices
-
-
-def _check_shapes(matrix: _Matrix) -> None:
-    """Raise ValueError if the pieces do not belong to one matrix."""
-    (inputs, outputs), groups = matrix.q.shape, len(matrix.scale)
-    shapes_fit = matrix.scale.shape == matrix.zero.shape == (groups, outputs)
-    if not shapes_fit or matrix.group.shape != (inputs,) or inputs % groups:
-        raise ValueError("their shapes do not fit")
-    if np.any((matrix.group < 0) | (matrix.group >= groups)):
-        raise ValueError("an input belongs to no group")
 
 
 def _tensor(
@@ -282,10 +285,24 @@ def _compressed(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix
 
 
 def _matrix(q: np.ndarray, zero: np.ndarray, scale: np.ndarray, group: np.ndarray | None) -> _Matrix:
-    """Return a matrix whose groups are `group`; None if the inputs of a group are neighbours."""
-    if group is None:
-        group = np.arange(len(q)) // (len(q) // len(scale))
-    return _Matrix(q, zero, scale, group.astype(np.int32))
+    """Return a matrix whose groups are `group`; None if the inputs of a group are neighbours.
+
+    Raises:
+      ValueError: the pieces do not belong to one matrix.
+    """
+    (inputs, outputs), groups = q.shape, len(scale)
+    input_groups = np.arange(inputs) // (inputs // groups)
+    if group is not None:
+        input_groups = group
+    if (
+        not scale.shape == zero.shape == (groups, outputs)
+        or input_groups.shape != (inputs,)
+        or inputs % groups
+    ):
+        raise ValueError("their shapes do not fit")
+    if np.any((input_groups < 0) | (input_groups >= groups)):
+        raise ValueError("an input belongs to no group")
+    return _Matrix(q, zero, scale, input_groups.astype(np.int32))
 
 
 _READERS = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}
@@ -296,3 +313,78 @@ _SHAPES = {  # (outputs, inputs, groups) of the pieces
         p["weight_packed"].shape[0], p["weight_packed"].shape[1] * 8, p["weight_scale"].shape[1],
     ),
 }  # fmt: skip
+
+
+def dequantized_tensors(
+    directory: Path, files: Iterable[Mapping[str, Tensor]]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of a checkpoint's files, dequantising every matrix that has scales.
+
+    Raises:
+      MarsError: scales do not fit their matrix.
+    """
+    all_files = list(files)  # headers only; a matrix and its scales may be in different files
+    scales: dict[str, Tensor] = {}
+    for name, tensor in (item for file in all_files for item in file.items()):
+        if end := next(filter(name.endswith, _SCALES), None):
+            if (base := name.removesuffix(end)) in scales:
+                raise MarsError(f"'{directory}' has two scales of {base}.weight: download it again.")
+            scales[base] = tensor
+    if not scales:
+        yield from map(dict, all_files)
+        return
+    size = _block_size(directory)
+    for file in all_files:
+        dequantized = {}
+        for name, tensor in file.items():
+            base = name.removesuffix(".weight")
+            if base != name and base in scales:
+                dequantized[name] = _scaled_tensor(directory, name, tensor, scales[base], size)
+            elif not name.endswith((*_SCALES, *_OF_ACTIVATIONS)):
+                dequantized[name] = tensor
+        yield dequantized
+
+
+def _block_size(directory: Path) -> object:
+    """Return [outputs, inputs] of a block from the config; None if the config has no block size."""
+    quantization = _quantization_config(directory) or {}
+    if size := quantization.get("weight_block_size"):
+        return size
+    for weights in _group_weights(quantization):
+        if structure := weights.get("block_structure"):
+            return structure
+        # A group size of -1 stands for one scale per output.
+        if (size := weights.get("group_size")) not in (None, -1):
+            return [1, size]
+    return None
+
+
+def _scaled_tensor(directory: Path, name: str, tensor: Tensor, scale: Tensor, size: Any) -> Tensor:
+    outputs, inputs = tensor.shape if len(tensor.shape) == 2 else (0, 0)
+    shape = scale.shape
+    blocked = isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)
+    # Each scale belongs to a block of `tall` outputs and `wide` inputs.
+    if shape in ((), (1,), (1, 1)):
+        tall, wide = outputs, inputs
+    elif shape in ((outputs,), (outputs, 1)):
+        tall, wide = 1, inputs
+    elif blocked and shape == (-(-outputs // size[0]), -(-inputs // size[1])):
+        tall, wide = min(size[0], outputs), min(size[1], inputs)
+    else:
+        tall = wide = 0
+    if not tall or not wide:
+        raise MarsError(
+            f"'{directory}': scales {list(shape)} of {name}, {list(tensor.shape)}, are read of a whole matrix, of each "
+            "output, or of blocks or groups by their size in config.json: use the checkpoint that it was made of."
+        )
+
+    def rows(first: int, last: int) -> np.ndarray:
+        numbers = tensor.rows(first, last)
+        if numbers.dtype.itemsize > 1:
+            raise MarsError(f"it holds {numbers.dtype} beside scales: weights in 8 bits have them.")
+        # f32[blocks of outputs, blocks of inputs]; each output takes its block's row, each input its block's column.
+        row_scales = scale.read().astype(np.float32).reshape(-1, -(-inputs // wide))
+        row_scales = row_scales[np.arange(first, last) // tall]
+        return numbers.astype(np.float32) * np.repeat(row_scales, wide, axis=1)[:, :inputs]
+
+    return Tensor(tensor.shape, rows)
