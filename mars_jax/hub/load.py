@@ -13,13 +13,13 @@ from jax.sharding import Mesh, Sharding
 from mars_jax import assets
 from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
-from mars_jax.hub.config_json import read_directory
+from mars_jax.hub.config_json import is_mxfp4, read_directory, read_json
 from mars_jax.hub.converted import is_converted, restore_params
 from mars_jax.hub.families import WITH_IMAGES
 from mars_jax.hub.files import Tensor, resolve, tensors
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.gguf_tensors import gguf_tensors
-from mars_jax.hub.packed_files import is_packed, packing, unpacked_tensors
+from mars_jax.hub.packed_files import packing, unpacked_tensors
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.scaled_files import dequantized_tensors
 from mars_jax.hub.stacked_experts import split_experts
@@ -67,6 +67,13 @@ def read_path(path: Path) -> tuple[ModelConfig, str | None]:
     if is_gguf(path):
         return gguf_config.read_gguf_config(read_gguf(path))
     return read_directory(path)
+
+
+def packs_experts(path: Path) -> bool:
+    """Return whether a directory or a GGUF file has experts in MXFP4, which stay packed by default."""
+    if is_gguf(path):
+        return gguf_config.packs_experts(read_gguf(path))
+    return is_mxfp4(read_json(path / "config.json"))
 
 
 def outline(name_or_path: str | os.PathLike[str]) -> Pretrained:
@@ -146,8 +153,10 @@ def load(
     if is_converted(directory):
         params, dtype = restore_params(directory, config, dtype, shardings=shardings, check=check)
     else:
-        # By default, packed matrices stay at 4 bits, except in GGUF files, which are dequantised.
-        keep_packed = dtype is None and not is_gguf(directory) and is_packed(directory)
+        # By default, packed matrices stay at 4 bits, except in GGUF files without experts in MXFP4.
+        keep_packed = dtype is None and (
+            packs_experts(directory) or (not is_gguf(directory) and packing(directory) is not None)
+        )
         dtype, bits = resolve_dtype(dtype, stored_dtype)
         params = read_params(directory, config, dtype, bits, keep_packed=keep_packed, shardings=shardings)
     if cache_dtype is None:
@@ -246,8 +255,8 @@ def check_tensors(
 def grouped_tensors(directory: Path, config: ModelConfig) -> dict[str, list[tuple[str, Tensor]]]:
     """Return the (name in the files, tensor) pairs of a checkpoint by canonical name; see `collect`."""
     if is_gguf(directory):
-        files = gguf_tensors(directory, config)
-    elif (packing_config := packing(directory)) is not None:
+        return collect(gguf_tensors(directory, config), _alias)
+    if (packing_config := packing(directory)) is not None:
         files = unpacked_tensors(directory, tensors(directory), packing_config)
     else:
         files = dequantized_tensors(directory, tensors(directory))

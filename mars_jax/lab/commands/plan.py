@@ -268,13 +268,12 @@ def _stored_dtype(name: str) -> str:
 def _packs_experts(name: str) -> bool:
     """Return whether a checkpoint stores its experts in MXFP4."""
     from mars_jax.hub import files
-    from mars_jax.hub.config_json import is_mxfp4, read_json
+    from mars_jax.hub.load import packs_experts
     from mars_jax.lab.planning.outlined_models import CONFIGS, PACKED_EXPERTS
 
     if name in CONFIGS:
         return name in PACKED_EXPERTS
-    path = files.resolve(_directory(name), weights=False)
-    return path.is_dir() and is_mxfp4(read_json(path / "config.json"))
+    return packs_experts(files.resolve(_directory(name), weights=False))
 
 
 def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
