@@ -41,6 +41,7 @@ _DERIVED = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long
 _INTERLEAVED = {"granite", "llama", "mistral3", "smollm3"}
 """Architectures whose queries and keys llama.cpp stores interleaved, to rotate adjacent dimensions. The hub's layout
 rotates halves."""
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _EXPERT = re.compile(r"(?<=\.experts)\.(\d+)")
 _NAME = re.compile(r"(.+?)(?:[._](weight|bias))?")
 """Name of a tensor on the hub: the name that the package gguf maps, and its suffix; "weight" if it has none."""
@@ -73,17 +74,17 @@ def gguf_tensors(path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]
 def _split(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
     """Return the tensors of the model as the hub stores them, without MTP modules (NextN), which are not loaded.
 
-    llama.cpp joins the experts of a layer: expert 3 becomes "blk.0.ffn_up_exps.3.weight". It may also join queries, keys
-    and values (the first GLM-4), and store a matrix with one row as a vector.
+    llama.cpp joins the experts of a layer: expert 3 becomes "blk.0.ffn_up_exps.3.weight". It may also join queries,
+    keys and values (the first GLM-4), and store a matrix with one row as a vector.
     """
     queries, keys = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
-    modules = range(config.num_layers, config.num_layers + file.of_model("nextn_predict_layers", 0))
-    skipped = tuple(f"blk.{i}." for i in modules)
+    has_modules = bool(file.of_model("nextn_predict_layers"))
     tensors: dict[str, GGUFTensor] = {}
     for name, tensor in file.tensors.items():
         stem, _, kind = name.rpartition(".")
         rows, *inner = tensor.shape
-        if name.startswith(skipped):
+        block = _BLOCK.match(name)
+        if has_modules and block is not None and int(block[1]) >= config.num_layers:
             continue
         if config.family != "gpt_oss" and stem.endswith("_exps") and rows == config.num_experts:
             for i in range(rows):
