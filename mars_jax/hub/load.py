@@ -106,13 +106,14 @@ def load(
       name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name in `assets.catalogue`,
         such as "qwen3-0.6b", or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
       dtype: "float32" or "bfloat16". None keeps the checkpoint's dtype: float16 becomes bfloat16, and a quantised GGUF
-        file becomes float32. For 4-bit AWQ, GPTQ and compressed-tensors, None also keeps a layer's matrix packed if
-        the file packs it in groups of neighbouring inputs. None never rounds again: matrices with GPTQ's `desc_act`,
-        experts not in MXFP4, embeddings and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits
-        per weight (`models.quantize`) and keeps everything else in the checkpoint's dtype. "int4" rounds matrices of
-        layers to 4 bits, and embeddings and experts to 8. Matrices that a file stores at 4 bits (GGUF's Q4_0, Q4_1 and
-        Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized, experts in MXFP4) are not rounded again.
-        Matrices that such a GGUF file stores at more bits are rounded to 8.
+        file becomes float32, or bfloat16 if it has experts in MXFP4. For 4-bit AWQ, GPTQ and compressed-tensors, and
+        GGUF files with experts in MXFP4, None also keeps a layer's matrix packed if the file packs it in groups of
+        neighbouring inputs. None never rounds again: matrices with GPTQ's `desc_act`, experts not in MXFP4, embeddings
+        and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits per weight (`models.quantize`) and keeps
+        everything else in the checkpoint's dtype. "int4" rounds matrices of layers to 4 bits, and embeddings and
+        experts to 8. Matrices that a file stores at 4 bits (GGUF's Q4_0, Q4_1 and Q4_K, AWQ, GPTQ without `desc_act`,
+        compressed-tensors' pack-quantized, experts in MXFP4) are not rounded again. Matrices that such a GGUF file
+        stores at more bits are rounded to 8.
       mesh: devices to shard the weights over: a mesh with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a string such as "data=2,model=4"; see `mars_jax.models.shardings`. `generate` then shards the
         batch over `data`.
