@@ -16,6 +16,7 @@ Oracles: transformers reading the same files, and `dequantize` of the package gg
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,18 +83,21 @@ def _split(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
     tensors: dict[str, GGUFTensor] = {}
     for name, tensor in file.tensors.items():
         stem, _, kind = name.rpartition(".")
-        rows, *inner = tensor.shape
+        rows, inner = math.prod(tensor.shape[:1]), tensor.shape[1:]
         block = _BLOCK.match(name)
         if has_modules and block is not None and int(block[1]) >= config.num_layers:
             continue
-        if config.family != "gpt_oss" and stem.endswith("_exps") and rows == config.num_experts:
+        is_stack = stem.endswith("_exps") and len(inner) == 2 and rows == config.num_experts
+        # llama.cpp keeps vectors in float32, so a row of any tensor is a number of whole blocks.
+        has_rows = inner or tensor.kind.name == "F32"
+        if is_stack and config.family != "gpt_oss":
             for i in range(rows):
                 tensors[f"{stem}.{i}.{kind}"] = tensor.part(i, *inner)
-        elif stem.endswith("attn_qkv") and config.family == "glm" and rows == queries + 2 * keys:
+        elif stem.endswith("attn_qkv") and config.family == "glm" and rows == queries + 2 * keys and has_rows:
             for part, first, size in (("q", 0, queries), ("k", queries, keys), ("v", queries + keys, keys)):
                 tensors[f"{stem[:-3]}{part}.{kind}"] = tensor.part(first, size, *inner)
         elif stem.endswith("ffn_gate_inp_shexp") and not inner:
-            tensors[name] = tensor.part(0, 1, rows)
+            tensors[name] = tensor._replace(shape=(1, rows))
         else:
             tensors[name] = tensor
     return tensors
