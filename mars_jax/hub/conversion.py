@@ -11,12 +11,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from mars_jax.hub.config_json import is_mxfp4, read_json, to_json, write_json
+from mars_jax.hub.config_json import read_json, to_json, write_json
 from mars_jax.hub.converted import FIELDS, MANIFEST, WEIGHTS, file_name, is_converted
 from mars_jax.hub.durable import check_place, refuse_url, staging, sync, sync_directory, writing
 from mars_jax.hub.files import resolve
 from mars_jax.hub.gguf_file import is_gguf
-from mars_jax.hub.load import find_tensors, read_leaf, read_path, resolve_dtype
+from mars_jax.hub.load import find_tensors, packs_experts, read_leaf, read_path, resolve_dtype
 from mars_jax.hub.stream import HostArray
 from mars_jax.hub.tokenizer import read_tokenizer
 from mars_jax.models.weights import leaves
@@ -65,8 +65,9 @@ def convert(
         raise MarsError(f"'{directory}' is a conversion already: convert its original checkpoint.")
     config, named_dtype = read_path(directory)
     floating, bits = resolve_dtype(dtype, named_dtype)
-    has_mxfp4 = not is_gguf(directory) and is_mxfp4(read_json(directory / "config.json"))
+    has_mxfp4 = packs_experts(directory)
     keep_packed = dtype is None and has_mxfp4
+    stays_packed = has_mxfp4 and dtype in (None, "int4")
     tensors = find_tensors(directory, config)
     with writing(target), staging(target) as staged:
         new_directory = staged / "new"
@@ -79,10 +80,13 @@ def convert(
             checksums[file_name(array)] = zlib.crc32(data)
             progress(len(data))
         if is_gguf(directory):
-            write_json(new_directory / "config.json", to_json(config, dtype=floating))
+            data = to_json(config, dtype=floating)
+            if stays_packed:
+                data["quantization_config"] = {"quant_method": "mxfp4"}
+            write_json(new_directory / "config.json", data)
             read_tokenizer(directory).save_pretrained(new_directory)
         else:
-            _copy_files(directory, new_directory, floating, packed=has_mxfp4 and dtype in (None, "int4"))
+            _copy_files(directory, new_directory, floating, packed=stays_packed)
         manifest = {"source": os.fspath(source), "dtype": floating, "bits": bits, "checksums": checksums}
         write_json(new_directory / MANIFEST, manifest)
         sync_directory(new_directory)

@@ -22,27 +22,34 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
 
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",  # also Mistral: its metadata is the same
+    "llama": "LlamaForCausalLM",  # also Mistral: its metadata is the same; with experts, Mixtral
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
     "phi3": "Phi3ForCausalLM",  # also Phi-4
+    "chatglm": "GlmForCausalLM",  # the first GLM-4
     "glm4": "Glm4ForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",  # also OLMo 3: it has windows
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }
 _STOPS = ("eos", "eot", "eom")
 """Tokens that end a completion, a turn and a message."""
 _27B = {"gemma2": 46, "gemma3": 62}
 """Number of layers of the 27B models. They scale scores by hidden size / heads, which no metadata key records."""
-_WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6, "olmo2": 4}
+_WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}
 """Period of the layers without a sliding window, as in llama.cpp and `hub.families`."""
+_GATING = {"glm4moe": 2, "gpt-oss": 3}
+"""llama.cpp's numbers of sigmoid, and of softmax over the experts of a token; default: softmax over all experts, 1."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
-    "expert_used_count": (0,),
+    "rope.dimension_sections": (0,),  # rotation by position in an image
     "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_beta_fast": (32,),
     "rope.scaling.yarn_beta_slow": (1,),
@@ -72,11 +79,22 @@ def read_gguf_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
     except MarsError as error:
         raise MarsError(f"'{file.path}': {error}") from None
     kinds = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-    # llama.cpp keeps vectors in float32 in files of any type, so only matrices count.
-    matrices = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    if packs_experts(file):
+        return config, "bfloat16"  # as for the checkpoint on the hub
+    # llama.cpp keeps vectors, routers and the biases of experts in float32 in files of any type.
+    matrices = {
+        tensor.kind.name
+        for name, tensor in file.tensors.items()
+        if len(tensor.shape) > 1 and not name.endswith((".ffn_gate_inp.weight", ".bias"))
+    }
     if len(matrices) != 1:
         return config, None
     return config, kinds.get(matrices.pop())
+
+
+def packs_experts(file: GGUFFile) -> bool:
+    """Return whether a file has experts in MXFP4 that `models.quantize.Mxfp4` can hold."""
+    return file.architecture == "gpt-oss" and any(t.kind.name == "MXFP4" for t in file.tensors.values())
 
 
 def gguf_to_json(file: GGUFFile) -> JsonObject:
@@ -84,23 +102,22 @@ def gguf_to_json(file: GGUFFile) -> JsonObject:
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
         raise MarsError("it has no tensor token_embd.weight: download it again.")
-    if experts := file.of_model("expert_count"):
-        raise MarsError(
-            f"it is a mixture of experts (expert_count is {reprlib.repr(experts)}), which is supported in safetensors "
-            "and not in GGUF: load the checkpoint in the Hugging Face layout."
-        )
     hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
     head_dim = _number(file, "attention.key_length")
     # llama.cpp's default for files without `attention.key_length`.
     if head_dim is None and hidden and heads:
         head_dim = hidden // heads
+    # `block_count` includes the blocks of MTP modules.
+    layers = _number(file, "block_count")
+    if layers is not None:
+        layers -= file.of_model("nextn_predict_layers", 0)
     stops = [file.get(f"tokenizer.ggml.{name}_token_id") for name in _STOPS]
     data = {
         "architectures": [ARCHITECTURES[file.architecture]],
         "vocab_size": embed.shape[0],
         "hidden_size": hidden,
         "intermediate_size": _number(file, "feed_forward_length"),
-        "num_hidden_layers": _number(file, "block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -110,10 +127,17 @@ def gguf_to_json(file: GGUFFile) -> JsonObject:
         "rope_scaling": _scaling(file),
         # The metadata does not record tied embeddings and biases, so look for the tensors.
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": not file.tensors.keys().isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")),
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(dict.fromkeys(stop for stop in stops if stop is not None)),
     }
+    if experts := file.of_model("expert_count"):
+        data |= {
+            # One key for Qwen, one for Mixtral and gpt-oss, and one for GLM-4.5.
+            **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts),
+            "num_experts_per_tok": file.of_model("expert_used_count"),
+            "moe_intermediate_size": file.of_model("expert_feed_forward_length"),
+        }
     if file.architecture in _FAMILIES:
         data |= _FAMILIES[file.architecture](file, data)
     return {key: value for key, value in data.items() if value is not None}
@@ -135,6 +159,8 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
     width, rotated = (config.head_dim,), (int(config.head_dim * config.rope.fraction),)
     window = next(filter(None, config.windows), 0)
     neutral = _NEUTRAL | {
+        "expert_count": (config.num_experts,),
+        "expert_used_count": (config.experts_per_token,),
         "attention.key_length_swa": width,
         # 0 selects llama.cpp's default.
         "attention.scale": ((config.query_scalar or config.head_dim) ** -0.5, 0),
@@ -150,6 +176,13 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         "rope.dimension_count": rotated,
         "rope.dimension_count_swa": rotated,
     }
+    if config.num_experts:
+        # 0 selects the architecture's own function.
+        neutral["expert_gating_func"] = (_GATING.get(file.architecture, 1), 0)
+        neutral["expert_group_count"] = (config.expert_groups, 0)
+        neutral["expert_group_used_count"] = (config.groups_per_token, 0)
+        neutral["expert_weights_norm"] = (config.normalize_experts,)
+        neutral["expert_weights_scale"] = (config.expert_multiplier, 0)
     if config.rope.query_growth:
         # Ministral 3's mscale and mscale_all_dim: with them, YaRN does not scale cos and sin.
         neutral["rope.scaling.yarn_log_multiplier"] = (1,)
@@ -202,6 +235,46 @@ def _partial(file: GGUFFile, data: JsonObject) -> JsonObject:
     return {"partial_rotary_factor": fraction, "sliding_window": window}
 
 
+def _llama(file: GGUFFile, data: JsonObject) -> JsonObject:
+    if "num_experts" not in data:
+        return {}
+    return {"architectures": ["MixtralForCausalLM"]}
+
+
+def _qwen_moe(file: GGUFFile, data: JsonObject) -> JsonObject:
+    return {
+        "qkv_bias": data["attention_bias"],
+        "shared_expert_intermediate_size": file.of_model("expert_shared_feed_forward_length"),
+        # No key records it; llama.cpp's graphs differ by architecture.
+        "norm_topk_prob": file.architecture == "qwen3moe",
+    }
+
+
+def _glm_moe(file: GGUFFile, data: JsonObject) -> JsonObject:
+    return _partial(file, data) | {
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "n_shared_experts": file.of_model("expert_shared_count"),
+        "first_k_dense_replace": file.of_model("leading_dense_block_count", 0),
+        "n_group": file.of_model("expert_group_count") or 1,
+        "topk_group": file.of_model("expert_group_used_count") or 1,
+        "routed_scaling_factor": _decimal(file.of_model("expert_weights_scale") or 1.0),
+        "norm_topk_prob": file.of_model("expert_weights_norm", False),
+    }
+
+
+def _gpt_oss(file: GGUFFile, data: JsonObject) -> JsonObject:
+    tokens = file.get("tokenizer.ggml.tokens") or []
+    # llama.cpp knows these stop tokens of the model's generation_config.json by name; no key records them.
+    stops = [tokens.index(token) for token in ("<|return|>", "<|endoftext|>", "<|call|>") if token in tokens]
+    # llama.cpp rounds YaRN's range to whole dimensions; the model was trained without rounding.
+    scaling = (data["rope_scaling"] or {"rope_type": "default"}) | {"truncate": False}
+    return {
+        "eos_token_id": list(dict.fromkeys([*data["eos_token_id"], *stops])),
+        "rope_scaling": scaling,
+        "sliding_window": file.of_model("attention.sliding_window"),
+    }
+
+
 def _granite(file: GGUFFile, data: JsonObject) -> JsonObject:
     names = {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"}
     names |= {"logits_scaling": "logit_scale"}
@@ -223,7 +296,9 @@ def _olmo(file: GGUFFile, data: JsonObject) -> JsonObject:
 
 
 _FAMILIES = {"gemma2": _gemma, "gemma3": _gemma, "granite": _granite, "mistral3": _ministral, "olmo2": _olmo}
-_FAMILIES |= {"glm4": _partial, "phi3": _partial}
+_FAMILIES |= {"chatglm": _partial, "glm4": _partial, "phi3": _partial}
+_FAMILIES |= {"glm4moe": _glm_moe, "gpt-oss": _gpt_oss, "llama": _llama}
+_FAMILIES |= {"qwen2moe": _qwen_moe, "qwen3moe": _qwen_moe}
 """Readers of the config.json fields that only some architectures have."""
 
 

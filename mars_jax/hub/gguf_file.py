@@ -41,12 +41,21 @@ class GGUFTensor(NamedTuple):
     path: Path  # file that stores the tensor, one of several if the model is split
     version: Version  # version of that file when its header was read
 
+    def part(self, first: int, *shape: int) -> GGUFTensor:
+        """Return the tensor of this shape whose data begin at row `first`."""
+        begin = self.begin + first * _size(math.prod(self.shape[1:]), self.kind)
+        return self._replace(shape=shape, begin=begin)
+
 
 class GGUFFile:
     """The metadata and tensors of a model in one file or several parts. `rows` and `stored` read a tensor's data."""
 
     def __init__(self, path: Path, values: dict[str, Any], tensors: dict[str, GGUFTensor]):
         self.path, self._values, self.tensors = path, values, tensors
+
+    def with_tensors(self, tensors: dict[str, GGUFTensor]) -> GGUFFile:
+        """Return a file with the same metadata and other tensors."""
+        return GGUFFile(self.path, self._values, tensors)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a metadata value: a number, a string, or a list of them.

@@ -8,21 +8,29 @@ low half and weight j + 16 in its high half.
 In Q4_K, eight blocks share two float16 factors, which multiply the 6-bit integer scales and offsets of the blocks;
 32 bytes hold one block in their low halves and the next one in their high halves. The scale in Q4_K is a product, and
 rounding it to float16 adds a relative error of at most 2^-11. In Q4_0 and Q4_1 no weight is rounded again.
+
+A block of MXFP4 (`block_mxfp4`) is the exponent of its scale and 16 bytes, whose halves are ordered as in Q4_0.
 Oracles: transformers reading the same files, and `dequantize` of the package gguf (tests/hub/test_gguf.py).
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mars_jax.hub.files import Tensor
-from mars_jax.hub.gguf_file import GGUFFile, read_gguf
+from mars_jax.hub.gguf_file import GGUFFile, GGUFTensor, read_gguf
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.weights import stored_tensors
+
+if TYPE_CHECKING:
+    from gguf import TensorNameMap
 
 _BLOCK_SIZE = 32
 """Weights per block."""
@@ -34,6 +42,10 @@ _DERIVED = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long
 _INTERLEAVED = {"granite", "llama", "mistral3", "smollm3"}
 """Architectures whose queries and keys llama.cpp stores interleaved, to rotate adjacent dimensions. The hub's layout
 rotates halves."""
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.")
+_EXPERT = re.compile(r"(?<=\.experts)\.(\d+)")
+_NAME = re.compile(r"(.+?)(?:[._](weight|bias))?")
+"""Name of a tensor on the hub: the name that the package gguf maps, and its suffix; "weight" if it has none."""
 
 
 def gguf_tensors(path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
@@ -47,20 +59,59 @@ def gguf_tensors(path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]
     import gguf
 
     file = read_gguf(path)
+    file = file.with_tensors(_split(file, config))
     [kind] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture]
     names = gguf.get_tensor_name_map(kind, config.num_layers)
-    canonical_names = {
-        names.get_name(row.name, try_suffixes=(".weight", ".bias")): row.name
-        for row in stored_tensors(config)
-    }
+    canonical_names = {_gguf_name(names, row.name): row.name for row in stored_tensors(config)}
+    # Keep wider matrices only if the file also has 4-bit ones. In other files all matrices may be rounded to 4 bits.
+    has_4_bits = any(tensor.kind.name in _KINDS for tensor in file.tensors.values())
     yield {
-        canonical_names.get(name, name): _tensor(file, name, config)
+        canonical_names.get(name, name): _tensor(file, name, config, keep_wider=has_4_bits)
         for name in file.tensors
         if name not in _DERIVED
     }
 
 
-def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
+def _split(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
+    """Return the tensors of the model as the hub stores them, without MTP modules (NextN), which are not loaded.
+
+    llama.cpp joins the experts of a layer: expert 3 becomes "blk.0.ffn_up_exps.3.weight". It may also join queries,
+    keys and values (the first GLM-4), and store a matrix with one row as a vector.
+    """
+    queries, keys = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
+    has_modules = bool(file.of_model("nextn_predict_layers"))
+    tensors: dict[str, GGUFTensor] = {}
+    for name, tensor in file.tensors.items():
+        stem, _, kind = name.rpartition(".")
+        rows, inner = math.prod(tensor.shape[:1]), tensor.shape[1:]
+        block = _BLOCK.match(name)
+        if has_modules and block is not None and int(block[1]) >= config.num_layers:
+            continue
+        is_stack = stem.endswith("_exps") and len(inner) == 2 and rows == config.num_experts
+        # llama.cpp keeps vectors in float32, so a row of any tensor is a number of whole blocks.
+        has_rows = inner or tensor.kind.name == "F32"
+        if is_stack and config.family != "gpt_oss":
+            for i in range(rows):
+                tensors[f"{stem}.{i}.{kind}"] = tensor.part(i, *inner)
+        elif stem.endswith("attn_qkv") and config.family == "glm" and rows == queries + 2 * keys and has_rows:
+            for part, first, size in (("q", 0, queries), ("k", queries, keys), ("v", queries + keys, keys)):
+                tensors[f"{stem[:-3]}{part}.{kind}"] = tensor.part(first, size, *inner)
+        elif stem.endswith("ffn_gate_inp_shexp") and not inner:
+            tensors[name] = tensor._replace(shape=(1, rows))
+        else:
+            tensors[name] = tensor
+    return tensors
+
+
+def _gguf_name(names: TensorNameMap, name: str) -> str:
+    """Return the name in a GGUF file, after `_split`, of the tensor with this name on the hub."""
+    match = _NAME.fullmatch(_EXPERT.sub("", name))
+    assert match is not None
+    stem, kind = match.groups(default="weight")
+    return ".".join([str(names.get_name(stem)), *_EXPERT.findall(name), kind])
+
+
+def _tensor(file: GGUFFile, name: str, config: ModelConfig, *, keep_wider: bool) -> Tensor:
     import gguf
 
     shape, kind, *_ = file.tensors[name]
@@ -75,12 +126,12 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
             lambda first, last: _read_blocks(stored(first, last), kind.name),
             _BLOCK_SIZE,
         )
+    if len(shape) == 3 and kind.name == "MXFP4":
+        return Tensor(shape, read, functools.partial(_read_mxfp4, stored, shape[1]))
     if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
         return Tensor(shape, lambda first, last: read(first, last) - 1.0)  # llama.cpp stores 1 + scale
-    # Keep wider matrices only if the file also has 4-bit ones. In other files all matrices may be rounded to 4 bits.
-    mixed = any(file_tensor.kind.name in _KINDS for file_tensor in file.tensors.values())
     block, size = gguf.GGML_QUANT_SIZES[kind]
-    return Tensor(shape, read, wider=mixed and 8 * size / block > _MOST_BITS)
+    return Tensor(shape, read, wider=keep_wider and 8 * size / block > _MOST_BITS)
 
 
 def _halves(read: Callable[[int, int], np.ndarray], size: int, first: int, last: int) -> np.ndarray:
@@ -148,6 +199,18 @@ def _read_blocks(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, n
     # scale * q + offset = scale * (q - 8) + (offset + 8 * scale)
     offset = offset + 8 * scale.astype(np.float32)
     return (q.astype(np.int8) - np.int8(8)).transpose(1, 2, 0), scale.T, offset.T
+
+
+def _read_mxfp4(
+    stored: Callable[[int, int], np.ndarray], outputs: int, first: int, last: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values and scales of experts `first .. last - 1` as in `Mxfp4`."""
+    blocks = stored(first, last).reshape(last - first, outputs, -1, 1 + _BLOCK_SIZE // 2)
+    scale, pairs = blocks[..., 0], blocks[..., 1:]
+    codes = _halves_of_bytes(pairs).reshape(*scale.shape, _BLOCK_SIZE)
+    # `Mxfp4` stores two neighbours in a byte.
+    values = codes[..., ::2] | codes[..., 1::2] << 4
+    return values.reshape(last - first, outputs, -1), scale
 
 
 def _read_floats(data: np.ndarray, kind: str) -> np.ndarray:

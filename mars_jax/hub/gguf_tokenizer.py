@@ -75,7 +75,7 @@ _SPLITS = {
     "dbrx": _Split(_LLAMA3.patterns),  # OLMo 2, Phi-4
     "glm4": _Split(_LLAMA3.patterns),
     "chatglm-bpe": _Split(_LLAMA3.patterns),
-    "gpt-4o": _Split((_O200K,)),  # Phi-4-mini
+    "gpt-4o": _Split((_O200K,)),  # Phi-4-mini, gpt-oss
     "qwen2": _Split(_QWEN, nfc=True),
     "deepseek-r1-qwen": _Split(_QWEN),
     "deepseek-coder": _Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),

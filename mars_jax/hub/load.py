@@ -13,14 +13,14 @@ from jax.sharding import Mesh, Sharding
 from mars_jax import assets
 from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
-from mars_jax.hub.config_json import read_directory
+from mars_jax.hub.config_json import is_mxfp4, read_directory, read_json
 from mars_jax.hub.converted import is_converted, restore_params
 from mars_jax.hub.families import WITH_IMAGES
 from mars_jax.hub.files import Tensor, resolve, tensors
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.gguf_tensors import gguf_tensors
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.hub.quantized_files import dequantized_tensors, is_packed, packing, unpacked_tensors
+from mars_jax.hub.quantized_files import dequantized_tensors, packing, unpacked_tensors
 from mars_jax.hub.stacked_experts import split_experts
 from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.mesh import hosts
@@ -68,6 +68,13 @@ def read_path(path: Path) -> tuple[ModelConfig, str | None]:
     return read_directory(path)
 
 
+def packs_experts(path: Path) -> bool:
+    """Return whether a directory or a GGUF file has experts in MXFP4, which stay packed by default."""
+    if is_gguf(path):
+        return gguf_config.packs_experts(read_gguf(path))
+    return is_mxfp4(read_json(path / "config.json"))
+
+
 def outline(name_or_path: str | os.PathLike[str]) -> Pretrained:
     """Read a checkpoint without its weights (`params` is None), for tokenizing and checking prompts.
 
@@ -98,13 +105,14 @@ def load(
       name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name in `assets.catalogue`,
         such as "qwen3-0.6b", or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
       dtype: "float32" or "bfloat16". None keeps the checkpoint's dtype: float16 becomes bfloat16, and a quantised GGUF
-        file becomes float32. For 4-bit AWQ, GPTQ and compressed-tensors, None also keeps a layer's matrix packed if
-        the file packs it in groups of neighbouring inputs. None never rounds again: matrices with GPTQ's `desc_act`,
-        experts not in MXFP4, embeddings and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits
-        per weight (`models.quantize`) and keeps everything else in the checkpoint's dtype. "int4" rounds matrices of
-        layers to 4 bits, and embeddings and experts to 8. Matrices that a file stores at 4 bits (GGUF's Q4_0, Q4_1 and
-        Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized, experts in MXFP4) are not rounded again.
-        Matrices that such a GGUF file stores at more bits are rounded to 8.
+        file becomes float32, or bfloat16 if it has experts in MXFP4. For 4-bit AWQ, GPTQ and compressed-tensors, and
+        GGUF files with experts in MXFP4, None also keeps a layer's matrix packed if the file packs it in groups of
+        neighbouring inputs. None never rounds again: matrices with GPTQ's `desc_act`, experts not in MXFP4, embeddings
+        and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits per weight (`models.quantize`) and keeps
+        everything else in the checkpoint's dtype. "int4" rounds matrices of layers to 4 bits, and embeddings and
+        experts to 8. Matrices that a file stores at 4 bits (GGUF's Q4_0, Q4_1 and Q4_K, AWQ, GPTQ without `desc_act`,
+        compressed-tensors' pack-quantized, experts in MXFP4) are not rounded again. Matrices that such a GGUF file
+        stores at more bits are rounded to 8.
       mesh: devices to shard the weights over: a mesh with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a string such as "data=2,model=4"; see `mars_jax.models.shardings`. `generate` then shards the
         batch over `data`.
@@ -145,8 +153,10 @@ def load(
     if is_converted(directory):
         params, dtype = restore_params(directory, config, dtype, shardings=shardings, check=check)
     else:
-        # By default, packed matrices stay at 4 bits, except in GGUF files, which are dequantised.
-        keep_packed = dtype is None and not is_gguf(directory) and is_packed(directory)
+        # By default, packed matrices stay at 4 bits, except in GGUF files without experts in MXFP4.
+        keep_packed = dtype is None and (
+            packs_experts(directory) or (not is_gguf(directory) and packing(directory) is not None)
+        )
         dtype, bits = resolve_dtype(dtype, stored_dtype)
         params = read_params(directory, config, dtype, bits, keep_packed=keep_packed, shardings=shardings)
     if cache_dtype is None:
@@ -245,8 +255,8 @@ def check_tensors(
 def grouped_tensors(directory: Path, config: ModelConfig) -> dict[str, list[tuple[str, Tensor]]]:
     """Return the (name in the files, tensor) pairs of a checkpoint by canonical name; see `collect`."""
     if is_gguf(directory):
-        files = gguf_tensors(directory, config)
-    elif (packing_config := packing(directory)) is not None:
+        return collect(gguf_tensors(directory, config), _alias)
+    if (packing_config := packing(directory)) is not None:
         files = unpacked_tensors(directory, tensors(directory), packing_config)
     else:
         files = dequantized_tensors(directory, tensors(directory))

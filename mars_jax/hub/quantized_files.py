@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mars_jax.hub.config_json import is_mxfp4, read_json
+from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor
 from mars_jax.hub.values import of_its_kind
 from mars_jax.utils.errors import MarsError
@@ -96,11 +96,6 @@ def packing(directory: Path) -> JsonObject | None:
             "of."
         )
     return quantization
-
-
-def is_packed(directory: Path) -> bool:
-    """Return whether a checkpoint has matrices packed in 4 bits, which `load` keeps packed by default."""
-    return packing(directory) is not None or is_mxfp4(read_json(directory / "config.json"))
 
 
 def _is_readable(config: JsonObject) -> bool:

@@ -22,6 +22,7 @@ KEYS = (
     *("general.architecture", "general.alignment", "llama.embedding_length", "llama.feed_forward_length"),
     *("llama.block_count", "llama.context_length", "llama.attention.head_count", "llama.attention.head_count_kv"),
     *("llama.attention.key_length", "llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base"),
+    *("llama.expert_count", "llama.expert_used_count", "llama.nextn_predict_layers"),
     *("llama.rope.scaling.type", "llama.rope.scaling.factor", "tokenizer.ggml.eos_token_id"),
     *("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "tokenizer.ggml.scores"),
     *("tokenizer.ggml.token_type", "tokenizer.ggml.merges", "tokenizer.chat_template"),
@@ -40,9 +41,9 @@ _TENSORS = ("token_embd.weight", "output_norm.weight", "blk.0.attn_q.weight", "b
 
 
 @functools.cache
-def _valid_file() -> bytes:
+def _valid_file(case: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        return write(Path(folder, "model.gguf"), "llama").read_bytes()
+        return write(Path(folder, "model.gguf"), case).read_bytes()
 
 
 def read(case: bytes | tuple[dict, list[str]], folder: Path) -> None:
@@ -74,7 +75,8 @@ _CASES = st.one_of(
         st.dictionaries(st.sampled_from(KEYS), _VALUE, max_size=3),
         st.lists(st.sampled_from(_TENSORS), max_size=2),
     ),
-    st.deferred(lambda: damaged_bytes(_valid_file())),
-    st.deferred(lambda: damaged_bytes(_valid_file(), last=HEADER_BYTES)),
+    st.deferred(lambda: damaged_bytes(_valid_file("llama"))),
+    st.deferred(lambda: damaged_bytes(_valid_file("llama"), last=HEADER_BYTES)),
+    st.deferred(lambda: damaged_bytes(_valid_file("glm4moe"), last=HEADER_BYTES)),
 )
 SURFACES = {"GGUF": Surface(_CASES, read, 1500, _prepare)}

@@ -1,6 +1,7 @@
 """Write small GGUF files, and compute the logits of a checkpoint."""
 
 import math
+import re
 
 import gguf
 import jax
@@ -18,6 +19,7 @@ VOCAB, LAYERS, HEADS, KV, WIDTH = 96, 2, 4, 2, 16
 SIZES = {"embedding_length": 64, "feed_forward_length": 96, "block_count": LAYERS, "context_length": 128}
 ATTENTION_FACTOR = (1 + math.log(16) / math.log(8)) ** 0.5
 """LongRoPE's factor for a context of 128 tokens and a trained length of 8."""
+EXPERTS = {"expert_count": 4, "expert_used_count": 2}
 OWN = {
     "llama": {"rope.freq_base": 500.0},
     "llama3": {"rope.freq_base": 500000.0},
@@ -39,7 +41,35 @@ OWN = {
         "rope.scaling.original_context_length": 8,
         "rope.scaling.attn_factor": ATTENTION_FACTOR,
     },
+    "mixtral": EXPERTS | {"rope.freq_base": 500.0},
+    "qwen2moe": EXPERTS | {"expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 64},
+    "qwen3moe": EXPERTS | {"expert_feed_forward_length": 32, "rope.freq_base": 1e6},
+    "chatglm": {"rope.freq_base": 500.0, "rope.dimension_count": 8},
+    "chatglm, joined": {"rope.freq_base": 500.0, "rope.dimension_count": 8},
     "glm4": {"rope.freq_base": 500.0, "rope.dimension_count": 8},
+    "glm4moe": EXPERTS
+    | {
+        "rope.freq_base": 500.0,
+        "rope.dimension_count": 8,
+        "expert_feed_forward_length": 32,
+        "expert_shared_count": 2,
+        "expert_gating_func": 2,
+        "expert_group_count": 2,
+        "expert_group_used_count": 1,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1.5,
+        "leading_dense_block_count": 1,
+        "nextn_predict_layers": 1,
+    },
+    "gpt-oss": EXPERTS
+    | {
+        "rope.freq_base": 500.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 32,
+        "attention.sliding_window": 8,
+        "expert_feed_forward_length": 96,
+    },
     "smollm3": {"rope.freq_base": 500.0},
     "granite": {
         "rope.freq_base": 500.0,
@@ -59,14 +89,16 @@ OWN = {
 }
 
 
-ARCHITECTURES = {"llama3": "llama", "olmo3": "olmo2", "phi4": "phi3"}
+ARCHITECTURES = {"llama3": "llama", "mixtral": "llama", "olmo3": "olmo2", "phi4": "phi3"}
+ARCHITECTURES["chatglm, joined"] = "chatglm"
 """Architectures of the cases above; default: the case."""
 PERMUTED = ("granite", "llama", "mistral3", "smollm3")
 
 
 def metadata(writer, case):
     architecture = ARCHITECTURES.get(case, case)
-    sizes = SIZES | {"block_count": config_of(case).num_layers}
+    blocks = config_of(case).num_layers + OWN[case].get("nextn_predict_layers", 0)
+    sizes = SIZES | {"block_count": blocks}
     for key, value in sizes.items():
         writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_uint32(f"{architecture}.attention.head_count", HEADS)
@@ -75,8 +107,13 @@ def metadata(writer, case):
     writer.add_uint32(f"{architecture}.attention.value_length", WIDTH)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
     for key, value in OWN[case].items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(f"{architecture}.{key}", value)
+        add = {
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            bool: writer.add_bool,
+        }
+        add[type(value)](f"{architecture}.{key}", value)
     writer.add_string("tokenizer.ggml.model", "gpt2")
     writer.add_string("tokenizer.ggml.pre", "gpt-2")
     writer.add_array(
@@ -102,22 +139,33 @@ def write(
         kind = gguf.GGUFValueType.get_type(value)
         writer.kv_data[0][key] = gguf.GGUFValue(value=value, type=kind)
     [kind] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
-    rows, config = drawn(case, seed), config_of(case)
+    rows, config, joined = drawn(case, seed), config_of(case), {"weight": [], "bias": []}
     names = gguf.get_tensor_name_map(kind, config.num_layers)
-    for row, parts in stored_tensors(config).items():
-        value = np.concatenate([rows[part] for part in parts])
-        name = names.get_name(row.name, try_suffixes=(".weight", ".bias"))
+    for hub_name, value in joined_experts(config, rows).items():
+        name = names.get_name(hub_name, try_suffixes=(".weight", ".bias"))
         assert name is not None
+        if name.endswith("ffn_gate_inp_shexp.weight"):
+            [value] = value
         if architecture in PERMUTED and (".attn_q." in name or ".attn_k." in name):
             halves = value.reshape(-1, 2, WIDTH // 2, value.shape[1])
             value = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
         if name in drop:
             continue
         value = dict(change).get(name, value)
-        if len(value.shape) > 1 and value.shape[-1] % 32 == 0:
+        if case == "chatglm, joined" and re.search(r"attn_[qkv]\.", name):
+            same_kind = joined[name.rpartition(".")[2]]
+            same_kind.append(value)
+            if "attn_v" in name:
+                writer.add_tensor(name.replace("attn_v", "attn_qkv"), np.concatenate(same_kind[-3:]))
+            continue
+        is_packed = quantisation.name != "MXFP4" or name.endswith("_exps.weight")
+        if len(value.shape) > 1 and value.shape[-1] % 32 == 0 and is_packed:
             writer.add_tensor(name, gguf.quantize(value, quantisation), raw_dtype=quantisation)
         else:
             writer.add_tensor(name, value)
+    if case == "glm4moe":
+        for name in ("attn_norm", "nextn.enorm"):
+            writer.add_tensor(f"blk.{config.num_layers}.{name}.weight", np.ones(64, np.float32))
     if case == "phi4":
         for kind, divisors in LONGROPE.items():
             writer.add_tensor(f"rope_factors_{kind}.weight", np.asarray(divisors, np.float32))
@@ -140,6 +188,25 @@ def drawn(case, seed=0):
         )
         if row.name.endswith("norm.weight"):
             arrays[row] += 1
+        if config_of(case).family == "gpt_oss" and len(row.shape) == 3:
+            kind = gguf.GGMLQuantizationType.MXFP4
+            arrays[row] = gguf.dequantize(gguf.quantize(arrays[row], kind), kind)
+    return arrays
+
+
+def joined_experts(config, rows):
+    """Return a file's tensors by the names that llama.cpp's converter maps: one tensor for the experts of a layer."""
+    arrays = {}
+    for row, parts in stored_tensors(config).items():
+        name = re.sub(r"(?<=experts)\.\d+", "", row.name)
+        if name.endswith("_bias"):
+            name = f"{name.removesuffix('_bias')}.bias"
+        elif not name.endswith((".weight", ".bias")):
+            name += ".weight"
+        arrays.setdefault(name, []).append(np.concatenate([rows[part] for part in parts]))
+    for name, values in arrays.items():
+        is_stack = ".experts." in name and config.family != "gpt_oss"
+        arrays[name] = np.stack(values) if is_stack else values[0]
     return arrays
 
 
@@ -154,6 +221,8 @@ def llama3_factors():
 
 def config_of(case):
     names = {"llama3": "llama", "gemma3": "gemma3_text", "mistral3": "ministral3", "phi4": "phi3"}
+    names |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "glm4moe": "glm4_moe", "gpt-oss": "gpt_oss"}
+    names |= {"chatglm": "glm", "chatglm, joined": "glm"}
     data = {
         "model_type": names.get(case, case),
         "vocab_size": VOCAB,
@@ -167,6 +236,8 @@ def config_of(case):
         "sliding_window": 8,
         "rms_norm_eps": 1e-5,
     }
+    data |= {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    data |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
     if case in HUB:
         data |= {"rope_theta": 500.0, "max_position_embeddings": 128} | HUB[case]
     return from_json(data)
@@ -194,7 +265,28 @@ HUB = {
         "original_max_position_embeddings": 8,
         "rope_scaling": _ROPE,
     },
+    "mixtral": {"sliding_window": None},
+    "chatglm": {},
+    "chatglm, joined": {},
     "glm4": {"attention_bias": False},
+    "glm4moe": {
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_shared_experts": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+    },
+    "gpt-oss": {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "truncate": False,
+        },
+    },
     "smollm3": {"num_hidden_layers": 4},
     "granite": {
         "attention_multiplier": 0.3,

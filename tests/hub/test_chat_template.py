@@ -49,56 +49,114 @@ TURNS = [
     {"role": "tool", "content": "none"},
     {"role": "assistant", "content": "Hi."},
 ]
-# The template of gpt-oss uses macros that call themselves, the date, builtin tools, and turns with tool calls.
+# The features of the published template of gpt-oss, in other words: macros that call themselves and have defaults,
+# types of JSON schemas in TypeScript notation, the date, the reasoning effort, builtin tools, channels, and turns that
+# call tools, whose reasoning depends on later turns.
 HARMONY = """
-{%- macro kind(spec, required) -%}
-    {%- if spec.type == 'array' -%}{{ kind(spec['items'], required or []) + '[]' }}
+{%- macro kind(spec, required, is_nullable=false) -%}
+    {%- if spec.type == 'array' -%}
+        {%- set inner = kind(spec['items'], required or []) if spec['items'] else 'any' -%}
+        {{- 'any[]' if inner == 'object | object' or inner|length > 50 else inner + '[]' }}
+        {%- if spec.nullable or is_nullable -%}{{- ' | null' }}{%- endif -%}
+    {%- elif spec.type is defined and spec.type is iterable and spec.type is not string and spec.type is not mapping
+        and spec.type[0] is defined -%}
+        {{- spec.type | join(' | ') if spec.type | length > 1 else spec.type[0] }}
+    {%- elif spec.oneOf -%}
+        {%- set has_objects = false -%}
+        {%- for variant in spec.oneOf -%}
+            {%- if variant.type == 'object' -%}{%- set has_objects = true -%}{%- endif -%}
+            {{- kind(variant, required) -}}
+            {%- if variant.description %}{{- '// ' + variant.description }}{%- endif -%}
+            {%- if variant.default is defined %}{{ '// default: ' + variant.default|tojson }}{%- endif -%}
+            {%- if not loop.last %}{{- ' | ' }}{% endif -%}
+        {%- endfor -%}
+        {{- has_objects }}
     {%- elif spec.type == 'object' -%}
-        {{- '{' }}
+        {{- '{\n' }}
         {%- for name, part in spec.properties.items() -%}
-            {{ name }}{{ '?' if name not in (spec.required or []) }}: {{ kind(part, []) }}
+            {{ name }}{{ '?' if name not in (spec.required or []) }}: {{ kind(part, spec.required or []) }}
             {%- if not loop.last %}{{ ', ' }}{% endif -%}
         {%- endfor -%}
         {{- '}' }}
-    {%- elif spec.enum is defined -%}{{ '"' + spec.enum|join('" | "') + '"' }}
+    {%- elif spec.enum -%}{{- '"' + spec.enum|join('" | "') + '"' -}}
     {%- else -%}{{ spec.type if spec.type is string else 'any' }}{%- endif -%}
+{%- endmacro -%}
+{%- macro namespace_of(space, tools) -%}
+    {{- '## ' + space + '\n\nnamespace ' + space + ' {\n' }}
+    {%- for tool in tools %}
+        {%- set tool = tool.function %}
+        {{- 'type ' + tool.name + ' = ' }}
+        {%- if tool.parameters and tool.parameters.properties %}
+            {%- for name, spec in tool.parameters.properties.items() %}
+                {{- name + ': ' + kind(spec, tool.parameters.required or []) }}
+                {%- if spec.default is defined %}{{- ', // default: ' + spec.default|tojson }}{%- endif %},
+            {%- endfor %}
+        {%- else -%}{{- '() => any;' }}{%- endif -%}
+    {%- endfor %}
+    {{- '} // namespace ' + space }}
 {%- endmacro -%}
 {%- macro builtin(browser, python) -%}
     {%- if browser %}{{- 'namespace browser {' + '}\n' }}{% endif -%}
-    {%- if python %}{{- '## python\n' }}{% endif -%}
+    {%- if python %}{{- '## python\n【6†L9-L11】 `[{cursor}]`' }}{% endif -%}
 {%- endmacro -%}
-{%- if builtin_tools is defined and builtin_tools is not none %}
-    {%- set chosen = namespace(browser=false, python=false) %}
-    {%- for tool in builtin_tools %}{% if tool == 'browser' %}{% set chosen.browser = true %}{% endif %}{% endfor %}
+{%- macro system() -%}
+    {%- if reasoning_effort is not defined %}{%- set reasoning_effort = 'medium' %}{%- endif %}
+    {{- 'Current date: ' + strftime_now('%Y-%m-%d') + '\nReasoning: ' + reasoning_effort }}
+    {%- if builtin_tools %}
+        {%- set chosen = namespace(browser=false, python=false) %}
+        {%- for tool in builtin_tools %}{% if tool == 'browser' %}{% set chosen.browser = true %}{% endif %}{% endfor %}
+        {{- builtin(chosen.browser, chosen.python) }}
+    {%- endif -%}
+{%- endmacro -%}
+{{- '<|start|>system<|message|>' }}{{- system() }}{{- '<|end|>' }}
+{%- if messages[0].role == 'developer' or messages[0].role == 'system' %}
+    {%- set developer_message, turns = messages[0].content, messages[1:] %}
+{%- else %}{%- set developer_message, turns = '', messages %}{%- endif %}
+{%- if developer_message or tools %}
+    {{- '<|start|>developer<|message|>' + developer_message + namespace_of('functions', tools) + '<|end|>' }}
 {%- endif %}
-{{- '<|start|>system<|message|>Today is ' + strftime_now('%Y-%m-%d') + '\nReasoning: ' }}
-{{- reasoning_effort if reasoning_effort is defined else 'medium' }}
-{%- if chosen is defined %}{{ builtin(chosen.browser, chosen.python) }}{% endif %}
-{%- for tool in tools %}{{ 'type ' + tool.name + ' = (_: ' + kind(tool.parameters, none) + ') => any;\n' }}{% endfor %}
-{{- '<|end|>' }}
-{%- for message in messages -%}
+{%- set last_call = namespace(name=none) %}
+{%- for message in turns -%}
     {%- if message.role == 'assistant' and 'tool_calls' in message %}
-        {%- set call = message.tool_calls[0].function %}
-        {{- '<|start|>assistant to=functions.' + call.name + '<|message|>' + call.arguments|tojson + '<|call|>' }}
-    {%- elif loop.last and not add_generation_prompt %}
+        {%- set final = namespace(found=false) %}
+        {%- for later in turns[loop.index:] %}
+            {%- if later.role == 'assistant' and 'tool_calls' not in later %}{%- set final.found = true %}{%- endif %}
+        {%- endfor %}
+        {%- set call = message.tool_calls[0] %}
+        {%- if call.function %}{%- set call = call.function %}{%- endif %}
+        {%- if message.thinking and not final.found %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary ' }}
+        {{- (call.content_type if call.content_type is defined else 'json') + '<|message|>' }}
+        {{- call.arguments|tojson }}{{- '<|call|>' }}
+        {%- set last_call.name = call.name %}
+    {%- elif message.role == 'assistant' and loop.last and not add_generation_prompt %}
         {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|return|>' }}
+    {%- elif message.role == 'tool' -%}
+        {%- if last_call.name is none %}{{- raise_exception('no call') }}{%- endif %}
+        {{- '<|start|>functions.' + last_call.name + ' to=assistant<|message|>' + message.content|tojson + '<|end|>' }}
     {%- else %}{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{%- endif -%}
 {%- endfor -%}
-{{- '<|start|>assistant' if add_generation_prompt }}"""
-TOOL = {
-    "name": "weather",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "places": {"type": "array", "items": {"type": "string"}},
-            "unit": {"type": "string", "enum": ["C", "F"]},
-        },
-        "required": ["places"],
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
+PROPERTIES = {
+    "places": {"type": "array", "items": {"type": "string"}, "nullable": True},
+    "unit": {"type": "string", "enum": ["C", "F"], "default": "C"},
+    "day": {
+        "oneOf": [
+            {"type": "integer", "description": "from 0", "default": 0},
+            {"type": "object", "properties": {}},
+        ]
     },
+    "either": {"type": ["string", "null"]},
+    "nested": {"type": "object", "properties": {"x": {"type": "array"}}, "required": ["x"]},
 }
+WEATHER = {"name": "weather", "parameters": {"properties": PROPERTIES, "required": ["places"]}}
+TOOLS = [{"type": "function", "function": function} for function in (WEATHER, {"name": "clock"})]
 CALL = {
     "role": "assistant",
     "content": "",
+    "thinking": "I need f.",
     "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1]}}}],
 }
 TEMPLATES = {"features": FEATURES, "harmony": HARMONY} | {
@@ -107,17 +165,25 @@ TEMPLATES = {"features": FEATURES, "harmony": HARMONY} | {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("turns", [TURNS, TURNS[1:2], [TURNS[1], TURNS[3]] * 40, [TURNS[1], CALL]])
-def test_a_template_gives_the_text_of_the_sandbox(name, turns):
-    variables = {"messages": turns, "add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
-    variables |= {"tools": [TOOL], "builtin_tools": ["browser"], "strftime_now": lambda form: "2025-06-28"}
-    bounded, sandbox = (
-        environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        .from_string(TEMPLATES[name])
-        .render(variables)
-        for environment in (BoundedEnvironment, ImmutableSandboxedEnvironment)
-    )
-    assert bounded == sandbox != ""
+@pytest.mark.parametrize(
+    "turns", [TURNS, TURNS[1:2], [TURNS[1], TURNS[3]] * 40, [TURNS[1], CALL, *TURNS[2:]]]
+)
+@pytest.mark.parametrize("prompt", [True, False])
+def test_a_template_gives_the_text_of_the_sandbox(name, turns, prompt):
+    variables = {"messages": turns, "add_generation_prompt": prompt, "bos_token": "<s>", "eos_token": "</s>"}
+    variables |= {"tools": TOOLS, "builtin_tools": ["browser"]}
+    if prompt:
+        variables["reasoning_effort"] = "high"
+
+    def render():
+        try:
+            return chat_template_utils._compile_jinja_template(TEMPLATES[name]).render(variables)
+        except TemplateError as error:
+            return str(error)
+
+    expected = render()
+    with bounded_templates():
+        assert render() == expected != ""
 
 
 CONVERSATIONS = {

@@ -1,5 +1,6 @@
 """GGUF files. Oracle: transformers, which loads the same files into PyTorch."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from mars_jax.drafters import Dynamic
 from mars_jax.drafters.asked import LoadedDrafter
 from mars_jax.drafters.eagle import eagle
 from mars_jax.hub.gguf_tensors import gguf_tensors
+from mars_jax.lab.commands import plan
 from mars_jax.lab.training import eagle_training
 from mars_jax.lab.training.objectives import forward_kl
-from mars_jax.models.quantize import Int4, Int8
+from mars_jax.models.quantize import Int4, Int8, Mxfp4
 from mars_jax.models.weights import build
 from mars_jax.utils.errors import MarsError
 from tests.helpers.gguf_blocks import file_of, random_blocks
@@ -49,6 +51,10 @@ def transformers_logits(path):
     config.head_dim = WIDTH
     if hasattr(config, "query_pre_attn_scalar"):
         config.query_pre_attn_scalar = WIDTH
+    if hasattr(config, "moe_intermediate_size"):
+        config.moe_intermediate_size, config.shared_expert_intermediate_size = 32, 64
+        # Only llama.cpp's graph for Qwen3-MoE normalises the weights of experts.
+        config.norm_topk_prob = config.model_type == "qwen3_moe"
     model = transformers.AutoModelForCausalLM.from_pretrained(
         str(path.parent), config=config, dtype=torch.float32, attn_implementation="eager", **options
     )
@@ -73,6 +79,37 @@ def test_logits_are_those_of_the_same_weights_from_the_hub(tmp_path, case):
     model = load_torch(tmp_path / "hub")
     target = mj.load(str(write(tmp_path / "model.gguf", case)))
     np.testing.assert_allclose(our_logits(target), torch_logits(model, TOKENS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form", "floating"),
+    [(None, Mxfp4, "bfloat16"), ("int4", Mxfp4, "bfloat16"), ("float32", jax.Array, "float32")],
+)
+def test_experts_in_mxfp4_are_kept_or_dequantised_exactly(tmp_path, dtype, form, floating):
+    path = write(tmp_path / "model.gguf", "gpt-oss", quantisation=gguf.GGMLQuantizationType.MXFP4)
+    target = mj.load(str(path), dtype=dtype)
+    layer = target.params["layers"][1]
+    for tensor in gguf.GGUFReader(path).tensors:
+        if match := re.fullmatch(r"blk\.1\.ffn_(\w+)_exps\.weight", tensor.name):
+            weight, matrices = layer[f"expert_{match[1]}"], gguf.dequantize(tensor.data, tensor.tensor_type)
+            assert isinstance(weight, form) and tensor.tensor_type.name == "MXFP4"
+            np.testing.assert_array_equal(weight.astype("float32"), matrices)
+    assert layer["expert_up_bias"].dtype == floating
+
+
+def test_a_conversion_keeps_experts_in_mxfp4(tmp_path):
+    path = write(tmp_path / "model.gguf", "gpt-oss", quantisation=gguf.GGMLQuantizationType.MXFP4)
+    hub.convert(str(path), tmp_path / "converted")
+    source, converted = mj.load(str(path)), mj.load(str(tmp_path / "converted"))
+    jax.tree.map(np.testing.assert_array_equal, converted.params, source.params)
+    assert plan._packs_experts(str(path)) and plan._packs_experts(str(tmp_path / "converted"))
+
+
+def test_gpt_oss_stops_at_its_calls_of_tools_as_well(tmp_path):
+    """No metadata key records these tokens."""
+    tokens = ["<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", *(chr(33 + i) for i in range(VOCAB - 4))]
+    path = write(tmp_path / "model.gguf", "gpt-oss", values={"tokenizer.ggml.tokens": tokens})
+    assert set(hub.read_config(str(path)).eos_token_ids) == {1, 2, 3}
 
 
 def test_llama_3s_scaling_is_read_from_its_factors(tmp_path):

@@ -227,7 +227,7 @@ def _read_target(name: str) -> tuple[ModelConfig, str, bool]:
     """Return the config of a target, the dtype of its weights, and whether its experts are stored in MXFP4."""
     from mars_jax import hub
     from mars_jax.hub import converted, files
-    from mars_jax.hub.config_json import is_mxfp4, read_json
+    from mars_jax.hub.load import packs_experts
     from mars_jax.lab.planning.outlined_models import CONFIGS, PACKED_EXPERTS
 
     if name in CONFIGS:
@@ -238,8 +238,7 @@ def _read_target(name: str) -> tuple[ModelConfig, str, bool]:
     config = hub.read_config(path)
     if converted.is_converted(path):
         dtype = converted.read_manifest(path).stored
-    folder = files.resolve(path, weights=False)
-    return config, dtype, folder.is_dir() and is_mxfp4(read_json(folder / "config.json"))
+    return config, dtype, packs_experts(files.resolve(path, weights=False))
 
 
 def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
