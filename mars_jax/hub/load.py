@@ -40,11 +40,8 @@ DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias)
 # Gemma 3, Mistral 3 and Qwen3.5 with images use these prefixes. Only the text model is loaded.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
 _IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector|visual)\.")
-# Checkpoints of Qwen3-Next and Qwen3.5 contain an MTP module, which is not loaded.
-_DRAFTS = re.compile(r"^model\.mtp\.")
-
 # The projection of an MTP module. All tensors with its prefix belong to the module (`models.mtp_head`).
-_MTP = re.compile(r"^(model\.(?:layers|mtp_layers)\.\d+\.)(?:eh_proj|input_proj)\.weight$")
+_MTP = re.compile(r"^(model\.(?:layers|mtp_layers)\.\d+\.|mtp\.)(?:eh_proj|input_proj|fc)\.weight$")
 
 
 def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
@@ -185,7 +182,7 @@ def listed(names: list[str]) -> str:
 def _alias(name: str) -> str:
     """Return a tensor's canonical name. Some exports omit the prefix `model.`; others add one for the text model."""
     name = _TEXT.sub("", name)
-    if name.startswith(("model.", "lm_head.")):
+    if name.startswith(("model.", "lm_head.", "mtp.")):
         return name
     return f"model.{name}"
 
@@ -268,8 +265,7 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
         # Files may store a copy of a tied embedding as lm_head, a vision model, and MTP modules.
         tied = config.tie_embeddings and name == "lm_head.weight"
         of_images = config.family in WITH_IMAGES and _IMAGES.search(name)
-        drafts = config.delta is not None and _DRAFTS.search(name)
-        return bool(DERIVED.search(name) or tied or of_images or drafts or name.startswith(mtp_modules))
+        return bool(DERIVED.search(name) or tied or of_images or name.startswith(mtp_modules))
 
     check_tensors(directory, grouped, {stored.name: stored for stored in table}, harmless)
     named_tensors: dict[str, tuple[str, Tensor]] = {}

@@ -1,4 +1,4 @@
-"""MTP modules, compared with PyTorch: transformers' of GLM-4.5 and DeepSeek-V3, and a transcription of MiMo's."""
+"""MTP modules, compared with PyTorch: transformers' of GLM-4.5 and DeepSeek-V3; transcriptions of MiMo's and Qwen's."""
 
 import dataclasses
 
@@ -15,6 +15,7 @@ from mars_jax.hub.heads.mtp_files import load_mtp
 from mars_jax.utils.errors import MarsError
 from tests.helpers import mtp
 
+IN_TRANSFORMERS = ("glm4_moe", "deepseek_v3")
 TOKENS = np.random.default_rng(0).integers(0, 61, 20)
 
 
@@ -50,15 +51,15 @@ def module_logits(path, tokens):
 @pytest.mark.parametrize("kind", mtp.TARGETS)
 def test_the_logits_of_a_module_are_those_of_pytorch(kind, tmp_path, first_free_layer):
     model = mtp.checkpoint(tmp_path, kind)
-    if kind == "mimo":
-        expected = mtp.logits_of_mimo(model, tmp_path, TOKENS)
-    else:
+    if kind in IN_TRANSFORMERS:
         expected = mtp.logits_of_transformers(tmp_path, TOKENS)
+    else:
+        expected = mtp.logits_of_transcription(model, tmp_path, TOKENS)
     np.testing.assert_allclose(module_logits(tmp_path, TOKENS), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", IN_TRANSFORMERS)
 def test_a_chain_of_one_token_is_that_of_generate_with_use_mtp(kind, tmp_path, first_free_layer):
     """Compare tokens and numbers of forward passes; with four tokens, a random module is sometimes right."""
     mtp.checkpoint(tmp_path, kind, vocab=4)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.drafter import DraftInput
+from mars_jax.core.given import check_draft_model
 from mars_jax.core.pick import pick
 from mars_jax.core.tree import last_token
 from mars_jax.core.types import (
@@ -69,6 +70,7 @@ class SelfDraft(ShapedDrafter):
     reads = ()
 
     def __post_init__(self):
+        check_draft_model(self.model)
         self._set_shape(self.num_draft_tokens, self.model.vocab_size)
 
     @property

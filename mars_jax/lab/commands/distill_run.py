@@ -274,8 +274,6 @@ def _write_texts(
 def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.ndarray | None) -> Apprentice:
     """Create the apprentice of a kind. `first` is the checkpoint of --from, and `ids` i32[W] the draft vocabulary."""
     loss = divergence(args.loss)
-    if args.kind != "model" and isinstance(target.config, ModelConfig) and target.config.delta is not None:
-        raise MarsError("heads of targets with recurrent layers are not supported yet: distil a small model.")
     if args.kind == "model":
         check_same_vocabulary(target, first)
         return distillation.small_model(target.config, first.config, first.params, divergence=loss)
