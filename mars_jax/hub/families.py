@@ -509,6 +509,7 @@ _QWEN3_MOE = {
 _QWEN3_NEXT = {"num_key_value_heads": 2, "max_position_embeddings": 32768, "num_experts": 512}
 _QWEN3_NEXT |= {"num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
 _QWEN3_NEXT |= {"shared_expert_intermediate_size": 512}
+_QWEN3_5_MOE = _QWEN3_NEXT | {"num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 512}
 _QWEN3_5 = {"num_key_value_heads": 4, "max_position_embeddings": 32768}
 _DELTA_SIZES = {
     "key_heads": ("linear_num_key_heads", 16),
@@ -561,6 +562,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family("Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe, _QWEN3_MOE),
     "qwen3_next": Family("Qwen3NextForCausalLM", _read_qwen3_next, _write_qwen3_next, _QWEN3_NEXT),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", _read_delta, _write_delta, _QWEN3_5),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", _read_qwen3_next, _write_qwen3_next, _QWEN3_5_MOE),
     "ministral3": Family("Ministral3ForCausalLM", _read_ministral3, _write_mistral, _MINISTRAL_3),
     "phi3": Family("Phi3ForCausalLM", _read_phi3, _write_phi3, _PHI_3),
     "glm": Family("GlmForCausalLM", _read_glm, _write_glm, _GLM),
@@ -583,7 +585,8 @@ FAMILIES: dict[str, Family] = {
 
 
 _TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
-WITH_IMAGES = ("gemma3_text", "ministral3", "mistral", "qwen3_5_text")
+_TEXT_MODELS |= {"qwen3_5_moe": "qwen3_5_moe_text"}
+WITH_IMAGES = ("gemma3_text", "ministral3", "mistral", "qwen3_5_text", "qwen3_5_moe_text")
 """Families of text models whose checkpoints may also have a vision model."""
 
 

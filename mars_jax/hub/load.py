@@ -22,7 +22,7 @@ from mars_jax.hub.gguf_tensors import gguf_tensors
 from mars_jax.hub.packed_files import is_packed, packing, unpacked_tensors
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.scaled_files import dequantized_tensors
-from mars_jax.hub.stacked_experts import split_experts
+from mars_jax.hub.stacked_experts import number_experts, split_experts
 from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.mesh import hosts
 from mars_jax.mesh.axes import parse_mesh
@@ -30,7 +30,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of
 from mars_jax.models.shardings import params_shardings
 from mars_jax.models.transformer import language_model
-from mars_jax.models.weights import Weight, build_rows, dtype_of, get, leaves, stored_tensors
+from mars_jax.models.weights import STACKED, Weight, build_rows, dtype_of, get, leaves, stored_tensors
 from mars_jax.utils.errors import MarsError, check_switch, check_type
 from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 
@@ -248,7 +248,8 @@ def grouped_tensors(directory: Path, config: ModelConfig) -> dict[str, list[tupl
         files = unpacked_tensors(directory, tensors(directory), packing_config)
     else:
         files = dequantized_tensors(directory, tensors(directory))
-    return collect(split_experts(files), _alias)
+    split = split_experts if config.family in STACKED else number_experts
+    return collect(split(files), _alias)
 
 
 def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:

@@ -2,8 +2,8 @@
 
 Sources: DeepSeek-V3 2412.19437, section 2.2 (here with one module, which drafts further tokens from its own output);
 MiMo 2505.07608; for Qwen3-Next and Qwen3.5, vLLM and SGLang (`qwen3_next_mtp.py`, `qwen3_5_mtp.py`). B batch, N
-tokens, E hidden size, V vocabulary. Oracles: `MtpModel` of transformers, and for MiMo and Qwen transcriptions in PyTorch
-(tests/models/test_mtp.py).
+tokens, E hidden size, V vocabulary. Oracles: `MtpModel` of transformers, and transcriptions of MiMo's and Qwen's in
+PyTorch (tests/models/test_mtp.py).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ _QWEN = Layout("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm
 LAYOUTS = {
     "qwen3_next": _QWEN,
     "qwen3_5_text": _QWEN,
+    "qwen3_5_moe_text": _QWEN,
     "mimo": Layout(
         "model.mtp_layers.0",
         "token_layernorm",

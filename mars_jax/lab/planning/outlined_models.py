@@ -1,8 +1,8 @@
 """Configs, without weights, of the models in published results, keyed by name.
 
 Sizes: config.json of lmsys/vicuna-13b-v1.3, meta-llama/Llama-3.1-8B-Instruct, meta-llama/Llama-3.2-1B-Instruct,
-meta-llama/Llama-3.3-70B-Instruct, Qwen/Qwen3-8B, Qwen/Qwen3-32B, Qwen/Qwen3-235B-A22B, openai/gpt-oss-20b and
-openai/gpt-oss-120b.
+meta-llama/Llama-3.3-70B-Instruct, Qwen/Qwen3-8B, Qwen/Qwen3-32B, Qwen/Qwen3-235B-A22B, Qwen/Qwen3.5-9B,
+Qwen/Qwen3.5-35B-A3B, openai/gpt-oss-20b and openai/gpt-oss-120b.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ def _gpt_oss(layers: int, experts: int) -> ModelConfig:
     return from_json({"model_type": "gpt_oss"} | sizes)  # other settings are the defaults of the family
 
 
+def _qwen3_5(**sizes: str | int) -> ModelConfig:
+    return from_json({"num_attention_heads": 16, "vocab_size": 248320, "rope_theta": 1e7} | sizes)
+
+
 CONFIGS = {
     "vicuna-13b": ModelConfig(
         vocab_size=32000, hidden_size=5120, intermediate_size=13824, num_layers=40, num_heads=40
@@ -70,6 +74,10 @@ CONFIGS = {
         experts_per_token=8,
         expert_size=1536,
     ),
+    "qwen3.5-9b": _qwen3_5(
+        model_type="qwen3_5_text", hidden_size=4096, intermediate_size=12288, num_hidden_layers=32
+    ),
+    "qwen3.5-35b-a3b": _qwen3_5(model_type="qwen3_5_moe_text", hidden_size=2048, num_hidden_layers=40),
     "gpt-oss-20b": _gpt_oss(layers=24, experts=32),
     "gpt-oss-120b": _gpt_oss(layers=36, experts=128),
 }
