@@ -157,6 +157,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     requested_slice = topology(args.topology)
     draft = _draft(args.draft, target)
     drafter, is_mixture = definition(kind_of(draft)), target.num_experts > 0
+    is_recurrent = target.delta is not None
     loaded_rule = verify.load(rule.spec, **rule.settings).rule
 
     def pair(
@@ -171,7 +172,9 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         if axes is None or slice_ is not requested_slice:
             default_axes = default_mesh(target, len(slice_.devices), args.batch)
             axes = ",".join(f"{name}={size}" for name, size in default_axes.items())
-        shaped_draft = draft_of(draft, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=is_mixture)
+        shaped_draft = draft_of(
+            draft, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=is_mixture, chain=is_recurrent
+        )
         mesh = parse_mesh(axes, slice_.devices)
         return Programs(
             target,
@@ -208,8 +211,9 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     drafts = []
     if args.acceptance is None and is_mixture:
         args.acceptance = [0.75]
-    # Compare drafts only if the user left the shape open and the drafter supports chains and dynamic trees.
+    # Compare drafts only if the user left the shape open and the pair supports chains and dynamic trees.
     is_open = args.num_draft_tokens is None and args.tree is None and drafter.dynamic and drafter.resizes
+    is_open = is_open and not is_recurrent
     if args.acceptance and is_open and plan.fits:
         with busy("comparing drafts"):
             _, autoregressive_time = fit.planned_time(target_programs, requested_slice)
