@@ -248,8 +248,9 @@ def grouped_tensors(directory: Path, config: ModelConfig) -> dict[str, list[tupl
         files = unpacked_tensors(directory, tensors(directory), packing_config)
     else:
         files = dequantized_tensors(directory, tensors(directory))
-    split = split_experts if config.family in STACKED else number_experts
-    return collect(split(files), _alias)
+    if config.family in STACKED:
+        return collect(split_experts(files), _alias)
+    return collect(number_experts(files), _alias)
 
 
 def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:

@@ -64,7 +64,7 @@ def number_experts(files: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, 
         tensors: dict[str, Tensor] = {}
         for name, tensor in file.items():
             fused_match = _FUSED.match(name)
-            if fused_match is None or len(tensor.shape) != 3:
+            if fused_match is None or fused_match[3] or len(tensor.shape) != 3:
                 tensors[name] = tensor
                 continue
             parts = fused_match[2].split("_")
