@@ -125,6 +125,11 @@ HEADS = {
     "mtp:deepseek-ai/DeepSeek-V3-0324": Head("deepseek-v3", "MTP", "alike"),
     "mtp:deepseek-ai/DeepSeek-R1": Head("deepseek-r1", "MTP", "alike"),
     "mtp:XiaomiMiMo/MiMo-7B-RL": Head("mimo-7b", "MTP", "alike"),
+    "mtp:Qwen/Qwen3-Next-80B-A3B-Instruct": Head("qwen3-next-80b-a3b", "MTP", "alike"),
+    "mtp:Qwen/Qwen3.5-4B": Head("qwen3.5-4b", "MTP", "alike"),
+    "mtp:Qwen/Qwen3.5-9B": Head("qwen3.5-9b", "MTP", "alike"),
+    "mtp:Qwen/Qwen3.5-27B": Head("qwen3.5-27b", "MTP", "alike"),
+    "mtp:Qwen/Qwen3.5-35B-A3B": Head("qwen3.5-35b-a3b", "MTP", "alike"),
 }
 """Heads of the models below, by the specs of their drafters. The heads of one target are listed best first."""
 
@@ -220,6 +225,7 @@ _ROWS = (
     _row("qwen3.5-4b", "Qwen/Qwen3.5-4B", **_QWEN3_5),
     _row("qwen3.5-9b", "Qwen/Qwen3.5-9B", **_QWEN3_5),
     _row("qwen3.5-27b", "Qwen/Qwen3.5-27B", **_QWEN3_5),
+    _row("qwen3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B", **_QWEN3_5 | {"family": "qwen3_5_moe_text"}),
     _row("qwen2-0.5b", "Qwen/Qwen2-0.5B-Instruct", **_CODER),
     _row("qwen1.5-moe-a2.7b", "Qwen/Qwen1.5-MoE-A2.7B-Chat", **_QWEN2_MOE),
     _row("qwen2-57b-a14b", "Qwen/Qwen2-57B-A14B-Instruct", "qwen2-0.5b", **_QWEN2_MOE),

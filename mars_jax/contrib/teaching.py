@@ -82,8 +82,14 @@ def in_documents(segments: Array) -> Visible:
 
 
 def forward_packed(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> ForwardOutput:
-    """Return the output of a model for tokens i32[B, L] with segments i32[B, L]."""
-    return model.forward(params, tokens, in_documents(segments), model.init_cache(*tokens.shape))
+    """Return the output of a model for tokens i32[B, L] with segments i32[B, L].
+
+    A model with recurrent layers reads a row as a single document, because its state cannot drop the previous one.
+    """
+    visible = in_documents(segments)
+    if model.for_chains is not None:
+        visible = dataclasses.replace(visible, seen=None)
+    return model.forward(params, tokens, visible, model.init_cache(*tokens.shape))
 
 
 def predict(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> Array:

@@ -33,7 +33,7 @@ from mars_jax.core.pick import leading
 from mars_jax.core.prefill import chunk_of, observing, prefill
 from mars_jax.core.rule import Rule, Structure, for_rows, structure
 from mars_jax.core.step import commit, emit, judge, propose, score_tree, step_keys
-from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, StepInfo
+from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, StepInfo
 from mars_jax.mesh.axes import by_rows
 from mars_jax.utils.errors import MarsError, check_count
 from mars_jax.utils.limits import TOP_LOG_PROBS
@@ -230,11 +230,18 @@ class Decoder:
             prompts.length - 1,
             # The N nodes of a draft are written from slot `length - 1` on, even when the buffer is full.
             self.target.init_cache(batch, buffer + self.drafter.num_nodes),
-            self.drafter.init(params, prompts.tokens, prompts.length),
+            self._init_draft(params, prompts.tokens, prompts.length),
             observing(self.drafter, params, prompts.tokens, prompts.length),
             chunk=self.prefill_chunk,
         )
         return begun(prompts, cache, draft)
+
+    def _init_draft(self, params: Params, tokens: Array, length: Array) -> PyTree:
+        """Return the drafter's state before it has read its target."""
+        if self.target.for_chains is not None and self.drafter.reads is not None:
+            # A window of a recurrent target may end past the buffer (see `prefill`), and a head reads whole windows.
+            tokens = jnp.pad(tokens, ((0, 0), (0, self.target.prefill_chunk or chunk_of())))
+        return self.drafter.init(params, tokens, length)
 
     def _read_into(self, params: Params, state: DecodeState, rows: Array, prompts: Prompts) -> DecodeState:
         """Read prompts into rows i32[b] of the state."""
@@ -262,7 +269,7 @@ class Decoder:
         """Implement `extend` for prompts as wide as the token buffer."""
         tokens, length = prompts.tokens, prompts.length
         self._check_cache(state)
-        check_same("draft", state.draft, jax.eval_shape(self.drafter.init, params, tokens, length))
+        check_same("draft", state.draft, jax.eval_shape(self._init_draft, params, tokens, length))
         # i32[B]: the length of the longest common prefix of the committed tokens and the new prompt.
         position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         # Past its length, either buffer holds garbage.
@@ -345,8 +352,8 @@ def speculative_decoder(
 
     Raises:
       MarsError: the drafter's vocabulary differs from the target's, or it needs features that the target does not
-        provide; the target has recurrent layers and the drafter drafts trees or reads features; `verify` is not a
-        rule; prefill_chunk is below 1; top_log_probs is below 0, or above `TOP_LOG_PROBS` or the vocabulary.
+        provide; the target has recurrent layers and the drafter drafts trees; `verify` is not a rule; prefill_chunk
+        is below 1; top_log_probs is below 0, or above `TOP_LOG_PROBS` or the vocabulary.
 
     Example:
       >>> from mars_jax import drafters, fake, verify

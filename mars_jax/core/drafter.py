@@ -88,7 +88,10 @@ class Drafter:
         return dataclasses.replace(self, num_draft_tokens=length)  # pyright: ignore[reportArgumentType]
 
     def init(self, params: Params, tokens: Array, length: Array) -> PyTree:
-        """Return the state for prompts of `length` i32[B] in tokens i32[B, T]."""
+        """Return the state for prompts of `length` i32[B] in tokens i32[B, T].
+
+        If the target has recurrent layers, a drafter that `reads` it gets a wider buffer, with room for a chunk past T.
+        """
         return ()
 
     def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:

@@ -43,11 +43,6 @@ def check_pair(target: object, drafter: Drafter) -> None:
 
 def check_recurrent(drafter: Drafter) -> None:
     """Raise MarsError if a target with recurrent layers cannot verify the drafter's drafts."""
-    if drafter.reads is not None:
-        raise MarsError(
-            f"the drafter '{drafter.name}' reads the target, which has recurrent layers, and this is not supported "
-            "yet: draft with n-grams or with a model."
-        )
     if drafter.num_nodes != drafter.max_depth + 1:
         raise MarsError(
             f"the drafter '{drafter.name}' drafts trees, and the target has recurrent layers, which verify only "
@@ -59,8 +54,8 @@ def check_draft_model(model: LanguageModel) -> None:
     """Raise MarsError if a model cannot draft because its cache cannot drop tokens."""
     if model.for_chains is not None:
         raise MarsError(
-            "the draft model has recurrent layers, whose state cannot drop rejected tokens: use a draft model with "
-            "attention in every layer."
+            "the draft model has recurrent layers, whose state cannot drop rejected tokens: draft with ngram, or "
+            "with a model that has attention in every layer."
         )
 
 

@@ -51,7 +51,8 @@ def load(
         SPRINTER, TriSpec and VIA-SD keep their defaults.
       tree: children per node at each depth, `Dynamic(...)` (not for Medusa), or either as a string, such as "4-2-2-1"
         or "dynamic". Default: a chain; `Dynamic()` for EAGLE unless a chain length is given or the target is a
-        mixture of experts; for DFlash a dynamic tree as deep as its block.
+        mixture of experts or has recurrent layers; for DFlash a dynamic tree as deep as its block, or a chain for
+        recurrent layers.
       sample: draw the chain from the draft and pass the true q to `verify.rejection`. EAGLE then drafts a
         chain, of 5 tokens unless a length is given.
       dtype: dtype of the draft's weights; default: the checkpoint's for a model, the target's for heads.
@@ -96,7 +97,9 @@ def load(
         raise MarsError(
             f"draft_size='auto' does not apply to {subject}: draft a chain with {drafters_that('resizes')}."
         )
-    length, usual_tree = draft_definition.usual(mixture=is_mixture, sample=sample or draft_size == "auto")
+    is_recurrent = target is not None and target.model.for_chains is not None
+    must_chain = sample or draft_size == "auto" or is_recurrent
+    length, usual_tree = draft_definition.usual(mixture=is_mixture, chain=must_chain)
     # Name: (whether the caller set it, the field of the definition that allows it).
     optional_arguments = {
         "tree": (tree is not None, "trees"),

@@ -105,12 +105,12 @@ class DraftDefinition:
     def _defaults(self) -> dict[str, object]:
         return {f.name: f.default for f in dataclasses.fields(self.cls) if f.init}  # pyright: ignore[reportArgumentType]
 
-    def usual(self, *, mixture: bool, sample: bool = False) -> tuple[int | None, Dynamic | None]:
+    def usual(self, *, mixture: bool, chain: bool = False) -> tuple[int | None, Dynamic | None]:
         """Return the chain length and the tree of the default draft, for a request with neither.
 
         Args:
           mixture: the target is a mixture of experts.
-          sample: the draft is sampled, so it is a chain.
+          chain: the draft must be a chain: it is sampled, or the target has recurrent layers.
 
         >>> definition("model").usual(mixture=False), definition("eagle").usual(mixture=True)
         ((5, None), (3, None))
@@ -121,7 +121,7 @@ class DraftDefinition:
             length = min(length, MIXTURE_LENGTH)
         if mixture and self.block:
             length = MIXTURE_LENGTH
-        if self.grows and not (mixture or sample):
+        if self.grows and not (mixture or chain):
             return length, Dynamic()
         return length, None
 

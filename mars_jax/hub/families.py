@@ -387,6 +387,7 @@ _QWEN3_MOE |= {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
 _QWEN3_NEXT = {"num_key_value_heads": 2, "max_position_embeddings": 32768, "num_experts": 512}
 _QWEN3_NEXT |= {"num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
 _QWEN3_NEXT |= {"shared_expert_intermediate_size": 512}
+_QWEN3_5_MOE = _QWEN3_NEXT | {"num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 512}
 _QWEN3_5 = {"num_key_value_heads": 4, "max_position_embeddings": 32768}
 _DELTA_SIZES = {
     "key_heads": ("linear_num_key_heads", 16),
@@ -448,6 +449,7 @@ _QWEN2_MOE_PARTS = (_keys(qkv_bias="qkv_bias"), *_QWEN_EXPERTS, _SHARED_EXPERT, 
 _QWEN3_MOE_PARTS = (*_QWEN3_PARTS, *_QWEN_EXPERTS, Part(_read_qwen3_moe_window))
 _GATED = _fixed(norm_plus_one=True, attention_gate=True)
 _DELTA_PARTS = (*_QWEN3_PARTS, _GATED, _rope(0.25), Part(_read_delta, _write_delta))
+_DELTA_MOE_PARTS = (*_QWEN_EXPERTS, _SHARED_EXPERT, *_DELTA_PARTS)
 _PHI_PARTS = (_WINDOW, _rope(1.0), Part(write=_write_trained_length), _NO_PADDING)
 # GLM-4 of 2024: neighbours are rotated, in half of each head.
 _GLM_PARTS = (_QKV_BIAS, _rope(0.5, interleaved=True), _NO_PADDING)
@@ -481,10 +483,9 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family("MixtralForCausalLM", (_WINDOW, _LOCAL_EXPERTS), _MIXTRAL),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", _QWEN2_MOE_PARTS, _QWEN2_MOE),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", _QWEN3_MOE_PARTS, _QWEN3_MOE),
-    "qwen3_next": Family(
-        "Qwen3NextForCausalLM", (*_QWEN_EXPERTS, _SHARED_EXPERT, *_DELTA_PARTS), _QWEN3_NEXT
-    ),
+    "qwen3_next": Family("Qwen3NextForCausalLM", _DELTA_MOE_PARTS, _QWEN3_NEXT),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", _DELTA_PARTS, _QWEN3_5),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", _DELTA_MOE_PARTS, _QWEN3_5_MOE),
     "ministral3": Family("Ministral3ForCausalLM", (_WINDOW, Part(_read_growing_queries)), _MINISTRAL_3),
     "phi3": Family("Phi3ForCausalLM", _PHI_PARTS, _PHI_3),
     "glm": Family("GlmForCausalLM", _GLM_PARTS, _GLM),
@@ -503,7 +504,8 @@ FAMILIES: dict[str, Family] = {
 
 
 _TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
-WITH_IMAGES = ("gemma3_text", "ministral3", "mistral", "qwen3_5_text")
+_TEXT_MODELS |= {"qwen3_5_moe": "qwen3_5_moe_text"}
+WITH_IMAGES = ("gemma3_text", "ministral3", "mistral", "qwen3_5_text", "qwen3_5_moe_text")
 """Families of text models whose checkpoints may also have a vision model."""
 
 

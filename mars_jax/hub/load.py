@@ -21,7 +21,7 @@ from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.gguf_tensors import gguf_tensors
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.quantized_files import dequantized_tensors, packing, unpacked_tensors
-from mars_jax.hub.stacked_experts import split_experts
+from mars_jax.hub.stacked_experts import number_experts, split_experts
 from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.mesh import hosts
 from mars_jax.mesh.axes import parse_mesh
@@ -29,7 +29,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of
 from mars_jax.models.shardings import params_shardings
 from mars_jax.models.transformer import language_model
-from mars_jax.models.weights import Weight, build_rows, dtype_of, get, leaves, stored_tensors
+from mars_jax.models.weights import STACKED, Weight, build_rows, dtype_of, get, leaves, stored_tensors
 from mars_jax.utils.errors import MarsError, check_switch, check_type
 from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 
@@ -39,11 +39,8 @@ DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias)
 # Gemma 3, Mistral 3 and Qwen3.5 with images use these prefixes. Only the text model is loaded.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
 _IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector|visual)\.")
-# Checkpoints of Qwen3-Next and Qwen3.5 contain an MTP module, which is not loaded.
-_DRAFTS = re.compile(r"^model\.mtp\.")
-
 # The projection of an MTP module. All tensors with its prefix belong to the module (`models.mtp_head`).
-_MTP = re.compile(r"^(model\.(?:layers|mtp_layers)\.\d+\.)(?:eh_proj|input_proj)\.weight$")
+_MTP = re.compile(r"^(model\.(?:layers|mtp_layers)\.\d+\.|mtp\.)(?:eh_proj|input_proj|fc)\.weight$")
 
 
 def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
@@ -194,7 +191,7 @@ def listed(names: list[str]) -> str:
 def _alias(name: str) -> str:
     """Return a tensor's canonical name. Some exports omit the prefix `model.`; others add one for the text model."""
     name = _TEXT.sub("", name)
-    if name.startswith(("model.", "lm_head.")):
+    if name.startswith(("model.", "lm_head.", "mtp.")):
         return name
     return f"model.{name}"
 
@@ -260,7 +257,9 @@ def grouped_tensors(directory: Path, config: ModelConfig) -> dict[str, list[tupl
         files = unpacked_tensors(directory, tensors(directory), packing_config)
     else:
         files = dequantized_tensors(directory, tensors(directory))
-    return collect(split_experts(files), _alias)
+    if config.family in STACKED:
+        return collect(split_experts(files), _alias)
+    return collect(number_experts(files), _alias)
 
 
 def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:
@@ -277,8 +276,7 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
         # Files may store a copy of a tied embedding as lm_head, a vision model, and MTP modules.
         tied = config.tie_embeddings and name == "lm_head.weight"
         of_images = config.family in WITH_IMAGES and _IMAGES.search(name)
-        drafts = config.delta is not None and _DRAFTS.search(name)
-        return bool(DERIVED.search(name) or tied or of_images or drafts or name.startswith(mtp_modules))
+        return bool(DERIVED.search(name) or tied or of_images or name.startswith(mtp_modules))
 
     check_tensors(directory, grouped, {stored.name: stored for stored in table}, harmless)
     named_tensors: dict[str, tuple[str, Tensor]] = {}

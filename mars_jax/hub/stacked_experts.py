@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores in one tensor for each layer (gpt-oss), in floating point or in MXFP4.
+"""Experts that a checkpoint stores in one tensor for each layer: gpt-oss, in floating point or in MXFP4, and Qwen3.5.
 
 X experts, E hidden size, M hidden units of an expert, G blocks of 32 inputs. Rows 2i and 2i + 1 of the fused matrices
 are row i of gate and of up:
@@ -10,11 +10,15 @@ are row i of gate and of up:
 | MXFP4, exponents of the blocks' scales | `_scales` u8[X, 2M, G] | `_scales` u8[X, E, G] |
 | biases | `_bias` [X, 2M] | `_bias` [X, E] |
 
-MXFP4: OCP Microscaling Formats, version 1.0. Oracle: transformers' `integrations/mxfp4.py` and `modeling_gpt_oss.py`.
+Qwen3.5 stores `gate_up_proj` [X, 2M, E], whose first M rows are those of gate, and `down_proj` [X, E, M].
+
+MXFP4: OCP Microscaling Formats, version 1.0. Oracle: transformers' `integrations/mxfp4.py`, `modeling_gpt_oss.py`
+and `modeling_qwen3_5_moe.py`.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -52,6 +56,32 @@ def split_experts(files: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, T
         yield tensors
     # Blocks and their scales may be in different files.
     yield {name: packed_experts(blocks[name], scales[name]) for name in blocks if name in scales}
+
+
+def number_experts(files: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of files, with the fused experts of Qwen3.5 split into matrices `experts.N.*_proj.weight`."""
+    for file in files:
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in file.items():
+            fused_match = _FUSED.match(name)
+            if fused_match is None or fused_match[3] or len(tensor.shape) != 3:
+                tensors[name] = tensor
+                continue
+            parts = fused_match[2].split("_")
+            experts, outputs = tensor.shape[0], tensor.shape[1] // len(parts)
+            for expert, (i, part) in itertools.product(range(experts), enumerate(parts)):
+                matrix = _expert(tensor, expert, i * outputs, outputs)
+                tensors[f"{fused_match[1]}.{expert}.{part}_proj.weight"] = matrix
+        yield tensors
+
+
+def _expert(tensor: Tensor, expert: int, start: int, size: int) -> Tensor:
+    """Return `size` rows of an expert's matrix."""
+
+    def read(first: int, last: int) -> np.ndarray:
+        return tensor.rows(expert, expert + 1)[0, start + first : start + last]
+
+    return Tensor((size, *tensor.shape[2:]), read)
 
 
 def _rows(tensor: Tensor, rows: slice, *, transposed: bool = False) -> Tensor:

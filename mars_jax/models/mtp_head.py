@@ -1,8 +1,9 @@
 """MTP modules: one more decoder layer of the target, trained with it to predict the token after the next.
 
 Sources: DeepSeek-V3 2412.19437, section 2.2 (here with one module, which drafts further tokens from its own output);
-MiMo 2505.07608. B batch, N tokens, E hidden size, V vocabulary. Oracles: `MtpModel` of transformers, and for MiMo a
-transcription in PyTorch (tests/models/test_mtp.py).
+MiMo 2505.07608; for Qwen3-Next and Qwen3.5, vLLM and SGLang (`qwen3_next_mtp.py`, `qwen3_5_mtp.py`). B batch, N
+tokens, E hidden size, V vocabulary. Oracles: `MtpModel` of transformers, and transcriptions of MiMo's and Qwen's in
+PyTorch (tests/models/test_mtp.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from mars_jax.models.layers import dense, rms_norm
 from mars_jax.models.rope import rotation_at
 from mars_jax.models.transformer import run_layer
 from mars_jax.models.weights import Weight, layer_rows, stacked
-from mars_jax.utils.errors import MarsError
 
 
 class Layout(NamedTuple):
@@ -35,13 +35,18 @@ class Layout(NamedTuple):
     hidden_norm: str
     fc: str
     norm: str
+    layer: str = ""  # prefix of the names of the decoder layer's tensors
     # MiMo: the feature is the residual stream before the target's last norm, and precedes the embedding in the
     # input. The embedding of the first entry is zero (vLLM and SGLang, `MiMoMultiTokenPredictorLayer`).
     mimo: bool = False
 
 
 DEEPSEEK = Layout("model.layers.{}", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+_QWEN = Layout("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", layer="layers.0.")
 LAYOUTS = {
+    "qwen3_next": _QWEN,
+    "qwen3_5_text": _QWEN,
+    "qwen3_5_moe_text": _QWEN,
     "mimo": Layout(
         "model.mtp_layers.0",
         "token_layernorm",
@@ -49,7 +54,7 @@ LAYOUTS = {
         "input_proj",
         "final_layernorm",
         mimo=True,
-    )
+    ),
 }
 """Layouts by family of the target; default: `DEEPSEEK`."""
 
@@ -68,29 +73,24 @@ class MtpConfig(FeatureHead):
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """Return the module of a target: a layer like its last one.
+        """Return the module of a target: a layer like its last one, with attention.
 
         >>> target = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=4, num_heads=1)
         >>> MtpConfig.outline(target).weights()[2].name
         'model.layers.4.eh_proj.weight'
         """
-        if target.delta is not None:
-            raise MarsError(
-                "MTP modules of targets with recurrent layers are not supported yet: draft with ngram or model:PATH."
-            )
         layer = dataclasses.replace(
-            target, num_layers=1, windows=target.windows[-1:], nope_layers=(), dense_layers=()
+            target, num_layers=1, windows=target.windows[-1:], nope_layers=(), dense_layers=(), delta=None
         )
-        feature_layers = ()
-        if target.family in LAYOUTS:
-            feature_layers = (target.num_layers - 1,)
-        return cls(
+        config = cls(
             layer=layer,
             target_hidden_size=target.hidden_size,
             draft_vocab_size=target.vocab_size,
-            feature_layers=feature_layers,
             target_layers=target.num_layers,
         )
+        if config.layout.mimo:
+            config = dataclasses.replace(config, feature_layers=(target.num_layers - 1,))
+        return config
 
     @property
     def layout(self) -> Layout:
@@ -109,7 +109,10 @@ class MtpConfig(FeatureHead):
             Weight(("embed_norm",), f"{names.embed_norm}.weight", (e,), unit),
             Weight(("hidden_norm",), f"{names.hidden_norm}.weight", (e,), unit),
             Weight(("fc",), f"{names.fc}.weight", (e, 2 * e), "normal"),
-            *(row._replace(path=("layer", *row.path)) for row in layer_rows(self.layer)),
+            *(
+                row._replace(path=("layer", *row.path), name=names.layer + row.name)
+                for row in layer_rows(self.layer)
+            ),
             Weight(("norm",), f"{names.norm}.weight", (e,), unit),
         ]
         return tuple(row._replace(name=f"{self.prefix}.{row.name}") for row in rows)

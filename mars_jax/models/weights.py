@@ -36,7 +36,7 @@ class Weight(NamedTuple):
 _EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 """Checkpoint names of a layer's experts and of their gate, up and down projections, by family; default: Qwen's."""
 
-_STACKED = ("gpt_oss",)
+STACKED = ("gpt_oss",)
 """Families whose experts have biases. Their files store all experts of a layer together (`hub.stacked_experts`)."""
 
 _NORMS = {
@@ -56,7 +56,7 @@ def _matrix(key: str, name: str, out: int, inner: int, bias: bool) -> list[Weigh
 def _experts(config: ModelConfig) -> list[Weight]:
     """Return the rows of a layer's router and experts."""
     c, size = config, config.expert_size or config.intermediate_size
-    if c.family in _STACKED:
+    if c.family in STACKED:
         rows = _matrix("router", "mlp.router", c.num_experts, c.hidden_size, True)
         for key in ("gate", "up", "down"):
             outputs, inputs = (c.hidden_size, size) if key == "down" else (size, c.hidden_size)
@@ -202,6 +202,7 @@ _FUSED = {
     "glm4": _GATE_UP,
     "qwen3_next": _CONV,
     "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA,
 }
 """Matrices that the checkpoints of a family store in one tensor."""
 

@@ -160,7 +160,8 @@ VARIANTS: dict[str, Json] = {
     "Qwen3.5-4B": QWEN_3_5 | {"tie_word_embeddings": True},
     "Qwen3.5-9B": QWEN_3_5,
     "Qwen3.5-27B": QWEN_3_5 | {"num_attention_heads": 24, "linear_num_value_heads": 48},
-    "Qwen3.5-35B-A3B": {"architectures": ["Qwen3_5MoeForConditionalGeneration"]},
+    "Qwen3.5-35B-A3B": QWEN_3_5
+    | {"model_type": "qwen3_5_moe_text", "num_key_value_heads": 2, "num_experts_per_tok": 5},
     "Llama 2 with dynamic NTK": LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "Llama with rotated halves of heads": LLAMA | {"partial_rotary_factor": 0.5},
     "OLMo-7B-hf": {"architectures": ["OlmoForCausalLM"]},
@@ -202,7 +203,7 @@ def shrink(data: Json) -> Json:
     if group_size := data.get("linear_num_value_heads", 0) // 16:
         small |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * group_size}
         small |= {"linear_key_head_dim": WIDTH, "linear_value_head_dim": WIDTH}
-    if data.get("model_type") in ("qwen2_moe", "qwen3_next"):
+    if data.get("model_type") in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"):
         small |= {"num_experts": 8, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
     if data.get("model_type") in ("glm4_moe", "deepseek_v3"):
         small |= {"n_routed_experts": 16, "moe_intermediate_size": 20}

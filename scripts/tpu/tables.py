@@ -75,7 +75,10 @@ def plans() -> dict[str, Any]:
     for row in report["entries"].values():
         paper = paper_rows.get(row["target"], {"topology": None})
         in_paper = (row["topology"], row["dtype"]) == (paper["topology"], "bfloat16")
-        entries.append(row | (paper | {"tree": "10-8-60"} if in_paper else {"tree": "10-7-60"}))
+        if row["draft"] == "mtp":
+            entries.append(row | {"tree": "MTP, chain of 3"})
+        else:
+            entries.append(row | (paper | {"tree": "10-8-60"} if in_paper else {"tree": "10-7-60"}))
     entries.sort(
         key=lambda row: (
             targets.index(row["target"]),

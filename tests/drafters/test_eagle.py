@@ -1,5 +1,6 @@
 """The EAGLE drafter: lossless, with the state and the drafts of a freshly run head."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -16,6 +17,7 @@ from mars_jax.drafters.eagle import FeatureDrafter, eagle
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.models import eagle_head as head
+from mars_jax.models.config import Delta
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.mtp_head import MtpConfig
 from mars_jax.models.transformer import init_params
@@ -26,6 +28,8 @@ VOCAB = 8  # small, so that a random head is sometimes right
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_kv_heads": 1}
 CONFIG = ModelConfig(num_layers=3, **SIZES)
 MODEL = language_model(CONFIG)
+DELTA = Delta(layers=(0, 2), key_heads=2, value_heads=4, key_dim=8, value_dim=6)
+RECURRENT = dataclasses.replace(CONFIG, family="qwen3_5_text", delta=DELTA, attention_gate=True)
 LAYER = ModelConfig(num_layers=1, **SIZES)
 HEADS = {
     "eagle-3": EagleConfig(
@@ -35,9 +39,16 @@ HEADS = {
         version=1, layer=LAYER, target_hidden_size=16, draft_vocab_size=VOCAB, own_unembed=False
     ),
     "mtp": MtpConfig.outline(CONFIG),
+    "recurrent mtp": MtpConfig.outline(RECURRENT),
 }
 SHAPES = {"chain": None, "static tree": (3, 2, 1), "dynamic tree": Dynamic(3, 3, 9)}
+CASES = [*itertools.product(list(HEADS)[:3], SHAPES), ("recurrent mtp", "chain")]
 LENGTHS = [1, 2, 17]
+
+
+def config_of(name):
+    """Return the config of a head's target."""
+    return RECURRENT if name.startswith("recurrent") else CONFIG
 
 
 @functools.cache
@@ -45,33 +56,32 @@ def weights(name):
     params = head.init_params(HEADS[name], jax.random.key(3), scale=0.3)
     if "ids" in params:
         params["ids"] = jnp.asarray([0, 2, 3, 5, 6, 7], jnp.int32)  # neither the first ids nor all
-    return Params(target=init_params(CONFIG, jax.random.key(0), scale=0.3), draft=params)
+    return Params(target=init_params(config_of(name), jax.random.key(0), scale=0.3), draft=params)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def run_fresh(name, tokens):
     """Run the head over a whole text i32[1, n] at once, after the target; return hidden states, logits and cache."""
     config, params, n = HEADS[name], weights(name), tokens.shape[1]
-    model = MODEL.with_features(config.feature_layers)
+    model = language_model(config_of(name), feature_layers=config.feature_layers)
     visible = Visible.causal(jnp.zeros((1,), jnp.int32), n)
     output = model.forward(params.target, tokens, visible, model.init_cache(1, n))
     cache = config.init_cache(1, n, "float32")
     feature = config.fuse(params.draft, output)
     following = jnp.roll(tokens, -1, axis=1)  # the last entry is wrong, and not used
-    hidden, cache = config.forward(MODEL, params, feature, following, visible, cache)
-    logits = config.widen(params, config.logits(MODEL, params, hidden))
+    hidden, cache = config.forward(model, params, feature, following, visible, cache)
+    logits = config.widen(params, config.logits(model, params, hidden))
     return hidden[0], logits[0], cache
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), slow_but(itertools.product(HEADS, SHAPES), ("eagle-3", "dynamic tree"))
-)
+@pytest.mark.parametrize(("name", "shape"), slow_but(CASES, ("eagle-3", "dynamic tree")))
 def test_it_is_lossless_and_its_cache_is_that_of_a_head_run_afresh(name, shape):
     """Run ten rounds of mixed acceptance with greedy rows and a sampled one, then decode the rest of the text."""
     prompts, lengths = ragged(LENGTHS, 64, VOCAB)
-    drafter = FeatureDrafter(HEADS[name], MODEL, 3, tree=SHAPES[shape])
+    target = language_model(config_of(name))
+    drafter = FeatureDrafter(HEADS[name], target, 3, tree=SHAPES[shape])
     settings = {"params": weights(name), "temperature": [0.0, 0.0, 1.0]}
-    decoder, state = begin(MODEL, drafter, verify.exact(), prompts, lengths, **settings)
+    decoder, state = begin(target, drafter, verify.exact(), prompts, lengths, **settings)
     state, stats = decode.run(decoder, weights(name), state, max_steps=10)
     assert np.all(np.asarray(stats.depth_histogram).sum(0)[:2] > 0), "rejected and accepted drafts"
     padded = np.asarray(state.tokens)
@@ -93,22 +103,25 @@ def test_it_is_lossless_and_its_cache_is_that_of_a_head_run_afresh(name, shape):
 
     state, _ = decode.run(decoder, weights(name), state)
     settings["params"] = settings["params"]._replace(draft=())
-    oracle, _ = decode_all(MODEL, drafters.none(), verify.exact(), prompts, lengths, **settings)
+    oracle, _ = decode_all(target, drafters.none(), verify.exact(), prompts, lengths, **settings)
     # This includes the sampled row, since its draws are keyed by position.
     assert committed(state) == committed(oracle)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tree"), [("eagle-3", None), ("mtp", None), ("mtp", (2, 1))])
+@pytest.mark.parametrize(
+    ("name", "tree"), [("eagle-3", None), ("mtp", None), ("mtp", (2, 1)), ("recurrent mtp", None)]
+)
 def test_rejection_of_a_sampled_draft_leaves_the_targets_distribution(name, tree):
     """Compare the second new token given the first, which a wrong q would change."""
     rows, settings = 6000, {"temperature": 0.8, "top_k": 6}
     prompts, lengths = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in ragged([5], 8, VOCAB))
-    params, drafter = weights(name), FeatureDrafter(HEADS[name], MODEL, 2, tree=tree, sample=True)
+    target = language_model(config_of(name))
+    params, drafter = weights(name), FeatureDrafter(HEADS[name], target, 2, tree=tree, sample=True)
     batch = (prompts, lengths)
-    state, stats = decode_all(MODEL, drafter, verify.rejection(), *batch, params=params, **settings)
+    state, stats = decode_all(target, drafter, verify.rejection(), *batch, params=params, **settings)
     settings |= {"params": params._replace(draft=()), "seeds": range(rows, 2 * rows)}
-    oracle, _ = decode_all(MODEL, drafters.none(), verify.exact(), *batch, **settings)
+    oracle, _ = decode_all(target, drafters.none(), verify.exact(), *batch, **settings)
     assert int(jnp.sum(stats.accepted_exact)) > rows // 4
     pairs = (np.asarray(run.tokens)[:, 5] * VOCAB + np.asarray(run.tokens)[:, 6] for run in (state, oracle))
     drafted, expected = (np.bincount(pair, minlength=VOCAB * VOCAB) for pair in pairs)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mars_jax import drafters
+from mars_jax import drafters, hub
 from mars_jax.core.fake import hash_model
 from mars_jax.drafters.ngram import lookup
 from mars_jax.hub.pretrained import Pretrained
@@ -32,3 +32,12 @@ def test_for_a_mixture_of_experts_the_usual_chain_is_short():
     mixture = dataclasses.replace(dense, config=config)  # pyright: ignore[reportArgumentType]
     assert drafters.load("ngram", mixture).drafter.num_nodes == 4
     assert drafters.load("ngram", mixture, num_draft_tokens=8).drafter.num_nodes == 9
+
+
+def test_for_recurrent_layers_the_usual_draft_of_a_head_is_a_chain():
+    target = hub.load()
+    chains_only = target.model._replace(for_chains=lambda nodes, chunk: target.model)
+    recurrent = dataclasses.replace(target, model=chains_only)
+    for spec in ("eagle:tiny/eagle3", "dflash:tiny/dflash"):
+        assert drafters.load(spec, recurrent).drafter.is_chain
+        assert not drafters.load(spec, target).drafter.is_chain

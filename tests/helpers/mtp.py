@@ -29,10 +29,23 @@ LATENT = {
     "v_head_dim": 6,
 }
 LATENT |= {"num_key_value_heads": 4}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+LINEAR |= {"linear_value_head_dim": 12, "head_dim": 16, "num_key_value_heads": 2}
+LINEAR |= {"layer_types": ["full_attention", "linear_attention"]}
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 1000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [1, 1, 0],
+}
+QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+QWEN_EXPERTS |= {"shared_expert_intermediate_size": 28}
 # The config class and sizes of the target in transformers, and fields to change in config.json.
 TARGETS = {
     "glm4_moe": ("Glm4MoeConfig", EXPERTS | {"head_dim": 16, "num_key_value_heads": 2}, {}),
     "deepseek_v3": ("DeepseekV3Config", EXPERTS | LATENT, {}),
+    "qwen3_next": ("Qwen3NextConfig", LINEAR | QWEN_EXPERTS, {}),
+    "qwen3_5": ("Qwen3_5TextConfig", LINEAR | {"rope_parameters": MROPE}, {}),
     "mimo": (
         "Qwen2Config",
         {"num_key_value_heads": 2},
@@ -80,40 +93,94 @@ def logits_of_transformers(path: Path, tokens: np.ndarray) -> np.ndarray:
 class MimoModule(torch.nn.Module):
     """MiMo's module, after `MiMoMultiTokenPredictorLayer` of vLLM and of SGLang, over transformers' Qwen2 layer."""
 
-    def __init__(self, config):
+    prefix, layer = "model.mtp_layers.0.", ""
+
+    def __init__(self, model):
         super().__init__()
+        config = model.config
         norms = [Qwen2RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)]
         self.token_layernorm, self.hidden_layernorm, self.final_layernorm = norms
         self.input_proj = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.mtp_block = Qwen2DecoderLayer(config, 0)
 
-    def forward(self, embeds, hidden, rotary_emb):
+    def feature(self, states, normed):
+        return states
+
+    def before(self, embeds, hidden):
         embeds[:, 0] = 0  # the first position, which has nothing before it
         joined = torch.cat([self.hidden_layernorm(hidden), self.token_layernorm(embeds)], dim=-1)
-        positions = torch.arange(embeds.shape[1])[None]
-        mask = torch.full((1, 1, *[embeds.shape[1]] * 2), -torch.inf).triu(1)
-        rotation = rotary_emb(embeds, positions)
-        x = self.mtp_block(self.input_proj(joined), attention_mask=mask, position_embeddings=rotation)
+        return self.input_proj(joined)
+
+    def after(self, x):
         return self.final_layernorm(x)
 
 
-def logits_of_mimo(model, path: Path, tokens: np.ndarray) -> np.ndarray:
-    """Return the same for the transcription of MiMo's module, which reads hidden states before the last norm."""
-    module, ids = MimoModule(model.config), torch.tensor(tokens[None], dtype=torch.int64)
-    names = set(dict(module.named_parameters()))
-    tensors = {}
+class QwenModule(torch.nn.Module):
+    """The module of Qwen3-Next and Qwen3.5, after `qwen3_next_mtp.py` and `qwen3_5_mtp.py` of vLLM and of SGLang."""
+
+    prefix, layer = "mtp.", "layers.0."
+
+    def __init__(self, model):
+        super().__init__()
+        config, norm = model.config, type(model.model.norm)
+        norms = [norm(config.hidden_size, config.rms_norm_eps) for _ in range(3)]
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = norms
+        self.fc = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.mtp_block = type(model.model.layers[0])(config, config.layer_types.index("full_attention"))
+
+    def feature(self, states, normed):
+        return normed
+
+    def before(self, embeds, hidden):
+        return self.fc(
+            torch.cat([self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)], dim=-1)
+        )
+
+    def after(self, x):
+        return self.norm(x)
+
+
+def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Join the matrices of a layer's experts as in transformers."""
+    experts = {name: x for name, x in tensors.items() if ".experts." in name}
+    joined = {name: x for name, x in tensors.items() if name not in experts}
+    count = len(experts) // 3
+    for parts in ("gate", "up"), ("down",):
+        name = "mtp_block.mlp.experts."
+        matrices = [
+            torch.cat([experts[f"{name}{i}.{part}_proj.weight"] for part in parts]) for i in range(count)
+        ]
+        if matrices:
+            joined[f"{name}{'_'.join(parts)}_proj"] = torch.stack(matrices)
+    return joined
+
+
+def logits_of_transcription(model, path: Path, tokens: np.ndarray) -> np.ndarray:
+    """Return the same for a transcription of a module."""
+    if model.config.model_type == "qwen2":
+        module = MimoModule(model)
+    else:
+        module = QwenModule(model)
+    names, tensors = set(dict(module.named_parameters())), {}
     for name, array in load_file(path / "model.safetensors").items():
-        if name.startswith("model.mtp_layers.0."):
-            name = name.removeprefix("model.mtp_layers.0.")
-            tensors[name if name in names else f"mtp_block.{name}"] = torch.tensor(array)
-    module.load_state_dict(tensors)
-    states = []
+        if name.startswith(module.prefix):
+            name = name.removeprefix(module.prefix)
+            tensors[name if name in names else f"mtp_block.{name.removeprefix(module.layer)}"] = torch.tensor(
+                array
+            )
+    module.load_state_dict(_stacked(tensors))
+    states, ids = [], torch.tensor(tokens[None], dtype=torch.int64)
     hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
     with torch.no_grad(), transformers_oracle.third_party():
-        model(ids)
+        normed = model.model(ids).last_hidden_state
         hook.remove()
         embeds = model.get_input_embeddings()(ids[:, 1:])
-        return model.lm_head(module(embeds, states[0][:, :-1], model.model.rotary_emb))[0].numpy()
+        x = module.before(embeds, module.feature(states[0], normed)[:, :-1])
+        n = x.shape[1]
+        mask = torch.full((1, 1, n, n), -torch.inf).triu(1)
+        rotation = model.model.rotary_emb(x, torch.arange(n)[None])
+        x = module.mtp_block(x, attention_mask=mask, position_embeddings=rotation)
+        return model.lm_head(module.after(x))[0].numpy()
 
 
 def generated(path: Path, prompt: list[int], count: int) -> tuple[list[int], int]:

@@ -36,10 +36,10 @@ def target_texts(rows, length):
     return state.tokens
 
 
-def drafted_text(drafter, params, rule, temperature):
+def drafted_text(drafter, params, rule, temperature, target=TARGET):
     """Return a text of 12 tokens followed by the chain that a drafter drafts after it, and that chain as a tree."""
     prompts, lengths = ragged([12], 24, 16, seed=4)
-    decoder = decode.speculative_decoder(TARGET, drafter, rule, prefill_chunk=8)
+    decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=8)
     controls = make_controls(1, limit=24, temperature=temperature)
     keys = keys_from_seeds(jnp.zeros((1,), jnp.uint32))
     state = decode.start(decoder, params, Prompts(prompts, lengths, controls, rule, keys))
@@ -47,7 +47,7 @@ def drafted_text(drafter, params, rule, temperature):
     return jnp.concatenate([prompts[:, :12], tree.tokens[:, 1:]], axis=1), tree
 
 
-def scored_drafts(make_loss, params, text):
+def scored_drafts(make_loss, params, text, weights=WEIGHTS):
     """Compute a loss over one text, and return the draft logits that its divergence received."""
     scored = []
 
@@ -57,7 +57,7 @@ def scored_drafts(make_loss, params, text):
 
     trained = {name: value for name, value in params.items() if name != "ids"}
     tokens = jnp.pad(text, ((0, 0), (0, 1)))
-    make_loss(divergence)(trained, Batch(tokens, jnp.zeros_like(tokens)), WEIGHTS)
+    make_loss(divergence)(trained, Batch(tokens, jnp.zeros_like(tokens)), weights)
     return scored
 
 

@@ -72,6 +72,7 @@ ONE_LAYER = ModelConfig(num_layers=1, qk_norm=True, **SIZES)  # for the fast cas
 
 MODEL = language_model(CONFIG)
 MTP = MtpConfig.outline(EXPERTS)
+RECURRENT_MTP = MtpConfig.outline(RECURRENT)
 DYNAMIC = Dynamic(top_k=3, depth=3, nodes=9)
 CHAIN = drafters.language_model(MODEL, 3, sample=True)
 # Target, drafter, config of the drafter's weights, rule.
@@ -90,6 +91,12 @@ CASES = {
     "dflash dynamic, mars": (CONFIG, contrib.dflash(DFLASH, MODEL, tree=DYNAMIC), DFLASH, verify.mars()),
     "dspark chain": (CONFIG, contrib.dflash(DSPARK, MODEL, 3, sample=True), DSPARK, verify.rejection()),
     "recurrent, model chain": (RECURRENT, CHAIN, CONFIG, verify.rejection()),
+    "recurrent, mtp chain": (
+        RECURRENT,
+        drafters.mtp(RECURRENT_MTP, language_model(RECURRENT), 3, sample=True),
+        RECURRENT_MTP,
+        verify.rejection(),
+    ),
     "experts, none, exact": (EXPERTS, drafters.none(), None, verify.exact()),
     "experts, mtp tree": (
         EXPERTS,
@@ -242,7 +249,7 @@ def meshes(case):
 
 
 ALL = [(case, *mesh) for case in CASES for mesh in meshes(case)]
-ALL.append(("recurrent, model chain", "data=2,model=2", AxisType.Auto))
+ALL += [(f"recurrent, {kind} chain", "data=2,model=2", AxisType.Auto) for kind in ("model", "mtp")]
 
 
 @pytest.mark.parametrize(

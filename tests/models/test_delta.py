@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mars_jax import contrib, drafters, verify
+from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.drafter import Drafter
@@ -18,9 +19,11 @@ from mars_jax.drafters.sized import sized
 from mars_jax.models import init_params, language_model
 from mars_jax.models.config import Delta, ModelConfig
 from mars_jax.models.delta import delta_rule
+from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.heads import init_params as init_head
+from mars_jax.models.mtp_head import MtpConfig
 from mars_jax.utils.errors import MarsError
-from tests.helpers import begin, committed, decode_all, small_models
-from tests.helpers.fake_drafters import SMALL
+from tests.helpers import begin, committed, decode_all, fake_drafters, small_models
 
 VOCAB, BUFFER = 256, 40
 DELTA = Delta(layers=(0, 2), key_heads=2, value_heads=4, key_dim=8, value_dim=6)
@@ -31,14 +34,37 @@ CONFIG = ModelConfig(
 MODEL = language_model(CONFIG)
 
 
+SMALL = ModelConfig(num_layers=1, **SIZES)
+_SHARED = {"target_hidden_size": SIZES["hidden_size"], "draft_vocab_size": VOCAB}
+EAGLE_3 = EagleConfig(version=3, layer=SMALL, own_unembed=False, feature_layers=(0, 1, 2), **_SHARED)
+DFLASH = DFlashConfig(
+    layer=dataclasses.replace(SMALL, family="qwen3"),
+    feature_layers=(0, 2),
+    mask_token=3,
+    block_size=4,
+    **_SHARED,
+)
+HEADS = {
+    "eagle-3": drafters.eagle(EAGLE_3, MODEL, 4),
+    "mtp": drafters.mtp(MtpConfig.outline(CONFIG), MODEL, 4),
+    "dflash": contrib.dflash(DFLASH, MODEL),
+}
+"""Heads that share the target's unembedding."""
+
+
 def weights():
-    """Return random weights, with states that decay slowly."""
+    """Return random weights, with states that decay slowly, and few likely tokens, so that heads are often right."""
     params = init_params(CONFIG, jax.random.key(0), scale=0.3)
     slow = [
         layer | {"delta_log_rate": jnp.full(4, -3.0)} if "delta_q" in layer else layer
         for layer in params["layers"]
     ]
-    return params | {"layers": tuple(slow)}
+    likely = jnp.arange(VOCAB)[:, None] % 32 == 5
+    return params | {"layers": tuple(slow), "unembed": params["unembed"] * jnp.where(likely, 1, 0.1)}
+
+
+def head_weights(name):
+    return init_head(HEADS[name].config, jax.random.key(1), scale=0.3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,19 +152,25 @@ def test_drafts_change_no_token_of_200_prompts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ngram", "model", "sized n-grams"])
+@pytest.mark.parametrize("name", ["ngram", "model", *HEADS, "sized ngram", "sized eagle-3"])
 def test_other_drafts_change_no_token(name):
     """N-grams often draft nothing, and a forward of the root only follows one of a whole chain."""
     plain, _ = decoded(drafters.none())
-    small = ModelConfig(num_layers=1, **SIZES)
-    if name == "model":
-        drafted, _ = decoded(
-            drafters.language_model(language_model(small), 3), draft=init_params(small, jax.random.key(1))
+    kind, draft = name.removeprefix("sized "), ()
+    if kind in HEADS:
+        drafter, draft = HEADS[kind], head_weights(kind)
+    elif kind == "model":
+        drafter, draft = (
+            drafters.language_model(language_model(SMALL), 3),
+            init_params(SMALL, jax.random.key(1)),
         )
-    elif name == "ngram":
-        drafted, _ = decoded(drafters.ngram(3, min_ngram=1))
     else:
-        adaptive = sized(drafters.LoadedDrafter(drafters.ngram(4, min_ngram=1), ()), [0, 2, 4])
+        drafter = drafters.ngram(4, min_ngram=1)
+    if kind == name:
+        drafted, stats = decoded(drafter, draft=draft)
+        assert np.sum(stats.accepted_exact) > 0
+    else:
+        adaptive = sized(drafters.LoadedDrafter(drafter, draft), [0, 2, 4])
         decoder = dataclasses.replace(adaptive.decoder(MODEL, verify.exact()), prefill_chunk=16)
         params = Params(weights(), adaptive.params)
         drafted, _ = decode.run(decoder, params, decode.start(decoder, params, batch_of(*prompts_of(6))))
@@ -162,15 +194,17 @@ def batch_of(tokens, lengths):
 
 
 @pytest.mark.slow
-def test_refilled_and_extended_rows_decode_like_fresh_ones():
+@pytest.mark.parametrize("name", ["guess", *HEADS])
+def test_refilled_and_extended_rows_decode_like_fresh_ones(name):
     tokens, _ = prompts_of(4)
-    decoder = decode.speculative_decoder(MODEL, Guess(), verify.exact(), prefill_chunk=16)
+    drafter = HEADS.get(name, Guess())
+    decoder = decode.speculative_decoder(MODEL, drafter, verify.exact(), prefill_chunk=16)
     fresh = batch_of(tokens, jnp.asarray([30, 22, 9, 4], jnp.int32))
     plain, _ = decode_all(
         MODEL, drafters.none(), verify.exact(), fresh.tokens, fresh.length, temperature=[0.0, 0.8, 0.0, 0.8],
         params=Params(weights()),
     )  # fmt: skip
-    params = Params(weights(), texts_of(plain))
+    params = Params(weights(), texts_of(plain) if name == "guess" else head_weights(name))
     # Rows stop in the middle of a text: right after a draft, many tokens ago, and not at all.
     short = batch_of(tokens, jnp.asarray([5, 22, 9, 1], jnp.int32))
     state, _ = decode.run(decoder, params, decode.start(decoder, params, short), max_steps=3)
@@ -180,7 +214,8 @@ def test_refilled_and_extended_rows_decode_like_fresh_ones():
         fresh, tokens=jnp.where(jnp.arange(4)[:, None] == 2, state.tokens, tokens), length=length
     )
     state, num_read = decode.extend(decoder, params, state, continued)
-    assert int(num_read[2]) == 0 and int(num_read[0]) > 0
+    # A head reads the last common token again, for the embedding of the token after it.
+    assert int(num_read[2]) == int(drafter.reads is not None) and int(num_read[0]) > 0
     state, _ = decode.run(decoder, params, state, max_steps=2)
     # Row 1 starts again in the running batch.
     row = jax.tree.map(lambda x: x[1:2], fresh)
@@ -245,14 +280,16 @@ def test_a_rejected_node_that_is_not_finite_does_no_harm():
     np.testing.assert_array_equal(*after)
 
 
-def test_trees_and_drafters_that_read_the_target_are_refused():
-    tree = drafters.language_model(SMALL, tree=(2, 2))
+def test_trees_and_recurrent_draft_models_are_refused():
+    tree = drafters.language_model(fake_drafters.SMALL, tree=(2, 2))
     with pytest.raises(MarsError, match="verify only chains: set num_draft_tokens"):
         decode.speculative_decoder(MODEL, dataclasses.replace(tree, vocab_size=VOCAB), verify.exact())
-    with pytest.raises(MarsError, match="reads the target, which has recurrent layers"):
-        decode.speculative_decoder(MODEL, contrib.self_draft(MODEL, 3), verify.exact())
-    with pytest.raises(MarsError, match="the draft model has recurrent layers"):
-        drafters.language_model(MODEL, 3)
+    with pytest.raises(MarsError, match="verify only chains: set num_draft_tokens"):
+        head_tree = drafters.eagle(EAGLE_3, MODEL, tree=(2, 2))
+        decode.speculative_decoder(MODEL, head_tree, verify.exact())
+    for draft in (drafters.language_model, contrib.self_draft):
+        with pytest.raises(MarsError, match="the draft model has recurrent layers"):
+            draft(MODEL, 3)
     seen = dataclasses.replace(Visible.causal(jnp.zeros((1,), jnp.int32), 2), seen=jnp.ones((1, 2, 2), bool))
     with pytest.raises(MarsError, match="draft chains, without --tree"):
         MODEL.forward(weights(), jnp.ones((1, 2), jnp.int32), seen, MODEL.init_cache(1, 8))

@@ -13,7 +13,7 @@ from mars_jax.drafters.asked import LoadedDrafter
 from mars_jax.drafters.eagle import eagle
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.heads import init_params as init_head
-from tests.helpers import slow_but, transformers_oracle
+from tests.helpers import mtp, slow_but, transformers_oracle
 
 pytest.importorskip("transformers")
 
@@ -113,6 +113,7 @@ CASES = {
     "qwen3 moe, weights sum to 1": ("Qwen3Moe", BASE | EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
     "qwen3 moe, one layer of four": ("Qwen3Moe", BASE | EXPERTS | ALTERNATING | ONE_OF_FOUR),
     "qwen3.5": ("Qwen3_5Text", BASE | LINEAR | {"rope_parameters": QUARTER}),
+    "qwen3.5 moe": ("Qwen3_5MoeText", BASE | LINEAR | EXPERTS | SHARED | {"rope_parameters": QUARTER}),
     "qwen3 next, one dense layer": ("Qwen3Next", BASE | LINEAR | EXPERTS | SHARED | {"mlp_only_layers": [1]}),
     "ministral3": ("Ministral3", BASE | {"head_dim": 12} | rope("yarn", **TRAINED, **GROWTH)),
     "ministral3, window": ("Ministral3", MISTRAL | {"sliding_window": 8} | rope("yarn", **TRAINED, **GROWTH)),
@@ -268,19 +269,23 @@ def test_the_text_model_of_mistral_3_with_images_is_loaded(tmp_path):
     assert_close(logits, transformers_oracle.torch_logits(model, PROMPTS))
 
 
-def test_the_text_model_of_qwen_3_5_with_images_and_a_draft_module_is_loaded(tmp_path):
-    from safetensors.numpy import load_file, save_file
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5 moe"])
+def test_the_text_model_of_qwen_3_5_with_images_and_a_draft_module_is_loaded(kind, tmp_path):
+    """The published files store the experts of a layer together, as in PyTorch; transformers splits them."""
+    from safetensors.numpy import save_file
 
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 8}
     vision |= {"out_hidden_size": 32, "num_position_embeddings": 4}
-    text = transformers_config(*CASES["qwen3.5"])
-    config = transformers_config("Qwen3_5", {"text_config": text.to_dict(), "vision_config": vision})
+    text, family = transformers_config(*CASES[kind]), CASES[kind][0].removesuffix("Text")
+    config = transformers_config(family, {"text_config": text.to_dict(), "vision_config": vision})
     import transformers
 
     with transformers_oracle.third_party():
-        model = transformers_oracle.randomize(transformers.Qwen3_5ForConditionalGeneration(config))
+        model_class = getattr(transformers, f"{family}ForConditionalGeneration")
+        model = transformers_oracle.randomize(model_class(config))
     transformers_oracle.save_torch(model, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    assert any(name.endswith(".experts.gate_up_proj") for name in tensors) == (kind == "qwen3.5 moe")
     save_file(tensors | {"mtp.fc.weight": np.ones((2, 2))}, tmp_path / "model.safetensors")
     logits, _ = transformers_oracle.logits_and_greedy(hub.load(tmp_path), PROMPTS, 1)
     assert_close(logits, transformers_oracle.torch_logits(model, PROMPTS))
@@ -303,6 +308,7 @@ NEW_FAMILIES = (
     "glm", "glm4", "glm4 moe, groups", "deepseek v3, groups, yarn", "smollm3, windows in nope layers",
     "granite, every multiplier", "olmo2", "olmo3, yarn in full layers", "gpt-oss",
 )  # fmt: skip
+RECURRENT = ("qwen3.5", "qwen3.5 moe", "qwen3 next, one dense layer")
 
 
 def until_stop(tokens):
@@ -322,18 +328,25 @@ def drafter_of(kind, target, model_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, "data=2,model=2"])
-@pytest.mark.parametrize("name", NEW_FAMILIES)
+@pytest.mark.parametrize("name", [*NEW_FAMILIES, *RECURRENT])
 def test_drafts_of_every_kind_change_no_token(name, mesh, tmp_path):
     """Decode three prompts of different lengths in two rows, so that one row refills."""
     config = transformers_config(*CASES[name])
     model, _ = saved(config, tmp_path / "target")
-    transformers_oracle.save_torch(transformers_oracle.random_torch_model(config, seed=1), tmp_path / "draft")
+    kinds, draft_config = ["none", "ngram", "model", "eagle"], config
+    if name in RECURRENT:
+        # A draft model has attention in every layer.
+        draft_config = transformers_config(*CASES["qwen3"])
+        mtp.add_module(tmp_path / "target")
+        kinds.append("mtp")
+    draft = transformers_oracle.random_torch_model(draft_config, seed=1)
+    transformers_oracle.save_torch(draft, tmp_path / "draft")
     target = hub.load(tmp_path / "target", mesh=mesh)
     prompts = [PROMPTS[0].tolist(), PROMPTS[1, :5].tolist(), PROMPTS[1].tolist()]
     expected = [
         until_stop(transformers_oracle.torch_greedy(model, np.asarray([ids]), NEW)[0]) for ids in prompts
     ]
-    for kind in ("none", "ngram", "model", "eagle"):
+    for kind in kinds:
         drafter = drafter_of(kind, target, tmp_path / "draft")
         result = mj.generate(
             target,

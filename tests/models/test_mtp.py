@@ -1,4 +1,4 @@
-"""MTP modules, compared with PyTorch: transformers' of GLM-4.5 and DeepSeek-V3, and a transcription of MiMo's."""
+"""MTP modules, compared with PyTorch: transformers' of GLM-4.5 and DeepSeek-V3; transcriptions of MiMo's and Qwen's."""
 
 import dataclasses
 
@@ -15,6 +15,7 @@ from mars_jax.hub.heads.mtp_files import load_mtp
 from mars_jax.utils.errors import MarsError
 from tests.helpers import mtp
 
+IN_TRANSFORMERS = ("glm4_moe", "deepseek_v3")
 TOKENS = np.random.default_rng(0).integers(0, 61, 20)
 
 
@@ -50,15 +51,15 @@ def module_logits(path, tokens):
 @pytest.mark.parametrize("kind", mtp.TARGETS)
 def test_the_logits_of_a_module_are_those_of_pytorch(kind, tmp_path, first_free_layer):
     model = mtp.checkpoint(tmp_path, kind)
-    if kind == "mimo":
-        expected = mtp.logits_of_mimo(model, tmp_path, TOKENS)
-    else:
+    if kind in IN_TRANSFORMERS:
         expected = mtp.logits_of_transformers(tmp_path, TOKENS)
+    else:
+        expected = mtp.logits_of_transcription(model, tmp_path, TOKENS)
     np.testing.assert_allclose(module_logits(tmp_path, TOKENS), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", IN_TRANSFORMERS)
 def test_a_chain_of_one_token_is_that_of_generate_with_use_mtp(kind, tmp_path, first_free_layer):
     """Compare tokens and numbers of forward passes; with four tokens, a random module is sometimes right."""
     mtp.checkpoint(tmp_path, kind, vocab=4)
@@ -71,20 +72,28 @@ def test_a_chain_of_one_token_is_that_of_generate_with_use_mtp(kind, tmp_path, f
     assert result.metrics.steps == passes < 40
 
 
-def test_what_has_no_module_for_the_target_is_refused(tmp_path):
-    mtp.checkpoint(tmp_path, "glm4_moe")
+@pytest.mark.parametrize(
+    ("kind", "module", "second", "part"),
+    [
+        ("glm4_moe", "model.layers.2", "model.layers.3.eh_proj", "enorm"),
+        ("qwen3_5", "mtp", "mtp.layers.1.mlp.up_proj", "norm"),
+    ],
+)
+def test_what_has_no_module_for_the_target_is_refused(kind, module, second, part, tmp_path):
+    mtp.checkpoint(tmp_path, kind)
     path, config = tmp_path / "model.safetensors", hub.read_config(tmp_path)
     with pytest.raises(MarsError, match="for a target with vocab_size 61, not 62: use the target's own"):
         load_mtp(tmp_path, dataclasses.replace(config, vocab_size=62))
     whole = load_file(path)
-    save_file(whole | {"model.layers.3.eh_proj.weight": np.zeros((32, 64), np.float32)}, path)
+    save_file(whole | {f"{second}.weight": np.zeros((32, 64), np.float32)}, path)
     with pytest.raises(MarsError, match="several MTP modules: draft with ngram, as only"):
         load_mtp(tmp_path, config)
-    save_file({name: x for name, x in whole.items() if name != "model.layers.2.enorm.weight"}, path)
-    with pytest.raises(MarsError, match=r"1 tensors are missing \(model.layers.2.enorm.weight\)"):
+    missing = f"{module}.{part}.weight"
+    save_file({name: x for name, x in whole.items() if name != missing}, path)
+    with pytest.raises(MarsError, match=rf"1 tensors are missing \({missing}\)"):
         load_mtp(tmp_path, config)
     hub.save(tmp_path / "without", config, hub.load(tmp_path).params)
-    with pytest.raises(MarsError, match=r"has no MTP module \(model.layers.2.\*\): draft with ngram"):
+    with pytest.raises(MarsError, match=rf"has no MTP module \({module}.\*\): draft with ngram"):
         load_mtp(tmp_path / "without", config)
 
 

@@ -250,7 +250,8 @@ def load_dflash_drafter(asked: Asked) -> LoadedDrafter:
     # Use float32 on a CPU, as in `hub.load`: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
     tree = asked.tree
-    if tree is None and asked.length is None and not asked.sample:
+    recurrent = target.model.for_chains is not None
+    if tree is None and asked.length is None and not (asked.sample or recurrent):
         tree = Dynamic(depth=config.drafts)
     drafter = dflash(
         config, target.model, asked.length, tree=tree, sample=asked.sample, cache_dtype=cache_dtype

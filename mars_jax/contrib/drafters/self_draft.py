@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core.given import check_draft_model
 from mars_jax.core.pick import pick
 from mars_jax.core.types import DraftTree, ForwardOutput, LanguageModel, Params, PyTree, Verdict, Visible
 from mars_jax.drafters import DraftInput, LoadedDrafter, last_token, register
@@ -59,6 +60,7 @@ class SelfDraft(ShapedDrafter):
     reads = ()
 
     def __post_init__(self):
+        check_draft_model(self.model)
         self._set_shape(self.num_draft_tokens, self.model.vocab_size)
 
     @property

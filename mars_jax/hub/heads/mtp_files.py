@@ -1,7 +1,7 @@
 """MTP modules in checkpoints of their targets <-> (MtpConfig, params).
 
-Layouts: that of DeepSeek-V3 and GLM-4.5, and that of MiMo. Oracle: the weights that transformers reads
-(tests/models/test_mtp.py).
+Layouts: those of DeepSeek-V3 and GLM-4.5, of Qwen3-Next and Qwen3.5, and of MiMo. Oracle: the weights that transformers
+reads (tests/models/test_mtp.py).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def load_mtp(
             f"'{directory}' has no MTP module ({config.prefix}.*): draft with ngram, or name the original checkpoint "
             "with mtp:PATH."
         )
-    parent, _, number = config.prefix.rpartition(".")
+    parent, _, number = f"{config.prefix}.{config.layout.layer}".rstrip(".").rpartition(".")
     if any(name.startswith(f"{parent}.{int(number) + 1}.") for name in grouped):
         raise MarsError(
             f"'{directory}' has several MTP modules: draft with ngram, as only checkpoints with one are supported."

@@ -255,8 +255,6 @@ def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.nda
     config, params, loss, seed = target.config, target.params, divergence(args.loss), args.seed
     if args.kind == "model":
         return distillation.small_model(config, first.config, first.params, divergence=loss)
-    if isinstance(config, ModelConfig) and config.delta is not None:
-        raise MarsError("heads of targets with recurrent layers are not supported yet: distil a small model.")
     if args.kind == "medusa":
         return new_medusa(config, params, count=args.heads or 4, divergence=loss, seed=seed)
     width, steps, layers = (

@@ -152,6 +152,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     requested_slice = topology(args.topology)
     draft = _draft(args.draft, target)
     drafter, is_mixture = definition(kind_of(draft)), target.num_experts > 0
+    is_recurrent = target.delta is not None
     loaded_rule = verify.load(rule.spec, **rule.settings).rule
 
     def pair(
@@ -165,7 +166,9 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         axes = args.mesh
         if axes is None or slice_ is not requested_slice:
             axes = default_mesh(target, len(slice_.devices), args.batch)
-        shaped_draft = draft_of(draft, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=is_mixture)
+        shaped_draft = draft_of(
+            draft, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=is_mixture, chain=is_recurrent
+        )
         options = {"batch": args.batch, "context": args.context, "packed_experts": dtype in packed_dtypes}
         mesh = parse_mesh(axes, slice_.devices)
         return Programs(target, shaped_draft, mesh, loaded_rule, dtype=dtype, **options)
@@ -194,8 +197,9 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     drafts = []
     if args.acceptance is None and is_mixture:
         args.acceptance = [0.75]
-    # Compare drafts only if the user left the shape open and the drafter supports chains and dynamic trees.
+    # Compare drafts only if the user left the shape open and the pair supports chains and dynamic trees.
     is_open = args.num_draft_tokens is None and args.tree is None and drafter.dynamic and drafter.resizes
+    is_open = is_open and not is_recurrent
     if args.acceptance and is_open and plan.fits:
         with busy("comparing drafts"):
             _, autoregressive_time = fit.planned_time(target_programs, requested_slice)

@@ -63,6 +63,7 @@ def draft_of(
     tree: Sequence[int] | Dynamic | None = None,
     dtype: str = "bfloat16",
     mixture: bool = False,
+    chain: bool = False,
 ) -> PlannedDraft:
     """Return the drafter for a config, "none" or "ngram", with the defaults of `drafters.load`.
 
@@ -72,20 +73,21 @@ def draft_of(
       tree: children per node at each depth, or `drafters.Dynamic(...)`.
       dtype: dtype of the weights and the cache.
       mixture: whether the target is a mixture of experts, for which the default is a short chain.
+      chain: whether the target has recurrent layers, for which the default is a chain.
     """
     dtype = wide_dtype(dtype)
     kind = kind_of(config)
     if config == "none":
         return PlannedDraft(kind, lambda _: drafters.none())
     drafter_definition = definition(kind)
-    length, usual_tree = drafter_definition.usual(mixture=mixture)
+    length, usual_tree = drafter_definition.usual(mixture=mixture, chain=chain)
     if num_draft_tokens is not None:
         length = num_draft_tokens
     elif tree is None:
         tree = usual_tree
     if isinstance(config, HeadConfig):
         # The usual tree of a block drafter is as deep as its block.
-        if drafter_definition.block and config.drafts and tree is None and length is None:
+        if drafter_definition.block and config.drafts and tree is None and length is None and not chain:
             tree = Dynamic(depth=config.drafts)
         cache_options = {"cache_dtype": dtype} if config.cached else {}
         make_head = functools.partial(drafter_definition.cls, config, tree=tree, **cache_options)

@@ -147,7 +147,8 @@ def test_named_models_have_the_sizes_that_their_names_say():
 
     expected = {
         "vicuna-13b": 13.0, "llama-3.1-8b": 8.03, "llama-3.2-1b": 1.24, "llama-3.3-70b": 70.55, "qwen3-8b": 8.19,
-        "qwen3-32b": 32.76, "qwen3-235b-a22b": 235.1, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
+        "qwen3-32b": 32.76, "qwen3-235b-a22b": 235.1, "qwen3.5-9b": 8.95, "qwen3.5-35b-a3b": 34.66,
+        "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
     }  # fmt: skip
     assert {name: billions(c) for name, c in CONFIGS.items()} == pytest.approx(expected, rel=0.005)
     # A token of gpt-oss-120b uses 5.1 billion weights, according to its publisher.

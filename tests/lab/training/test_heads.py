@@ -1,5 +1,7 @@
 """Tests of the objectives of heads: training-time test matches the drafter, and training raises acceptance."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,14 @@ from mars_jax import verify
 from mars_jax.contrib.teaching import Batch
 from mars_jax.core.types import Params
 from mars_jax.drafters.eagle import eagle
+from mars_jax.drafters.mtp import mtp
 from mars_jax.lab.training import eagle_training
 from mars_jax.models import eagle_head as head
+from mars_jax.models import init_params, language_model
+from mars_jax.models.config import Delta
 from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.heads import init_params as init_head
+from mars_jax.models.mtp_head import MtpConfig
 from tests.helpers import training_heads
 from tests.helpers.training_heads import EAGLE3, FEATURES, IDS, LAYER, TARGET, WEIGHTS
 
@@ -31,6 +38,29 @@ def test_step_j_of_training_is_the_jth_drafted_token():
     for j, drafted in enumerate(scored):
         # Token 12 + j is drafted j tokens after the text: entry 10 + j of step j predicts it.
         assert IDS[jnp.argmax(drafted[0, 10 + j])] == tree.tokens[0, 1 + j]
+
+
+@pytest.mark.slow
+def test_step_j_of_a_module_of_a_recurrent_target_is_the_jth_drafted_token():
+    """The target reads a row as a single document."""
+    delta = Delta(layers=(0, 2), key_heads=1, value_heads=2, key_dim=8, value_dim=6)
+    config = dataclasses.replace(
+        training_heads.CONFIG, family="qwen3_5_text", delta=delta, attention_gate=True
+    )
+    module, target = MtpConfig.outline(config), language_model(config)
+    params = init_head(module, jax.random.key(1), scale=0.4)
+    both = Params(target=init_params(config, jax.random.key(0), scale=0.4), draft=params)
+    text, tree = training_heads.drafted_text(mtp(module, target, 4), both, verify.exact(), 0.0, target)
+    scored = training_heads.scored_drafts(
+        lambda divergence: eagle_training.eagle3(
+            module, target, divergence=divergence, steps=4, dtype="float32"
+        ),
+        params,
+        text,
+        both.target,
+    )
+    for j, drafted in enumerate(scored):
+        assert jnp.argmax(drafted[0, 10 + j]) == tree.tokens[0, 1 + j]
 
 
 @pytest.mark.slow
