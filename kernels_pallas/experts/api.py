@@ -9,7 +9,7 @@ from jax import Array
 
 from kernels_pallas.common import Interpret
 from kernels_pallas.dispatch import dispatch
-from kernels_pallas.experts import mosaic, xla
+from kernels_pallas.experts import xla
 
 
 def dense_by_expert_int8(
@@ -36,6 +36,9 @@ def dense_by_expert_int8(
     >>> dense_by_expert_int8(x, values, jnp.ones((2, 1)), jnp.asarray([1, 2], jnp.int32)).tolist()
     [[1.0], [2.0], [2.0]]
     """
+    # Imported at the first call, because it imports Pallas.
+    from kernels_pallas.experts import mosaic
+
     forms = {"xla": xla.dense_by_expert_int8, "pallas_tpu": mosaic.dense_by_expert_int8}
     operands = (x, values, scale, sizes)
     return dispatch(implementation, interpret, operands, forms, platform=platform, differentiable=True)

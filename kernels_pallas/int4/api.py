@@ -12,7 +12,8 @@ from jax import Array
 
 from kernels_pallas.common import Interpret
 from kernels_pallas.dispatch import dispatch
-from kernels_pallas.int4 import mosaic, xla
+from kernels_pallas.int4 import xla
+from kernels_pallas.int4.shapes import supports_product
 
 
 def dense_int4(
@@ -43,11 +44,14 @@ def dense_int4(
     [[32.0, 32.0]]
     """
     (num_rows, inputs), (_, group_size, outputs) = x.shape, values.shape
-    is_supported = mosaic.supports_product(num_rows, inputs, outputs, group_size)
+    is_supported = supports_product(num_rows, inputs, outputs, group_size)
     is_supported &= x.dtype == jnp.bfloat16 and values.dtype == jnp.int4
     forms = {"xla": xla.dense_int4, "pallas_tpu": xla.dense_int4}
     # A named kernel is never replaced: it raises an error if it does not support the operands.
     if is_supported or implementation == "pallas_tpu":
+        # Imported at the first call, because it imports Pallas.
+        from kernels_pallas.int4 import mosaic
+
         forms["pallas_tpu"] = functools.partial(mosaic.dense_int4, chip=chip)
     operands = (x, values, scale, offset)
     return dispatch(implementation, interpret, operands, forms, platform=platform, differentiable=True)

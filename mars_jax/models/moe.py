@@ -24,12 +24,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas.common import block_width
 from kernels_pallas.dispatch import kernel_on, with_gradient_of
-from kernels_pallas.experts import mosaic as experts_mosaic
 from kernels_pallas.experts import xla as experts_xla
 from kernels_pallas.experts.api import dense_by_expert_int8
 from mars_jax.mesh.axes import expert_axes, map_devices
@@ -69,6 +67,8 @@ def _blocks(x: Array, w: Array | Mxfp4, sizes: Array) -> Array:
 
 
 def _gmm(x: Array, w: Array, sizes: Array) -> Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # imports Pallas
+
     rows, (outer, inner) = x.shape[0], w.shape[1:]
     tiling = min(_TILE, -(-rows // 16) * 16), block_width(inner, _WIDEST), block_width(outer, _WIDEST)
     x = jnp.pad(x, ((0, -rows % tiling[0]), (0, 0)))
@@ -106,8 +106,11 @@ def dense_by_expert(x: Array, w: Array | Int8 | Mxfp4, sizes: Array) -> Array:
         def mxfp4_blocks(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
             return _blocks(x, Mxfp4(values, scale, dtype=w.dtype), sizes)
 
+        # Imported at the first call, because it imports Pallas.
+        from kernels_pallas.experts import mosaic
+
         xla = experts_xla.dense_by_expert_mxfp4
-        tpu = kernel_on("tpu", experts_mosaic.dense_by_expert_mxfp4, xla)
+        tpu = kernel_on("tpu", mosaic.dense_by_expert_mxfp4, xla)
         forms = {
             "cpu": with_gradient_of(xla, mxfp4_blocks),
             "tpu": with_gradient_of(xla, tpu),
