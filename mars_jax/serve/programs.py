@@ -45,6 +45,8 @@ def keep_programs() -> None:
     """Keep the programs of this process; for commands, which run the code that is on disk."""
     global _is_enabled
     _is_enabled = True
+    # Positions in the source make up a fifth of a program's file and of the time to load it.
+    jax.config.update("jax_include_full_tracebacks_in_locations", False)
 
 
 def program(function: Any, decoder: Decoder, *args: Any) -> Callable[..., Any]:
@@ -79,18 +81,28 @@ class _Description(pickle.Pickler):
         return NotImplemented
 
 
+def description(part: Any) -> bytes:
+    """Return bytes that are equal in all processes for equal objects.
+
+    Raises:
+      Exception: an object cannot be described, for example a function outside this package.
+    """
+    file = io.BytesIO()
+    pickler = _Description(file)
+    # Without a memo, the bytes do not depend on which equal objects are the same object.
+    pickler.fast = True
+    pickler.dump(part)
+    return file.getvalue()
+
+
 def _key(function: Any, decoder: Decoder, args: tuple[Any, ...]) -> str:
     device = jax.devices()[0]
     shapes = jax.tree.map(lambda x: repr(jax.typeof(x)), args)
     environment = {name: text for name, text in os.environ.items() if name.startswith(("XLA_", "MARS_JAX_"))}
     machine = (device.client.platform_version, device.device_kind, os.cpu_count(), _cpu_features(), environment)
     versions = (sys.version, jax.__version__, np.__version__, repr(sorted(jax.config.values.items())))
-    description = io.BytesIO()
-    pickler = _Description(description)
-    # Without a memo, bytes do not depend on which equal objects are the same object.
-    pickler.fast = True
-    pickler.dump((_source_digest(), versions, machine, function.__wrapped__, decoder, shapes))
-    return hashlib.sha256(description.getvalue()).hexdigest()
+    parts = (_source_digest(), versions, machine, function.__wrapped__, decoder, shapes)
+    return hashlib.sha256(description(parts)).hexdigest()
 
 
 def _cpu_features() -> list[str]:

@@ -221,7 +221,7 @@ def open_job(
     run |= {
         "tree": plain(args.tree),
         "num_draft_tokens": args.num_draft_tokens,
-        "dtype": _dtype(target.params),
+        "dtype": args.dtype or _dtype(target.params),
     }
     return Job(
         session=session,
