@@ -85,6 +85,12 @@ def standard_promotion():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def little_memory():
+    """Keep 4-bit weights packed, as on a CPU with little free memory."""
+    importlib.import_module("mars_jax.hub.load").free_bytes = lambda: 0
+
+
 @pytest.fixture
 def own_cache(tmp_path):
     """Keep programs and other results in an empty folder during the test. Return the folder."""

@@ -27,11 +27,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.common import SUBLANES, TWO_CORES, Interpret, block_width, round_up
+from kernels_pallas.int4.shapes import CHUNK, ROWS
 
-CHUNK = 128
-"""Inputs unpacked at a time: the depth of a matrix unit."""
-ROWS = 64
-"""Maximum rows of a product, after each row is split into one row per group of a chunk."""
 INNER = 2048
 """Maximum inputs per block."""
 WEIGHTS = 2**20, 2**21
@@ -42,17 +39,6 @@ SCALES = 2**18
 """Maximum number of groups over a block's outputs. Each takes 16 to 28 bytes of fast memory, and a v4 has 16 MB."""
 BIAS = 24
 """The number that a weight of 0 is unpacked to."""
-
-
-def supports_product(rows: int, inputs: int, outputs: int, size: int) -> bool:
-    """Return whether the kernel supports a product of these shapes.
-
-    >>> supports_product(60, 4096, 14336, 128), supports_product(60, 13824, 5120, 32)
-    (True, True)
-    >>> supports_product(60, 576, 1536, 64), supports_product(512, 4096, 4096, 128)
-    (False, False)
-    """
-    return rows <= ROWS and inputs % CHUNK == 0 and outputs % 128 == 0 and size in (32, 64, CHUNK)
 
 
 def block_sizes(inputs: int, outputs: int, groups: int, *, in_bfloat16: bool) -> tuple[int, int]:
@@ -69,7 +55,7 @@ def block_sizes(inputs: int, outputs: int, groups: int, *, in_bfloat16: bool) ->
 def dense_int4(
     x: Array, values: Array, scale: Array, offset: Array, *, chip: str, interpret: Interpret = False
 ) -> Array:
-    """Multiply x bf16[R, K] by the matrix `values * scale + offset`: f32[R, N]. See `supports_product` for the shapes.
+    """Multiply x bf16[R, K] by the matrix `values * scale + offset`: f32[R, N]. See `shapes` for the shapes.
 
     Args:
       values: i4[G, size, N].

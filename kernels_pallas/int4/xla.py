@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels_pallas.common import SUBLANES
-from kernels_pallas.int4.mosaic import ROWS
+from kernels_pallas.int4.shapes import ROWS
 
 
 def dequantised(values: Array, scale: Array, offset: Array) -> Array:

@@ -272,8 +272,13 @@ def keep_compilations() -> None:
 
     JAX reads JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE itself.
     """
+    import jax
+
+    from mars_jax.serve.programs import keep_programs
     from mars_jax.utils.compilations import enable_compilation_cache
 
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+        keep_programs()
     with contextlib.suppress(MarsError):  # the user has no home folder
         enable_compilation_cache()
 

@@ -51,7 +51,8 @@ def check_number(name: str, value: object, least: int = 1) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _start(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
+def start_ready(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
+    """Call `decoder.init` for prompts from `ready`."""
     return decoder.init(params, prompts)
 
 
@@ -62,12 +63,12 @@ def start(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
       MarsError: see `Decoder.checked`.
     """
     check_given(decoder, params)
-    return _start(decoder, params, ready(decoder, prompts))
+    return start_ready(decoder, params, ready(decoder, prompts))
 
 
 def shapes(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
     """Return the `jax.ShapeDtypeStruct`s of the state that `start` returns for these arguments."""
-    return _start.eval_shape(decoder, params, ready(decoder, prompts))
+    return start_ready.eval_shape(decoder, params, ready(decoder, prompts))
 
 
 def ready(decoder: Decoder, prompts: Prompts) -> Prompts:

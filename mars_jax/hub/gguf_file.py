@@ -267,6 +267,19 @@ class _Header:
     def _text(self) -> bytes:
         return self._take(self._number())
 
+    def _texts(self, count: int) -> list[bytes]:
+        """Return strings as `_text` does, but faster: a vocabulary has hundreds of thousands of them."""
+        read, unpack, texts = self._file.read, struct.Struct("<Q").unpack, []
+        limit = min(self._size, GGUF_HEADER_BYTES)
+        for _ in range(count):
+            [size] = unpack(read(8))
+            self._at += 8
+            if self._at + size > limit:
+                self._take(size)  # raises
+            texts.append(read(size))
+            self._at += size
+        return texts
+
     def _value(self, kind: int) -> Any:
         if kind == _TEXT:
             return self._text()
@@ -277,6 +290,8 @@ class _Header:
             if inner in _NUMBERS:
                 code = f"<{count}{_NUMBERS[inner]}"
                 return list(struct.unpack(code, self._take(count * struct.calcsize(_NUMBERS[inner]))))
+            if inner == _TEXT:
+                return self._texts(count)
             return [self._value(inner) for _ in range(count)]
         if kind not in _NUMBERS:
             raise ValueError(f"it holds a value of type {kind}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mars_jax.hub.gguf_file import GGUFFile
-from mars_jax.utils.compilations import keep_text, kept_text
+from mars_jax.utils.compilations import keep_bytes, kept_bytes
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.limits import TOKEN_BYTES
 
@@ -93,11 +93,11 @@ def plain_tokenizer(file: GGUFFile) -> Tokenizer:
 
     code = Path(__file__).read_bytes()
     key = (code, tokenizers.__version__, file.digest("tokenizer."))
-    if (text := kept_text("tokenizers", *key)) is not None:
-        with contextlib.suppress(Exception):  # a damaged text: tokenizers raises nothing narrower
-            return tokenizers.Tokenizer.from_str(text)
+    if (kept := kept_bytes("tokenizers", *key)) is not None:
+        with contextlib.suppress(Exception):  # a damaged file: tokenizers raises nothing narrower
+            return tokenizers.Tokenizer.from_buffer(kept)
     tokenizer = _build(file)
-    keep_text(tokenizer.to_str, "tokenizers", *key)
+    keep_bytes(lambda: tokenizer.to_str().encode(), "tokenizers", *key)
     return tokenizer
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, Sharding
 
+from kernels_pallas.int4.xla import dequantised
 from mars_jax import assets
 from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
@@ -26,7 +30,7 @@ from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.mesh import hosts
 from mars_jax.mesh.axes import parse_mesh
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.quantize import Quantized, bits_of
+from mars_jax.models.quantize import Int4, Quantized, bits_of
 from mars_jax.models.shardings import params_shardings
 from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import STACKED, Weight, build_rows, dtype_of, get, leaves, stored_tensors
@@ -109,7 +113,9 @@ def load(
         everything else in the checkpoint's dtype. "int4" rounds matrices of layers to 4 bits, and embeddings and
         experts to 8. Matrices that a file stores at 4 bits (GGUF's Q4_0, Q4_1 and Q4_K, AWQ, GPTQ without `desc_act`,
         compressed-tensors' pack-quantized, experts in MXFP4) are not rounded again. Matrices that such a GGUF file
-        stores at more bits are rounded to 8.
+        stores at more bits are rounded to 8. On a CPU without a mesh, 4-bit matrices are widened to the floating-point
+        dtype, because products with them are slower there. They stay packed if the whole model in this dtype would
+        take more than half of the free memory.
       mesh: devices to shard the weights over: a mesh with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a string such as "data=2,model=4"; see `mars_jax.models.shardings`. `generate` then shards the
         batch over `data`.
@@ -156,12 +162,39 @@ def load(
         )
         dtype, bits = resolve_dtype(dtype, stored_dtype)
         params = read_params(directory, config, dtype, bits, keep_packed=keep_packed, shardings=shardings)
+    if shardings is None and jax.default_backend() == "cpu":
+        params = _widened(params, config, dtype)
     if cache_dtype is None:
         cache_dtype = "float32" if jax.default_backend() == "cpu" else dtype
     model = language_model(
         config, dtype=dtype, cache_dtype=cache_dtype, prefill_chunk=prefill_chunk, attention=attention
     )
     return Pretrained(os.fspath(name_or_path), model, params, config, directory, mesh)
+
+
+def _widened(params: PyTree, config: ModelConfig, dtype: str) -> PyTree:
+    """Return params with 4-bit matrices in `dtype`, unless the model would then take over half of the free memory."""
+    num_bytes = sum(math.prod(leaf.shape) for leaf in leaves(config)) * jnp.dtype(dtype).itemsize
+    if num_bytes > free_bytes() / 2:
+        return params
+
+    def widen(weight: jax.Array | Quantized) -> jax.Array | Quantized:
+        if not isinstance(weight, Int4):
+            return weight
+        # On the host: as JAX operations, each step would be a program per shape.
+        matrix = dequantised(*map(np.asarray, (weight.values, weight.scale, weight.offset)))
+        return jax.device_put(np.ascontiguousarray(matrix, jnp.dtype(dtype)))
+
+    return jax.tree.map(widen, params, is_leaf=lambda weight: isinstance(weight, Int4))
+
+
+def free_bytes() -> int:
+    """Return the bytes of memory that are free or that the system can free; 0 if it does not report them."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
 
 
 def resolve_dtype(requested: str | None, stored: str | None) -> tuple[str, int | None]:

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from kernels_pallas.dispatch import kernel_on, with_gradient_of
-from kernels_pallas.int4 import mosaic as int4_mosaic
 from kernels_pallas.int4 import xla as int4_xla
+from kernels_pallas.int4.shapes import supports_product
 from mars_jax.core.sums import total
 from mars_jax.mesh import axes as mesh
 from mars_jax.models.quantize import Int4, Int8, Quantized
@@ -125,10 +125,12 @@ def _dense_int4_tpu(x: Array, w: Int4, *, outputs: AxisSize, inputs: AxisSize, d
         out, by_out = out // parts, axes or None
     if inputs:
         inner, by_in = inner // parts, axes or None
-    supported = int4_mosaic.supports_product(x.shape[0], inner, out, w.values.shape[1])
+    supported = supports_product(x.shape[0], inner, out, w.values.shape[1])
     if not supported or x.dtype != jnp.bfloat16 or w.values.dtype != jnp.int4:
         return _dense_int4(x, w)
-    kernel = functools.partial(int4_mosaic.dense_int4, chip=mesh.device_kind())
+    from kernels_pallas.int4 import mosaic  # imports Pallas
+
+    kernel = functools.partial(mosaic.dense_int4, chip=mesh.device_kind())
     on_device = with_gradient_of(int4_xla.dense_int4, kernel_on("tpu", kernel, int4_xla.dense_int4))
     if axes is None:
         return on_device(x, w.values, w.scale, w.offset)

@@ -23,12 +23,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas.common import block_width
 from kernels_pallas.dispatch import kernel_on, with_gradient_of
-from kernels_pallas.experts import mosaic as experts_mosaic
 from kernels_pallas.experts import xla as experts_xla
 from mars_jax.mesh.axes import expert_axes, map_devices
 from mars_jax.models.layers import ACTIVATIONS, clamped_swiglu, dense, dense_cpu, gated_mlp
@@ -67,6 +65,8 @@ def _blocks(x: Array, w: Array | Mxfp4, sizes: Array) -> Array:
 
 
 def _gmm(x: Array, w: Array, sizes: Array) -> Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # imports Pallas
+
     rows, (outer, inner) = x.shape[0], w.shape[1:]
     tiling = min(_TILE, -(-rows // 16) * 16), block_width(inner, _WIDEST), block_width(outer, _WIDEST)
     x = jnp.pad(x, ((0, -rows % tiling[0]), (0, 0)))
@@ -92,12 +92,15 @@ def dense_by_expert(x: Array, w: Array | Int8 | Mxfp4, sizes: Array) -> Array:
     >>> dense_by_expert(x, w, jnp.asarray([1, 0, 2], jnp.int32)).tolist()
     [[1.0], [3.0], [3.0]]
     """
+    # Imported at the first call, because it imports Pallas.
+    from kernels_pallas.experts import mosaic
+
     ragged = experts_xla.ragged_product
     # Loops of dynamic length and kernels have no derivative.
     blocks = with_gradient_of(ragged, _blocks)
     if isinstance(w, Int8):
         xla = experts_xla.dense_by_expert_int8
-        tpu = with_gradient_of(xla, kernel_on("tpu", experts_mosaic.dense_by_expert_int8, xla))
+        tpu = with_gradient_of(xla, kernel_on("tpu", mosaic.dense_by_expert_int8, xla))
         forms = {"cpu": experts_xla.scaled(blocks), "tpu": tpu, "default": xla}
         return lax.platform_dependent(x, w.values, w.scale, sizes, **forms)
     if isinstance(w, Mxfp4):
@@ -106,7 +109,7 @@ def dense_by_expert(x: Array, w: Array | Int8 | Mxfp4, sizes: Array) -> Array:
             return _blocks(x, Mxfp4(values, scale, dtype=w.dtype), sizes)
 
         xla = experts_xla.dense_by_expert_mxfp4
-        tpu = kernel_on("tpu", experts_mosaic.dense_by_expert_mxfp4, xla)
+        tpu = kernel_on("tpu", mosaic.dense_by_expert_mxfp4, xla)
         forms = {
             "cpu": with_gradient_of(xla, mxfp4_blocks),
             "tpu": with_gradient_of(xla, tpu),

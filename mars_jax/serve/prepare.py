@@ -33,6 +33,7 @@ from mars_jax.drafters.registry import drafters_that
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.mesh import hosts
 from mars_jax.mesh.axes import size_of, state_shardings
+from mars_jax.serve.programs import program
 from mars_jax.serve.requests import Request, check_request
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify import exact
@@ -209,18 +210,18 @@ class Prepared:
         state = dataclasses.replace(self, requests=requests).start([i % len(requests) for i in range(rows)])
         state, stats = jax.block_until_ready((state, self.zero_stats(rows, log_probs=log_probs)))
         with self.target.on_mesh():
+            args = (self.params, state, stats, 1, STEPS)
+            advance = program(refill.advance, self.decoder, *args)
             start_time = time.perf_counter()
-            num_steps = jax.block_until_ready(
-                refill.advance(self.decoder, self.params, state, stats, 1, STEPS)
-            )[2]
+            num_steps = jax.block_until_ready(advance(*args))[2]
             seconds = time.perf_counter() - start_time
         return seconds / max(int(np.max(hosts.fetch(num_steps))), 1)
 
     def start(self, entries: Sequence[int | None]) -> types.DecodeState:
         """Return the state after prefill of some requests; `entries` has the format that `prompts` takes."""
-        prompts = self.prompts(entries)
+        prompts = decode.ready(self.decoder, self.prompts(entries))
         with self.target.on_mesh():
-            return decode.start(self.decoder, self.params, prompts)
+            return program(decode.start_ready, self.decoder, self.params, prompts)(self.params, prompts)
 
 
 _FILL = Request(prompt_tokens=(0,), max_new_tokens=0)

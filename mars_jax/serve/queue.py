@@ -11,8 +11,8 @@ import enum
 import itertools
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from mars_jax.core.types import DecodeState, PyTree, StepInfo
 from mars_jax.mesh.axes import size_of
 from mars_jax.mesh.hosts import fetch
 from mars_jax.serve.prepare import Prepared, of_mesh
+from mars_jax.serve.programs import program
 from mars_jax.serve.requests import Completion, Request, TokenLogProbs
 from mars_jax.serve.sizes import with_costs
 from mars_jax.serve.text import Rows, RowText, complete, token_log_probs
@@ -101,6 +102,7 @@ class Queue:
         self._prepared = with_costs(prepared, num_rows, log_probs=log_probs or telling)
         self._shares = shares_of(prepared, order) if shared is None else shared
         self._read: Reading | None = None
+        self._advance: Callable[..., Any] | None = None  # the compiled `refill.advance`
         # The iterator of a drafter that runs its own steps.
         self._steps: Iterator[tuple[DecodeState, StepInfo]] | None = None
         self._holds: list[int | None] = [None] * num_rows  # request by row
@@ -195,7 +197,9 @@ class Queue:
             max_steps = 2**30
             if any(text is not None for text in self._texts):
                 max_steps = 1 if decode.look_ahead(state) == 0 else BETWEEN
-            return refill.advance(prepared.decoder, prepared.params, state, stats, min_ended, max_steps)
+            args = (prepared.params, state, stats, min_ended, max_steps)
+            self._advance = self._advance or program(refill.advance, prepared.decoder, *args)
+            return self._advance(*args)
 
     def draft_with(self, params: PyTree) -> None:
         """Continue with new drafter weights of the same shapes and dtypes, without recompiling.

@@ -19,7 +19,7 @@ from mars_jax.mesh import hosts
 from mars_jax.models.config import ModelConfig
 from mars_jax.serve.prepare import Prepared
 from mars_jax.utils import activity
-from mars_jax.utils.compilations import keep_text, kept_text
+from mars_jax.utils.compilations import keep_bytes, kept_bytes
 from mars_jax.utils.version import __version__
 
 ROUNDS, SECONDS = 4, 1.0
@@ -60,7 +60,7 @@ def _costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> 
     # Only a single process keeps costs on disk, and only for a model that its config describes.
     is_kept = jax.process_count() == 1 and isinstance(prepared.target.config, ModelConfig)
     with contextlib.suppress(ValueError):  # the stored text is damaged
-        costs = json.loads((is_kept and kept_text("draft_costs", cost_key)) or "[]")
+        costs = json.loads((is_kept and kept_bytes("draft_costs", cost_key)) or "[]")
         if len(costs) == len(prepared.drafter.params.costs):
             return costs
     with activity.doing("measuring what drafts cost"):
@@ -68,7 +68,7 @@ def _costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> 
     # All processes of a mesh must choose the same sizes, so they share the costs of the first.
     costs = np.frombuffer(hosts.broadcast_bytes(costs.tobytes())).tolist()
     if is_kept:
-        keep_text(lambda: json.dumps(costs), "draft_costs", cost_key)
+        keep_bytes(lambda: json.dumps(costs).encode(), "draft_costs", cost_key)
     return costs
 
 

@@ -68,28 +68,28 @@ def _kept_path(folder: str, key: tuple[object, ...]) -> Path | None:
     return Path(cache_root, folder, digest)
 
 
-def kept_text(folder: str, *key: object) -> str | None:
-    """Return the text that an earlier call, perhaps of another process, kept under a key; None if there is none.
+def kept_bytes(folder: str, *key: object) -> bytes | None:
+    """Return the bytes that an earlier call, perhaps of another process, kept under a key; None if there are none.
 
     Args:
       folder: name of a folder inside the folder of compiled programs.
-      key: everything that the text depends on. Each object's `repr` must be the same in every process.
+      key: everything that the bytes depend on. Each object's `repr` must be the same in every process.
     """
     path = _kept_path(folder, key)
     try:
-        return None if path is None else path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        return None if path is None else path.read_bytes()
+    except OSError:
         return None
 
 
-def keep_text(compute: Callable[[], str], folder: str, *key: object) -> None:
-    """If programs are cached, keep the text that `compute` returns; `folder` and `key` are as for `kept_text`."""
+def keep_bytes(compute: Callable[[], bytes], folder: str, *key: object) -> None:
+    """If programs are cached, keep the bytes that `compute` returns; `folder` and `key` are as for `kept_bytes`."""
     path = _kept_path(folder, key)
     if path is None:
         return
-    # Several processes may write the same text at once. A text that cannot be written is computed again next time.
+    # Several processes may write the same file at once. If it cannot be written, its bytes are computed again next time.
     staged_path = path.with_name(f"{path.name}.{os.getpid()}.part")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged_path.write_text(compute(), encoding="utf-8")
+        staged_path.write_bytes(compute())
         staged_path.replace(path)

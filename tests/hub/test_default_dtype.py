@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 
 import gguf
 import jax
@@ -194,3 +195,17 @@ def test_rotations_that_the_weights_contain_are_read(location, tmp_path):
     settings = rotated(location) | {"sparsity_config": {"format": "dense"}}
     meant, exact = write_packed(tmp_path / "packed", "compressed-tensors", settings=settings)
     check(mj.load(tmp_path / "packed").params, CONFIG, meant, exact)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cpu_widens_4_bit_matrices_if_half_of_the_free_memory_holds_the_model(tmp_path, monkeypatch, dtype):
+    params = jax.tree.map(lambda x: x.astype(dtype), init_params(CONFIG, jax.random.key(0)))
+    save(tmp_path / "model", CONFIG, params)
+    num_bytes = np.dtype(dtype).itemsize * sum(np.prod(leaf.shape) for leaf in leaves(CONFIG))
+    loaded = []
+    for free in (2 * num_bytes - 1, 2 * num_bytes):
+        monkeypatch.setattr(sys.modules["mars_jax.hub.load"], "free_bytes", lambda free=free: free)
+        loaded.append(mj.load(tmp_path / "model", dtype="int4").params["layers"][0]["up"])
+    packed_matrix, matrix = loaded
+    assert isinstance(packed_matrix, Int4) and matrix.dtype == dtype
+    np.testing.assert_array_equal(matrix, packed_matrix.astype(dtype))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.dispatch import with_gradient_of
-from kernels_pallas.int4 import mosaic, xla
+from kernels_pallas.int4 import mosaic, shapes, xla
 from tests.helpers import slow_but
 from tests.helpers.implementations import RACES, assert_no_races
 
@@ -42,11 +42,11 @@ def test_it_is_the_product_of_the_dequantised_matrix(rows, inputs, outputs, size
     rng = np.random.default_rng(rows + inputs)
     stored, wide = matrix(rng, inputs, outputs, size)
     x = jnp.asarray(rng.normal(size=(rows, inputs)) + 0.5, jnp.bfloat16)
-    assert mosaic.supports_product(rows, inputs, outputs, size)
+    assert shapes.supports_product(rows, inputs, outputs, size)
     product = mosaic.dense_int4(x, *stored, chip=CHIPS[chip], interpret=True)
     exact = np.asarray(x, np.float64) @ wide
     # With few rows, or groups as deep as a matrix unit, scales apply after the product; else weights round to bfloat16.
-    by_group = size == 128 or rows * 128 // size <= mosaic.ROWS
+    by_group = size == 128 or rows * 128 // size <= shapes.ROWS
     rounded = 2.0**-14 if by_group else 2.0**-8
     size_of = np.abs(np.asarray(x, np.float64)) @ np.abs(wide)
     assert np.all(np.abs(np.asarray(product) - exact) <= rounded * size_of)

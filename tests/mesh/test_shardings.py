@@ -174,7 +174,7 @@ def decoder_of(case):
 def on_one_device(case):
     decoder, params = decoder_of(case)
     batch = rows(CASES[case][3])
-    state = compiled(decode._start, decoder, params, batch)(params, batch)
+    state = compiled(decode.start_ready, decoder, params, batch)(params, batch)
     state, stats = compiled(decode.run, decoder, params, state)(params, state)
     return committed(state), stats
 
@@ -194,7 +194,7 @@ def on_mesh(case, mesh, *, named=True):
     )
     arrays = jax.device_put(rows(rule), sharding.state_shardings(rows(rule), mesh))
     with jax.set_mesh(mesh if named else None):
-        state = compiled(decode._start, decoder, params, arrays)(params, arrays)
+        state = compiled(decode.start_ready, decoder, params, arrays)(params, arrays)
         if named:
             assert_placed(state, mesh)
         program = compiled(decode.run, decoder, params, state)

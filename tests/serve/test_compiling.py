@@ -46,7 +46,7 @@ def test_each_program_is_compiled_once(compiled, method):
     assert len(result.tokens if method == "decode" else list(result)) >= 3
     new = {k: n - counts_before.get(k, 0) for k, n in compiled.items()}
     assert new["jit(advance)"] == 1, new
-    assert new["jit(_start)"] <= 2, new  # one for all rows, one for a row that starts later
+    assert new["jit(start_ready)"] <= 2, new  # one for all rows, one for a row that starts later
 
 
 def test_decoding_compiles_nothing_after_a_warm_up(compiled):

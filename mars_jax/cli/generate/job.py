@@ -220,7 +220,7 @@ def open_job(
         refining = open_refining(args, target, drafter, samples=any_sampling)
     run = {"version": __version__, "target": args.target, "draft": args.draft, **choices.rule.as_json()}
     run |= {"tree": plain(args.tree), "num_draft_tokens": args.num_draft_tokens}
-    run["dtype"] = _dtype(target.params)
+    run["dtype"] = args.dtype or _dtype(target.params)
     return Job(
         session=session,
         requests=requests,

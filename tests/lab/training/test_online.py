@@ -57,9 +57,9 @@ def check_that_it_learns(refiner, target, draft, decoded, steps, factor):
     refiner.see_completions(decoded.completions[:6])
     refined = refine(refiner, target, steps)
     assert refined.kept and refined.after > refined.before
-    compiled = decode.run._cache_size(), decode._start._cache_size()
+    compiled = decode.run._cache_size(), decode.start_ready._cache_size()
     replay = mj.generate(target, draft._replace(params=refined.params), PROMPTS, log_probs=True, **OPTIONS)
-    assert (decode.run._cache_size(), decode._start._cache_size()) == compiled
+    assert (decode.run._cache_size(), decode.start_ready._cache_size()) == compiled
     assert replay.tokens == decoded.tokens and replay.metrics.tau > factor * decoded.metrics.tau
     return refined
 

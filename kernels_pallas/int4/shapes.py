@@ -1,0 +1,19 @@
+"""Shapes of products that the kernel for int4 weights supports."""
+
+from __future__ import annotations
+
+CHUNK = 128
+"""Inputs unpacked at a time: the depth of a matrix unit."""
+ROWS = 64
+"""Maximum rows of a product, after each row is split into one row per group of a chunk."""
+
+
+def supports_product(rows: int, inputs: int, outputs: int, size: int) -> bool:
+    """Return whether the kernel supports a product of these shapes.
+
+    >>> supports_product(60, 4096, 14336, 128), supports_product(60, 13824, 5120, 32)
+    (True, True)
+    >>> supports_product(60, 576, 1536, 64), supports_product(512, 4096, 4096, 128)
+    (False, False)
+    """
+    return rows <= ROWS and inputs % CHUNK == 0 and outputs % 128 == 0 and size in (32, 64, CHUNK)

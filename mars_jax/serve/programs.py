@@ -1,0 +1,162 @@
+"""Compiled programs that later processes load without tracing them. JAX's own cache needs the traced program as its key.
+
+The key is instead everything that tracing depends on: the source of this package, the decoder with the variables that
+its functions close over, the shapes of the arguments, versions, settings and the machine. If any part has no exact
+description, such as a user's function, the program is compiled as usual. Loading a program runs code from its file, so
+programs are only kept in the user's own cache folder. Oracle: the same command without them (tests/serve/test_programs.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import os
+import pickle
+import sys
+import time
+import types
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+
+from mars_jax.core.decoder import Decoder
+from mars_jax.utils.compilations import keep_bytes, kept_bytes
+
+_SOURCES = ("mars_jax", "kernels_pallas")
+_DESCRIBED = {*_SOURCES, "jax", "jaxlib", "numpy", "ml_dtypes", *sys.stdlib_module_names}
+"""Modules whose code a key describes by its source or its version."""
+_RECENT = 60.0
+"""Seconds after a change of the source in which no program is kept: modules may be older than their files."""
+
+_programs: dict[str, Callable[..., Any]] = {}
+_is_enabled = False
+
+
+def keep_programs() -> None:
+    """Keep the programs of this process; for commands, which run the code that is on disk."""
+    global _is_enabled
+    _is_enabled = True
+    # Positions in the source make up a fifth of a program's file and of the time to load it.
+    jax.config.update("jax_include_full_tracebacks_in_locations", False)
+
+
+def program(function: Any, decoder: Decoder, *args: Any) -> Callable[..., Any]:
+    """Return a jitted function of (decoder, *args), compiled for these arguments, as a function of `args`."""
+    if not _is_enabled or jax.default_backend() != "cpu" or jax.device_count() > 1:
+        return functools.partial(function, decoder)
+    try:
+        key = _key(function, decoder, args)
+    except Exception:  # pickle raises nothing narrower if it cannot describe an object
+        return functools.partial(function, decoder)
+    if key not in _programs:
+        _programs[key] = _load(key, args) or _compile(key, function, decoder, args)
+    return _programs[key]
+
+
+class _Description(pickle.Pickler):
+    """Pickler whose bytes describe objects completely. They are never unpickled."""
+
+    def reducer_override(self, part: Any) -> Any:
+        module = getattr(part, "__module__", None) or "builtins"
+        if module.partition(".")[0] not in _DESCRIBED:
+            raise pickle.PicklingError(f"the source of {part} is not part of the key")
+        if isinstance(part, types.FunctionType):
+            code, cells = part.__code__, [cell.cell_contents for cell in part.__closure__ or ()]
+            place = (module, part.__qualname__, code.co_firstlineno, code.co_code, tuple(code.co_positions()))
+            return tuple, ([place, part.__defaults__, part.__kwdefaults__, cells],)
+        if isinstance(part, jax.stages.Wrapped):
+            return tuple, ([part.__wrapped__],)
+        if dataclasses.is_dataclass(part) and not isinstance(part, type):
+            # Only the fields: the instance also holds cached properties.
+            return tuple, ([type(part), *(getattr(part, field.name) for field in dataclasses.fields(part))],)
+        return NotImplemented
+
+
+def description(part: Any) -> bytes:
+    """Return bytes that are equal in all processes for equal objects.
+
+    Raises:
+      Exception: an object cannot be described, for example a function outside this package.
+    """
+    file = io.BytesIO()
+    pickler = _Description(file)
+    # Without a memo, the bytes do not depend on which equal objects are the same object.
+    pickler.fast = True
+    pickler.dump(part)
+    return file.getvalue()
+
+
+def _key(function: Any, decoder: Decoder, args: tuple[Any, ...]) -> str:
+    device = jax.devices()[0]
+    shapes = jax.tree.map(lambda x: repr(jax.typeof(x)), args)
+    environment = {name: text for name, text in os.environ.items() if name.startswith(("XLA_", "MARS_JAX_"))}
+    machine = (device.client.platform_version, device.device_kind, os.cpu_count(), _cpu_features(), environment)
+    versions = (sys.version, jax.__version__, np.__version__, repr(sorted(jax.config.values.items())))
+    parts = (_source_digest(), versions, machine, function.__wrapped__, decoder, shapes)
+    return hashlib.sha256(description(parts)).hexdigest()
+
+
+def _cpu_features() -> list[str]:
+    """Return the instructions that this machine supports, if the system lists them; a program may use any of them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return list(os.uname())
+    return [line for line in dict.fromkeys(lines) if line.startswith(("flags", "Features", "model name"))]
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Return a digest of this package's source files.
+
+    Raises:
+      ValueError: a file has just changed.
+    """
+    digest, root = hashlib.sha256(), Path(__file__).parents[2]
+    for path in sorted(file for package in _SOURCES for file in (root / package).rglob("*.py")):
+        if path.stat().st_mtime > time.time() - _RECENT:
+            raise ValueError(f"{path} has just changed")
+        digest.update(b"%s %d " % (bytes(path.relative_to(root)), path.stat().st_size) + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _load(key: str, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """Return the program that an earlier process kept; None if there is none."""
+    if (kept := kept_bytes("programs", key)) is None:
+        return None
+    with contextlib.suppress(Exception):  # a damaged file may raise anything
+        executable, outputs = pickle.loads(zlib.decompress(kept))
+        structures = jax.tree.structure((args, {})), jax.tree.structure(outputs)
+        return serialize_executable.deserialize_and_load(executable, *structures)
+    return None
+
+
+def _compile(key: str, function: Any, decoder: Decoder, args: tuple[Any, ...]) -> Callable[..., Any]:
+    """Compile a program, and keep it for later processes."""
+    # XLA cannot save a program that JAX's cache has loaded, so compile without this cache.
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        compiled = function.lower(decoder, *args).compile()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
+
+    def packed() -> bytes:
+        executable, _, outputs = serialize_executable.serialize(compiled)
+        # Leaves stand for the outputs, because JAX's structures cannot be pickled.
+        return zlib.compress(pickle.dumps((executable, jax.tree.unflatten(outputs, range(outputs.num_leaves)))), 1)
+
+    with contextlib.suppress(Exception):  # a part of the outputs' structure cannot be pickled
+        if _source_digest.__wrapped__() == _source_digest():  # else a module may be older than its file
+            keep_bytes(packed, "programs", key)
+    return compiled
