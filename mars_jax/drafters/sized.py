@@ -111,6 +111,11 @@ def sized(
             f"the drafter '{longest.name}' has no chains of several lengths to choose from: draft with n-grams, "
             "replay, or a chain of a model, an EAGLE head or an MTP module."
         )
+    if longest.lags and longest.reads is not None:
+        raise MarsError(
+            f"the drafter '{longest.name}' reads both tokens (catch_up) and the target's outputs (reads): steps without "
+            "a draft can postpone only one of them; draft a fixed length."
+        )
     if sizes is None:
         sizes = usual_sizes(longest.max_depth)
     lengths = tuple(map(int, sizes))

@@ -1,7 +1,8 @@
 """A drafter that skips steps: steps without a draft do not run it, and the next draft first completes its cache.
 
 A draft model then reads the missing tokens. A head also needs the target's features of these tokens, so the state keeps
-the features of up to P tokens. B batch, T token buffer, P features, E hidden size.
+the features of the last P tokens. If more are missing, also in the prompt, the head's cache starts again with those P.
+B batch, T token buffer, P features, E hidden size.
 
 Oracle: a state that skipped no step (tests/core/test_extend.py, tests/drafters/test_sized.py).
 """
@@ -44,7 +45,8 @@ class SkippingState:
     """Draft state shared by all lengths of a `Skipping` drafter."""
 
     draft: PyTree  # state of the wrapped drafter
-    cached: Array  # i32[B]; committed tokens in the drafter's cache
+    origin: Array  # i32[B]; the token in slot 0 of a head's cache, which holds no earlier ones
+    cached: Array  # i32[B]; the drafter's cache holds the committed tokens before this one
     # The target's output, without its cache, at tokens that the drafter has not read; leaves [B, P, E], with token t in
     # entry t % P. None for a drafter that does not read its target.
     features: ForwardOutput | None
@@ -94,7 +96,10 @@ class Skipping(Drafter):
             # Leave room for a window of P tokens at the end of the buffer.
             tokens = jnp.pad(tokens, ((0, 0), (0, FEATURES)))
         draft = self.longest.init(_inner(params), tokens, length)
-        return SkippingState(draft=draft, cached=self._complete(length), features=features)
+        origin = cached = jnp.zeros_like(length)
+        if features is None:
+            cached = self._complete(length)
+        return SkippingState(draft=draft, origin=origin, cached=cached, features=features)
 
     def _complete(self, length: Array) -> Array:
         """Return i32[B], the size of a complete cache. A head's ends 1 token before the length, a model's 2 tokens."""
@@ -118,8 +123,18 @@ class Skipping(Drafter):
             lambda x: jnp.zeros((len(tokens), FEATURES, *x.shape[2:]), x.dtype), output_shapes
         )
 
-    def observe(self, params: Params, state: SkippingState, *chunk: Any) -> SkippingState:
-        return dataclasses.replace(state, draft=self.longest.observe(_inner(params), state.draft, *chunk))
+    def observe(
+        self,
+        params: Params,
+        state: SkippingState,
+        tokens: Array,
+        first: Array,
+        length: Array,
+        output: ForwardOutput,
+    ) -> SkippingState:
+        # Earlier entries for these tokens may belong to other text.
+        state = _cut(state, first)
+        return _keep(state, first, jnp.minimum(first + output.hidden.shape[1], length - 1), output)
 
     def catch_up(
         self, params: Params, state: SkippingState, tokens: Array, cached: Array, length: Array
@@ -128,8 +143,7 @@ class Skipping(Drafter):
             # The next draft reads the missing tokens.
             return dataclasses.replace(state, cached=jnp.minimum(state.cached, cached))
         # The old tokens and the prompt share `cached` + 2 tokens. `observe` then gets the features of all later tokens.
-        state = self._read_features(params, state, tokens, cached + 2)
-        return dataclasses.replace(state, cached=self._complete(length))
+        return _cut(self._read_features(params, state, tokens, cached + 2), self._complete(length))
 
     def _read_features(
         self, params: Params, state: SkippingState, tokens: Array, length: Array
@@ -144,7 +158,14 @@ class Skipping(Drafter):
             entries = (state.cached[:, None] + jnp.arange(FEATURES, dtype=jnp.int32)[None]) % FEATURES
             output = jax.tree.map(lambda x: pick(x, entries), state.features)
             # Entries past the last kept feature are garbage, but their slots are overwritten before they are read.
-            draft = self.longest.observe(_inner(params), state.draft, tokens, state.cached, length, output)
+            draft = self.longest.observe(
+                _inner(params),
+                state.draft,
+                _tokens_from(state.origin, tokens),
+                state.cached - state.origin,
+                length - state.origin,
+                output,
+            )
             cached = jnp.maximum(state.cached, self._complete(length))
             return dataclasses.replace(state, draft=draft, cached=cached)
 
@@ -153,11 +174,13 @@ class Skipping(Drafter):
     def propose(
         self, params: Params, state: SkippingState, inputs: DraftInput
     ) -> tuple[DraftTree, SkippingState]:
-        if self.reads is not None:
-            # Before a draft, read all kept features. In other steps, read them only if there is no room for one more.
-            num_kept = self._complete(inputs.length) - state.cached
-            must_read = jnp.any(num_kept >= FEATURES) | (self.max_depth > 0)
-            state = self._read_features(params, state, inputs.tokens, jnp.where(must_read, inputs.length, 0))
+        if self.reads is not None and self.max_depth > 0:
+            state = self._read_features(params, state, inputs.tokens, inputs.length)
+            inputs = dataclasses.replace(
+                inputs,
+                tokens=_tokens_from(state.origin, inputs.tokens),
+                length=inputs.length - state.origin,
+            )
         elif self.size.lags:
             draft = self.size.catch_up(
                 _inner(params), state.draft, inputs.tokens, state.cached, inputs.length
@@ -171,15 +194,43 @@ class Skipping(Drafter):
         if self.max_depth > 0 or not (self.longest.lags or self.reads is not None):
             # In a step without a draft, a drafter that cannot skip steps still reads the root.
             drafter = self.size if self.max_depth > 0 else self.longest
-            draft = drafter.update(_inner(params), state.draft, tree, verdict, output, length)
+            draft = drafter.update(
+                _inner(params), state.draft, tree, verdict, output, length - state.origin
+            )
             cached = self._complete(length + verdict.num_accepted + 1)
             return dataclasses.replace(state, draft=draft, cached=cached)
         if state.features is None:
             return state
         # The only node is the root, at position `length - 1`.
-        write = jax.vmap(lambda kept, new, entry: lax.dynamic_update_slice_in_dim(kept, new, entry, 0))
-        entry = (length - 1) % FEATURES
-        features = jax.tree.map(
-            lambda kept, new: write(kept, new, entry), state.features, output._replace(cache=())
-        )
-        return dataclasses.replace(state, features=features)
+        return _keep(state, length - 1, length, output)
+
+
+def _cut(state: SkippingState, end: Array) -> SkippingState:
+    """Drop the entries of a head's cache from token `end` i32[B] on."""
+    origin, cached = jnp.minimum(state.origin, end), jnp.minimum(state.cached, end)
+    return dataclasses.replace(state, origin=origin, cached=cached)
+
+
+def _keep(state: SkippingState, first: Array, end: Array, output: ForwardOutput) -> SkippingState:
+    """Keep the last P features of the tokens before `end` i32[B]; `output` begins at `first` i32[B].
+
+    If more than P tokens before `end` are missing in the head's cache, the cache starts again P tokens before `end`.
+    """
+    # i32[B, P]: the last token before `end` whose place is this entry, counted from `first`. If it is negative, the
+    # entry stays.
+    entries = jnp.arange(FEATURES, dtype=jnp.int32)[None]
+    last = end[:, None] - 1
+    index = last - (last - entries) % FEATURES - first[:, None]
+
+    def write(kept: Array, new: Array) -> Array:
+        return jnp.where((index >= 0)[..., None], pick(new, jnp.maximum(index, 0)), kept)
+
+    features = jax.tree.map(write, state.features, output._replace(cache=()))
+    cached = jnp.maximum(state.cached, end - FEATURES)
+    origin = jnp.where(cached > state.cached, cached, state.origin)
+    return dataclasses.replace(state, origin=origin, cached=cached, features=features)
+
+
+def _tokens_from(origin: Array, tokens: Array) -> Array:
+    """Return tokens i32[B, T] from `origin` i32[B] on; the tokens before it move to the end."""
+    return jax.vmap(lambda row, start: jnp.roll(row, -start))(tokens, origin)

@@ -22,9 +22,11 @@ from mars_jax.serve.prepare import Prepared
 from mars_jax.utils import activity
 from mars_jax.utils.compilations import keep_text, kept_text
 
-ROUNDS, SECONDS = 4, 1.0
-"""Minimum number of rounds, and minimum seconds of the rounds after the first, which compiles. Each round times every
-size. The fastest time counts, because other load on the machine only adds time."""
+ROUNDS, SECONDS = 3, 1.0
+"""Minimum number of rounds and of their seconds, after a round that compiles. Each round times every size. The fastest time counts, because other load on the machine only adds time."""
+STEADY = 1.5
+"""Costs are kept on disk only if the median time of each size is less than this many times the fastest one. Otherwise
+other load may have slowed down all rounds, and the next process measures again."""
 
 _MEASURED: dict[tuple[Decoder, str], list[float]] = {}
 """Costs that this process measured or read, keyed by a text that contains everything they depend on."""
@@ -64,16 +66,17 @@ def _costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> 
         if len(costs) == len(prepared.drafter.params.costs):
             return costs
     with activity.doing("measuring what drafts cost"):
-        costs = np.asarray(_measure(prepared, rows, log_probs=log_probs))
+        times = np.asarray(_measure(prepared, rows, log_probs=log_probs))
     # All processes of a mesh must choose the same sizes, so they share the costs of the first.
-    costs = np.frombuffer(hosts.broadcast_bytes(costs.tobytes())).tolist()
-    if is_kept:
+    fastest = np.min(times, axis=0)
+    costs = np.frombuffer(hosts.broadcast_bytes(fastest.tobytes())).tolist()
+    if is_kept and np.all(np.median(times, axis=0) < STEADY * fastest):
         keep_text(lambda: json.dumps(costs), "draft_costs", cost_key)
     return costs
 
 
-def _measure(prepared: Prepared, rows: int, *, log_probs: bool) -> list[float]:
-    """Return the seconds per step for each size, over short prompts."""
+def _measure(prepared: Prepared, rows: int, *, log_probs: bool) -> list[list[float]]:
+    """Return the seconds per step of each round, for each size."""
     # All sizes run the same compiled program, which reads the size from the costs.
     num_sizes = len(prepared.drafter.params.costs)
     by_size = [prepared.drafting(with_size(prepared.drafter, size)) for size in range(num_sizes)]
@@ -81,9 +84,9 @@ def _measure(prepared: Prepared, rows: int, *, log_probs: bool) -> list[float]:
     def seconds() -> list[float]:
         return [arm.step_seconds(rows, log_probs=log_probs) for arm in by_size]
 
-    # The first round compiles, so it does not count towards `SECONDS`.
-    rounds, end_time = [seconds()], time.perf_counter() + SECONDS
+    seconds()  # compiles
+    rounds, end_time = [], time.perf_counter() + SECONDS
     # The processes of a mesh must all run the same number of rounds, so they ignore the time.
     while len(rounds) < ROUNDS or (jax.process_count() == 1 and time.perf_counter() < end_time):
         rounds.append(seconds())
-    return np.min(rounds, axis=0).tolist()
+    return rounds
