@@ -155,7 +155,7 @@ def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
 
 
 def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
-    """If no draft is accepted, a step drafts as a trial after 100 steps without a draft."""
+    """If no draft is accepted, a step drafts as a trial after a pause without a draft."""
 
     def steps_with_drafts(costs):
         params = params_of(with_step_costs(ADAPTIVE, costs))
@@ -173,9 +173,9 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
             counts = counts.after(jnp.int32(4), jnp.zeros((2,), jnp.int32), usual, PAUSE)
         return trials
 
-    trial_steps = steps_with_drafts([1.0, 2.1, 2.9])  # pays at an acceptance of 0.8 but not at 0.7
+    trial_steps = steps_with_drafts([1.0, 1.75, 2.3])  # pays at an acceptance of 0.63 but not at 0.53
     assert trial_steps and trial_steps[0] == PAUSE
-    assert len(trial_steps) <= 3
+    assert len(trial_steps) <= 400 // PAUSE
     assert steps_with_drafts([1.0, 5.0, 9.0]) == [], "no acceptance would make these costs pay"
 
 
