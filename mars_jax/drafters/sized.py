@@ -58,8 +58,7 @@ class Counts(NamedTuple):
         """
         # Tokens after the first rejection are not tested. Padding at the end of a chain counts as rejected.
         num_tested = jnp.minimum(num_accepted + 1, length).astype(jnp.float32)
-        decay = jnp.where(self.idle >= patience, DECAY / 2, DECAY)
-        decay = jnp.where(length > 0, decay, 1.0)
+        decay = jnp.where(length > 0, jnp.where(self.idle >= patience, DECAY / 2, DECAY), 1.0)
         return Counts(
             decay * self.accepted + num_accepted.astype(jnp.float32),
             decay * self.expected + expected * num_tested,
@@ -99,7 +98,8 @@ def sized(
       any_rule: also allow lossy rules, although their completions then depend on the rest of the batch.
 
     Raises:
-      MarsError: the drafter drafts trees, only a single length, or trusted tokens; or sizes or costs are invalid.
+      MarsError: the drafter drafts trees, only a single length, or trusted tokens, or has both `catch_up` and `reads`;
+        or sizes or costs are invalid.
 
     >>> from mars_jax.drafters.ngram import ngram
     >>> adaptive = sized(LoadedDrafter(ngram(8), ()))
@@ -107,15 +107,12 @@ def sized(
     (0, 4, 8)
     """
     longest = loaded.drafter
-    if not longest.resizes or longest.trusts or longest.num_nodes != longest.max_depth + 1:
+    # A step without a draft can postpone reading tokens or reading the target's outputs, but not both.
+    reads_both = longest.lags and longest.reads is not None
+    if not longest.resizes or longest.trusts or reads_both or longest.num_nodes != longest.max_depth + 1:
         raise MarsError(
             f"the drafter '{longest.name}' has no chains of several lengths to choose from: draft with n-grams, "
             "replay, or a chain of a model, an EAGLE head or an MTP module."
-        )
-    if longest.lags and longest.reads is not None:
-        raise MarsError(
-            f"the drafter '{longest.name}' reads both tokens (catch_up) and the target's outputs (reads): steps without "
-            "a draft can postpone only one of them; draft a fixed length."
         )
     if sizes is None:
         sizes = usual_sizes(longest.max_depth)
@@ -174,8 +171,7 @@ class SizedDrafter(Skipping):
                 "drafter with any_rule=True."
             )
         target = speculative_decoder(target, self, verify).target
-        drafter = dataclasses.replace(self, target=target)
-        return SizedDecoder(target, drafter, structure(verify))
+        return SizedDecoder(target, dataclasses.replace(self, target=target), structure(verify))
 
     def init(self, params: Params, tokens: Array, length: Array) -> SkippingState:
         zeros, cached_length = jnp.zeros(length.shape, jnp.float32), length

@@ -96,9 +96,9 @@ class Skipping(Drafter):
             # Leave room for a window of P tokens at the end of the buffer.
             tokens = jnp.pad(tokens, ((0, 0), (0, FEATURES)))
         draft = self.longest.init(_inner(params), tokens, length)
-        origin = cached = jnp.zeros_like(length)
-        if features is None:
-            cached = self._complete(length)
+        # A head has read nothing yet; `observe` keeps the features that its first draft reads.
+        cached = self._complete(length) * int(features is None)
+        origin = jnp.zeros_like(length)
         return SkippingState(draft=draft, origin=origin, cached=cached, features=features)
 
     def _complete(self, length: Array) -> Array:
@@ -123,64 +123,48 @@ class Skipping(Drafter):
             lambda x: jnp.zeros((len(tokens), FEATURES, *x.shape[2:]), x.dtype), output_shapes
         )
 
-    def observe(
-        self,
-        params: Params,
-        state: SkippingState,
-        tokens: Array,
-        first: Array,
-        length: Array,
-        output: ForwardOutput,
-    ) -> SkippingState:
-        # Earlier entries for these tokens may belong to other text.
-        state = _cut(state, first)
+    def observe(self, params: Params, state: SkippingState, *chunk: Any) -> SkippingState:
+        _, first, length, output = chunk
         return _keep(state, first, jnp.minimum(first + output.hidden.shape[1], length - 1), output)
 
     def catch_up(
         self, params: Params, state: SkippingState, tokens: Array, cached: Array, length: Array
     ) -> SkippingState:
-        if self.reads is None:
-            # The next draft reads the missing tokens.
-            return dataclasses.replace(state, cached=jnp.minimum(state.cached, cached))
-        # The old tokens and the prompt share `cached` + 2 tokens. `observe` then gets the features of all later tokens.
-        return _cut(self._read_features(params, state, tokens, cached + 2), self._complete(length))
+        # The next draft reads the missing tokens.
+        if self.reads is not None:
+            # The old tokens and the prompt share `cached` + 2 tokens. `observe` then gets the features of later ones.
+            cached = jnp.minimum(cached + 1, self._complete(length))
+        origin, cached = jnp.minimum(state.origin, cached), jnp.minimum(state.cached, cached)
+        return dataclasses.replace(state, origin=origin, cached=cached)
 
-    def _read_features(
-        self, params: Params, state: SkippingState, tokens: Array, length: Array
-    ) -> SkippingState:
-        """Let the head read the features of up to P tokens if its cache is incomplete for `length` i32[B].
+    def _read_features(self, params: Params, state: SkippingState, inputs: DraftInput) -> SkippingState:
+        """Let the head read the features of up to P tokens if its cache, which begins at `origin`, is incomplete.
 
         This is a loop of at most one iteration, because a loop updates its carry in place, whereas XLA copies a cache
         that goes through a `lax.cond`.
         """
+        end = state.origin + self._complete(inputs.length)
 
         def read(state: SkippingState) -> SkippingState:
             entries = (state.cached[:, None] + jnp.arange(FEATURES, dtype=jnp.int32)[None]) % FEATURES
             output = jax.tree.map(lambda x: pick(x, entries), state.features)
             # Entries past the last kept feature are garbage, but their slots are overwritten before they are read.
+            slot = state.cached - state.origin
             draft = self.longest.observe(
-                _inner(params),
-                state.draft,
-                _tokens_from(state.origin, tokens),
-                state.cached - state.origin,
-                length - state.origin,
-                output,
+                _inner(params), state.draft, inputs.tokens, slot, inputs.length, output
             )
-            cached = jnp.maximum(state.cached, self._complete(length))
-            return dataclasses.replace(state, draft=draft, cached=cached)
+            return dataclasses.replace(state, draft=draft, cached=jnp.maximum(state.cached, end))
 
-        return lax.while_loop(lambda state: jnp.any(state.cached < self._complete(length)), read, state)
+        return lax.while_loop(lambda state: jnp.any(state.cached < end), read, state)
 
     def propose(
         self, params: Params, state: SkippingState, inputs: DraftInput
     ) -> tuple[DraftTree, SkippingState]:
         if self.reads is not None and self.max_depth > 0:
-            state = self._read_features(params, state, inputs.tokens, inputs.length)
-            inputs = dataclasses.replace(
-                inputs,
-                tokens=_tokens_from(state.origin, inputs.tokens),
-                length=inputs.length - state.origin,
-            )
+            # The head's cache begins at `origin`, so the head sees only the tokens from there on.
+            tokens = jax.vmap(lambda row, start: jnp.roll(row, -start))(inputs.tokens, state.origin)
+            inputs = dataclasses.replace(inputs, tokens=tokens, length=inputs.length - state.origin)
+            state = self._read_features(params, state, inputs)
         elif self.size.lags:
             draft = self.size.catch_up(
                 _inner(params), state.draft, inputs.tokens, state.cached, inputs.length
@@ -194,9 +178,7 @@ class Skipping(Drafter):
         if self.max_depth > 0 or not (self.longest.lags or self.reads is not None):
             # In a step without a draft, a drafter that cannot skip steps still reads the root.
             drafter = self.size if self.max_depth > 0 else self.longest
-            draft = drafter.update(
-                _inner(params), state.draft, tree, verdict, output, length - state.origin
-            )
+            draft = drafter.update(_inner(params), state.draft, tree, verdict, output, length - state.origin)
             cached = self._complete(length + verdict.num_accepted + 1)
             return dataclasses.replace(state, draft=draft, cached=cached)
         if state.features is None:
@@ -205,32 +187,23 @@ class Skipping(Drafter):
         return _keep(state, length - 1, length, output)
 
 
-def _cut(state: SkippingState, end: Array) -> SkippingState:
-    """Drop the entries of a head's cache from token `end` i32[B] on."""
-    origin, cached = jnp.minimum(state.origin, end), jnp.minimum(state.cached, end)
-    return dataclasses.replace(state, origin=origin, cached=cached)
-
-
 def _keep(state: SkippingState, first: Array, end: Array, output: ForwardOutput) -> SkippingState:
-    """Keep the last P features of the tokens before `end` i32[B]; `output` begins at `first` i32[B].
+    """Keep the features of the last P tokens before `end` i32[B]; `output` begins at `first` i32[B].
 
-    If more than P tokens before `end` are missing in the head's cache, the cache starts again P tokens before `end`.
+    If a head's cache misses more than P tokens before `end`, it starts again with the last P.
     """
-    # i32[B, P]: the last token before `end` whose place is this entry, counted from `first`. If it is negative, the
-    # entry stays.
-    entries = jnp.arange(FEATURES, dtype=jnp.int32)[None]
+    # i32[B, P]: the last token before `end` that belongs in each entry, counted from `first`; if negative, the entry
+    # already holds that token.
+    entry = jnp.arange(FEATURES, dtype=jnp.int32)[None]
     last = end[:, None] - 1
-    index = last - (last - entries) % FEATURES - first[:, None]
+    index = last - (last - entry) % FEATURES - first[:, None]
 
     def write(kept: Array, new: Array) -> Array:
         return jnp.where((index >= 0)[..., None], pick(new, jnp.maximum(index, 0)), kept)
 
+    # In the head's cache, tokens from `first` on may belong to other text.
+    valid = jnp.minimum(state.cached, first)
+    cached = jnp.maximum(valid, end - FEATURES)
+    origin = jnp.where(cached > valid, cached, jnp.minimum(state.origin, valid))
     features = jax.tree.map(write, state.features, output._replace(cache=()))
-    cached = jnp.maximum(state.cached, end - FEATURES)
-    origin = jnp.where(cached > state.cached, cached, state.origin)
     return dataclasses.replace(state, origin=origin, cached=cached, features=features)
-
-
-def _tokens_from(origin: Array, tokens: Array) -> Array:
-    """Return tokens i32[B, T] from `origin` i32[B] on; the tokens before it move to the end."""
-    return jax.vmap(lambda row, start: jnp.roll(row, -start))(tokens, origin)

@@ -22,8 +22,9 @@ from mars_jax.serve.prepare import Prepared
 from mars_jax.utils import activity
 from mars_jax.utils.compilations import keep_text, kept_text
 
-ROUNDS, SECONDS = 3, 1.0
-"""Minimum number of rounds and of their seconds, after a round that compiles. Each round times every size. The fastest time counts, because other load on the machine only adds time."""
+ROUNDS, SECONDS = 4, 1.0
+"""Minimum number of rounds, and minimum seconds of the rounds after the first, which compiles. Each round times every
+size. The fastest time counts, because other load on the machine only adds time."""
 STEADY = 1.5
 """Costs are kept on disk only if the median time of each size is less than this many times the fastest one. Otherwise
 other load may have slowed down all rounds, and the next process measures again."""
@@ -46,8 +47,7 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
     machine = (jax.devices()[0].device_kind, os.cpu_count(), jax.process_count(), mesh and dict(mesh.shape))
     # A decoder's functions differ between processes, so on disk, configs and names stand for it.
     names = (prepared.loaded_rule.rule.name, drafter.drafter.name, drafter.sizes.lengths)
-    has_edits = any(request.edits for request in prepared.requests)
-    batch = (rows, prepared.width, prepared.draws, has_edits, log_probs)
+    batch = (rows, prepared.width, prepared.draws, any(r.edits for r in prepared.requests), log_probs)
     arrays = (prepared.guides.tables, prepared.params)
     shapes = (jax.tree.structure(arrays), [(x.shape, x.dtype.name) for x in jax.tree.leaves(arrays)])
     cost_key = repr((__version__, machine, prepared.target.config, names, batch, shapes))
@@ -68,9 +68,8 @@ def _costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> 
     with activity.doing("measuring what drafts cost"):
         times = np.asarray(_measure(prepared, rows, log_probs=log_probs))
     # All processes of a mesh must choose the same sizes, so they share the costs of the first.
-    fastest = np.min(times, axis=0)
-    costs = np.frombuffer(hosts.broadcast_bytes(fastest.tobytes())).tolist()
-    if is_kept and np.all(np.median(times, axis=0) < STEADY * fastest):
+    costs = np.frombuffer(hosts.broadcast_bytes(np.min(times, axis=0).tobytes())).tolist()
+    if is_kept and np.all(np.median(times, axis=0) < STEADY * np.min(times, axis=0)):
         keep_text(lambda: json.dumps(costs), "draft_costs", cost_key)
     return costs
 
@@ -84,8 +83,8 @@ def _measure(prepared: Prepared, rows: int, *, log_probs: bool) -> list[list[flo
     def seconds() -> list[float]:
         return [arm.step_seconds(rows, log_probs=log_probs) for arm in by_size]
 
-    seconds()  # compiles
-    rounds, end_time = [], time.perf_counter() + SECONDS
+    # The first round compiles, so it does not count towards `SECONDS`.
+    rounds, end_time = [seconds()], time.perf_counter() + SECONDS
     # The processes of a mesh must all run the same number of rounds, so they ignore the time.
     while len(rounds) < ROUNDS or (jax.process_count() == 1 and time.perf_counter() < end_time):
         rounds.append(seconds())
