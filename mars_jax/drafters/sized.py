@@ -41,7 +41,7 @@ OPTIMISM = 0.1
 """Steps without a draft measure no acceptance. If a draft would pay with this much more acceptance, try one
 occasionally."""
 PAUSE = 32
-"""Steps without a draft before such a trial, which costs less than 3% of them."""
+"""Steps without a draft before such a trial. A rejected draft takes about as long as one or two of them."""
 
 
 class Counts(NamedTuple):

@@ -192,18 +192,16 @@ def _keep(state: SkippingState, first: Array, end: Array, output: ForwardOutput)
 
     If a head's cache misses more than P tokens before `end`, it starts again with the last P.
     """
-    # i32[B, P]: the last token before `end` that belongs in each entry, counted from `first`; if negative, the entry
-    # already holds that token.
-    entry = jnp.arange(FEATURES, dtype=jnp.int32)[None]
-    last = end[:, None] - 1
-    index = last - (last - entry) % FEATURES - first[:, None]
-
-    def write(kept: Array, new: Array) -> Array:
-        return jnp.where((index >= 0)[..., None], pick(new, jnp.maximum(index, 0)), kept)
-
+    position = first[:, None] + jnp.arange(output.hidden.shape[1], dtype=jnp.int32)[None]
+    is_kept = (position < end[:, None]) & (position >= end[:, None] - FEATURES)
+    # Other tokens map past the end, where scatter drops them.
+    entries = jnp.where(is_kept, position % FEATURES, FEATURES)
+    write = jax.vmap(lambda kept, new, entries: kept.at[entries].set(new, mode="drop"))
+    features = jax.tree.map(
+        lambda kept, new: write(kept, new, entries), state.features, output._replace(cache=())
+    )
     # In the head's cache, tokens from `first` on may belong to other text.
     valid = jnp.minimum(state.cached, first)
     cached = jnp.maximum(valid, end - FEATURES)
     origin = jnp.where(cached > valid, cached, jnp.minimum(state.origin, valid))
-    features = jax.tree.map(write, state.features, output._replace(cache=()))
     return dataclasses.replace(state, origin=origin, cached=cached, features=features)

@@ -215,8 +215,8 @@ class Prepared:
             for request in self.requests
         ]
         state = dataclasses.replace(self, requests=requests).start([i % len(requests) for i in range(rows)])
-        # Attention costs more over a longer cache. Reading whole prompts would take long, so count empty slots as tokens.
-        # Leave room for the steps.
+        # Attention costs more over a longer cache. Reading whole prompts would take long, so count empty slots as
+        # tokens, and leave room for the steps.
         prompt_length = sum(len(request.prompt_tokens) for request in self.requests) // len(requests)
         room = self.width - (STEPS + 1) * (self.decoder.max_depth + 1)
         with self.target.on_mesh():
