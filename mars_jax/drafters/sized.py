@@ -30,17 +30,18 @@ from mars_jax.utils.errors import MarsError
 
 DECAY = 0.95
 """Factor on the counts after each step with a draft: at batch 1, about the last twenty steps count (some 60 tokens)."""
-USUAL_ACCEPTANCE, PRIOR_TOKENS = 0.8, 3.0
+USUAL_ACCEPTANCE, PRIOR_TOKENS = 0.6, 5.0
 """Acceptance assumed for a drafter that does not estimate its own. The counts start as if `PRIOR_TOKENS` drafted
-tokens had been accepted at this rate."""
+tokens had been accepted at this rate. It is moderate, so that a draft that is expensive compared with a step is not
+tried at the cost of a short answer."""
 MARGIN = 1.1
 """Minimum estimated speed of a draft relative to no draft. It exceeds 1 because costs leave out the tokens that a draft
 model has to catch up on, and because a batch ends with its slowest row."""
 OPTIMISM = 0.1
 """Steps without a draft measure no acceptance. If a draft would pay with this much more acceptance, try one
 occasionally."""
-PAUSE = 100
-"""Steps without a draft before such a trial."""
+PAUSE = 32
+"""Steps without a draft before such a trial. A rejected draft takes about as long as one or two of them."""
 
 
 class Counts(NamedTuple):
@@ -57,8 +58,7 @@ class Counts(NamedTuple):
         """
         # Tokens after the first rejection are not tested. Padding at the end of a chain counts as rejected.
         num_tested = jnp.minimum(num_accepted + 1, length).astype(jnp.float32)
-        decay = jnp.where(self.idle >= patience, DECAY / 2, DECAY)
-        decay = jnp.where(length > 0, decay, 1.0)
+        decay = jnp.where(length > 0, jnp.where(self.idle >= patience, DECAY / 2, DECAY), 1.0)
         return Counts(
             decay * self.accepted + num_accepted.astype(jnp.float32),
             decay * self.expected + expected * num_tested,
@@ -98,7 +98,8 @@ def sized(
       any_rule: also allow lossy rules, although their completions then depend on the rest of the batch.
 
     Raises:
-      MarsError: the drafter drafts trees, only a single length, or trusted tokens; or sizes or costs are invalid.
+      MarsError: the drafter drafts trees, only a single length, or trusted tokens, or has both `catch_up` and `reads`;
+        or sizes or costs are invalid.
 
     >>> from mars_jax.drafters.ngram import ngram
     >>> adaptive = sized(LoadedDrafter(ngram(8), ()))
@@ -106,7 +107,9 @@ def sized(
     (0, 4, 8)
     """
     longest = loaded.drafter
-    if not longest.resizes or longest.trusts or longest.num_nodes != longest.max_depth + 1:
+    # A step without a draft can postpone reading tokens or reading the target's outputs, but not both.
+    reads_both = longest.lags and longest.reads is not None
+    if not longest.resizes or longest.trusts or reads_both or longest.num_nodes != longest.max_depth + 1:
         raise MarsError(
             f"the drafter '{longest.name}' has no chains of several lengths to choose from: draft with n-grams, "
             "replay, or a chain of a model, an EAGLE head or an MTP module."
@@ -168,8 +171,7 @@ class SizedDrafter(Skipping):
                 "drafter with any_rule=True."
             )
         target = speculative_decoder(target, self, verify).target
-        drafter = dataclasses.replace(self, target=target)
-        return SizedDecoder(target, drafter, structure(verify))
+        return SizedDecoder(target, dataclasses.replace(self, target=target), structure(verify))
 
     def init(self, params: Params, tokens: Array, length: Array) -> SkippingState:
         zeros, cached_length = jnp.zeros(length.shape, jnp.float32), length

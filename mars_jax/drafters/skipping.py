@@ -1,7 +1,8 @@
 """A drafter that skips steps: steps without a draft do not run it, and the next draft first completes its cache.
 
 A draft model then reads the missing tokens. A head also needs the target's features of these tokens, so the state keeps
-the features of up to P tokens. B batch, T token buffer, P features, E hidden size.
+the features of the last P tokens. If more are missing, also in the prompt, the head's cache starts again with those P.
+B batch, T token buffer, P features, E hidden size.
 
 Oracle: a state that skipped no step (tests/core/test_extend.py, tests/drafters/test_sized.py).
 """
@@ -44,7 +45,8 @@ class SkippingState:
     """Draft state shared by all lengths of a `Skipping` drafter."""
 
     draft: PyTree  # state of the wrapped drafter
-    cached: Array  # i32[B]; committed tokens in the drafter's cache
+    origin: Array  # i32[B]; the token in slot 0 of a head's cache, which holds no earlier ones
+    cached: Array  # i32[B]; the drafter's cache holds the committed tokens before this one
     # The target's output, without its cache, at tokens that the drafter has not read; leaves [B, P, E], with token t in
     # entry t % P. None for a drafter that does not read its target.
     features: ForwardOutput | None
@@ -94,7 +96,10 @@ class Skipping(Drafter):
             # Leave room for a window of P tokens at the end of the buffer.
             tokens = jnp.pad(tokens, ((0, 0), (0, FEATURES)))
         draft = self.longest.init(_inner(params), tokens, length)
-        return SkippingState(draft=draft, cached=self._complete(length), features=features)
+        # A head has read nothing yet; `observe` keeps the features that its first draft reads.
+        cached = self._complete(length) * int(features is None)
+        origin = jnp.zeros_like(length)
+        return SkippingState(draft=draft, origin=origin, cached=cached, features=features)
 
     def _complete(self, length: Array) -> Array:
         """Return i32[B], the size of a complete cache. A head's ends 1 token before the length, a model's 2 tokens."""
@@ -119,45 +124,47 @@ class Skipping(Drafter):
         )
 
     def observe(self, params: Params, state: SkippingState, *chunk: Any) -> SkippingState:
-        return dataclasses.replace(state, draft=self.longest.observe(_inner(params), state.draft, *chunk))
+        _, first, length, output = chunk
+        return _keep(state, first, jnp.minimum(first + output.hidden.shape[1], length - 1), output)
 
     def catch_up(
         self, params: Params, state: SkippingState, tokens: Array, cached: Array, length: Array
     ) -> SkippingState:
-        if self.reads is None:
-            # The next draft reads the missing tokens.
-            return dataclasses.replace(state, cached=jnp.minimum(state.cached, cached))
-        # The old tokens and the prompt share `cached` + 2 tokens. `observe` then gets the features of all later tokens.
-        state = self._read_features(params, state, tokens, cached + 2)
-        return dataclasses.replace(state, cached=self._complete(length))
+        # The next draft reads the missing tokens.
+        if self.reads is not None:
+            # The old tokens and the prompt share `cached` + 2 tokens. `observe` then gets the features of later ones.
+            cached = jnp.minimum(cached + 1, self._complete(length))
+        origin, cached = jnp.minimum(state.origin, cached), jnp.minimum(state.cached, cached)
+        return dataclasses.replace(state, origin=origin, cached=cached)
 
-    def _read_features(
-        self, params: Params, state: SkippingState, tokens: Array, length: Array
-    ) -> SkippingState:
-        """Let the head read the features of up to P tokens if its cache is incomplete for `length` i32[B].
+    def _read_features(self, params: Params, state: SkippingState, inputs: DraftInput) -> SkippingState:
+        """Let the head read the features of up to P tokens if its cache, which begins at `origin`, is incomplete.
 
         This is a loop of at most one iteration, because a loop updates its carry in place, whereas XLA copies a cache
         that goes through a `lax.cond`.
         """
+        end = state.origin + self._complete(inputs.length)
 
         def read(state: SkippingState) -> SkippingState:
             entries = (state.cached[:, None] + jnp.arange(FEATURES, dtype=jnp.int32)[None]) % FEATURES
             output = jax.tree.map(lambda x: pick(x, entries), state.features)
             # Entries past the last kept feature are garbage, but their slots are overwritten before they are read.
-            draft = self.longest.observe(_inner(params), state.draft, tokens, state.cached, length, output)
-            cached = jnp.maximum(state.cached, self._complete(length))
-            return dataclasses.replace(state, draft=draft, cached=cached)
+            slot = state.cached - state.origin
+            draft = self.longest.observe(
+                _inner(params), state.draft, inputs.tokens, slot, inputs.length, output
+            )
+            return dataclasses.replace(state, draft=draft, cached=jnp.maximum(state.cached, end))
 
-        return lax.while_loop(lambda state: jnp.any(state.cached < self._complete(length)), read, state)
+        return lax.while_loop(lambda state: jnp.any(state.cached < end), read, state)
 
     def propose(
         self, params: Params, state: SkippingState, inputs: DraftInput
     ) -> tuple[DraftTree, SkippingState]:
-        if self.reads is not None:
-            # Before a draft, read all kept features. In other steps, read them only if there is no room for one more.
-            num_kept = self._complete(inputs.length) - state.cached
-            must_read = jnp.any(num_kept >= FEATURES) | (self.max_depth > 0)
-            state = self._read_features(params, state, inputs.tokens, jnp.where(must_read, inputs.length, 0))
+        if self.reads is not None and self.max_depth > 0:
+            # The head's cache begins at `origin`, so the head sees only the tokens from there on.
+            tokens = jax.vmap(lambda row, start: jnp.roll(row, -start))(inputs.tokens, state.origin)
+            inputs = dataclasses.replace(inputs, tokens=tokens, length=inputs.length - state.origin)
+            state = self._read_features(params, state, inputs)
         elif self.size.lags:
             draft = self.size.catch_up(
                 _inner(params), state.draft, inputs.tokens, state.cached, inputs.length
@@ -171,15 +178,30 @@ class Skipping(Drafter):
         if self.max_depth > 0 or not (self.longest.lags or self.reads is not None):
             # In a step without a draft, a drafter that cannot skip steps still reads the root.
             drafter = self.size if self.max_depth > 0 else self.longest
-            draft = drafter.update(_inner(params), state.draft, tree, verdict, output, length)
+            draft = drafter.update(_inner(params), state.draft, tree, verdict, output, length - state.origin)
             cached = self._complete(length + verdict.num_accepted + 1)
             return dataclasses.replace(state, draft=draft, cached=cached)
         if state.features is None:
             return state
         # The only node is the root, at position `length - 1`.
-        write = jax.vmap(lambda kept, new, entry: lax.dynamic_update_slice_in_dim(kept, new, entry, 0))
-        entry = (length - 1) % FEATURES
-        features = jax.tree.map(
-            lambda kept, new: write(kept, new, entry), state.features, output._replace(cache=())
-        )
-        return dataclasses.replace(state, features=features)
+        return _keep(state, length - 1, length, output)
+
+
+def _keep(state: SkippingState, first: Array, end: Array, output: ForwardOutput) -> SkippingState:
+    """Keep the features of the last P tokens before `end` i32[B]; `output` begins at `first` i32[B].
+
+    If a head's cache misses more than P tokens before `end`, it starts again with the last P.
+    """
+    position = first[:, None] + jnp.arange(output.hidden.shape[1], dtype=jnp.int32)[None]
+    is_kept = (position < end[:, None]) & (position >= end[:, None] - FEATURES)
+    # Other tokens map past the end, where scatter drops them.
+    entries = jnp.where(is_kept, position % FEATURES, FEATURES)
+    write = jax.vmap(lambda kept, new, entries: kept.at[entries].set(new, mode="drop"))
+    features = jax.tree.map(
+        lambda kept, new: write(kept, new, entries), state.features, output._replace(cache=())
+    )
+    # In the head's cache, tokens from `first` on may belong to other text.
+    valid = jnp.minimum(state.cached, first)
+    cached = jnp.maximum(valid, end - FEATURES)
+    origin = jnp.where(cached > valid, cached, jnp.minimum(state.origin, valid))
+    return dataclasses.replace(state, origin=origin, cached=cached, features=features)

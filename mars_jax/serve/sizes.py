@@ -25,6 +25,9 @@ from mars_jax.utils.version import __version__
 ROUNDS, SECONDS = 4, 1.0
 """Minimum number of rounds, and minimum seconds of the rounds after the first, which compiles. Each round times every
 size. The fastest time counts, because other load on the machine only adds time."""
+STEADY = 1.5
+"""Costs are kept on disk only if the median time of each size is less than this many times the fastest one. Otherwise
+other load may have slowed down all rounds, and the next process measures again."""
 
 _MEASURED: dict[tuple[Decoder, str], list[float]] = {}
 """Costs that this process measured or read, keyed by a text that contains everything they depend on."""
@@ -44,8 +47,7 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
     machine = (jax.devices()[0].device_kind, os.cpu_count(), jax.process_count(), mesh and dict(mesh.shape))
     # A decoder's functions differ between processes, so on disk, configs and names stand for it.
     names = (prepared.loaded_rule.rule.name, drafter.drafter.name, drafter.sizes.lengths)
-    has_edits = any(request.edits for request in prepared.requests)
-    batch = (rows, prepared.width, prepared.draws, has_edits, log_probs)
+    batch = (rows, prepared.width, prepared.draws, any(r.edits for r in prepared.requests), log_probs)
     arrays = (prepared.guides.tables, prepared.params)
     shapes = (jax.tree.structure(arrays), [(x.shape, x.dtype.name) for x in jax.tree.leaves(arrays)])
     cost_key = repr((__version__, machine, prepared.target.config, names, batch, shapes))
@@ -64,16 +66,16 @@ def _costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> 
         if len(costs) == len(prepared.drafter.params.costs):
             return costs
     with activity.doing("measuring what drafts cost"):
-        costs = np.asarray(_measure(prepared, rows, log_probs=log_probs))
+        times = np.asarray(_measure(prepared, rows, log_probs=log_probs))
     # All processes of a mesh must choose the same sizes, so they share the costs of the first.
-    costs = np.frombuffer(hosts.broadcast_bytes(costs.tobytes())).tolist()
-    if is_kept:
+    costs = np.frombuffer(hosts.broadcast_bytes(np.min(times, axis=0).tobytes())).tolist()
+    if is_kept and np.all(np.median(times, axis=0) < STEADY * np.min(times, axis=0)):
         keep_bytes(lambda: json.dumps(costs).encode(), "draft_costs", cost_key)
     return costs
 
 
-def _measure(prepared: Prepared, rows: int, *, log_probs: bool) -> list[float]:
-    """Return the seconds per step for each size, over short prompts."""
+def _measure(prepared: Prepared, rows: int, *, log_probs: bool) -> list[list[float]]:
+    """Return the seconds per step of each round, for each size."""
     # All sizes run the same compiled program, which reads the size from the costs.
     num_sizes = len(prepared.drafter.params.costs)
     by_size = [prepared.drafting(with_size(prepared.drafter, size)) for size in range(num_sizes)]
@@ -86,4 +88,4 @@ def _measure(prepared: Prepared, rows: int, *, log_probs: bool) -> list[float]:
     # The processes of a mesh must all run the same number of rounds, so they ignore the time.
     while len(rounds) < ROUNDS or (jax.process_count() == 1 and time.perf_counter() < end_time):
         rounds.append(seconds())
-    return np.min(rounds, axis=0).tolist()
+    return rounds

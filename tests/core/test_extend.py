@@ -103,9 +103,13 @@ class States:
         state = self.start(self.batch([text[:1] for text in texts]))
         return self.extend(state, self.batch(texts))[0], texts
 
-    def inserted(self):
+    def inserted_after_idling(self):
+        """Return a running state after some rows were replaced, which until then had taken steps without a draft."""
+        return self.inserted(FEATURES + 6, self.idle)
+
+    def inserted(self, steps=2, params=None):
         """Return a running state after two of its rows were replaced and one stayed."""
-        state, _ = self.run(self.start(self.batch(self.texts(5, 20, 1))), 2)
+        state, _ = self.run(self.start(self.batch(self.texts(5, 20, 1)), params), steps, params)
         texts = self.texts(33, 1, 2)
         stats, rows = zero_stats(ROWS, self.decoder.max_depth), jnp.asarray([0, -1, 2])
         state, _ = refill.refill(self.decoder, self.params, state, stats, rows, self.batch(texts))
@@ -118,8 +122,9 @@ class States:
 
 
 states_of = functools.cache(States)
+IDLE = ("idle_for_long", "extended_after_idling", "inserted_after_idling")
 PAIRS = [(origin, name) for origin in ("extended", "inserted", "one_token") for name in NAMES]
-PAIRS += [(origin, name) for origin in ("idle_for_long", "extended_after_idling") for name in SIZED]
+PAIRS += [(origin, name) for origin in IDLE for name in SIZED]
 FAST = [("extended", "sized model"), ("one_token", "sized model"), ("inserted", "ngram")]
 
 
@@ -210,14 +215,15 @@ def test_a_drafter_without_catch_up_reads_the_text_again():
 
 
 @pytest.mark.slow
-def test_rows_divided_over_a_mesh_are_extended():
+@pytest.mark.parametrize(("name", "rule"), [("eagle tree", verify.mars(theta=0.5)), ("sized head", None)])
+def test_rows_divided_over_a_mesh_are_extended(name, rule):
     def turns(states):
         state, _ = states.run(states.start(states.batch(states.texts(5, 2, 9), 6)))
         texts = [text + new for text, new in zip(committed(state), states.texts(3, 3, 3), strict=True)]
         state, read = states.extend(state, states.batch(texts, 6))
         return committed(states.run(state)[0]), read.tolist()
 
-    one_device, divided = (States("eagle tree", verify.mars(theta=0.5)) for _ in range(2))
+    one_device, divided = (States(name, rule) for _ in range(2))
     expected = turns(one_device)
     with jax.set_mesh(parse_mesh("data=3")):
         assert turns(divided) == expected

@@ -37,6 +37,12 @@ RULE = verify.exact()
 WIDTH = 160
 
 
+class Both(drafters.language_model):
+    """A draft model that also reads its target."""
+
+    reads = ()
+
+
 def params_of(loaded):
     return Params(target=(), draft=loaded.params)
 
@@ -149,7 +155,7 @@ def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
 
 
 def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
-    """If no draft is accepted, a step drafts as a trial after 100 steps without a draft."""
+    """If no draft is accepted, a step drafts as a trial after a pause without a draft."""
 
     def steps_with_drafts(costs):
         params = params_of(with_step_costs(ADAPTIVE, costs))
@@ -167,9 +173,9 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
             counts = counts.after(jnp.int32(4), jnp.zeros((2,), jnp.int32), usual, PAUSE)
         return trials
 
-    trial_steps = steps_with_drafts([1.0, 2.1, 2.9])  # pays at an acceptance of 0.8 but not at 0.7
+    trial_steps = steps_with_drafts([1.0, 1.75, 2.3])  # pays at an acceptance of 0.63 but not at 0.53
     assert trial_steps and trial_steps[0] == PAUSE
-    assert len(trial_steps) <= 3
+    assert len(trial_steps) <= 400 // PAUSE
     assert steps_with_drafts([1.0, 5.0, 9.0]) == [], "no acceptance would make these costs pay"
 
 
@@ -198,7 +204,9 @@ def test_costs_are_those_of_steps_with_what_the_requests_ask_for(monkeypatch, ow
     """Edits and draws are compiled into a step, and make it more expensive."""
     measured_for = []
     monkeypatch.setattr(sizes, "_MEASURED", {})
-    monkeypatch.setattr(sizes, "_measure", lambda run, *_, **__: measured_for.append(run) or [1.0, 2.0, 3.0])
+    monkeypatch.setattr(
+        sizes, "_measure", lambda run, *_, **__: measured_for.append(run) or [[1.0, 2.0, 3.0]]
+    )
     target = mj.Pretrained.from_parts(TARGET, (), max_positions=256)
     default, edits, draws = {}, {"logit_bias": {3: 1.0}}, {"temperature": 0.5}
     for options in (default, edits, draws, {**edits, **draws}, default, edits):
@@ -208,7 +216,9 @@ def test_costs_are_those_of_steps_with_what_the_requests_ask_for(monkeypatch, ow
 
 
 def test_a_later_process_reads_the_costs_from_disk(monkeypatch, own_cache):
-    monkeypatch.setattr(sizes, "_measure", lambda *_, **__: [1.0, 2.0, 3.0])
+    monkeypatch.setattr(
+        sizes, "_measure", lambda *_, **__: [[1.0, 2.0, 9.0], [7.0, 9.0, 3.0], [7.0, 9.0, 9.0]]
+    )
     sizes_of_model = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 2}
     config = ModelConfig(vocab_size=TARGET.vocab_size, max_positions=256, **sizes_of_model)
     target = mj.Pretrained.from_parts(TARGET, (), config=config)
@@ -219,8 +229,10 @@ def test_a_later_process_reads_the_costs_from_disk(monkeypatch, own_cache):
         return sizes.with_costs(prepared(target, ADAPTIVE, requests), 2).params.draft.costs.tolist()
 
     assert costs() == [1.0, 2.0, 3.0]
-    monkeypatch.setattr(sizes, "_measure", lambda *_, **__: [3.0, 4.0, 5.0])
-    assert costs() == [1.0, 2.0, 3.0]
+    monkeypatch.setattr(sizes, "_measure", lambda *_, **__: [[2.0, 3.0, 4.0], [2.1, 3.0, 4.0]])
+    assert costs() == [2.0, 3.0, 4.0], "costs that other load disturbed are not kept"
+    monkeypatch.setattr(sizes, "_measure", lambda *_, **__: [[3.0, 4.0, 5.0]])
+    assert costs() == [2.0, 3.0, 4.0]
     [path] = (own_cache / "draft_costs").iterdir()
     for damaged in ("", "[1.0]", "{"):
         path.write_text(damaged)
@@ -232,6 +244,7 @@ def test_a_later_process_reads_the_costs_from_disk(monkeypatch, own_cache):
     [
         (lambda: sized(CHAINS._replace(drafter=TREE)), "no chains of several lengths"),
         (lambda: sized(ADAPTIVE), "no chains of several lengths"),
+        (lambda: sized(CHAINS._replace(drafter=Both(SMALL, 4))), "no chains of several lengths"),
         (lambda: sized(CHAINS, [1, 4]), "rise from 0 to at most 4"),
         (lambda: sized(CHAINS, [0, 5]), "rise from 0 to at most 4"),
         (lambda: sized(CHAINS, costs=[1.0, 2.0]), "expected 3 positive numbers"),
