@@ -17,7 +17,6 @@ from tests.helpers import committed, decode_all, ragged
 from tests.helpers.small_models import SIZES
 
 CONFIG = ModelConfig(num_layers=2, head_dim=16, **SIZES)
-PARAMS = init_params(CONFIG, jax.random.key(0), scale=0.3)
 
 
 def rows(seed: int, *shape: int) -> jax.Array:
@@ -81,7 +80,8 @@ def test_drafts_and_autoregression_read_the_same_numbers(tree):
     """Round nodes in flight as well: otherwise a draft would be judged with other keys than the text."""
     target = language_model(CONFIG, cache_dtype="int8")
     prompts, lengths = ragged([3, 11], 40, CONFIG.vocab_size)
-    params = Params(PARAMS, PARAMS)
+    weights = init_params(CONFIG, jax.random.key(0), scale=0.3)
+    params = Params(weights, weights)
     oracle, _ = decode_all(target, drafters.none(), verify.exact(), prompts, lengths, params=params)
     drafter = drafters.language_model(language_model(CONFIG), 4, tree=tree)
     drafted, stats = decode_all(target, drafter, verify.exact(), prompts, lengths, params=params)
