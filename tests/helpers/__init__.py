@@ -76,6 +76,12 @@ def judge(rule):
     return decide
 
 
+@jax.jit
+def verdict_of(rule, keys, tree, logits, rows):
+    """Return the verdict of a rule. Its numbers are arguments: rules of one structure share a program."""
+    return judge(rule)(keys, tree, logits, rows)
+
+
 def begin(
     target,
     drafter,

@@ -264,7 +264,8 @@ def test_a_text_ends_at_its_first_stop_token(name):
     assert any(text[-1] in stops and len(text) < BUFFER for text in rows)
 
 
-@only_with_state
+@pytest.mark.slow
+@every_rule
 def test_in_a_mesh_the_text_is_that_of_one_device(name):
     case = CASES[name]
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
