@@ -111,13 +111,6 @@ def read_again(model, tokens: np.ndarray, continuation: np.ndarray) -> tuple[np.
     return logits[:, :n], logits[:, n - 1 : -1].argmax(-1)
 
 
-def torch_greedy(model, tokens: np.ndarray, count: int) -> np.ndarray:
-    """Return `count` greedy tokens, recomputing the whole prefix for each, without a cache."""
-    for _ in range(count):
-        tokens = np.concatenate([tokens, torch_logits(model, tokens)[:, -1:].argmax(-1)], axis=1)
-    return tokens[:, -count:]
-
-
 def logits_and_greedy(checkpoint: Pretrained, tokens: np.ndarray, count: int, lengths=None):
     """Return the logits f32[B, N, V] of a prompt, and `count` greedy tokens decoded through the cache one by one.
 

@@ -21,9 +21,7 @@ TOLERANCE = 2e-5
 
 def normal(*shape, seed=0, scale=3.0, dtype=jnp.float32):
     z = np.random.default_rng(seed).normal(scale=scale, size=shape)
-    return jax.device_put(
-        z.astype(np.float32).astype(dtype)
-    )  # `jnp.asarray` compiles a program for every shape
+    return jax.device_put(z.astype(np.float32).astype(dtype))
 
 
 def ties():

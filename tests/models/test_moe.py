@@ -15,14 +15,8 @@ from kernels_pallas.experts import xla as experts_xla
 from mars_jax.models import ModelConfig, moe
 from mars_jax.models.quantize import Int8, Mxfp4, quantize
 from mars_jax.utils.errors import MarsError
-from tests.helpers import slow_but
+from tests.helpers import normal, slow_but
 from tests.helpers.small_models import SIZES as SMALL
-
-
-def normal(seed, *shape, dtype="float32"):
-    # `jnp.asarray` compiles a program for every shape.
-    numbers = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    return jax.device_put(numbers.astype(jnp.dtype(dtype)))
 
 
 def by_definition(x, w, sizes):

@@ -16,13 +16,8 @@ from mars_jax.models.config import Delta, Rope
 from mars_jax.models.layers import dense, embed
 from mars_jax.models.quantize import Int4, Int8, Quantized, bits_of, quantize, quantize_4
 from mars_jax.models.weights import Weight
+from tests.helpers import normal
 from tests.helpers.small_models import random_weights
-
-
-def normal(seed, *shape, dtype="float32"):
-    # `jnp.asarray` compiles a program for every shape.
-    numbers = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    return jax.device_put(numbers.astype(jnp.dtype(dtype)))
 
 
 def is_quantized(x):
