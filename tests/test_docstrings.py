@@ -27,6 +27,7 @@ MODULES = sorted(
 LONG = (
     "mars_jax.integrations.bridge",
     "mars_jax.core.decode",
+    "mars_jax.core.decoder",
     "mars_jax.lab.evaluate.benchmark.arms",
     "mars_jax.serve.chat",
 )

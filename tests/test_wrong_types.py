@@ -11,6 +11,7 @@ import json
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from tests.helpers.checkpoint_files import message
 MODEL, RULE, DRAFTER = fake.hash_model(vocab_size=11), mj.verify.mars(0.9), mj.drafters.ngram(4)
 DECODER = mj.speculative_decoder(MODEL, DRAFTER, RULE)
 PARAMS = mj.Params(())
-ROW = jnp.asarray([0])
+ROW, ARRAY = jax.device_put((np.int32([0]), np.ones(3, np.float32)))
 
 
 @functools.cache
@@ -60,7 +61,13 @@ CALLS = {
     "score": (lambda target: mj.score(target, [[1, 2]]), ["target"]),
     "drafters.load": (lambda target: mj.drafters.load("ngram", target), ["target"]),
 }
-WRONG = {"a number": 3, "a text": "x", "an object": object(), "an array": jnp.ones(3), "a list": [1]}
+WRONG = {
+    "a number": 3,
+    "a text": "x",
+    "an object": object(),
+    "an array": jax.device_put(np.ones(3, np.float32)),
+    "a list": [1],
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -125,7 +132,7 @@ VALUES = {
     "a list of None": [None], "a list of objects": [object()], "a ragged list": [[1], 2], "a list of -1": [-1],
     "a list of large numbers": [2**40], "a list of halves of characters": ["\ud800"], "a dict": {"x": 1},
     "a dict of text": {1: "x"}, "an empty dict": {}, "an object": object(), "a type": int, "a function": len,
-    "a matrix": np.ones((2, 2)), "a vector": jnp.ones(3), "an array of no dimensions": np.asarray(3.5),
+    "a matrix": np.ones((2, 2)), "a vector": ARRAY, "an array of no dimensions": np.asarray(3.5),
 }  # fmt: skip
 """Values that a user may pass for any argument."""
 

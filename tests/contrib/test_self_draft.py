@@ -11,13 +11,14 @@ from mars_jax.contrib.drafters.self_draft import SINKS, load_self
 from mars_jax.core import decode
 from mars_jax.core.types import Params, Visible
 from mars_jax.drafters.asked import Asked
-from mars_jax.models import ModelConfig, init_params, language_model
+from mars_jax.models import ModelConfig, language_model
 from mars_jax.models.quantize import Int8
 from tests.helpers import begin, draft_input, ragged
+from tests.helpers.small_models import random_weights
 
 CONFIG = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
 MODEL = language_model(CONFIG)
-WEIGHTS = init_params(CONFIG, jax.random.key(0), scale=0.4)
+WEIGHTS = random_weights(CONFIG, scale=0.4)
 BUFFER, WINDOW = 40, 6
 
 

@@ -12,14 +12,15 @@ from mars_jax.contrib.teaching import Batch, forward_packed, predict
 from mars_jax.lab.training.loop import fit
 from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.transformer import init_params, language_model
+from mars_jax.models.transformer import language_model
 from mars_jax.utils.errors import MarsError
+from tests.helpers.small_models import random_weights
 
 CONFIG = ModelConfig(
     vocab_size=11, hidden_size=8, intermediate_size=12, num_layers=4, num_heads=2, max_positions=32
 )
-MODEL, PARAMS = language_model(CONFIG), init_params(CONFIG, jax.random.key(0), scale=0.5)
-OTHER = init_params(CONFIG, jax.random.key(1), scale=0.5)
+MODEL, PARAMS = language_model(CONFIG), random_weights(CONFIG, scale=0.5)
+OTHER = random_weights(CONFIG, scale=0.5, seed=1)
 BATCH = Batch(
     np.random.default_rng(0).integers(0, 11, (2, 9)).astype(np.int32),
     np.asarray([[0] * 9, [0] * 4 + [1] * 5], np.int32),

@@ -165,7 +165,7 @@ def conversation(states):
         yield previous, shared, texts, read.tolist()
 
 
-@pytest.mark.parametrize("name", slow_but(every_drafter.NAMES, "none", "model, dynamic tree"))
+@pytest.mark.parametrize("name", slow_but(every_drafter.NAMES, "none"))
 def test_every_turn_decodes_like_a_fresh_state(name):
     """Tokens, steps, drafts and the kind of each token are equal, so the draft's own state equals a fresh one too."""
     states = States(name, None if "sampled" in name else verify.mars(theta=0.5))

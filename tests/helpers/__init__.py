@@ -28,6 +28,12 @@ def ragged(lengths, buffer, vocab, seed=0):
     return jax.device_put((tokens.astype(np.int32), np.asarray(lengths, np.int32)))
 
 
+def normal(seed, *shape, dtype="float32"):
+    """Return numbers of a normal distribution, rounded to float32 and then to the dtype. This compiles nothing."""
+    numbers = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return jax.device_put(numbers.astype(jnp.dtype(dtype)))
+
+
 def draft_input(state, keys=None):
     """Return the input of a drafter for the state."""
     keys = state.keys if keys is None else keys
@@ -74,6 +80,12 @@ def judge(rule):
         return row_rule(evidence(tree, logits, keys=keys, controls=rows, **options))[0]
 
     return decide
+
+
+@jax.jit
+def verdict_of(rule, keys, tree, logits, rows):
+    """Return the verdict of a rule. Its numbers are arguments: rules of one structure share a program."""
+    return judge(rule)(keys, tree, logits, rows)
 
 
 def begin(

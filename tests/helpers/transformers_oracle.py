@@ -101,11 +101,14 @@ def torch_logits(model, tokens: np.ndarray) -> np.ndarray:
         return model(torch.tensor(tokens, dtype=torch.int64), use_cache=False).logits.float().numpy()
 
 
-def torch_greedy(model, tokens: np.ndarray, count: int) -> np.ndarray:
-    """Return `count` greedy tokens, recomputing the whole prefix for each, without a cache."""
-    for _ in range(count):
-        tokens = np.concatenate([tokens, torch_logits(model, tokens)[:, -1:].argmax(-1)], axis=1)
-    return tokens[:, -count:]
+def read_again(model, tokens: np.ndarray, continuation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the logits of `tokens`, and the likeliest token after them and after each prefix of `continuation`.
+
+    By induction over its tokens, `continuation` is the greedy one exactly if it equals these.
+    """
+    logits = torch_logits(model, np.concatenate([tokens, continuation], axis=1))
+    n = tokens.shape[1]
+    return logits[:, :n], logits[:, n - 1 : -1].argmax(-1)
 
 
 def logits_and_greedy(checkpoint: Pretrained, tokens: np.ndarray, count: int, lengths=None):

@@ -17,7 +17,7 @@ from tests.helpers.chat_templates import HOSTILE
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_refused_by_its_limit(name, monkeypatch):
-    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.5)
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.2)
     environment = BoundedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     start, limit = time.thread_time(), r"more than [\d,]+|expected at most|not supported|in the millions"
     with pytest.raises(TemplateError, match=limit):

@@ -79,7 +79,7 @@ def test_every_margin(margin):
 @every_implementation
 @pytest.mark.parametrize("margin", sorted(MARGINS))
 def test_infinite_theta_equals_strict_for_every_margin(name, margin):
-    (logits, tokens, parents, _, controls), options = accept_case(8, 6, 9, 2, 50)
+    (logits, tokens, parents, _, controls), options = accept_case(8, 3, 12, 4, 150)
     controls = controls._replace(theta=jnp.full_like(controls.theta, jnp.inf))
     logits = logits.at[0].set(-jnp.inf).at[1, :, 1:].set(-jnp.inf)
     assert not check(name, logits, tokens, parents, None, controls, **options, margin=margin).relaxed.any()

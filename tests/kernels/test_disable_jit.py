@@ -19,24 +19,24 @@ RNG = np.random.default_rng(0)
 
 
 def array(*shape):
-    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+    return jax.device_put(RNG.normal(size=shape).astype(np.float32))
 
 
 LOGITS = array(2, 3, 300)
-TOKENS = jnp.argsort(-LOGITS, axis=-1)[..., 1].astype(jnp.int32)
+TOKENS = jax.device_put(np.argsort(-np.asarray(LOGITS), axis=-1)[..., 1].astype(np.int32))
 CONTROLS = kernels.AcceptControls(
-    jnp.asarray([0.1, 0.9]), jnp.zeros(2, bool), jnp.full(2, 9), jnp.full((2, 1), -1, jnp.int32)
+    *jax.device_put((np.float32([0.1, 0.9]), np.zeros(2, bool), np.int32([9, 9]), np.int32([[-1], [-1]])))
 )
-FIRST = jnp.asarray([2, 5], jnp.int32)
+FIRST = jax.device_put(np.int32([2, 5]))
 QUERIES, KEYS = array(2, 3, 2, 2, 128), array(2, 16, 2, 128)
 NEW = kernels.NewRows(array(2, 3, 2, 128), array(2, 3, 2, 128), FIRST)
 MATRIX = RNG.normal(size=(128, 256)).astype(np.float32)
-INT4 = jax.tree.map(jnp.asarray, quantize_4(MATRIX))
+INT4 = jax.device_put(quantize_4(MATRIX))
 OPERATIONS = {
     "margin_stats": (functools.partial(kernels.margin_stats, logsumexp=True), LOGITS),
     "margin_accept": (
         functools.partial(kernels.margin_accept, max_depth=2),
-        *(LOGITS, TOKENS, jnp.asarray([[-1, 0, 1]] * 2, jnp.int32), None, CONTROLS),
+        *(LOGITS, TOKENS, jax.device_put(np.int32([[-1, 0, 1]] * 2)), None, CONTROLS),
     ),
     "top_k": (functools.partial(kernels.top_k, k=2), LOGITS),
     "tree_attention": (kernels.tree_attention, QUERIES, KEYS, KEYS, FIRST),
@@ -48,7 +48,7 @@ OPERATIONS = {
     "a product in int4": (dense, array(4, 256), INT4),
     "products by expert": (
         dense_by_expert,
-        *(array(4, 256), array(3, 128, 256), jnp.asarray([1, 0, 3], jnp.int32)),
+        *(array(4, 256), array(3, 128, 256), jax.device_put(np.int32([1, 0, 3]))),
     ),
 }
 

@@ -49,7 +49,7 @@ def test_the_largest_and_the_sum(form, lead, vocab, k):
     check(top_k(logits, k, **IMPLEMENTATIONS[form]), logits, k)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["reference", "xla", "mosaic"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_normal_logits_of_either_dtype(form, dtype):
     logits = (jax.random.normal(jax.random.key(0), (4, 2100)) * 5).astype(dtype)

@@ -16,7 +16,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_draft_tokens": 4},
     "tree": {"tree": "2-2-1"},
     "dynamic": {"tree": "dynamic:2-3-6"},
-    "auto": {"num_draft_tokens": 4, "draft_size": "auto"},
+    "auto": {"num_draft_tokens": 3, "draft_size": "auto"},  # two sizes, 0 and 3
     "rounds": {"num_draft_tokens": 6},  # systems that trust draft tokens without the target
     "nothing": {},
 }

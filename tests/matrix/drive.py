@@ -36,7 +36,7 @@ CONSTRAINTS: dict[str, Any] = {
 }
 PER_ROW = ("temperature", "strict", "relax_constrained", "seed", *CONSTRAINTS)
 KINDS = ("free", "strict", "constrained", "strict and constrained")
-COSTS = [1.0, 1.3, 1.6]
+COSTS = [1.0, 1.6]
 """Fixed costs of steps of each size for adaptive drafts, so that results do not depend on a clock."""
 ROWS = 4
 """Rows of a batch with refilling."""

@@ -25,13 +25,10 @@ from tests.matrix.drive import CONSTRAINTS, check, drafter_of, target_of
 from tests.matrix.world import target, world
 
 ALL = cases.cases()
-# One rule is lossless, and compiles in a few seconds.
-FAST = next(c for c in ALL if c.shape == "auto" and c.surface == "generate" and not (c.drawn or c.mesh))
 
 
-@pytest.mark.parametrize(
-    "case", [c if c is FAST else pytest.param(c, marks=pytest.mark.slow) for c in ALL], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL, ids=str)
 def test_a_combination_does_what_the_documents_say(case):
     check(case)
 

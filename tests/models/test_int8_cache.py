@@ -13,15 +13,10 @@ from mars_jax.core.cache import Int8Rows, commit_path, init_cache, put_rows, wri
 from mars_jax.core.types import Params, Visible
 from mars_jax.models import ModelConfig, attention, init_params, language_model
 from mars_jax.utils.errors import MarsError
-from tests.helpers import committed, decode_all, ragged
+from tests.helpers import committed, decode_all, normal, ragged
 from tests.helpers.small_models import SIZES
 
 CONFIG = ModelConfig(num_layers=2, head_dim=16, **SIZES)
-PARAMS = init_params(CONFIG, jax.random.key(0), scale=0.3)
-
-
-def rows(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def floats(x: Int8Rows) -> jax.Array:
@@ -29,7 +24,7 @@ def floats(x: Int8Rows) -> jax.Array:
 
 
 def test_no_number_moves_by_more_than_half_of_its_scale():
-    exact = rows(0, 3, 7, 2, 16).at[0, 0].set(0.0)
+    exact = normal(0, 3, 7, 2, 16).at[0, 0].set(0.0)
     rounded = Int8Rows.of(exact)
     assert (jnp.abs(floats(rounded) - exact) <= 0.5001 * rounded.scale[..., None]).all()
     assert jnp.abs(rounded.values.astype(jnp.int32)).max() == 127
@@ -39,8 +34,8 @@ def test_no_number_moves_by_more_than_half_of_its_scale():
 @pytest.mark.parametrize("form", ["all", "blocks", "wide blocks", "chosen", "kernel"])
 def test_attention_is_that_over_the_rounded_numbers(form):
     batch, n, slots, live = 2, 5, 256, 200
-    q = rows(1, batch, n, 4, 3, 16)
-    k, v = (Int8Rows.of(rows(seed, batch, slots, 4, 16)) for seed in (2, 3))
+    q = normal(1, batch, n, 4, 3, 16)
+    k, v = (Int8Rows.of(normal(seed, batch, slots, 4, 16)) for seed in (2, 3))
     visible = Visible.causal(jnp.asarray([live - n, 90], jnp.int32), n)
     mask = visible.dense(slots)
     expected = attention.attend_all(q, floats(k), floats(v), mask, jnp.int32(live), cap=20.0)
@@ -64,7 +59,7 @@ def test_attention_is_that_over_the_rounded_numbers(form):
 
 def test_every_way_to_move_rows_moves_their_scales():
     cache = init_cache(1, (2, 8, 2, 4), "int8")
-    new = rows(4, 2, 3, 2, 4)
+    new = normal(4, 2, 3, 2, 4)
     start = jnp.asarray([1, 4], jnp.int32)
     written = write_slots(cache.k[0], new, start)
     np.testing.assert_array_equal(floats(written)[0, 1:4], floats(Int8Rows.of(new))[0])
@@ -81,7 +76,8 @@ def test_drafts_and_autoregression_read_the_same_numbers(tree):
     """Round nodes in flight as well: otherwise a draft would be judged with other keys than the text."""
     target = language_model(CONFIG, cache_dtype="int8")
     prompts, lengths = ragged([3, 11], 40, CONFIG.vocab_size)
-    params = Params(PARAMS, PARAMS)
+    weights = init_params(CONFIG, jax.random.key(0), scale=0.3)
+    params = Params(weights, weights)
     oracle, _ = decode_all(target, drafters.none(), verify.exact(), prompts, lengths, params=params)
     drafter = drafters.language_model(language_model(CONFIG), 4, tree=tree)
     drafted, stats = decode_all(target, drafter, verify.exact(), prompts, lengths, params=params)

@@ -9,10 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 from mars_jax.models.layers import dense, embed, rms_norm
-
-
-def normal(seed, *shape, dtype="float32"):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32).astype(dtype)
+from tests.helpers import normal
 
 
 def wide(x):

@@ -11,21 +11,20 @@ from kernels_pallas.int4 import mosaic
 from mars_jax import hub
 from mars_jax.core.types import Visible
 from mars_jax.mesh.axes import by_rows, parse_mesh
-from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, layers
+from mars_jax.models import ModelConfig, eagle_head, language_model, layers
 from mars_jax.models.config import Delta, Rope
 from mars_jax.models.layers import dense, embed
 from mars_jax.models.quantize import Int4, Int8, Quantized, bits_of, quantize, quantize_4
 from mars_jax.models.weights import Weight
-
-
-def normal(seed, *shape, dtype="float32"):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32).astype(dtype)
+from tests.helpers import normal
+from tests.helpers.small_models import random_weights
 
 
 def is_quantized(x):
     return isinstance(x, Quantized)
 
 
+@jax.jit
 def dequantized(params):
     return jax.tree.map(lambda x: x.astype(x.dtype) if is_quantized(x) else x, params, is_leaf=is_quantized)
 
@@ -163,7 +162,7 @@ CONFIGS = {
 )
 def test_a_family_loaded_in_few_bits_is_the_model_of_its_dequantised_weights(name, dtype, tmp_path):
     config = CONFIGS[name]
-    saved = hub.save(tmp_path / "model", config, init_params(config, jax.random.key(0), scale=0.3))
+    saved = hub.save(tmp_path / "model", config, random_weights(config, scale=0.3))
     checkpoint = hub.load(saved, dtype=dtype)
     kinds = {type(x) for x in jax.tree.leaves(checkpoint.params["layers"], is_leaf=is_quantized)}
     # Under int4, Qwen's experts have 8 bits.
@@ -188,7 +187,7 @@ def test_a_family_loaded_in_few_bits_is_the_model_of_its_dequantised_weights(nam
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_heads_load_in_int8_beside_a_target_in_few_bits(dtype, tmp_path):
     layer = ModelConfig(family="llama", **SIZES | {"num_layers": 1})
-    target = hub.save(tmp_path / "target", layer, init_params(layer, jax.random.key(1), scale=0.3))
+    target = hub.save(tmp_path / "target", layer, random_weights(layer, scale=0.3, seed=1))
     target = hub.load(target, dtype=dtype)
     config = eagle_head.EagleConfig(
         version=1, layer=layer, target_hidden_size=32, draft_vocab_size=29, own_embed=True

@@ -13,7 +13,7 @@ from scipy.spatial import distance
 from mars_jax import contrib, verify
 from mars_jax.core import tree as trees
 from mars_jax.core.rule import for_rows
-from tests.helpers import judge, rule_oracles, slow_but
+from tests.helpers import rule_oracles, slow_but, verdict_of
 from tests.helpers.sampled_chains import sampled_chain
 
 VOCAB, ROWS = 4, 9_000
@@ -157,7 +157,7 @@ def test_the_text_follows_the_law_of_the_paper(name):
     """The emitted text follows the law; the token after the draft follows the target."""
     law = LAWS[name]
     settings, z_table, q_table, tree, logits = steps()
-    verdict = jax.jit(judge(law.rule))(rule_oracles.keys_of(2, ROWS), tree, logits, settings)
+    verdict = verdict_of(law.rule, rule_oracles.keys_of(2, ROWS), tree, logits, settings)
     out, count = rule_oracles.emitted(tree.tokens, verdict)
     for s, row in enumerate(rule_oracles.SETTINGS):
         p, q = rule_oracles.processed_tables(z_table, row), rule_oracles.processed_tables(q_table, row)
@@ -262,7 +262,7 @@ def test_at_temperature_0_in_strict_rows_and_after_the_draft_the_target_is_follo
     rows = jax.tree.map(first_rows, settings).replace(temperature=jnp.tile(jnp.asarray([0.0, 1.0]), 32))
     strict = rows.replace(strict=jnp.ones((64,), bool))
     keys = rule_oracles.keys_of(3, 64)
-    run, base = jax.jit(judge(LAWS[name].rule)), jax.jit(judge(verify.rejection()))
+    run, base = (functools.partial(verdict_of, rule) for rule in (LAWS[name].rule, verify.rejection()))
     greedy_rows = lambda v: jax.tree.map(lambda x: x[::2], v)  # noqa: E731
     verdict, base_verdict = run(keys, tree, logits, rows), base(keys, tree, logits, rows)
     rule_oracles.same_verdict(greedy_rows(verdict), greedy_rows(base_verdict))

@@ -15,7 +15,7 @@ from mars_jax.core import tree as trees
 from mars_jax.core.rule import for_rows
 from mars_jax.core.types import DraftTree
 from mars_jax.utils.errors import MarsError
-from tests.helpers import judge, rule_oracles
+from tests.helpers import rule_oracles, verdict_of
 
 VOCAB, ROWS, NODES = 12, 60, 7
 
@@ -48,7 +48,17 @@ both = pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
 
 def relaxable(rule, tree, logits, **controls):
     """Return bool[B, N - 1]: the relaxable edges below the root."""
-    return np.asarray(for_rows(rule, ROWS).relaxable(verify.evidence(tree, logits, **controls)))[:, 1:]
+    return np.asarray(relaxable_nodes(for_rows(rule, ROWS), tree, logits, **controls))[:, 1:]
+
+
+@functools.partial(jax.jit, static_argnames=("temperature", "top_k"))
+def relaxable_nodes(rule, tree, logits, **controls):
+    return rule.relaxable(verify.evidence(tree, logits, **controls))
+
+
+@jax.jit
+def greedy_step(rule, tree, logits):
+    return rule(verify.evidence(tree, logits))
 
 
 def at_edges(tree, per_node):
@@ -196,7 +206,7 @@ def python_budget_step(tree, logits, gap, max_relaxed, total):
 def test_a_budget_is_spent_as_in_python(chain, gap, max_relaxed, total):
     tree, logits = case(chain)
     rule = for_rows(contrib.budget(gap=gap, max_relaxed=max_relaxed, total=total), ROWS)
-    verdict, next_rule = rule(verify.evidence(tree, logits))
+    verdict, next_rule = greedy_step(rule, tree, logits)
     out, count = rule_oracles.emitted(tree.tokens, verdict)
     expected = python_budget_step(tree, logits, gap, max_relaxed, total)
     assert [row[: n - 1].tolist() for row, n in zip(out, count, strict=True)] == [row for row, _ in expected]
@@ -214,7 +224,7 @@ def test_over_rejection_a_step_relaxes_no_more_than_its_share():
     for max_relaxed in (0, 1, 3):
         rule = contrib.budget(base=verify.rejection(), gap=9.0, max_relaxed=max_relaxed, total=99.0)
         rows = rule_oracles.controls_of([(1.0, 0, 1.0, 0.0)] * ROWS)
-        verdict = judge(rule)(rule_oracles.keys_of(1, ROWS), tree, sure, rows)
+        verdict = verdict_of(rule, rule_oracles.keys_of(1, ROWS), tree, sure, rows)
         relaxed = np.asarray(verdict.relaxed).sum(1)
         assert relaxed.max() == max_relaxed and np.mean(relaxed == max_relaxed) > 0.9
 
@@ -228,7 +238,7 @@ def test_over_rejection_no_more_are_relaxed_in_a_row_than_may_be(base):
     sure = jnp.broadcast_to(jnp.asarray([30.0, 0.0, 0.0]), (ROWS, nodes, 3))
     rows = rule_oracles.controls_of([(1.0, 0, 1.0, 0.0)] * ROWS, max_relaxed_run=max_runs.astype(np.int32))
     rule = verify.topk(base=base, k=2, delta=99.0)
-    verdict = jax.jit(judge(rule))(rule_oracles.keys_of(1, ROWS), tree, sure, rows)
+    verdict = verdict_of(rule, rule_oracles.keys_of(1, ROWS), tree, sure, rows)
     for row in range(ROWS):
         count = run = 0
         while count < nodes - 1 and (not drafted[row, count] or run < max_runs[row]):

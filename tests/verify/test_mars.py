@@ -1,6 +1,7 @@
 """`mars`: Algorithm 1 of the paper at temperature 0, its guards, and its strict base `exact`."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from mars_jax.core.types import NO_TOKEN
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify import MARGINS, evidence, exact, for_rows, mars, rejection
 from mars_jax.verify.exact import Exact
-from tests.helpers import judge, rule_oracles, slow_but
+from tests.helpers import rule_oracles, slow_but, verdict_of
 from tests.helpers.random_trees import B, N, V, python_walk, random_tree
 from tests.helpers.sampled_chains import sampled_chain
 
@@ -25,11 +26,7 @@ FILTERED = (0.8, 1, 1.0, 0.0)
 """A filter may exclude the runner-up, but margins of the raw logits still accept it."""
 seeds = st.integers(0, 2**32 - 1)
 property_test = settings(max_examples=20, deadline=None)
-ratio_rule = jax.jit(judge(mars()))
-
-
-def compiled(rule):
-    return jax.jit(judge(rule))
+ratio_rule = functools.partial(verdict_of, mars())
 
 
 def algorithm_1(drafted, logits, theta):
@@ -77,7 +74,7 @@ def python_relaxable(tokens, parents, logits, y, margin, theta, strict, stops):
 @pytest.mark.parametrize("margin", MARGINS)
 def test_trees_of_greedy_and_sampled_rows_follow_the_python_rule(margin):
     """Apply all guards at once, on random trees with repeated siblings and padding."""
-    verify = jax.jit(judge(mars(margin=margin)))
+    verify = functools.partial(verdict_of, mars(margin=margin))
     draw = jax.jit(sampling.sample)
     num_relaxed = 0
     for seed in range(30):
@@ -138,7 +135,7 @@ def test_a_stop_token_is_neither_overridden_nor_put_in_by_relaxation(stop, base)
     tree = trees.chain(jnp.asarray([[0, 2]], jnp.int32))
     for stop_tokens, emitted in (([NO_TOKEN, 3], [2, 3]), ([3, stop], [1])):
         controls = rule_oracles.controls_of([GREEDY], theta=0.9, stop_tokens=stop_tokens)
-        verdict = compiled(mars(base=base))(rule_oracles.keys_of(0, 1), tree, logits, controls)
+        verdict = verdict_of(mars(base=base), rule_oracles.keys_of(0, 1), tree, logits, controls)
         out, count = rule_oracles.emitted(tree.tokens, verdict)
         assert out[0, : count[0]].tolist() == emitted
 
@@ -165,8 +162,8 @@ def test_over_rejection_the_strict_stretch_stands_and_only_guarded_edges_are_rel
         max_relaxed_run=jnp.full((ROWS,), 2, jnp.int32),
     )
     rule = mars(base=base)
-    strict = compiled(base)(keys, tree, logits, controls)
-    verdict = compiled(rule)(keys, tree, logits, controls)
+    strict = verdict_of(base, keys, tree, logits, controls)
+    verdict = verdict_of(rule, keys, tree, logits, controls)
     rows = for_rows(dataclasses.replace(rule, theta=controls.theta), ROWS)
     relaxable = np.asarray(rows.guarded(evidence(tree, logits, controls=controls)))
     stops, tokens = np.asarray(controls.stop_tokens[:, 0]), np.asarray(tree.tokens)
@@ -192,8 +189,8 @@ def test_over_rejection_greedy_rows_are_mars_over_exact(base):
     keys, tree, logits, controls = chain_case(seed=8, temperature=0.0)
     tree = tree.replace(draft_logits=jnp.zeros_like(logits))
     mixed = controls.replace(temperature=controls.temperature.at[::2].set(1.0))
-    expected = compiled(mars())(keys, tree, logits, controls)
-    run = compiled(mars(base=base))
+    expected = ratio_rule(keys, tree, logits, controls)
+    run = functools.partial(verdict_of, mars(base=base))
     rule_oracles.same_verdict(run(keys, tree, logits, controls), expected)
     odd = lambda x: x[1::2]  # noqa: E731
     rule_oracles.same_verdict(jax.tree.map(odd, run(keys, tree, logits, mixed)), jax.tree.map(odd, expected))
@@ -216,8 +213,8 @@ def test_behind_a_relaxed_token_rejection_starts_afresh():
     q_table += rule_oracles.tables(32, vocab, 3)[1:]
     tree, drafted = sampled_chain(rule_oracles.keys_of(0, rows), q_table, controls, rows)
     logits = np.stack([rule_oracles.after(table, drafted[:, :i]) for i in range(4)], 1)
-    verdict = compiled(mars(base=rejection()))(
-        rule_oracles.keys_of(3, rows), tree, jnp.asarray(logits), controls
+    verdict = verdict_of(
+        mars(base=rejection()), rule_oracles.keys_of(3, rows), tree, jnp.asarray(logits), controls
     )
     relaxed = np.asarray(verdict.relaxed)
     assert not relaxed[:, 1:].any() and 0.3 < relaxed[:, 0].mean() < 0.7
@@ -245,7 +242,7 @@ def test_exact_walks_where_the_sample_of_each_node_leads():
     tree = random_tree(np.random.default_rng(1))
     logits = jax.random.normal(jax.random.key(1), (B, N, V))
     controls = rule_oracles.controls_of([(0.0 if b % 2 else 0.8, 0, 1.0, 0.0) for b in range(B)])
-    verdict = jax.jit(judge(exact()))(rule_oracles.keys_of(0, B), tree, logits, controls)
+    verdict = verdict_of(exact(), rule_oracles.keys_of(0, B), tree, logits, controls)
     y = np.asarray(jax.jit(sampling.sample)(rule_oracles.keys_of(0, B), tree.depths, logits, controls))
     np.testing.assert_array_equal(y[1::2], np.argmax(logits, -1)[1::2])
     for b in range(B):
@@ -260,6 +257,6 @@ def test_a_tree_of_one_node_is_plain_decoding(rule):
     logits = jax.random.normal(jax.random.key(0), (3, 1, 5))
     controls = rule_oracles.controls_of([(0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (0.7, 1, 1.0, 0.0)])
     tree = trees.chain(jnp.zeros((3, 1), jnp.int32))
-    verdict = jax.jit(judge(rule))(rule_oracles.keys_of(0, 3), tree, logits, controls)
+    verdict = verdict_of(rule, rule_oracles.keys_of(0, 3), tree, logits, controls)
     assert verdict.path.tolist() == [[0]] * 3 and verdict.relaxed.shape == (3, 0)
     assert verdict.next_token[::2].tolist() == jnp.argmax(logits[::2, 0], axis=-1).tolist()

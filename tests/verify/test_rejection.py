@@ -12,7 +12,7 @@ from mars_jax.core import tree as trees
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.verify import rejection
 from mars_jax.verify.rejection import _block_stop, _Ratios, _token_stop
-from tests.helpers import judge, rule_oracles, slow_but
+from tests.helpers import rule_oracles, slow_but, verdict_of
 from tests.helpers.sampled_chains import probabilities, sampled_chain
 
 
@@ -114,7 +114,7 @@ def test_rejection_leaves_the_target_distribution(block):
     logits = jnp.asarray(np.stack([rule_oracles.after(p_table, drafted[:, :i]) for i in range(3)], 1))
     padded = np.arange(rows) // 6 % 4 == 0
     tree = tree.replace(tokens=tree.tokens.at[:, 2].set(jnp.where(padded, NO_TOKEN, tree.tokens[:, 2])))
-    verdict = jax.jit(judge(rejection(block=block)))(rule_oracles.keys_of(2, rows), tree, logits, settings)
+    verdict = verdict_of(rejection(block=block), rule_oracles.keys_of(2, rows), tree, logits, settings)
     assert np.all(np.asarray(verdict.num_accepted)[padded] <= 1) and not np.any(verdict.relaxed)
     out, count = rule_oracles.emitted(tree.tokens, verdict)
     assert np.mean(count) > 1.3, "no drafts are accepted"
@@ -133,5 +133,5 @@ def test_a_token_that_neither_model_allows_is_refused():
     logits = jnp.tile(jnp.asarray([[[3.0, 2.0, 1.0]]]), (8, 3, 1))
     tree = trees.chain(jnp.asarray([[0, 2, 0]] * 8, jnp.int32), rule_oracles.process(logits, settings))
     for block in (False, True):
-        verdict = jax.jit(judge(rejection(block=block)))(rule_oracles.keys_of(0, 8), tree, logits, settings)
+        verdict = verdict_of(rejection(block=block), rule_oracles.keys_of(0, 8), tree, logits, settings)
         assert verdict.num_accepted.tolist() == [0] * 8 and np.all(np.asarray(verdict.next_token) < 2)

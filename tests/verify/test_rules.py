@@ -34,16 +34,18 @@ class Case(NamedTuple):
     # Numbers at which the rule equals its base; None if only `strict` does that.
     strict: dict[str, Any] | None = None
     changed: dict[str, Any] | None = None  # other numbers
-    params: Any = ()
+    params: Any = tuple  # a function, so that no test file computes when it is imported
     drafter: Any = CHAIN
     relaxes: bool = True
 
 
+@functools.cache
 def learned_head():
     params = indicator.init_params(1, jax.random.key(0), width=2)
     return params | {"margin": jnp.asarray([1.0, 0.0]), "bias": jnp.asarray(-2.0)}
 
 
+@functools.cache
 def mixer_head():
     params = mixer.init_params(1, jax.random.key(0), width=2, draft_hidden_size=1)
     return params | {"outer": jnp.asarray([0.5, -0.5]), "signals": jnp.asarray([0.3, -0.2, 1.0])}
@@ -68,11 +70,11 @@ CASES = {
     ),
     "mars by position": Case(
         contrib.by_context("position", theta=0.5), verify.exact(), {"theta": np.inf}, {"theta": 0.8},
-        params=contrib.context("position", (1.5, 0.5), edges=(1,)),
+        params=lambda: contrib.context("position", (1.5, 0.5), edges=(1,)),
     ),
     "gap": Case(verify.mars(margin="gap", theta=1.5), verify.exact(), {"theta": np.inf}, {"theta": 0.5}),
     "learned": Case(
-        contrib.learned(theta=0.5), verify.exact(), {"theta": np.inf}, {"theta": 0.13}, params=learned_head(),
+        contrib.learned(theta=0.5), verify.exact(), {"theta": np.inf}, {"theta": 0.13}, params=learned_head,
         drafter=TREE,
     ),
     "simulated": Case(contrib.simulated(3), verify.exact(), None, {"tau": 1.5}),
@@ -89,7 +91,7 @@ CASES = {
     "phrase": Case(contrib.phrase(bound=2.0, window=1), verify.exact(), {"bound": 0.0}, {"window": 2}, drafter=TREE),
     "equivalent": Case(
         contrib.equivalent(gap=np.inf), verify.exact(), {"gap": 0.0}, {"gap": 0.1}, drafter=TREE,
-        params=jnp.asarray([0, 1, 1, 2, 2, 2, 3, 3, 0, 4, 4, 4, 4], jnp.int32),
+        params=lambda: jnp.asarray([0, 1, 1, 2, 2, 2, 3, 3, 0, 4, 4, 4, 4], jnp.int32),
     ),
     "budget": Case(contrib.budget(gap=1.0), verify.exact(), {"max_relaxed": 0}, {"total": 1.0}, drafter=TREE),
     "lenience": Case(
@@ -100,7 +102,7 @@ CASES = {
     ),
     "diversed": Case(
         contrib.diversed(shift=-2.0), verify.rejection(), {"shift": np.inf}, {"shift": 0.0}, drafter=SAMPLED,
-        params=mixer_head(),
+        params=mixer_head,
     ),
     "cactus": Case(
         contrib.cactus(divergence=2), verify.rejection(), {"divergence": 0.0}, {"divergence": 0.0}, drafter=SAMPLED
@@ -148,7 +150,7 @@ def prompts():
 
 def decoded(case, rule, **settings):
     """Return the tokens of each row. The base gets no weights, so that all rules share its program."""
-    params = Params((), (), () if rule is case.base else case.params)
+    params = Params((), (), () if rule is case.base else case.params())
     state, _ = decode_all(TARGET, case.drafter, rule, *prompts(), params=params, **{**SETTINGS, **settings})
     return committed(state)
 
@@ -244,7 +246,7 @@ def test_under_a_wrapper_it_is_the_same_and_the_wrapper_keeps_state(name):
     case, rule = CASES[name], CASES[name].rule
     if case.relaxes:
         rule, _ = prefix_of_one(rule, prefixes_of(decoded(case, rule), decoded(case, case.base))[0])
-    wrapped, params = Wrapped(rule, np.int32(0)), Params((), (), case.params)
+    wrapped, params = Wrapped(rule, np.int32(0)), Params((), (), case.params())
     state, stats = decode_all(TARGET, case.drafter, wrapped, *prompts(), params=params, **SETTINGS)
     assert committed(state) == decoded(case, rule)
     # Steps of finished rows do not count.
@@ -262,7 +264,8 @@ def test_a_text_ends_at_its_first_stop_token(name):
     assert any(text[-1] in stops and len(text) < BUFFER for text in rows)
 
 
-@only_with_state
+@pytest.mark.slow
+@every_rule
 def test_in_a_mesh_the_text_is_that_of_one_device(name):
     case = CASES[name]
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -1,6 +1,7 @@
 """Rules that users define: error handling, and when two of them share a compiled program."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,10 @@ from mars_jax.serve.requests import Request
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify.own import find, is_own
 
-EVIDENCE = verify.evidence(chain(jnp.asarray([[2, 0]], jnp.int32)), jnp.zeros((1, 2, 3)))
+
+@functools.cache
+def two_nodes():
+    return verify.evidence(chain(jnp.asarray([[2, 0]], jnp.int32)), jnp.zeros((1, 2, 3)))
 
 
 @struct.dataclass
@@ -36,7 +40,7 @@ def test_the_name_of_a_rule_follows_the_last_colon(spec):
 def test_the_original_exception_of_a_rule_stays_reachable():
     expected = r"Raises fails in .*test_user_rules.py, line \d+: __call__ raised Zero"
     with pytest.raises(MarsError, match=expected) as error:
-        jax.jit(decide)(Raises(), EVIDENCE)
+        jax.jit(decide)(Raises(), two_nodes())
     cause = error.value.__cause__
     assert isinstance(cause, ZeroDivisionError) and cause.args == ("no entropy",)
 
@@ -44,7 +48,7 @@ def test_the_original_exception_of_a_rule_stays_reachable():
 def test_errors_of_the_rules_of_this_package_pass_unchanged(monkeypatch):
     monkeypatch.setattr(Raises, "__module__", "mars_jax.verify.raises")
     with pytest.raises(ZeroDivisionError, match="no entropy"):
-        decide(Raises(), EVIDENCE)
+        decide(Raises(), two_nodes())
 
 
 def broken(name, body):
@@ -64,21 +68,23 @@ def broken(name, body):
 )
 def test_a_wrong_result_names_the_method_and_the_expected_result(method, value, sentence):
     with pytest.raises(MarsError, match=rf"^the rule Gate fails in .*: {method} returned {sentence}\.$"):
-        decide(broken(method, lambda self, evidence: value), EVIDENCE)
+        decide(broken(method, lambda self, evidence: value), two_nodes())
 
 
 def test_a_retargeted_rule_needs_a_method_target():
     with pytest.raises(MarsError, match="says nothing: give it a method target"):
-        decide(verify.Retargeted(), EVIDENCE)
+        decide(verify.Retargeted(), two_nodes())
 
 
 @pytest.mark.parametrize("method", ["low", "relaxable"])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1)])
-def test_edges_with_dimensions_of_size_1_are_broadcast(method, shape):
+def test_edges_with_dimensions_of_size_1_are_broadcast(method):
     evidence = verify.evidence(chain(jnp.asarray([[2, 0], [1, 0]], jnp.int32)), jnp.zeros((2, 2, 3)))
-    small = decide(broken(method, lambda self, e: jnp.ones(shape, bool)), evidence)[0]
-    full = decide(broken(method, lambda self, e: jnp.ones((2, 2), bool)), evidence)[0]
-    jax.tree.map(np.testing.assert_array_equal, small, full)
+    full, *rows_of_one = (
+        jax.jit(decide)(broken(method, lambda self, e, shape=shape: jnp.ones(shape, bool)), evidence)[0]
+        for shape in ((2, 2), (1, 1), (1, 2), (2, 1))
+    )
+    for verdict in rows_of_one:
+        jax.tree.map(np.testing.assert_array_equal, verdict, full)
 
 
 def failing(name):
@@ -106,8 +112,8 @@ def test_an_attribute_that_raises_gets_one_sentence_with_its_cause(name):
 
 
 def test_strict_edges_of_a_rule_with_trusted_drafts_gets_one_sentence():
-    tree = dataclasses.replace(EVIDENCE.tree, trusted=jnp.ones((1, 2), bool))
-    evidence = dataclasses.replace(EVIDENCE, tree=tree)
+    tree = dataclasses.replace(two_nodes().tree, trusted=jnp.ones((1, 2), bool))
+    evidence = dataclasses.replace(two_nodes(), tree=tree)
     expected = r"^the rule Gate fails in .*: strict_edges raised .* to return i32\[B\]\.$"
     with pytest.raises(MarsError, match=expected):
         trusted.judge_after_trusted(broken("strict_edges", failing("strict_edges")), evidence)
