@@ -232,8 +232,9 @@ def api_names() -> dict[str, list[Name]]:
     }
     of_papers = [Name(f"mars_jax.contrib.{n}", home.replace(":", ".")) for n, home in contrib._HOME.items()]
     for path in sorted((ROOT / "mars_jax/contrib/rules").glob("*.py")):
-        for name in re.findall(r'^@register\("(\w+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
-            of_papers.append(Name(f"mars_jax.contrib.{name}", f"mars_jax.contrib.rules.{path.stem}.{name}"))
+        rule = re.compile(r'^@register\("(\w+)".*\n(?:@.*\n)*class (\w+)', re.MULTILINE)
+        for name, cls in rule.findall(path.read_text(encoding="utf-8")):
+            of_papers.append(Name(f"mars_jax.contrib.{name}", f"mars_jax.contrib.rules.{path.stem}.{cls}"))
     return pages | {list(REFERENCE)[-1]: of_papers}
 
 
