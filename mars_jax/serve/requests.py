@@ -224,15 +224,14 @@ def make_requests(
     _check_names(options.keys())
     if ignore_eos and "stop_tokens" in options:
         raise MarsError("ignore_eos and stop_tokens contradict each other: leave one of them out.")
-    settings = {"seed": 0, **options}
-    by_option = {name: _spread(name, value, len(prompt_list)) for name, value in settings.items()}
+    options = {"seed": 0, **options}
+    by_option = {name: _spread(name, value, len(prompt_list)) for name, value in options.items()}
     requests, constraint_by_id = [], {}
     for index, prompt in enumerate(prompt_list):
         prompt_options = {name: values[index] for name, values in by_option.items()}
         constraint = take_constraint(prompt_options, constraint_by_id)
         _ban(target, prompt_options)
         prompt_options = {name: _checked(target, name, value) for name, value in prompt_options.items()}
-        prompt_options["constraint"] = constraint
         if not ignore_eos and "stop_tokens" not in prompt_options:
             prompt_options["stop_tokens"] = target.stop_tokens
             if chat or _is_conversation(prompt):
@@ -247,10 +246,10 @@ def make_requests(
             prompt_tokens = target.encode_chat(prompt, system=system, template_args=template_args)
         else:
             prompt_tokens = target.check_tokens(token_ids(f"prompt {index}", prompt))
-        requests.append(Request(prompt_tokens=tuple(prompt_tokens), **prompt_options))
+        requests.append(Request(prompt_tokens=tuple(prompt_tokens), constraint=constraint, **prompt_options))
     if any(by_option.get("relax_constrained", ())) and not any(r.constraint for r in requests):
         raise MarsError("relax_constrained does not apply where no text is constrained: leave it out.")
-    return _sampled(requests, samples, one_seed=not np.ndim(settings["seed"]))
+    return _sampled(requests, samples, one_seed=not np.ndim(options["seed"]))
 
 
 def _as_list(prompts: AnyPrompts) -> list[Any]:
