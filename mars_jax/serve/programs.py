@@ -3,7 +3,8 @@
 The key is instead everything that tracing depends on: the source of this package, the decoder with the variables that
 its functions close over, the shapes of the arguments, versions, settings and the machine. If any part has no exact
 description, such as a user's function, the program is compiled as usual. Loading a program runs code from its file, so
-programs are only kept in the user's own cache folder. Oracle: the same command without them (tests/serve/test_programs.py).
+programs are only kept in the user's own cache folder. Oracle: the process that compiled them
+(tests/serve/test_programs.py).
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def keep_programs() -> None:
 
 def program(function: Any, decoder: Decoder, *args: Any) -> Callable[..., Any]:
     """Return a jitted function of (decoder, *args), compiled for these arguments, as a function of `args`."""
-    if not _is_enabled or jax.default_backend() != "cpu" or jax.device_count() > 1:
+    is_enabled = _is_enabled and jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    if not is_enabled or jax.default_backend() != "cpu" or jax.device_count() > 1:
         return functools.partial(function, decoder)
     try:
         key = _key(function, decoder, args)
@@ -99,7 +101,13 @@ def _key(function: Any, decoder: Decoder, args: tuple[Any, ...]) -> str:
     device = jax.devices()[0]
     shapes = jax.tree.map(lambda x: repr(jax.typeof(x)), args)
     environment = {name: text for name, text in os.environ.items() if name.startswith(("XLA_", "MARS_JAX_"))}
-    machine = (device.client.platform_version, device.device_kind, os.cpu_count(), _cpu_features(), environment)
+    machine = (
+        device.client.platform_version,
+        device.device_kind,
+        os.cpu_count(),
+        _cpu_features(),
+        environment,
+    )
     versions = (sys.version, jax.__version__, np.__version__, repr(sorted(jax.config.values.items())))
     parts = (_source_digest(), versions, machine, function.__wrapped__, decoder, shapes)
     return hashlib.sha256(description(parts)).hexdigest()
@@ -154,7 +162,9 @@ def _compile(key: str, function: Any, decoder: Decoder, args: tuple[Any, ...]) -
     def packed() -> bytes:
         executable, _, outputs = serialize_executable.serialize(compiled)
         # Leaves stand for the outputs, because JAX's structures cannot be pickled.
-        return zlib.compress(pickle.dumps((executable, jax.tree.unflatten(outputs, range(outputs.num_leaves)))), 1)
+        return zlib.compress(
+            pickle.dumps((executable, jax.tree.unflatten(outputs, range(outputs.num_leaves)))), 1
+        )
 
     with contextlib.suppress(Exception):  # a part of the outputs' structure cannot be pickled
         if _source_digest.__wrapped__() == _source_digest():  # else a module may be older than its file
