@@ -1,4 +1,4 @@
-"""Compiled programs that later processes load without tracing them. JAX's own cache needs the traced program as its key.
+"""Compiled programs that later processes load without tracing them. JAX's own cache needs the traced program as a key.
 
 The key is instead everything that tracing depends on: the source of this package, the decoder with the variables that
 its functions close over, the shapes of the arguments, versions, settings and the machine. If any part has no exact
@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import inspect
 import io
 import os
 import pickle
@@ -76,7 +77,7 @@ class _Description(pickle.Pickler):
             place = (module, part.__qualname__, code.co_firstlineno, code.co_code, tuple(code.co_positions()))
             return tuple, ([place, part.__defaults__, part.__kwdefaults__, cells],)
         if isinstance(part, jax.stages.Wrapped):
-            return tuple, ([part.__wrapped__],)
+            return tuple, ([inspect.unwrap(part, stop=lambda f: isinstance(f, types.FunctionType))],)
         if dataclasses.is_dataclass(part) and not isinstance(part, type):
             # Only the fields: the instance also holds cached properties.
             return tuple, ([type(part), *(getattr(part, field.name) for field in dataclasses.fields(part))],)

@@ -111,8 +111,8 @@ def _add_models(command_parser: Parser) -> None:
         "--dtype",
         choices=DTYPES,
         help="dtype of the weights (default: the checkpoint's own); a head has the target's; int8: matrices in 8 bits "
-        "per weight, the rest as stored; int4: those of layers in 4 bits, others in 8. On a CPU int4 saves memory and not "
-        "time, and is widened while loading if memory allows it",
+        "per weight, the rest as stored; int4: those of layers in 4 bits, others in 8. On a CPU int4 saves memory and "
+        "not time, and is widened while loading if memory allows it",
     )
     group.add_argument("--head-embed", choices=HEAD_EMBED, help=HEAD_EMBED_HELP)
     add_settings(group, "draft_stop")
