@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -182,7 +183,8 @@ def _widened(params: PyTree, config: ModelConfig, dtype: str) -> PyTree:
         if not isinstance(weight, Int4):
             return weight
         # On the host: as JAX operations, each step would be a program per shape.
-        matrix = dequantised(*map(np.asarray, (weight.values, weight.scale, weight.offset)))
+        fields: list[Any] = [np.asarray(field) for field in (weight.values, weight.scale, weight.offset)]
+        matrix = dequantised(*fields)
         return jax.device_put(np.ascontiguousarray(matrix, jnp.dtype(dtype)))
 
     return jax.tree.map(widen, params, is_leaf=lambda weight: isinstance(weight, Int4))

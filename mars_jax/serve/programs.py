@@ -3,9 +3,8 @@
 The key is instead everything that tracing depends on: the source of this package, the decoder with the variables that
 its functions close over, the shapes of the arguments, versions, settings and the machine. If any part has no exact
 description, such as a user's function, the program is compiled as usual. Loading a program runs code from its file, so
-programs are only kept in the user's own cache folder.
-
-Oracle: the same command without them (tests/serve/test_programs.py).
+programs are only kept in the user's own cache folder. Oracle: the process that compiled them
+(tests/serve/test_programs.py).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import inspect
 import io
 import os
 import pickle
@@ -53,7 +53,8 @@ def keep_programs() -> None:
 
 def program(function: Any, decoder: Decoder, *args: Any) -> Callable[..., Any]:
     """Return a jitted function of (decoder, *args), compiled for these arguments, as a function of `args`."""
-    if not _is_enabled or jax.default_backend() != "cpu" or jax.device_count() > 1:
+    is_enabled = _is_enabled and jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    if not is_enabled or jax.default_backend() != "cpu" or jax.device_count() > 1:
         return functools.partial(function, decoder)
     try:
         key = _key(function, decoder, args)
@@ -76,7 +77,7 @@ class _Description(pickle.Pickler):
             place = (module, part.__qualname__, code.co_firstlineno, code.co_code, tuple(code.co_positions()))
             return tuple, ([place, part.__defaults__, part.__kwdefaults__, cells],)
         if isinstance(part, jax.stages.Wrapped):
-            return tuple, ([part.__wrapped__],)
+            return tuple, ([inspect.unwrap(part, stop=lambda f: isinstance(f, types.FunctionType))],)
         if dataclasses.is_dataclass(part) and not isinstance(part, type):
             # Only the fields: the instance also holds cached properties.
             return tuple, ([type(part), *(getattr(part, field.name) for field in dataclasses.fields(part))],)

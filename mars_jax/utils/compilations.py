@@ -87,7 +87,7 @@ def keep_bytes(compute: Callable[[], bytes], folder: str, *key: object) -> None:
     path = _kept_path(folder, key)
     if path is None:
         return
-    # Several processes may write the same file at once. If it cannot be written, the next process computes it again.
+    # Several processes may write the same file at once. If that fails, its bytes are computed again next time.
     staged_path = path.with_name(f"{path.name}.{os.getpid()}.part")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

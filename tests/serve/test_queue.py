@@ -35,13 +35,13 @@ def draft(target):
 def test_samples_of_a_prompt_read_it_once(target, draft, monkeypatch):
     """Some samples start at once and others wait for a free row. Each equals its request in a batch of one."""
     options = {"samples": 4, "temperature": 1.0, "max_new_tokens": [12, 20, 9], "seed": 5, "batch_size": 3}
-    read, start = [], decode.start
+    read, start = [], decode.start_ready
 
     def counted(decoder, params, prompts):
         read.append(prompts.tokens.shape[0])
         return start(decoder, params, prompts)
 
-    monkeypatch.setattr(decode, "start", counted)
+    monkeypatch.setattr(decode, "start_ready", counted)
     result = mj.generate(target, draft, WORDS[:3], **options)
     assert read == [3, 1, 1, 1]  # the filler rows, which read nothing, then each prompt
     assert len({tuple(tokens) for tokens in result.tokens[4:8]}) == 4
@@ -74,7 +74,7 @@ def test_what_prompts_begin_with_is_read_once(draft, target, monkeypatch):
     rng = np.random.default_rng(0)
     beginnings = [rng.integers(3, 60, n).tolist() for n in (300, 280)]
     prompts = [[*beginnings[i % 2], *rng.integers(3, 60, 5 + 2 * i).tolist()] for i in range(12)]
-    read, start, extend = [], decode.start, decode.extend
+    read, start, extend = [], decode.start_ready, decode.extend
 
     def counted_start(decoder, params, batch):
         if len(batch.length) == 1:  # larger batches only hold filler rows
@@ -86,7 +86,7 @@ def test_what_prompts_begin_with_is_read_once(draft, target, monkeypatch):
         read.append(int(new[0]))
         return state, new
 
-    monkeypatch.setattr(decode, "start", counted_start)
+    monkeypatch.setattr(decode, "start_ready", counted_start)
     monkeypatch.setattr(decode, "extend", counted_extend)
     options = {"max_new_tokens": 12, "log_probs": True, "batch_size": 3}
     result = mj.generate(target, draft, prompts, **options)
