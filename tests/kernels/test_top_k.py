@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels_pallas import BlockError, sharded_top_k, top_k
 from kernels_pallas.top_k.api import join_top_k, packed_top_k
-from tests.helpers import slow_but
+from tests.helpers import normal, slow_but
 from tests.helpers.implementations import IMPLEMENTATIONS, RACES
 from tests.helpers.meshes import mesh_of
 
@@ -25,15 +25,21 @@ def few_values(*shape: int) -> jax.Array:
     z[z == -2] = -np.inf
     z.reshape(-1, shape[-1])[0, 1:] = -np.inf
     z.reshape(-1, shape[-1])[-1] = -np.inf
-    return jnp.asarray(z)
+    return jax.device_put(z)
 
 
-def check(actual, logits, k):
-    values, ids = jax.lax.top_k(logits.astype(jnp.float32), k)
+@functools.partial(jax.jit, static_argnums=1)
+def by_jax(logits, k):
+    logits = logits.astype(jnp.float32)
+    return *jax.lax.top_k(logits, k), jax.nn.logsumexp(logits, axis=-1)
+
+
+def check(form, logits, k):
+    actual = jax.jit(functools.partial(top_k, k=k, **IMPLEMENTATIONS[form]))(logits)
+    values, ids, logsumexp = by_jax(logits, k)
     np.testing.assert_array_equal(actual.values, values)
     np.testing.assert_array_equal(actual.ids, ids)
-    expected = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
-    np.testing.assert_allclose(actual.logsumexp, expected, rtol=1e-6)
+    np.testing.assert_allclose(actual.logsumexp, logsumexp, rtol=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -45,24 +51,22 @@ def check(actual, logits, k):
     ),
 )  # fmt: skip
 def test_the_largest_and_the_sum(form, lead, vocab, k):
-    logits = few_values(*lead, vocab)
-    check(top_k(logits, k, **IMPLEMENTATIONS[form]), logits, k)
+    check(form, few_values(*lead, vocab), k)
 
 
 @pytest.mark.parametrize("form", ["reference", "xla", "mosaic"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_normal_logits_of_either_dtype(form, dtype):
-    logits = (jax.random.normal(jax.random.key(0), (4, 2100)) * 5).astype(dtype)
-    check(top_k(logits, 8, **IMPLEMENTATIONS[form]), logits, 8)
+    check(form, 5 * normal(0, 4, 2100, dtype=dtype), 8)
 
 
 def check_joined(actual, logits, k):
-    values, ids = jax.lax.top_k(logits, k)
+    values, ids, logsumexp = map(np.asarray, by_jax(logits, k))
     np.testing.assert_array_equal(actual.values, values)
     # Among masked tokens, parts of fewer than k tokens may name one token twice.
-    real = values > -jnp.inf
-    np.testing.assert_array_equal(jnp.where(real, actual.ids, 0), jnp.where(real, ids, 0))
-    np.testing.assert_allclose(actual.logsumexp, jax.nn.logsumexp(logits, axis=-1), rtol=1e-6)
+    real = values > -np.inf
+    np.testing.assert_array_equal(np.asarray(actual.ids)[real], ids[real])
+    np.testing.assert_allclose(actual.logsumexp, logsumexp, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +79,13 @@ def check_joined(actual, logits, k):
 def test_parts_give_what_the_whole_gives(interpret, parts, size):
     """Include parts of fewer than k tokens."""
     k, logits = 7, few_values(3, 6, parts * size)
-    cut = jnp.stack([packed_top_k(x, k, interpret=interpret) for x in jnp.split(logits, parts, axis=-1)])
-    check_joined(join_top_k(cut, k, size, interpret=interpret), logits, k)
+
+    @jax.jit
+    def joined(logits):
+        cut = jnp.stack([packed_top_k(x, k, interpret=interpret) for x in jnp.split(logits, parts, axis=-1)])
+        return join_top_k(cut, k, size, interpret=interpret)
+
+    check_joined(joined(logits), logits, k)
 
 
 @pytest.mark.parametrize("form", ["default", "xla", "mosaic"])
