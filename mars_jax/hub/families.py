@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mars_jax.hub.rope_config import read_rope, write_scaling
-from mars_jax.hub.values import count
+from mars_jax.hub.values import count, value_or_default
 from mars_jax.models.config import Delta, Latent, ModelConfig
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
@@ -67,7 +67,7 @@ def _converted(field: str, value: Any) -> Any:
         return bool(value)
     if isinstance(default, int) or (default is None and value is None):
         return value
-    return float(value)
+    return default if value is None else float(value)
 
 
 def _rope(fraction: float, *, interleaved: bool = False) -> Part:
@@ -327,7 +327,7 @@ def _write_nope_layers(config: ModelConfig) -> JsonObject:
 
 
 def _read_attention_multiplier(data: JsonObject) -> Fields:
-    return {"query_scalar": data["attention_multiplier"] ** -2}
+    return {"query_scalar": value_or_default(data, "attention_multiplier", 1.0) ** -2}
 
 
 def _write_attention_multiplier(config: ModelConfig) -> JsonObject:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -42,7 +43,7 @@ from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
 
 # Gemma 3, Mistral 3 and Qwen3.5 with images use these prefixes. Only the text model is loaded.
-_TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
+_TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.|model\.(?=mtp\.))")
 _IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector|visual)\.")
 # The projection of an MTP module. All tensors with its prefix belong to the module (`models.mtp_head`).
 _MTP = re.compile(r"^(model\.(?:layers|mtp_layers)\.\d+\.|mtp\.)(?:eh_proj|input_proj|fc)\.weight$")
@@ -196,7 +197,12 @@ def free_bytes() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
+    free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # a container without a limit has the text "max"
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - used)
+    return free
 
 
 def resolve_dtype(requested: str | None, stored: str | None) -> tuple[str, int | None]:
@@ -311,7 +317,8 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
         # Files may store a copy of a tied embedding as lm_head, a vision model, and MTP modules.
         tied = config.tie_embeddings and name == "lm_head.weight"
         of_images = config.family in WITH_IMAGES and _IMAGES.search(name)
-        return bool(DERIVED.search(name) or tied or of_images or name.startswith(mtp_modules))
+        of_mtp = name.startswith(mtp_modules) or (config.delta is not None and name.startswith("mtp."))
+        return bool(DERIVED.search(name) or tied or of_images or of_mtp)
 
     check_tensors(directory, grouped, {stored.name: stored for stored in table}, harmless)
     named_tensors: dict[str, tuple[str, Tensor]] = {}

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 import mars_jax as mj
+from kernels_pallas.int4.xla import dequantised
 from mars_jax import drafters
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.models import quantize
@@ -61,7 +62,9 @@ def random_target(dtype: str) -> Pretrained:
             case 8:
                 return quantize.quantize(weight)
             case 4:
-                return jax.device_put(quantize.quantize_4(np.asarray(weight)))
+                # As in `load`, 4-bit matrices are widened on a CPU.
+                matrix = quantize.quantize_4(np.asarray(weight))
+                return dequantised(matrix.values, matrix.scale, matrix.offset).astype(floating)
             case _:
                 return weight.astype(floating)
 

@@ -61,8 +61,8 @@ def test_a_pattern_that_no_automaton_reads_gets_a_sentence(pattern, sentence):
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: constraints.choice([]), "expected a list of texts"),
-        (lambda: constraints.choice("yes"), "expected a list of texts"),
+        (lambda: constraints.choice([]), "expected a list of non-empty texts"),
+        (lambda: constraints.choice("yes"), "expected a list of non-empty texts"),
         (lambda: constraints.choice(["yes", "\ud800"]), r"the text '.ud800' is not valid Unicode"),
         (lambda: constraints.tokens([-1]), "expected token ids"),
         (lambda: constraints.from_fields({"regex": "a", "choice": ["b"]}), "regex and choice are both given"),

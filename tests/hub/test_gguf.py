@@ -102,7 +102,7 @@ def test_a_conversion_keeps_experts_in_mxfp4(tmp_path):
     hub.convert(str(path), tmp_path / "converted")
     source, converted = mj.load(str(path)), mj.load(str(tmp_path / "converted"))
     jax.tree.map(np.testing.assert_array_equal, converted.params, source.params)
-    assert plan._packs_experts(str(path)) and plan._packs_experts(str(tmp_path / "converted"))
+    assert plan._read_target(str(path))[2] and plan._read_target(str(tmp_path / "converted"))[2]
 
 
 def test_gpt_oss_stops_at_its_calls_of_tools_as_well(tmp_path):

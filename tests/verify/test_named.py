@@ -75,7 +75,7 @@ def test_a_name_of_the_table_is_its_factory():
         ("simulated", {}, "the rule simulated needs a tau"),
         ("mars:weights", {}, "the rule is mars:weights: mars has no weights, so name it alone."),
         ("learned", {}, "the rule learned needs weights: name them, as learned:PATH."),
-        ("learned:nowhere", {}, "the weights of a rule 'nowhere' cannot be read (No such file"),
+        ("learned:nowhere", {}, "there is no readable config.json in 'nowhere' (No such file"),
         ("nowhere.py:gate", {}, "the file of a rule 'nowhere.py' cannot be read (No such file"),
         ("no.such.module:gate", {}, "the rule is no.such.module:gate: the module 'no.such.module' cannot be imported"),
         ("mars_jax.verify:MARGINS", {}, "the rule is mars_jax.verify:MARGINS: MARGINS is nothing that can be called"),

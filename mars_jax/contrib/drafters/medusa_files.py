@@ -79,16 +79,23 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
     """Return the config from config.json, checked against the tensors."""
     data = read_json(directory / "config.json")
 
+    def number(key: str) -> int:
+        if type(data.get(key)) is not int:
+            raise MarsError(
+                f"{key} of '{directory / 'config.json'}' is {data.get(key)!r}: expected a whole number, as with Medusa "
+                "heads."
+            )
+        return data[key]
+
     matches = [match for name in tensors if (match := re.fullmatch(r"(\d+)\.(\d+)\.(linear\.)?weight", name))]
     # Head i, block j: `i.j.linear.weight` is a residual block, and the last `i.j.weight` is the unembedding.
     num_heads = len({match[1] for match in matches})
     depth = len({match[2] for match in matches if match[3]})
     for part, stated, count in (
-        ("heads", data.get("medusa_num_heads"), num_heads),
-        ("residual layers a head", data.get("medusa_num_layers"), depth),
+        ("heads", number("medusa_num_heads"), num_heads),
+        ("residual layers a head", number("medusa_num_layers"), depth),
     ):
-        holds_more_heads = part == "heads" and type(stated) is int and count > stated
-        if count != stated and not holds_more_heads:
+        if count != stated and not (part == "heads" and count > stated):
             raise MarsError(
                 f"config.json in '{directory}' says {stated} {part} and the weights hold {count}: use the config the "
                 "heads came with."

@@ -47,7 +47,7 @@ def score_answer(problem: Problem, text: str) -> list[float] | None:
 
     Args:
       problem: the problem with its metric and references. For the likelihood see `run.score_answers`, for programs
-        see `samples`.
+        see `with_results`.
       text: the answer.
 
     >>> score_answer(Problem(task="t", id="0", turns=("1 + 1?",), metric="final_answer", references=("2",)), "#### 2")
