@@ -170,11 +170,11 @@ def test_values_that_change_compile_nothing():
     pair = TARGET, DRAFTERS["ngram"]
     decoder = decode.speculative_decoder(*pair, verify.mars(), prefill_chunk=16)
     once(0, lengths, stop_tokens=[1, 2])
-    cache_sizes = decode.run._cache_size(), decode._start._cache_size()
+    cache_sizes = decode.run._cache_size(), decode.start_ready._cache_size()
     filters = {"top_k": 3, "top_p": 0.7, "min_p": 0.1, "strict": [True, False], "temperature": 0.8}
     once(1, lengths + 5, limit=[20, 31], theta=0.5, stop_tokens=[3, 4], **filters)
     once(2, lengths - 2, temperature=[0.0, 2.0], theta=[np.inf, 0.8], max_relaxed_run=1, stop_tokens=[1, 2])
-    assert (decode.run._cache_size(), decode._start._cache_size()) == cache_sizes
+    assert (decode.run._cache_size(), decode.start_ready._cache_size()) == cache_sizes
 
 
 def test_the_step_embeds_in_a_program_of_its_user():

@@ -206,9 +206,9 @@ def test_another_constraint_compiles_nothing():
     """Constraints whose tables have equal shapes share one program."""
     batch = DRAFTERS["chain"], verify.exact()
     decoded(*batch, ROW_PATTERNS)
-    cache_sizes = decode.run._cache_size(), decode._start._cache_size()
+    cache_sizes = decode.run._cache_size(), decode.start_ready._cache_size()
     state, _ = decoded(*batch, ["c[ab]{3,9}"] * 4)
-    assert (decode.run._cache_size(), decode._start._cache_size()) == cache_sizes
+    assert (decode.run._cache_size(), decode.start_ready._cache_size()) == cache_sizes
     for tokens in texts(state):
         text = text_of(tokens)
         assert re.fullmatch("c[ab]{3,9}", text) if tokens[-1] == STOP else text[0] == "c"

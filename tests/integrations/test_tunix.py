@@ -94,9 +94,9 @@ def test_an_update_is_device_work_and_compiles_nothing(base_and_actor):
     rollout_ids = {id(x) for x in jax.tree.leaves(nnx.state(rollout.model()))}
     assert rollout_ids and not rollout_ids & {id(x) for x in jax.tree.leaves(nnx.state(actor))}
     rollout.update_params(nnx.state(rollout.model()))
-    compiled = decode._start._cache_size()
+    compiled = decode.start_ready._cache_size()
     second = rollout.generate([*PROMPTS, "a longer prompt"][1:], config)
-    assert decode._start._cache_size() == compiled
+    assert decode.start_ready._cache_size() == compiled
     nnx.update(actor, jax.tree.map(lambda x: x * 1.5, nnx.state(actor, nnx.Param)))
     prompt = [x for x in second.left_padded_prompt_tokens[0].tolist() if x != 0]
     expected = teacher_forced(actor, prompt, second.tokens[0].tolist(), 1.0)

@@ -52,7 +52,7 @@ def decoded(name, attention, mesh=None, config=CONFIG):
         rows = jax.device_put(rows, shardings.state_shardings(rows, mesh))
     quick = {"xla_backend_optimization_level": 0}
     with jax.set_mesh(mesh):
-        state = decode._start.lower(decoder, weights, rows).compile(quick)(weights, rows)
+        state = decode.start_ready.lower(decoder, weights, rows).compile(quick)(weights, rows)
         program = decode.run.lower(decoder, weights, state).compile(quick)
         state, stats = program(weights, state)
     return committed(state), stats.steps.tolist(), program.as_text()

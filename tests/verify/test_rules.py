@@ -157,7 +157,7 @@ def decoded(case, rule, **settings):
 
 def compiled():
     """Return the number of compiled programs."""
-    return decode.run._cache_size(), decode._start._cache_size()
+    return decode.run._cache_size(), decode.start_ready._cache_size()
 
 
 @relaxing
