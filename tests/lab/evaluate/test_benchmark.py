@@ -9,7 +9,7 @@ import pytest
 from mars_jax import hub
 from mars_jax.lab.commands.benchmark import parse
 from mars_jax.lab.evaluate import answers
-from mars_jax.lab.evaluate.benchmark import report
+from mars_jax.lab.evaluate.benchmark import plots, report
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from tests.lab.evaluate.conftest import call, dying_after, read_folder, timeless
 
@@ -57,7 +57,7 @@ def test_the_table_is_for_people(finished):
     text = (finished.path / "table.md").read_text()
     for arm in ARMS:
         assert f"| {arm} |" in text and f"- {arm}: " in text
-    for picture in report.PICTURES:
+    for picture in plots.PICTURES:
         assert f"({picture}.png)" in text
     [table] = finished.summary["tables"]
     [tau] = [arm["tau"] for arm in table["arms"] if arm["arm"] == "mars theta=0.9"]
@@ -69,7 +69,7 @@ def test_the_table_is_for_people(finished):
 def test_the_plots_are_not_blank(finished):
     from matplotlib import image
 
-    for name in report.PICTURES:
+    for name in plots.PICTURES:
         picture = image.imread(finished.path / f"{name}.png")[..., :3]
         assert picture.shape[0] > 300 and picture.shape[1] > 500
         coloured = (picture.max(axis=-1) - picture.min(axis=-1)) > 0.2
@@ -85,8 +85,8 @@ def test_plots_and_table_of_a_run_without_scores_and_thresholds(finished, tmp_pa
         part["arms"] = part["arms"][:3]
         for arm in part["arms"]:
             arm |= {"score": None, "score_change": None, "recovered": None, "theta": None}
-    report.draw(summary, tmp_path, "a run", formats=("svg",))
-    assert {file.stem for file in tmp_path.iterdir()} == {*report.PICTURES} - {"tau_theta"}
+    plots.draw(summary, tmp_path, "a run", formats=("svg",))
+    assert {file.stem for file in tmp_path.iterdir()} == {*plots.PICTURES} - {"tau_theta"}
     assert "tau_theta" not in report.markdown(summary)
     assert "regret, nats per token" in (tmp_path / "speed_quality.svg").read_text()
     assert "not scored" in report.markdown(summary)

@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from mars_jax.lab.evaluate.benchmark import report
+from mars_jax.lab.evaluate.benchmark import plots, report
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = (
     "</p></style><script>alert(\"1 & 2\")</script> 'one' &amp; <img src=x onerror=y> \x1b[31m {{ 7 * 7 }}"
 )
 SHOWN = HOSTILE.replace("\x1b", "\ufffd")
-PICTURES = dict.fromkeys(report.PICTURES, b"a picture")
+PICTURES = dict.fromkeys(plots.PICTURES, b"a picture")
 
 
 class Element:
@@ -151,7 +151,7 @@ def test_the_page_can_be_read_by_everybody(root):
     [title], [heading] = root.find("title"), root.find("h1")
     # The page shows no local folder.
     assert title.text == heading.text == "target drafted by model:target"
-    assert [picture.attributes["alt"] for picture in root.find("img")] == list(report.PICTURES.values())
+    assert [picture.attributes["alt"] for picture in root.find("img")] == list(plots.PICTURES.values())
     levels = [int(e.tag[1]) for e in root.find() if re.fullmatch(r"h\d", e.tag)]
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(level <= previous + 1 for previous, level in itertools.pairwise(levels))

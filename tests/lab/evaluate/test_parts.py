@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mars_jax.lab.evaluate import answers
-from mars_jax.lab.evaluate.benchmark import report
+from mars_jax.lab.evaluate.benchmark import plots
 from tests.helpers import slow_but
 from tests.lab.evaluate.conftest import call, dying_after, read_folder, timeless
 
@@ -15,7 +15,7 @@ PROMPTS = ["the sea", "a story", "of the sun", "and the", "a sea"]
 
 def blank(summary, folder, caption):
     """Write empty pictures, because drawing would dominate the time of the test."""
-    for name in report.PICTURES:
+    for name in plots.PICTURES:
         (folder / f"{name}.png").write_bytes(b"")
 
 
@@ -34,7 +34,7 @@ def flags(target, tmp_path):
 
 @pytest.mark.parametrize("batch_size", slow_but([1, 2], 1))
 def test_joined_rows_of_parts_are_summarised_without_a_decode(flags, tmp_path, monkeypatch, batch_size):
-    monkeypatch.setattr(report, "draw", blank)
+    monkeypatch.setattr(plots, "draw", blank)
     flags = [*flags, "--batch-size", batch_size]
     single, out = tmp_path / "whole", tmp_path / "out"
     assert call(*flags, "--output", single) == 0
