@@ -29,7 +29,7 @@ from mars_jax.cli.progress import Show
 from mars_jax.core.rule import LoadedRule
 from mars_jax.lab.evaluate.answers import Answer, Decoding
 from mars_jax.lab.evaluate.benchmark.arms import Arm, base_of
-from mars_jax.lab.evaluate.benchmark.run import Recorder, by_task, scored, turns_of
+from mars_jax.lab.evaluate.benchmark.rows import Recorder, by_task, scored, turns_of
 from mars_jax.lab.evaluate.figures import tau_of
 from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Problem

@@ -34,7 +34,7 @@ def arm_figures(
     """Return the figures of one arm on one task at one temperature.
 
     Args:
-      rows: rows of the arm, see `run.make_row`.
+      rows: rows of the arm, see `rows.make_row`.
       autoregressive: rows of the target without a draft, on the same problems in the same order.
       strict: rows of the strict rule, in the same order; None if it was not decoded.
       metric: metric of the task.

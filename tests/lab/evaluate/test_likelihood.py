@@ -9,7 +9,7 @@ import pytest
 
 import mars_jax as mj
 from mars_jax.lab.evaluate.answers import prompt_tokens
-from mars_jax.lab.evaluate.benchmark import run
+from mars_jax.lab.evaluate.benchmark import rows
 from mars_jax.lab.evaluate.scoring.scores import total_score
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.models.shardings import parse_mesh
@@ -46,7 +46,7 @@ def test_on_a_mesh_it_is_the_same(loaded, target):
 
 def test_an_answer_is_scored_without_its_prompt(loaded):
     prompts, answers = [[1, 5], [2, 3, 4, 5]], [[3], [6, 7, 8]]
-    scores = run.score_answers(loaded, prompts, answers)
+    scores = rows.score_answers(loaded, prompts, answers)
     texts = [p + a for p, a in zip(prompts, answers, strict=True)]
     logits = [s.log_p for s in likelihood.score(loaded, texts)]
     sums = [pytest.approx(logits[0][1], abs=1e-4), pytest.approx(logits[1][3:].sum(), abs=1e-4)]
@@ -63,9 +63,9 @@ def test_all_turns_of_a_conversation_count():
     long_answer = types.SimpleNamespace(texts=(" Yes.", " No."), tokens=((20, 30), (40,)))
     short_answer = types.SimpleNamespace(texts=(" Yes.",), tokens=((20, 30),))
     decoding = types.SimpleNamespace(session=types.SimpleNamespace(target=target), chat=True)
-    first, second = run.scored(decoding, [dialogue, question], [long_answer, short_answer])
+    first, second = rows.scored(decoding, [dialogue, question], [long_answer, short_answer])
     prompts = [prompt_tokens(target, dialogue, long_answer.texts[:n], chat=True) for n in (0, 1)]
-    parts = run.score_answers(target, prompts, long_answer.tokens)
+    parts = rows.score_answers(target, prompts, long_answer.tokens)
     np.testing.assert_allclose(first, np.sum(parts, axis=0), atol=1e-3)
     np.testing.assert_allclose(second, parts[0], atol=1e-3)
     assert first[1] == 3

@@ -46,7 +46,7 @@ def score_answer(problem: Problem, text: str) -> list[float] | None:
     """Score one answer: a single number, the BLEU counts, or None if it is not scored here.
 
     Args:
-      problem: the problem with its metric and references. For the likelihood see `run.score_answers`, for programs
+      problem: the problem with its metric and references. For the likelihood see `rows.score_answers`, for programs
         see `with_results`.
       text: the answer.
 
@@ -186,7 +186,7 @@ def with_results(folder: Path, problems: Sequence[Problem], rows: Sequence[Row])
       folder: receives `problems-TASK.jsonl` and, for each arm and temperature, `samples-TASK-tTEMPERATURE-ARM.jsonl`.
         The evaluator writes `SAMPLES_results.jsonl` next to it.
       problems: problems of the rows.
-      rows: see `run.make_row`.
+      rows: see `rows.make_row`.
 
     Returns:
       All rows in their order. Rows with a result have score 1 or 0.
