@@ -20,7 +20,7 @@ from mars_jax.lab.evaluate.answers import GROUP, Decoding, prompt_tokens
 from mars_jax.lab.evaluate.benchmark import report
 from mars_jax.lab.evaluate.benchmark.arms import Arm, make_arms
 from mars_jax.lab.evaluate.benchmark.rows import Recorder, by_task, place_of, turns_of
-from mars_jax.lab.evaluate.scoring import scores
+from mars_jax.lab.evaluate.scoring import samples
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import open_rows, read_shared_json, write_shared_json
 from mars_jax.lab.provenance import provenance
@@ -160,7 +160,7 @@ def evaluate(
                 write_shared_json(folder / TEXTS, texts)
         if args.part is not None:
             return {}
-        rows = scores.with_results(folder, study.problems, rows)
+        rows = samples.with_results(folder, study.problems, rows)
         with activity.doing("figures and plots"):
             environment = provenance() | {"machine": platform.machine(), "backend": jax.default_backend()}
             summary = report.make_summary(settings, environment, study.problems, rows, arms_at)

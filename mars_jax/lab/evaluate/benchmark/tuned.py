@@ -27,7 +27,7 @@ from mars_jax.lab.evaluate.benchmark import report
 from mars_jax.lab.evaluate.benchmark.arms import ALONE, Arm, make_arms
 from mars_jax.lab.evaluate.benchmark.rows import Recorder, by_task, turns_of
 from mars_jax.lab.evaluate.benchmark.run import Study
-from mars_jax.lab.evaluate.scoring import scores
+from mars_jax.lab.evaluate.scoring import samples, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import open_rows, write_shared, write_shared_json
 from mars_jax.lab.provenance import provenance
@@ -153,7 +153,7 @@ class _Run:
         tuned_arms = list(zip(arms, best_lengths, strict=True))
         decoded = self._decode(problems[split:], temperature, [(ALONE, 0), *tuned_arms])
         scored_rows = {
-            key: scores.with_results(self.args.output, problems[split:], rows)
+            key: samples.with_results(self.args.output, problems[split:], rows)
             for key, rows in decoded.items()
         }
         # The lengths and the baseline are chosen on the same problems. The figures come from others, without bias.
@@ -253,5 +253,5 @@ def tuned_markdown(contents: JsonObject) -> str:
         **contents | {"tables": shown_tables},
         columns=["arm", "drafted", "over the best lossless", *columns],
         enough=ENOUGH,
-        unscored=scores.UNSCORED,
+        unscored=samples.UNSCORED,
     )
