@@ -11,7 +11,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from mars_jax.lab.evaluate.tasks.problems import Code, Problem, read_jsonl
+from mars_jax.lab.evaluate.tasks.jsonl import read_jsonl
+from mars_jax.lab.evaluate.tasks.problems import Code, Problem
 from mars_jax.lab.folder import write_shared
 from mars_jax.serve.rows import Row
 from mars_jax.utils.errors import MarsError

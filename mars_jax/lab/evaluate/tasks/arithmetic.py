@@ -6,7 +6,8 @@ import itertools
 from pathlib import Path
 
 from mars_jax.lab.evaluate.scoring.scores import final_answer
-from mars_jax.lab.evaluate.tasks.problems import Problem, read_jsonl
+from mars_jax.lab.evaluate.tasks.jsonl import read_jsonl
+from mars_jax.lab.evaluate.tasks.problems import Problem
 
 
 def read_arithmetic(split: str, limit: int | None = None) -> list[Problem]:

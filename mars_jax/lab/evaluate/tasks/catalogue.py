@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
+from mars_jax.lab.evaluate.tasks.jsonl import Fields, read_jsonl
 from mars_jax.lab.evaluate.tasks.layouts import READERS
-from mars_jax.lab.evaluate.tasks.problems import Fields, Problem, read_jsonl
+from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.training.data import documents
 from mars_jax.utils.errors import MarsError, did_you_mean
 from mars_jax.utils.limits import DATASET_FILES

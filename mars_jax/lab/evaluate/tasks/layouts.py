@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable
 
 from mars_jax.lab.evaluate.scoring.scores import final_answer
-from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Code, Fields, Problem
+from mars_jax.lab.evaluate.tasks.jsonl import Fields
+from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Code, Problem
 
 Reader = Callable[[Fields, str, bool], Problem]
 """`(row, id, chat) -> problem`."""

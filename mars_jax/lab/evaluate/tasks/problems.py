@@ -1,16 +1,9 @@
-"""Evaluation problems, in one form for every task and file, and the lines of JSON files that they are read from."""
+"""Evaluation problems, in one form for every task and file."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterator
 from typing import NamedTuple
-
-from mars_jax.lab.training.data import UNREADABLE
-from mars_jax.utils.errors import MarsError
-from mars_jax.utils.paths import unpacked
-from mars_jax.utils.types import JsonObject
 
 UNJUDGED = ("none", "likelihood")
 """Metrics that do not judge a single answer as right or wrong."""
@@ -35,77 +28,3 @@ class Problem:
     references: tuple[str, ...] = ()
     code: Code | None = None
     continues: bool = False  # the prompt is plain text to continue, without a chat template
-
-
-@dataclasses.dataclass(frozen=True)
-class Fields:
-    """The JSON object of one line."""
-
-    where: str  # "gsm8k.jsonl, line 3"
-    values: JsonObject
-
-    def error(self, message: str) -> MarsError:
-        """Return an error with `message`, prefixed with the place of this object."""
-        return MarsError(f"{self.where}: {message}")
-
-    def has(self, *keys: str) -> bool:
-        """Return whether all of `keys` are present and not null."""
-        return all(self.values.get(key) is not None for key in keys)
-
-    def text(self, *keys: str) -> str:
-        """Return the string under the first of `keys` that is present.
-
-        Raises:
-          MarsError: all keys are missing, or the value is blank or not a string.
-        """
-        for key in keys:
-            value = self.values.get(key)
-            if isinstance(value, str) and value.strip():
-                return value
-            if value is not None:
-                raise self.error(f"{key} is {value!r}: expected a text.")
-        raise self.error(f"it has no {' or '.join(keys)}: give one.")
-
-    def texts(self, key: str) -> list[str]:
-        """Return the list of strings under `key`. A single string becomes a list of one.
-
-        Raises:
-          MarsError: the list is missing or empty, or an element is not a string.
-        """
-        value = self.values.get(key)
-        if isinstance(value, str):
-            return [value]
-        if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
-            raise self.error(f"{key} is {value!r}: expected a list of texts.")
-        return value
-
-
-def read_jsonl(path: str) -> Iterator[Fields]:
-    """Yield the objects of a file, skipping blank lines. Files in .xz and .gz are decompressed.
-
-    Raises:
-      MarsError: the file cannot be read, or a line is not a JSON object.
-
-    >>> import tempfile
-    >>> with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
-    ...     _ = file.write('{"prompt": "Hello"}'); file.flush()
-    ...     [fields.text("prompt") for fields in read_jsonl(file.name)]
-    ['Hello']
-    """
-    try:
-        file_bytes = unpacked(path)
-    except FileNotFoundError:
-        raise MarsError(f"there is no file '{path}': check the path.") from None
-    except UNREADABLE as error:
-        raise MarsError(f"'{path}' cannot be read ({error}): name an intact file of JSON lines.") from None
-    for number, line in enumerate(file_bytes.split(b"\n"), start=1):
-        where = f"{path}, line {number}"
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise MarsError(f"{where}: it is not JSON ({error}): give one object a line.") from None
-        if not isinstance(values, dict):
-            raise MarsError(f"{where}: it is not an object: give one object a line.")
-        yield Fields(where, values)
