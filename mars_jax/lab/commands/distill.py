@@ -235,7 +235,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     # Import the training code only after the checks, so that wrong flags are refused immediately.
     keep_compilations()
     if args.kind == "features":
-        from mars_jax.lab.training.features import write_features
+        from mars_jax.lab.commands.distill_features import write_features
 
         write_features(args)
     else:

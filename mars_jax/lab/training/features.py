@@ -6,11 +6,9 @@ layers. Oracle: the loss on the target's own forward (tests/lab/training/test_fe
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,20 +19,14 @@ import ml_dtypes
 import numpy as np
 from jax import Array
 
-from mars_jax import hub
-from mars_jax.cli.progress import busy
 from mars_jax.contrib.teaching import forward_packed
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.durable import sync
-from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.folder import SETTINGS, check_folder, claim
-from mars_jax.lab.training import data
+from mars_jax.lab.folder import SETTINGS
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.models.transformer import language_model
-from mars_jax.serve.generation import generate
-from mars_jax.serve.rows import digest, fingerprint
-from mars_jax.utils.errors import MarsError, say
+from mars_jax.serve.rows import digest
+from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
 
 TOP = 64
@@ -183,12 +175,6 @@ def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple
     return grain.MapDataset.mix(datasets, weights=batch_counts), held_out, mean_tokens
 
 
-SHARD = 128
-"""Documents per shard."""
-FORWARD = 2048
-"""Tokens per forward pass of the target."""
-
-
 def default_layers(target: ModelConfig) -> tuple[int, ...]:
     """Return the layers that an EAGLE-3 head reads: those published, or the last of each third of a shallow target.
 
@@ -199,54 +185,6 @@ def default_layers(target: ModelConfig) -> tuple[int, ...]:
     if num_layers >= 12:
         return EagleConfig.outline(target).feature_layers
     return tuple(sorted({max(num_layers * i // 3 - 1, 0) for i in (1, 2, 3)}))
-
-
-def write_features(args: argparse.Namespace) -> None:
-    """Write the shards that are missing from `args.output`, for `mars-jax distill features`.
-
-    The documents are texts, or with --chat questions that the target answers.
-
-    Raises:
-      MarsError: a file cannot be read, the output belongs to a different run, or every document is too long for an
-        answer.
-    """
-    documents = [text for path in args.data for text in data.documents(path)]
-    check_folder(args.output)
-    # Reject invalid layers before loading the weights.
-    outline = hub.outline(args.target)
-    layers = layers_of(args.feature_layers) or default_layers(outline.config)
-    read_features = reader(language_model(outline.config, dtype="bfloat16", feature_layers=layers))
-    with busy("loading"):
-        target = hub.load(args.target, dtype="bfloat16")
-    settings = {
-        "chat": args.chat,
-        "length": args.length,
-        "seed": args.seed,
-        "shard": SHARD,
-        "layers": list(layers),
-        "data": digest("\0".join(documents).encode()),
-        "weights": fingerprint((target.params,), target.path),
-    }
-    with claim(args.output, settings):
-        for shard_number, first_index in enumerate(range(0, len(documents), SHARD)):
-            folder = args.output / f"{shard_number:05d}"
-            if folder.exists():
-                continue
-            start_time = time.perf_counter()
-            # Write no shard if none of its documents leaves room for an answer.
-            token_lists = _texts(target, documents[first_index : first_index + SHARD], args, first_index)
-            if not token_lists:
-                continue
-            packed_rows = pack_documents(token_lists, args.length)
-            _write(folder, read_features, target, packed_rows)
-            say(
-                f"{folder}: {len(token_lists)} texts, {sum(map(len, token_lists)):,} tokens "
-                f"in {len(packed_rows[0])} rows of {args.length}; {time.perf_counter() - start_time:.0f} s"
-            )
-    if not shards(args.output):
-        raise MarsError(
-            f"no document leaves room for an answer in --length {args.length}: give shorter ones, or more."
-        )
 
 
 def dump_settings(dump: Path) -> JsonObject:
@@ -293,43 +231,3 @@ def layers_of(names: str | None) -> tuple[int, ...] | None:
         return tuple(int(part) for part in names.split(","))
     except ValueError:
         raise MarsError(f"--feature-layers is {names}: expected layer numbers such as 1,15,28.") from None
-
-
-def _texts(
-    target: Pretrained, documents: Sequence[str], args: argparse.Namespace, first: int
-) -> list[list[int]]:
-    """Return the tokens of documents, or of chats in which the target answers at temperatures 0 and 1 in turn."""
-    if not args.chat:
-        return target.encode_many(documents)
-    # An answer gets at least a quarter of the row.
-    prompts = [ids for ids in target.encode_many(documents, chat=True) if len(ids) <= args.length * 3 // 4]
-    if not prompts:
-        return []
-    answers = generate(
-        target,
-        "none",
-        prompts,
-        chat=True,
-        temperature=[float(i % 2) for i in range(len(prompts))],
-        seed=[(args.seed + first + i) % 2**32 for i in range(len(prompts))],
-        max_new_tokens=[args.length - len(ids) for ids in prompts],
-        batch_size=64,
-    )
-    return [[*prompt, *ids] for prompt, ids in zip(prompts, answers.tokens, strict=True)]
-
-
-def _write(
-    folder: Path, record: Callable[..., Recorded], target: Pretrained, rows: Sequence[np.ndarray]
-) -> None:
-    """Compute the features of rows, one padded batch at a time, and write them as a shard."""
-    tokens = rows[0]
-    rows_per_batch = max(1, FORWARD // tokens.shape[1])
-    batch_outputs = []
-    for first in range(0, len(tokens), rows_per_batch):
-        batch = [x[first : first + rows_per_batch] for x in rows]
-        num_rows = len(batch[0])
-        # Pad the last batch, so that all batches share one compiled program.
-        padded_batch = [jnp.asarray(np.pad(x, ((0, rows_per_batch - num_rows), (0, 0)))) for x in batch]
-        batch_outputs.append([np.asarray(x)[:num_rows] for x in record(target.params, *padded_batch)])
-    outputs = [np.concatenate(columns) for columns in zip(*batch_outputs, strict=True)]
-    write_shard(folder, Recorded(*outputs))
