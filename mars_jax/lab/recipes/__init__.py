@@ -148,4 +148,4 @@ def table(recipe: Recipe, output: Path) -> str:
     from mars_jax.lab.evaluate.benchmark.report import render
 
     means = measured(json.loads((output / PARTS[0] / "summary.json").read_text(encoding="utf-8")))
-    return render("recipe.md.jinja", recipe=recipe, means=means)
+    return render("recipe.md.jinja", FOLDER, recipe=recipe, means=means)

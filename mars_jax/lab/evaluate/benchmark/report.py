@@ -285,13 +285,13 @@ def cells(arm: JsonObject, metric: str) -> dict[str, str]:
 _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 160)] if chr(c) not in "\n\t"}
 
 
-def render(template: str, **values: object) -> str:
-    """Render a template of this folder, with HTML escaped in pages."""
+def render(template: str, folder: Path = Path(__file__).parent, /, **values: object) -> str:
+    """Render a template of a folder, by default of this one, with HTML escaped in pages."""
     import jinja2
 
     # Without `finalize`, a control character in a completion would make the page invalid HTML.
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
         autoescape=template.endswith(".html.jinja"),
         finalize=_plain,
