@@ -62,7 +62,8 @@ def write_features(args: argparse.Namespace) -> None:
             token_lists = _texts(target, documents[first_index : first_index + SHARD], args, first_index)
             if not token_lists:
                 continue
-            packed_rows = features.pack_documents(token_lists, args.length)
+            is_recurrent = target.model.for_chains is not None
+            packed_rows = features.pack_documents(token_lists, args.length, separate=is_recurrent)
             _write(folder, read_features, target, packed_rows)
             say(
                 f"{folder}: {len(token_lists)} texts, {sum(map(len, token_lists)):,} tokens "

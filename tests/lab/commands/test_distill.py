@@ -1,5 +1,6 @@
 """Tests of `mars-jax distill`: each kind trains, resumes, is written in its layout, and drafts losslessly."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -17,6 +18,8 @@ from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from mars_jax.lab.training import data, distillation, eagle_training, features
 from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.mesh.axes import parse_mesh
+from mars_jax.models import init_params, language_model
+from mars_jax.models.config import Delta, ModelConfig
 
 TEXT = "\n<|endoftext|>\n".join(f"a story of the sea and the sun, number {i}, of the sand" for i in range(40))
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -164,6 +167,32 @@ def test_features_are_of_the_targets_answers(call, tmp_path):
     assert tokens[: len(prompt)] == prompt and len(tokens) > len(prompt)
     same = record.top[0, len(prompt) - 1 : len(tokens) - 1, 0] == tokens[len(prompt) :]
     assert np.mean(same) > 0.85  # bfloat16 rounding depends on the shapes, so ties may differ
+
+
+@pytest.mark.slow
+def test_features_of_a_recurrent_target_do_not_depend_on_other_documents(call, target, tmp_path, monkeypatch):
+    loaded = mj.load(target, dtype="bfloat16")
+    delta = Delta(layers=(0,), key_heads=1, value_heads=2, key_dim=8, value_dim=6)
+    sizes = {
+        name: getattr(loaded.config, name) for name in ("vocab_size", "hidden_size", "intermediate_size")
+    }
+    options = {"family": "qwen3_5_text", "delta": delta, "attention_gate": True}
+    config = ModelConfig(num_layers=2, num_heads=2, **sizes, **options)
+    params = init_params(config, jax.random.key(0), scale=0.4)
+    recurrent = dataclasses.replace(loaded, config=config, model=language_model(config), params=params)
+    monkeypatch.setattr(hub, "outline", lambda name: recurrent)
+    monkeypatch.setattr(hub, "load", lambda name, dtype: recurrent)
+    records = []
+    for documents in (["the sea and the sun", "a story"], ["a story"]):
+        (tmp_path / "text.txt").write_text("\n<|endoftext|>\n".join(documents))
+        output = tmp_path / f"{len(documents)}"
+        code, err = call("features", "--data", tmp_path / "text.txt", "--length", 32, "--output", output)
+        assert code == 0, err
+        records.append(features.read_shard(output / "00000"))
+    both, single = records
+    assert len(both.tokens) == 2
+    for of_both, of_single in zip(both, single, strict=True):
+        np.testing.assert_array_equal(of_both[1], of_single[0])
 
 
 @pytest.mark.parametrize("kind", distill.KINDS)
