@@ -24,7 +24,7 @@ from mars_jax.cli.flags import flag_of, part_of
 from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.job import in_order, open_job
-from mars_jax.cli.generate.ways import fingerprints, recorded
+from mars_jax.cli.generate.output import fingerprints, recorded
 from mars_jax.cli.progress import progress, speed
 from mars_jax.hub.chat_template import bounded_templates
 from mars_jax.hub.conversation import as_conversation

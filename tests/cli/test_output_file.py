@@ -12,8 +12,8 @@ import pytest
 from mars_jax.cli.generate import command
 from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse
+from mars_jax.cli.generate.output import recorded
 from mars_jax.cli.generate.prompts import from_texts
-from mars_jax.cli.generate.ways import recorded
 from mars_jax.serve.rows import RowFile
 from mars_jax.utils.errors import MarsError
 from tests.cli.conftest import timeless

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mars_jax import __version__, verify
 from mars_jax.cli.commands import parser_of
 from mars_jax.cli.generate.command import main
-from mars_jax.cli.generate.ways import missing_rows, sampling
+from mars_jax.cli.generate.output import missing_rows, sampling
 from mars_jax.drafters.registry import definitions, parse_draft
 from mars_jax.drafters.tree_shapes import parse_tree
 from mars_jax.serve.requests import Request

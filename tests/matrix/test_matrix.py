@@ -13,8 +13,8 @@ from mars_jax import contrib, verify
 from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.job import open_job
+from mars_jax.cli.generate.output import fingerprints
 from mars_jax.cli.generate.prompts import from_texts
-from mars_jax.cli.generate.ways import fingerprints
 from mars_jax.core import decode
 from mars_jax.drafters.registry import definition, definitions
 from mars_jax.serve.prepare import prepared

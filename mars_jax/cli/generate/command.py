@@ -70,7 +70,7 @@ def _list(args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow], out: IO[str]) -> None:
-    from mars_jax.cli.generate import ways
+    from mars_jax.cli.generate import output
     from mars_jax.cli.generate.job import open_job
     from mars_jax.serve.rows import RowFile
 
@@ -79,14 +79,14 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
         row_file = None
         if args.output is not None:
             # Open the file before the weights load, so that a file of another run is refused at once.
-            row_file = RowFile(args.output, ways.recorded(args, choices, rows), resume=args.resume)
+            row_file = RowFile(args.output, output.recorded(args, choices, rows), resume=args.resume)
             stack.callback(row_file.close)
             stack.enter_context(signals.ending(functools.partial(_stop, row_file, len(part_rows))))
         with busy("loading"):
             job = open_job(args, choices, part_rows)
         if row_file is not None:
             # Fingerprints need the weights, so the existing rows are compared only now.
-            row_file.start(ways.fingerprints(job.session, choices.draft))
+            row_file.start(output.fingerprints(job.session, choices.draft))
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
             # JSON is UTF-8 in every locale.
             if args.json:
@@ -94,15 +94,15 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
             else:
                 reconfigure(errors="replace")  # characters that the locale cannot encode
         if args.compare:
-            ways.print_comparison(job, out, json=args.json)
+            output.print_comparison(job, out, json=args.json)
         elif row_file is not None:
-            ways.write_output(job, row_file, out, json=args.json)
+            output.write_output(job, row_file, out, json=args.json)
         elif args.json:
-            ways.print_json(job, out)
+            output.print_json(job, out)
         elif choices.streams:
-            ways.stream_text(job, out, chat=args.chat)
+            output.stream_text(job, out, chat=args.chat)
         else:
-            ways.print_text(job, out, chat=args.chat)
+            output.print_text(job, out, chat=args.chat)
         job.check_finite()
 
 
