@@ -1,6 +1,6 @@
 """Choice of an operation's implementation during lowering, if the caller names none.
 
-The operations of `margin` and `top_k` use `dispatch`, other callers `kernel_on` and `with_gradient_of`.
+`margin` and `top_k` call `dispatch`. The layers of `mars_jax.models` combine the other functions themselves.
 
 A kernel is compiled as part of a program, so a kernel that does not compile would make the whole program fail. Each
 kernel is therefore first compiled separately, on the local chip. Without a chip, for example when a program is compiled

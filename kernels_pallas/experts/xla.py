@@ -38,7 +38,7 @@ def scaled(product: Callable[..., Array]) -> Callable[..., Array]:
 def dense_by_expert_int8(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
     """Multiply x [R, K] by its experts' matrices, values i8[X, N, K] times scale f32[X, N]: f32[R, N].
 
-    Expert e has `sizes[e]` rows. Results of rows beyond their sum are undefined.
+    Expert e has `sizes[e]` rows. The results of rows from `sum(sizes)` on are undefined.
     """
     return scaled(ragged_product)(x, values, scale, sizes)
 

@@ -71,7 +71,8 @@ def margin_accept(
     # the logits, whose tiles are twice as high in bfloat16.
     tree_multiple = tile_rows(logits.dtype) if nodes == 1 else SUBLANES
     if blocks is None and min(batch, tree_multiple) * nodes > MAX_ROWS:
-        # The walk needs whole trees in a block, and the least legal number of them does not fit. The fold does not.
+        # The walk needs whole trees in a block, and even the smallest legal number of trees does not fit. Statistics
+        # do not need whole trees, so only they use the kernel.
         stats = margin_stats(logits, logsumexp=logsumexp, interpret=interpret)
         return accept_from_stats(stats, tokens, parents, y, controls, max_depth, margin)
     plan = _plan(logits, nodes, tree_multiple, blocks, logsumexp)

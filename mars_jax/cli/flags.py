@@ -206,18 +206,22 @@ WITH = [
     (
         ["--base", "--block", "--output", "--resume", "--stream", "--no-stream"],
         ["--compare"],
-        ", which prints one table of its own rules",
+        ", which chooses its own rules and prints one table",
     ),
-    (["--num-draft-tokens", "--draft-size auto"], ["--tree"], ", whose shape is its own"),
+    (["--num-draft-tokens", "--draft-size auto"], ["--tree"], ", which sets the shape"),
     (["--refine"], ["--mesh", "--compare", "--stream"], ""),
-    (["--refine"], ["--resume"], ", as what the draft had learned is gone"),
+    (["--refine"], ["--resume"], ", because the trained draft was not saved"),
     (["--refine"], ["--part"], ", as every part would learn for itself"),
-    (["--draft-device"], ["--tree"], ", since only a chain can be guessed to hold"),
+    (["--draft-device"], ["--tree"], ", because only a chain can be assumed to be accepted"),
     (["--draft-device"], ["--compare", "--draft-size auto", "--refine"], ""),
-    (["--draft-device"], ["--coordinator", "--num-processes"], ", as its devices are one process's"),
-    (["--stream"], ["--json"], ", which prints finished rows"),
-    (["--stream"], ["--output"], ", which has finished rows"),
-    (["prompt_tokens"], ["--chat"], ", which makes tokens of texts"),
+    (
+        ["--draft-device"],
+        ["--coordinator", "--num-processes"],
+        ", because these devices must belong to one process",
+    ),
+    (["--stream"], ["--json"], ", which prints only finished rows"),
+    (["--stream"], ["--output"], ", which stores only finished rows"),
+    (["prompt_tokens"], ["--chat"], ", which tokenizes text"),
 ]
 """Flags and prompt keys that contradict any flag in the second list, and an explanation of the latter."""
 OF_DRAFT = [
@@ -231,7 +235,7 @@ OF_DRAFT = [
 
 
 class Present:
-    """Names of the given flags, in Python and as users write them, also with their values, and of given prompt keys."""
+    """Names of the given flags and prompt keys. Flags appear in Python's form, in the user's, and with their values."""
 
     def __init__(self, args: argparse.Namespace, rows: Sequence[PromptRow] = ()):
         """

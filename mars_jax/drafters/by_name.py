@@ -50,9 +50,8 @@ def load(
         target that is a mixture of experts the default is at most 3, because each node reads different experts;
         SPRINTER, TriSpec and VIA-SD keep their defaults.
       tree: children per node at each depth, `Dynamic(...)` (not for Medusa), or either as a string, such as "4-2-2-1"
-        or "dynamic". Default: a chain; `Dynamic()` for EAGLE unless a chain length is given or the target is a
-        mixture of experts or has recurrent layers; for DFlash a dynamic tree as deep as its block, or a chain for
-        recurrent layers.
+        or "dynamic". Default: `Dynamic()` for EAGLE, and for DFlash a dynamic tree as deep as its block, unless a
+        chain length is given or the target is a mixture of experts or has recurrent layers; otherwise a chain.
       sample: draw the chain from the draft and pass the true q to `verify.rejection`. EAGLE then drafts a
         chain, of 5 tokens unless a length is given.
       dtype: dtype of the draft's weights; default: the checkpoint's for a model, the target's for heads.

@@ -32,8 +32,8 @@ DECAY = 0.95
 """Factor on the counts after each step with a draft: at batch 1, about the last twenty steps count (some 60 tokens)."""
 USUAL_ACCEPTANCE, PRIOR_TOKENS = 0.6, 5.0
 """Acceptance assumed for a drafter that does not estimate its own. The counts start as if `PRIOR_TOKENS` drafted
-tokens had been accepted at this rate. It is moderate, so that a draft that is expensive compared with a step is not
-tried at the cost of a short answer."""
+tokens had been accepted at this rate. The rate is moderate, so that a short answer is not slowed down by trying a draft
+that is expensive compared with a step."""
 MARGIN = 1.1
 """Minimum estimated speed of a draft relative to no draft. It exceeds 1 because costs leave out the tokens that a draft
 model has to catch up on, and because a batch ends with its slowest row."""

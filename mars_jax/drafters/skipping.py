@@ -45,7 +45,7 @@ class SkippingState:
     """Draft state shared by all lengths of a `Skipping` drafter."""
 
     draft: PyTree  # state of the wrapped drafter
-    origin: Array  # i32[B]; the token in slot 0 of a head's cache, which holds no earlier ones
+    origin: Array  # i32[B]; index of the token in slot 0 of a head's cache; earlier tokens are not cached
     cached: Array  # i32[B]; the drafter's cache holds the committed tokens before this one
     # The target's output, without its cache, at tokens that the drafter has not read; leaves [B, P, E], with token t in
     # entry t % P. None for a drafter that does not read its target.
@@ -132,7 +132,7 @@ class Skipping(Drafter):
     ) -> SkippingState:
         # The next draft reads the missing tokens.
         if self.reads is not None:
-            # The old tokens and the prompt share `cached` + 2 tokens. `observe` then gets the features of later ones.
+            # The old and the new text share `cached` + 2 tokens. `observe` then gets the features of later tokens.
             cached = jnp.minimum(cached + 1, self._complete(length))
         origin, cached = jnp.minimum(state.origin, cached), jnp.minimum(state.cached, cached)
         return dataclasses.replace(state, origin=origin, cached=cached)
@@ -200,7 +200,7 @@ def _keep(state: SkippingState, first: Array, end: Array, output: ForwardOutput)
     features = jax.tree.map(
         lambda kept, new: write(kept, new, entries), state.features, output._replace(cache=())
     )
-    # In the head's cache, tokens from `first` on may belong to other text.
+    # Tokens from `first` on in the head's cache may belong to a previous text.
     valid = jnp.minimum(state.cached, first)
     cached = jnp.maximum(valid, end - FEATURES)
     origin = jnp.where(cached > valid, cached, jnp.minimum(state.origin, valid))

@@ -71,7 +71,7 @@ def _converted(field: str, value: Any) -> Any:
 
 
 def _rope(fraction: float, *, interleaved: bool = False) -> Part:
-    """Return the part of a rope that rotates this fraction of each head by default."""
+    """Return the part for a rope that by default rotates this fraction of each head."""
     return Part(
         lambda data: {
             "rope": dataclasses.replace(read_rope(data, fraction=fraction), interleaved=interleaved)
@@ -251,7 +251,7 @@ def _read_growing_queries(data: JsonObject) -> Fields:
 
 
 def _write_trained_length(config: ModelConfig) -> JsonObject:
-    # Phi-3 has the trained length outside of rope_scaling.
+    # Phi-3 stores the trained length outside rope_scaling.
     return {"original_max_position_embeddings": config.rope.original_max_positions or config.max_positions}
 
 
@@ -331,12 +331,12 @@ def _read_attention_multiplier(data: JsonObject) -> Fields:
 
 
 def _write_attention_multiplier(config: ModelConfig) -> JsonObject:
-    # 15 digits: the square root returns the multiplier that was read, without its rounding error.
+    # Round to 15 digits, which recovers the multiplier that was read despite the error of the square root.
     return {"attention_multiplier": float(f"{(config.query_scalar or config.head_dim) ** -0.5:.15g}")}
 
 
 def _read_olmo3(data: JsonObject) -> Fields:
-    """Read OLMo 3's fields: OLMo 2 with windows in three of four layers, whose rope is not scaled."""
+    """Read OLMo 3's fields: OLMo 2 with windows in three of four layers. Layers with a window have an unscaled rope."""
     kinds = data.get("layer_types") or _types((i + 1) % 4 != 0 for i in range(data["num_hidden_layers"]))
     full, sliding = _by_layer_type(data)
     ropes = {"rope": read_rope(full, theta=5e5), "local_rope": read_rope(sliding, theta=5e5)}

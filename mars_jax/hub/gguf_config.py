@@ -22,7 +22,7 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
 
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",  # also Mistral: its metadata is the same; with experts, Mixtral
+    "llama": "LlamaForCausalLM",  # also Mistral, whose metadata is the same, and with experts Mixtral
     "qwen2": "Qwen2ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -34,7 +34,7 @@ ARCHITECTURES = {
     "glm4moe": "Glm4MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",  # also OLMo 3: it has windows
+    "olmo2": "Olmo2ForCausalLM",  # also OLMo 3, which has windows
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
@@ -46,7 +46,7 @@ _27B = {"gemma2": 46, "gemma3": 62}
 _WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}
 """Period of the layers without a sliding window, as in llama.cpp and `hub.families`."""
 _GATING = {"glm4moe": 2, "gpt-oss": 3}
-"""llama.cpp's numbers of sigmoid, and of softmax over the experts of a token; default: softmax over all experts, 1."""
+"""llama.cpp's gating functions: 2 is sigmoid, 3 is softmax over the chosen experts. Default: 1, softmax over all."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "rope.dimension_sections": (0,),  # rotation by position in an image
@@ -58,8 +58,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Neutral values of metadata keys that would change these architectures' forward pass and are not implemented.
 
-`_neutral` adds keys whose neutral values depend on the model. Source: `llama_model::load_hparams` of llama.cpp, which
-reads other keys, such as `residual_scale`, only for other architectures.
+`_neutral` adds keys whose neutral values depend on the model. Source: `llama_model::load_hparams` of llama.cpp. It
+reads other keys, such as Granite's `residual_scale`, only for some architectures; `_FAMILIES` converts those.
 """
 
 
@@ -264,7 +264,7 @@ def _glm_moe(file: GGUFFile, data: JsonObject) -> JsonObject:
 
 def _gpt_oss(file: GGUFFile, data: JsonObject) -> JsonObject:
     tokens = file.get("tokenizer.ggml.tokens") or []
-    # llama.cpp knows these stop tokens of the model's generation_config.json by name; no key records them.
+    # No key records these stop tokens of the model's generation_config.json. llama.cpp finds them by name.
     stops = [tokens.index(token) for token in ("<|return|>", "<|endoftext|>", "<|call|>") if token in tokens]
     # llama.cpp rounds YaRN's range to whole dimensions; the model was trained without rounding.
     scaling = (data["rope_scaling"] or {"rope_type": "default"}) | {"truncate": False}

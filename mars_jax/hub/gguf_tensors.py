@@ -75,8 +75,8 @@ def gguf_tensors(path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]
 def _split(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
     """Return the tensors of the model as the hub stores them, without MTP modules (NextN), which are not loaded.
 
-    llama.cpp joins the experts of a layer: expert 3 becomes "blk.0.ffn_up_exps.3.weight". It may also join queries,
-    keys and values (the first GLM-4), and store a matrix with one row as a vector.
+    llama.cpp stores the experts of a layer in one tensor; here expert 3 gets the name "blk.0.ffn_up_exps.3.weight".
+    llama.cpp may also join queries, keys and values (the first GLM-4), and store a matrix with one row as a vector.
     """
     queries, keys = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
     has_modules = bool(file.of_model("nextn_predict_layers"))
@@ -88,7 +88,7 @@ def _split(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
         if has_modules and block is not None and int(block[1]) >= config.num_layers:
             continue
         is_stack = stem.endswith("_exps") and len(inner) == 2 and rows == config.num_experts
-        # llama.cpp keeps vectors in float32, so a row of any tensor is a number of whole blocks.
+        # A part may begin at any row: a row of a matrix consists of whole blocks, and vectors are in float32.
         has_rows = inner or tensor.kind.name == "F32"
         if is_stack and config.family != "gpt_oss":
             for i in range(rows):

@@ -110,14 +110,14 @@ def load(
       dtype: "float32" or "bfloat16". None keeps the checkpoint's dtype: float16 becomes bfloat16, and a quantised GGUF
         file becomes float32, or bfloat16 if it has experts in MXFP4. For 4-bit AWQ, GPTQ and compressed-tensors, and
         GGUF files with experts in MXFP4, None also keeps a layer's matrix packed if the file packs it in groups of
-        neighbouring inputs. None never rounds again: matrices with GPTQ's `desc_act`, experts not in MXFP4, embeddings
-        and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits per weight (`models.quantize`) and keeps
-        everything else in the checkpoint's dtype. "int4" rounds matrices of layers to 4 bits, and embeddings and
-        experts to 8. Matrices that a file stores at 4 bits (GGUF's Q4_0, Q4_1 and Q4_K, AWQ, GPTQ without `desc_act`,
-        compressed-tensors' pack-quantized, experts in MXFP4) are not rounded again. Matrices that such a GGUF file
-        stores at more bits are rounded to 8. On a CPU without a mesh, 4-bit matrices are widened to the floating-point
-        dtype, because products with them are slower there. They stay packed if the whole model in this dtype would
-        take more than half of the free memory.
+        neighbouring inputs. All other weights of these files get a floating-point dtype: matrices with GPTQ's
+        `desc_act`, experts not in MXFP4, embeddings and unpacked matrices. "int8" rounds matrices to 8 bits per weight
+        (`models.quantize`) and keeps everything else in the checkpoint's dtype. "int4" rounds matrices of layers to 4
+        bits, and embeddings and experts to 8. Matrices that a file stores at 4 bits (GGUF's Q4_0, Q4_1 and Q4_K, AWQ,
+        GPTQ without `desc_act`, compressed-tensors' pack-quantized, experts in MXFP4) are not rounded again. Matrices
+        that such a GGUF file stores at more bits are rounded to 8. On a CPU without a mesh or shardings, 4-bit matrices
+        other than experts in MXFP4 are dequantised, because products with them are slower there. They stay packed if
+        the whole model would then take more than half of the free memory.
       mesh: devices to shard the weights over: a mesh with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a string such as "data=2,model=4"; see `mars_jax.models.shardings`. `generate` then shards the
         batch over `data`.
@@ -175,7 +175,7 @@ def load(
 
 
 def _widened(params: PyTree, config: ModelConfig, dtype: str) -> PyTree:
-    """Return params with 4-bit matrices in `dtype`, unless the model would then take over half of the free memory."""
+    """Return params with `Int4` matrices in `dtype`, unless the model would then take over half of the free memory."""
     num_bytes = sum(math.prod(leaf.shape) for leaf in leaves(config)) * jnp.dtype(dtype).itemsize
     if num_bytes > free_bytes() / 2:
         return params
@@ -183,7 +183,7 @@ def _widened(params: PyTree, config: ModelConfig, dtype: str) -> PyTree:
     def widen(weight: jax.Array | Quantized) -> jax.Array | Quantized:
         if not isinstance(weight, Int4):
             return weight
-        # On the host: as JAX operations, each step would be a program per shape.
+        # Compute on the host: as a JAX operation, each step would compile a program for each shape.
         fields: list[Any] = [np.asarray(field) for field in (weight.values, weight.scale, weight.offset)]
         matrix = dequantised(*fields)
         return jax.device_put(np.ascontiguousarray(matrix, jnp.dtype(dtype)))
@@ -199,7 +199,7 @@ def free_bytes() -> int:
         return 0
     free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
     group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # a container without a limit has the text "max"
+    with contextlib.suppress(OSError, ValueError):  # without a limit, the text is "max"
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         free = min(free, limit - used)
     return free

@@ -52,7 +52,7 @@ _FUSED = ("weight_input", "weight_output")
 _SCALES = (".weight_scale_inv", ".weight_scale")
 """Suffixes of the scales of fp8 and int8 matrices."""
 _OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".kv_scale")
-"""Names of tensors that describe how to round activations. mars-jax does not round them."""
+"""Suffixes of scales for rounding activations, keys and values, which mars-jax does not round."""
 _PIECE = re.compile(r"^(.*)\.(qweight|qzeros|scales|g_idx|weight_(?:packed|scale|zero_point|shape|g_idx))$")
 
 
@@ -280,7 +280,7 @@ def _compressed(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix
 
 
 def _matrix(q: np.ndarray, zero: np.ndarray, scale: np.ndarray, group: np.ndarray | None) -> _Matrix:
-    """Return a matrix whose groups are `group`; None if the inputs of a group are neighbours.
+    """Return a matrix. `group` i32[in] is the group of each input; None: the inputs of a group are neighbours.
 
     Raises:
       ValueError: the pieces do not belong to one matrix.

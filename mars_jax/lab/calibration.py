@@ -60,14 +60,14 @@ def calibrate(
     judge: Judge | None,
     progress: Show,
 ) -> JsonObject:
-    """Decode held-out problems with successively looser settings, as long as the risk is certified.
+    """Decode held-out problems with successively looser settings, until the risk is no longer certified.
 
     Args:
       args: flags of `mars-jax calibrate`: `setting` is "theta", or "exact_prefix", the number of strict first tokens;
         `values` are its values from strict to loose, fixed in advance.
       decoding: the pair of models and the settings of its answers.
-      problems: held-out problems. The bound holds for problems from the same distribution. Problem i draws with seed
-        `args.seed` + i under every rule.
+      problems: held-out problems. The bound holds for problems from the same distribution. Problem i is sampled
+        with seed `args.seed` + i under every rule.
       file: file that stores the rows, so that a run with the same arguments can continue after a kill.
       judge: the judge, for the risk "judge".
       progress: `(done, total, text)`, called after every group.
@@ -187,7 +187,7 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
       bound: bound of the mean loss, in (-1, 1).
       confidence: determines the size of the bets. The p-value is valid for any confidence.
 
-    Source: 2010.09686, section 3.2, via 2101.02703, equation 12. Raises: nothing.
+    Source: 2010.09686, section 3.2, via 2101.02703, equation 12.
 
     >>> p_value(np.zeros(400), 0.02, 0.95) < 0.05, p_value(np.full(400, 0.02), 0.02, 0.95)
     (True, 1.0)

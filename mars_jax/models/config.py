@@ -37,12 +37,12 @@ class Rope:
     Kinds and fields are named as in transformers' `ROPE_INIT_FUNCTIONS`. A field's comment lists the kinds that use it.
     "dynamic" (dynamic NTK) changes only the frequencies of texts longer than `max_positions`, the limit of a text here,
     so it has no effect. In "longrope", transformers selects the divisors by the current length and recomputes the cache
-    when it changes. Here the context that the config allows selects them once, as in vLLM.
+    when the selection changes. Here they are selected once, by the maximum context of the config, as in vLLM.
     """
 
     theta: float = 10000.0
     kind: str = "none"
-    fraction: float = 1.0  # share of a head's dimensions that are rotated, the first ones
+    fraction: float = 1.0  # share of a head's dimensions that are rotated: the first ones
     interleaved: bool = False  # rotate pairs of neighbours; False: dimension i is paired with i + half
     factor: float = 1.0  # linear, dynamic, llama3, yarn: ratio of the new context length to the trained one
     original_max_positions: int = 0  # llama3, yarn, longrope, query_growth: the trained length

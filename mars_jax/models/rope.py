@@ -83,8 +83,8 @@ def rotation_at(positions: Array, rope: Rope | None, head_dim: int) -> Rotation 
         return None
     query_factor = None
     if rope.query_growth:
-        # Attention temperature, as in Llama 4: queries grow with every trained length, so that attention stays sharp
-        # in long texts.
+        # Attention temperature, as in Llama 4: queries grow at each multiple of the trained length, so that attention
+        # stays sharp in long texts.
         lengths = (positions // rope.original_max_positions).astype(jnp.float32)
         query_factor = (1 + rope.query_growth * jnp.log1p(lengths))[:, :, None, None]
     return Rotation(*angles(positions, rope, head_dim), query_factor)

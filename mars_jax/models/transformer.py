@@ -167,7 +167,7 @@ def _project(
 
 
 def _score_scale(config: ModelConfig) -> float:
-    # Granite's `attention_multiplier` is stored as the `query_scalar` with that scale.
+    # `hub.families` reads Granite's `attention_multiplier` m as `query_scalar` m ** -2.
     return (config.query_scalar or config.head_dim) ** -0.5
 
 

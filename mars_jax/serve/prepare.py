@@ -39,7 +39,7 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.verify import exact
 
 STEPS = 8
-"""Number of steps that `step_seconds` times: enough to make the time of starting the loop small."""
+"""Number of steps that `step_seconds` times: enough to make the overhead of starting the loop small."""
 
 
 class RequestGuides(NamedTuple):
@@ -195,7 +195,7 @@ class Prepared:
         return dataclasses.replace(self, drafter=drafter, params=self.params._replace(draft=drafter.params))
 
     def step_seconds(self, rows: int, *, log_probs: bool = False) -> float:
-        """Return the mean seconds per step of B rows with caches of the usual length; the first call also compiles."""
+        """Return the mean seconds per step of B rows, for caches of the mean prompt length. The first call compiles."""
         # No row may end, so replace the stop tokens by one that never occurs. Their number is part of a shape and stays
         # the same. No row reaches its limit, the width of the buffer.
         requests = [

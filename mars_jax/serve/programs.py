@@ -1,10 +1,11 @@
-"""Compiled programs that later processes load without tracing them. The key of JAX's own cache is the traced program.
+"""Compiled programs that later processes load without tracing them.
 
-The key is instead everything that tracing depends on: the source of this package, the decoder with the variables that
-its functions close over, the shapes of the arguments, versions, settings and the machine. If any part has no exact
-description, such as a user's function, the program is compiled as usual. Loading a program runs code from its file, so
-programs are only kept in the user's own cache folder. Oracle: the process that compiled them
-(tests/serve/test_programs.py).
+JAX's own cache must trace a program to look it up. The key here is instead everything that tracing depends on: the
+source of this package, the decoder with the variables that its functions close over, the shapes of the arguments,
+versions, settings and the machine. If any part has no exact description, such as a user's function, the program is
+compiled as usual. Loading a program runs code from its file, so programs are only kept in the user's own cache folder.
+
+Oracle: the process that compiled them (tests/serve/test_programs.py).
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ _SOURCES = ("mars_jax", "kernels_pallas")
 _DESCRIBED = {*_SOURCES, "jax", "jaxlib", "numpy", "ml_dtypes", *sys.stdlib_module_names}
 """Modules whose code a key describes by its source or its version."""
 _RECENT = 60.0
-"""Seconds after a change of the source in which no program is kept: modules may be older than their files."""
+"""No program is kept or loaded for this many seconds after a change of the source: modules may be older than files."""
 
 _programs: dict[str, Callable[..., Any]] = {}
 _is_enabled = False
 
 
 def keep_programs() -> None:
-    """Keep the programs of this process; for commands, which run the code that is on disk."""
+    """Keep the programs of this process. Only for commands, whose modules match the files on disk."""
     global _is_enabled
     _is_enabled = True
-    # Positions in the source make up a fifth of a program's file and of the time to load it.
+    # Leave out source positions, which make up a fifth of a program's file and of the time to load it.
     jax.config.update("jax_include_full_tracebacks_in_locations", False)
 
 
@@ -162,12 +163,12 @@ def _compile(key: str, function: Any, decoder: Decoder, args: tuple[Any, ...]) -
 
     def packed() -> bytes:
         executable, _, outputs = serialize_executable.serialize(compiled)
-        # Leaves stand for the outputs, because JAX's structures cannot be pickled.
+        # Pickle a tree of numbers with the outputs' structure, because JAX's structures cannot be pickled.
         return zlib.compress(
             pickle.dumps((executable, jax.tree.unflatten(outputs, range(outputs.num_leaves)))), 1
         )
 
-    with contextlib.suppress(Exception):  # a part of the outputs' structure cannot be pickled
-        if _source_digest.__wrapped__() == _source_digest():  # else a module may be older than its file
+    with contextlib.suppress(Exception):  # the outputs' structure may contain parts that cannot be pickled
+        if _source_digest.__wrapped__() == _source_digest():  # otherwise a module may be older than its file
             keep_bytes(packed, "programs", key)
     return compiled

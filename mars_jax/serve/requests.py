@@ -338,7 +338,7 @@ def take_constraint(options: OptionValues, by_id: dict[int, Constraint]) -> Cons
       by_id: constraints by the `id` of their option's value, so that a value for all prompts is compiled only once.
 
     Raises:
-      MarsError: there are two constraints, or see the functions of `constraints`.
+      MarsError: there are two constraints, or as for the functions of `constraints`.
     """
     may_relax = options.pop("relax_constrained", False)
     check_switch("relax_constrained", may_relax)

@@ -30,7 +30,7 @@ STEADY = 1.5
 other load may have slowed down all rounds, and the next process measures again."""
 
 _MEASURED: dict[tuple[Decoder, str], list[float]] = {}
-"""Costs that this process measured or read, keyed by a text that contains everything they depend on."""
+"""Costs that this process measured or read, keyed by the decoder and a string with everything else they depend on."""
 
 
 def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Prepared:
@@ -45,7 +45,7 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
     if drafter.sizes is None or np.all(np.asarray(drafter.params.costs) > 0):
         return prepared
     machine = (jax.devices()[0].device_kind, os.cpu_count(), jax.process_count(), mesh and dict(mesh.shape))
-    # A decoder's functions differ between processes, so on disk, configs and names stand for it.
+    # A decoder's functions differ between processes, so the key on disk has configs and names instead.
     names = (prepared.loaded_rule.rule.name, drafter.drafter.name, drafter.sizes.lengths)
     batch = (rows, prepared.width, prepared.draws, any(r.edits for r in prepared.requests), log_probs)
     arrays = (prepared.guides.tables, prepared.params)

@@ -50,7 +50,8 @@ class Detokenizer:
         """Return the text of all tokens since the last piece, including text that later tokens may change."""
         context_text = self._decode(self._tokens[self._context : self._read])
         text = self._decode(self._tokens[self._context :])
-        # An invalid byte may follow a character of the prompt in the same run of bytes.
+        # An invalid byte replaces its whole run of bytes, which may begin in the prompt. The text then has a different
+        # beginning.
         if not text.startswith(context_text):
             return self._decode(self._tokens[self._read :])
         return text[len(context_text) :]

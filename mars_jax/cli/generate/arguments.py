@@ -38,7 +38,7 @@ _ROWS = textwrap.fill(
     "A prompts file holds one prompt a line. Named *.jsonl, it holds one object a line, and named *.parquet, or as a "
     "dataset of the hub, OWNER/NAME[:CONFIG[:SPLIT]], it has their keys as columns: prompt, messages (a "
     "conversation) or prompt_tokens, and "
-    "where a prompt chooses for itself id, "
+    "optionally, for this prompt only, id, "
     + ", ".join(REQUEST)
     + ", stop_strings, logit_bias, regex, json_schema, choice, allowed_tokens, relax_in, strict_in, and the numbers of "
     "the rule, such as theta.",
@@ -95,8 +95,8 @@ def _add_models(command_parser: Parser) -> None:
         "--dtype",
         choices=DTYPES,
         help="dtype of the weights (default: the checkpoint's own); a head has the target's; int8: matrices in 8 bits "
-        "per weight, the rest as stored; int4: those of layers in 4 bits, others in 8. On a CPU, int4 saves memory but "
-        "no time, and is widened while loading if memory allows it",
+        "per weight, the rest as stored; int4: matrices of layers in 4 bits, others in 8. On a CPU, 4-bit matrices are "
+        "dequantised while loading if memory allows it",
     )
     group.add_argument("--head-embed", choices=HEAD_EMBED, help=flags.HEAD_EMBED_HELP)
     add_settings(group, "draft_stop")
@@ -105,8 +105,8 @@ def _add_models(command_parser: Parser) -> None:
         "--draft-device",
         metavar="N[,N...]",
         type=_devices,
-        help="draft with model:PATH on this device, or on several, while the target verifies on others; a draft "
-        "assumes that the last one is accepted, and tokens stay the same (default: in turns, on the target's device)",
+        help="draft with model:PATH on this device, or on several, while the target verifies on others; each draft "
+        "assumes that the previous one is accepted, which changes no token (default: in turns, on the target's device)",
     )
     refine_help = (
         "let the draft, a model or an EAGLE-3 head, learn from its failures as it decodes, under lossless rules; FILE "
@@ -154,7 +154,7 @@ def _add_text(command_parser: Parser) -> None:
     group = command_parser.add_argument_group("text", description="Constraints on texts.")
     constraint_flags = {
         "--regex PATTERN": "constrain the text to match the whole pattern",
-        "--json-schema FILE": "constrain the text to JSON of this schema, as Python writes it",
+        "--json-schema FILE": "constrain the text to JSON of this schema, formatted as by Python's json.dumps",
         "--choice TEXT ...": "constrain the text to one of these; may be given several times",
     }
     flags.add_flags(group.add_mutually_exclusive_group(), constraint_flags)
@@ -170,17 +170,17 @@ def _add_text(command_parser: Parser) -> None:
 def _add_input(command_parser: Parser) -> None:
     group = command_parser.add_argument_group("input", description=_ROWS)
     group.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="texts to continue (default: asks a terminal)"
+        "prompts", nargs="*", metavar="PROMPT", help="texts to continue (default: ask on a terminal)"
     )
     input_flags = {
         "--prompts-file FILE": "read prompts from a file, or - for stdin; also a URL such as gs://..., or a dataset of "
         "the hub",
         "--chat": "format prompts with the model's chat template; on a terminal, lines are then turns of one "
         "conversation",
-        "--system TEXT": "content of a system turn, which comes first; with a chat template",
+        "--system TEXT": "content of the system turn; needs a chat template",
     }
     flags.add_flags(group, input_flags)
-    template_help = "a variable of the chat template, as JSON or a text, such as enable_thinking=false"
+    template_help = "a variable of the chat template, as JSON or a string, such as enable_thinking=false"
     flags.add_flags(group, {"--template-arg NAME=VALUE ...": template_help}, dest="template_args")
     add_settings(group, "batch_size")
 
@@ -194,7 +194,7 @@ def _add_output(command_parser: Parser) -> None:
         help="print text as it is decided (default), or when done",
     )
     log_probs_help = (
-        "with --json or --output: three log-probabilities, the regret and the kind of every token"
+        "with --json or --output: add three log-probabilities, the regret and the kind of every token"
     )
     flags.add_flags(group, {"--log-probs": log_probs_help})
     add_settings(group, "top_log_probs")
@@ -202,9 +202,7 @@ def _add_output(command_parser: Parser) -> None:
     flags.add_flags(group, {"--output FILE": "append these objects to a new file, one by one"}, type=Path)
     flags.add_flags(group, {"--resume": "continue the --output of an interrupted run"})
     flags.add_flags(group, {"--part I/N": flags.PART_HELP}, type=flags.part_of)
-    compare_help = (
-        "compare speed: without a draft, by exact, by the rule; prints one table, of acceptance too"
-    )
+    compare_help = "compare no draft, exact and the rule; print a table of speed and acceptance"
     flags.add_flags(group, {"--compare": compare_help})
 
 

@@ -110,8 +110,8 @@ class Cascade(Drafter):
     target without some of its layers (`LanguageModel.with_layers`) as proxy, it is VIA-SD (arXiv 2606.12243).
 
     In each round the proxy reads the inner draft x. Let t_a be the first position where the gate replaces x by the
-    proxy's token a, and t_m the first where it is unsure; see `GATES`. If t_a < t_m, x before t_a and a itself are
-    trusted, and another round follows, unless the draft is full. Otherwise x before t_m is trusted, and the target
+    proxy's token a, and t_m the first where the proxy is unsure; see `GATES`. If t_a < t_m, x before t_a and a itself
+    are trusted, and another round follows, unless the draft is full. Otherwise x before t_m is trusted, and the target
     verifies the remaining tokens. *Trusted* tokens are emitted without verification and marked by their kind in
     `StepInfo`, with the target's regret.
 

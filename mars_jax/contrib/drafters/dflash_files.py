@@ -36,12 +36,12 @@ is the layout of the library of that name."""
 _STATES = "aux_hidden_state_layer_ids"
 _SUPPORTED = {
     "projector_type": ("dflash", "dspark"),
-    "markov_head_type": ("vanilla",),  # its correction depends only on the token before
+    "markov_head_type": ("vanilla",),  # its correction depends only on the previous token
     "input_embedding_scale": (1.0,),
     "output_multiplier": (1.0,),
     "final_logit_softcapping": (0.0,),
 }
-"""Settings of some heads, and their supported values besides null."""
+"""Settings that only some heads have, and their supported values besides null."""
 
 
 def load_dflash(

@@ -77,8 +77,8 @@ def search(
       seed: seed of the search.
 
     Raises:
-      MarsError: the weights are 8-bit, or `left_out` asks for more sublayers than the layers between the first and the
-        last have.
+      MarsError: the weights are 8-bit, or `left_out` is no sublayer, or more sublayers than there are between the first
+        and the last layer.
     """
     num_layers = len(params["layers"])
     # (layer, 0 for attention or 1 for MLP). The first and the last layer stay whole.

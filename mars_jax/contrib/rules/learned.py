@@ -23,14 +23,14 @@ from mars_jax.verify.ranges import HARMS, share
 @register("learned", paper="after 2501.19309")
 @struct.dataclass(kw_only=True)
 class Learned(Relaxed):
-    """Also accept the runner-up where a trained head predicts the same outcome.
+    """Also accept the runner-up if a trained head predicts the same outcome.
 
     The rule is `Mars` with a head on the target's features instead of the margin.
 
     An edge to one of the two best tokens is relaxed if the head's probability of a changed outcome is below `theta`.
 
-    The head's weights are `Params.verify`; see `contrib.models.indicator`, also for their
-    training. The guards are those of `Mars`.
+    The head's weights are `Params.verify`; `contrib.models.indicator` defines and trains the head. The guards are those
+    of `Mars`.
 
     >>> Learned(theta=0.2).name
     'learned'

@@ -37,7 +37,7 @@ def _flag(metavar: str, help: str, kind: type = str, **options: Any) -> dict[str
 
 
 def _switch(help: str) -> dict[str, Any]:
-    # None, as for flags that a kind does not have, and not False.
+    # The default is None instead of False, as for flags that a kind does not have.
     return {"action": "store_true", "default": None, "help": help}
 
 

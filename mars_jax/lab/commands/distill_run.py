@@ -118,9 +118,9 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
 
 
 def _open_first(args: argparse.Namespace, target: Pretrained) -> tuple[Any, PyTree]:
-    """Load the checkpoint of --from, a model or for eagle3 (config, params) of a head, and return it with its params.
+    """Load the checkpoint of --from, and return it with its params; without a checkpoint, return (None, ()).
 
-    Without a checkpoint, return (None, ()).
+    The checkpoint is a model, or for eagle3 the (config, params) of a head.
     """
     if args.first is None or (args.kind, args.first) == ("via_sd", NGRAM):
         return None, ()

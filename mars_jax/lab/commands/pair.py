@@ -226,7 +226,7 @@ def open_study(
 
 
 def load_drafter(args: argparse.Namespace, target: Pretrained, *, samples: bool) -> LoadedDrafter:
-    """Load the drafter of the flags, which samples its tokens or drafts the best ones."""
+    """Load the drafter that the flags select; it samples its tokens if `samples`, else it drafts the best ones."""
     from mars_jax import drafters
 
     return drafters.load(

@@ -228,7 +228,7 @@ def _acceptance(text: str) -> list[float]:
 
 
 def _read_target(name: str) -> tuple[ModelConfig, str, bool]:
-    """Return the config of a target, the dtype of its weights, and whether its experts are stored in MXFP4."""
+    """Return the config of a target, the default dtype of its plan, and whether its experts are stored in MXFP4."""
     from mars_jax import hub
     from mars_jax.hub import converted, files
     from mars_jax.hub.load import packs_experts

@@ -119,9 +119,9 @@ def kind_of(config: AnyConfig | str) -> str:
 def default_mesh(config: ModelConfig, count: int, batch: int) -> str:
     """Return the axes of a mesh of `count` devices, as for --mesh.
 
-    `model` gets the largest divisor of `count` that also divides the number of key-value heads. With latent
-    attention, whose heads share one cache row per token, it is the number of attention heads instead. The remaining
-    devices go to `data` if they divide the batch evenly, and otherwise also to `model`.
+    `model` gets the largest divisor of `count` that also divides the number of key-value heads, or of attention heads
+    with latent attention, whose heads share one cache row per token. The remaining devices go to `data` if they divide
+    the batch evenly, and otherwise also to `model`.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=8)
     >>> default_mesh(config, 16, 2), default_mesh(config, 16, 1)

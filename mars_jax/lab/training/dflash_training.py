@@ -206,7 +206,7 @@ def new_dflash(
       target, params, ids, seed: as for `eagle_training.new_eagle3`.
       layers: target layers to read; default: `block_layers`.
       depth: number of layers of the head.
-      block_size: tokens of a block, with the last committed one.
+      block_size: tokens of a block, including the last committed one.
       markov_rank, confidence: those of DSpark, whose blocks draft from their anchor; see `DFlashConfig`.
       intermediate_size: width of the layers' MLPs; default: the target's.
       divergence: see `dflash`.
