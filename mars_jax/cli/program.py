@@ -277,10 +277,11 @@ def keep_compilations() -> None:
     from mars_jax.serve.programs import keep_programs
     from mars_jax.utils.compilations import enable_compilation_cache
 
-    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-        keep_programs()
+    is_default = jax.config.jax_compilation_cache_dir is None  # pyright: ignore[reportAttributeAccessIssue]
     with contextlib.suppress(MarsError):  # the user has no home folder
-        enable_compilation_cache()
+        folder = enable_compilation_cache()
+        if is_default:
+            keep_programs(folder)
 
 
 def _discard(out: IO[str]) -> None:

@@ -195,7 +195,7 @@ class Prepared:
         return dataclasses.replace(self, drafter=drafter, params=self.params._replace(draft=drafter.params))
 
     def step_seconds(self, rows: int, *, log_probs: bool = False) -> float:
-        """Return the mean seconds per step of B rows, for caches of the mean prompt length. The first call compiles."""
+        """Return the mean seconds per step of B rows, with caches that are half full. The first call compiles."""
         # No row may end, so replace the stop tokens by one that never occurs. Their number is part of a shape and stays
         # the same. No row reaches its limit, the width of the buffer.
         requests = [
@@ -208,12 +208,11 @@ class Prepared:
             for request in self.requests
         ]
         state = dataclasses.replace(self, requests=requests).start([i % len(requests) for i in range(rows)])
-        # Attention costs more over a longer cache. Reading whole prompts would take long, so count empty slots as
+        # Attention costs more over a longer cache. Reading long prompts would take long, so count empty slots as
         # tokens, and leave room for the steps.
-        prompt_length = sum(len(request.prompt_tokens) for request in self.requests) // len(requests)
         room = self.width - (STEPS + 1) * (self.decoder.max_depth + 1)
         with self.target.on_mesh():
-            state = dataclasses.replace(state, length=state.length + max(min(prompt_length, room) - 2, 0))
+            state = dataclasses.replace(state, length=state.length + max(min(self.width // 2, room) - 2, 0))
             stats = self.zero_stats(rows, log_probs=log_probs)
             args = (self.params, state, stats, 1, 1)
             advance = program(refill.advance, self.decoder, *args)

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
+import ml_dtypes
 import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
@@ -37,17 +39,23 @@ from mars_jax.utils.compilations import keep_bytes, kept_bytes
 _SOURCES = ("mars_jax", "kernels_pallas")
 _DESCRIBED = {*_SOURCES, "jax", "jaxlib", "numpy", "ml_dtypes", *sys.stdlib_module_names}
 """Modules whose code a key describes by its source or its version."""
-_RECENT = 60.0
-"""No program is kept or loaded for this many seconds after a change of the source: modules may be older than files."""
+_RECENT, _STARTED = 60.0, time.time()
+"""No program is kept or loaded if the source changed after `_STARTED`, the time of this import, or less than `_RECENT`
+seconds before: modules may be older than their files."""
 
 _programs: dict[str, Callable[..., Any]] = {}
 _is_enabled = False
 
 
-def keep_programs() -> None:
-    """Keep the programs of this process. Only for commands, whose modules match the files on disk."""
+def keep_programs(folder: str) -> None:
+    """Keep the programs of this process in a folder, unless it belongs to another user, whose code a file could run.
+
+    Only for commands, whose modules match the files on disk.
+    """
     global _is_enabled
-    _is_enabled = True
+    with contextlib.suppress(OSError, AttributeError):  # no user ids on Windows
+        os.makedirs(folder, exist_ok=True)
+        _is_enabled = os.stat(folder).st_uid == os.getuid()
     # Leave out source positions, which make up a fifth of a program's file and of the time to load it.
     jax.config.update("jax_include_full_tracebacks_in_locations", False)
 
@@ -106,11 +114,16 @@ def _key(function: Any, decoder: Decoder, args: tuple[Any, ...]) -> str:
     machine = (
         device.client.platform_version,
         device.device_kind,
-        os.cpu_count(),
+        getattr(os, "sched_getaffinity", lambda _: os.cpu_count())(0),
         _cpu_features(),
         environment,
     )
-    versions = (sys.version, jax.__version__, np.__version__, repr(sorted(jax.config.values.items())))
+    modules = (jax, jaxlib, np, ml_dtypes)
+    versions = (
+        sys.version,
+        *(module.__version__ for module in modules),
+        repr(sorted(jax.config.values.items())),
+    )
     parts = (_source_digest(), versions, machine, function.__wrapped__, decoder, shapes)
     return hashlib.sha256(description(parts)).hexdigest()
 
@@ -133,7 +146,7 @@ def _source_digest() -> str:
     """
     digest, root = hashlib.sha256(), Path(__file__).parents[2]
     for path in sorted(file for package in _SOURCES for file in (root / package).rglob("*.py")):
-        if path.stat().st_mtime > time.time() - _RECENT:
+        if max(path.stat().st_mtime, path.stat().st_ctime) > _STARTED - _RECENT:
             raise ValueError(f"{path} has just changed")
         digest.update(b"%s %d " % (bytes(path.relative_to(root)), path.stat().st_size) + path.read_bytes())
     return digest.hexdigest()

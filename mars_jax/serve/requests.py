@@ -330,12 +330,12 @@ def _ban(target: Pretrained, options: OptionValues) -> None:
         options["logit_bias"] = _pairs(options.get("logit_bias")) | dict.fromkeys(banned_ids, -math.inf)
 
 
-def take_constraint(options: OptionValues, by_id: dict[int, Constraint]) -> Constraint | None:
+def take_constraint(options: OptionValues, by_id: dict[tuple[str, int], Constraint]) -> Constraint | None:
     """Remove the options that constrain a completion from the options of one prompt, and return its constraint.
 
     Args:
       options: the options of one prompt.
-      by_id: constraints by the `id` of their option's value, so that a value for all prompts is compiled only once.
+      by_id: constraints by option and the `id` of its value, so that a value for all prompts is compiled only once.
 
     Raises:
       MarsError: there are two constraints, or as for the functions of `constraints`.
@@ -347,8 +347,8 @@ def take_constraint(options: OptionValues, by_id: dict[int, Constraint]) -> Cons
     if len(names) > 1:
         raise MarsError(f"{names[1]} does not apply with another constraint: leave one of them out.")
     for name in names:
-        constraint = by_id.get(id(values[name])) or _CONSTRAINTS[name](values[name])
-        by_id[id(values[name])] = constraint
+        key = (name, id(values[name]))
+        constraint = by_id[key] = by_id.get(key) or _CONSTRAINTS[name](values[name])
         return dataclasses.replace(constraint, relax=constraint.relax or may_relax)
     return None
 

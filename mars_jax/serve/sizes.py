@@ -17,7 +17,7 @@ from mars_jax.core.decoder import Decoder
 from mars_jax.drafters.sized import with_size, with_step_costs
 from mars_jax.mesh import hosts
 from mars_jax.models.config import ModelConfig
-from mars_jax.serve.prepare import Prepared
+from mars_jax.serve.prepare import STEPS, Prepared
 from mars_jax.utils import activity
 from mars_jax.utils.compilations import keep_bytes, kept_bytes
 from mars_jax.utils.version import __version__
@@ -50,7 +50,7 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
     batch = (rows, prepared.width, prepared.draws, any(r.edits for r in prepared.requests), log_probs)
     arrays = (prepared.guides.tables, prepared.params)
     shapes = (jax.tree.structure(arrays), [(x.shape, x.dtype.name) for x in jax.tree.leaves(arrays)])
-    cost_key = repr((__version__, machine, prepared.target.config, names, batch, shapes))
+    cost_key = repr((__version__, STEPS, machine, prepared.target.config, names, batch, shapes))
     key = (prepared.decoder, cost_key)
     if key not in _MEASURED:
         _MEASURED[key] = _costs(prepared, rows, cost_key, log_probs=log_probs)

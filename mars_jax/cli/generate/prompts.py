@@ -14,7 +14,7 @@ from typing import IO, Any
 from mars_jax.cli import remote
 from mars_jax.hub.conversation import as_conversation
 from mars_jax.utils.errors import MarsError, did_you_mean, first_line, say
-from mars_jax.utils.limits import LINE_BYTES
+from mars_jax.utils.limits import LINE_BYTES, PROMPT_BYTES
 from mars_jax.utils.paths import check_path, open_file
 from mars_jax.utils.settings import REQUEST
 from mars_jax.utils.types import JsonObject
@@ -55,8 +55,12 @@ class PromptRow:
 
 
 def from_texts(texts: Iterable[str]) -> list[PromptRow]:
-    """Return prompts from the command line as rows."""
-    return [PromptRow(where="", prompt=text) for text in texts]
+    """Return prompts from the command line as rows.
+
+    Raises:
+      MarsError: a prompt is empty, or not Unicode.
+    """
+    return [_checked(PromptRow(where="", prompt=text)) for text in texts]
 
 
 def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
@@ -89,7 +93,7 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
         rows = list(_lines(path, shown_name, rule))
     if not rows:
         raise MarsError(f"the prompts file '{shown_name}' holds no prompts: give one a line.")
-    return rows
+    return list(map(_checked, rows))
 
 
 @contextlib.contextmanager
@@ -189,14 +193,19 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
                 yield dataclasses.replace(row, prompt=text)
                 continue
             try:
-                fields = json.loads(text)
-                if not isinstance(fields, dict):
-                    raise row.error('it is not an object: write {"prompt": "..."}.')
-                yield _from_fields(fields, row, rule)
-            except ValueError as error:
-                raise row.error(f"it is not JSON ({error}): a .jsonl file has one object a line.") from None
+                yield _from_fields(_json_object(text, row), row, rule)
             except RecursionError:  # in the JSON parser or in the checks
                 raise row.error("it is nested too deeply: give flatter values.") from None
+
+
+def _json_object(line: str, row: PromptRow) -> JsonObject:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise row.error(f"it is not JSON ({error}): a .jsonl file has one object a line.") from None
+    if not isinstance(fields, dict):
+        raise row.error('it is not an object: write {"prompt": "..."}.')
+    return fields
 
 
 def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> PromptRow:
@@ -288,3 +297,20 @@ def _unknown(name: str, rule: RuleChoice, keys: Sequence[str]) -> str:
     if any(name in row.settings for row in rules().values()):
         return f"{name} does not apply to {not_in(rule, name)}."
     return f"unknown key '{name}'{did_you_mean(name, keys)}: the keys are {', '.join(keys)}."
+
+
+def _checked(row: PromptRow) -> PromptRow:
+    """Return the row after checks that need no tokenizer, so that a bad prompt is refused before anything loads."""
+    if row.prompt is None:
+        if row.messages is None and not row.tokens:
+            raise row.error("prompt_tokens is empty: give at least one token id.")
+        return row
+    if not row.prompt:
+        raise row.error("the prompt is empty: give at least one character of text to continue.")
+    try:
+        num_bytes = len(row.prompt.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise row.error("the prompt is not valid Unicode: give it as UTF-8.") from None
+    if num_bytes > PROMPT_BYTES:
+        raise row.error(f"the prompt has {num_bytes:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
+    return row
