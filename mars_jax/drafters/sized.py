@@ -30,7 +30,7 @@ from mars_jax.utils.errors import MarsError
 
 DECAY = 0.95
 """Factor on the counts after each step with a draft: at batch 1, about the last twenty steps count (some 60 tokens)."""
-USUAL_ACCEPTANCE, PRIOR_TOKENS = 0.6, 5.0
+USUAL_ACCEPTANCE, PRIOR_TOKENS = 0.7, 3.0
 """Acceptance assumed for a drafter that does not estimate its own. The counts start as if `PRIOR_TOKENS` drafted
 tokens had been accepted at this rate. The rate is moderate, so that a short answer is not slowed down by trying a draft
 that is expensive compared with a step."""
