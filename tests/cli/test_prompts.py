@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from mars_jax.cli.generate.prompts import read_prompts
+from mars_jax.cli.generate.prompts import from_texts, read_prompts
 from mars_jax.verify import RuleChoice
 from tests.helpers.checkpoint_files import message
 
@@ -50,10 +50,12 @@ def test_rows_carry_their_own_settings(tmp_path):
         ("{}", "it needs one of prompt, messages and prompt_tokens"),
         ('{"prompt": "a", "prompt_tokens": [1]}', "it needs one of prompt, messages and prompt_tokens"),
         ('{"prompt": null}', "prompt is None: expected a text"),
+        ('{"prompt": ""}', "the prompt is empty"),
         ('{"prompt": "\\ud800"}', "prompt is not valid Unicode"),
         ('{"prompt": "a", "stop_strings": ["b", "\\ud800"]}', "stop_strings is not valid Unicode"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages is not valid Unicode"),
         ('{"prompt": "a", "\\ud800": 1}', "\\ud800 is not valid Unicode"),
+        ('{"prompt_tokens": []}', "prompt_tokens is empty"),
         ('{"prompt_tokens": [true]}', "prompt_tokens is not a list of whole numbers"),
         ('{"prompt_tokens": "1"}', "prompt_tokens is not a list of whole numbers"),
         ('{"prompt": "a", "id": [1]}', "id is [1]: expected a text or a whole number"),
@@ -88,13 +90,6 @@ def test_stdin_is_text_or_json_lines(monkeypatch, content):
     assert rows[1].where == "stdin, line 2"
 
 
-def test_prompts_are_not_empty(refused, target, tmp_path):
-    assert "error: the prompt is empty" in refused("--target", target, "a", "")
-    assert "not valid Unicode" in refused("--target", target, "\udcff")
-    for line, expected in (
-        ('{"prompt": ""}', "the prompt is empty"),
-        ('{"prompt_tokens": []}', "has no tokens"),
-    ):
-        path = write(tmp_path, "p.jsonl", '{"prompt": "fine"}\n' + line + "\n")
-        assert f"{path}, line 2: the prompt" in (text := refused("--target", target, "--prompts-file", path))
-        assert expected in text
+def test_prompts_of_the_command_line_are_not_empty():
+    assert "the prompt is empty" in message(from_texts, ["a", ""])
+    assert "not valid Unicode" in message(from_texts, ["\udcff"])
