@@ -160,7 +160,7 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
     def steps_with_drafts(costs):
         params = params_of(with_step_costs(ADAPTIVE, costs))
         # The second row is done and does not count.
-        counts = counts_of([70.0, 0.0], [80.0, 1e9])
+        counts = counts_of([60.0, 0.0], [80.0, 1e9])
         live, usual = jnp.asarray([True, False]), jnp.full((2,), USUAL_ACCEPTANCE)
         choose = jax.jit(lambda counts: best_size(params.draft, ADAPTIVE.sizes.lengths, counts, live, usual))
         trials = []
