@@ -146,7 +146,7 @@ def test_flags_that_documents_name_exist():
         path = ROOT / page
         named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(encoding="utf-8"))) - foreign
         for flag in sorted(named):
-            # It is a setting, or the source has the flag, alone or before the name of its value, or its opposite.
+            # The source has the flag alone, the flag before the name of its value, or the flag without `no-`.
             is_setting = flag[2:].replace("-", "_") in settings
             forms = (f'"{flag}"', f'"{flag} ', f'"--{flag.removeprefix("--no-")}"')
             assert is_setting or any(form in source for form in forms), f"{path.name}: {flag}"

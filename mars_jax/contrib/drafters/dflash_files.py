@@ -41,7 +41,7 @@ _SUPPORTED = {
     "output_multiplier": (1.0,),
     "final_logit_softcapping": (0.0,),
 }
-"""Settings that only some heads have, and their supported values besides null."""
+"""Settings of some heads, with the values that are supported; null is always supported."""
 
 
 def load_dflash(

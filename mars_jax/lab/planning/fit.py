@@ -1,4 +1,4 @@
-"""The decode step of a pair of models on an absent TPU slice: whether it fits, how long it takes, and what would fit.
+"""Plans of a pair's decode step on a TPU slice that is not at hand: whether it fits, its time, and what would fit.
 
 Oracle: the TPU compiler (libtpu), and the byte counts of tests/lab/planning.
 """

@@ -113,7 +113,7 @@ def notes(settings: JsonObject, problems: Sequence[Problem], rows: Sequence[Row]
 
 
 def write_report(summary: JsonObject, texts: JsonObject, folder: Path) -> None:
-    """Write summary.json, table.md, the plots and report.html. `texts` is the contents of texts.json."""
+    """Write summary.json, table.md, the plots and report.html. `texts` has the form of texts.json."""
     write_shared_json(folder / SUMMARY, summary)
     write_whole(folder / TABLE, markdown(summary))
     plots.draw(summary, folder, "; ".join([title(summary["settings"]), *facts(summary)]) + ".")
