@@ -108,23 +108,12 @@ def description(part: Any) -> bytes:
 
 
 def _key(function: Any, decoder: Decoder, args: tuple[Any, ...]) -> str:
-    device = jax.devices()[0]
     shapes = jax.tree.map(lambda x: repr(jax.typeof(x)), args)
+    versions = [sys.version, *(module.__version__ for module in (jax, jaxlib, np, ml_dtypes))]
+    config = repr(sorted(jax.config.values.items()))
     environment = {name: text for name, text in os.environ.items() if name.startswith(("XLA_", "MARS_JAX_"))}
-    machine = (
-        device.client.platform_version,
-        device.device_kind,
-        getattr(os, "sched_getaffinity", lambda _: os.cpu_count())(0),
-        _cpu_features(),
-        environment,
-    )
-    modules = (jax, jaxlib, np, ml_dtypes)
-    versions = (
-        sys.version,
-        *(module.__version__ for module in modules),
-        repr(sorted(jax.config.values.items())),
-    )
-    parts = (_source_digest(), versions, machine, function.__wrapped__, decoder, shapes)
+    processors = getattr(os, "sched_getaffinity", lambda _: os.cpu_count())(0), _cpu_features()
+    parts = (_source_digest(), versions, config, environment, processors, function.__wrapped__, decoder, shapes)
     return hashlib.sha256(description(parts)).hexdigest()
 
 
@@ -154,10 +143,8 @@ def _source_digest() -> str:
 
 def _load(key: str, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """Return the program that an earlier process kept; None if there is none."""
-    if (kept := kept_bytes("programs", key)) is None:
-        return None
-    with contextlib.suppress(Exception):  # a damaged file may raise anything
-        executable, outputs = pickle.loads(zlib.decompress(kept))
+    with contextlib.suppress(Exception):  # there is no file, or it is damaged and may raise anything
+        executable, outputs = pickle.loads(zlib.decompress(kept_bytes("programs", key) or b""))
         structures = jax.tree.structure((args, {})), jax.tree.structure(outputs)
         return serialize_executable.deserialize_and_load(executable, *structures)
     return None

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from mars_jax.contrib.drafters import medusa_files
 from mars_jax.contrib.models import medusa_layers as heads
@@ -25,9 +24,7 @@ from mars_jax.core.tree import static_topology
 from mars_jax.core.types import NO_TOKEN, DraftTree, ForwardOutput, LanguageModel, Params, Verdict
 from mars_jax.drafters import DraftInput, Dynamic, LoadedDrafter, chain, last_token, register
 from mars_jax.drafters.asked import Asked
-from mars_jax.drafters.draw import draw_siblings, with_leaves
-from mars_jax.drafters.grow import Growth, stops_at
-from mars_jax.drafters.steering import Steering
+from mars_jax.drafters.grow import Growth, Level, grow, stops_at
 from mars_jax.drafters.tree_shapes import ShapedDrafter, Static
 from mars_jax.utils.errors import MarsError
 
@@ -96,85 +93,50 @@ class Medusa(ShapedDrafter):
     def propose(self, params: Params, state: Array, inputs: DraftInput) -> tuple[DraftTree, Array]:
         root = last_token(inputs)
         logits = heads.logits(params.draft, state, self.shape.depth)
-        growth = Growth(logits, None, lambda *_: (logits, None), inputs.length)
-        steering = Steering(growth, self.sample, inputs.guide)
+        # Under a constraint, and in a sampled tree, the children of a node depend on the node.
+        if inputs.guide is not None or (self.sample and not self.is_chain):
+            return self._grow(root, inputs, logits), state
         # The draft ends at the first head whose entropy is too high.
         alive = jnp.cumprod((~stops_at(logits, inputs.controls)).astype(jnp.int32), axis=1) > 0
-        if not self.is_chain:
-            return self._draft_tree(root, inputs, logits, alive, steering), state
-        drafted_tokens, draft_logits = self._draft_chain(inputs, logits, steering)
-        drafted_tokens = jnp.where(alive, drafted_tokens, NO_TOKEN)
-        return chain(jnp.concatenate([root, drafted_tokens], axis=1), draft_logits), state
-
-    def _draft_chain(
-        self, inputs: DraftInput, logits: Array, steering: Steering
-    ) -> tuple[Array, Array | None]:
-        """Return the token of each head, i32[B, K], and the logits f32[B, N, V] that they were drawn from."""
-        if steering.guide is not None:
-            return self._steered_chain(inputs, logits, steering)
-        if not self.sample:
-            return argmax(logits), None
-        q_logits = process(logits, inputs.controls)
-        # The last node has no children, so its row is never read.
-        head_id = jnp.broadcast_to(jnp.arange(self.shape.depth, dtype=jnp.int32), q_logits.shape[:2])
-        return sample_processed(inputs.keys, head_id, q_logits), jnp.pad(q_logits, ((0, 0), (0, 1), (0, 0)))
-
-    def _steered_chain(
-        self, inputs: DraftInput, logits: Array, steering: Steering
-    ) -> tuple[Array, Array | None]:
-        """Draft like `_draft_chain` under a constraint: each token determines which tokens the next head may draft."""
-        states, head_tokens, head_logits = steering.first, [], []
-        for i in range(self.shape.depth):
-            z = steering.logits(logits[:, i : i + 1], states)
+        if self.is_chain:
+            ids, draft_logits = argmax(logits), None
             if self.sample:
-                head_logits.append(process(z, inputs.controls))
-                head_index = jnp.full(z.shape[:2], i, jnp.int32)
-                head_tokens.append(sample_processed(inputs.keys, head_index, head_logits[-1]))
-            else:
-                head_tokens.append(steering.best(z, states))
-            states = steering.moved(states, head_tokens[-1])
-        drafted_tokens = jnp.concatenate(head_tokens, axis=1)
-        if not self.sample:
-            return drafted_tokens, None
-        return drafted_tokens, jnp.pad(jnp.concatenate(head_logits, axis=1), ((0, 0), (0, 1), (0, 0)))
-
-    def _draft_tree(
-        self, root: Array, inputs: DraftInput, logits: Array, alive: Array, steering: Steering
-    ) -> DraftTree:
-        """Draft a static tree from logits f32[B, D, V], with padding at depths that are not `alive` bool[B, D]."""
+                q_logits = process(logits, inputs.controls)
+                head_index = jnp.broadcast_to(jnp.arange(self.shape.depth, dtype=jnp.int32), ids.shape)
+                ids = sample_processed(inputs.keys, head_index, q_logits)
+                # The last node has no children, so its row is never read.
+                draft_logits = jnp.pad(q_logits, ((0, 0), (0, 1), (0, 0)))
+            return chain(jnp.concatenate([root, jnp.where(alive, ids, NO_TOKEN)], axis=1), draft_logits), state
         assert isinstance(self.shape, Static)
-        level_tokens, level_logits, states = [root], [], steering.first
+        levels = [root]
         for depth, width in enumerate(self.shape.branching):
-            parent_tokens = level_tokens[-1]
-            if self.sample:
-                level_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(inputs.keys, depth)
-                # The head's logits are the same for all nodes of a depth, but each node draws its own children.
-                node_logits = jnp.repeat(logits[:, depth : depth + 1], parent_tokens.shape[1], axis=1)
-                node_logits = steering.logits(node_logits, states)
-                drawn = draw_siblings(node_logits, width, level_keys, inputs.controls)
-                level_logits.append(drawn.logits)
-                ids = jnp.where((parent_tokens != NO_TOKEN)[..., None], drawn.ids, NO_TOKEN)
-                ids = ids.reshape(root.shape[0], -1)
-            elif steering.guide is not None:
-                node_logits = jnp.repeat(logits[:, depth : depth + 1], parent_tokens.shape[1], axis=1)
-                node_logits = steering.logits(node_logits, states)
-                ids = steering.tokens(top_k_logits(node_logits, width).ids, states)
-                ids = jnp.where((parent_tokens != NO_TOKEN)[..., None], ids, NO_TOKEN)
-                ids = ids.reshape(root.shape[0], -1)
-            else:
-                ids = jnp.tile(top_k_logits(logits[:, depth], width).ids, (1, parent_tokens.shape[1]))
-            level_tokens.append(jnp.where(alive[:, depth, None], ids, NO_TOKEN))
-            states = steering.moved(states, level_tokens[-1])
-        tokens = jnp.concatenate(level_tokens, axis=1)
+            ids = jnp.tile(top_k_logits(logits[:, depth], width).ids, (1, levels[-1].shape[1]))
+            levels.append(jnp.where(alive[:, depth, None], ids, NO_TOKEN))
+        tokens = jnp.concatenate(levels, axis=1)
         parents, depths = static_topology(self.shape.branching)
-        return DraftTree(
+        tree = DraftTree(
             tokens=tokens,
             parents=jnp.broadcast_to(jnp.asarray(parents), tokens.shape),
             depths=jnp.broadcast_to(jnp.asarray(depths), tokens.shape),
-            draft_logits=with_leaves(level_logits, tokens.shape[1]) if self.sample else None,
             max_depth=self.shape.depth,
             is_chain=False,
         )
+        return tree, state
+
+    def _grow(self, root: Array, inputs: DraftInput, logits: Array) -> DraftTree:
+        """Grow a draft level by level from the logits f32[B, D, V] of the heads."""
+
+        def extend(carry: None, level: Level) -> tuple[Array, None]:
+            # Nodes of depth d have position `Growth.first + d - 1`, and their children are from head d.
+            depth = level.visible.positions[0, 0] - inputs.length[0] + 1
+            head_logits = lax.dynamic_slice_in_dim(logits, depth, 1, axis=1)
+            return jnp.repeat(head_logits, level.tokens.shape[1], axis=1), carry
+
+        growth = Growth(logits[:, :1], None, extend, first=inputs.length)
+        tree, _, _ = grow(
+            self.shape, self.sample, growth, root, inputs.keys, inputs.controls, inputs.guide
+        )
+        return tree
 
     def update(
         self,

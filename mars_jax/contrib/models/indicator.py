@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.contrib.models.mixer import project
 from mars_jax.contrib.teaching import Training, binary_loss, shuffled
 from mars_jax.core.types import PyTree
 
@@ -48,9 +49,7 @@ def harm_log_odds(params: PyTree, hidden: Array, z1: Array, z2: Array) -> Array:
     >>> harm_log_odds(params, jnp.ones((3, 8)), jnp.ones((3,)), jnp.zeros((3,))).shape
     (3,)
     """
-    x = hidden.astype(jnp.float32)
-    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-    activations = jax.nn.gelu(jnp.einsum("...e,we->...w", x, params["inner"]))
+    activations = jax.nn.gelu(project(hidden, params["inner"]))
     # The two margins of `mars`: the gap z1 - z2, and the ratio z2 / z1, which is 0 unless z1 is positive.
     gap = jnp.minimum(z1 - z2, WORST_GAP)
     clipped_ratio = jnp.where(z1 > 0, jnp.clip(z2 / jnp.where(z1 > 0, z1, 1.0), 0.0, 1.0), 0.0)

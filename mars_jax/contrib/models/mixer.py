@@ -59,10 +59,10 @@ def weight_log_odds(
     >>> [round(float(x), 2) for x in weight_log_odds(params, jnp.ones((3, 8)), p, p)]
     [2.0, 2.0, 2.0]
     """
-    activations = _read(hidden, params["inner"])
+    activations = project(hidden, params["inner"])
     if "drafted" in params:
         assert drafted is not None, "the head reads the draft's hidden states"
-        activations += _read(drafted, params["drafted"])
+        activations += project(drafted, params["drafted"])
     activations = jax.nn.gelu(activations)
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     # Both entropies, and the total variation distance.
@@ -73,7 +73,7 @@ def weight_log_odds(
     return jnp.einsum("...w,w->...", activations, params["outer"]) + signal_term + params["bias"]
 
 
-def _read(hidden: Array, matrix: Array) -> Array:
+def project(hidden: Array, matrix: Array) -> Array:
     """Project hidden states [..., E], normalised to unit RMS, to f32[..., W]."""
     x = hidden.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
