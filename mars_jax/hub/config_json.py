@@ -12,7 +12,7 @@ from mars_jax.hub.families import FAMILIES, Fields, text_part
 from mars_jax.hub.rope_config import read_rope, write_scaling
 from mars_jax.hub.values import config_token_ids, count, of_its_kind, value_or_default
 from mars_jax.models.config import ModelConfig, check_parts
-from mars_jax.utils.errors import MarsError
+from mars_jax.utils.errors import MarsError, prefixed
 from mars_jax.utils.limits import JSON_BYTES
 from mars_jax.utils.paths import read_text
 from mars_jax.utils.types import JsonObject
@@ -132,14 +132,10 @@ def read_directory(directory: Path) -> tuple[ModelConfig, str | None]:
     """Read the config of a checkpoint directory and its dtype ("float16", "bfloat16", ... or None if not listed)."""
     data = read_json(directory / "config.json")
     generation_path, generation = directory / "generation_config.json", None
-    try:
+    with prefixed(f"'{directory}'"), of_its_kind("config.json holds a value", "correct it"):
         if generation_path.exists():
             generation = read_json(generation_path)
-        with of_its_kind("config.json holds a value", "correct it"):
-            config = from_json(data, generation)
-    except MarsError as error:
-        raise MarsError(f"'{directory}': {error}") from None
-    return config, dtype_of(data)
+        return from_json(data, generation), dtype_of(data)
 
 
 def dtype_of(data: JsonObject) -> str | None:

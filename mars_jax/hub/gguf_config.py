@@ -18,7 +18,7 @@ from mars_jax.hub.rope_config import read_rope, yarn_attention_factor
 from mars_jax.hub.values import of_its_kind
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.rope import frequencies
-from mars_jax.utils.errors import MarsError
+from mars_jax.utils.errors import MarsError, prefixed
 from mars_jax.utils.types import JsonObject
 
 ARCHITECTURES = {
@@ -72,12 +72,9 @@ def read_gguf_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
     if file.architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise MarsError(f"'{file.path}' has architecture '{file.architecture}': expected one of {supported}.")
-    try:
-        with of_its_kind("it holds metadata", "download it again"):
-            config = from_json(gguf_to_json(file))
-            _check_forward(file, config)
-    except MarsError as error:
-        raise MarsError(f"'{file.path}': {error}") from None
+    with prefixed(f"'{file.path}'"), of_its_kind("it holds metadata", "download it again"):
+        config = from_json(gguf_to_json(file))
+        _check_forward(file, config)
     kinds = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
     if packs_experts(file):
         return config, "bfloat16"  # as for the checkpoint on the hub

@@ -36,7 +36,7 @@ from mars_jax.models.quantize import Int4, Quantized, bits_of
 from mars_jax.models.shardings import params_shardings
 from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import STACKED, Weight, build_rows, dtype_of, get, leaves, stored_tensors
-from mars_jax.utils.errors import MarsError, check_switch, check_type
+from mars_jax.utils.errors import MarsError, check_switch, check_type, prefixed
 from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 
 # Old exports contain these buffers, whose values follow from the config.
@@ -163,7 +163,10 @@ def load(
             packs_experts(directory) or (not is_gguf(directory) and packing(directory) is not None)
         )
         dtype, bits = resolve_dtype(dtype, stored_dtype)
-        params = read_params(directory, config, dtype, bits, keep_packed=keep_packed, shardings=shardings)
+        named_tensors = find_tensors(directory, config)
+        params = read_params(
+            directory, named_tensors, leaves(config), dtype, bits, keep_packed=keep_packed, shardings=shardings
+        )
     if shardings is None and jax.default_backend() == "cpu":
         params = _widened(params, config, dtype)
     if cache_dtype is None:
@@ -363,37 +366,33 @@ def read_leaf(
         bits = bits_of(leaf, bits)
         if bits == 4 and any(tensor.wider for _, tensor in parts):
             bits = 8
-    try:
+    with prefixed(f"'{directory}'"):
         return read_array(parts, leaf.shape, dtype_of(leaf, dtype), sharding=sharding, bits=bits)
-    except MarsError as error:
-        raise MarsError(f"'{directory}': {error}") from None
 
 
 def read_params(
     directory: Path,
-    config: ModelConfig,
+    named_tensors: dict[str, tuple[str, Tensor]],
+    table: Mapping[Weight, Sequence[Weight]],
     dtype: str,
     bits: int | None,
     *,
-    keep_packed: bool,
-    shardings: PyTree,
+    keep_packed: bool = False,
+    shardings: PyTree = None,
 ) -> PyTree:
     """Read the params of a checkpoint onto their devices.
 
     Args:
-      directory: directory of the checkpoint.
-      config: config of the model.
+      directory: for error messages.
+      named_tensors: (name in the files, tensor) pairs by the names of weights.
+      table: the rows of each array of params, as in `weights.leaves`.
       dtype: floating-point dtype of the params.
       bits: bits per weight of the matrices; see `quantize.bits_of`.
       keep_packed: keep matrices at 4 bits if the checkpoint packs them, and everything else in `dtype`.
       shardings: tree of shardings with the structure of params; None for JAX's default device.
-
-    Raises:
-      MarsError: tensors are missing, unexpected or mis-shaped. The message lists them.
     """
-    named_tensors = find_tensors(directory, config)
     params: dict[Weight, jax.Array | Quantized] = {}
-    for leaf, rows in leaves(config).items():
+    for leaf, rows in table.items():
         sharding = shardings and get(shardings, leaf.path)
         arrays = read_leaf(
             directory, named_tensors, leaf, rows, dtype, bits, keep_packed=keep_packed, sharding=sharding

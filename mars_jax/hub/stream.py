@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from mars_jax.hub.files import Tensor
 from mars_jax.models.quantize import Quantized, form_of, form_with, quantize, quantize_4
-from mars_jax.utils.errors import MarsError
+from mars_jax.utils.errors import MarsError, prefixed
 
 BLOCK = 8 << 20
 """Size in bytes of a block of rows."""
@@ -134,13 +134,11 @@ def read_array(
         step = max(1, BLOCK // (4 * math.prod(tensor.shape[1:])))
         for begin in range(first, last, step):
             end = min(begin + step, last)
-            try:
+            with prefixed(f"tensor {name}"):
                 if bits == 4 and tensor.blocks is not None:
                     fields = tensor.blocks(begin, end)
                 else:
                     fields = _fields(tensor.rows(begin, end), bits)
-            except MarsError as error:
-                raise MarsError(f"tensor {name}: {error}") from None
             for array, field in zip(host_arrays, fields, strict=True):
                 array.write(number, axis, begin, field)
     return host_arrays

@@ -265,11 +265,6 @@ def bits_of(row: Weight, bits: int | None) -> int | None:
     return 4 if bits == 4 and fits and row.path[-1] not in ("embed", "unembed") else 8
 
 
-def bits_of_head(row: Weight, bits: int | None) -> int | None:
-    """Return the bits for a head's weight, like `bits_of`, but always 8: heads are small and need the accuracy."""
-    return bits_of(row, bits and 8)
-
-
 def is_packed(sharding: Sharding | None) -> bool:
     """Return whether the devices of a sharding pack 4-bit numbers; None: JAX's default device."""
     if sharding is None:

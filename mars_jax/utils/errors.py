@@ -1,5 +1,6 @@
 """The exception for bad input, the warning for probable mistakes, and helpers that format them."""
 
+import contextlib
 import difflib
 import errno
 import math
@@ -7,7 +8,7 @@ import numbers
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 LONGEST = 20_000
@@ -25,6 +26,21 @@ class MarsError(Exception):
         if len(text) > LONGEST:  # a quoted value may be megabytes long
             text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
         return printable(text)  # messages quote untrusted files, templates and paths
+
+
+@contextlib.contextmanager
+def prefixed(prefix: str) -> Iterator[None]:
+    """Prepend a prefix and a colon to the message of a MarsError.
+
+    >>> with prefixed("'a'"):
+    ...     raise MarsError("it is empty.")
+    Traceback (most recent call last):
+    mars_jax.utils.errors.MarsError: 'a': it is empty.
+    """
+    try:
+        yield
+    except MarsError as error:
+        raise MarsError(f"{prefix}: {error}") from None
 
 
 class MarsWarning(UserWarning):

@@ -10,20 +10,15 @@ import os
 import re
 from pathlib import Path
 
-import jax
-
 from mars_jax import assets
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.fetch import _fetch
 from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
-from mars_jax.hub.load import check_tensors, resolve_dtype
+from mars_jax.hub.load import check_tensors, read_params, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
-from mars_jax.hub.stream import read_array, to_params
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.quantize import Quantized, bits_of_head
-from mars_jax.models.weights import Weight, build_rows
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import check_dtype
 
@@ -115,20 +110,11 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
 
 
 def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: str | None) -> PyTree:
-    weight_rows = config.weights()
-    tensor_parts = {name: [(name, tensor)] for name, tensor in tensors.items()}
-    check_tensors(file.parent, tensor_parts, {row.name: row for row in weight_rows}, lambda name: False)
-
-    def take(row: Weight) -> jax.Array | Quantized:
-        tensor = tensors[row.name]
-        float_dtype, bits = resolve_dtype(dtype, tensor.rows(0, 0).dtype.name)
-        try:
-            arrays = read_array([(row.name, tensor)], row.shape, float_dtype, bits=bits_of_head(row, bits))
-        except MarsError as error:
-            raise MarsError(f"'{file}': {error}") from None
-        return to_params(arrays, float_dtype)
-
-    return build_rows(weight_rows, take)
+    named_tensors = {name: (name, tensor) for name, tensor in tensors.items()}
+    grouped = {name: [named_tensor] for name, named_tensor in named_tensors.items()}
+    check_tensors(file.parent, grouped, {row.name: row for row in config.weights()}, lambda name: False)
+    float_dtype, bits = resolve_dtype(dtype, next(iter(tensors.values())).rows(0, 0).dtype.name)
+    return read_params(file, named_tensors, config.leaves(), float_dtype, bits and 8)
 
 
 def save_medusa(

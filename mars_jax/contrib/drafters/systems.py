@@ -23,7 +23,7 @@ from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.drafters import LoadedDrafter, language_model, ngram, register
 from mars_jax.drafters.asked import Asked
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
-from mars_jax.utils.errors import MarsError
+from mars_jax.utils.errors import MarsError, prefixed
 
 
 def load_sprinter(asked: Asked) -> LoadedDrafter:
@@ -75,10 +75,8 @@ def load_via_sd(asked: Asked) -> LoadedDrafter:
             f"'{asked.target.name}' cannot leave out layers as via_sd requires (it has no LanguageModel.with_layers): "
             "use another drafter."
         )
-    try:
+    with prefixed(f"'{system.directory}' does not fit '{asked.target.name}'"):
         slim_model = model.with_layers(system.layers)
-    except MarsError as error:
-        raise MarsError(f"'{system.directory}' does not fit '{asked.target.name}': {error}") from None
     return _cascade(
         asked, system, slim_model, asked.target.params, "ratio", asked.target.config.max_positions
     )

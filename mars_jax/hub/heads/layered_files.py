@@ -21,14 +21,12 @@ from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import dtype_of, read_json
 from mars_jax.hub.families import Fields
 from mars_jax.hub.files import Tensor, resolve, tensors
-from mars_jax.hub.load import DERIVED, check_tensors, collect, resolve_dtype
+from mars_jax.hub.load import DERIVED, check_tensors, collect, read_params, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
-from mars_jax.hub.stream import read_array, to_params
 from mars_jax.hub.values import of_its_kind, value_or_default
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import LayeredHead
-from mars_jax.models.quantize import Int8, Quantized, bits_of_head, quantize
-from mars_jax.models.weights import Weight, build_rows
+from mars_jax.models.quantize import Int8, quantize
 from mars_jax.utils.errors import MarsError, warn
 from mars_jax.utils.settings import check_dtype
 from mars_jax.utils.types import JsonObject
@@ -190,7 +188,7 @@ def load_head(
                     "head_embed='target' does not apply: the target scales its embeddings, which the head does not."
                 )
             config = dataclasses.replace(config, own_embed=False)
-        config, params = _read(config, stored, shareable, dtype, bits)
+        config, params = _read(directory, config, stored, shareable, dtype, bits)
         if config.own_embed and _differs(stored[_EMBED][1], target_params["embed"]):
             warn(
                 f"the embedding of the {config.title} in '{directory}' is not the target's, which lowers acceptance "
@@ -204,6 +202,7 @@ def load_head(
 
 
 def _read(
+    directory: Path,
     config: Head,
     stored: dict[str, tuple[str, Tensor]],
     shareable: dict[str, jax.Array | Int8],
@@ -220,12 +219,8 @@ def _read(
     # Without lm_head, EAGLE-1 heads use the target's. In other heads, tied means tied to their own embedding.
     if config.feature_layers and config.layer.tie_embeddings and config.own_embed and not config.own_unembed:
         raise MarsError("lm_head tied to the head's own embedding is not supported: save both.")
-
-    def read(row: Weight) -> jax.Array | Quantized:
-        named_tensor = stored[canonical(row.name)]
-        return to_params(read_array([named_tensor], row.shape, dtype, bits=bits_of_head(row, bits)), dtype)
-
-    params = build_rows(config.weights(), read)
+    named_tensors = {row.name: stored[canonical(row.name)] for row in config.weights()}
+    params = read_params(directory, named_tensors, config.leaves(), dtype, bits and 8)
     if "d2t" in stored:
         offsets = stored["d2t"][1].read()
         ids = _draft_ids(config, offsets)

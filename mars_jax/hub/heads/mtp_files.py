@@ -10,27 +10,17 @@ import dataclasses
 import os
 from pathlib import Path
 
-import jax
 from jax.sharding import Mesh
 
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import to_json
 from mars_jax.hub.converted import is_converted
 from mars_jax.hub.files import resolve
-from mars_jax.hub.load import (
-    check_tensors,
-    grouped_tensors,
-    read_leaf,
-    read_path,
-    resolve_dtype,
-)
+from mars_jax.hub.load import check_tensors, grouped_tensors, read_params, read_path, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
-from mars_jax.hub.stream import to_params
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.mtp_head import MtpConfig
-from mars_jax.models.quantize import Quantized
 from mars_jax.models.shardings import params_shardings
-from mars_jax.models.weights import Weight, build_rows, get
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import check_dtype
 
@@ -93,13 +83,11 @@ def load_mtp(
     floating, bits = resolve_dtype(dtype, stored_dtype)
     shardings = mesh and params_shardings(config, mesh)
     named_tensors = {name: candidates[0] for name, candidates in grouped.items()}
-    params: dict[Weight, jax.Array | Quantized] = {}
-    for leaf, rows in config.leaves().items():
-        sharding = shardings and get(shardings, leaf.path)
-        # Quantise heads to 8 bits even if 4 are requested, as in `quantize.bits_of_head`.
-        arrays = read_leaf(directory, named_tensors, leaf, rows, floating, bits and 8, sharding=sharding)
-        params[leaf] = jax.block_until_ready(to_params(arrays, floating))
-    return config, build_rows(params, params.__getitem__)
+    # Heads are small and need the accuracy of 8 bits, even if 4 are requested.
+    bits = bits and 8
+    return config, read_params(
+        directory, named_tensors, config.leaves(), floating, bits, shardings=shardings
+    )
 
 
 def save_mtp(
