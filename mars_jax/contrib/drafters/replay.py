@@ -15,13 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import NO_TOKEN, DraftTree, Params, PyTree
 from mars_jax.drafters import DraftInput, LoadedDrafter, chain, last_token, register
 from mars_jax.drafters.asked import Asked
-from mars_jax.drafters.ngram import check_lengths, expected, longest_match
-from mars_jax.utils.errors import MarsError, check_count
-from mars_jax.utils.limits import DRAFT_TOKENS
+from mars_jax.drafters.ngram import NGram, expected, longest_match, lookup
+from mars_jax.utils.errors import MarsError
 from mars_jax.utils.paths import read_text
 
 CORPUS = 1 << 16
@@ -29,7 +27,7 @@ CORPUS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Replay(Drafter):
+class Replay(NGram):
     """Copies of earlier answers, of the rows of a file, or of the row's own tokens so far.
 
     The draft continues the longest match of the row's suffix, in a corpus of answers or in the row's own tokens. The
@@ -47,46 +45,25 @@ class Replay(Drafter):
     5
     """
 
-    num_draft_tokens: int = 8  # K, length of the chain, from 1 to `DRAFT_TOKENS`
     _: dataclasses.KW_ONLY
     max_ngram: int = 6  # longest suffix to search for in the corpus; in the row's own tokens it is 3
     min_ngram: int = 2  # shortest suffix that counts as a match in the corpus
 
-    sparse = True
-    resizes = True
-
-    def __post_init__(self):
-        check_count("num_draft_tokens", self.num_draft_tokens, most=DRAFT_TOKENS)
-        check_lengths(self.min_ngram, self.max_ngram)
-
-    @property
-    def max_depth(self) -> int:
-        return self.num_draft_tokens
-
     def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
-        tokens, length = inputs.tokens, inputs.length
-        has_own, own_start, own_matched = longest_match(
-            tokens, length, tokens, length, max_ngram=3, min_ngram=1
-        )
+        tokens, length, count = inputs.tokens, inputs.length, self.num_draft_tokens
+        own_tokens, own_matched = lookup(tokens, length, count, max_ngram=3, min_ngram=1)
         corpus_size = params.draft.shape[0]
         corpus_rows = jnp.broadcast_to(params.draft[None], (tokens.shape[0], corpus_size))
         corpus_length = jnp.full_like(length, corpus_size)
         in_corpus, corpus_start, corpus_matched = longest_match(
             tokens, length, corpus_rows, corpus_length, max_ngram=self.max_ngram, min_ngram=self.min_ngram
         )
-        offsets = jnp.arange(self.num_draft_tokens, dtype=jnp.int32)[None]
-        # The row's own continuation wraps around to the match, as in `ngram`.
-        period = jnp.maximum(length - own_start, 1)[:, None]
-        own_tokens = jnp.take_along_axis(
-            tokens, jnp.minimum(own_start[:, None] + offsets % period, tokens.shape[1] - 1), axis=1
-        )
-        indices = corpus_start[:, None] + offsets
+        indices = corpus_start[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
         corpus_tokens = jnp.take_along_axis(corpus_rows, jnp.minimum(indices, corpus_size - 1), axis=1)
         # A draft ends where the answer does, at a NO_TOKEN or at the end of the corpus.
         past_end = jnp.cumsum(((corpus_tokens < 0) | (indices >= corpus_size)).astype(jnp.int32), axis=1) > 0
         corpus_tokens = jnp.where(past_end, NO_TOKEN, corpus_tokens)
-        own_tokens = jnp.where(has_own[:, None], own_tokens, NO_TOKEN)
-        use_corpus = in_corpus & (~has_own | (corpus_matched > own_matched))
+        use_corpus = in_corpus & (corpus_matched > own_matched)
         drafted_tokens = jnp.where(use_corpus[:, None], corpus_tokens, own_tokens)
         copied = jnp.concatenate([last_token(inputs), drafted_tokens], axis=1)
         return chain(copied, expected=expected(jnp.where(use_corpus, corpus_matched, own_matched))), state

@@ -47,10 +47,14 @@ class ByContext(Mars):
         return over(f"mars({margin}by {self.by})", self.base)
 
     def low(self, evidence: Evidence) -> Array:
-        stats = evidence.stats
-        theta = jnp.broadcast_to(self.theta[:, None], stats.top1.shape)
-        theta = thresholds(self.by, evidence.params, evidence, theta, self.margin)
-        return MARGINS[self.margin](stats.top1, stats.top2, theta)
+        stats, theta, factor = evidence.stats, self.theta[:, None], _factor(self.by, evidence)
+        # Factors multiply the looseness of a threshold: 0 is strict, and larger values relax more.
+        if self.margin == "gap":
+            scaled_theta = theta * factor
+        else:
+            looseness = 1 / theta - 1  # the gap in units of z2
+            scaled_theta = 1 / (1 + looseness * factor)
+        return MARGINS[self.margin](stats.top1, stats.top2, jnp.where(jnp.isinf(theta), theta, scaled_theta))
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
         # Skip the kernel of `Mars`, which takes one theta per row.
@@ -75,35 +79,19 @@ def by_context(by: str, **settings: Any) -> ByContext:
     return ByContext(by=by, **settings)
 
 
-def thresholds(by: str, table: Context, evidence: Evidence, theta: Array, margin: str) -> Array:
-    """Return f32[B, N]: the threshold at every node.
-
-    Args:
-      by: the rule's kind of context.
-      table: from `context`.
-      evidence: evidence of the step.
-      theta: f32[B, N]; thresholds of the rows.
-      margin: the margin that theta bounds.
+def _factor(by: str, evidence: Evidence) -> Array:
+    """Return f32[B, N]: the factor at every node, from the table in `Params.verify`.
 
     Raises:
-      MarsError: the table is missing or for a different kind of context.
+      MarsError: the table is missing, or for a kind of context other than `by`.
     """
+    table = evidence.params
     if not isinstance(table, Context) or table.by != by:
         table_text = f"one by {table.by}" if isinstance(table, Context) else "none"
         raise MarsError(
             f"the rule has a context by {by} and Params.verify holds {table_text}: pass "
             f'LoadedRule(by_context("{by}"), contrib.context("{by}", ...)).'
         )
-    # Factors multiply the looseness of a threshold: 0 is strict, and larger values relax more.
-    if margin == "gap":
-        scaled_theta = theta * _factor(table, evidence)
-    else:
-        looseness = 1 / theta - 1  # the gap in units of z2
-        scaled_theta = 1 / (1 + looseness * _factor(table, evidence))
-    return jnp.where(jnp.isinf(theta), theta, scaled_theta)
-
-
-def _factor(table: Context, evidence: Evidence) -> Array:
     if table.by == "class":
         token_factors = table.factors[table.classes.astype(jnp.int32)]
         stats = evidence.stats
