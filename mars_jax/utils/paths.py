@@ -36,13 +36,9 @@ def check_path(path: str | os.PathLike[str], shown: str = "the path") -> None:
         raise MarsError(f"{quoted_path} is not valid Unicode: rename the file.") from None
     if b"\0" in path_bytes:
         raise MarsError(f"{quoted_path} holds a NUL character, which no path can: remove it.")
-    if len(path_bytes) > PATH_BYTES:
+    if len(path_bytes) > PATH_BYTES or max(map(len, path_bytes.split(b"/"))) > NAME_BYTES:
         raise MarsError(
-            f"{quoted_path} has {len(path_bytes):,} bytes: expected at most {PATH_BYTES:,}; shorten the path."
-        )
-    if (longest_name := max(map(len, path_bytes.split(b"/")))) > NAME_BYTES:
-        raise MarsError(
-            f"{quoted_path} holds a name of {longest_name:,} bytes: expected at most {NAME_BYTES}; shorten the name."
+            f"{quoted_path} is too long: expected at most {PATH_BYTES:,} bytes, and {NAME_BYTES} for each name in it."
         )
 
 

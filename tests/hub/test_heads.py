@@ -262,7 +262,7 @@ MALFORMED = {
     "fc": ({}, {"fc.weight": random(E, 64)}, r"fc.weight is \[32, 64\] and not \[32, 96\]"),
     "width": ({"hidden_size": 16}, {}, "the EAGLE head is 16 wide and the target 32"),
     "no d2t": ({}, {"d2t": None}, "drafts from 20 of 61 tokens and has no d2t"),
-    "d2t length": ({}, {"d2t": shifted(0, 0)[1:]}, r"d2t has shape \[19\] and lm_head.weight 20 rows"),
+    "d2t length": ({}, {"d2t": shifted(0, 0)[1:]}, r"d2t is int64\[19\]: expected 20 integers"),
     "d2t above": ({}, {"d2t": shifted(19, 50)}, r"maps draft token 19 to \d+ and the target has 61 tokens"),
     "d2t twice": ({}, {"d2t": shifted(1, IDS[0] - IDS[1])}, "d2t maps 20 draft tokens to 19 of the target's"),
     "missing": ({}, {"norm.weight": None, "fc.weight": None}, r"missing \(fc.weight, norm.weight\): use the config"),

@@ -87,17 +87,17 @@ def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
     Raises:
       MarsError: as for `ahead`.
     """
-    if drafter.reads is not None:
-        raise MarsError(
-            f"the drafter '{drafter.name}' reads its target's outputs, so it cannot draft while the target runs: draft "
-            "with a small model."
-        )
-    if drafter.num_nodes != drafter.max_depth + 1 or drafter.max_depth < 2:
-        raise MarsError(
-            f"the drafter '{drafter.name}' drafts no chain of at least 2 tokens, the last of which is the guess: give "
-            "it num_draft_tokens of 2 or more, and no tree."
-        )
+    check_drafts_alone(drafter, 2)  # the last token is the guess
     return Handed(drafter.max_depth - 1, target.vocab_size, drafter.stops)
+
+
+def check_drafts_alone(drafter: Drafter, least: int) -> None:
+    """Raise MarsError unless a drafter drafts chains of at least `least` tokens without reading its target."""
+    if drafter.reads is not None or drafter.num_nodes != drafter.max_depth + 1 or drafter.max_depth < least:
+        raise MarsError(
+            f"the drafter '{drafter.name}' drafts no chain of at least {least} tokens without its target's outputs: "
+            "draft with a small model, and no tree."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

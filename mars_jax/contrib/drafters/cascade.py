@@ -21,6 +21,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from mars_jax.contrib.drafters.ahead import check_drafts_alone
 from mars_jax.core.controls import is_stop
 from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.given import check_draft_model
@@ -142,13 +143,7 @@ class Cascade(Drafter):
     def __post_init__(self):
         inner, proxy, limit = self.inner, self.proxy, self.num_draft_tokens
         check_draft_model(proxy)
-        if inner.reads is not None:
-            raise MarsError(
-                f"the drafter '{inner.name}' reads the target's layers, which a cascade does not run while it drafts: "
-                "draft with a model or with n-grams."
-            )
-        if inner.num_nodes != inner.max_depth + 1 or inner.max_depth < 1:
-            raise MarsError(f"the drafter '{inner.name}' drafts no chain: give it a drafter of chains.")
+        check_drafts_alone(inner, 1)
         if inner.vocab_size is not None and inner.vocab_size != proxy.vocab_size:
             raise MarsError(
                 f"the drafter '{inner.name}' has a vocabulary of {inner.vocab_size} tokens and the proxy one of "

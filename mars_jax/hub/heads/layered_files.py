@@ -291,10 +291,10 @@ def _differs(head_embed: Tensor, target_embed: jax.Array | Int8) -> bool:
 def _draft_ids(config: LayeredHead, d2t: np.ndarray) -> np.ndarray:
     """Return target tokens i32[W] from offsets d2t [W]: draft token i is target token i + d2t[i]."""
     count, vocab = config.draft_vocab_size, config.vocab_size
-    if d2t.shape != (count,):
-        raise MarsError(f"d2t has shape {list(d2t.shape)} and lm_head.weight {count} rows: {_AGAIN}.")
-    if not np.issubdtype(d2t.dtype, np.integer):
-        raise MarsError(f"d2t holds {d2t.dtype} and not whole numbers: {_AGAIN}.")
+    if d2t.shape != (count,) or not np.issubdtype(d2t.dtype, np.integer):
+        raise MarsError(
+            f"d2t is {d2t.dtype}{list(d2t.shape)}: expected {count} integers, one per row of lm_head.weight; {_AGAIN}."
+        )
     ids = np.arange(count) + d2t.astype(np.int64)
     wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
     if len(wrong):
