@@ -163,9 +163,9 @@ def load(
             packs_experts(directory) or (not is_gguf(directory) and packing(directory) is not None)
         )
         dtype, bits = resolve_dtype(dtype, stored_dtype)
-        named_tensors = find_tensors(directory, config)
+        stored = find_tensors(directory, config)
         params = read_params(
-            directory, named_tensors, leaves(config), dtype, bits, keep_packed=keep_packed, shardings=shardings
+            directory, stored, leaves(config), dtype, bits, keep_packed=keep_packed, shardings=shardings
         )
     if shardings is None and jax.default_backend() == "cpu":
         params = _widened(params, config, dtype)

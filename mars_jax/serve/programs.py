@@ -110,10 +110,10 @@ def description(part: Any) -> bytes:
 def _key(function: Any, decoder: Decoder, args: tuple[Any, ...]) -> str:
     shapes = jax.tree.map(lambda x: repr(jax.typeof(x)), args)
     versions = [sys.version, *(module.__version__ for module in (jax, jaxlib, np, ml_dtypes))]
-    config = repr(sorted(jax.config.values.items()))
     environment = {name: text for name, text in os.environ.items() if name.startswith(("XLA_", "MARS_JAX_"))}
     processors = getattr(os, "sched_getaffinity", lambda _: os.cpu_count())(0), _cpu_features()
-    parts = (_source_digest(), versions, config, environment, processors, function.__wrapped__, decoder, shapes)
+    settings = [versions, repr(sorted(jax.config.values.items())), environment, processors]
+    parts = (_source_digest(), settings, function.__wrapped__, decoder, shapes)
     return hashlib.sha256(description(parts)).hexdigest()
 
 

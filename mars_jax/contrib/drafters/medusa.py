@@ -106,7 +106,8 @@ class Medusa(ShapedDrafter):
                 ids = sample_processed(inputs.keys, head_index, q_logits)
                 # The last node has no children, so its row is never read.
                 draft_logits = jnp.pad(q_logits, ((0, 0), (0, 1), (0, 0)))
-            return chain(jnp.concatenate([root, jnp.where(alive, ids, NO_TOKEN)], axis=1), draft_logits), state
+            tokens = jnp.concatenate([root, jnp.where(alive, ids, NO_TOKEN)], axis=1)
+            return chain(tokens, draft_logits), state
         assert isinstance(self.shape, Static)
         levels = [root]
         for depth, width in enumerate(self.shape.branching):
@@ -133,9 +134,7 @@ class Medusa(ShapedDrafter):
             return jnp.repeat(head_logits, level.tokens.shape[1], axis=1), carry
 
         growth = Growth(logits[:, :1], None, extend, first=inputs.length)
-        tree, _, _ = grow(
-            self.shape, self.sample, growth, root, inputs.keys, inputs.controls, inputs.guide
-        )
+        tree, _, _ = grow(self.shape, self.sample, growth, root, inputs.keys, inputs.controls, inputs.guide)
         return tree
 
     def update(

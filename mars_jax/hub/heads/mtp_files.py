@@ -85,9 +85,7 @@ def load_mtp(
     named_tensors = {name: candidates[0] for name, candidates in grouped.items()}
     # Heads are small and need the accuracy of 8 bits, even if 4 are requested.
     bits = bits and 8
-    return config, read_params(
-        directory, named_tensors, config.leaves(), floating, bits, shardings=shardings
-    )
+    return config, read_params(directory, named_tensors, config.leaves(), floating, bits, shardings=shardings)
 
 
 def save_mtp(
