@@ -27,8 +27,7 @@ from mars_jax.drafters.grow import Growth, Level, grow
 from mars_jax.drafters.registry import register
 from mars_jax.drafters.tree_shapes import ShapedDrafter
 from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.models.heads import FeatureHead
-from mars_jax.utils.errors import MarsError
+from mars_jax.models.heads import FeatureHead, LayeredHead
 
 
 @struct.dataclass(kw_only=True)
@@ -40,7 +39,25 @@ class FeatureState:
 
 
 @dataclasses.dataclass(frozen=True)
-class FeatureDrafter(ShapedDrafter):
+class HeadDrafter(ShapedDrafter):
+    """A head of layers that read the target's features."""
+
+    config: LayeredHead  # configuration of the head
+    target: LanguageModel  # the model that the head was trained for
+    # Dtype of the head's keys and values.
+    cache_dtype: str = dataclasses.field(default="float32", kw_only=True)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.config.feature_layers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.layer.vocab_size
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureDrafter(HeadDrafter):
     """A head that drafts from the target's features: an EAGLE head or an MTP module.
 
     Its weights are `Params.draft`. From `Params.target` it reads the target's embedding, and the target's unembedding
@@ -50,31 +67,15 @@ class FeatureDrafter(ShapedDrafter):
       MarsError: the head does not fit the target, or as for `DraftModel`.
     """
 
-    config: FeatureHead  # configuration of the head
-    target: LanguageModel  # the model that the head was trained for
+    config: FeatureHead
     # Length of the chain; ignored if there is a tree.
     num_draft_tokens: int = dataclasses.field(default=5, compare=False)
-    # Dtype of the head's keys and values.
-    cache_dtype: str = dataclasses.field(default="float32", kw_only=True)
 
     resizes = True
 
     def __post_init__(self):
         self.config.check_target(self.target)
-        if self.reads and self.target.with_features is None:
-            raise MarsError(
-                f"the {self.config.title} reads the target's layers, which this target does not "
-                "provide: set LanguageModel.with_features."
-            )
         self._set_shape(self.num_draft_tokens, self.config.draft_vocab_size)
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.config.feature_layers
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.layer.vocab_size
 
     def init(self, params: Params, tokens: Array, length: Array) -> FeatureState:
         batch, buffer_length = tokens.shape

@@ -123,10 +123,6 @@ def _read_qwen_windows(data: JsonObject) -> Fields:
     return _optional_windows(data, (i >= first for i in range(data["num_hidden_layers"])))
 
 
-def _read_qwen3_width(data: JsonObject) -> Fields:
-    return {"head_dim": count(data, "head_dim", 128)}
-
-
 def _read_qwen2_moe_windows(data: JsonObject) -> Fields:
     # As in transformers: without `layer_types`, every second layer before `max_window_layers` has a window.
     first, layers = data.get("max_window_layers", 28), range(data["num_hidden_layers"])
@@ -196,10 +192,6 @@ def _read_gemma(data: JsonObject, every: int) -> Fields:
         raise MarsError(f"query_pre_attn_scalar is {scalar}: it must be positive.")
     windows, multiplier = _windows(kinds, data.get("sliding_window")), data["hidden_size"] ** 0.5
     return {"windows": windows, "embedding_multiplier": multiplier, "query_scalar": scalar}
-
-
-def _read_gemma2(data: JsonObject) -> Fields:
-    return _read_gemma(data, 2)
 
 
 def _write_gemma(config: ModelConfig) -> JsonObject:
@@ -444,6 +436,7 @@ _CAPS = _keys(attention_cap="attn_logit_softcapping", logit_cap="final_logit_sof
 _LLAMA_PARTS = (_BIASES, _keys(mlp_bias="mlp_bias"))
 _QWEN2_PARTS = (_fixed(qkv_bias=True), _QWEN_WINDOWS)
 _QWEN3_PARTS = (_BIASES, _fixed(qk_norm=True))
+_QWEN3_WIDTH = Part(lambda data: {"head_dim": count(data, "head_dim", 128)})
 _QWEN_EXPERTS = (_ROUTED, Part(_read_qwen_experts, _write_qwen_experts))
 _QWEN2_MOE_PARTS = (_keys(qkv_bias="qkv_bias"), *_QWEN_EXPERTS, _SHARED_EXPERT, _QWEN2_MOE_WINDOWS)
 _QWEN3_MOE_PARTS = (*_QWEN3_PARTS, *_QWEN_EXPERTS, Part(_read_qwen3_moe_window))
@@ -471,7 +464,7 @@ _OLMO_PARTS = (_BIASES, _fixed(pre_norms=False, post_norms=True, whole_qk_norm=T
 _SINKS = _fixed(attention_sinks=True)
 _GPT_OSS_PARTS = (_BIASES, _SINKS, _LOCAL_EXPERTS, Part(_read_gpt_oss, _write_gpt_oss))
 _GEMMA_PARTS = (_BIASES, _fixed(norm_plus_one=True, post_norms=True), _CAPS)
-_GEMMA_2_PARTS = (*_GEMMA_PARTS, Part(_read_gemma2, _write_gemma))
+_GEMMA_2_PARTS = (*_GEMMA_PARTS, Part(lambda data: _read_gemma(data, 2), _write_gemma))
 _GEMMA_3_PARTS = (*_GEMMA_PARTS, _fixed(qk_norm=True), Part(_read_gemma3, _write_gemma3))
 
 FAMILIES: dict[str, Family] = {
@@ -479,7 +472,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("MistralForCausalLM", (_WINDOW,), _MISTRAL),
     "qwen2": Family("Qwen2ForCausalLM", _QWEN2_PARTS, {}),
     "mimo": Family("MiMoForCausalLM", _QWEN2_PARTS, {}),
-    "qwen3": Family("Qwen3ForCausalLM", (*_QWEN3_PARTS, _QWEN_WINDOWS, Part(_read_qwen3_width)), {}),
+    "qwen3": Family("Qwen3ForCausalLM", (*_QWEN3_PARTS, _QWEN_WINDOWS, _QWEN3_WIDTH), {}),
     "mixtral": Family("MixtralForCausalLM", (_WINDOW, _LOCAL_EXPERTS), _MIXTRAL),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", _QWEN2_MOE_PARTS, _QWEN2_MOE),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", _QWEN3_MOE_PARTS, _QWEN3_MOE),

@@ -107,7 +107,7 @@ class LayeredHead(HeadConfig):
         return kv_cache.init_cache(c.num_layers, (batch, slots, c.num_kv_heads, c.head_dim), dtype)
 
     def check_target(self, target: LanguageModel) -> None:
-        """Raise MarsError if the target has a different vocabulary size or lacks an embedding that the head shares."""
+        """Raise MarsError if the target has another vocabulary size, or lacks an embedding or layers to read."""
         if target.vocab_size != self.vocab_size:
             raise MarsError(
                 f"the {self.title} is for a vocabulary of {self.vocab_size} tokens and the target has "
@@ -116,6 +116,11 @@ class LayeredHead(HeadConfig):
         if target.embed is None and not self.own_embed:
             raise MarsError(
                 f"the {self.title} shares its target's embedding, and this target gives none: set LanguageModel.embed."
+            )
+        if self.feature_layers and target.with_features is None:
+            raise MarsError(
+                f"the {self.title} reads the target's layers, which this target does not provide: set "
+                "LanguageModel.with_features."
             )
 
     def embed(self, target: LanguageModel, params: Params, tokens: Array) -> Array:

@@ -192,7 +192,9 @@ def from_session_stream() -> list[Any]:
     target, drafter, prompts, options = arguments()
     streamed, completions = [["", [], [], []] for _ in prompts], {}
     requests = mj.make_requests(target, prompts, **options)
-    for event in Session.of(target, drafter, verify=RULE, log_probs=True).stream(requests):
+    for event in (
+        Session.of(target, drafter, verify=RULE, log_probs=True).queue(requests, telling=True).events()
+    ):
         if isinstance(event, Finished):
             completions[event.index] = event.completion
             continue

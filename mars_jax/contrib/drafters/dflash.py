@@ -29,15 +29,14 @@ from mars_jax.core.types import (
     DraftTree,
     ForwardOutput,
     KVCache,
-    LanguageModel,
     Params,
     Verdict,
     Visible,
 )
 from mars_jax.drafters import DraftInput, Dynamic, LoadedDrafter, chain, last_token, register
 from mars_jax.drafters.asked import Asked
+from mars_jax.drafters.eagle import HeadDrafter
 from mars_jax.drafters.grow import Growth, Level, grow, stops_at
-from mars_jax.drafters.tree_shapes import ShapedDrafter
 from mars_jax.utils.errors import MarsError
 
 
@@ -52,7 +51,7 @@ class _Block(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlash(ShapedDrafter):
+class DFlash(HeadDrafter):
     """A DFlash or DSpark head of the target, which drafts a block in one forward.
 
     Its weights are `Params.draft`. If the head has no embedding or unembedding, it reads the target's from
@@ -72,21 +71,13 @@ class DFlash(ShapedDrafter):
     7
     """
 
-    config: DFlashConfig  # configuration of the head
-    target: LanguageModel  # the model that the head was trained for
+    config: DFlashConfig
     # Length of the chain; None: the block's length. Ignored if there is a tree.
     num_draft_tokens: int | None = dataclasses.field(default=None, compare=False)
-    # Dtype of the head's keys and values.
-    cache_dtype: str = dataclasses.field(default="float32", kw_only=True)
 
     def __post_init__(self):
         config = self.config
         config.check_target(self.target)
-        if self.target.with_features is None:
-            raise MarsError(
-                "a DFlash head reads the target's layers, and this target gives none: set "
-                "LanguageModel.with_features."
-            )
         length = config.drafts if self.num_draft_tokens is None else self.num_draft_tokens
         self._set_shape(length, config.draft_vocab_size)
         if self.shape.depth > config.drafts:
@@ -98,14 +89,6 @@ class DFlash(ShapedDrafter):
     @property
     def kind(self) -> str:
         return "dspark" if self.config.markov_rank else "dflash"
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.config.feature_layers
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.layer.vocab_size
 
     def init(self, params: Params, tokens: Array, length: Array) -> KVCache:
         batch, buffer_length = tokens.shape

@@ -70,7 +70,10 @@ def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
     if type(tokens) is not int or not 1 <= tokens <= 64:
         raise refuse("draft_tokens", "a whole number from 1 to 64")
     layers = data.get("layers", [])
-    if kind == "via_sd" and not _is_mask(layers):
+    is_mask = isinstance(layers, list) and all(
+        isinstance(pair, list) and [type(keep) for keep in pair] == [bool, bool] for pair in layers
+    )
+    if kind == "via_sd" and not (layers and is_mask):
         raise refuse("layers", "[attention, mlp] of every layer, each true or false")
     numbers = {}
     for key, default in NUMBERS[kind].items():
@@ -84,13 +87,6 @@ def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
     if kind == "via_sd":
         return dataclasses.replace(system, layers=tuple((a, m) for a, m in layers))
     return system
-
-
-def _is_mask(layers: object) -> bool:
-    def is_pair(pair: object) -> bool:
-        return isinstance(pair, list) and len(pair) == 2 and all(type(keep) is bool for keep in pair)
-
-    return isinstance(layers, list) and bool(layers) and all(map(is_pair, layers))
 
 
 def resolve_system_model(system: System, name: str) -> str:

@@ -176,12 +176,8 @@ def load_head(
             shareable[_EMBED] = target_params["embed"]
         if shares(config) and target_config.logit_cap is None and target_config.logit_divisor == 1:
             shareable[_UNEMBED] = target_params.get("unembed", target_params["embed"])
-
-        def harmless(name: str) -> bool:
-            return bool(DERIVED.search(name)) or name in _OTHER_TENSORS
-
         table = {canonical(row.name): row for row in config.weights()}
-        check_tensors(directory, grouped, table, harmless)
+        check_tensors(directory, grouped, table, lambda name: DERIVED.search(name) or name in _OTHER_TENSORS)
         if head_embed == "target" and config.own_embed:
             if _EMBED not in shareable:
                 raise MarsError(
