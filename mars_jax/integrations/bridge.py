@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -93,8 +93,7 @@ def from_nnx(
     if not isinstance(module, nnx.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_nnx takes a flax.nnx.Module.")
     graph_def, state = nnx.split(module)
-    merge = _Merge(graph_def, functools.partial(nnx.merge, graph_def))
-    return _bridged(merge, vocab_size, init_cache, call, unembed, embed, cache, prefill_chunk), state
+    return _bridged(graph_def, vocab_size, init_cache, call, unembed, embed, cache, prefill_chunk), state
 
 
 def from_linen(
@@ -122,22 +121,12 @@ def from_linen(
     """
     if not isinstance(module, linen.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_linen takes a flax.linen.Module.")
-    # merge(variables) is module.apply with these variables as its first argument.
-    merge = _Merge(module, functools.partial(functools.partial, module.apply))
-    return _bridged(merge, vocab_size, init_cache, call, unembed, embed, cache, prefill_chunk)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Merge:
-    """Function from params to a callable. It is hashable and compares by `structure`, so that `_bridged` can cache."""
-
-    structure: Hashable
-    merge: Callable[[PyTree], Any] = dataclasses.field(compare=False)
+    return _bridged(module, vocab_size, init_cache, call, unembed, embed, cache, prefill_chunk)
 
 
 @functools.lru_cache
 def _bridged(
-    merge: _Merge,
+    structure: linen.Module | nnx.GraphDef,
     vocab_size: int,
     init_cache: Callable[[int, int], PyTree],
     call: Callable[..., tuple[Array, PyTree]],
@@ -148,22 +137,27 @@ def _bridged(
 ) -> LanguageModel:
     """Return the language model. It is cached, so that equal modules have equal functions and compile once."""
 
+    def bound(params: PyTree) -> Any:
+        """Return the module with its params, as a callable."""
+        if isinstance(structure, linen.Module):
+            return functools.partial(structure.apply, params)
+        return nnx.merge(structure, params)
+
     def forward(params: PyTree, tokens: Array, visible: Visible, previous_cache: PyTree) -> ForwardOutput:
         mask = visible.dense(cache.slots(previous_cache))
         ids = jnp.maximum(tokens, 0)
-        module = merge.merge(params)
-        output, next_cache = call(module, ids, visible.positions, mask, previous_cache, visible.slot)
+        output, next_cache = call(bound(params), ids, visible.positions, mask, previous_cache, visible.slot)
         _check_shapes(output, previous_cache, next_cache, tokens.shape, None if unembed else vocab_size)
         return ForwardOutput(hidden=output, features=(), cache=next_cache)
 
     def logits(params: PyTree, hidden: Array) -> Array:
         if unembed is not None:
-            hidden = unembed(merge.merge(params), hidden)
+            hidden = unembed(bound(params), hidden)
         return hidden.astype(jnp.float32)
 
     def embedded(params: PyTree, tokens: Array) -> Array:
         assert embed is not None
-        return embed(merge.merge(params), jnp.maximum(tokens, 0))
+        return embed(bound(params), jnp.maximum(tokens, 0))
 
     return LanguageModel(
         init_cache=init_cache,

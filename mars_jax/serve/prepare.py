@@ -43,39 +43,34 @@ STEPS = 8
 
 
 class RequestGuides(NamedTuple):
-    """Tables that a step uses to track constraints and spans in completions. Unused fields are None."""
+    """Tables that a step uses to track constraints and spans in completions."""
 
-    constraint: Compiled | None = None
-    span: Compiled | None = None
-    words: Vocabulary | None = None
+    vocabulary: Vocabulary
+    constraint: Compiled | None
+    span: Compiled | None
 
     @property
-    def tables(self) -> types.GuideTables | None:
+    def tables(self) -> types.GuideTables:
         """The tables for `Params.guides`."""
-        if self.constraint is None and self.span is None:
-            return None
         return types.GuideTables(
             constraint=self.constraint and self.constraint.tables, span=self.span and self.span.tables
         )
 
-    def rows(self, requests: Sequence[Request]) -> types.GuideRows | None:
+    def rows(self, requests: Sequence[Request]) -> types.GuideRows:
         """Return `Controls.guides` for the requests of a batch."""
-        if self.constraint is None and self.span is None:
-            return None
-        spans = [request.spans for request in requests]
-        start_states = [FIRST] * len(requests)
-        for row, (request, span) in enumerate(zip(requests, spans, strict=True)):
+        spans, start_states = [request.spans for request in requests], [FIRST] * len(requests)
+        for row, span in enumerate(spans):
             # A prompt may end inside a span, so the completion starts in the state after the prompt.
-            if span is not None and self.words is not None:
-                start_states[row] = span.table(self.words).run(request.prompt_tokens)
+            if span is not None:
+                start_states[row] = span.table(self.vocabulary).run(requests[row].prompt_tokens)
         return types.GuideRows(
             constraint=self.constraint and self.constraint.rows([r.constraint for r in requests]),
             span=self.span and self.span.rows(spans, start_states),
         )
 
 
-def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
-    """Build the tables of the requests' constraints and spans; equal ones share a table.
+def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides | None:
+    """Build the tables of the requests' constraints and spans, if they have any; equal ones share a table.
 
     Raises:
       MarsError: the target has no tokenizer, so the text of its tokens is unknown; or see `Constraint.table`.
@@ -83,7 +78,7 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
     constraints = [r.constraint for r in requests if r.constraint is not None]
     spans = dict.fromkeys(r.spans for r in requests if r.spans is not None)
     if not constraints and not spans:
-        return RequestGuides()
+        return None
     vocab_size = target.config.vocab_size
     # A constraint on token ids reads no text, so it also works without a tokenizer.
     vocab = Vocabulary(tokens=(None,) * vocab_size)
@@ -93,12 +88,12 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
                 f"'{target.name}' has no tokenizer, so the text of its tokens is unknown: constrain it by tokens only."
             )
         vocab = vocabulary(target.tokenizer, vocab_size)
-    guides = RequestGuides(words=vocab)
-    if constraints:
-        guides = guides._replace(constraint=compiled(constraints, vocab))
-    if spans:
-        guides = guides._replace(span=join_tables({span: span.table(vocab) for span in spans}, vocab_size))
-    return guides
+    span_tables = {span: span.table(vocab) for span in spans}
+    return RequestGuides(
+        vocab,
+        compiled(constraints, vocab) if constraints else None,
+        join_tables(span_tables, vocab_size) if spans else None,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +107,7 @@ class Prepared:
     drafter: drafters.LoadedDrafter
     loaded_rule: LoadedRule  # each numeric setting is one value for all requests, or one per request
     width: int  # T
-    guides: RequestGuides
+    guides: RequestGuides | None  # None if no request has a constraint or spans
 
     @property
     def draws(self) -> bool:
@@ -154,7 +149,8 @@ class Prepared:
         )
         if any(r.edits for r in self.requests):
             controls = dataclasses.replace(controls, edits=self._edits(requests))
-        controls = dataclasses.replace(controls, guides=self.guides.rows(requests))
+        if self.guides is not None:
+            controls = dataclasses.replace(controls, guides=self.guides.rows(requests))
         keys = types.keys_from_seeds(jnp.array(np.asarray([r.seed for r in requests], np.uint32)))
         # Rows that only fill the batch take the rule of request 0.
         row_rule = take_rows(self.loaded_rule.rule, [i or 0 for i in entries], len(self.requests))
@@ -279,7 +275,7 @@ def prepared(
             )
     max_length = max(len(request.prompt_tokens) + request.max_new_tokens for request in requests)
     guides = guides_of(target, requests)
-    tables = guides.tables
+    tables = guides and guides.tables
     if tables is not None and target.mesh is not None:
         # Every device of a mesh holds a copy of the whole tables.
         replicated_sharding = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())

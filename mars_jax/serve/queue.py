@@ -249,7 +249,7 @@ class Queue:
 
     def _first(self) -> tuple[DecodeState, DecodeStats]:
         entries: list[int | None] = [None] * len(self._holds)
-        # With shared prompts, all rows start empty, and `_put` fills them from a row that has read the prompt.
+        # With shared prompts, all rows start empty, and `_refilled` fills them from a row that has read the prompt.
         if not self._shares:
             for row in range(min(len(self._holds), len(self._waiting))):
                 entries[row] = self._next(row)
@@ -271,10 +271,7 @@ class Queue:
                 return state, stats
             self._steps = self.state = None
             return self._first()
-        if self._shares:
-            return self._put(state, stats)
-        target = self._prepared.target
-        num_parts = size_of("data", target.mesh)
+        num_parts = size_of("data", self._prepared.target.mesh)
         stride = len(self._holds) // num_parts
         while self._waiting and None in self._holds:
             rows_to_fill = [NO_ROW] * num_parts
@@ -285,25 +282,15 @@ class Queue:
                 row = next(free, NO_ROW)
                 if row != NO_ROW and self._waiting:
                     rows_to_fill[part], entries[part] = row, self._next(row)
-            prompts, prepared = self._prepared.prompts(entries), self._prepared
+            if self._shares and entries[0] is not None:
+                # There is one part. Its row begins as a copy of a separate row that has read the prompt.
+                self._read = self._reading(entries[0])
+            prepared, read_state = self._prepared, self._read and self._read.state
+            prompts = prepared.prompts(entries)
             row_indices = prepared.placed(jnp.array(np.asarray(rows_to_fill, np.int32)))
-            with target.on_mesh():
-                state, stats = refill.refill(
-                    prepared.decoder, prepared.params, state, stats, row_indices, prompts
-                )
-        return state, stats
-
-    def _put(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
-        """Start free rows with the next requests, from a separate row that has read their prompts."""
-        while self._waiting and None in self._holds:
-            row = self._holds.index(None)
-            index = self._next(row)
-            prepared = self._prepared
-            self._read = self._reading(index)
-            row_indices, prompts = jnp.array(np.asarray([row], np.int32)), prepared.prompts([index])
             with prepared.target.on_mesh():
                 state, stats = refill.refill(
-                    prepared.decoder, prepared.params, state, stats, row_indices, prompts, self._read.state
+                    prepared.decoder, prepared.params, state, stats, row_indices, prompts, read_state
                 )
         return state, stats
 

@@ -142,7 +142,7 @@ def test_bad_options_get_a_sentence(target, options, sentence):
 def test_spans_need_no_constraint(target):
     [request] = mj.make_requests(target, "Once upon", relax_in="b...c")
     guides = guides_of(target, [request])
-    assert guides.span is not None and guides.constraint is None
+    assert guides is not None and guides.span is not None and guides.constraint is None
 
 
 def test_prompts_choose_whether_rules_relax_in_their_constraint():
