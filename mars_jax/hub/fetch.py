@@ -99,13 +99,23 @@ def _fetch(repository: str, patterns: list[str], download_argument: str) -> Path
     """
     # This downloads single files too: without a network, hf_hub_download retries for half a minute and prints messages.
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError
 
     try:
         with activity.doing(f"downloading {repository}") as download:
             path = snapshot_download(repository, allow_patterns=patterns, tqdm_class=_progress_bar(download))
             return Path(path)
     except Exception as error:  # huggingface_hub raises its own errors, httpx's and OSError
-        raise _refusal(repository, error, download_argument) from None
+        suggestion = ""
+        if find_model_row(repository) is None:
+            suggestion = did_you_mean(repository, (*assets.NAMES, *MODELS))
+        cure = f"check the name and your access, or run hf download {download_argument} where there is a network."
+        if isinstance(error, GatedRepoError):
+            cure = f"accept its terms on https://huggingface.co/{repository}, and run hf auth login."
+        raise MarsError(
+            f"'{repository}'{suggestion} is neither a directory nor a checkpoint that the Hugging Face hub gave "
+            f"({type(error).__name__}: {first_line(error)}): {cure}"
+        ) from None
 
 
 def _progress_bar(download: activity.Activity) -> type:
@@ -124,22 +134,6 @@ def _progress_bar(download: activity.Activity) -> type:
             return super().update(n)
 
     return ProgressBar
-
-
-def _refusal(repository: str, error: Exception, download_argument: str) -> MarsError:
-    """Return the error for a failed download; arguments as for `_fetch`."""
-    from huggingface_hub.errors import GatedRepoError
-
-    suggestion = ""
-    if find_model_row(repository) is None:
-        suggestion = did_you_mean(repository, (*assets.NAMES, *MODELS))
-    cure = f"check the name and your access, or run hf download {download_argument} where there is a network."
-    if isinstance(error, GatedRepoError):
-        cure = f"accept its terms on https://huggingface.co/{repository}, and run hf auth login."
-    return MarsError(
-        f"'{repository}'{suggestion} is neither a directory nor a checkpoint that the Hugging Face hub gave "
-        f"({type(error).__name__}: {first_line(error)}): {cure}"
-    )
 
 
 def _weight_patterns(repository: str) -> list[str]:

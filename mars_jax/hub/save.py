@@ -137,19 +137,15 @@ def write_directory(
             os.replace(new_directory, place)
             sync(place.parent)
         else:
-            _replace_files(new_directory, place)
+            config = place / "config.json"
+            if config.exists() and config.read_bytes() != (new_directory / "config.json").read_bytes():
+                config.unlink()
+                sync(place)
+            # config.json comes last.
+            for file in sorted(new_directory.iterdir(), key=lambda file: file.name == "config.json"):
+                os.replace(file, place / file.name)
+                sync(place)
     return target
-
-
-def _replace_files(new: Path, place: Path) -> None:
-    """Move the files of one directory into another, config.json last; see `write_directory`."""
-    config = place / "config.json"
-    if config.exists() and config.read_bytes() != (new / "config.json").read_bytes():
-        config.unlink()
-        sync(place)
-    for file in sorted(new.iterdir(), key=lambda file: file.name == "config.json"):
-        os.replace(file, place / file.name)
-        sync(place)
 
 
 def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:

@@ -64,7 +64,8 @@ class HostArray:
     def _copy(self, box: Box, block: np.ndarray | jax.Array) -> None:
         """Copy a block of the array into the parts that overlap it, cast to their dtype."""
         for part_box, part in self.parts.items():
-            if (common := _common(box, part_box)) is not None:
+            common = tuple((max(i, k), min(j, l)) for (i, j), (k, l) in zip(box, part_box, strict=True))
+            if all(first < end for first, end in common):
                 part[_shifted(common, part_box)] = block[_shifted(common, box)].astype(self.dtype, copy=False)
 
     def to_devices(self) -> jax.Array:
@@ -74,14 +75,6 @@ class HostArray:
         return jax.make_array_from_callback(
             self.shape, self.sharding, lambda index: self.parts[self._box(index)], dtype=self.dtype
         )
-
-
-def _common(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two blocks; None if it is empty."""
-    common = tuple((max(i, k), min(j, l)) for (i, j), (k, l) in zip(a, b, strict=True))
-    if any(first >= end for first, end in common):
-        return None
-    return common
 
 
 def _shifted(box: Box, outer: Box) -> tuple[slice, ...]:

@@ -66,17 +66,26 @@ def read_tokenizer(path: Path) -> Any:
         from transformers.utils import logging
 
     logging.set_verbosity_error()  # hide the tokenizer's advice
+    data = _tokenizer_config(path)
     try:
         with catch_panics(path):
             if is_gguf(path):
                 return gguf_tokenizer(read_gguf(path))
+            import transformers
+
+            is_plain = data.get("tokenizer_class") in _PLAIN and "auto_map" not in data
+            if is_plain and (path / "tokenizer.json").exists():
+                # The class that AutoTokenizer would choose, without its import, which takes 2 s.
+                tokenizer_class = transformers.PreTrainedTokenizerFast
+            else:
+                tokenizer_class = transformers.AutoTokenizer
             # Without the flag, transformers prompts on stdin whether to run the checkpoint's code.
-            return _tokenizer_class(path).from_pretrained(str(path), trust_remote_code=False)
+            return tokenizer_class.from_pretrained(str(path), trust_remote_code=False)
     except MarsError:
         raise
     except Exception as error:  # transformers raises anything from OSError to tokenizers' bare Exception
         cure = "download its tokenizer again, or give prompts as token ids"
-        if "auto_map" in _tokenizer_config(path):
+        if "auto_map" in data:
             cure = (
                 "its tokenizer_config.json names code of the checkpoint's own (auto_map), which is never run; give "
                 "prompts as token ids, or use a checkpoint whose tokenizer transformers has"
@@ -169,23 +178,6 @@ def _check_files(directory: Path) -> None:
             open_file(file, TOKENIZER_BYTES).close()
         except OSError as error:
             raise MarsError(f"'{file}' cannot be read ({error.strerror}): download it again.") from None
-
-
-def _tokenizer_class(path: Path) -> Any:
-    """Return the class that `AutoTokenizer` would choose.
-
-    If the files name a plain class, this avoids importing `AutoTokenizer`, which takes 2 s.
-    """
-    import transformers
-
-    data = _tokenizer_config(path)
-    if (
-        (path / "tokenizer.json").exists()
-        and data.get("tokenizer_class") in _PLAIN
-        and "auto_map" not in data
-    ):
-        return transformers.PreTrainedTokenizerFast
-    return transformers.AutoTokenizer
 
 
 def _tokenizer_config(path: Path) -> JsonObject:

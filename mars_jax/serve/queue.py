@@ -234,7 +234,7 @@ class Queue:
             strings = row_text.feed_all(tokens, last=bool(rows.done[row]))
             row_stopped[row] = row_text.stopped
             # A row may end without a token, for example if its constraint allows no further token.
-            remaining_text = row_text.end() if rows.done[row] else ""
+            remaining_text = row_text.feed([], last=True) if rows.done[row] else ""
             if not self._telling:
                 continue
             assert rows.stats.tokens is not None  # recorded for a queue that is `telling`

@@ -80,18 +80,11 @@ class RowText:
         """Number of tokens so far, excluding tokens after a stop string."""
         self.stopped = False
 
-    def feed(self, token: int, *, last: bool = False) -> str:
-        """Return the text that a token completes, or "" after a stop string; `last` releases the text held back."""
-        self.count += not self.stopped
-        return self._text([token], last)
-
-    def end(self) -> str:
-        """Return the text held back, for a row that ends without another token."""
-        return self._text([], last=True)
-
-    def _text(self, tokens: Sequence[int], last: bool) -> str:
+    def feed(self, tokens: Sequence[int], *, last: bool = False) -> str:
+        """Return the text that tokens complete, or "" after a stop string; `last` releases the text held back."""
         if self.stopped:
             return ""
+        self.count += len(tokens)
         text = self._held + self._detokenizer.feed(tokens, last=last)
         # Characters that the detokenizer still holds back may complete a stop string.
         pending_text = self._detokenizer.pending() if self._stops else ""
@@ -112,7 +105,7 @@ class RowText:
         pieces: list[str] = []
         for number, token in enumerate(tokens, start=1):
             if not self.stopped:
-                pieces.append(self.feed(token, last=last and number == len(tokens)))
+                pieces.append(self.feed([token], last=last and number == len(tokens)))
         return pieces
 
 

@@ -107,8 +107,8 @@ def test_a_stop_string_cuts_the_text_of_all_tokens(kind, stop):
     @example([*bytes_of("é🙂"), WORD])
     def check(tokens):
         text = RowText(target, Request(prompt_tokens=(WORD,), max_new_tokens=40, stop_strings=(stop,)))
-        pieces = [text.feed(token) for token in tokens]
-        pieces.append(text.end())
+        pieces = [text.feed([token]) for token in tokens]
+        pieces.append(text.feed([], last=True))
         # The tokens end with the first one that completes the stop string.
         prefixes = [target.decode([WORD, *tokens[:n]]).removeprefix("dog") for n in range(len(tokens) + 1)]
         ends = [n for n, prefix in enumerate(prefixes) if stop in prefix]

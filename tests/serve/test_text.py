@@ -74,7 +74,7 @@ def test_what_may_begin_a_stop_string_is_held_back(target):
     [request] = make_requests(target, ["Once"], stop_strings=["red b", "bluest"])
     text = RowText(target, request)
     ids = target.encode("Once a red car and a blue bus")[len(target.encode("Once")) :]
-    pieces = [text.feed(token, last=i == len(ids) - 1) for i, token in enumerate(ids)]
+    pieces = [text.feed([token], last=i == len(ids) - 1) for i, token in enumerate(ids)]
     assert "".join(pieces).strip() == "a red car and a blue bus" and not text.stopped
     assert not any(piece.endswith(("red", "blue")) for piece in pieces)
 
