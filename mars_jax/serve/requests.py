@@ -230,7 +230,11 @@ def make_requests(
     for index, prompt in enumerate(prompt_list):
         prompt_options = {name: values[index] for name, values in by_option.items()}
         constraint = take_constraint(prompt_options, constraint_by_id)
-        _ban(target, prompt_options)
+        banned_tokens = prompt_options.pop("banned_tokens", None)
+        if banned_tokens is not None:
+            banned_ids = _ids(target, "banned_tokens", banned_tokens)
+            biases = _pairs(prompt_options.get("logit_bias")) | dict.fromkeys(banned_ids, -math.inf)
+            prompt_options["logit_bias"] = biases
         prompt_options = {name: _checked(target, name, value) for name, value in prompt_options.items()}
         if not ignore_eos and "stop_tokens" not in prompt_options:
             prompt_options["stop_tokens"] = target.stop_tokens
@@ -320,14 +324,6 @@ def _with_special(target: Pretrained, options: OptionValues) -> OptionValues:
         "stop_tokens": tuple(dict.fromkeys(stop_tokens)),
         "stop_strings": tuple(s for s in stop_strings if s not in specials),
     }
-
-
-def _ban(target: Pretrained, options: OptionValues) -> None:
-    """Replace the banned tokens of one prompt by biases of -inf."""
-    banned_tokens = options.pop("banned_tokens", None)
-    if banned_tokens is not None:
-        banned_ids = _ids(target, "banned_tokens", banned_tokens)
-        options["logit_bias"] = _pairs(options.get("logit_bias")) | dict.fromkeys(banned_ids, -math.inf)
 
 
 def take_constraint(options: OptionValues, by_id: dict[tuple[str, int], Constraint]) -> Constraint | None:
