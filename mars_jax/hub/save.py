@@ -142,8 +142,8 @@ def write_directory(
                 config.unlink()
                 sync(place)
             # config.json comes last.
-            for file in sorted(new_directory.iterdir(), key=lambda file: file.name == "config.json"):
-                os.replace(file, place / file.name)
+            for path in sorted(new_directory.iterdir(), key=lambda path: path.name == "config.json"):
+                os.replace(path, place / path.name)
                 sync(place)
     return target
 

@@ -88,11 +88,10 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides 
                 f"'{target.name}' has no tokenizer, so the text of its tokens is unknown: constrain it by tokens only."
             )
         vocab = vocabulary(target.tokenizer, vocab_size)
-    span_tables = {span: span.table(vocab) for span in spans}
     return RequestGuides(
         vocab,
         compiled(constraints, vocab) if constraints else None,
-        join_tables(span_tables, vocab_size) if spans else None,
+        join_tables({span: span.table(vocab) for span in spans}, vocab_size) if spans else None,
     )
 
 
