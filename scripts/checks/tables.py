@@ -80,6 +80,11 @@ def family_variants() -> dict[str, Any]:
             [row["checkpoint"], row["outcome"], f"{row['difference']:.0e}" if "difference" in row else ""]
             for row in rows
         ],
+        "from_float64": [
+            [row["checkpoint"], *(f"{row['from_float64'][name]:.1e}" for name in ("mars-jax", "transformers"))]
+            for row in rows
+            if row["outcome"] == "different"
+        ],
     }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from mars_jax import contrib, drafters, verify
 from mars_jax.contrib.models.dflash_head import DFlashConfig
+from mars_jax.contrib.teaching import predict
 from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.drafter import Drafter
@@ -245,6 +246,20 @@ def test_the_state_after_50_rounds_is_that_of_the_text():
 
     for actual, expected in zip(states(state.cache), states(fresh.cache), strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(5, 70, 1, 44), (64, 3, 61, 2), (20, 108)])
+def test_documents_in_one_row_do_not_read_each_other(lengths):
+    """A chunk has 64 tokens, so that documents begin and end in and between chunks."""
+    tokens = jax.random.randint(jax.random.key(3), (1, sum(lengths)), 0, VOCAB, dtype=jnp.int32)
+    segments = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths)[None], jnp.int32)
+    read = jax.jit(lambda tokens, segments: predict(MODEL, weights(), tokens, segments))
+    packed, start = read(tokens, segments), 0
+    for length in lengths:
+        part = slice(start, start + length)
+        separate = read(tokens[:, part], jnp.zeros((1, length), jnp.int32))
+        np.testing.assert_allclose(packed[:, part], separate, rtol=1e-4, atol=1e-4)
+        start += length
 
 
 def test_a_row_whose_state_is_past_its_start_fails():
