@@ -210,7 +210,7 @@ def _prepare(
         last = documents[..., -1:]
         before = jnp.concatenate([documents[:1, ..., :1], last[:-1]])
         is_read &= documents[..., :, None] == documents[..., None, :]
-        from_start, to_end = from_start * (documents == before), to_end * (documents == last)
+        from_start, to_end = jnp.where(documents == before, from_start, 0), jnp.where(documents == last, to_end, 0)
     decay = jnp.exp(jnp.where(is_read, total[..., :, None] - total[..., None, :], -jnp.inf))
     from_start, to_end, rate = from_start[..., None], to_end[..., None], rate[..., None]
     keys = k.swapaxes(-1, -2)

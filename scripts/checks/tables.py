@@ -81,7 +81,7 @@ def family_variants() -> dict[str, Any]:
             for row in rows
         ],
         "from_float64": [
-            [row["checkpoint"], *(f"{row['from_float64'][name]:.1e}" for name in ("mars-jax", "transformers"))]
+            [row["checkpoint"], *(f"{distance:.1e}" for distance in row["from_float64"].values())]
             for row in rows
             if row["outcome"] == "different"
         ],

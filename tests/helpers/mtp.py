@@ -1,6 +1,7 @@
 """Checkpoints with a random MTP module."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -146,7 +147,7 @@ class QwenModule(torch.nn.Module):
 
 def _stacked(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Join the matrices of a layer's experts as in transformers."""
-    stacked = {name: array for name, array in arrays.items() if ".experts." not in name}
+    stacked = {name: array for name, array in arrays.items() if not re.search(r"\.experts\.\d", name)}
     for parent in {name.partition(".experts.")[0] + ".experts" for name in arrays if name not in stacked}:
         gate, up, down = (_stack(arrays, parent, part) for part in ("gate", "up", "down"))
         stacked[f"{parent}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
