@@ -74,8 +74,8 @@ def read_gguf_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
     if file.architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise MarsError(
-            f"'{file.path}' has architecture '{file.architecture}': expected one of {supported}. Load other families in "
-            "the Hugging Face layout."
+            f"'{file.path}' has architecture '{file.architecture}': expected one of {supported}. Load other families "
+            "in the Hugging Face layout."
         )
     try:
         with of_its_kind("it holds metadata", "download it again"):
@@ -90,7 +90,8 @@ def read_gguf_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
     matrices = {
         tensor.kind.name
         for name, tensor in file.tensors.items()
-        if len(tensor.shape) > 1 and not name.endswith((".ffn_gate_inp.weight", ".ssm_conv1d.weight", ".bias"))
+        if len(tensor.shape) > 1
+        and not name.endswith((".ffn_gate_inp.weight", ".ssm_conv1d.weight", ".bias"))
     }
     if len(matrices) != 1:
         return config, None

@@ -70,8 +70,9 @@ def gguf_tensors(path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]
         for name in file.tensors
         if name not in _DERIVED
     }
-    for name in [name for name in tensors if config.delta and name.endswith("linear_attn.out_proj.weight")]:
-        tensors[name] = _with_inputs(tensors[name], _value_heads(config.delta))
+    if config.delta is not None:
+        outputs = [name for name in tensors if name.endswith("linear_attn.out_proj.weight")]
+        tensors |= {name: _with_inputs(tensors[name], _value_heads(config.delta)) for name in outputs}
     yield tensors
 
 

@@ -180,7 +180,7 @@ def delta_rule(
     chunk_documents = None
     if documents is not None:
         chunk_documents = chunks(documents[:, None, None])
-    prepared = _prepare(*(chunks(x) for x in (q, k, v, log_decay, rate)), chunk_documents)
+    prepared = _prepare(*(chunks(x) for x in (q, k, v, log_decay, rate)), documents=chunk_documents)
     state, outputs = lax.scan(_add_chunk, state, prepared)
     outputs = jnp.moveaxis(outputs, 0, 3)
     return state, outputs.reshape(*outputs.shape[:3], -1, outputs.shape[-1])[..., :length, :]
@@ -198,7 +198,7 @@ class _Chunk(NamedTuple):
 
 
 def _prepare(
-    q: Array, k: Array, v: Array, log_decay: Array, rate: Array, documents: Array | None
+    q: Array, k: Array, v: Array, log_decay: Array, rate: Array, *, documents: Array | None
 ) -> _Chunk:
     # Log decay from the start of the chunk to each token; decay from token j to token i, which is 0 if j > i.
     total = jnp.cumsum(log_decay, axis=-1)
@@ -210,7 +210,10 @@ def _prepare(
         last = documents[..., -1:]
         before = jnp.concatenate([documents[:1, ..., :1], last[:-1]])
         is_read &= documents[..., :, None] == documents[..., None, :]
-        from_start, to_end = jnp.where(documents == before, from_start, 0), jnp.where(documents == last, to_end, 0)
+        from_start, to_end = (
+            jnp.where(documents == before, from_start, 0),
+            jnp.where(documents == last, to_end, 0),
+        )
     decay = jnp.exp(jnp.where(is_read, total[..., :, None] - total[..., None, :], -jnp.inf))
     from_start, to_end, rate = from_start[..., None], to_end[..., None], rate[..., None]
     keys = k.swapaxes(-1, -2)
@@ -370,7 +373,9 @@ def _read(
     if documents is not None:
         tail = jnp.pad(documents, ((0, 0), (delta.taps - 1, 0)))
         same_document = [tail[:, tap : tap + length] == documents for tap in range(delta.taps)]
-        by_tap = [jnp.where(same[:, None, :, None], y, 0) for y, same in zip(by_tap, same_document, strict=True)]
+        by_tap = [
+            jnp.where(same[:, None, :, None], y, 0) for y, same in zip(by_tap, same_document, strict=True)
+        ]
     products = [weight[None, :, None, :, tap] * y for tap, y in enumerate(by_tap)]
     q, k, v = jnp.split(jax.nn.silu(sum(products)), [delta.key_dim, 2 * delta.key_dim], axis=-1)
     q, k = (y * lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + _EPS) for y in (q, k))

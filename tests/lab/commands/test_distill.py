@@ -55,8 +55,17 @@ KINDS = {
 def recurrent_target(target, tmp_path):
     """Return a checkpoint with a recurrent layer and an attention layer, and the tokenizer of `target`."""
     delta = Delta(layers=(0,), key_heads=1, value_heads=2, key_dim=8, value_dim=6)
-    sizes = {name: getattr(hub.read_config(target), name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
-    options = {"family": "qwen3_5_text", "delta": delta, "attention_gate": True, "norm_plus_one": True, "qk_norm": True}
+    sizes = {
+        name: getattr(hub.read_config(target), name)
+        for name in ("vocab_size", "hidden_size", "intermediate_size")
+    }
+    options = {
+        "family": "qwen3_5_text",
+        "delta": delta,
+        "attention_gate": True,
+        "norm_plus_one": True,
+        "qk_norm": True,
+    }
     config = ModelConfig(num_layers=2, num_heads=2, **sizes, **options)
     path = hub.save(tmp_path / "recurrent", config, init_params(config, jax.random.key(0), scale=0.4))
     for file in target.glob("*token*"):
@@ -104,7 +113,9 @@ def test_heads_of_recurrent_targets_train_and_draft_losslessly(
 
 
 @pytest.mark.slow
-def test_a_recurrent_draft_model_is_refused_before_the_training(call, text, target, recurrent_target, tmp_path):
+def test_a_recurrent_draft_model_is_refused_before_the_training(
+    call, text, target, recurrent_target, tmp_path
+):
     flags = ("--target", target, "--from", recurrent_target, "--data", text, "--output", tmp_path / "made")
     code, err = call("model", *flags, *SIZES)
     assert code == 2 and "the draft model has recurrent layers" in err.splitlines()[-1]
