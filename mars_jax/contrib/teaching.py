@@ -75,21 +75,18 @@ def document_mask(segments: Array) -> Array:
 
 
 def in_documents(segments: Array) -> Visible:
-    """Return the attention of rows that start at position 0 and hold several documents, for segments i32[B, L]."""
+    """Describe rows that start at position 0 and hold several documents, for segments i32[B, L]."""
     batch, length = segments.shape
     visible = Visible.causal(jnp.zeros((batch,), jnp.int32), length)
-    return dataclasses.replace(visible, seen=document_mask(segments))
+    return dataclasses.replace(visible, seen=document_mask(segments), documents=segments)
 
 
 def forward_packed(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> ForwardOutput:
     """Return the output of a model for tokens i32[B, L] with segments i32[B, L].
 
-    A model with recurrent layers reads a row as a single document, because its state cannot drop the previous one.
+    A token reads only its own document, in attention and in recurrent layers.
     """
-    visible = in_documents(segments)
-    if model.for_chains is not None:
-        visible = dataclasses.replace(visible, seen=None)
-    return model.forward(params, tokens, visible, model.init_cache(*tokens.shape))
+    return model.forward(params, tokens, in_documents(segments), model.init_cache(*tokens.shape))
 
 
 def predict(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> Array:

@@ -37,6 +37,9 @@ class Visible:
     # i32[B]; number of leading nodes that are tokens of a prompt, the others are padding; None: the nodes are a draft.
     # Only recurrent layers use this field.
     count: Array | None = None
+    # i32[B, N]; document of each node, if rows start at slot 0 and hold several documents, which `seen` separates.
+    # None: a row is one sequence. Only recurrent layers use this field.
+    documents: Array | None = None
 
     @staticmethod
     def causal(first: Array, n: int) -> Visible:

@@ -23,7 +23,7 @@ from mars_jax.utils.types import JsonObject
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",  # also Mistral, whose metadata is the same, and with experts Mixtral
-    "qwen2": "Qwen2ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",  # also MiMo, without its MTP module
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
@@ -32,6 +32,8 @@ ARCHITECTURES = {
     "chatglm": "GlmForCausalLM",  # the first GLM-4
     "glm4": "Glm4ForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",  # also OLMo 3, which has windows
@@ -71,18 +73,22 @@ def read_gguf_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
     """
     if file.architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        raise MarsError(f"'{file.path}' has architecture '{file.architecture}': expected one of {supported}.")
+        raise MarsError(
+            f"'{file.path}' has architecture '{file.architecture}': expected one of {supported}. Load other families "
+            "in the Hugging Face layout."
+        )
     with prefixed(f"'{file.path}'"), of_its_kind("it holds metadata", "download it again"):
         config = from_json(gguf_to_json(file))
         _check_forward(file, config)
     kinds = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
     if packs_experts(file):
         return config, "bfloat16"  # as for the checkpoint on the hub
-    # llama.cpp keeps vectors, routers and the biases of experts in float32 in files of any type.
+    # llama.cpp keeps vectors, routers, convolutions and the biases of experts in float32 in files of any type.
     matrices = {
         tensor.kind.name
         for name, tensor in file.tensors.items()
-        if len(tensor.shape) > 1 and not name.endswith((".ffn_gate_inp.weight", ".bias"))
+        if len(tensor.shape) > 1
+        and not name.endswith((".ffn_gate_inp.weight", ".ssm_conv1d.weight", ".bias"))
     }
     if len(matrices) != 1:
         return config, None
@@ -180,6 +186,10 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         neutral["expert_group_used_count"] = (config.groups_per_token, 0)
         neutral["expert_weights_norm"] = (config.normalize_experts,)
         neutral["expert_weights_scale"] = (config.expert_multiplier, 0)
+    if config.delta is not None:
+        is_recurrent = [i in config.delta.layers for i in range(config.num_layers)]
+        neutral["attention.recurrent_layers"] = (is_recurrent,)
+        del neutral["rope.dimension_sections"]  # a token of text has the same position in each section
     if config.rope.query_growth:
         # Ministral 3's mscale and mscale_all_dim: with them, YaRN does not scale cos and sin.
         neutral["rope.scaling.yarn_log_multiplier"] = (1,)
@@ -247,6 +257,16 @@ def _qwen_moe(file: GGUFFile, data: JsonObject) -> JsonObject:
     }
 
 
+def _delta(file: GGUFFile, data: JsonObject) -> JsonObject:
+    names = {"linear_conv_kernel_dim": "conv_kernel", "linear_key_head_dim": "state_size"}
+    names |= {"linear_num_key_heads": "group_count", "linear_num_value_heads": "time_step_rank"}
+    fields = {key: file.of_model(f"ssm.{name}") for key, name in names.items()}
+    fields["linear_value_head_dim"] = file.of_model("ssm.inner_size") // fields["linear_num_value_heads"]
+    fields["full_attention_interval"] = file.of_model("full_attention_interval")
+    fields["shared_expert_intermediate_size"] = file.of_model("expert_shared_feed_forward_length")
+    return _partial(file, data) | fields
+
+
 def _glm_moe(file: GGUFFile, data: JsonObject) -> JsonObject:
     return _partial(file, data) | {
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
@@ -295,7 +315,7 @@ def _olmo(file: GGUFFile, data: JsonObject) -> JsonObject:
 _FAMILIES = {"gemma2": _gemma, "gemma3": _gemma, "granite": _granite, "mistral3": _ministral, "olmo2": _olmo}
 _FAMILIES |= {"chatglm": _partial, "glm4": _partial, "phi3": _partial}
 _FAMILIES |= {"glm4moe": _glm_moe, "gpt-oss": _gpt_oss, "llama": _llama}
-_FAMILIES |= {"qwen2moe": _qwen_moe, "qwen3moe": _qwen_moe}
+_FAMILIES |= {"qwen2moe": _qwen_moe, "qwen3moe": _qwen_moe, "qwen35": _delta, "qwen35moe": _delta}
 """Readers of the config.json fields that only some architectures have."""
 
 

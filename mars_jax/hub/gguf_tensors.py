@@ -26,7 +26,7 @@ import numpy as np
 
 from mars_jax.hub.files import Tensor
 from mars_jax.hub.gguf_file import GGUFFile, GGUFTensor, read_gguf
-from mars_jax.models.config import ModelConfig
+from mars_jax.models.config import Delta, ModelConfig
 from mars_jax.models.weights import stored_tensors
 
 if TYPE_CHECKING:
@@ -65,11 +65,15 @@ def gguf_tensors(path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]
     canonical_names = {_gguf_name(names, row.name): row.name for row in stored_tensors(config)}
     # Keep wider matrices only if the file also has 4-bit ones. In other files all matrices may be rounded to 4 bits.
     has_4_bits = any(tensor.kind.name in _KINDS for tensor in file.tensors.values())
-    yield {
+    tensors = {
         canonical_names.get(name, name): _tensor(file, name, config, keep_wider=has_4_bits)
         for name in file.tensors
         if name not in _DERIVED
     }
+    if config.delta is not None:
+        outputs = [name for name in tensors if name.endswith("linear_attn.out_proj.weight")]
+        tensors |= {name: _with_inputs(tensors[name], _value_heads(config.delta)) for name in outputs}
+    yield tensors
 
 
 def _split(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
@@ -98,6 +102,10 @@ def _split(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
                 tensors[f"{stem[:-3]}{part}.{kind}"] = tensor.part(first, size, *inner)
         elif stem.endswith("ffn_gate_inp_shexp") and not inner:
             tensors[name] = tensor._replace(shape=(1, rows))
+        elif stem.endswith("ssm_conv1d"):
+            tensors[name] = tensor._replace(shape=(rows, 1, *inner))
+        elif kind == "ssm_a":
+            tensors[f"{name}.weight"] = tensor
         else:
             tensors[name] = tensor
     return tensors
@@ -105,7 +113,7 @@ def _split(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
 
 def _gguf_name(names: TensorNameMap, name: str) -> str:
     """Return the name in a GGUF file, after `_split`, of the tensor with this name on the hub."""
-    match = _NAME.fullmatch(_EXPERT.sub("", name))
+    match = _NAME.fullmatch(_EXPERT.sub("", name).replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias"))
     assert match is not None
     stem, kind = match.groups(default="weight")
     return ".".join([str(names.get_name(stem)), *_EXPERT.findall(name), kind])
@@ -119,6 +127,8 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig, *, keep_wider: bool)
     stored = functools.partial(file.stored, name)
     if file.architecture in _INTERLEAVED and (".attn_q." in name or ".attn_k." in name):
         read, stored = (functools.partial(_halves, rows, config.head_dim) for rows in (read, stored))
+    if config.delta is not None and (order := _row_order(name, config.delta)) is not None:
+        read, stored = (functools.partial(_in_order, rows, order) for rows in (read, stored))
     if len(shape) == 2 and kind.name in _KINDS:
         return Tensor(
             shape,
@@ -128,10 +138,56 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig, *, keep_wider: bool)
         )
     if len(shape) == 3 and kind.name == "MXFP4":
         return Tensor(shape, read, functools.partial(_read_mxfp4, stored, shape[1]))
-    if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
+    if config.norm_plus_one and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
         return Tensor(shape, lambda first, last: read(first, last) - 1.0)  # llama.cpp stores 1 + scale
+    if name.endswith("ssm_a.weight"):
+        return Tensor(shape, lambda first, last: np.log(-read(first, last)))  # llama.cpp stores -exp(A_log)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     return Tensor(shape, read, wider=keep_wider and 8 * size / block > _MOST_BITS)
+
+
+def _value_heads(delta: Delta) -> np.ndarray:
+    """Return the stored number of each value head of gated DeltaNet, i[value_heads].
+
+    Value head i of key head k is number `k * groups + i` on the hub, and number `i * key_heads + k` in a file.
+    """
+    return np.arange(delta.value_heads).reshape(-1, delta.key_heads).T.reshape(-1)
+
+
+def _row_order(name: str, delta: Delta) -> np.ndarray | None:
+    """Return the stored row of each row of a tensor; None if the rows have no value heads."""
+    keys, size = 2 * delta.key_heads * delta.key_dim, delta.value_dim
+    # The first row of the value heads, and the rows of a head.
+    places = {"attn_qkv": (keys, size), "ssm_conv1d": (keys, size), "attn_gate": (0, size)}
+    places |= dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), (0, 1))
+    if (place := places.get(name.split(".")[-2])) is None:
+        return None
+    first, size = place
+    rows = first + size * _value_heads(delta)[:, None] + np.arange(size)
+    return np.concatenate([np.arange(first), rows.reshape(-1)])
+
+
+def _in_order(read: Callable[[int, int], np.ndarray], order: np.ndarray, first: int, last: int) -> np.ndarray:
+    """Return rows `first .. last - 1` of a tensor that stores row i at `order[i]`."""
+    rows = order[first:last]
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+    return np.concatenate([read(int(run[0]), int(run[-1]) + 1) for run in runs])
+
+
+def _with_inputs(tensor: Tensor, heads: np.ndarray) -> Tensor:
+    """Return a matrix [out, in] whose inputs of head i are stored as those of head `heads[i]`."""
+
+    def by_head(x: np.ndarray, axis: int) -> np.ndarray:
+        shape = (*x.shape[:axis], len(heads), -1, *x.shape[axis + 1 :])
+        return x.reshape(shape).take(heads, axis).reshape(x.shape)
+
+    blocks = tensor.blocks
+    if blocks is not None and tensor.shape[1] % (_BLOCK_SIZE * len(heads)) == 0:
+        return tensor._replace(
+            rows=lambda first, last: by_head(tensor.rows(first, last), 1),
+            blocks=lambda first, last: tuple(by_head(field, 0) for field in blocks(first, last)),
+        )
+    return tensor._replace(rows=lambda first, last: by_head(tensor.rows(first, last), 1), blocks=None)
 
 
 def _halves(read: Callable[[int, int], np.ndarray], size: int, first: int, last: int) -> np.ndarray:

@@ -63,6 +63,10 @@ _O200K = (
 )
 _LLAMA3 = _Split((_WORDS + r"\p{N}{1,3}" + _MARKS,), ignore_merges=True, bos=True)
 _QWEN = (_WORDS + r"\p{N}" + _MARKS,)
+# Qwen3.5 does not split a word at a mark.
+_QWEN_3_5 = (
+    _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES,
+)
 _SPLITS = {
     "default": _Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": _Split((_GPT2,)),
@@ -77,6 +81,7 @@ _SPLITS = {
     "chatglm-bpe": _Split(_LLAMA3.patterns),
     "gpt-4o": _Split((_O200K,)),  # Phi-4-mini, gpt-oss
     "qwen2": _Split(_QWEN, nfc=True),
+    "qwen35": _Split(_QWEN_3_5, nfc=True),
     "deepseek-r1-qwen": _Split(_QWEN),
     "deepseek-coder": _Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
     "tekken": _Split((_TEKKEN,), ignore_merges=True, bos=True),

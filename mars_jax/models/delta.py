@@ -69,23 +69,24 @@ class Span(NamedTuple):
     at: Array  # i32[B]; as in the cache
     # i32[B]; number of nodes to read into the state; None: the nodes are a draft, and the cache keeps their inputs
     count: Array | None
+    documents: Array | None  # i32[B, N]; as in `Visible`
 
     @staticmethod
     def of(visible: Visible, cache: RecurrentCache) -> Span:
         """Return the span of a forward. If there are more than M nodes, they are not a draft but tokens of the row.
 
         Raises:
-          MarsError: the nodes are a tree or packed documents.
+          MarsError: the nodes are a tree, or documents without their numbers.
         """
-        if visible.seen is not None:
+        if visible.seen is not None and visible.documents is None:
             raise MarsError(
-                "the target has recurrent layers, which read one sequence: draft chains, without --tree, and do not "
-                "pack several documents into one row."
+                "the target has recurrent layers, which read one sequence: draft chains, without --tree, and set "
+                "Visible.documents if a row holds several documents."
             )
         count, nodes = visible.count, visible.positions.shape[1]
         if count is None and nodes > next(iter(cache.delta.values())).gates.shape[2]:
             count = jnp.full_like(visible.first, nodes)
-        return Span(visible.first, cache.at, count)
+        return Span(visible.first, cache.at, count, visible.documents)
 
     def after(self) -> Array:
         """Return `RecurrentCache.at` after the forward."""
@@ -143,7 +144,13 @@ def with_states(
 
 
 def delta_rule(
-    state: Array, q: Array, k: Array, v: Array, log_decay: Array, rate: Array
+    state: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    rate: Array,
+    documents: Array | None = None,
 ) -> tuple[Array, Array]:
     """Read L tokens into the state; return the new state and the output of each token, f32[B, H, G, L, V].
 
@@ -154,6 +161,8 @@ def delta_rule(
       q, k: f32[B, H, L, K].
       v: f32[B, H, G, L, V].
       log_decay, rate: f32[B, H, G, L]; log a and b.
+      documents: i32[B, L]; document of each token. The state of one document is not read by the next. None: all
+        tokens and the state are of one document.
     """
     length = q.shape[2]
     # A chunk of one token is the recurrent form of the rule.
@@ -168,7 +177,10 @@ def delta_rule(
         x = jnp.pad(x, padding)
         return jnp.moveaxis(x.reshape(*x.shape[:3], -1, size, *x.shape[4:]), 3, 0)
 
-    prepared = _prepare(*(chunks(x) for x in (q, k, v, log_decay, rate)))
+    chunk_documents = None
+    if documents is not None:
+        chunk_documents = chunks(documents[:, None, None])
+    prepared = _prepare(*(chunks(x) for x in (q, k, v, log_decay, rate)), documents=chunk_documents)
     state, outputs = lax.scan(_add_chunk, state, prepared)
     outputs = jnp.moveaxis(outputs, 0, 3)
     return state, outputs.reshape(*outputs.shape[:3], -1, outputs.shape[-1])[..., :length, :]
@@ -185,24 +197,36 @@ class _Chunk(NamedTuple):
     decay: Array  # f32[..., 1, 1]; decay of the state over the chunk
 
 
-def _prepare(q: Array, k: Array, v: Array, log_decay: Array, rate: Array) -> _Chunk:
+def _prepare(
+    q: Array, k: Array, v: Array, log_decay: Array, rate: Array, *, documents: Array | None
+) -> _Chunk:
     # Log decay from the start of the chunk to each token; decay from token j to token i, which is 0 if j > i.
     total = jnp.cumsum(log_decay, axis=-1)
     length = total.shape[-1]
-    causal = jnp.tril(jnp.ones((1,) * (total.ndim - 1) + (length, length), bool))
-    decay = jnp.exp(jnp.where(causal, total[..., :, None] - total[..., None, :], -jnp.inf))
-    total, rate = total[..., None], rate[..., None]
+    is_read = jnp.tril(jnp.ones((1,) * (total.ndim - 1) + (length, length), bool))
+    from_start, to_end = jnp.exp(total), jnp.exp(total[..., -1:] - total)
+    if documents is not None:
+        # The state at the start of a chunk is of the document of the last token before it.
+        last = documents[..., -1:]
+        before = jnp.concatenate([documents[:1, ..., :1], last[:-1]])
+        is_read &= documents[..., :, None] == documents[..., None, :]
+        from_start, to_end = (
+            jnp.where(documents == before, from_start, 0),
+            jnp.where(documents == last, to_end, 0),
+        )
+    decay = jnp.exp(jnp.where(is_read, total[..., :, None] - total[..., None, :], -jnp.inf))
+    from_start, to_end, rate = from_start[..., None], to_end[..., None], rate[..., None]
     keys = k.swapaxes(-1, -2)
     # A token writes its value minus the state's value for its key, to which earlier writes add. With S at the start:
     # write_i = b_i (v_i - exp(total_i) S^T k_i - sum over j < i of decay_ij (k_i . k_j) write_j).
     inverse = _unit_inverse(_matmul(k, keys) * decay * rate)
     return _Chunk(
-        q=q * jnp.exp(total),
-        k=k * jnp.exp(total[..., -1:, :] - total),
+        q=q * from_start,
+        k=k * to_end,
         scores=_matmul(q, keys) * decay,
         values=_matmul(inverse, v * rate),
-        reads=_matmul(inverse, k * (rate * jnp.exp(total))),
-        decay=jnp.exp(total[..., -1:, :]),
+        reads=_matmul(inverse, k * (rate * from_start)),
+        decay=from_start[..., -1:, :],
     )
 
 
@@ -310,11 +334,11 @@ def _mix(
     # The convolution of the first node also reads the T - 1 inputs before it.
     inputs = jnp.concatenate([window(logged, accepted, tail_length), inputs.astype(logged.dtype)], axis=2)
     if span.count is None:
-        _, outputs = _read(config, conv, state, inputs, new_gates)
+        _, outputs = _read(config, conv, state, inputs, new_gates, span.documents)
         kept_inputs, kept_gates = inputs, new_gates
     else:
         new_gates = _first(new_gates, span.count)
-        state, outputs = _read(config, conv, state, inputs, new_gates)
+        state, outputs = _read(config, conv, state, inputs, new_gates, span.documents)
         kept_inputs, kept_gates = window(inputs, span.count, tail_length), new_gates[:, :, :0]
 
     def pad(x: Array, like: Array) -> Array:
@@ -332,15 +356,29 @@ def _first(x: Array, count: Array) -> Array:
     return jnp.where(is_read[:, None, :, None], x, 0)
 
 
-def _read(config: ModelConfig, conv: Array, state: Array, inputs: Array, gates: Array) -> tuple[Array, Array]:
+def _read(
+    config: ModelConfig,
+    conv: Array,
+    state: Array,
+    inputs: Array,
+    gates: Array,
+    documents: Array | None = None,
+) -> tuple[Array, Array]:
     """Run the short causal convolution on inputs [B, H, T - 1 + L, F] and `delta_rule` on its L tokens."""
     delta = config.delta
     assert delta is not None
     length = gates.shape[2]
     x, weight = inputs.astype(jnp.float32), conv.astype(jnp.float32)
-    taps = [weight[None, :, None, :, tap] * x[:, :, tap : tap + length] for tap in range(delta.taps)]
-    q, k, v = jnp.split(jax.nn.silu(sum(taps)), [delta.key_dim, 2 * delta.key_dim], axis=-1)
+    by_tap = [x[:, :, tap : tap + length] for tap in range(delta.taps)]
+    if documents is not None:
+        tail = jnp.pad(documents, ((0, 0), (delta.taps - 1, 0)))
+        same_document = [tail[:, tap : tap + length] == documents for tap in range(delta.taps)]
+        by_tap = [
+            jnp.where(same[:, None, :, None], y, 0) for y, same in zip(by_tap, same_document, strict=True)
+        ]
+    products = [weight[None, :, None, :, tap] * y for tap, y in enumerate(by_tap)]
+    q, k, v = jnp.split(jax.nn.silu(sum(products)), [delta.key_dim, 2 * delta.key_dim], axis=-1)
     q, k = (y * lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + _EPS) for y in (q, k))
     log_decay, rate = jnp.split(gates.swapaxes(2, 3), 2, axis=2)
     v = v.reshape(*v.shape[:3], -1, delta.value_dim).swapaxes(2, 3)
-    return delta_rule(state, q * delta.key_dim**-0.5, k, v, log_decay, rate)
+    return delta_rule(state, q * delta.key_dim**-0.5, k, v, log_decay, rate, documents)

@@ -80,6 +80,11 @@ def family_variants() -> dict[str, Any]:
             [row["checkpoint"], row["outcome"], f"{row['difference']:.0e}" if "difference" in row else ""]
             for row in rows
         ],
+        "from_float64": [
+            [row["checkpoint"], *(f"{distance:.1e}" for distance in row["from_float64"].values())]
+            for row in rows
+            if row["outcome"] == "different"
+        ],
     }
 
 

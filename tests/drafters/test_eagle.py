@@ -110,18 +110,27 @@ def test_it_is_lossless_and_its_cache_is_that_of_a_head_run_afresh(name, shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "tree"), [("eagle-3", None), ("mtp", None), ("mtp", (2, 1)), ("recurrent mtp", None)]
+    ("name", "tree", "settings"),
+    [
+        ("eagle-3", None, {"temperature": 0.8, "top_k": 6}),
+        ("mtp", None, {"temperature": 1.0}),
+        ("mtp", (2, 1), {"temperature": 1.0}),
+        ("recurrent mtp", None, {"temperature": 0.8, "top_k": 6}),
+    ],
 )
-def test_rejection_of_a_sampled_draft_leaves_the_targets_distribution(name, tree):
+def test_rejection_of_a_sampled_draft_leaves_the_targets_distribution(name, tree, settings):
     """Compare the second new token given the first, which a wrong q would change."""
-    rows, settings = 6000, {"temperature": 0.8, "top_k": 6}
+    rows = 6000
     prompts, lengths = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in ragged([5], 8, VOCAB))
     target = language_model(config_of(name))
     params, drafter = weights(name), FeatureDrafter(HEADS[name], target, 2, tree=tree, sample=True)
     batch = (prompts, lengths)
     state, stats = decode_all(target, drafter, verify.rejection(), *batch, params=params, **settings)
-    settings |= {"params": params._replace(draft=()), "seeds": range(rows, 2 * rows)}
-    oracle, _ = decode_all(target, drafters.none(), verify.exact(), *batch, **settings)
+    params = params._replace(draft=())
+    seeds = range(rows, 2 * rows)
+    oracle, _ = decode_all(
+        target, drafters.none(), verify.exact(), *batch, params=params, seeds=seeds, **settings
+    )
     assert int(jnp.sum(stats.accepted_exact)) > rows // 4
     pairs = (np.asarray(run.tokens)[:, 5] * VOCAB + np.asarray(run.tokens)[:, 6] for run in (state, oracle))
     drafted, expected = (np.bincount(pair, minlength=VOCAB * VOCAB) for pair in pairs)

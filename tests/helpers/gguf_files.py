@@ -20,6 +20,10 @@ SIZES = {"embedding_length": 64, "feed_forward_length": 96, "block_count": LAYER
 ATTENTION_FACTOR = (1 + math.log(16) / math.log(8)) ** 0.5
 """LongRoPE's factor for a context of 128 tokens and a trained length of 8."""
 EXPERTS = {"expert_count": 4, "expert_used_count": 2}
+KEY_HEADS, VALUE_HEADS, VALUE_DIM = 2, 6, 32
+DELTA = {"rope.freq_base": 500.0, "rope.dimension_count": 4, "full_attention_interval": 2}
+DELTA |= {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": KEY_HEADS}
+DELTA |= {"ssm.time_step_rank": VALUE_HEADS, "ssm.inner_size": VALUE_HEADS * VALUE_DIM}
 OWN = {
     "llama": {"rope.freq_base": 500.0},
     "llama3": {"rope.freq_base": 500000.0},
@@ -70,6 +74,15 @@ OWN = {
         "attention.sliding_window": 8,
         "expert_feed_forward_length": 96,
     },
+    "qwen35": DELTA | {"rope.dimension_sections": [1, 1, 0, 0]},
+    "qwen35moe": DELTA
+    | EXPERTS
+    | {
+        "rope.dimension_sections": [1, 1, 0, 0],
+        "expert_feed_forward_length": 32,
+        "expert_shared_feed_forward_length": 64,
+        "nextn_predict_layers": 1,
+    },
     "smollm3": {"rope.freq_base": 500.0},
     "granite": {
         "rope.freq_base": 500.0,
@@ -112,6 +125,7 @@ def metadata(writer, case):
             float: writer.add_float32,
             str: writer.add_string,
             bool: writer.add_bool,
+            list: writer.add_array,
         }
         add[type(value)](f"{architecture}.{key}", value)
     writer.add_string("tokenizer.ggml.model", "gpt2")
@@ -142,8 +156,11 @@ def write(
     rows, config, joined = drawn(case, seed), config_of(case), {"weight": [], "bias": []}
     names = gguf.get_tensor_name_map(kind, config.num_layers)
     for hub_name, value in joined_experts(config, rows).items():
+        if config.delta is not None:
+            hub_name, value = converted_delta(hub_name, value)
         name = names.get_name(hub_name, try_suffixes=(".weight", ".bias"))
         assert name is not None
+        name = name.replace("ssm_a.weight", "ssm_a")
         if name.endswith("ffn_gate_inp_shexp.weight"):
             [value] = value
         if architecture in PERMUTED and (".attn_q." in name or ".attn_k." in name):
@@ -163,7 +180,7 @@ def write(
             writer.add_tensor(name, gguf.quantize(value, quantisation), raw_dtype=quantisation)
         else:
             writer.add_tensor(name, value)
-    if case == "glm4moe":
+    if OWN[case].get("nextn_predict_layers"):
         for name in ("attn_norm", "nextn.enorm"):
             writer.add_tensor(f"blk.{config.num_layers}.{name}.weight", np.ones(64, np.float32))
     if case == "phi4":
@@ -210,6 +227,31 @@ def joined_experts(config, rows):
     return arrays
 
 
+def converted_delta(name, value):
+    """Return a tensor of Qwen3.5 as llama.cpp's converter writes it (conversion/qwen.py): value heads are tiled."""
+    keys = KEY_HEADS * DELTA["ssm.state_size"] * 2
+
+    def tiled(x, axis, width):
+        shape = (*x.shape[:axis], KEY_HEADS, VALUE_HEADS // KEY_HEADS, width, *x.shape[axis + 1 :])
+        return np.ascontiguousarray(x.reshape(shape).swapaxes(axis, axis + 1).reshape(x.shape))
+
+    module = name.rpartition("linear_attn.")[2].split(".")[0]
+    if "linear_attn" not in name:
+        return name, value + 1 if name.endswith("norm.weight") else value
+    if module in ("in_proj_qkv", "conv1d"):
+        value = value.squeeze()
+        value = np.concatenate([value[:keys], tiled(value[keys:], 0, VALUE_DIM)])
+    elif module == "in_proj_z":
+        value = tiled(value, 0, VALUE_DIM)
+    elif module in ("in_proj_a", "in_proj_b", "dt"):
+        value = tiled(value, 0, 1)
+    elif module == "A_log":
+        value = -np.exp(tiled(value, 0, 1))
+    elif module == "out_proj":
+        value = tiled(value, 1, VALUE_DIM)
+    return name.replace("linear_attn.dt.bias", "linear_attn.dt_proj.bias"), value
+
+
 def llama3_factors():
     """Return the divisor of each frequency that llama.cpp's converter writes for Llama 3.1."""
     frequency = 1 / 500000.0 ** (np.arange(0, WIDTH, 2) / WIDTH)
@@ -223,6 +265,7 @@ def config_of(case):
     names = {"llama3": "llama", "gemma3": "gemma3_text", "mistral3": "ministral3", "phi4": "phi3"}
     names |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "glm4moe": "glm4_moe", "gpt-oss": "gpt_oss"}
     names |= {"chatglm": "glm", "chatglm, joined": "glm"}
+    names |= {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"}
     data = {
         "model_type": names.get(case, case),
         "vocab_size": VOCAB,
@@ -256,6 +299,8 @@ _YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+_DELTA = {"full_attention_interval": 2, "linear_num_key_heads": KEY_HEADS, "linear_key_head_dim": 16}
+_DELTA |= {"linear_num_value_heads": VALUE_HEADS, "linear_value_head_dim": VALUE_DIM}
 HUB = {
     "mistral3": {"sliding_window": None, "rope_scaling": _YARN | {"llama_4_scaling_beta": 0.5}},
     "phi3": {"partial_rotary_factor": 0.75},
@@ -287,6 +332,8 @@ HUB = {
             "truncate": False,
         },
     },
+    "qwen35": _DELTA,
+    "qwen35moe": _DELTA,
     "smollm3": {"num_hidden_layers": 4},
     "granite": {
         "attention_multiplier": 0.3,

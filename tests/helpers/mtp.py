@@ -1,6 +1,7 @@
 """Checkpoints with a random MTP module."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -46,6 +47,7 @@ TARGETS = {
     "deepseek_v3": ("DeepseekV3Config", EXPERTS | LATENT, {}),
     "qwen3_next": ("Qwen3NextConfig", LINEAR | QWEN_EXPERTS, {}),
     "qwen3_5": ("Qwen3_5TextConfig", LINEAR | {"rope_parameters": MROPE}, {}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", LINEAR | QWEN_EXPERTS | {"rope_parameters": MROPE}, {}),
     "mimo": (
         "Qwen2Config",
         {"num_key_value_heads": 2},
@@ -66,6 +68,9 @@ def add_module(path: Path, scale: float = 0.3, **fields) -> None:
         name: array + 0.2 * draw.normal(size=array.shape).astype(array.dtype) if array.ndim == 1 else array
         for name, array in named_arrays(config.weights(), params).items()
     }
+    if config.layer.family == "qwen3_5_moe_text":
+        # The published files store the experts of a layer together.
+        arrays = _stacked(arrays)
     save_file(load_file(path / "model.safetensors") | arrays, path / "model.safetensors", {"format": "pt"})
 
 
@@ -140,19 +145,21 @@ class QwenModule(torch.nn.Module):
         return self.norm(x)
 
 
-def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _stacked(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Join the matrices of a layer's experts as in transformers."""
-    experts = {name: x for name, x in tensors.items() if ".experts." in name}
-    joined = {name: x for name, x in tensors.items() if name not in experts}
-    count = len(experts) // 3
-    for parts in ("gate", "up"), ("down",):
-        name = "mtp_block.mlp.experts."
-        matrices = [
-            torch.cat([experts[f"{name}{i}.{part}_proj.weight"] for part in parts]) for i in range(count)
-        ]
-        if matrices:
-            joined[f"{name}{'_'.join(parts)}_proj"] = torch.stack(matrices)
-    return joined
+    stacked = {name: array for name, array in arrays.items() if not re.search(r"\.experts\.\d", name)}
+    for parent in {name.partition(".experts.")[0] + ".experts" for name in arrays if name not in stacked}:
+        gate, up, down = (_stack(arrays, parent, part) for part in ("gate", "up", "down"))
+        stacked[f"{parent}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        stacked[f"{parent}.down_proj"] = down
+    return stacked
+
+
+def _stack(arrays: dict[str, np.ndarray], parent: str, part: str) -> np.ndarray:
+    matrices = []
+    while (name := f"{parent}.{len(matrices)}.{part}_proj.weight") in arrays:
+        matrices.append(arrays[name])
+    return np.stack(matrices)
 
 
 def logits_of_transcription(model, path: Path, tokens: np.ndarray) -> np.ndarray:
@@ -162,13 +169,13 @@ def logits_of_transcription(model, path: Path, tokens: np.ndarray) -> np.ndarray
     else:
         module = QwenModule(model)
     names, tensors = set(dict(module.named_parameters())), {}
-    for name, array in load_file(path / "model.safetensors").items():
+    for name, array in _stacked(load_file(path / "model.safetensors")).items():
         if name.startswith(module.prefix):
             name = name.removeprefix(module.prefix)
             tensors[name if name in names else f"mtp_block.{name.removeprefix(module.layer)}"] = torch.tensor(
                 array
             )
-    module.load_state_dict(_stacked(tensors))
+    module.load_state_dict(tensors)
     states, ids = [], torch.tensor(tokens[None], dtype=torch.int64)
     hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
     with torch.no_grad(), transformers_oracle.third_party():

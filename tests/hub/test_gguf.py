@@ -149,6 +149,17 @@ def test_every_row_is_what_the_package_makes_of_it(tmp_path, name):
     assert mj.load(str(path)).params["embed"].dtype == ("bfloat16" if "F16" in name else "float32")
 
 
+def test_gated_delta_nets_are_kept_at_4_bits(tmp_path):
+    """Rows and inputs of value heads are in another order in the file."""
+    path = write(tmp_path / "model.gguf", "qwen35", quantisation=gguf.GGMLQuantizationType.Q4_1)
+    int4_layer, full_layer = (
+        mj.load(str(path), dtype=dtype).params["layers"][0] for dtype in ("int4", "float32")
+    )
+    for name in ("delta_q", "delta_v", "delta_z", "delta_o"):
+        assert isinstance(int4_layer[name], Int4)
+        np.testing.assert_array_equal(int4_layer[name].astype("float32"), full_layer[name])
+
+
 @pytest.mark.parametrize(("first", "last"), [(0, 64), (3, 9), (15, 17), (63, 64)])
 def test_rows_of_queries_can_be_read_apart(tmp_path, first, last):
     path = write(tmp_path / "model.gguf", "llama", quantisation=gguf.GGMLQuantizationType.Q4_1)

@@ -37,6 +37,7 @@ KEYS = [
     ("gemma3", "attn_logit_softcapping", 0.0, 50.0),
     ("glm4", "rope.dimension_sections", [0, 0, 0, 0], [4, 2, 2, 0]),
     ("glm4moe", "expert_gating_func", 0, 1),
+    ("qwen35", "attention.recurrent_layers", [True, False], [False, False]),
     ("gpt-oss", "attention.sliding_window_pattern", 2, 4),
     ("qwen2moe", "expert_weights_norm", False, True),
     ("qwen3moe", "expert_weights_scale", 1.0, 2.5),

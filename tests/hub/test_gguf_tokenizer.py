@@ -138,6 +138,10 @@ ORIGINAL = {
 }
 ORIGINAL |= {"llama3": ORIGINAL["llama-bpe"], "llama-v3": ORIGINAL["llama-bpe"]}
 ORIGINAL["deepseek-r1-qwen"] = ORIGINAL["qwen2"]
+ORIGINAL["qwen35"] = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 ORIGINAL |= dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), ORIGINAL["llama-bpe"])
 ORIGINAL["gpt-4o"] = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -183,7 +187,7 @@ def test_every_division_into_words_is_that_of_its_family(tmp_path, trained, pre)
     ignore_merges = pre in ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken")
     original = tokenizers.Tokenizer(models.BPE(vocab, merges[:-200], ignore_merges=ignore_merges))
     original.pre_tokenizer, original.decoder = divider(pre), decoders.ByteLevel()
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         original.normalizer = normalizers.NFC()
     original.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
     original.add_tokens([AddedToken("<think>", special=False, normalized=False)])

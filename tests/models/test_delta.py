@@ -9,6 +9,7 @@ import pytest
 
 from mars_jax import contrib, drafters, verify
 from mars_jax.contrib.models.dflash_head import DFlashConfig
+from mars_jax.contrib.teaching import predict
 from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.drafter import Drafter
@@ -245,6 +246,19 @@ def test_the_state_after_50_rounds_is_that_of_the_text():
 
     for actual, expected in zip(states(state.cache), states(fresh.cache), strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(5, 70, 1, 54), (64, 3, 61, 2), (20, 106, 2, 2)])
+def test_documents_in_one_row_do_not_read_each_other(lengths):
+    """A chunk has 64 tokens, so that documents begin and end in and between chunks."""
+    packed = jax.random.randint(jax.random.key(3), (sum(lengths),), 0, VOCAB, dtype=jnp.int32)
+    starts = np.cumsum([0, *lengths[:-1]])
+    # The first row has all documents. Each other row begins with one of them.
+    tokens = jnp.stack([jnp.roll(packed, -start) for start in (0, *starts)])
+    segments = jnp.zeros_like(tokens).at[0].set(np.repeat(np.arange(4), lengths))
+    together, *separate = jax.jit(lambda x, y: predict(MODEL, weights(), x, y))(tokens, segments)
+    for start, length, alone in zip(starts, lengths, separate, strict=True):
+        np.testing.assert_allclose(together[start : start + length], alone[:length], rtol=1e-4, atol=1e-4)
 
 
 def test_a_row_whose_state_is_past_its_start_fails():

@@ -62,8 +62,7 @@ def write_features(args: argparse.Namespace) -> None:
             token_lists = _texts(target, documents[first_index : first_index + SHARD], args, first_index)
             if not token_lists:
                 continue
-            is_recurrent = target.model.for_chains is not None
-            packed_rows = features.pack_documents(token_lists, args.length, separate=is_recurrent)
+            packed_rows = features.pack_documents(token_lists, args.length)
             _write(folder, read_features, target, packed_rows)
             say(
                 f"{folder}: {len(token_lists)} texts, {sum(map(len, token_lists)):,} tokens "

@@ -45,14 +45,10 @@ class Recorded(NamedTuple):
     log_probs: Any  # f16[R, L, TOP]; their log-probabilities in nats, over the whole vocabulary
 
 
-def pack_documents(
-    documents: Iterable[Sequence[int]], length: int, *, separate: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+def pack_documents(documents: Iterable[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack whole documents into rows: tokens i32[R, L] and segments i32[R, L].
 
-    Documents go, longest first, into the first row with enough room. Documents longer than a row are truncated. If
-    `separate`, each document gets a row of its own, as targets with recurrent layers need: their state cannot drop the
-    previous document of a row.
+    Documents go, longest first, into the first row with enough room. Documents longer than a row are truncated.
 
     >>> tokens, segments = pack_documents([[5, 6], [1, 2, 3], [7, 8, 9, 9, 9]], 4)
     >>> tokens.tolist(), segments.tolist()
@@ -61,8 +57,7 @@ def pack_documents(
     # Tokens and segments of each row, and its number of used positions.
     tokens, segments, used = [], [], []
     for ids in sorted((list(d)[:length] for d in documents), key=len, reverse=True):
-        candidates = () if separate else enumerate(used)
-        row = next((i for i, count in candidates if count + len(ids) <= length), len(used))
+        row = next((i for i, count in enumerate(used) if count + len(ids) <= length), len(used))
         if row == len(used):
             tokens.append(np.zeros(length, np.int32))
             segments.append(np.full(length, PADDING, np.int32))

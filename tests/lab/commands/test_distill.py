@@ -1,6 +1,5 @@
 """Tests of `mars-jax distill`: each kind trains, resumes, is written in its layout, and drafts losslessly."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -18,7 +17,7 @@ from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
 from mars_jax.lab.training import data, distillation, eagle_training, features
 from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.mesh.axes import parse_mesh
-from mars_jax.models import init_params, language_model
+from mars_jax.models import init_params
 from mars_jax.models.config import Delta, ModelConfig
 
 TEXT = "\n<|endoftext|>\n".join(f"a story of the sea and the sun, number {i}, of the sand" for i in range(40))
@@ -53,10 +52,32 @@ KINDS = {
 
 
 @pytest.fixture
+def recurrent_target(target, tmp_path):
+    """Return a checkpoint with a recurrent layer and an attention layer, and the tokenizer of `target`."""
+    delta = Delta(layers=(0,), key_heads=1, value_heads=2, key_dim=8, value_dim=6)
+    sizes = {
+        name: getattr(hub.read_config(target), name)
+        for name in ("vocab_size", "hidden_size", "intermediate_size")
+    }
+    options = {
+        "family": "qwen3_5_text",
+        "delta": delta,
+        "attention_gate": True,
+        "norm_plus_one": True,
+        "qk_norm": True,
+    }
+    config = ModelConfig(num_layers=2, num_heads=2, **sizes, **options)
+    path = hub.save(tmp_path / "recurrent", config, init_params(config, jax.random.key(0), scale=0.4))
+    for file in target.glob("*token*"):
+        shutil.copy(file, path)
+    return path
+
+
+@pytest.fixture
 def drafts_losslessly(run, target):
     """Return a check that decoding with a draft and without one gives the same tokens."""
 
-    def check(draft):
+    def check(draft, target=target):
         rows = []
         shared = ("--target", target, "--dtype", "float32", "--max-new-tokens", 12, "--json")
         for flags in (("--draft", draft, "--verify", "exact"), ("--draft", "none")):
@@ -78,6 +99,26 @@ def test_each_kind_trains_and_drafts_losslessly(kind, call, drafts_losslessly, t
     figures = [json.loads(line) for line in (tmp_path / "made-training/log.jsonl").read_text().splitlines()]
     assert len(figures) == 4 and "accept_1" in figures[0]
     drafts_losslessly(f"{kind.rstrip('13')}:{output}")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "mtp", "medusa", "dflash"])
+@pytest.mark.slow
+def test_heads_of_recurrent_targets_train_and_draft_losslessly(
+    kind, call, drafts_losslessly, text, recurrent_target, tmp_path
+):
+    flags = ("--target", recurrent_target, "--data", text, "--output", tmp_path / "made", *SIZES)
+    code, err = call(kind, *flags, *KINDS[kind].split())
+    assert code == 0, err
+    drafts_losslessly(f"{kind.rstrip('13')}:{tmp_path / 'made'}", recurrent_target)
+
+
+@pytest.mark.slow
+def test_a_recurrent_draft_model_is_refused_before_the_training(
+    call, text, target, recurrent_target, tmp_path
+):
+    flags = ("--target", target, "--from", recurrent_target, "--data", text, "--output", tmp_path / "made")
+    code, err = call("model", *flags, *SIZES)
+    assert code == 2 and "the draft model has recurrent layers" in err.splitlines()[-1]
 
 
 @pytest.fixture
@@ -170,29 +211,21 @@ def test_features_are_of_the_targets_answers(call, tmp_path):
 
 
 @pytest.mark.slow
-def test_features_of_a_recurrent_target_do_not_depend_on_other_documents(call, target, tmp_path, monkeypatch):
-    loaded = mj.load(target, dtype="bfloat16")
-    delta = Delta(layers=(0,), key_heads=1, value_heads=2, key_dim=8, value_dim=6)
-    sizes = {
-        name: getattr(loaded.config, name) for name in ("vocab_size", "hidden_size", "intermediate_size")
-    }
-    options = {"family": "qwen3_5_text", "delta": delta, "attention_gate": True}
-    config = ModelConfig(num_layers=2, num_heads=2, **sizes, **options)
-    params = init_params(config, jax.random.key(0), scale=0.4)
-    recurrent = dataclasses.replace(loaded, config=config, model=language_model(config), params=params)
-    monkeypatch.setattr(hub, "outline", lambda name: recurrent)
-    monkeypatch.setattr(hub, "load", lambda name, dtype: recurrent)
+def test_features_of_a_recurrent_target_do_not_depend_on_other_documents(call, recurrent_target, tmp_path):
     records = []
-    for documents in (["the sea and the sun", "a story"], ["a story"]):
-        (tmp_path / "text.txt").write_text("\n<|endoftext|>\n".join(documents))
-        output = tmp_path / f"{len(documents)}"
-        code, err = call("features", "--data", tmp_path / "text.txt", "--length", 32, "--output", output)
+    for first in ("the sea and the sun", "the sun and the sea"):
+        (tmp_path / "text.txt").write_text(f"{first}\n<|endoftext|>\na story")
+        output = tmp_path / first.replace(" ", "-")
+        flags = ("--target", recurrent_target, "--data", tmp_path / "text.txt", "--length", 32)
+        code, err = call("features", *flags, "--output", output)
         assert code == 0, err
         records.append(features.read_shard(output / "00000"))
-    both, single = records
-    assert len(both.tokens) == 2
-    for of_both, of_single in zip(both, single, strict=True):
-        np.testing.assert_array_equal(of_both[1], of_single[0])
+    segments = records[0].segments[0]
+    assert len(segments) == 32 and set(segments) == {0, 1, features.PADDING}
+    np.testing.assert_array_equal(records[1].segments[0], segments)
+    assert not np.array_equal(records[0].features[0, segments == 0], records[1].features[0, segments == 0])
+    for one, other in zip(*records, strict=True):
+        np.testing.assert_array_equal(one[0, segments == 1], other[0, segments == 1])
 
 
 @pytest.mark.parametrize("kind", distill.KINDS)
