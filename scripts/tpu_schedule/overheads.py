@@ -11,7 +11,7 @@ from mars_jax.lab.planning import estimate
 from mars_jax.lab.planning.chips import topology
 from mars_jax.lab.planning.fit import count_work
 from mars_jax.lab.planning.pair_programs import Programs
-from mars_jax.lab.provenance import provenance
+from scripts import common
 from scripts.tpu_schedule.compile_step import Case, measure, prepare
 from scripts.tpu_schedule.step import StepCost
 
@@ -49,7 +49,7 @@ def write_table(folder: Path, names: Sequence[str]) -> None:
             print(name, kind, layer, step_overheads, flush=True)
         chip["layers"][dtype] = rows
         table["model"] = f"llama-3.1-8b, {LAYERS} layers, context 4096"
-        table["measured"] = provenance("jaxlib", "libtpu")
+        table["measured"] = common.provenance("jaxlib", "libtpu")
         estimate.TABLE.write_text(json.dumps(table, indent=1) + "\n")
     estimate.overheads.cache_clear()
 

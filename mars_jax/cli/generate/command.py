@@ -79,7 +79,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
         row_file = None
         if args.output is not None:
             # Open the file before the weights load, so that a file of another run is refused at once.
-            row_file = RowFile(args.output, output.recorded(args, choices, rows), resume=args.resume)
+            row_file = RowFile(args.output, output.recorded(args, rows), resume=args.resume)
             stack.callback(row_file.close)
             stack.enter_context(signals.ending(functools.partial(_stop, row_file, len(part_rows))))
         with busy("loading"):

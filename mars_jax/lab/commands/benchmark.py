@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from mars_jax.cli import signals
-from mars_jax.cli.flags import PART_HELP, Present, number_of, part_of, without
+from mars_jax.cli.flags import PART_HELP, Present, add_flags, draft_or_default, number, part_of, without
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
-from mars_jax.cli.rule_flags import is_number
 from mars_jax.drafters.registry import drafters_that, names_that, parse_draft
 from mars_jax.lab import recipes
 from mars_jax.lab.commands import pair
 from mars_jax.lab.theta import json_restored, run_settings, thetas_of
 from mars_jax.utils.errors import MarsError, say
+from mars_jax.utils.settings import LARGEST_FLOAT, Range, Setting
 
 if TYPE_CHECKING:
     from mars_jax.hub.pretrained import Pretrained
@@ -36,8 +36,10 @@ _SWEPT = ("theta", "tau")
 """Rule settings whose flags accept several values."""
 _UNTUNED = ("--controls", "--refine", "--num-draft-tokens", "--draft-size auto", "--any-rule", "--tree")
 """Flags that do not apply with --tune."""
-LENGTHS = ("2", "3", "5", "8", "12")
+LENGTHS = (2, 3, 5, 8, 12)
 """Lengths that --tune tries by default."""
+_COSTS = Range("a number of at least 0, such as 0.1", 0, LARGEST_FLOAT)
+DRAFT_COST = Setting(name="--draft-cost", kind=float, help="", ranges=_COSTS)
 _EPILOG = f"""\
 examples:
   mars-jax benchmark --task arithmetic --chat --problems 100 --output evidence
@@ -58,53 +60,43 @@ bad input ends with exit code 2.
 
 
 def parser() -> Parser:
-    """Return the parser. Numbers remain strings."""
+    """Return the parser."""
     command_parser = pair.make_parser("benchmark", _DESCRIPTION, _EPILOG, instead=_SWEPT)
-    command_parser.add_argument(
-        "--recipe",
-        metavar="NAME",
-        help=f"measure a pair as in its paper, and then with tuned lengths: {', '.join(recipes.names())}, or a .toml "
-        "file; flags that are given count instead",
+    recipe_help = (
+        f"measure a pair as in its paper, and then with tuned lengths: {', '.join(recipes.names())}, or a .toml file; "
+        "flags that are given count instead"
     )
+    add_flags(command_parser, {"--recipe NAME": recipe_help})
     group = command_parser.add_argument_group("arms")
-    group.add_argument(
-        "--thetas",
-        nargs="+",
-        metavar="X",
-        help="thetas of the rule, an arm for each, or files of calibrate; the controls are matched to the first "
-        "(default: the rule's own theta, 0.9 for mars)",
+    thetas_help = (
+        "thetas of the rule, an arm for each, or files of calibrate; the controls are matched to the first (default: "
+        "the rule's own theta, 0.9 for mars)"
     )
-    group.add_argument(
-        "--temperatures", nargs="+", default=["0", "1"], metavar="X", help="0 is greedy (default: 0 1)"
+    add_flags(group, {"--thetas X": thetas_help}, nargs="+")
+    temperature = number("temperature", shown="--temperatures")
+    temperatures_help = {"--temperatures X": "0 is greedy (default: 0 1)"}
+    add_flags(group, temperatures_help, nargs="+", default=[0.0, 1.0], type=temperature)
+    controls_help = (
+        "arms besides the rule and the target alone: none; the strict rule, as in the paper's table; all, which adds "
+        "the target sampling from its two best tokens (default: paper)"
     )
-    group.add_argument(
-        "--controls",
-        choices=("none", "paper", "all"),
-        help="arms besides the rule and the target alone: none; the strict rule, as in the paper's table; all, which "
-        "adds the target sampling from its two best tokens (default: paper)",
+    group.add_argument("--controls", choices=("none", "paper", "all"), help=controls_help)
+    refine_help = (
+        "add an arm, the strict rule with a draft, a model or an EAGLE-3 head, that learns from its failures after "
+        "every group of problems; FILE as for mars_jax.generate"
     )
-    group.add_argument(
-        "--refine",
-        metavar="FILE",
-        help="add an arm, the strict rule with a draft, a model or an EAGLE-3 head, that learns from its failures "
-        "after every group of problems; FILE as for mars_jax.generate",
+    add_flags(group, {"--refine FILE": refine_help})
+    tune_help = (
+        "every arm at the best of these draft lengths, chosen on the first quarter of the problems and scored on the "
+        "others; above temperature 0 with the lossless rules for sampled drafts among the arms (default: "
+        f"{' '.join(map(str, LENGTHS))})"
     )
-    group.add_argument(
-        "--tune",
-        nargs="*",
-        metavar="K",
-        help="every arm at the best of these draft lengths, chosen on the first quarter of the problems and scored on "
-        "the others; above temperature 0 with the lossless rules for sampled drafts among the arms (default: "
-        f"{' '.join(LENGTHS)})",
-    )
-    group.add_argument(
-        "--draft-cost",
-        metavar="X",
-        help="with --tune, cost of a drafted token in forwards of the target, used in place of the clock",
-    )
+    add_flags(group, {"--tune K": tune_help}, nargs="*", type=number("num_draft_tokens", shown="--tune"))
+    cost_help = "with --tune, cost of a drafted token in forwards of the target, used in place of the clock"
+    add_flags(group, {"--draft-cost X": cost_help}, type=DRAFT_COST.from_text)
     group = command_parser.add_argument_group("output")
-    group.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to continue")
-    group.add_argument("--part", metavar="I/N", help=PART_HELP)
+    add_flags(group, {"--output DIR": "a new folder, or one to continue"}, type=Path)
+    add_flags(group, {"--part I/N": PART_HELP}, type=part_of)
     return command_parser
 
 
@@ -119,24 +111,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     # A recipe calls `parse` again, once for each of its parts.
     if args.recipe is not None:
         return _parse_recipe(args, list(argv))
-    pair.convert_pair_flags(args)
+    args.draft = draft_or_default(args.draft, args.target)
     args.rule = pair.chosen_rule(args, instead=_SWEPT)
     args.theta_files = []
     if args.thetas:
         args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, run_settings(args))
     # Add zero, so that -0 becomes 0.
-    args.temperatures = [
-        number_of("temperature", text, shown="--temperatures") + 0.0 for text in args.temperatures
-    ]
-    if args.draft_cost is not None:
-        if not is_number(args.draft_cost) or not 0 <= float(args.draft_cost) < math.inf:
-            raise MarsError(
-                f"--draft-cost is {args.draft_cost}: expected a number of at least 0, such as 0.1."
-            )
-        args.draft_cost = float(args.draft_cost)
+    args.temperatures = [temperature + 0.0 for temperature in args.temperatures]
     if args.tune is not None:
-        args.tune = sorted({number_of("num_draft_tokens", n, shown="--tune") for n in args.tune or LENGTHS})
-    args.part = args.part and part_of(args.part)
+        args.tune = sorted(set(args.tune or LENGTHS))
     _check(args)
     return args
 

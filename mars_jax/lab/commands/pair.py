@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from mars_jax import assets
 from mars_jax.cli import flags
+from mars_jax.cli.flags import add_flags
 from mars_jax.cli.program import Parser, keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import add_rule_flags, choose_with_weights, given_settings
-from mars_jax.drafters.registry import HEAD_EMBED, definitions, draft_words, parse_draft
+from mars_jax.drafters.registry import definitions, draft_words, parse_draft
 from mars_jax.drafters.tree_shapes import parse_tree
 from mars_jax.utils.errors import MarsError
-from mars_jax.utils.settings import ATTENTION, DTYPES, STORED_DTYPES
+from mars_jax.utils.settings import DTYPES
 from mars_jax.utils.types import JsonObject
 from mars_jax.verify import RuleChoice
 
@@ -47,7 +48,7 @@ DRAFTS = tuple(name for name in definitions() if name != "none")
 def make_parser(
     prog: str, description: str, epilog: str, *, instead: Collection[str] = (), arithmetic: str = "200"
 ) -> Parser:
-    """Return a parser with the flags of the pair, its rule and its tasks. Numbers remain strings.
+    """Return a parser with the flags of the pair, its rule and its tasks.
 
     Args:
       prog, description, epilog: strings of the command's help.
@@ -56,45 +57,30 @@ def make_parser(
     """
     parser = Parser(prog=f"mars-jax {prog}", description=description, epilog=epilog)
     group = parser.add_argument_group("models")
-    group.add_argument("--target", default=assets.TARGET, metavar="PATH", help="default: %(default)s")
-    group.add_argument(
-        "--draft",
-        metavar="DRAFT",
-        help=f"{draft_words(DRAFTS)} (default: the target's best that needs no download, else ngram)",
-    )
-    group.add_argument(
-        "--num-draft-tokens", metavar="N", help="tokens drafted in a row (default: the drafter's)"
-    )
-    group.add_argument("--tree", metavar="4-2-2-1", help="draft a tree; as for mars_jax.generate")
-    group.add_argument("--head-embed", choices=HEAD_EMBED, help=flags.HEAD_EMBED_HELP)
-    flags.add_size_flags(group)
+    add_flags(group, {"--target PATH": "default: %(default)s"}, default=assets.TARGET)
+    draft_help = f"{draft_words(DRAFTS)} (default: the target's best that needs no download, else ngram)"
+    add_flags(group, {"--draft DRAFT": draft_help})
+    length_help = {"--num-draft-tokens N": "tokens drafted in a row (default: the drafter's)"}
+    add_flags(group, length_help, type=flags.number("num_draft_tokens"))
+    add_flags(group, {"--tree 4-2-2-1": "draft a tree; as for mars_jax.generate"}, type=parse_tree)
+    flags.add_draft_flags(group)
     group.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: the checkpoint's own)")
-    group.add_argument("--attention", choices=ATTENTION, help=flags.ATTENTION_HELP)
-    group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=flags.CACHE_DTYPE_HELP)
-    group.add_argument("--no-check", action="store_true", help=flags.NO_CHECK_HELP)
-    group.add_argument("--mesh", metavar="data=2,model=4", help=flags.MESH_HELP)
+    flags.add_target_flags(group)
     flags.add_host_flags(parser)
     group = parser.add_argument_group("tasks")
-    group.add_argument(
-        "--task", action="append", default=[], metavar="NAME[=PATH]", help="task to measure; once or more"
-    )
-    group.add_argument(
-        "--problems", metavar="N", help=f"first N of each task (default: all; arithmetic {arithmetic})"
-    )
-    group.add_argument(
-        "--chat", action="store_true", help="format questions with the chat template (never stories)"
-    )
+    add_flags(group, {"--task NAME[=PATH] ...": "task to measure; once or more"}, default=[])
+    problems_help = {"--problems N": f"first N of each task (default: all; arithmetic {arithmetic})"}
+    add_flags(group, problems_help, type=flags.number("batch_size", shown="--problems"))
+    add_flags(group, {"--chat": "format questions with the chat template (never stories)"})
     group = parser.add_argument_group("decoding")
-    group.add_argument(
-        "--max-new-tokens", default="256", metavar="N", help="most tokens of an answer (default: %(default)s)"
-    )
-    group.add_argument(
-        "--batch-size", default="1", metavar="N", help="problems decoded side by side (default: %(default)s)"
-    )
-    flags.add_settings(group, "prefill_chunk")
-    group.add_argument(
-        "--seed", default="0", metavar="N", help="problem i draws with seed N + i (default: 0)"
-    )
+    decoding_flags = {
+        "max_new_tokens": (256, "most tokens of an answer"),
+        "batch_size": (1, "problems decoded side by side"),
+        "seed": (0, "problem i draws with seed N + i"),
+    }
+    for name, (default, help_text) in decoding_flags.items():
+        helps = {f"{flags.flag_of(name)} N": f"{help_text} (default: {default})"}
+        add_flags(group, helps, default=default, type=flags.number(name))
     add_rule_flags(parser.add_argument_group("rule"), instead=instead)
     return parser
 
@@ -117,18 +103,6 @@ def chosen_rule(args: argparse.Namespace, *, instead: Collection[str] = ()) -> R
     return choose_with_weights(args.verify or "mars", settings)
 
 
-def convert_pair_flags(args: argparse.Namespace) -> None:
-    """Convert the shared flags from strings to values.
-
-    Raises:
-      MarsError: a value out of range.
-    """
-    flags.numbers_of(args, ("num_draft_tokens", "max_new_tokens", "batch_size", "prefill_chunk", "seed"))
-    args.problems = args.problems and flags.number_of("batch_size", args.problems, shown="--problems")
-    args.tree = args.tree and parse_tree(args.tree)
-    args.draft = flags.draft_or_default(args.draft, args.target)
-
-
 def non_default_flags(args: argparse.Namespace) -> JsonObject:
     """Return those flags of the target's computation and of the drafter that are set to non-default values."""
     flag_names = ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed")
@@ -139,7 +113,7 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
     """Raise MarsError if shared flags contradict each other or a required one is missing.
 
     Args:
-      args: after `convert_pair_flags`.
+      args: from a parser of `make_parser`, with a draft.
       rule: the rule that the flags choose.
       output: the fix to suggest if --output is missing.
     """

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from mars_jax.cli.flags import number_of, numbers_of
+from mars_jax.cli.flags import add_flags, number
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import add_rule_flags, is_number
@@ -59,74 +59,56 @@ _DRAFTS = f"{', '.join(published_heads())}, model:TARGET, ngram or none"
 
 
 def parser() -> Parser:
-    """Return the parser. Numbers remain strings."""
+    """Return the parser."""
     plan_parser = Parser(prog="mars-jax plan", description=_DESCRIPTION, epilog=_EPILOG)
     group = plan_parser.add_argument_group("models")
     group.add_argument("--target", required=True, metavar="NAME")
-    group.add_argument(
-        "--draft",
-        default=next(iter(published_heads())),
-        metavar="DRAFT",
-        help=f"{_DRAFTS}; the heads have the published shapes for the target (default: %(default)s)",
+    draft_help = f"{_DRAFTS}; the heads have the published shapes for the target (default: %(default)s)"
+    add_flags(group, {"--draft DRAFT": draft_help}, default=next(iter(published_heads())))
+    add_flags(group, {"--tree SHAPE": "as for mars_jax.generate"}, type=parse_tree)
+    length_help = {"--num-draft-tokens N": "length of a chain (default: the drafter's)"}
+    add_flags(group, length_help, type=number("num_draft_tokens"))
+    acceptance_help = (
+        "compare drafts, unless a shape is given; the probability that a drafted token is accepted, by depth. The last "
+        "one holds for all deeper levels (default for a mixture of experts: 0.75)"
     )
-    group.add_argument("--tree", metavar="SHAPE", help="as for mars_jax.generate")
-    group.add_argument("--num-draft-tokens", metavar="N", help="length of a chain (default: the drafter's)")
-    group.add_argument(
-        "--acceptance",
-        metavar="A,...",
-        help="compare drafts, unless a shape is given; the probability that a drafted token is accepted, by depth. "
-        "The last one holds for all deeper levels (default for a mixture of experts: 0.75)",
-    )
+    add_flags(group, {"--acceptance A,...": acceptance_help}, type=_acceptance)
     add_rule_flags(plan_parser.add_argument_group("rule"))
     group = plan_parser.add_argument_group("slice")
-    group.add_argument("--topology", required=True, metavar="SLICE", help="such as v5e:4x4 or v5litepod-16")
-    group.add_argument(
-        "--mesh",
-        metavar="AXES",
-        help="such as data=2,model=8 (default: as many chips as the key-value heads divide over for model, the "
-        "others for data if the batch divides, else for model too)",
+    add_flags(group, {"--topology SLICE": "such as v5e:4x4 or v5litepod-16"}, required=True)
+    mesh_help = (
+        "such as data=2,model=8 (default: as many chips as the key-value heads divide over for model, the others for "
+        "data if the batch divides, else for model too)"
     )
-    group.add_argument("--batch", default="1", metavar="N", help="rows (default: %(default)s)")
-    group.add_argument(
-        "--context",
-        metavar="N",
-        help=f"tokens of a row, prompt and output (default: {CONTEXT}, or the target's context if it is shorter)",
+    add_flags(group, {"--mesh AXES": mesh_help})
+    batch_size = number("batch_size", shown="--batch")
+    add_flags(group, {"--batch N": "rows (default: %(default)s)"}, default=1, type=batch_size)
+    context_help = (
+        f"tokens of a row, prompt and output (default: {CONTEXT}, or the target's context if it is shorter)"
     )
-    group.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="dtype of the weights; int8, int4: bits of the target's matrices (default: that of a conversion by "
-        "mars-jax convert, else bfloat16); by default and with int4, experts published in MXFP4 keep their 4 bits",
+    context_length = number("max_new_tokens", shown="--context")
+    add_flags(group, {"--context N": context_help}, type=context_length)
+    dtype_help = (
+        "dtype of the weights; int8, int4: bits of the target's matrices (default: that of a conversion by mars-jax "
+        "convert, else bfloat16); by default and with int4, experts published in MXFP4 keep their 4 bits"
     )
+    group.add_argument("--dtype", choices=DTYPES, help=dtype_help)
     group = plan_parser.add_argument_group("output")
-    group.add_argument(
-        "--dump",
-        type=Path,
-        metavar="DIR",
-        help="write the decode loop into this folder, as JAX lowers it (decode.stablehlo.txt) and as XLA compiles "
-        "it (decode.hlo.txt)",
+    dump_help = (
+        "write the decode loop into this folder, as JAX lowers it (decode.stablehlo.txt) and as XLA compiles it "
+        "(decode.hlo.txt)"
     )
-    group.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_flags(group, {"--dump DIR": dump_help}, type=Path)
+    add_flags(group, {"--json": "print one JSON object and nothing else"})
     return plan_parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
-    fits = True
-
-    def run(args: argparse.Namespace, out: IO[str]) -> None:
-        nonlocal fits
-        fits = _run(args, out)
-
-    return command(lambda argv: parser().parse_args(argv), run, argv) or int(not fits)
+    return command(lambda argv: parser().parse_args(argv), _run, argv)
 
 
-def _run(args: argparse.Namespace, out: IO[str]) -> bool:
-    args.batch = number_of("batch_size", args.batch, shown="--batch")
-    args.context = args.context and number_of("max_new_tokens", args.context, shown="--context")
-    numbers_of(args, ["num_draft_tokens"])
-    args.tree = args.tree and parse_tree(args.tree)
-    args.acceptance = args.acceptance and _acceptance(args.acceptance)
+def _run(args: argparse.Namespace, out: IO[str]) -> int:
     rule = chosen_rule(args)
     if needs := {"q", "weights"} & rule.needs:
         raise MarsError(
@@ -217,7 +199,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         print(json.dumps(report), file=out)
     else:
         _print_table(args, planned_programs.drafter, plan, attempts, drafts, out)
-    return plan.fits
+    return int(not plan.fits)
 
 
 def _acceptance(text: str) -> list[float]:
@@ -316,8 +298,9 @@ def _print_table(
     drafts: Sequence[DraftEstimate],
     out: IO[str],
 ) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from mars_jax.cli.generate.terminal import console
 
     def size(count: int) -> str:
         return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.2f} MiB"
@@ -357,4 +340,4 @@ def _print_table(
         if attempt.topology != plan.topology:
             attempt_flags = f"--topology {attempt.topology}"
         table.add_row("try" if attempt.fits else "fits neither", f"{attempt_flags} ({memory(attempt)})")
-    Console(file=out, soft_wrap=True, highlight=False).print(table)
+    console(out).print(table)

@@ -30,6 +30,7 @@ from mars_jax.models import shardings, transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.quantize import num_bytes
+from mars_jax.utils import activity
 from mars_jax.utils.settings import BITS
 from mars_jax.utils.types import JsonObject
 
@@ -128,24 +129,17 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
     return RandomPair(config, model, params, params._replace(draft=head_params), context)
 
 
-def check_large(tick: Callable[[str], None] = lambda part: None) -> JsonObject:
+def check_large() -> JsonObject:
     """Return the report of `measure` for `TARGET` on this device, or the reason why `TARGET` cannot be measured."""
     memory_bytes = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     dtype = next((dtype for least, dtype in DTYPES if memory_bytes >= least), None)
     if jax.default_backend() == "cpu" or dtype is None:
         return {"missing": f"an accelerator with {DTYPES[-1][0] // GIB} GiB of memory is needed"}
     batch_rows = next(batch_rows for least, batch_rows in ROWS if memory_bytes >= least)
-    return {"target": TARGET} | measure(CONFIGS[TARGET], dtype, rows=batch_rows, context=CONTEXT, tick=tick)
+    return {"target": TARGET} | measure(CONFIGS[TARGET], dtype, rows=batch_rows, context=CONTEXT)
 
 
-def measure(
-    config: ModelConfig,
-    dtype: str,
-    *,
-    rows: int,
-    context: int,
-    tick: Callable[[str], None] = lambda part: None,
-) -> JsonObject:
+def measure(config: ModelConfig, dtype: str, *, rows: int, context: int) -> JsonObject:
     """Return the step times for one row and for `rows` rows, and the time of a prompt, in milliseconds.
 
     Args:
@@ -154,30 +148,25 @@ def measure(
         dtype.
       rows: number of rows of the batch, B.
       context: tokens in each row before its first step, and in the prompt.
-      tick: called with the name of each part before it runs.
     """
-    tick("weights")
     pair = random_pair(config, dtype, context)
-    tick("a copy and a product")
     report: JsonObject = {
         "dtype": dtype,
         "context": context,
         "copy_bytes_per_second": copy_rate(COPIED),
         "product_flops": product_rate(SIDE),
     }
-    tick("a prompt")
     lowered_prefill, prompts = pair.prompt()
-    report["prompt"] = {"tokens": context, "flops": 2 * product_weights(config) * context} | attempt(
-        lambda: prompt_times(lowered_prefill.compile(), pair.plain, prompts)
-    )
+    with activity.doing("a prompt"):
+        prompt_row = attempt(lambda: prompt_times(lowered_prefill.compile(), pair.plain, prompts))
+    report["prompt"] = {"tokens": context, "flops": 2 * product_weights(config) * context} | prompt_row
     report["steps"] = []
     for arm, batch in ((PLAIN, 1), (CHAIN, 1), (TREE, 1), (PLAIN, rows), (TREE, rows)):
-        tick(f"{arm.name}, {batch} rows")
-        program = pair.steps(arm, batch)
+        with activity.doing(f"{arm.name}, {batch} rows"):
+            program = pair.steps(arm, batch)
+            times = attempt(lambda program=program: step_times(program, program.lowered.compile()))
         row = {"arm": arm.name, "rows": batch, "bytes": program.bytes, "flops": program.flops}
-        report["steps"].append(
-            row | attempt(lambda program=program: step_times(program, program.lowered.compile()))
-        )
+        report["steps"].append(row | times)
     return report
 
 

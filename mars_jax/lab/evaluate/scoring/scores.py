@@ -31,7 +31,6 @@ METRICS = {
     "likelihood": "likelihood under the target, geometric mean over the tokens, at temperature 1",
 }
 """Descriptions of the metrics, for a table."""
-BLEU_ORDER = 4
 
 
 def score_answer(problem: Problem, text: str) -> list[float] | None:
@@ -150,14 +149,9 @@ def bleu_counts(text: str, references: Sequence[str]) -> list[float]:
 
 
 def _bleu(counts: np.ndarray) -> np.ndarray:
-    """Return corpus BLEU f64[R] of counts f64[R, 10]. Zero matches are smoothed with sacrebleu's default method."""
-    # Columns: matching 1- to 4-grams, all 1- to 4-grams of the answers, length of the answers and of the references.
-    matches, ngrams = counts[:, :BLEU_ORDER], counts[:, BLEU_ORDER : 2 * BLEU_ORDER]
-    answer_length, ref_length = counts[:, -2], counts[:, -1]
-    # The first order without a match counts as 1/2 match, and each further one as half as much as the one before.
-    halvings = np.cumsum(matches == 0, axis=1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        precision = np.where(matches > 0, matches, 0.5**halvings) / ngrams
-        brevity = np.where(answer_length < ref_length, np.exp(1 - ref_length / answer_length), 1.0)
-        score = brevity * np.exp(np.mean(np.log(precision), axis=1))
-    return np.where((matches.sum(axis=1) > 0) & (ngrams > 0).all(axis=1), score, 0.0)
+    """Return corpus BLEU f64[R] of counts f64[R, 10] from `bleu_counts`, with sacrebleu's default smoothing."""
+    compute_bleu = _bleu_metric().compute_bleu
+    bleu_scores = [
+        compute_bleu(row[:4], row[4:8], row[8], row[9], smooth_method="exp").score for row in counts.tolist()
+    ]
+    return np.asarray(bleu_scores) / 100
