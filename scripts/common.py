@@ -113,9 +113,7 @@ def earlier_report(path: Path | None) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
 
 
-def provenance(
-    *packages: str, data: Iterable[str | os.PathLike[str]] = (), **weights: Any
-) -> dict[str, Any]:
+def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **weights: Any) -> dict[str, Any]:
     """Return the origin of a report: `lab.provenance.provenance`, and digests of the script, its data and its weights.
 
     If the command runs a script of this checkout, `script` maps its name to a digest, so that a page can detect later

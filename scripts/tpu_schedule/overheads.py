@@ -42,7 +42,9 @@ def write_table(folder: Path, names: Sequence[str]) -> None:
                 continue
             case = Case(kind, slice_, dtype, layers=LAYERS, devices=None if full_slice else 1)
             cost = measure(case, folder / f"{name}-{kind}")
-            tokens, layer, step_overheads = overheads_of(cost, prepare(case), topology(slice_).bandwidth)
+            tokens, layer, step_overheads = overheads_of(
+                cost, prepare(case), topology(slice_).device.bandwidth
+            )
             rows.setdefault(str(tokens), layer)
             if full_slice:
                 chip["drafts"][draft] = step_overheads

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 import mars_jax as mj
 from mars_jax import hub
 from mars_jax.contrib.rules import diversed_training
-from mars_jax.lab.commands import distill, distill_features, distill_run
-from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
+from mars_jax.lab.commands import distill, distill_run
+from mars_jax.lab.evaluate.tasks.catalogue import read_arithmetic
 from mars_jax.lab.training import data, distillation, eagle_training, features
 from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.mesh.axes import parse_mesh
@@ -83,7 +83,7 @@ def test_each_kind_trains_and_drafts_losslessly(kind, call, drafts_losslessly, t
 @pytest.fixture
 def dump(call, text, target, tmp_path, monkeypatch):
     """Write three shards of features and return their folder."""
-    monkeypatch.setattr(distill_features, "SHARD", 14)
+    monkeypatch.setattr(distill_run, "SHARD", 14)
     flags = ("--target", target, "--feature-layers", "0,0,0", "--length", 32, "--data", text)
     code, err = call("features", *flags, "--output", tmp_path / "features")
     assert code == 0 and err.count("14 texts") == 2 and "12 texts" in err, err

@@ -117,6 +117,7 @@ def test_an_eagle_head_learns_and_nothing_that_decodes_compiles():
 
 def test_small_losses_do_not_add_up(pair, monkeypatch):
     """Each of twenty refinements loses 2.9% of tau; a change of the target does not count against one."""
+
     def update_by(factor):
         return lambda draft, state, *_: (factor * draft, state, {"loss": 0.0})
 

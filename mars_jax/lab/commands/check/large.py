@@ -36,16 +36,14 @@ from mars_jax.utils.types import JsonObject
 
 TARGET = "llama-3.1-8b"
 GIB = 2**30
-DTYPES = ((24 * GIB, "bfloat16"), (12 * GIB, "int4"))
-"""Pairs of (minimum memory of a device in bytes, dtype of the weights)."""
-ROWS = ((56 * GIB, 32), (12 * GIB, 8))
-"""Pairs of (minimum memory of a device in bytes, rows of the batch)."""
+SIZES = {56: ("bfloat16", 32), 24: ("bfloat16", 8), 12: ("int4", 8)}
+"""dtype of the weights and rows of the batch, keyed by the minimum memory of a device in GiB, most memory first."""
 CONTEXT = 4096
 STEPS, ROUNDS = 16, 3
 PEAK = 8.0
 """Standard deviation of the random head's logits, in nats."""
-COPIED, SIDE = GIB, 8192
-"""Bytes of the copied array, and side of the multiplied matrices."""
+COPIED, SIDE, TIMES = GIB, 8192, 16
+"""Bytes of the copied array, side of the multiplied matrices, and copies or products per timed call."""
 
 
 class TimedArm(NamedTuple):
@@ -132,11 +130,10 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
 def check_large() -> JsonObject:
     """Return the report of `measure` for `TARGET` on this device, or the reason why `TARGET` cannot be measured."""
     memory_bytes = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-    dtype = next((dtype for least, dtype in DTYPES if memory_bytes >= least), None)
-    if jax.default_backend() == "cpu" or dtype is None:
-        return {"missing": f"an accelerator with {DTYPES[-1][0] // GIB} GiB of memory is needed"}
-    batch_rows = next(batch_rows for least, batch_rows in ROWS if memory_bytes >= least)
-    return {"target": TARGET} | measure(CONFIGS[TARGET], dtype, rows=batch_rows, context=CONTEXT)
+    for least, (dtype, rows) in SIZES.items():
+        if memory_bytes >= least * GIB and jax.default_backend() != "cpu":
+            return {"target": TARGET} | measure(CONFIGS[TARGET], dtype, rows=rows, context=CONTEXT)
+    return {"missing": f"an accelerator with {min(SIZES)} GiB of memory is needed"}
 
 
 def measure(config: ModelConfig, dtype: str, *, rows: int, context: int) -> JsonObject:
@@ -246,17 +243,17 @@ def prompt_times(compiled: jax.stages.Compiled, params: Params, prompts: Prompts
     return {"milliseconds": statistics.median(milliseconds), "all": milliseconds}
 
 
-def copy_rate(size: int, times: int = 16) -> float:
+def copy_rate(size: int) -> float:
     """Return the rate of copying an array of `size` bytes, in bytes per second. Reads and writes both count."""
     # Add 1, so that XLA cannot elide the copy. Each number has 4 bytes.
-    repeated_copy = looped(lambda x: (x + 1,), times, (jnp.zeros(size // 4, jnp.uint32),))
-    return 2 * size * times / min(seconds_of(repeated_copy, ROUNDS))
+    repeated_copy = looped(lambda x: (x + 1,), TIMES, (jnp.zeros(size // 4, jnp.uint32),))
+    return 2 * size * TIMES / min(seconds_of(repeated_copy, ROUNDS))
 
 
-def product_rate(side: int, times: int = 8) -> float:
+def product_rate(side: int) -> float:
     """Return the rate of multiplying square bfloat16 matrices, in floating-point operations per second."""
     operands = tuple(jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16) for i in range(2))
-    return 2 * side**3 * times / min(seconds_of(looped(jnp.matmul, times, operands), ROUNDS))
+    return 2 * side**3 * TIMES / min(seconds_of(looped(jnp.matmul, TIMES, operands), ROUNDS))
 
 
 def drawn(shapes: PyTree) -> PyTree:

@@ -152,6 +152,7 @@ def _bleu(counts: np.ndarray) -> np.ndarray:
     """Return corpus BLEU f64[R] of counts f64[R, 10] from `bleu_counts`, with sacrebleu's default smoothing."""
     compute_bleu = _bleu_metric().compute_bleu
     bleu_scores = [
-        compute_bleu(row[:4], row[4:8], row[8], row[9], smooth_method="exp").score for row in counts.tolist()
+        compute_bleu(row[:4], row[4:8], row[8], row[9], smooth_method="exp").score
+        for row in counts.astype(int).tolist()
     ]
     return np.asarray(bleu_scores) / 100

@@ -10,9 +10,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
+from mars_jax.lab.evaluate.scoring.scores import final_answer
 from mars_jax.lab.evaluate.tasks.jsonl import Fields, read_jsonl
 from mars_jax.lab.evaluate.tasks.layouts import READERS
 from mars_jax.lab.evaluate.tasks.problems import Problem
@@ -78,6 +77,29 @@ def read_problems(
     return [p for task in task_counts for p in problems if p.task == task]
 
 
+def read_arithmetic(split: str, limit: int | None = None) -> list[Problem]:
+    """Return the first `limit` word problems of the split "train" (4,096 problems) or "eval" (1,300 problems).
+
+    scripts/arithmetic/generator.py wrote the files.
+
+    >>> [problem] = read_arithmetic("eval", 1)
+    >>> problem.metric, problem.references
+    ('final_answer', ('33',))
+    """
+    path = Path(__file__).with_name(f"arithmetic_{split}.jsonl.xz")
+    rows = itertools.islice(read_jsonl(str(path)), limit)
+    return [
+        Problem(
+            task="arithmetic",
+            id=str(number),
+            turns=(fields.text("question"),),
+            metric="final_answer",
+            references=(str(final_answer(fields.text("answer"))),),
+        )
+        for number, fields in enumerate(rows)
+    ]
+
+
 def _id(fields: Fields, number: int) -> str | int:
     for key in ("id", "task_id", "question_id", "prompt_id"):
         value = fields.values.get(key)
@@ -119,20 +141,13 @@ TASKS = ("stories", "arithmetic", *READERS)
 """Names that `read_problems` accepts."""
 
 
-class Part(NamedTuple):
-    """The default config and split of a task's dataset."""
-
-    config: str | None
-    split: str
-
-
 PARTS = {
-    "gsm8k": Part("main", "test"),
-    "alpaca": Part(None, "train"),
-    "mt_bench": Part(None, "train"),
-    "cnn_dm": Part("3.0.0", "test"),
-    "wmt19": Part("zh-en", "validation"),
-    "prompts": Part(None, "train"),
+    "gsm8k": ("main", "test"),
+    "alpaca": (None, "train"),
+    "mt_bench": (None, "train"),
+    "cnn_dm": ("3.0.0", "test"),
+    "wmt19": ("zh-en", "validation"),
+    "prompts": (None, "train"),
 }
 """Default configs and splits, from the dataset cards of openai/gsm8k, tatsu-lab/alpaca, HuggingFaceH4/mt_bench_prompts,
 abisee/cnn_dailymail and wmt/wmt19. Other datasets use no config and the split test, for example
@@ -182,9 +197,9 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
         # Missing parts become empty, and then get the defaults of `PARTS`.
         name, config, split = (*path.split(":"), "", "")[:3]
         suggestion = "write OWNER/NAME:CONFIG:SPLIT, or give a local file"
-    part = PARTS.get(task, Part(None, "test"))
+    usual_config, usual_split = PARTS.get(task, (None, "test"))
     try:
-        rows = datasets.load_dataset(name, config or part.config, split=split or part.split, streaming=True)
+        rows = datasets.load_dataset(name, config or usual_config, split=split or usual_split, streaming=True)
         for number, values in enumerate(rows):
             yield Fields(f"{path}, row {number}", dict(values))
     except (DatasetsError, ValueError, OSError, RuntimeError) as error:
