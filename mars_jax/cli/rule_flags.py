@@ -57,9 +57,8 @@ def choose_with_weights(spec: str, given: Mapping[str, Given]) -> RuleChoice:
     """
     choice = choose(spec, given)
     if "weights" in choice.definition.needs and not split(spec)[1]:
-        raise MarsError(
-            f"the rule {choice.definition.name} needs weights: name them, as {choice.definition.name}:PATH."
-        )
+        name = choice.definition.name
+        raise MarsError(f"the rule {name} needs weights: name them, as {name}:PATH.")
     return choice
 
 
@@ -102,9 +101,8 @@ def given_settings(args: argparse.Namespace) -> dict[str, Given]:
             raise MarsError(f"--rule-option is {option}: expected NAME=VALUE, such as theta=0.8.")
         name = name.replace("-", "_")
         if name in settings:
-            raise MarsError(
-                f"--rule-option {option} is given twice, also as {settings[name].shown}: leave one out."
-            )
+            earlier_flag = settings[name].shown
+            raise MarsError(f"--rule-option {option} is given twice, also as {earlier_flag}: leave one out.")
         settings[name] = Given(text, f"--rule-option {name}")
     return settings
 

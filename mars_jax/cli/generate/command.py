@@ -37,9 +37,7 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
         raise MarsError("there are prompts and a --prompts-file: give one of the two.")
     if not args.prompts and prompts_path is None:
         if not (sys.stdin.isatty() and out.isatty()):
-            raise MarsError(
-                "there are no prompts: give texts, or a --prompts-file; on a terminal they are asked for."
-            )
+            raise MarsError("there are no prompts: give texts or a --prompts-file; a terminal asks for them.")
         check_interactive_flags(args)
         from mars_jax.cli.generate.repl import talk
 

@@ -303,14 +303,11 @@ class Talk:
         rule_options = {name: option for name, option in self._args.rule.options.items() if option.flag}
         names = [*SAMPLING, *rule_options]
         if len(words) != 2:
-            raise MarsError(
-                f"/set takes a name and a value, as in /set temperature 0.7: the names are {', '.join(names)}."
-            )
+            raise MarsError(f"/set takes NAME VALUE, as in /set temperature 0.7: NAME is {', '.join(names)}.")
         name = words[0].removeprefix("--").replace("-", "_")
         if name not in names:
-            raise MarsError(
-                f"there is no setting {words[0]}{did_you_mean(name, names)}: expected {', '.join(names)}."
-            )
+            suggestion = did_you_mean(name, names)
+            raise MarsError(f"there is no setting {words[0]}{suggestion}: expected {', '.join(names)}.")
         argv = [*self._argv, flag_of(name), words[1]]  # the last of two equal flags counts
         args, _ = _parsed(argv)
         # Settings of a request take effect with the next line. A setting of the rule needs a new rule.

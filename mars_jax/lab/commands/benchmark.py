@@ -15,13 +15,11 @@ from mars_jax.cli.progress import progress
 from mars_jax.drafters.registry import drafters_that, names_that, parse_draft
 from mars_jax.lab import recipes
 from mars_jax.lab.commands import pair
-from mars_jax.lab.theta import json_restored, run_settings, thetas_of
+from mars_jax.lab.theta import run_settings, thetas_of
 from mars_jax.utils.errors import MarsError, say
 from mars_jax.utils.settings import LARGEST_FLOAT, Range, Setting
 
 if TYPE_CHECKING:
-    from mars_jax.hub.pretrained import Pretrained
-    from mars_jax.lab.evaluate.benchmark.run import Study
     from mars_jax.lab.evaluate.tasks.problems import Problem
 
 _DESCRIPTION = """\
@@ -139,7 +137,7 @@ def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespa
     for part in args.parts.values():
         if part.controls == "none" or part.rule.definition.lossless:
             raise MarsError(
-                "--recipe needs a lossy rule and the strict one: leave out --controls none and --verify."
+                "--recipe needs a lossy and a strict rule: leave out --controls none and --verify."
             )
     return args
 
@@ -234,7 +232,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
             raise MarsError(f"--part has none of the {len(problems)} problems: divide them into fewer parts.")
 
     problems, target, drafter = pair.open_study(args, args.output, check)
-    study = _make_study(args, target, problems, ("draft", "num_draft_tokens", "tree", "dtype", "mesh"))
+    study = pair.make_study(args, target, problems, ("draft", "num_draft_tokens", "tree", "dtype", "mesh"))
     refiner = None
     if args.refine is not None:
         refiner = open_refiner(
@@ -263,23 +261,8 @@ def _tune(args: argparse.Namespace, out: IO[str]) -> None:
     if (can_sample and max(args.temperatures) > 0) or is_sampled:
         other_drafter = pair.load_drafter(args, target, samples=not is_sampled)
         drafter_by_sampling[not is_sampled] = other_drafter._replace(params=drafter.params)
-    study = _make_study(args, target, problems, ("draft", "dtype", "mesh"))
+    study = pair.make_study(args, target, problems, ("draft", "dtype", "mesh"))
     with progress("decodes") as show:
         report = tuned.tuned(study, drafter_by_sampling, progress=show)
     print(tuned.tuned_markdown(report), file=out, end="")
     say(f"rows and tables are in {args.output}")
-
-
-def _make_study(
-    args: argparse.Namespace, target: Pretrained, problems: list[Problem], names: Sequence[str]
-) -> Study:
-    """Return the `Study` that the flags describe. The flags in `names` identify it."""
-    from mars_jax.lab.evaluate.benchmark.arms import default_thetas
-    from mars_jax.lab.evaluate.benchmark.run import Study
-
-    args.thetas = args.thetas or default_thetas(args.rule)
-    settings = {name: json_restored(getattr(args, name)) for name in names}
-    if args.refine is not None:
-        settings["refine"] = args.refine
-    settings |= pair.non_default_flags(args)
-    return Study(args=args, target=target, problems=problems, names=settings)

@@ -102,15 +102,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         load_function(args.risk, "judge")
         args.risk, args.judge = "judge", args.risk
     if "theta" not in args.rule.options:
-        raise MarsError(
-            f"--verify {args.rule.name} has no theta to calibrate: choose a rule that has, such as mars."
-        )
+        raise MarsError(f"--verify {args.rule.name} has no theta to calibrate: choose a rule such as mars.")
     pair.check_pair_flags(args, args.rule, output="name a file for the threshold")
-    args.theta_files = []
+    args.theta_files, args.temperatures = [], [args.temperature]
     if args.prefixes is not None:
         args.setting, args.values = "exact_prefix", _prefixes(args)
     else:
         args.setting, args.values = "theta", _thetas(args)
+        args.thetas = args.values
     if args.output.exists():
         raise MarsError(f"--output '{args.output}' exists already: name a new file.")
     if not args.output.parent.is_dir():
@@ -141,7 +140,7 @@ def _thetas(args: argparse.Namespace) -> list[float]:
     if args.thetas is None:
         if not rule_grid:
             raise MarsError(
-                f"--verify {args.rule.name} has no thresholds of its own: give --thetas, from strict to loose."
+                f"--verify {args.rule.name} has no default thresholds: give --thetas, strict first."
             )
         return list(rule_grid)
     thetas, args.theta_files = thetas_of(args.rule, args.thetas, run_settings(args))
@@ -173,11 +172,9 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
 
 def _study(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.lab import calibration
-    from mars_jax.lab.evaluate.answers import Decoding
     from mars_jax.lab.folder import check_writable, open_rows, write_shared_json
     from mars_jax.mesh import hosts
-    from mars_jax.serve.rows import digest, fingerprint
-    from mars_jax.serve.session import Session
+    from mars_jax.serve.rows import digest
     from mars_jax.verify import load
 
     if hosts.is_first():
@@ -190,8 +187,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
     problems, target, drafter = pair.open_study(
         args, rows_folder, check_problems, arithmetic=default_problems
     )
-    session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
-    decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
+    study = pair.make_study(args, target, problems, ("setting", "values", "dtype", "mesh"))
     promise = {name: getattr(args, name) for name in ("risk", "bound", "confidence")}
     promise["meaning"] = calibration.RISKS[args.risk]
     judge, judge_source = None, None
@@ -210,20 +206,13 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
         "seed": args.seed,
         "version": __version__,
     }
-    loaded_rule = load(args.rule.spec, target, **args.rule.settings)
     # Everything that determines the rows. A run continues only with equal settings.
-    row_settings = study_settings | {
-        "rule": args.rule.as_json(but=(args.setting,)),
-        args.setting: args.values,
-        **{name: getattr(args, name) for name in ("batch_size", "dtype", "mesh")},
-        **pair.non_default_flags(args),
-        "weights": fingerprint((target.params, drafter.params, loaded_rule.params), target.path),
-        "rule_source": source_digest(args.rule.spec),
-        "judge_source": judge_source,
-    }
+    row_settings = study.settings(drafter.params) | study_settings | {"judge_source": judge_source}
     with contextlib.closing(open_rows(rows_folder, row_settings)) as rows, progress("answers") as show:
+        decoding = study.decoding(drafter)
         calibrated = calibration.calibrate(args, decoding, problems, rows, judge=judge, progress=show)
         report = study_settings | _rule_and_theta(args, calibrated["value"])
+        loaded_rule = load(args.rule.spec, target, **args.rule.settings)
         report["weights"] = pair_fingerprints(target, drafter, loaded_rule)
         report |= {name: calibrated[name] for name in ("tau", "strict_tau")}
         report["trials"] = [{args.setting: trial.pop("value"), **trial} for trial in calibrated["trials"]]

@@ -183,16 +183,14 @@ def check_distill_flags(args: argparse.Namespace) -> None:
         raise MarsError(f"there is no text to learn from: give {' or '.join(source_flags)}.")
     if args.data is not None and args.features is not None and args.draft_vocab is None:
         raise MarsError(
-            "--data with --features is the text of a draft vocabulary: give --draft-vocab, or leave out --data."
+            "--data with --features selects a draft vocabulary: add --draft-vocab, or omit --data."
         )
     # The authors' layout is named after the drafter, which is eagle for eagle1 and eagle3.
     authors_layout = args.kind.rstrip("13")
     if args.layout not in (None, authors_layout, "speculators"):
         raise MarsError(f"--layout is {args.layout}: expected {authors_layout} or speculators.")
     if args.block_size is not None and args.block_size < 2:
-        raise MarsError(
-            f"--block-size is {args.block_size}: expected at least 2, the first being the last token."
-        )
+        raise MarsError(f"--block-size is {args.block_size}: expected at least 2, with the last token.")
     if args.kind == "eagle3" and args.first is not None:
         head_flags = ("draft_vocab", "intermediate_size", "feature_layers")
         _refuse(args, head_flags, "a head of --from, which has its own")

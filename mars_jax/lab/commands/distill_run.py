@@ -136,9 +136,7 @@ def _open_first(args: argparse.Namespace, target: Pretrained) -> tuple[Any, PyTr
         return model, model.params
     config, params = hub.load_eagle(args.first, target.config, target.params, dtype="float32")
     if config.version != 3:
-        raise MarsError(
-            f"--from {args.first} is an EAGLE-1 head: name an EAGLE-3 head, or leave it out to start a new one."
-        )
+        raise MarsError(f"--from {args.first} is an EAGLE-1 head: name an EAGLE-3 head, or leave it out.")
     return (config, params), params
 
 
@@ -340,9 +338,7 @@ def write_features(args: argparse.Namespace) -> None:
                 f"in {len(packed_rows[0])} rows of {args.length}; {time.perf_counter() - start_time:.0f} s"
             )
     if not features.shards(args.output):
-        raise MarsError(
-            f"no document leaves room for an answer in --length {args.length}: give shorter ones, or more."
-        )
+        raise MarsError(f"no document leaves room for an answer in --length {args.length}: increase it.")
 
 
 def _document_tokens(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import add_rule_flags, choose_with_weights, given_settings
 from mars_jax.drafters.registry import definitions, draft_words, parse_draft
 from mars_jax.drafters.tree_shapes import parse_tree
+from mars_jax.lab.theta import json_restored
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import DTYPES
 from mars_jax.utils.types import JsonObject
@@ -23,6 +24,7 @@ from mars_jax.verify import RuleChoice
 if TYPE_CHECKING:
     from mars_jax.drafters import LoadedDrafter
     from mars_jax.hub.pretrained import Pretrained
+    from mars_jax.lab.evaluate.benchmark.run import Study
     from mars_jax.lab.evaluate.tasks.problems import Problem
 
 ARITHMETIC_PROBLEMS = 200
@@ -97,16 +99,14 @@ def chosen_rule(args: argparse.Namespace, *, instead: Collection[str] = ()) -> R
     """
     settings = given_settings(args)
     for name in settings.keys() & set(instead):
-        raise MarsError(
-            f"{settings[name].shown} does not apply here: give {flags.flag_of(name)}s in its place."
-        )
+        raise MarsError(f"{settings[name].shown} does not apply here: give {flags.flag_of(name)}s instead.")
     return choose_with_weights(args.verify or "mars", settings)
 
 
 def non_default_flags(args: argparse.Namespace) -> JsonObject:
-    """Return those flags of the target's computation and of the drafter that are set to non-default values."""
-    flag_names = ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed")
-    return {name: getattr(args, name) for name in flag_names if getattr(args, name) is not None}
+    """Return those flags of the target's computation and of the drafter that have non-default values."""
+    flag_names = ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed", "refine")
+    return {name: value for name, value in vars(args).items() if name in flag_names and value is not None}
 
 
 def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
@@ -129,15 +129,11 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
     flags.Present(args).refuse_alone()
     task_names = [task.partition("=")[0] for task in args.task]
     if len(set(task_names)) < len(task_names):
-        raise MarsError(
-            "--task names a task twice: give each once, and evaluate other files of it in a run of their own."
-        )
+        raise MarsError("--task names a task twice: give each once, and other files of it to another run.")
     if args.chat and set(task_names) == {"stories"}:
         raise MarsError("--chat does not apply to stories, which are continued as they are: leave it out.")
     if "long" in rule.needs:
-        raise MarsError(
-            f"--verify {rule.name} does not apply here, since its text means nothing: verify with another rule."
-        )
+        raise MarsError(f"--verify {rule.name} does not apply here, as its text means nothing: leave it out.")
     flags.Present(args).refuse_for(draft, rule)
     # The default must not appear among `non_default_flags`.
     if args.draft_size == "fixed":
@@ -185,9 +181,7 @@ def open_study(
     with busy("loading"):
         outline = hub.outline(args.target)
         if not outline.has_tokenizer:
-            raise MarsError(
-                f"'{args.target}' has no tokenizer, and tasks are text: put its files next to the weights."
-            )
+            raise MarsError(f"'{args.target}' has no tokenizer: put its files next to the weights.")
         check_problems(outline, problems, chat=args.chat)
         check_draft(outline, draft)
         loaded_rule = verify.load(args.rule.spec, outline, **args.rule.settings)
@@ -197,6 +191,16 @@ def open_study(
         for file in args.theta_files:
             file.check_weights(target, drafter, loaded_rule)
     return problems, target, drafter
+
+
+def make_study(
+    args: argparse.Namespace, target: Pretrained, problems: list[Problem], names: Sequence[str]
+) -> Study:
+    """Return the `Study` that the flags describe. The flags in `names` and those not at their default identify it."""
+    from mars_jax.lab.evaluate.benchmark.run import Study
+
+    settings = {name: json_restored(getattr(args, name)) for name in names}
+    return Study(args=args, target=target, problems=problems, names=settings | non_default_flags(args))
 
 
 def load_drafter(args: argparse.Namespace, target: Pretrained, *, samples: bool) -> LoadedDrafter:

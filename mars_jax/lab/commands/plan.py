@@ -111,9 +111,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace, out: IO[str]) -> int:
     rule = chosen_rule(args)
     if needs := {"q", "weights"} & rule.needs:
-        raise MarsError(
-            f"--verify {rule.name} needs {NEEDS[min(needs)]}, which a plan does not have: choose another rule."
-        )
+        raise MarsError(f"--verify {rule.name} needs {NEEDS[min(needs)]}: choose another rule for a plan.")
 
     # Import the planning code only after the checks above, so that they fail fast.
     from mars_jax import verify

@@ -137,9 +137,7 @@ def topology(name: str) -> Topology:
     except Exception as error:  # jaxlib raises several types
         error_text = str(error)
         if "libtpu" in error_text.lower() or isinstance(error, ImportError):
-            raise MarsError(
-                "compiling for a TPU needs libtpu: pip install 'jax[tpu]' on Linux x86-64."
-            ) from None
+            raise MarsError("a plan needs libtpu: pip install 'jax[tpu]' on Linux x86-64.") from None
         raise MarsError(
             f"libtpu knows no topology {name!r} ({error_text.splitlines()[0]}): choose another shape."
         ) from None

@@ -115,9 +115,7 @@ def read_shard(folder: Path) -> Recorded:
     try:
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in Recorded._fields}
     except (OSError, ValueError, EOFError) as error:
-        raise MarsError(
-            f"'{folder}' is no shard of features ({error}): remove it, or write it again."
-        ) from None
+        raise MarsError(f"'{folder}' is no shard ({error}): remove it, or write it again.") from None
     return Recorded(**arrays)._replace(features=arrays["features"].view(ml_dtypes.bfloat16))
 
 
@@ -195,9 +193,7 @@ def dump_settings(dump: Path) -> JsonObject:
     try:
         return json.loads((dump / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise MarsError(
-            f"'{dump}' is no folder of features: write one with `mars-jax distill features`."
-        ) from None
+        raise MarsError(f"'{dump}' has no features: write them with `mars-jax distill features`.") from None
 
 
 def check_dump(dump: Path, layers: Sequence[int], weights: str) -> str:

@@ -175,9 +175,7 @@ class Refiner:
         """
         for completion in completions:
             if completion.log_probs is None:
-                raise MarsError(
-                    "the completions do not record the kinds of their tokens: decode with log_probs=True."
-                )
+                raise MarsError("the completions have no log-probabilities: decode with log_probs=True.")
             prompt = list(completion.request.prompt_tokens)
             is_rejected = rejected_places(completion.log_probs.kind, self._depth)
             self._texts.append(([*prompt, *completion.tokens], [False] * len(prompt) + is_rejected))

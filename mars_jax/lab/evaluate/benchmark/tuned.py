@@ -99,7 +99,7 @@ def tuned(study: Study, drafters: Mapping[bool, LoadedDrafter], *, progress: Sho
     settings = study.settings(*(drafter.params for drafter in drafters.values()))
     settings |= {"tuned": lengths, "draft_cost": args.draft_cost}
     arms = {
-        temperature: arms_at(args.rule, args.thetas, temperature, study.target, samples=True in drafters)
+        temperature: arms_at(args.rule, study.thetas, temperature, study.target, samples=True in drafters)
         for temperature in args.temperatures
     }
     decodings = {

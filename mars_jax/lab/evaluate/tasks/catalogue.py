@@ -45,14 +45,11 @@ def read_problems(
     ('final_answer', ('33',))
     """
     if name not in TASKS:
-        raise MarsError(
-            f"there is no task '{name}'{did_you_mean(name, TASKS)}: choose one of {', '.join(TASKS)}."
-        )
+        suggestion = did_you_mean(name, TASKS)
+        raise MarsError(f"there is no task '{name}'{suggestion}: choose one of {', '.join(TASKS)}.")
     if name == "arithmetic":
         if path is not None:
-            raise MarsError(
-                "the task arithmetic has its problems in the package and takes no file: leave its path out."
-            )
+            raise MarsError("the task arithmetic is in the package and takes no file: leave its path out.")
         return read_arithmetic("eval", limit)
     if not path:
         hub_hint = ""
