@@ -37,7 +37,7 @@ from mars_jax.lab.evaluate.tasks.catalogue import read_arithmetic, read_problems
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import check_folder, check_writable, claim, joined_with_folder
 from mars_jax.lab.training import data, dflash_training, distillation, eagle_training, features
-from mars_jax.lab.training.loop import CHECKPOINTS, Apprentice, fit
+from mars_jax.lab.training.loop import Apprentice, fit
 from mars_jax.lab.training.objectives import divergence
 from mars_jax.mesh import hosts
 from mars_jax.models.config import ModelConfig
@@ -69,7 +69,7 @@ def distill(args: argparse.Namespace, out: IO[str]) -> None:
         write_features(args)
         return
     work = args.work or args.output.with_name(args.output.name + "-training")
-    with joined_with_folder(args, work, out, without=CHECKPOINTS) as folder:
+    with joined_with_folder(args, work, out) as folder:
         _distill(args, folder)
 
 
