@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from mars_jax.cli import remote
-from mars_jax.cli.host_flags import joined
+from mars_jax.cli.open_target import joined
 from mars_jax.hub.durable import write_whole
 from mars_jax.mesh import hosts
 from mars_jax.serve.rows import Lock, RowFile, compare_settings, plain

@@ -50,7 +50,7 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     if args.part is not None and not rows[args.part]:
         raise MarsError(f"--part has none of the {len(rows)} rows: divide them into fewer parts.")
 
-    from mars_jax.cli.host_flags import joined
+    from mars_jax.cli.open_target import joined
 
     keep_compilations()
     with joined(args, rows, out) as output_stream:

@@ -25,7 +25,7 @@ from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.job import Job, load_rule, make_job_requests, open_job
 from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, line_of
-from mars_jax.cli.host_flags import joined
+from mars_jax.cli.open_target import joined
 from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import FLAGS as RULE_FLAGS

@@ -186,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    from mars_jax.cli.host_flags import joined
+    from mars_jax.cli.open_target import joined
 
     if args.recipe is not None:
         _follow(args, out)
@@ -217,14 +217,14 @@ def _follow(args: argparse.Namespace, out: IO[str]) -> None:
 
 def _study(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.cli.open_target import check_file
+    from mars_jax.lab.evaluate import scoring
     from mars_jax.lab.evaluate.benchmark import report
     from mars_jax.lab.evaluate.benchmark.run import evaluate
-    from mars_jax.lab.evaluate.scoring import scores
     from mars_jax.lab.pictures import check_installed
     from mars_jax.lab.training.online import open_refiner
 
     def check(problems: list[Problem]) -> None:
-        scores.check_metrics(problems)
+        scoring.check_metrics(problems)
         check_installed()
         if args.refine is not None:
             check_file(args.refine, f"--refine is {args.refine}")
@@ -248,12 +248,12 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _tune(args: argparse.Namespace, out: IO[str]) -> None:
+    from mars_jax.lab.evaluate import scoring
     from mars_jax.lab.evaluate.benchmark import tuned
-    from mars_jax.lab.evaluate.scoring import scores
 
     # Load the drafter with the longest chain. Shorter chains reuse its weights.
     args.num_draft_tokens = args.tune[-1]
-    problems, target, drafter = pair.open_study(args, args.output, scores.check_metrics)
+    problems, target, drafter = pair.open_study(args, args.output, scoring.check_metrics)
     can_sample = parse_draft(args.draft).definition.samples
     is_sampled = can_sample and "q" in args.rule.needs
     drafter_by_sampling = {is_sampled: drafter}

@@ -164,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    from mars_jax.cli.host_flags import joined
+    from mars_jax.cli.open_target import joined
 
     with joined(args, (), out) as stream:
         _study(args, stream)

@@ -32,7 +32,7 @@ from mars_jax.hub.files import resolve
 from mars_jax.hub.heads.mtp_files import save_mtp
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.hub.save import free_directory
-from mars_jax.lab.evaluate.scoring.scores import score_answer
+from mars_jax.lab.evaluate.scoring import score_answer
 from mars_jax.lab.evaluate.tasks.catalogue import read_arithmetic, read_problems
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import check_folder, check_writable, claim, joined_with_folder
@@ -265,30 +265,19 @@ def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.nda
         return eagle_training.new_eagle1(config, intermediate_size=width, divergence=loss, seed=seed)
     if args.kind == "mtp":
         return eagle_training.new_mtp(config, params, steps=args.steps_ahead, divergence=loss, seed=seed)
+    new_head = eagle_training.new_eagle3
     if args.kind == "dflash":
-        return dflash_training.new_dflash(
-            config,
-            params,
-            ids=ids,
-            layers=layers,
-            depth=args.head_layers,
-            block_size=args.block_size,
-            markov_rank=args.markov_rank or 0,
-            confidence=bool(args.confidence),
-            intermediate_size=width,
-            divergence=loss,
-            seed=seed,
-        )
-    return eagle_training.new_eagle3(
-        config,
-        params,
-        ids=ids,
-        layers=layers,
-        intermediate_size=width,
-        trained=first,
-        steps=args.steps_ahead,
-        divergence=loss,
-        seed=seed,
+        new_head = dflash_training.new_dflash
+    head = functools.partial(
+        new_head, config, params, ids=ids, layers=layers, intermediate_size=width, divergence=loss, seed=seed
+    )
+    if args.kind == "eagle3":
+        return head(trained=first, steps=args.steps_ahead)
+    return head(
+        depth=args.head_layers,
+        block_size=args.block_size,
+        markov_rank=args.markov_rank or 0,
+        confidence=bool(args.confidence),
     )
 
 

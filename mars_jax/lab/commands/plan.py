@@ -22,7 +22,6 @@ from mars_jax.verify import NEEDS
 
 if TYPE_CHECKING:
     from mars_jax.core.drafter import Drafter
-    from mars_jax.drafters.tree_shapes import Dynamic
     from mars_jax.lab.planning.chips import Topology
     from mars_jax.lab.planning.estimate import StepTime
     from mars_jax.lab.planning.fit import Attempt, DraftEstimate, DraftShape, Plan
@@ -136,16 +135,13 @@ def _run(args: argparse.Namespace, out: IO[str]) -> int:
     loaded_rule = verify.load(rule.spec, **rule.settings).rule
 
     def pair(
-        slice_: Topology,
-        dtype: str,
-        draft: AnyConfig | str = draft,
-        length: int | None = args.num_draft_tokens,
-        tree: Dynamic | tuple[int, ...] | None = args.tree,
+        slice_: Topology, dtype: str, draft: AnyConfig | str = draft, shape: DraftShape | None = None
     ) -> Programs:
         """Return the programs on a slice. `--mesh` applies only to the slice of `--topology`."""
         axes = args.mesh
         if axes is None or slice_ is not requested_slice:
             axes = default_mesh(target, len(slice_.devices), args.batch)
+        length, tree = shape or (args.num_draft_tokens, args.tree)
         shaped_draft = draft_of(
             draft, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=is_mixture, chain=is_recurrent
         )
@@ -159,9 +155,9 @@ def _run(args: argparse.Namespace, out: IO[str]) -> int:
 
     def step(shape: DraftShape) -> StepTime | None:
         """Return the time of a step with a draft of a different shape, or None if it does not fit."""
-        shaped_programs = pair(requested_slice, args.dtype, length=shape.length, tree=shape.tree)
+        shaped_programs = pair(requested_slice, args.dtype, shape=shape)
         # The plan has already compiled the usual shape, and it fits.
-        is_planned = (shape.length, shape.tree) == drafter.usual(mixture=is_mixture)
+        is_planned = shape == drafter.usual(mixture=is_mixture)
         if not is_planned and not fit.try_fit(shaped_programs, requested_slice).fits:
             return None
         return fit.planned_time(shaped_programs, requested_slice)[1]
@@ -171,7 +167,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> int:
             (args.dump / name).write_text(text, encoding="utf-8")
 
     with busy("planning"):
-        target_programs = pair(requested_slice, args.dtype, "none", None, None)
+        target_programs = pair(requested_slice, args.dtype, "none")
         planned_programs = pair(requested_slice, args.dtype)
         plan = fit.make_plan(planned_programs, target_programs, requested_slice, dump)
     drafts = []

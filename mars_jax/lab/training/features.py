@@ -157,7 +157,8 @@ def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple
             )
         shard_rows = [grain.MapDataset.source(_ShardRows(folder)) for folder in shard_folders[1:]]
         dump_rows = grain.MapDataset.concatenate(shard_rows)
-        length = dump_rows[0].tokens.shape[-1]
+        held_out_shard = read_shard(shard_folders[0])
+        length = held_out_shard.tokens.shape[-1]
         batch_rows = max(1, step_tokens // length)
         dataset = dump_rows.seed(seed + number).shuffle().repeat()
         # For one-row batches, keeping the remainder makes the dataset longer than sys.maxsize, which grain cannot
@@ -165,7 +166,6 @@ def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple
         datasets.append(dataset.batch(batch_rows, drop_remainder=True))
         batch_counts.append(len(dump_rows) / batch_rows)
         batch_tokens.append(batch_rows * length)
-        held_out_shard = read_shard(shard_folders[0])
         for start in range(0, min(len(held_out_shard.tokens), 4 * batch_rows), batch_rows):
             held_out.append(Recorded(*(np.asarray(x[start : start + batch_rows]) for x in held_out_shard)))
     mean_tokens = round(np.average(batch_tokens, weights=batch_counts))

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from mars_jax.lab.evaluate.scoring.scores import score_answer
+from mars_jax.lab.evaluate.scoring import score_answer
 from mars_jax.lab.evaluate.tasks.catalogue import read_arithmetic
 from scripts.arithmetic import generator
 

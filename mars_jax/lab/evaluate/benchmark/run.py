@@ -16,11 +16,11 @@ from mars_jax import drafters, verify
 from mars_jax.cli.progress import Show
 from mars_jax.core.types import PyTree
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.lab.evaluate import scoring
 from mars_jax.lab.evaluate.answers import GROUP, Decoding, prompt_tokens
 from mars_jax.lab.evaluate.benchmark import report
 from mars_jax.lab.evaluate.benchmark.arms import Arm, default_thetas, make_arms
 from mars_jax.lab.evaluate.benchmark.rows import Recorder, by_task, place_of, turns_of
-from mars_jax.lab.evaluate.scoring import samples
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import open_rows, read_shared_json, write_shared_json
 from mars_jax.lab.provenance import provenance
@@ -165,7 +165,7 @@ def evaluate(
                 write_shared_json(folder / TEXTS, texts)
         if args.part is not None:
             return {}
-        rows = samples.with_results(folder, study.problems, rows)
+        rows = scoring.with_results(folder, study.problems, rows)
         with activity.doing("figures and plots"):
             environment = provenance() | {"machine": platform.machine(), "backend": jax.default_backend()}
             summary = report.make_summary(settings, environment, study.problems, rows, arms_at)

@@ -19,13 +19,12 @@ from mars_jax import verify
 from mars_jax.cli.progress import Show
 from mars_jax.drafters import LoadedDrafter
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.evaluate import figures
+from mars_jax.lab.evaluate import figures, scoring
 from mars_jax.lab.evaluate.answers import Decoding
 from mars_jax.lab.evaluate.benchmark import report
 from mars_jax.lab.evaluate.benchmark.arms import ALONE, Arm, make_arms
 from mars_jax.lab.evaluate.benchmark.rows import Recorder, by_task, turns_of
 from mars_jax.lab.evaluate.benchmark.run import Study
-from mars_jax.lab.evaluate.scoring import samples, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import open_rows, write_shared, write_shared_json
 from mars_jax.lab.provenance import provenance
@@ -152,7 +151,7 @@ class _Run:
         tuned_arms = list(zip(arms, best_lengths, strict=True))
         decoded = self._decode(problems[split:], temperature, [(ALONE, 0), *tuned_arms])
         scored_rows = {
-            key: samples.with_results(self.args.output, problems[split:], rows)
+            key: scoring.with_results(self.args.output, problems[split:], rows)
             for key, rows in decoded.items()
         }
         # The lengths and the baseline are chosen on the same problems. The figures come from others, without bias.
@@ -224,7 +223,8 @@ def tuned_markdown(contents: JsonObject) -> str:
                 row["over the best lossless"] = "{:.2f} [{:.2f}, {:.2f}]".format(*arm["over_lossless"])
             rows.append(report.cells(arm, table["metric"]) | row)
         shown_tables.append(
-            table | {"heading": report.heading(table), "score": scores.METRICS[table["metric"]], "rows": rows}
+            table
+            | {"heading": report.heading(table), "score": scoring.METRICS[table["metric"]], "rows": rows}
         )
     return report.render(
         "tuned.md.jinja",
@@ -232,5 +232,5 @@ def tuned_markdown(contents: JsonObject) -> str:
         **contents | {"tables": shown_tables},
         columns=["arm", "drafted", "over the best lossless", *columns],
         enough=ENOUGH,
-        unscored=samples.UNSCORED,
+        unscored=scoring.UNSCORED,
     )
