@@ -181,43 +181,41 @@ WITHOUT = [
     (["--coordinator", "--num-processes", "--process-id"], ["--mesh"], ", which divides their work"),
     (["--any-rule"], ["--draft-size auto", "--refine"], ", as no text depends on drafts of a fixed size"),
     (["--refine-every"], ["--refine"], ""),
-    (
-        ["--relax-constrained"],
-        ["--regex", "--json-schema", "--choice", "allowed_tokens"],
-        ", which constrain a text",
-    ),
+    (["--relax-constrained"], ["--regex", "--json-schema", "--choice", "allowed_tokens"], ""),
     (["--system", "--template-arg"], ["--chat", "messages"], ", which have a chat template"),
     (["--resume"], ["--output"], ", the file that it continues"),
     (["--part"], ["--output"], ", the file of its rows"),
     (["--log-probs", "--top-log-probs"], ["--json", "--output"], ", whose rows it adds to"),
+    (["--draft-cost"], ["--tune"], ""),
 ]
 """Flags that have no effect without any of the flags in the second list, and an explanation of the latter."""
 WITH = [
-    (
-        ["--base", "--block", "--output", "--resume", "--stream", "--no-stream"],
-        ["--compare"],
-        ", which chooses its own rules and prints one table",
-    ),
+    (["--base", "--block"], ["--compare"], ", which chooses its own rules"),
+    (["--output", "--resume", "--stream", "--no-stream"], ["--compare"], ", which prints one table"),
     (["--num-draft-tokens", "--draft-size auto"], ["--tree"], ", which sets the shape"),
     (["--refine"], ["--mesh", "--compare", "--stream"], ""),
     (["--refine"], ["--resume"], ", because the trained draft was not saved"),
     (["--refine"], ["--part"], ", as every part would learn for itself"),
     (["--draft-device"], ["--tree"], ", because only a chain can be assumed to be accepted"),
     (["--draft-device"], ["--compare", "--draft-size auto", "--refine"], ""),
-    (
-        ["--draft-device"],
-        ["--coordinator", "--num-processes"],
-        ", because these devices must belong to one process",
-    ),
+    (["--draft-device"], ["--coordinator", "--num-processes"], ", as one process must own the devices"),
     (["--stream"], ["--json"], ", which prints only finished rows"),
     (["--stream"], ["--output"], ", which stores only finished rows"),
     (["prompt_tokens"], ["--chat"], ", which tokenizes text"),
+    (["--part"], ["--tune"], ", which chooses lengths on the problems of all parts"),
+    (
+        ["--num-draft-tokens", "--draft-size auto", "--tree"],
+        ["--tune"],
+        ", which drafts chains of several lengths",
+    ),
+    (["--controls", "--refine", "--any-rule"], ["--tune"], ", which chooses its own arms"),
+    (["--thetas"], ["--prefixes"], ", at one theta"),
 ]
 """Flags and prompt keys that contradict any flag in the second list, and an explanation of the latter."""
 OF_DRAFT = [
     (["--tree"], "trees", "drafts no trees"),
     (["--draft-stop", "draft_stop"], "stops", "has no entropy to stop by"),
-    (["--draft-size auto"], "resizes", "has no chains of several lengths"),
+    (["--draft-size auto", "--tune"], "resizes", "has no chains of several lengths"),
     (["--head-embed"], "embeds", "has no embedding in its checkpoint"),
     (["--refine"], "learns", "does not learn from its failures"),
 ]

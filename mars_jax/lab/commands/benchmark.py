@@ -12,7 +12,7 @@ from mars_jax.cli import signals
 from mars_jax.cli.flags import PART_HELP, Present, add_flags, draft_or_default, number, part_of, without
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
-from mars_jax.drafters.registry import drafters_that, names_that, parse_draft
+from mars_jax.drafters.registry import parse_draft
 from mars_jax.lab import recipes
 from mars_jax.lab.commands import pair
 from mars_jax.lab.theta import run_settings, thetas_of
@@ -32,8 +32,6 @@ a pair as in its paper, and then with tuned lengths.
 """
 _SWEPT = ("theta", "tau")
 """Rule settings whose flags accept several values."""
-_UNTUNED = ("--controls", "--refine", "--num-draft-tokens", "--draft-size auto", "--any-rule", "--tree")
-"""Flags that do not apply with --tune."""
 LENGTHS = (2, 3, 5, 8, 12)
 """Lengths that --tune tries by default."""
 _COSTS = Range("a number of at least 0, such as 0.1", 0, LARGEST_FLOAT)
@@ -143,12 +141,8 @@ def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespa
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.tune is not None:
-        _check_tuned(args)
-    elif args.draft_cost is not None:
-        raise MarsError("--draft-cost does not apply without --tune: add it, or leave this out.")
-    args.controls = args.controls or "paper"
     pair.check_pair_flags(args, args.rule, output="name a folder for rows, table and plots")
+    args.controls = args.controls or "paper"
     for flag in ("thetas", "temperatures"):
         values = getattr(args, flag) or []
         # Arms and tables are named by values in this format, so the names must differ.
@@ -156,28 +150,8 @@ def _check(args: argparse.Namespace) -> None:
             raise MarsError(f"--{flag} has a value twice: give each once.")
     if args.thetas and math.inf in args.thetas:
         raise MarsError("--thetas has inf, which is the strict rule: leave it out.")
-    if args.refine is not None:
-        draft_kind = parse_draft(args.draft).kind
-        if draft_kind not in names_that("learns"):
-            raise MarsError(
-                f"--refine does not apply to --draft {draft_kind}: draft with {drafters_that('learns')}, "
-                "which learn from their failures."
-            )
-        if args.draft_size is not None:
-            raise MarsError("--refine does not apply with --draft-size: leave one of them out.")
-
-
-def _check_tuned(args: argparse.Namespace) -> None:
-    present = Present(args)
-    present.refuse(
-        ["--part"], "with --tune, which chooses lengths on the problems of all parts: leave one of them out"
-    )
-    present.refuse(_UNTUNED, "with --tune, which drafts chains of several lengths: leave one of them out")
-    if not parse_draft(args.draft).definition.resizes:
-        raise MarsError(
-            f"--tune does not apply to --draft {args.draft}: draft with {drafters_that('resizes')}, which take "
-            "chains of any length."
-        )
+    if args.refine is not None and args.draft_size is not None:
+        raise MarsError("--refine does not apply with --draft-size: leave one of them out.")
 
 
 def main(argv: Sequence[str]) -> int:

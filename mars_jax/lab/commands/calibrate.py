@@ -119,8 +119,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _prefixes(args: argparse.Namespace) -> list[int]:
     """Return the values of --prefixes."""
-    if args.thetas is not None:
-        raise MarsError("--thetas does not apply with --prefixes, at one theta: leave one of them out.")
     if "exact_prefix" not in args.rule.options:
         raise MarsError(f"--prefixes does not apply to {not_in(args.rule, 'exact_prefix')}.")
     setting, structure = args.rule.setting("exact_prefix")

@@ -150,6 +150,7 @@ def _print_tables(report: JsonObject, out: IO[str]) -> None:
     from mars_jax.cli.generate.terminal import console
 
     screen, device_info = console(out), report["device"]
+    screen.width = WIDTH
     screen.print(
         f"mars-jax {__version__}, jax {report['versions']['jax']}, {device_info['count']} x {device_info['kind']}"
     )
@@ -157,16 +158,16 @@ def _print_tables(report: JsonObject, out: IO[str]) -> None:
     for row in report["kernels"] or []:
         column_names = ("operation", "implementation", "how", "shape", "dtype", "status", "detail")
         table.add_row(*(row[name] for name in column_names), _number(row["milliseconds"]))
-    screen.print(table, width=WIDTH)
+    screen.print(table, soft_wrap=False)
     table = Table("tokens", "against the target's own", "", "tau")
     for row in report["tokens"] or []:
         table.add_row(row["way"], row["status"], row["detail"], _number(row["tau"]))
-    screen.print(table, width=WIDTH)
+    screen.print(table, soft_wrap=False)
     large_report = report["large"] or {"missing": "the check failed"}
     if "missing" in large_report:
         screen.print(f"no times of a large model: {large_report['missing']}")
     else:
-        screen.print(_large_table(large_report), width=WIDTH)
+        screen.print(_large_table(large_report), soft_wrap=False)
     for sentence in report["wrong"]:
         screen.print(f"wrong: {sentence}")
     if not report["wrong"]:
