@@ -1,4 +1,4 @@
-"""Functions that open the target, the mesh and the processes given by the flags, and check that a draft fits."""
+"""Functions that open the target, the drafter, the mesh and the processes of the flags, and check that a draft fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO
 import jax
 from jax.sharding import Mesh
 
-from mars_jax import hub
+from mars_jax import drafters, hub
 from mars_jax.drafters.registry import DraftSpec
 from mars_jax.drafters.shared_tokens import shared_tokens
 from mars_jax.hub.converted import is_converted
@@ -44,6 +44,34 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
         cache_dtype=args.cache_dtype,
         attention=args.attention or "auto",
         prefill_chunk=args.prefill_chunk,
+    )
+
+
+def open_drafter(
+    args: argparse.Namespace,
+    target: Pretrained,
+    *,
+    samples: bool,
+    num_draft_tokens: int | None = None,
+    draft_size: str | None = None,
+) -> drafters.LoadedDrafter:
+    """Load the drafter that the flags select; see `drafters.load`.
+
+    Args:
+      args, target: the flags and their target.
+      samples: whether it samples its tokens instead of drafting the best ones.
+      num_draft_tokens, draft_size: default: those of the flags.
+    """
+    return drafters.load(
+        args.draft,
+        target,
+        num_draft_tokens=num_draft_tokens or args.num_draft_tokens,
+        tree=args.tree,
+        sample=samples,
+        dtype=args.dtype,
+        draft_size=draft_size or args.draft_size or "fixed",
+        any_rule=bool(args.any_rule),
+        head_embed=args.head_embed or "own",
     )
 
 

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from mars_jax import drafters, hub, verify
+from mars_jax import hub, verify
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
-from mars_jax.cli.open_target import check_draft, check_file, open_target
+from mars_jax.cli.open_target import check_draft, check_file, open_drafter, open_target
 from mars_jax.cli.progress import busy
 from mars_jax.core.rule import LoadedRule
 from mars_jax.core.types import PyTree
@@ -186,16 +186,9 @@ def open_job(
         if jax.default_backend() == "cpu":
             draft_size, num_draft_tokens = "auto", num_draft_tokens or SHORT
     if args.draft_device is None:
-        drafter = drafters.load(
-            args.draft,
-            target,
-            tree=args.tree,
-            sample=draft.definition.samples and verify.needs_q(rule.rule),
-            draft_size=draft_size,
-            any_rule=bool(args.any_rule),
-            head_embed=args.head_embed or "own",
-            num_draft_tokens=num_draft_tokens,
-            dtype=args.dtype,
+        samples = draft.definition.samples and verify.needs_q(rule.rule)
+        drafter = open_drafter(
+            args, target, samples=samples, num_draft_tokens=num_draft_tokens, draft_size=draft_size
         )
     else:
         open_elsewhere = load_function("mars_jax.contrib.drafters.elsewhere:open_elsewhere")

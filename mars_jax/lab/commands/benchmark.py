@@ -222,6 +222,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _tune(args: argparse.Namespace, out: IO[str]) -> None:
+    from mars_jax.cli.open_target import open_drafter
     from mars_jax.lab.evaluate import scoring
     from mars_jax.lab.evaluate.benchmark import tuned
 
@@ -233,7 +234,7 @@ def _tune(args: argparse.Namespace, out: IO[str]) -> None:
     drafter_by_sampling = {is_sampled: drafter}
     # Some arms verify the other kind of draft (sampled or deterministic), so load that drafter too.
     if (can_sample and max(args.temperatures) > 0) or is_sampled:
-        other_drafter = pair.load_drafter(args, target, samples=not is_sampled)
+        other_drafter = open_drafter(args, target, samples=not is_sampled)
         drafter_by_sampling[not is_sampled] = other_drafter._replace(params=drafter.params)
     study = pair.make_study(args, target, problems, ("draft", "dtype", "mesh"))
     with progress("decodes") as show:

@@ -161,7 +161,7 @@ def open_study(
       MarsError: the folder holds unrelated files, `check` failed, or problems or checkpoints are invalid.
     """
     from mars_jax import hub, verify
-    from mars_jax.cli.open_target import check_draft, open_target
+    from mars_jax.cli.open_target import check_draft, open_drafter, open_target
     from mars_jax.lab.evaluate.answers import check_problems
     from mars_jax.lab.evaluate.tasks.catalogue import read_problems
     from mars_jax.lab.folder import check_folder
@@ -187,7 +187,7 @@ def open_study(
         loaded_rule = verify.load(args.rule.spec, outline, **args.rule.settings)
         target = open_target(args, outline)
         samples = draft.definition.samples and verify.needs_q(loaded_rule.rule)
-        drafter = load_drafter(args, target, samples=samples)
+        drafter = open_drafter(args, target, samples=samples)
         for file in args.theta_files:
             file.check_weights(target, drafter, loaded_rule)
     return problems, target, drafter
@@ -201,20 +201,3 @@ def make_study(
 
     settings = {name: json_restored(getattr(args, name)) for name in names}
     return Study(args=args, target=target, problems=problems, names=settings | non_default_flags(args))
-
-
-def load_drafter(args: argparse.Namespace, target: Pretrained, *, samples: bool) -> LoadedDrafter:
-    """Load the drafter that the flags select; it samples its tokens if `samples`, else it drafts the best ones."""
-    from mars_jax import drafters
-
-    return drafters.load(
-        args.draft,
-        target,
-        num_draft_tokens=args.num_draft_tokens,
-        tree=args.tree,
-        sample=samples,
-        dtype=args.dtype,
-        draft_size=args.draft_size or "fixed",
-        any_rule=bool(args.any_rule),
-        head_embed=args.head_embed or "own",
-    )
