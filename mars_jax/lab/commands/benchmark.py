@@ -135,7 +135,7 @@ def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespa
     for part in args.parts.values():
         if part.controls == "none" or part.rule.definition.lossless:
             raise MarsError(
-                "--recipe needs a lossy and a strict rule: leave out --controls none and --verify."
+                "--recipe needs a lossy rule and the strict one: leave out --controls none and --verify."
             )
     return args
 
