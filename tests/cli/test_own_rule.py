@@ -164,7 +164,7 @@ def test_its_theta_can_be_calibrated(run, pair, gates, tmp_path, capsys):
         return calibrate.main([str(x) for x in (*flags, *words)])
 
     spec = f"{gates}:thresholded"
-    assert code(spec) == 2 and "has no default thresholds: give --thetas" in capsys.readouterr().err
+    assert code(spec) == 2 and "has no thresholds of its own: give --thetas" in capsys.readouterr().err
     assert code(f"{gates}:entropy_gate") == 2
     assert "--verify entropy_gate has no theta to calibrate" in capsys.readouterr().err
     assert code(spec, "--thetas", NEVER, ALWAYS) == 0

@@ -138,7 +138,7 @@ def _thetas(args: argparse.Namespace) -> list[float]:
     if args.thetas is None:
         if not rule_grid:
             raise MarsError(
-                f"--verify {args.rule.name} has no default thresholds: give --thetas, strict first."
+                f"--verify {args.rule.name} has no thresholds of its own: give --thetas, from strict to loose."
             )
         return list(rule_grid)
     thetas, args.theta_files = thetas_of(args.rule, args.thetas, run_settings(args))

@@ -183,7 +183,7 @@ def check_distill_flags(args: argparse.Namespace) -> None:
         raise MarsError(f"there is no text to learn from: give {' or '.join(source_flags)}.")
     if args.data is not None and args.features is not None and args.draft_vocab is None:
         raise MarsError(
-            "--data with --features selects a draft vocabulary: add --draft-vocab, or omit --data."
+            "--data with --features is the text of a draft vocabulary: give --draft-vocab, or leave out --data."
         )
     # The authors' layout is named after the drafter, which is eagle for eagle1 and eagle3.
     authors_layout = args.kind.rstrip("13")

@@ -309,7 +309,7 @@ def test_a_kill_during_writing_leaves_nothing_half(call, text, target, draft, tm
         ("features --data TEXT --feature-layers 0,99", "feature layer 99 does not exist"),
         ("medusa --data TEXT --draft-vocab 30", "unrecognized arguments: --draft-vocab 30"),
         ("eagle3 --features FOLDER --write 3", "--write does not apply to --features"),
-        ("eagle3 --features FOLDER --data TEXT", "selects a draft vocabulary"),
+        ("eagle3 --features FOLDER --data TEXT", "is the text of a draft vocabulary"),
         ("eagle3 --data TEXT --from tiny/eagle3 --draft-vocab 64", "does not apply to a head of --from"),
         ("eagle3 --data TEXT --layout vllm", "--layout is vllm: expected eagle or speculators"),
         ("model --data TEXT", "needs a checkpoint to start from"),
