@@ -55,8 +55,8 @@ import jax
 from IPython.display import HTML, Image, display
 
 import mars_jax as mj
-from mars_jax.lab.evaluate.scoring.scores import score_answer
-from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
+from mars_jax.lab.evaluate.scoring import score_answer
+from mars_jax.lab.evaluate.tasks.catalogue import read_arithmetic
 from mars_jax.lab.pictures import look, no_grid, picture, whiskers
 
 PROBLEMS = int(os.environ.get("PROBLEMS", "32"))  # in the sweep below; more problems give smoother curves

@@ -7,24 +7,26 @@ the top, since checks/processor_seconds.py runs before anything is installed.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mars_jax.lab.provenance import cores, git, machine, provenance, short_digest, stamp
+from mars_jax.lab import provenance as run_provenance
+from mars_jax.lab.provenance import cores, git, machine, stamp
 
 if TYPE_CHECKING:
     import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 
-__all__ = ["cores", "git", "machine", "provenance", "short_digest", "stamp"]
+__all__ = ["cores", "git", "machine", "stamp"]
 RESULTS = ROOT / "scripts" / "results"
 RESAMPLES = 10_000
 PLACES = ("environment", "made", "machine")
@@ -109,6 +111,45 @@ def ratio_of_sums(tops: np.ndarray, bottoms: np.ndarray, *, digits: int = 4) -> 
 def earlier_report(path: Path | None) -> dict[str, Any]:
     """Return the report of an earlier run, or an empty one."""
     return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
+
+
+def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **weights: Any) -> dict[str, Any]:
+    """Return the origin of a report: `lab.provenance.provenance`, and digests of the script, its data and its weights.
+
+    If the command runs a script of this checkout, `script` maps its name to a digest, so that a page can detect later
+    changes.
+
+    Args:
+      packages: packages to list with their versions. The version is None for a package that is not installed.
+      data: files or folders that were read. A digest of each is recorded.
+      weights: params, keyed by name. A digest of each is recorded.
+    """
+    report = run_provenance.provenance() | {name: run_provenance.version(name) for name in packages}
+    script_path = Path(sys.argv[0]).resolve()
+    if script_path.is_relative_to(ROOT / "scripts") and script_path.is_file():
+        report["script"] = {script_path.relative_to(ROOT).as_posix(): short_digest(script_path.read_bytes())}
+    if data_paths := [Path(path) for path in data]:
+        report["data"] = {path.name: _digest_of(path) for path in data_paths}
+    if weights:
+        from mars_jax.serve.rows import fingerprint
+
+        report["weights"] = {name: fingerprint(params) for name, params in weights.items()}
+    return report
+
+
+def short_digest(data: bytes) -> str:
+    """Return a short hash of the bytes of a file."""
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def _digest_of(path: Path) -> str:
+    """Return the digest of a file, or of the names and digests of the files in a folder."""
+    if path.is_file():
+        return short_digest(path.read_bytes())
+    digest_lines = [
+        f"{file.name} {short_digest(file.read_bytes())}" for file in sorted(path.iterdir()) if file.is_file()
+    ]
+    return short_digest("\n".join(digest_lines).encode())
 
 
 def write(path: Path | None, report: Any, *, indent: int | None = 1) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from mars_jax.cli import signals
+from mars_jax.cli.flags import add_flags
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
 from mars_jax.utils.errors import say
@@ -32,18 +33,14 @@ what was left. Figures go to stderr; bad input ends with exit code 2.
 def parser() -> Parser:
     """Return the parser."""
     command_parser = Parser(prog="mars-jax convert", description=_DESCRIPTION, epilog=_EPILOG)
-    command_parser.add_argument(
-        "source", metavar="SRC", help="checkpoint directory, GGUF file, or owner/name on the Hugging Face hub"
-    )
+    source_help = "checkpoint directory, GGUF file, or owner/name on the Hugging Face hub"
+    command_parser.add_argument("source", metavar="SRC", help=source_help)
     command_parser.add_argument("destination", metavar="DST", type=Path, help="directory, new or empty")
-    command_parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="dtype of the weights (default: that of the checkpoint); int8 and int4 apply to matrices only",
+    dtype_help = (
+        "dtype of the weights (default: that of the checkpoint); int8 and int4 apply to matrices only"
     )
-    command_parser.add_argument(
-        "--overwrite", action="store_true", help="replace a DST that is itself a conversion"
-    )
+    command_parser.add_argument("--dtype", choices=DTYPES, help=dtype_help)
+    add_flags(command_parser, {"--overwrite": "replace a DST that is itself a conversion"})
     return command_parser
 
 

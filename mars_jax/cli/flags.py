@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mars_jax import assets
 from mars_jax.assets.catalogue import default_draft
-from mars_jax.drafters.registry import DraftSpec, drafters_that
+from mars_jax.drafters.registry import HEAD_EMBED, DraftSpec, drafters_that
 from mars_jax.utils.errors import MarsError
-from mars_jax.utils.settings import BATCH, REQUEST
+from mars_jax.utils.settings import ATTENTION, BATCH, REQUEST, STORED_DTYPES
 from mars_jax.verify import RuleChoice
 
 if TYPE_CHECKING:
     from mars_jax.cli.generate.prompts import PromptRow
-
-MESH_HELP = (
-    "divide the work over devices: data (rows of the batch), model (heads, hidden units and vocabulary) and expert, as "
-    "in data=2,model=4 (default: one device)"
-)
-CACHE_DTYPE_HELP = (
-    "dtype of the target's keys and values (default: the weights', on a CPU float32); int8: 8 bits a number, and a "
-    "scale for each token and head"
-)
-ATTENTION_HELP = (
-    "how the target attends (default: auto); pallas: on TPU a kernel that reads only the row's own slots, which no "
-    "chip has run yet, and xla elsewhere; auto: that kernel where it pays and compiles"
-)
-HEAD_EMBED_HELP = (
-    f"embedding that a head reads, with {drafters_that('embeds')} (default: own, if its checkpoint has one); "
-    "target: the target's"
-)
-NO_CHECK_HELP = "do not check the checksums of a --target that mars-jax convert wrote"
 
 SAMPLING = tuple(name for name in REQUEST if name not in ("strict", "draft_stop"))
 """Settings of a prompt that concern neither the rule nor the draft."""
@@ -65,11 +48,12 @@ def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 def add_flags(group: argparse._ActionsContainer, helps: Mapping[str, str], **options: Any) -> None:
-    """Add flags without choices or numbers.
+    """Add flags that have the same options.
 
     Args:
       group: a parser, or one of its groups.
-      helps: help by form: "--flag" for a switch, "--flag X" for a value, and "--flag X ..." for one or more values.
+      helps: help by form: "--flag" for a switch, "--flag X" for a value, and "--flag X ..." for a flag that may be
+        given several times.
       options: further options of `add_argument`.
     """
     for form, help_text in helps.items():
@@ -83,34 +67,21 @@ def add_flags(group: argparse._ActionsContainer, helps: Mapping[str, str], **opt
 
 
 def add_settings(group: argparse._ActionsContainer, *names: str) -> None:
-    """Add flags for settings of a request. Their values are strings, which `numbers_of` converts."""
+    """Add flags for settings of a request."""
     for name in names:
         setting = (REQUEST | BATCH)[name]
-        group.add_argument(flag_of(name), metavar=setting.metavar, help=setting.help)
+        group.add_argument(flag_of(name), metavar=setting.metavar, type=number(name), help=setting.help)
 
 
-def number_of(name: str, text: str, shown: str | None = None) -> Any:
-    """Convert the text of a flag to a value in the range of the request setting `name`.
+def number(name: str, shown: str | None = None) -> Callable[[str], Any]:
+    """Return the `type` of a flag whose values have the range of the request setting `name`.
 
-    Raises:
-      MarsError: the text is not a number, or is out of range.
+    The function raises MarsError for a text that is not a number, or is out of range.
 
-    >>> number_of("temperature", "0.5")
+    >>> number("temperature")("0.5")
     0.5
     """
-    return (REQUEST | BATCH)[name].from_text(text, shown=shown or flag_of(name))
-
-
-def numbers_of(args: argparse.Namespace, names: Iterable[str]) -> None:
-    """Convert the string values of the given flags.
-
-    Raises:
-      MarsError: a text is not a number, or is out of range.
-    """
-    for name in names:
-        text = getattr(args, name, None)
-        if text is not None:
-            setattr(args, name, number_of(name, text))
+    return functools.partial((REQUEST | BATCH)[name].from_text, shown=shown or flag_of(name))
 
 
 def draft_or_default(draft: str | None, target: str) -> str:
@@ -128,21 +99,44 @@ def _is_here(name: str) -> bool:
     return is_here(name)
 
 
-def add_size_flags(group: argparse._ActionsContainer) -> None:
-    """Add the flags of adaptive draft length."""
-    group.add_argument(
-        "--draft-size",
-        choices=["fixed", "auto"],
-        help="auto: each step drafts the whole chain, half of it or nothing, by the cost of a step and the recent "
-        f"acceptance; with {drafters_that('resizes')} and lossless rules (default: fixed)",
+def add_draft_flags(group: argparse._ActionsContainer) -> None:
+    """Add the flags of a head's embedding and of adaptive draft length."""
+    embed_help = (
+        f"embedding that a head reads, with {drafters_that('embeds')} (default: own, if its checkpoint has one); "
+        "target: the target's"
     )
-    group.add_argument(
-        "--any-rule",
-        action="store_true",
-        default=None,
-        help="allow lossy rules with --draft-size auto and with drafts that learn, although a text then depends on "
-        "what else is decoded",
+    group.add_argument("--head-embed", choices=HEAD_EMBED, help=embed_help)
+    size_help = (
+        "auto: each step drafts the whole chain, half of it or nothing, by the cost of a step and the recent "
+        f"acceptance; with {drafters_that('resizes')} and lossless rules (default: fixed)"
     )
+    group.add_argument("--draft-size", choices=["fixed", "auto"], help=size_help)
+    rule_help = (
+        "allow lossy rules with --draft-size auto and with drafts that learn, although a text then depends on what "
+        "else is decoded"
+    )
+    add_flags(group, {"--any-rule": rule_help}, default=None)
+
+
+def add_target_flags(group: argparse._ActionsContainer) -> None:
+    """Add the flags of the target's computation that change no dtype of its weights."""
+    attention_help = (
+        "how the target attends (default: auto); pallas: on TPU a kernel that reads only the row's own slots, which no "
+        "chip has run yet, and xla elsewhere; auto: that kernel where it pays and compiles"
+    )
+    group.add_argument("--attention", choices=ATTENTION, help=attention_help)
+    cache_help = (
+        "dtype of the target's keys and values (default: the weights', on a CPU float32); int8: 8 bits a number, and a "
+        "scale for each token and head"
+    )
+    group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=cache_help)
+    add_flags(group, {"--no-check": "do not check the checksums of a --target that mars-jax convert wrote"})
+    add_settings(group, "prefill_chunk")
+    mesh_help = (
+        "divide the work over devices: data (rows of the batch), model (heads, hidden units and vocabulary) and "
+        "expert, as in data=2,model=4 (default: one device)"
+    )
+    add_flags(group, {"--mesh data=2,model=4": mesh_help})
 
 
 PART_HELP = "decode only rows I, I + N, I + 2N ... with the ids and seeds that they have in the whole run"
@@ -175,59 +169,53 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "hosts", description="Several, with --mesh; on Cloud TPU and Slurm they find each other."
     )
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="address at which process 0 listens")
-    group.add_argument(
-        "--num-processes",
-        type=int,
-        metavar="N",
-        help="number of processes, which all have the same flags; 1: look for no others",
-    )
-    group.add_argument(
-        "--process-id", type=int, metavar="I", help="number of this process; process 0 prints and writes"
-    )
+    add_flags(group, {"--coordinator HOST:PORT": "address at which process 0 listens"})
+    number_flags = {
+        "--num-processes N": "number of processes, which all have the same flags; 1: look for no others",
+        "--process-id I": "number of this process; process 0 prints and writes",
+    }
+    add_flags(group, number_flags, type=int)
 
 
 WITHOUT = [
     (["--coordinator", "--num-processes", "--process-id"], ["--mesh"], ", which divides their work"),
     (["--any-rule"], ["--draft-size auto", "--refine"], ", as no text depends on drafts of a fixed size"),
     (["--refine-every"], ["--refine"], ""),
-    (
-        ["--relax-constrained"],
-        ["--regex", "--json-schema", "--choice", "allowed_tokens"],
-        ", which constrain a text",
-    ),
+    (["--relax-constrained"], ["--regex", "--json-schema", "--choice", "allowed_tokens"], ""),
     (["--system", "--template-arg"], ["--chat", "messages"], ", which have a chat template"),
     (["--resume"], ["--output"], ", the file that it continues"),
     (["--part"], ["--output"], ", the file of its rows"),
     (["--log-probs", "--top-log-probs"], ["--json", "--output"], ", whose rows it adds to"),
+    (["--draft-cost"], ["--tune"], ""),
 ]
 """Flags that have no effect without any of the flags in the second list, and an explanation of the latter."""
 WITH = [
-    (
-        ["--base", "--block", "--output", "--resume", "--stream", "--no-stream"],
-        ["--compare"],
-        ", which chooses its own rules and prints one table",
-    ),
+    (["--base", "--block"], ["--compare"], ", which chooses its own rules"),
+    (["--output", "--resume", "--stream", "--no-stream"], ["--compare"], ", which prints one table"),
     (["--num-draft-tokens", "--draft-size auto"], ["--tree"], ", which sets the shape"),
     (["--refine"], ["--mesh", "--compare", "--stream"], ""),
     (["--refine"], ["--resume"], ", because the trained draft was not saved"),
     (["--refine"], ["--part"], ", as every part would learn for itself"),
     (["--draft-device"], ["--tree"], ", because only a chain can be assumed to be accepted"),
     (["--draft-device"], ["--compare", "--draft-size auto", "--refine"], ""),
-    (
-        ["--draft-device"],
-        ["--coordinator", "--num-processes"],
-        ", because these devices must belong to one process",
-    ),
+    (["--draft-device"], ["--coordinator", "--num-processes"], ", as one process must own the devices"),
     (["--stream"], ["--json"], ", which prints only finished rows"),
     (["--stream"], ["--output"], ", which stores only finished rows"),
     (["prompt_tokens"], ["--chat"], ", which tokenizes text"),
+    (["--part"], ["--tune"], ", which chooses lengths on the problems of all parts"),
+    (
+        ["--num-draft-tokens", "--draft-size auto", "--tree"],
+        ["--tune"],
+        ", which drafts chains of several lengths",
+    ),
+    (["--controls", "--refine", "--any-rule"], ["--tune"], ", which chooses its own arms"),
+    (["--thetas"], ["--prefixes"], ", at one theta"),
 ]
 """Flags and prompt keys that contradict any flag in the second list, and an explanation of the latter."""
 OF_DRAFT = [
     (["--tree"], "trees", "drafts no trees"),
     (["--draft-stop", "draft_stop"], "stops", "has no entropy to stop by"),
-    (["--draft-size auto"], "resizes", "has no chains of several lengths"),
+    (["--draft-size auto", "--tune"], "resizes", "has no chains of several lengths"),
     (["--head-embed"], "embeds", "has no embedding in its checkpoint"),
     (["--refine"], "learns", "does not learn from its failures"),
 ]

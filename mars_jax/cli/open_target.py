@@ -1,14 +1,19 @@
-"""Functions that open the target and the mesh given by the flags, and check that a draft fits the target."""
+"""Functions that open the target, the drafter, the mesh and the processes of the flags, and check that a draft fits."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
+import jax
 from jax.sharding import Mesh
 
-from mars_jax import hub
+from mars_jax import drafters, hub
 from mars_jax.drafters.registry import DraftSpec
 from mars_jax.drafters.shared_tokens import shared_tokens
 from mars_jax.hub.converted import is_converted
@@ -17,7 +22,7 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.mesh import hosts
 from mars_jax.models import ModelConfig
 from mars_jax.models.shardings import parse_mesh, replication_notes
-from mars_jax.utils.errors import MarsError
+from mars_jax.utils.errors import MarsError, first_line
 
 
 def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
@@ -39,6 +44,34 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
         cache_dtype=args.cache_dtype,
         attention=args.attention or "auto",
         prefill_chunk=args.prefill_chunk,
+    )
+
+
+def open_drafter(
+    args: argparse.Namespace,
+    target: Pretrained,
+    *,
+    samples: bool,
+    num_draft_tokens: int | None = None,
+    draft_size: str | None = None,
+) -> drafters.LoadedDrafter:
+    """Load the drafter that the flags select; see `drafters.load`.
+
+    Args:
+      args, target: the flags and their target.
+      samples: whether it samples its tokens instead of drafting the best ones.
+      num_draft_tokens, draft_size: default: those of the flags.
+    """
+    return drafters.load(
+        args.draft,
+        target,
+        num_draft_tokens=num_draft_tokens or args.num_draft_tokens,
+        tree=args.tree,
+        sample=samples,
+        dtype=args.dtype,
+        draft_size=draft_size or args.draft_size or "fixed",
+        any_rule=bool(args.any_rule),
+        head_embed=args.head_embed or "own",
     )
 
 
@@ -90,3 +123,47 @@ def check_draft(target: Pretrained, draft: DraftSpec) -> None:
             f"{target.config.vocab_size:,} tokens that it shares.",
             file=sys.stderr,
         )
+
+
+@contextlib.contextmanager
+def joined(args: argparse.Namespace, rows: object, out: IO[str]) -> Iterator[IO[str]]:
+    """Join the other processes of a run with a mesh, and yield the output stream of this process.
+
+    Raises:
+      MarsError: see `hosts.connect`; or flags or prompts differ between processes; or another process failed.
+    """
+    if args.mesh is None:
+        yield out
+        return
+    hosts.connect(args.coordinator, args.num_processes, args.process_id)
+    # All other flags, and the prompts, must be the same in every process.
+    shared_flags = {k: v for k, v in vars(args).items() if k not in ("coordinator", "process_id")}
+    try:
+        with _printing(out) as output_stream:
+            hosts.check_equal((shared_flags, rows), "flags or prompts")
+            yield output_stream
+    except jax.errors.JaxRuntimeError as error:
+        # A collective raises this error if another process of the run has died.
+        if jax.process_count() == 1:
+            raise
+        raise MarsError(
+            f"one of the {jax.process_count()} processes of the run failed ({first_line(error)})."
+        ) from error
+
+
+@contextlib.contextmanager
+def _printing(out: IO[str]) -> Iterator[IO[str]]:
+    """Yield `out` in the first process, and a null stream in others. Output of C libraries goes to stderr."""
+    if not jax.distributed.is_initialized():
+        yield out
+        return
+    # The duplicate still writes to the user's stdout. The original descriptor is redirected to stderr, because C
+    # libraries write to it directly, below `sys.stdout`.
+    with os.fdopen(os.dup(out.fileno()), "w", encoding="utf-8") as stdout_copy:
+        os.dup2(2, out.fileno())  # Gloo (CPU collectives) prints its connections
+        if hosts.is_first():
+            yield stdout_copy
+            return
+    # Other processes would only repeat the result and the notes of the first one.
+    with open(os.devnull, "w") as null_stream, contextlib.redirect_stderr(null_stream):
+        yield null_stream

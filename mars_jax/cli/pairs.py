@@ -35,13 +35,11 @@ In the column "loads":
 def parser() -> Parser:
     """Return the parser."""
     command_parser = Parser(prog="mars-jax pairs", description=_DESCRIPTION, epilog=_EPILOG)
-    command_parser.add_argument(
-        "target",
-        metavar="TARGET",
-        nargs="?",
-        help="short name, owner/name on the Hugging Face hub, or a checkpoint whose file or directory has the "
-        "published name, or a GGUF file with it in its metadata (default: all targets)",
+    target_help = (
+        "short name, owner/name on the Hugging Face hub, or a checkpoint whose file or directory has the published "
+        "name, or a GGUF file with it in its metadata (default: all targets)"
     )
+    command_parser.add_argument("target", metavar="TARGET", nargs="?", help=target_help)
     command_parser.add_argument("--json", action="store_true", help="print one JSON array")
     return command_parser
 

@@ -152,20 +152,20 @@ class _Help(argparse.Action):
 
 def command(
     parse: Callable[[Sequence[str]], argparse.Namespace],
-    run: Callable[[argparse.Namespace, IO[str]], None],
+    run: Callable[[argparse.Namespace, IO[str]], int | None],
     argv: Sequence[str],
 ) -> int:
-    """Run `run(parse(argv), stdout)`, and return the exit code.
+    """Run `run(parse(argv), stdout)`, and return its exit code, or that of an error. None counts as 0.
 
     `parse` may print, as for --help. `run` writes the result to stdout.
     """
 
-    def parsed(argv: Sequence[str], out: IO[str]) -> None:
+    def parsed(argv: Sequence[str], out: IO[str]) -> int | None:
         # `_program` has redirected stdout to stderr, but --help and --version belong on stdout.
         with contextlib.redirect_stdout(out):
             args = parse(argv)
         try:
-            run(args, out)
+            return run(args, out)
         except MarsError:
             raise
         except Exception as error:
@@ -177,8 +177,8 @@ def command(
     return program(parsed, argv)
 
 
-def program(run: Callable[[Sequence[str], IO[str]], None], argv: Sequence[str]) -> int:
-    """Run `run(argv, stdout)`, and return the exit code."""
+def program(run: Callable[[Sequence[str], IO[str]], int | None], argv: Sequence[str]) -> int:
+    """Run `run(argv, stdout)`, and return its exit code, or that of an error. None counts as 0."""
     quiet()
     with heartbeat():
         exit_code = _program(run, argv)
@@ -190,14 +190,14 @@ def program(run: Callable[[Sequence[str], IO[str]], None], argv: Sequence[str]) 
     return exit_code
 
 
-def _program(run: Callable[[Sequence[str], IO[str]], None], argv: Sequence[str]) -> int:
+def _program(run: Callable[[Sequence[str], IO[str]], int | None], argv: Sequence[str]) -> int:
     stdout = sys.stdout
     try:
         # Output of libraries must not mix with the result.
         with contextlib.redirect_stdout(sys.stderr), _one_line_warnings():
             _check_switch()
             try:
-                run(argv, stdout)
+                return run(argv, stdout) or 0
             except (RuntimeError, AssertionError):
                 # JAX initialises its devices on first use, which can happen anywhere. If that failed, replace the error
                 # with a clear one.
@@ -235,7 +235,6 @@ def _program(run: Callable[[Sequence[str], IO[str]], None], argv: Sequence[str])
         else:
             raise
         return BAD_INPUT
-    return 0
 
 
 def _check_switch() -> None:

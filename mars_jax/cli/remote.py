@@ -48,6 +48,4 @@ def read_remote(url: str) -> bytes:
         raise MarsError(f"'{url}' needs a package ({first_line(error)}): install it with pip.") from None
     except Exception as error:
         # The store libraries have no common base class for their errors.
-        raise MarsError(
-            f"'{url}' cannot be read ({first_line(error)}): check the URL and your permissions."
-        ) from None
+        raise MarsError(f"'{url}' cannot be read ({first_line(error)}): check URL and permissions.") from None

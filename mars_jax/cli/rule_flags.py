@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Collection, Mapping
 from typing import IO, Any
 
-from mars_jax.cli.flags import flag_of
+from mars_jax.cli.flags import add_flags, flag_of
 from mars_jax.drafters.registry import definitions
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import Setting
@@ -29,12 +29,11 @@ def add_rule_flags(
       instead: settings that get no flag, because the command sets them in a different way.
     """
     specs = ", ".join(f"{row.name}:PATH" if "weights" in row.needs else row.name for row in rules().values())
-    group.add_argument(
-        "--verify",
-        metavar="RULE",
-        help=f"{specs} (default: {default}); or a rule of your own, as {OWN}, whose code is run; generate "
-        "--list-rules explains them",
+    verify_help = (
+        f"{specs} (default: {default}); or a rule of your own, as {OWN}, whose code is run; generate --list-rules "
+        "explains them"
     )
+    add_flags(group, {"--verify RULE": verify_help})
     for name, settings in _flags().items():
         if name in instead:
             continue
@@ -44,12 +43,10 @@ def add_rule_flags(
             group.add_argument(flag, action="store_const", const="true", help=help_text)
         else:
             group.add_argument(flag, metavar="NAME" if setting.choices else setting.metavar, help=help_text)
-    group.add_argument(
-        "--rule-option",
-        action="append",
-        metavar="NAME=VALUE",
-        help="any setting of the rule, once or more; those of a rule of your own are the arguments of its function",
+    option_help = (
+        "any setting of the rule, once or more; those of a rule of your own are the arguments of its function"
     )
+    add_flags(group, {"--rule-option NAME=VALUE ...": option_help})
 
 
 def choose_with_weights(spec: str, given: Mapping[str, Given]) -> RuleChoice:
@@ -60,9 +57,8 @@ def choose_with_weights(spec: str, given: Mapping[str, Given]) -> RuleChoice:
     """
     choice = choose(spec, given)
     if "weights" in choice.definition.needs and not split(spec)[1]:
-        raise MarsError(
-            f"the rule {choice.definition.name} needs weights: name them, as {choice.definition.name}:PATH."
-        )
+        name = choice.definition.name
+        raise MarsError(f"the rule {name} needs weights: name them, as {name}:PATH.")
     return choice
 
 
@@ -105,9 +101,8 @@ def given_settings(args: argparse.Namespace) -> dict[str, Given]:
             raise MarsError(f"--rule-option is {option}: expected NAME=VALUE, such as theta=0.8.")
         name = name.replace("-", "_")
         if name in settings:
-            raise MarsError(
-                f"--rule-option {option} is given twice, also as {settings[name].shown}: leave one out."
-            )
+            earlier_flag = settings[name].shown
+            raise MarsError(f"--rule-option {option} is given twice, also as {earlier_flag}: leave one out.")
         settings[name] = Given(text, f"--rule-option {name}")
     return settings
 

@@ -112,7 +112,7 @@ class MarsJax(TemplateLM):
         # Refuse a wrong file before loading the weights.
         self._rows = None
         if rows is not None:
-            run_settings = recorded(args, choices, []) | {"max_gen_toks": max_gen_toks}
+            run_settings = recorded(args, []) | {"max_gen_toks": max_gen_toks}
             self._rows = RowFile(rows, run_settings, flag="--rows")
         try:
             session = open_job(args, choices, []).session

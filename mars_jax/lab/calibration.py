@@ -27,11 +27,11 @@ import numpy as np
 from mars_jax import verify
 from mars_jax.cli.progress import Show
 from mars_jax.core.rule import LoadedRule
+from mars_jax.lab.evaluate import scoring
 from mars_jax.lab.evaluate.answers import Answer, Decoding
 from mars_jax.lab.evaluate.benchmark.arms import Arm, base_of
 from mars_jax.lab.evaluate.benchmark.rows import Recorder, by_task, scored, turns_of
 from mars_jax.lab.evaluate.figures import tau_of
-from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Problem
 from mars_jax.serve.rows import Row, RowFile
 from mars_jax.utils.errors import MarsError
@@ -156,7 +156,7 @@ def check_certifiable(args: argparse.Namespace, problems: Sequence[Problem]) -> 
             "regret, a judge, or another task."
         )
     if risk == "accuracy":
-        scores.check_metrics(problems)
+        scoring.check_metrics(problems)
     if len(problems) < (needed_problems := fewest(bound, confidence)):
         raise MarsError(
             f"{len(problems)} problems cannot certify a bound of {bound:g} with confidence {confidence:g}, however "

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
-import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-import jax
-
 from mars_jax.cli import remote
-from mars_jax.cli.host_flags import joined
+from mars_jax.cli.open_target import joined
 from mars_jax.hub.durable import write_whole
 from mars_jax.mesh import hosts
 from mars_jax.serve.rows import Lock, RowFile, compare_settings, plain
@@ -139,39 +135,18 @@ def read_shared_json(path: Path) -> JsonObject | None:
 
 
 @contextlib.contextmanager
-def joined_with_folder(
-    args: argparse.Namespace, folder: Path, out: IO[str], *, without: str
-) -> Iterator[Path]:
+def joined_with_folder(args: argparse.Namespace, folder: Path, out: IO[str]) -> Iterator[Path]:
     """Join the other processes of a run that stores files in a folder, and yield the folder of this process.
 
-    The first process gets the named folder. The others get temporary copies, so that all of them start from the same
-    files and only the first one's writes persist. The entry named `without` is not copied.
+    The first process gets the named folder, and the others temporary ones, so that only its files persist. It
+    broadcasts what it reads.
 
     Raises:
       MarsError: as for `joined`.
     """
     with joined(args, (), out):
-        if args.mesh is None or jax.process_count() == 1:
-            yield folder
-            return
         if hosts.is_first():
-            hosts.broadcast_bytes(_archive(folder, without))
             yield folder
             return
-        # The other processes receive the first one's archive.
-        archive_bytes = hosts.broadcast_bytes(b"")
         with tempfile.TemporaryDirectory() as temp_folder:
-            with tarfile.open(fileobj=io.BytesIO(archive_bytes)) as archive:
-                archive.extractall(temp_folder, filter="data")
-            yield Path(temp_folder) / folder.name
-
-
-def _archive(folder: Path, without: str) -> bytes:
-    """Return the contents of a folder, except the entry named `without`, as a tar archive."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        if folder.is_dir():
-            for file in folder.iterdir():
-                if file.name != without:
-                    archive.add(file, arcname=f"{folder.name}/{file.name}")
-    return buffer.getvalue()
+            yield Path(temp_folder)

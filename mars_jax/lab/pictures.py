@@ -110,17 +110,15 @@ def picture(
     columns: int = 1,
     panel: tuple[float, float] = (4.2, 3.0),
     caption: str = "",
-    legend: bool = True,
     **grid: Any,
 ) -> Iterator[np.ndarray]:
-    """Yield axes [rows, columns] to draw on, and write the picture when the block ends.
+    """Yield axes [rows, columns] to draw on, and write the picture, with a legend above, when the block ends.
 
     Args:
       files: files to write, in the formats of their suffixes.
       rows, columns: size of the grid of panels. Panels without data are hidden.
       panel: width and height of a panel in inches.
       caption: text below the panels.
-      legend: whether to list every label once, above the panels.
       **grid: arguments of `Figure.subplots`, such as `sharey=True`.
     """
     from matplotlib import rc_context
@@ -142,7 +140,7 @@ def picture(
                 handle_by_label.setdefault(label, handle)
         if caption_lines:
             figure.supxlabel("\n".join(caption_lines), x=0.01, ha="left", fontsize=7.5, color="#555555")
-        if legend and handle_by_label:
+        if handle_by_label:
             # Approximate width of a legend entry in inches.
             entry_width = 0.35 + 0.075 * max(map(len, handle_by_label))
             figure.legend(

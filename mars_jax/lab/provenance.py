@@ -1,13 +1,9 @@
-"""Provenance of figures: date, command, code, machine and weights.
-
-Local paths are not recorded. Only fingerprints of weights need packages outside the standard library.
-"""
+"""Provenance of figures: date, command, code and machine. Local paths are not recorded."""
 
 from __future__ import annotations
 
 import datetime
 import functools
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -15,9 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from mars_jax.utils.types import JsonObject
 from mars_jax.utils.version import __version__
@@ -25,38 +19,19 @@ from mars_jax.utils.version import __version__
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **weights: Any) -> JsonObject:
-    """Return the origin of a report: `stamp`, the command with all its flags, `machine`, versions and weights.
-
-    If the command runs a script of this checkout, `script` maps its name to a digest, so that a page can detect later
-    changes.
-
-    Args:
-      packages: packages to list with their versions, in addition to mars-jax and jax. The version is None for a
-        package that is not installed.
-      data: files or folders that were read. A digest of each is recorded.
-      weights: params, keyed by name. A digest of each is recorded.
+def provenance() -> JsonObject:
+    """Return the origin of a report: `stamp`, the command with all its flags, `machine`, and versions.
 
     >>> sorted(provenance())[:5]
     ['affinity', 'command', 'commit', 'cores', 'date']
     """
-    report = {
+    return {
         **stamp(),
         "command": portable_command(sys.argv),
         **machine(),
         "mars-jax": __version__,
-        **{name: version(name) for name in ("jax", *packages)},
+        "jax": version("jax"),
     }
-    script_path = Path(sys.argv[0]).resolve()
-    if script_path.is_relative_to(ROOT / "scripts") and script_path.is_file():
-        report["script"] = {script_path.relative_to(ROOT).as_posix(): short_digest(script_path.read_bytes())}
-    if data_paths := [Path(path) for path in data]:
-        report["data"] = {path.name: _digest_of(path) for path in data_paths}
-    if weights:
-        from mars_jax.serve.rows import fingerprint
-
-        report["weights"] = {name: fingerprint(params) for name, params in weights.items()}
-    return report
 
 
 def stamp() -> JsonObject:
@@ -82,21 +57,6 @@ def machine() -> JsonObject:
         "affinity": cores(),
         "python": platform.python_version(),
     }
-
-
-def short_digest(data: bytes) -> str:
-    """Return a short hash of the bytes of a file."""
-    return hashlib.sha256(data).hexdigest()[:12]
-
-
-def _digest_of(path: Path) -> str:
-    """Return the digest of a file, or of the names and digests of the files in a folder."""
-    if path.is_file():
-        return short_digest(path.read_bytes())
-    digest_lines = [
-        f"{file.name} {short_digest(file.read_bytes())}" for file in sorted(path.iterdir()) if file.is_file()
-    ]
-    return short_digest("\n".join(digest_lines).encode())
 
 
 def cores() -> list[int]:

@@ -28,9 +28,9 @@ import numpy as np
 import mars_jax as mj
 from mars_jax import assets, verify
 from mars_jax.core.rule import LoadedRule
+from mars_jax.lab.evaluate import scoring
 from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.benchmark.arms import low_margin_sampling
-from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.serve import likelihood
@@ -223,7 +223,7 @@ def row_of(pair: Pair, problem: Problem, completion: Completion, log_q: np.ndarr
     if problem.metric == "likelihood":
         score: list[float] | None = [float(log_p.sum()), float(len(log_p))]
     else:
-        score = scores.score_answer(problem, completion.text)
+        score = scoring.score_answer(problem, completion.text)
     overshoot = [0.0, 0] if log_q is None else [float((log_q - log_p)[accepted].sum()), int(accepted.sum())]
     return {
         "steps": metrics.steps,

@@ -85,7 +85,7 @@ def measure(case: Case, folder: Path) -> StepCost:
         hlo.parse((folder / "hlo.txt").read_text()),
         bundles.read(folder),
         generation=place.generation,
-        bandwidth=place.bandwidth,
+        bandwidth=place.device.bandwidth,
         live=case.context,
     )
 

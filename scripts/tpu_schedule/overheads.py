@@ -11,7 +11,7 @@ from mars_jax.lab.planning import estimate
 from mars_jax.lab.planning.chips import topology
 from mars_jax.lab.planning.fit import count_work
 from mars_jax.lab.planning.pair_programs import Programs
-from mars_jax.lab.provenance import provenance
+from scripts import common
 from scripts.tpu_schedule.compile_step import Case, measure, prepare
 from scripts.tpu_schedule.step import StepCost
 
@@ -42,14 +42,16 @@ def write_table(folder: Path, names: Sequence[str]) -> None:
                 continue
             case = Case(kind, slice_, dtype, layers=LAYERS, devices=None if full_slice else 1)
             cost = measure(case, folder / f"{name}-{kind}")
-            tokens, layer, step_overheads = overheads_of(cost, prepare(case), topology(slice_).bandwidth)
+            tokens, layer, step_overheads = overheads_of(
+                cost, prepare(case), topology(slice_).device.bandwidth
+            )
             rows.setdefault(str(tokens), layer)
             if full_slice:
                 chip["drafts"][draft] = step_overheads
             print(name, kind, layer, step_overheads, flush=True)
         chip["layers"][dtype] = rows
         table["model"] = f"llama-3.1-8b, {LAYERS} layers, context 4096"
-        table["measured"] = provenance("jaxlib", "libtpu")
+        table["measured"] = common.provenance("jaxlib", "libtpu")
         estimate.TABLE.write_text(json.dumps(table, indent=1) + "\n")
     estimate.overheads.cache_clear()
 

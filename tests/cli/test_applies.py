@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from mars_jax.cli.commands import parser_of
 from mars_jax.cli.flags import OF_DRAFT, WITH, WITHOUT
 from mars_jax.cli.generate.applies import check_flags
-from mars_jax.cli.generate.arguments import parse, parser
+from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import CONSTRAINTS, from_texts, read_prompts
 from mars_jax.utils.settings import REQUEST
 
@@ -95,7 +96,9 @@ def test_a_setting_of_a_row_that_does_not_apply_is_refused(refused, tmp_path, ro
 
 
 def test_the_tables_name_flags_and_keys_that_there_are():
-    flags = parser()._option_string_actions
+    commands = ("generate", "benchmark", "calibrate")
+    actions = [action for name in commands for action in parser_of(name)._actions]
+    flags = {flag: action for action in actions for flag in action.option_strings}
     keys = {*REQUEST, *CONSTRAINTS, "messages", "prompt_tokens"}
     named = [name for names, *_ in (*WITHOUT, *WITH, *OF_DRAFT) for name in names]
     named += [name for _, others, _ in (*WITHOUT, *WITH) for name in others]

@@ -26,7 +26,7 @@ def test_what_is_left_open_follows_from_what_is_given(argv, draft, rule, size):
     args = parse([*argv, "hello"])
     choices = check_flags(args, [])
     assert args.target == ("somewhere" if "somewhere" in argv else assets.TARGET)
-    assert (args.draft, choices.rule.name, choices.draft_size) == (draft, rule, size)
+    assert (args.draft, args.rule.name, choices.draft_size) == (draft, rule, size)
 
 
 @pytest.mark.slow

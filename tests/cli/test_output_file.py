@@ -31,7 +31,8 @@ PROMPTS = [
 def settings_of(*argv, prompts=("hello",)):
     args = parse([*argv, "hello"])
     rows = from_texts(list(prompts))
-    return recorded(args, check_flags(args, rows), rows)
+    check_flags(args, rows)
+    return recorded(args, rows)
 
 
 def begun_file(tmp_path, settings):

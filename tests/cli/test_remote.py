@@ -121,7 +121,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, store, refused, monkeypat
     put(f"{store}/day.parquet", parquet([{"prompt": "a", "id": datetime.date(2026, 1, 1)}]))
     assert "day.parquet, row 0: id is of a type that JSON does not have" in message(f"{store}/day.parquet")
     assert f"there is no prompts file '{store}/none.jsonl'" in message(f"{store}/none.jsonl")
-    assert "cannot be read (Protocol not known: nowhere): check the URL" in message("nowhere://b/in.jsonl")
+    assert "cannot be read (Protocol not known: nowhere): check URL" in message("nowhere://b/in.jsonl")
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # as if it were not installed
     assert "needs a package (Please install gcsfs" in message("gs://bucket/in.jsonl")
     monkeypatch.setitem(sys.modules, "pyarrow", None)

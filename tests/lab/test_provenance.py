@@ -10,6 +10,7 @@ import pytest
 
 from mars_jax.lab import provenance
 from mars_jax.serve.rows import fingerprint
+from scripts import common
 
 
 @pytest.fixture
@@ -26,6 +27,7 @@ def checkout(tmp_path, monkeypatch):
     git("add", ".")
     git("commit", "-qm", "one")
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(common, "ROOT", tmp_path)
     provenance._code.cache_clear()
     yield tmp_path, git
     provenance._code.cache_clear()
@@ -39,9 +41,9 @@ def test_a_report_names_its_commit_script_command_and_weights(checkout, monkeypa
     data = root / "eval"
     data.mkdir()
     (data / "a.txt").write_text("one\n")
-    report = provenance.provenance("numpy", data=[data, data / "a.txt"], target=params)
+    report = common.provenance("numpy", data=[data, data / "a.txt"], target=params)
     (data / "a.txt").write_text("two\n")
-    edited = provenance.provenance(data=[data, data / "a.txt"])["data"]
+    edited = common.provenance(data=[data, data / "a.txt"])["data"]
     assert report["data"].keys() == edited.keys() == {"eval", "a.txt"}
     assert all(report["data"][name] != edited[name] for name in edited)
     assert git("rev-parse", "HEAD").startswith(report["commit"]) and report["dirty"] is False

@@ -81,7 +81,7 @@ def instructions(program: str) -> list[Instruction]:
 
 def hbm_bytes(generation: str) -> int:
     """Return the memory of one device in bytes."""
-    return topology(TOPOLOGIES[generation]).hbm_bytes
+    return topology(TOPOLOGIES[generation]).device.hbm_bytes
 
 
 def mesh(generation: str, *, devices: int = 1, axis: str = "model") -> Mesh:

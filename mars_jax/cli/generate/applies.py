@@ -16,10 +16,9 @@ from mars_jax.verify import RuleChoice
 
 
 class Choices(NamedTuple):
-    """Resolved choices about the rule and the drafter."""
+    """Resolved choices about the drafter and the output."""
 
     draft: DraftSpec
-    rule: RuleChoice
     streams: bool
     draft_size: str  # "fixed", "auto", or "usual": auto on a CPU, where rejected nodes are most expensive
 
@@ -45,12 +44,8 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
         args.draft_size = None  # rows do not record a flag at its default
     # A draft that learns needs finished completions, so with --refine the text is not streamed.
     shows_text = not (args.json or args.output or args.compare)
-    return Choices(
-        draft=draft,
-        rule=rule,
-        streams=args.stream is not False and shows_text and args.refine is None,
-        draft_size=draft_size,
-    )
+    streams = args.stream is not False and shows_text and args.refine is None
+    return Choices(draft, streams, draft_size)
 
 
 def _draft_size(args: argparse.Namespace, draft: DraftSpec, rule: RuleChoice) -> str:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from mars_jax import assets
 from mars_jax.cli import flags
-from mars_jax.cli.flags import add_settings
+from mars_jax.cli.flags import add_flags, add_settings
 from mars_jax.cli.generate.prompts import logit_bias_of
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings, rule_and_file
-from mars_jax.drafters.registry import HEAD_EMBED, draft_words, drafters_that
+from mars_jax.drafters.registry import draft_words, drafters_that
 from mars_jax.drafters.tree_shapes import Dynamic, parse_tree
 from mars_jax.utils.errors import MarsError
-from mars_jax.utils.settings import ATTENTION, BATCH, DTYPES, REQUEST, STORED_DTYPES
+from mars_jax.utils.settings import DTYPES, REQUEST
 from mars_jax.utils.types import JsonObject
 
 _DESCRIPTION = """\
@@ -74,13 +74,14 @@ def parser() -> Parser:
     _add_text(command_parser)
     _add_input(command_parser)
     _add_output(command_parser)
-    _add_machine(command_parser)
+    flags.add_target_flags(command_parser.add_argument_group("machine"))
+    flags.add_host_flags(command_parser)
     return command_parser
 
 
 def _add_models(command_parser: Parser) -> None:
     group = command_parser.add_argument_group("models")
-    flags.add_flags(
+    add_flags(
         group,
         {
             "--target PATH": "directory, GGUF file, owner/name on the Hugging Face hub, or a name that mars-jax models "
@@ -90,30 +91,26 @@ def _add_models(command_parser: Parser) -> None:
         },
     )
     add_settings(group, "num_draft_tokens")
-    group.add_argument("--tree", metavar="4-2-2-1", type=parse_tree, help=_tree_help())
-    group.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="dtype of the weights (default: the checkpoint's own); a head has the target's; int8: matrices in 8 bits "
-        "per weight, the rest as stored; int4: matrices of layers in 4 bits, others in 8. On a CPU, 4-bit matrices are "
-        "dequantised while loading if memory allows it",
+    add_flags(group, {"--tree 4-2-2-1": _tree_help()}, type=parse_tree)
+    dtype_help = (
+        "dtype of the weights (default: the checkpoint's own); a head has the target's; int8: matrices in 8 bits per "
+        "weight, the rest as stored; int4: matrices of layers in 4 bits, others in 8. On a CPU, 4-bit matrices are "
+        "dequantised while loading if memory allows it"
     )
-    group.add_argument("--head-embed", choices=HEAD_EMBED, help=flags.HEAD_EMBED_HELP)
+    group.add_argument("--dtype", choices=DTYPES, help=dtype_help)
     add_settings(group, "draft_stop")
-    flags.add_size_flags(group)
-    group.add_argument(
-        "--draft-device",
-        metavar="N[,N...]",
-        type=_devices,
-        help="draft with model:PATH on this device, or on several, while the target verifies on others; each draft "
-        "assumes that the previous one is accepted, which changes no token (default: in turns, on the target's device)",
+    flags.add_draft_flags(group)
+    device_help = (
+        "draft with model:PATH on this device, or on several, while the target verifies on others; each draft assumes "
+        "that the previous one is accepted, which changes no token (default: in turns, on the target's device)"
     )
+    add_flags(group, {"--draft-device N[,N...]": device_help}, type=_devices)
     refine_help = (
         "let the draft, a model or an EAGLE-3 head, learn from its failures as it decodes, under lossless rules; FILE "
         "holds texts, separated by <|endoftext|>, on which quality must not drop: an update is reverted if tau on the "
         "held-out part falls by 3%%"
     )
-    flags.add_flags(group, {"--refine FILE": refine_help})
+    add_flags(group, {"--refine FILE": refine_help})
     add_settings(group, "refine_every")
 
 
@@ -136,18 +133,18 @@ def _add_rule(command_parser: Parser) -> None:
         "--list-rules": "print the table of rules, and nothing else",
         "--list-drafters": "print the table of drafters, and nothing else",
     }
-    flags.add_flags(group.add_mutually_exclusive_group(), listings)
+    add_flags(group.add_mutually_exclusive_group(), listings)
 
 
 def _add_sampling(command_parser: Parser) -> None:
     group = command_parser.add_argument_group("sampling")
     add_settings(group, *flags.SAMPLING)
     bias_help = "add X to the logit of a token id, -inf to ban it; may be given several times"
-    flags.add_flags(group, {"--logit-bias TOKEN=X ...": bias_help})
+    add_flags(group, {"--logit-bias TOKEN=X ...": bias_help})
     add_settings(group, "samples")
-    flags.add_flags(group, {"--ignore-eos": "decode past the model's stop tokens"})
+    add_flags(group, {"--ignore-eos": "decode past the model's stop tokens"})
     stop_help = "end a completion before TEXT; may be given several times"
-    flags.add_flags(group, {"--stop-string TEXT ...": stop_help}, dest="stop_strings")
+    add_flags(group, {"--stop-string TEXT ...": stop_help}, dest="stop_strings")
 
 
 def _add_text(command_parser: Parser) -> None:
@@ -157,14 +154,14 @@ def _add_text(command_parser: Parser) -> None:
         "--json-schema FILE": "constrain the text to JSON of this schema, formatted as by Python's json.dumps",
         "--choice TEXT ...": "constrain the text to one of these; may be given several times",
     }
-    flags.add_flags(group.add_mutually_exclusive_group(), constraint_flags)
+    add_flags(group.add_mutually_exclusive_group(), constraint_flags)
     relax_flags = {
         "--relax-constrained": "let a lossy rule relax in constrained text, which stays valid (default: it does not)",
         "--relax-in SPAN ...": "let a lossy rule relax in this span only: think, code, tool, json, or OPEN...CLOSE; "
         "may be given several times",
         "--strict-in SPAN ...": "let a lossy rule relax nothing in this span",
     }
-    flags.add_flags(group, relax_flags)
+    add_flags(group, relax_flags)
 
 
 def _add_input(command_parser: Parser) -> None:
@@ -179,9 +176,9 @@ def _add_input(command_parser: Parser) -> None:
         "conversation",
         "--system TEXT": "content of the system turn; needs a chat template",
     }
-    flags.add_flags(group, input_flags)
+    add_flags(group, input_flags)
     template_help = "a variable of the chat template, as JSON or a string, such as enable_thinking=false"
-    flags.add_flags(group, {"--template-arg NAME=VALUE ...": template_help}, dest="template_args")
+    add_flags(group, {"--template-arg NAME=VALUE ...": template_help}, dest="template_args")
     add_settings(group, "batch_size")
 
 
@@ -196,24 +193,14 @@ def _add_output(command_parser: Parser) -> None:
     log_probs_help = (
         "with --json or --output: add three log-probabilities, the regret and the kind of every token"
     )
-    flags.add_flags(group, {"--log-probs": log_probs_help})
+    add_flags(group, {"--log-probs": log_probs_help})
     add_settings(group, "top_log_probs")
-    flags.add_flags(group, {"--json": "print one JSON object per prompt; with --list-rules the table"})
-    flags.add_flags(group, {"--output FILE": "append these objects to a new file, one by one"}, type=Path)
-    flags.add_flags(group, {"--resume": "continue the --output of an interrupted run"})
-    flags.add_flags(group, {"--part I/N": flags.PART_HELP}, type=flags.part_of)
+    add_flags(group, {"--json": "print one JSON object per prompt; with --list-rules the table"})
+    add_flags(group, {"--output FILE": "append these objects to a new file, one by one"}, type=Path)
+    add_flags(group, {"--resume": "continue the --output of an interrupted run"})
+    add_flags(group, {"--part I/N": flags.PART_HELP}, type=flags.part_of)
     compare_help = "compare no draft, exact and the rule; print a table of speed and acceptance"
-    flags.add_flags(group, {"--compare": compare_help})
-
-
-def _add_machine(command_parser: Parser) -> None:
-    group = command_parser.add_argument_group("machine")
-    group.add_argument("--attention", choices=ATTENTION, help=flags.ATTENTION_HELP)
-    group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=flags.CACHE_DTYPE_HELP)
-    flags.add_flags(group, {"--no-check": flags.NO_CHECK_HELP})
-    add_settings(group, "prefill_chunk")
-    flags.add_flags(group, {"--mesh data=2,model=4": flags.MESH_HELP})
-    flags.add_host_flags(command_parser)
+    add_flags(group, {"--compare": compare_help})
 
 
 def _devices(text: str) -> tuple[int, ...]:
@@ -261,7 +248,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       SystemExit: after --help and --version.
     """
     args = parser().parse_args(argv)
-    flags.numbers_of(args, REQUEST | BATCH)
     if args.logit_bias is not None:
         bias_parts = (text.partition("=") for text in args.logit_bias)
         args.logit_bias = logit_bias_of({token: value for token, _, value in bias_parts})

@@ -37,9 +37,7 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
         raise MarsError("there are prompts and a --prompts-file: give one of the two.")
     if not args.prompts and prompts_path is None:
         if not (sys.stdin.isatty() and out.isatty()):
-            raise MarsError(
-                "there are no prompts: give texts, or a --prompts-file; on a terminal they are asked for."
-            )
+            raise MarsError("there are no prompts: give texts or a --prompts-file; a terminal asks for them.")
         check_interactive_flags(args)
         from mars_jax.cli.generate.repl import talk
 
@@ -52,7 +50,7 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     if args.part is not None and not rows[args.part]:
         raise MarsError(f"--part has none of the {len(rows)} rows: divide them into fewer parts.")
 
-    from mars_jax.cli.host_flags import joined
+    from mars_jax.cli.open_target import joined
 
     keep_compilations()
     with joined(args, rows, out) as output_stream:
@@ -79,7 +77,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
         row_file = None
         if args.output is not None:
             # Open the file before the weights load, so that a file of another run is refused at once.
-            row_file = RowFile(args.output, output.recorded(args, choices, rows), resume=args.resume)
+            row_file = RowFile(args.output, output.recorded(args, rows), resume=args.resume)
             stack.callback(row_file.close)
             stack.enter_context(signals.ending(functools.partial(_stop, row_file, len(part_rows))))
         with busy("loading"):

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 
-from mars_jax import drafters, hub, verify
+from mars_jax import hub, verify
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
-from mars_jax.cli.open_target import check_draft, check_file, open_target
+from mars_jax.cli.open_target import check_draft, check_file, open_drafter, open_target
 from mars_jax.cli.progress import busy
 from mars_jax.core.rule import LoadedRule
 from mars_jax.core.types import PyTree
@@ -42,20 +43,27 @@ SHORT = 3
 """Default length of a chain on a CPU, where each drafted node costs time and each draft size compiles separately."""
 
 
-def in_order(numbered: Iterable[tuple[int, T]], order: Iterable[int]) -> Iterator[T]:
-    """Yield each value as soon as it and all values that precede it in `order` have arrived.
+def in_order(
+    numbered: Iterable[tuple[int, T]], order: Iterable[int], *, ends: Callable[[T], bool] = lambda value: True
+) -> Iterator[T]:
+    """Yield the values of the first number in `order` as they arrive, then those of the second number, and so on.
+
+    `ends` returns whether a value is the last one of its number.
 
     >>> list(in_order([(1, "b"), (0, "a"), (2, "c")], range(3)))
     ['a', 'b', 'c']
     """
-    early_values: dict[int, T] = {}
+    early_values: dict[int | None, list[T]] = collections.defaultdict(list)
     remaining_numbers = iter(order)
-    next_number = next(remaining_numbers, None)
+    current_number = next(remaining_numbers, None)
     for number, value in numbered:
-        early_values[number] = value
-        while next_number in early_values:
-            yield early_values.pop(next_number)
-            next_number = next(remaining_numbers, None)
+        early_values[number].append(value)
+        while early_values[current_number]:
+            ready_values = early_values.pop(current_number)
+            yield from ready_values
+            if not ends(ready_values[-1]):
+                break
+            current_number = next(remaining_numbers, None)
 
 
 class JobCompletions:
@@ -156,7 +164,7 @@ def open_job(
     # Check everything that needs only configs and tokenizers.
     sketch = target or hub.outline(args.target)
     requests = make_job_requests(sketch, args, rows)
-    rule = load_rule(choices.rule, sketch, rows)
+    rule = load_rule(args.rule, sketch, rows)
     draft = choices.draft
     check_draft(sketch, draft)
     if args.refine is not None:
@@ -170,7 +178,7 @@ def open_job(
     target = target or open_target(args, sketch)
     if target.mesh is not None:
         # Place the weights of the rule on the target's mesh.
-        rule = load_rule(choices.rule, target, rows)
+        rule = load_rule(args.rule, target, rows)
     # A default draft of "usual" size is short and adaptive on a CPU, and has its fixed length elsewhere.
     draft_size, num_draft_tokens = choices.draft_size, args.num_draft_tokens
     if draft_size == "usual":
@@ -178,16 +186,9 @@ def open_job(
         if jax.default_backend() == "cpu":
             draft_size, num_draft_tokens = "auto", num_draft_tokens or SHORT
     if args.draft_device is None:
-        drafter = drafters.load(
-            args.draft,
-            target,
-            tree=args.tree,
-            sample=choices.draft.definition.samples and verify.needs_q(rule.rule),
-            draft_size=draft_size,
-            any_rule=bool(args.any_rule),
-            head_embed=args.head_embed or "own",
-            num_draft_tokens=num_draft_tokens,
-            dtype=args.dtype,
+        samples = draft.definition.samples and verify.needs_q(rule.rule)
+        drafter = open_drafter(
+            args, target, samples=samples, num_draft_tokens=num_draft_tokens, draft_size=draft_size
         )
     else:
         open_elsewhere = load_function("mars_jax.contrib.drafters.elsewhere:open_elsewhere")
@@ -196,13 +197,13 @@ def open_job(
         )
     if args.theta_file is not None:
         args.theta_file.check_weights(target, drafter, rule)
-    accepts_copies = draft.definition.copies and not choices.rule.definition.lossless
+    accepts_copies = draft.definition.copies and not args.rule.definition.lossless
     if accepts_copies and not args.compare and hosts.is_first():
-        why = f"which copies from the text: {choices.rule.name} accepts repetitions of it, and --verify exact does not"
+        why = f"which copies from the text: {args.rule.name} accepts repetitions of it, and --verify exact does not"
         print(f"note: the draft is {draft.kind}, {why}.", file=sys.stderr)
-    is_simulated = choices.rule.definition.name == "simulated"
+    is_simulated = args.rule.definition.name == "simulated"
     if is_simulated:
-        _check_tau(choices.rule, rows, drafter.drafter.max_depth + 1)
+        _check_tau(args.rule, rows, drafter.drafter.max_depth + 1)
     default_batch_size = 1 if choices.streams else 8  # streamed text is shown one prompt after another
     # A draft that learns reads the kind of each token, which is recorded with the log-probabilities.
     session = Session(
@@ -218,7 +219,7 @@ def open_job(
         any_sampling = any(request.temperature > 0 for request in requests)
         open_refining = load_function("mars_jax.lab.training.online:Refining")
         refining = open_refining(args, target, drafter, samples=any_sampling)
-    run = {"version": __version__, "target": args.target, "draft": args.draft, **choices.rule.as_json()}
+    run = {"version": __version__, "target": args.target, "draft": args.draft, **args.rule.as_json()}
     run |= {"tree": plain(args.tree), "num_draft_tokens": args.num_draft_tokens}
     run["dtype"] = args.dtype or _dtype(target.params)
     return Job(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import itertools
 import sys
@@ -17,8 +16,7 @@ from rich.table import Table
 
 from mars_jax import verify
 from mars_jax.cli.flags import SAMPLING
-from mars_jax.cli.generate.applies import Choices
-from mars_jax.cli.generate.job import Job, JobCompletions
+from mars_jax.cli.generate.job import Job, JobCompletions, in_order
 from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
 from mars_jax.cli.progress import Show, announce, progress, speed
@@ -62,10 +60,10 @@ _DEFAULTS = {name: row.default for name, row in REQUEST.items()}
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print text as it is decoded, one prompt after another. Later prompts of a batch wait until earlier ones end."""
     printer, completions = TextPrinter(console(out), colours=job.drafts), job.finished
-    events, current_index = job.stream(), None
+    numbered_events, current_index = ((event.index, event) for event in job.stream()), None
     start_time = time.perf_counter()
     with progress("prompts", bar=False) as show:
-        for event in _one_by_one(events):
+        for event in in_order(numbered_events, range(len(job.requests)), ends=_is_last):
             if isinstance(event, Said):
                 # Print a prompt with its first tokens, so that nothing is printed for failed prompts.
                 if event.index != current_index:
@@ -84,18 +82,8 @@ def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
     _report(job, time.perf_counter() - start_time, colours=printer.colours)
 
 
-def _one_by_one(events: Iterator[Said | Finished]) -> Iterator[Said | Finished]:
-    """Yield the events of prompt 0 as they arrive, then those of prompt 1, and so on."""
-    waiting_events: dict[int, list[Said | Finished]] = collections.defaultdict(list)
-    current_index = 0
-    for event in events:
-        waiting_events[event.index].append(event)
-        while waiting_events[current_index]:
-            ready_events = waiting_events.pop(current_index)
-            yield from ready_events
-            if isinstance(ready_events[-1], Said):  # the current prompt has not ended
-                break
-            current_index += 1
+def _is_last(event: Said | Finished) -> bool:
+    return isinstance(event, Finished)
 
 
 def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
@@ -240,12 +228,11 @@ def _report(job: Job, seconds: float, *, colours: bool = False) -> None:
         screen.print("acceptance was simulated: the text means nothing, and quality cannot be read from it")
 
 
-def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow]) -> JsonObject:
+def recorded(args: argparse.Namespace, rows: Sequence[PromptRow]) -> JsonObject:
     """Return the settings of a run, as JSON values. Settings at their defaults are left out.
 
     Args:
       args: the flags.
-      choices: the resolved defaults of the flags.
       rows: the prompts of the whole run, including all parts.
     """
     settings = {
@@ -253,7 +240,7 @@ def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
         for name, value in vars(args).items()
         if name not in _ELSEWHERE and not _is_default(name, value)
     }
-    rule = choices.rule
+    rule = args.rule
     settings["verify"] = rule.spec
     if is_own(rule.spec):
         settings["rule_source"] = source_digest(rule.spec)

@@ -27,9 +27,7 @@ SPANS = ("relax_in", "strict_in")
 _PIPES = ("/dev/stdin", "/dev/fd/")
 """Paths of inherited open files; shells replace <(...) by /dev/fd/63."""
 _PROMPTS = ("prompt", "messages", "prompt_tokens")
-_KEYS = (
-    "prompt", "messages", "prompt_tokens", "id", *REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS
-)  # fmt: skip
+_KEYS = (*_PROMPTS, "id", *REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

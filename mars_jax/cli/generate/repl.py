@@ -25,7 +25,7 @@ from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.job import Job, load_rule, make_job_requests, open_job
 from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, line_of
-from mars_jax.cli.host_flags import joined
+from mars_jax.cli.open_target import joined
 from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import FLAGS as RULE_FLAGS
@@ -83,7 +83,7 @@ def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
             raise MarsError("one process answers on a terminal, and this run has several: give prompts.")
         with busy("loading"):
             job = open_job(args, choices, _ROW)
-        talk_session = Talk(list(argv), args, choices, job, out)
+        talk_session = Talk(list(argv), args, job, out)
         talk_session.compile()
         talk_session.greet()
         with editing(out, list(COMMANDS)) as ask:
@@ -155,10 +155,10 @@ def _completion(line: str, words: Sequence[str], state: int) -> str | None:
 class Talk:
     """One interactive session."""
 
-    def __init__(self, argv: list[str], args: argparse.Namespace, choices: Choices, job: Job, out: IO[str]):
+    def __init__(self, argv: list[str], args: argparse.Namespace, job: Job, out: IO[str]):
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
             reconfigure(errors="replace")  # a character outside the locale must not interrupt an answer
-        self._argv, self._args, self._choices, self._job = argv, args, choices, job
+        self._argv, self._args, self._job = argv, args, job
         self._out, self._screen = console(out), console(sys.stderr)
         self._running = Running(job.session)
         self._chat = Chat.over(self._running, self._turns_request) if args.chat else None
@@ -290,7 +290,7 @@ class Talk:
 
     def _show(self) -> None:
         # /set may have changed the rule since the job was opened.
-        run_settings = dict(self._job.run) | self._choices.rule.as_json()
+        run_settings = dict(self._job.run) | self._args.rule.as_json()
         [request] = make_job_requests(self._job.session.target, self._args, _ROW)
         settings = {name: run_settings[name] for name in ("target", "draft", "verify", "dtype")}
         settings |= run_settings["settings"]
@@ -300,24 +300,21 @@ class Talk:
 
     def _set(self, words: list[str]) -> None:
         """Parse the flags again with this one added, so that errors are the same as for the flag."""
-        rule_options = {name: option for name, option in self._choices.rule.options.items() if option.flag}
+        rule_options = {name: option for name, option in self._args.rule.options.items() if option.flag}
         names = [*SAMPLING, *rule_options]
         if len(words) != 2:
-            raise MarsError(
-                f"/set takes a name and a value, as in /set temperature 0.7: the names are {', '.join(names)}."
-            )
+            raise MarsError(f"/set takes NAME VALUE, as in /set temperature 0.7: NAME is {', '.join(names)}.")
         name = words[0].removeprefix("--").replace("-", "_")
         if name not in names:
-            raise MarsError(
-                f"there is no setting {words[0]}{did_you_mean(name, names)}: expected {', '.join(names)}."
-            )
+            suggestion = did_you_mean(name, names)
+            raise MarsError(f"there is no setting {words[0]}{suggestion}: expected {', '.join(names)}.")
         argv = [*self._argv, flag_of(name), words[1]]  # the last of two equal flags counts
-        args, choices = _parsed(argv)
+        args, _ = _parsed(argv)
         # Settings of a request take effect with the next line. A setting of the rule needs a new rule.
         if name in rule_options:
             session = self._job.session
-            self._running.session = session.using(load_rule(choices.rule, session.target, _ROW))
-        self._argv, self._args, self._choices = argv, args, choices
+            self._running.session = session.using(load_rule(args.rule, session.target, _ROW))
+        self._argv, self._args = argv, args
 
     def _choose(self, name: str, words: list[str]) -> None:
         """Open the job again with a different rule or draft, reusing the loaded target."""
@@ -336,7 +333,7 @@ class Talk:
         # Flags of the old rule or draft must not apply to the new one.
         argv = without(self._argv, flags)
         if name == "/draft" and not any(word.partition("=")[0] == "--verify" for word in argv):
-            argv += ["--verify", self._choices.rule.spec]  # keep the rule: its default depends on the draft
+            argv += ["--verify", self._args.rule.spec]  # keep the rule: its default depends on the draft
         argv += [flags[0], *words]
         args, choices = _parsed(argv)
         # Further words that are no flags would become prompts.
@@ -344,7 +341,7 @@ class Talk:
             raise MarsError(f"{name} takes one name, and then flags: {', '.join(flags[1:])}.")
         with busy("loading"):
             job = open_job(args, choices, _ROW, self._job.session.target)
-        self._argv, self._args, self._choices, self._job = argv, args, choices, job
+        self._argv, self._args, self._job = argv, args, job
         self._running.session = job.session
         self.compile()
         self._tell(self._pair(), "dim")

@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from mars_jax.cli import signals
-from mars_jax.cli.flags import PART_HELP, Present, number_of, part_of, without
+from mars_jax.cli.flags import PART_HELP, Present, add_flags, draft_or_default, number, part_of, without
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
-from mars_jax.cli.rule_flags import is_number
-from mars_jax.drafters.registry import drafters_that, names_that, parse_draft
+from mars_jax.drafters.registry import parse_draft
 from mars_jax.lab import recipes
 from mars_jax.lab.commands import pair
-from mars_jax.lab.theta import json_restored, run_settings, thetas_of
+from mars_jax.lab.theta import run_settings, thetas_of
 from mars_jax.utils.errors import MarsError, say
+from mars_jax.utils.settings import LARGEST_FLOAT, Range, Setting
 
 if TYPE_CHECKING:
-    from mars_jax.hub.pretrained import Pretrained
-    from mars_jax.lab.evaluate.benchmark.run import Study
     from mars_jax.lab.evaluate.tasks.problems import Problem
 
 _DESCRIPTION = """\
@@ -34,10 +32,10 @@ a pair as in its paper, and then with tuned lengths.
 """
 _SWEPT = ("theta", "tau")
 """Rule settings whose flags accept several values."""
-_UNTUNED = ("--controls", "--refine", "--num-draft-tokens", "--draft-size auto", "--any-rule", "--tree")
-"""Flags that do not apply with --tune."""
-LENGTHS = ("2", "3", "5", "8", "12")
+LENGTHS = (2, 3, 5, 8, 12)
 """Lengths that --tune tries by default."""
+_COSTS = Range("a number of at least 0, such as 0.1", 0, LARGEST_FLOAT)
+DRAFT_COST = Setting(name="--draft-cost", kind=float, help="", ranges=_COSTS)
 _EPILOG = f"""\
 examples:
   mars-jax benchmark --task arithmetic --chat --problems 100 --output evidence
@@ -58,53 +56,43 @@ bad input ends with exit code 2.
 
 
 def parser() -> Parser:
-    """Return the parser. Numbers remain strings."""
+    """Return the parser."""
     command_parser = pair.make_parser("benchmark", _DESCRIPTION, _EPILOG, instead=_SWEPT)
-    command_parser.add_argument(
-        "--recipe",
-        metavar="NAME",
-        help=f"measure a pair as in its paper, and then with tuned lengths: {', '.join(recipes.names())}, or a .toml "
-        "file; flags that are given count instead",
+    recipe_help = (
+        f"measure a pair as in its paper, and then with tuned lengths: {', '.join(recipes.names())}, or a .toml file; "
+        "flags that are given count instead"
     )
+    add_flags(command_parser, {"--recipe NAME": recipe_help})
     group = command_parser.add_argument_group("arms")
-    group.add_argument(
-        "--thetas",
-        nargs="+",
-        metavar="X",
-        help="thetas of the rule, an arm for each, or files of calibrate; the controls are matched to the first "
-        "(default: the rule's own theta, 0.9 for mars)",
+    thetas_help = (
+        "thetas of the rule, an arm for each, or files of calibrate; the controls are matched to the first (default: "
+        "the rule's own theta, 0.9 for mars)"
     )
-    group.add_argument(
-        "--temperatures", nargs="+", default=["0", "1"], metavar="X", help="0 is greedy (default: 0 1)"
+    add_flags(group, {"--thetas X": thetas_help}, nargs="+")
+    temperature = number("temperature", shown="--temperatures")
+    temperatures_help = {"--temperatures X": "0 is greedy (default: 0 1)"}
+    add_flags(group, temperatures_help, nargs="+", default=[0.0, 1.0], type=temperature)
+    controls_help = (
+        "arms besides the rule and the target alone: none; the strict rule, as in the paper's table; all, which adds "
+        "the target sampling from its two best tokens (default: paper)"
     )
-    group.add_argument(
-        "--controls",
-        choices=("none", "paper", "all"),
-        help="arms besides the rule and the target alone: none; the strict rule, as in the paper's table; all, which "
-        "adds the target sampling from its two best tokens (default: paper)",
+    group.add_argument("--controls", choices=("none", "paper", "all"), help=controls_help)
+    refine_help = (
+        "add an arm, the strict rule with a draft, a model or an EAGLE-3 head, that learns from its failures after "
+        "every group of problems; FILE as for mars_jax.generate"
     )
-    group.add_argument(
-        "--refine",
-        metavar="FILE",
-        help="add an arm, the strict rule with a draft, a model or an EAGLE-3 head, that learns from its failures "
-        "after every group of problems; FILE as for mars_jax.generate",
+    add_flags(group, {"--refine FILE": refine_help})
+    tune_help = (
+        "every arm at the best of these draft lengths, chosen on the first quarter of the problems and scored on the "
+        "others; above temperature 0 with the lossless rules for sampled drafts among the arms (default: "
+        f"{' '.join(map(str, LENGTHS))})"
     )
-    group.add_argument(
-        "--tune",
-        nargs="*",
-        metavar="K",
-        help="every arm at the best of these draft lengths, chosen on the first quarter of the problems and scored on "
-        "the others; above temperature 0 with the lossless rules for sampled drafts among the arms (default: "
-        f"{' '.join(LENGTHS)})",
-    )
-    group.add_argument(
-        "--draft-cost",
-        metavar="X",
-        help="with --tune, cost of a drafted token in forwards of the target, used in place of the clock",
-    )
+    add_flags(group, {"--tune K": tune_help}, nargs="*", type=number("num_draft_tokens", shown="--tune"))
+    cost_help = "with --tune, cost of a drafted token in forwards of the target, used in place of the clock"
+    add_flags(group, {"--draft-cost X": cost_help}, type=DRAFT_COST.from_text)
     group = command_parser.add_argument_group("output")
-    group.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to continue")
-    group.add_argument("--part", metavar="I/N", help=PART_HELP)
+    add_flags(group, {"--output DIR": "a new folder, or one to continue"}, type=Path)
+    add_flags(group, {"--part I/N": PART_HELP}, type=part_of)
     return command_parser
 
 
@@ -119,24 +107,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     # A recipe calls `parse` again, once for each of its parts.
     if args.recipe is not None:
         return _parse_recipe(args, list(argv))
-    pair.convert_pair_flags(args)
+    args.draft = draft_or_default(args.draft, args.target)
     args.rule = pair.chosen_rule(args, instead=_SWEPT)
     args.theta_files = []
     if args.thetas:
         args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, run_settings(args))
     # Add zero, so that -0 becomes 0.
-    args.temperatures = [
-        number_of("temperature", text, shown="--temperatures") + 0.0 for text in args.temperatures
-    ]
-    if args.draft_cost is not None:
-        if not is_number(args.draft_cost) or not 0 <= float(args.draft_cost) < math.inf:
-            raise MarsError(
-                f"--draft-cost is {args.draft_cost}: expected a number of at least 0, such as 0.1."
-            )
-        args.draft_cost = float(args.draft_cost)
+    args.temperatures = [temperature + 0.0 for temperature in args.temperatures]
     if args.tune is not None:
-        args.tune = sorted({number_of("num_draft_tokens", n, shown="--tune") for n in args.tune or LENGTHS})
-    args.part = args.part and part_of(args.part)
+        args.tune = sorted(set(args.tune or LENGTHS))
     _check(args)
     return args
 
@@ -162,12 +141,8 @@ def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespa
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.tune is not None:
-        _check_tuned(args)
-    elif args.draft_cost is not None:
-        raise MarsError("--draft-cost does not apply without --tune: add it, or leave this out.")
-    args.controls = args.controls or "paper"
     pair.check_pair_flags(args, args.rule, output="name a folder for rows, table and plots")
+    args.controls = args.controls or "paper"
     for flag in ("thetas", "temperatures"):
         values = getattr(args, flag) or []
         # Arms and tables are named by values in this format, so the names must differ.
@@ -175,28 +150,8 @@ def _check(args: argparse.Namespace) -> None:
             raise MarsError(f"--{flag} has a value twice: give each once.")
     if args.thetas and math.inf in args.thetas:
         raise MarsError("--thetas has inf, which is the strict rule: leave it out.")
-    if args.refine is not None:
-        draft_kind = parse_draft(args.draft).kind
-        if draft_kind not in names_that("learns"):
-            raise MarsError(
-                f"--refine does not apply to --draft {draft_kind}: draft with {drafters_that('learns')}, "
-                "which learn from their failures."
-            )
-        if args.draft_size is not None:
-            raise MarsError("--refine does not apply with --draft-size: leave one of them out.")
-
-
-def _check_tuned(args: argparse.Namespace) -> None:
-    present = Present(args)
-    present.refuse(
-        ["--part"], "with --tune, which chooses lengths on the problems of all parts: leave one of them out"
-    )
-    present.refuse(_UNTUNED, "with --tune, which drafts chains of several lengths: leave one of them out")
-    if not parse_draft(args.draft).definition.resizes:
-        raise MarsError(
-            f"--tune does not apply to --draft {args.draft}: draft with {drafters_that('resizes')}, which take "
-            "chains of any length."
-        )
+    if args.refine is not None and args.draft_size is not None:
+        raise MarsError("--refine does not apply with --draft-size: leave one of them out.")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -205,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    from mars_jax.cli.host_flags import joined
+    from mars_jax.cli.open_target import joined
 
     if args.recipe is not None:
         _follow(args, out)
@@ -236,14 +191,14 @@ def _follow(args: argparse.Namespace, out: IO[str]) -> None:
 
 def _study(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.cli.open_target import check_file
+    from mars_jax.lab.evaluate import scoring
     from mars_jax.lab.evaluate.benchmark import report
     from mars_jax.lab.evaluate.benchmark.run import evaluate
-    from mars_jax.lab.evaluate.scoring import scores
     from mars_jax.lab.pictures import check_installed
     from mars_jax.lab.training.online import open_refiner
 
     def check(problems: list[Problem]) -> None:
-        scores.check_metrics(problems)
+        scoring.check_metrics(problems)
         check_installed()
         if args.refine is not None:
             check_file(args.refine, f"--refine is {args.refine}")
@@ -251,7 +206,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
             raise MarsError(f"--part has none of the {len(problems)} problems: divide them into fewer parts.")
 
     problems, target, drafter = pair.open_study(args, args.output, check)
-    study = _make_study(args, target, problems, ("draft", "num_draft_tokens", "tree", "dtype", "mesh"))
+    study = pair.make_study(args, target, problems, ("draft", "num_draft_tokens", "tree", "dtype", "mesh"))
     refiner = None
     if args.refine is not None:
         refiner = open_refiner(
@@ -267,36 +222,22 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _tune(args: argparse.Namespace, out: IO[str]) -> None:
+    from mars_jax.cli.open_target import open_drafter
+    from mars_jax.lab.evaluate import scoring
     from mars_jax.lab.evaluate.benchmark import tuned
-    from mars_jax.lab.evaluate.scoring import scores
 
     # Load the drafter with the longest chain. Shorter chains reuse its weights.
     args.num_draft_tokens = args.tune[-1]
-    problems, target, drafter = pair.open_study(args, args.output, scores.check_metrics)
+    problems, target, drafter = pair.open_study(args, args.output, scoring.check_metrics)
     can_sample = parse_draft(args.draft).definition.samples
     is_sampled = can_sample and "q" in args.rule.needs
     drafter_by_sampling = {is_sampled: drafter}
     # Some arms verify the other kind of draft (sampled or deterministic), so load that drafter too.
     if (can_sample and max(args.temperatures) > 0) or is_sampled:
-        other_drafter = pair.load_drafter(args, target, samples=not is_sampled)
+        other_drafter = open_drafter(args, target, samples=not is_sampled)
         drafter_by_sampling[not is_sampled] = other_drafter._replace(params=drafter.params)
-    study = _make_study(args, target, problems, ("draft", "dtype", "mesh"))
+    study = pair.make_study(args, target, problems, ("draft", "dtype", "mesh"))
     with progress("decodes") as show:
         report = tuned.tuned(study, drafter_by_sampling, progress=show)
     print(tuned.tuned_markdown(report), file=out, end="")
     say(f"rows and tables are in {args.output}")
-
-
-def _make_study(
-    args: argparse.Namespace, target: Pretrained, problems: list[Problem], names: Sequence[str]
-) -> Study:
-    """Return the `Study` that the flags describe. The flags in `names` identify it."""
-    from mars_jax.lab.evaluate.benchmark.arms import default_thetas
-    from mars_jax.lab.evaluate.benchmark.run import Study
-
-    args.thetas = args.thetas or default_thetas(args.rule)
-    settings = {name: json_restored(getattr(args, name)) for name in names}
-    if args.refine is not None:
-        settings["refine"] = args.refine
-    settings |= pair.non_default_flags(args)
-    return Study(args=args, target=target, problems=problems, names=settings)

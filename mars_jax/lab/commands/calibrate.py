@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from mars_jax.cli.flags import number_of
+from mars_jax.cli.flags import add_flags, draft_or_default, number
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
-from mars_jax.cli.rule_flags import given_settings, is_number
+from mars_jax.cli.rule_flags import given_settings
 from mars_jax.lab.commands import pair
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.theta import FORMAT, pair_fingerprints, run_settings, thetas_of
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.settings import Range, Setting
 from mars_jax.utils.types import JsonObject
 from mars_jax.utils.user_code import load_function
 from mars_jax.utils.version import __version__
@@ -47,39 +48,33 @@ another pair, other weights, another rule or temperature. If no threshold is cer
 holds inf, which is strict. During the run, answers are in OUTPUT-rows. After a kill, run the
 same command again to continue.
 """
+_SHARES = Range("a number between 0 and 1", 0, math.nextafter(1, 0), above=True)
 
 
 def parser() -> Parser:
-    """Return the parser. Numbers remain strings."""
+    """Return the parser."""
     command_parser = pair.make_parser(
         "calibrate", _DESCRIPTION, _EPILOG, arithmetic="enough for a loss of a tenth of the bound"
     )
     group = command_parser.add_argument_group("calibration")
-    group.add_argument(
-        "--risk",
-        default="regret",
-        metavar="RISK",
-        help="regret: nats per token that the rule adds, mean over texts, each clipped at 1; accuracy: share of the "
-        "score that it takes; FILE.py:NAME: of the number from 0 to 1 that a function of prompt and answer gives, "
-        "whose file is run (default: %(default)s)",
+    risk_help = (
+        "regret: nats per token that the rule adds, mean over texts, each clipped at 1; accuracy: share of the score "
+        "that it takes; FILE.py:NAME: of the number from 0 to 1 that a function of prompt and answer gives, whose file "
+        "is run (default: %(default)s)"
     )
-    group.add_argument("--bound", metavar="X", help="bound of the risk (default: 0.02)", default="0.02")
-    group.add_argument("--confidence", metavar="X", default="0.95", help="default: %(default)s")
-    group.add_argument(
-        "--thetas",
-        nargs="+",
-        metavar="X",
-        help="thresholds to try, from strict to loose (default: a fixed grid)",
-    )
-    group.add_argument(
-        "--prefixes",
-        nargs="+",
-        metavar="N",
-        help="strict first tokens to try, falling, in the place of thetas; the rule keeps its own --theta",
-    )
-    group.add_argument("--temperature", metavar="X", default="0", help="0 is greedy (default: %(default)s)")
-    group = command_parser.add_argument_group("output")
-    group.add_argument("--output", type=Path, metavar="FILE", help="a new file")
+    add_flags(group, {"--risk RISK": risk_help}, default="regret")
+    shares = {"--bound": (0.02, "bound of the risk"), "--confidence": (0.95, "confidence of the bound")}
+    for flag, (default, help_text) in shares.items():
+        share = Setting(name=flag, kind=float, help="", ranges=_SHARES).from_text
+        add_flags(group, {f"{flag} X": f"{help_text} (default: {default})"}, default=default, type=share)
+    values_flags = {
+        "--thetas X": "thresholds to try, from strict to loose (default: a fixed grid)",
+        "--prefixes N": "strict first tokens to try, falling, in the place of thetas; the rule keeps its own --theta",
+    }
+    add_flags(group, values_flags, nargs="+")
+    temperature_help = {"--temperature X": "0 is greedy (default: 0)"}
+    add_flags(group, temperature_help, default=0.0, type=number("temperature"))
+    add_flags(command_parser.add_argument_group("output"), {"--output FILE": "a new file"}, type=Path)
     return command_parser
 
 
@@ -91,7 +86,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       SystemExit: after --help and --version.
     """
     args = parser().parse_args(argv)
-    pair.convert_pair_flags(args)
+    args.draft = draft_or_default(args.draft, args.target)
     # The thresholds to try are --thetas. With --prefixes, theta is a setting of the rule as usual.
     replaced_settings = ("theta",)
     if args.prefixes is not None:
@@ -107,21 +102,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         load_function(args.risk, "judge")
         args.risk, args.judge = "judge", args.risk
     if "theta" not in args.rule.options:
-        raise MarsError(
-            f"--verify {args.rule.name} has no theta to calibrate: choose a rule that has, such as mars."
-        )
+        raise MarsError(f"--verify {args.rule.name} has no theta to calibrate: choose a rule such as mars.")
     pair.check_pair_flags(args, args.rule, output="name a file for the threshold")
-    args.temperature = number_of("temperature", args.temperature) + 0.0
-    for name in ("bound", "confidence"):
-        text = getattr(args, name)
-        if not is_number(text) or not 0 < float(text) < 1:
-            raise MarsError(f"--{name} is {text}: expected a number between 0 and 1.")
-        setattr(args, name, float(text))
-    args.theta_files = []
+    args.theta_files, args.temperatures = [], [args.temperature]
     if args.prefixes is not None:
         args.setting, args.values = "exact_prefix", _prefixes(args)
     else:
         args.setting, args.values = "theta", _thetas(args)
+        args.thetas = args.values
     if args.output.exists():
         raise MarsError(f"--output '{args.output}' exists already: name a new file.")
     if not args.output.parent.is_dir():
@@ -131,8 +119,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _prefixes(args: argparse.Namespace) -> list[int]:
     """Return the values of --prefixes."""
-    if args.thetas is not None:
-        raise MarsError("--thetas does not apply with --prefixes, at one theta: leave one of them out.")
     if "exact_prefix" not in args.rule.options:
         raise MarsError(f"--prefixes does not apply to {not_in(args.rule, 'exact_prefix')}.")
     setting, structure = args.rule.setting("exact_prefix")
@@ -176,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    from mars_jax.cli.host_flags import joined
+    from mars_jax.cli.open_target import joined
 
     with joined(args, (), out) as stream:
         _study(args, stream)
@@ -184,11 +170,9 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
 
 def _study(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.lab import calibration
-    from mars_jax.lab.evaluate.answers import Decoding
     from mars_jax.lab.folder import check_writable, open_rows, write_shared_json
     from mars_jax.mesh import hosts
-    from mars_jax.serve.rows import digest, fingerprint
-    from mars_jax.serve.session import Session
+    from mars_jax.serve.rows import digest
     from mars_jax.verify import load
 
     if hosts.is_first():
@@ -201,8 +185,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
     problems, target, drafter = pair.open_study(
         args, rows_folder, check_problems, arithmetic=default_problems
     )
-    session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
-    decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
+    study = pair.make_study(args, target, problems, ("setting", "values", "dtype", "mesh"))
     promise = {name: getattr(args, name) for name in ("risk", "bound", "confidence")}
     promise["meaning"] = calibration.RISKS[args.risk]
     judge, judge_source = None, None
@@ -221,20 +204,13 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
         "seed": args.seed,
         "version": __version__,
     }
-    loaded_rule = load(args.rule.spec, target, **args.rule.settings)
     # Everything that determines the rows. A run continues only with equal settings.
-    row_settings = study_settings | {
-        "rule": args.rule.as_json(but=(args.setting,)),
-        args.setting: args.values,
-        **{name: getattr(args, name) for name in ("batch_size", "dtype", "mesh")},
-        **pair.non_default_flags(args),
-        "weights": fingerprint((target.params, drafter.params, loaded_rule.params), target.path),
-        "rule_source": source_digest(args.rule.spec),
-        "judge_source": judge_source,
-    }
+    row_settings = study.settings(drafter.params) | study_settings | {"judge_source": judge_source}
     with contextlib.closing(open_rows(rows_folder, row_settings)) as rows, progress("answers") as show:
+        decoding = study.decoding(drafter)
         calibrated = calibration.calibrate(args, decoding, problems, rows, judge=judge, progress=show)
         report = study_settings | _rule_and_theta(args, calibrated["value"])
+        loaded_rule = load(args.rule.spec, target, **args.rule.settings)
         report["weights"] = pair_fingerprints(target, drafter, loaded_rule)
         report |= {name: calibrated[name] for name in ("tau", "strict_tau")}
         report["trials"] = [{args.setting: trial.pop("value"), **trial} for trial in calibrated["trials"]]

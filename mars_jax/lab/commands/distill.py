@@ -78,19 +78,23 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--draft-vocab": _flag("W", "draft only the W most frequent tokens (default: all)", int),
     "--layout": _flag("NAME", "layout of the files: speculators, or that of the authors (default)"),
     "--feature-layers": _flag("I,J,K", "layers of the target to read, 0-based"),
-    "--steps-ahead": _flag("N", "steps of training-time test (default: 5)", int),
+    "--steps-ahead": _flag("N", "steps of training-time test (default: %(default)s)", int, default=5),
     "--features": _flag(
         "DIR",
         "train on these features; --data is then more text to choose --draft-vocab from",
         Path,
         nargs="+",
     ),
-    "--heads": _flag("N", "default: 4", int),
-    "--block-size": _flag("N", "tokens of a block, including the last committed one (default: 16)", int),
-    "--head-layers": _flag("N", "layers of the head (default: 5)", int),
+    "--heads": _flag("N", "default: %(default)s", int, default=4),
+    "--block-size": _flag(
+        "N", "tokens of a block, including the last committed one (default: %(default)s)", int, default=16
+    ),
+    "--head-layers": _flag("N", "layers of the head (default: %(default)s)", int, default=5),
     "--markov-rank": _flag("R", "DSpark: correct each token by the one before (default: no)", int),
     "--confidence": _switch("DSpark: learn where a draft should end (--draft-stop)"),
-    "--left-out": _flag("SHARE", "share of the target's sublayers to leave out (default: 0.45)", float),
+    "--left-out": _flag(
+        "SHARE", "share of the target's sublayers to leave out (default: %(default)s)", float, default=0.45
+    ),
     "--task": _flag(
         "NAME[=PATH]",
         "task whose answers are rewarded, as for mars-jax benchmark (default: arithmetic, the training part)",
@@ -186,9 +190,7 @@ def check_distill_flags(args: argparse.Namespace) -> None:
     if args.layout not in (None, authors_layout, "speculators"):
         raise MarsError(f"--layout is {args.layout}: expected {authors_layout} or speculators.")
     if args.block_size is not None and args.block_size < 2:
-        raise MarsError(
-            f"--block-size is {args.block_size}: expected at least 2, the first being the last token."
-        )
+        raise MarsError(f"--block-size is {args.block_size}: expected at least 2, with the last token.")
     if args.kind == "eagle3" and args.first is not None:
         head_flags = ("draft_vocab", "intermediate_size", "feature_layers")
         _refuse(args, head_flags, "a head of --from, which has its own")
@@ -234,11 +236,6 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     check_distill_flags(args)
     # Import the training code only after the checks, so that wrong flags are refused immediately.
     keep_compilations()
-    if args.kind == "features":
-        from mars_jax.lab.commands.distill_features import write_features
+    from mars_jax.lab.commands.distill_run import distill
 
-        write_features(args)
-    else:
-        from mars_jax.lab.commands.distill_run import distill
-
-        distill(args, out)
+    distill(args, out)

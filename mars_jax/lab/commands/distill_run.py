@@ -8,7 +8,8 @@ import functools
 import importlib.util
 import os
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,17 +33,16 @@ from mars_jax.hub.files import resolve
 from mars_jax.hub.heads.mtp_files import save_mtp
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.hub.save import free_directory
-from mars_jax.lab.evaluate.scoring.scores import score_answer
-from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
-from mars_jax.lab.evaluate.tasks.catalogue import read_problems
+from mars_jax.lab.evaluate.scoring import score_answer
+from mars_jax.lab.evaluate.tasks.catalogue import read_arithmetic, read_problems
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import check_writable, claim, joined_with_folder
+from mars_jax.lab.folder import check_folder, check_writable, claim, joined_with_folder
 from mars_jax.lab.training import data, dflash_training, distillation, eagle_training, features
-from mars_jax.lab.training.loop import CHECKPOINTS, Apprentice, fit
-from mars_jax.lab.training.medusa_training import new_medusa
+from mars_jax.lab.training.loop import Apprentice, fit
 from mars_jax.lab.training.objectives import divergence
 from mars_jax.mesh import hosts
 from mars_jax.models.config import ModelConfig
+from mars_jax.models.transformer import language_model
 from mars_jax.serve.generation import generate
 from mars_jax.serve.rows import RowFile, digest, fingerprint, plain
 from mars_jax.utils.errors import MarsError, say
@@ -54,18 +54,23 @@ _NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", "
 files do identify it."""
 WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
 """Number of completions decoded at a time, and number between two writes to disk. Within such a group, rows refill."""
-LEFT_OUT, EVALUATIONS = 0.45, 128
-"""Default share of the sublayers that VIA-SD leaves out, and default number of masks that its search tries."""
+SHARD, FORWARD = 128, 2048
+"""Documents per shard of features, and tokens per forward pass of the target that computes them."""
+EVALUATIONS = 128
+"""Number of masks that the search of VIA-SD tries."""
 
 
 def distill(args: argparse.Namespace, out: IO[str]) -> None:
-    """Train a drafter of `args.kind` and write it to `args.output`.
+    """Train a drafter of `args.kind`, or compute features, and write them to `args.output`.
 
     Raises:
       MarsError: flags do not fit the models or this machine, or --work belongs to a different run.
     """
+    if args.kind == "features":
+        write_features(args)
+        return
     work = args.work or args.output.with_name(args.output.name + "-training")
-    with joined_with_folder(args, work, out, without=CHECKPOINTS) as folder:
+    with joined_with_folder(args, work, out) as folder:
         _distill(args, folder)
 
 
@@ -133,9 +138,7 @@ def _open_first(args: argparse.Namespace, target: Pretrained) -> tuple[Any, PyTr
         return model, model.params
     config, params = hub.load_eagle(args.first, target.config, target.params, dtype="float32")
     if config.version != 3:
-        raise MarsError(
-            f"--from {args.first} is an EAGLE-1 head: name an EAGLE-3 head, or leave it out to start a new one."
-        )
+        raise MarsError(f"--from {args.first} is an EAGLE-1 head: name an EAGLE-3 head, or leave it out.")
     return (config, params), params
 
 
@@ -258,41 +261,114 @@ def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.nda
     if args.kind == "model":
         return distillation.small_model(config, first.config, first.params, divergence=loss)
     if args.kind == "medusa":
-        return new_medusa(config, params, count=args.heads or 4, divergence=loss, seed=seed)
-    width, steps, layers = (
-        args.intermediate_size,
-        args.steps_ahead or 5,
-        features.layers_of(args.feature_layers),
-    )
+        return distillation.new_medusa(config, params, count=args.heads, divergence=loss, seed=seed)
+    width, layers = args.intermediate_size, features.layers_of(args.feature_layers)
     if args.kind == "eagle1":
         return eagle_training.new_eagle1(config, intermediate_size=width, divergence=loss, seed=seed)
     if args.kind == "mtp":
-        return eagle_training.new_mtp(config, params, steps=steps, divergence=loss, seed=seed)
+        return eagle_training.new_mtp(config, params, steps=args.steps_ahead, divergence=loss, seed=seed)
+    new_head = eagle_training.new_eagle3
     if args.kind == "dflash":
-        return dflash_training.new_dflash(
-            config,
-            params,
-            ids=ids,
-            layers=layers,
-            depth=args.head_layers or 5,
-            block_size=args.block_size or 16,
-            markov_rank=args.markov_rank or 0,
-            confidence=bool(args.confidence),
-            intermediate_size=width,
-            divergence=loss,
-            seed=seed,
-        )
-    return eagle_training.new_eagle3(
-        config,
-        params,
-        ids=ids,
-        layers=layers,
-        intermediate_size=width,
-        trained=first,
-        steps=steps,
-        divergence=loss,
-        seed=seed,
+        new_head = dflash_training.new_dflash
+    head = functools.partial(
+        new_head, config, params, ids=ids, layers=layers, intermediate_size=width, divergence=loss, seed=seed
     )
+    if args.kind == "eagle3":
+        return head(trained=first, steps=args.steps_ahead)
+    return head(
+        depth=args.head_layers,
+        block_size=args.block_size,
+        markov_rank=args.markov_rank or 0,
+        confidence=bool(args.confidence),
+    )
+
+
+def write_features(args: argparse.Namespace) -> None:
+    """Write the shards that are missing from `args.output`.
+
+    The documents are texts, or with --chat questions that the target answers.
+
+    Raises:
+      MarsError: a file cannot be read, the output belongs to a different run, or every document is too long for an
+        answer.
+    """
+    documents = [text for path in args.data for text in data.documents(path)]
+    check_folder(args.output)
+    # Reject invalid layers before loading the weights.
+    outline = hub.outline(args.target)
+    layers = features.layers_of(args.feature_layers) or features.default_layers(outline.config)
+    read_features = features.reader(language_model(outline.config, dtype="bfloat16", feature_layers=layers))
+    with busy("loading"):
+        target = hub.load(args.target, dtype="bfloat16")
+    settings = {
+        "chat": args.chat,
+        "length": args.length,
+        "seed": args.seed,
+        "shard": SHARD,
+        "layers": list(layers),
+        "data": digest("\0".join(documents).encode()),
+        "weights": fingerprint((target.params,), target.path),
+    }
+    with claim(args.output, settings):
+        for shard_number, first_index in enumerate(range(0, len(documents), SHARD)):
+            folder = args.output / f"{shard_number:05d}"
+            if folder.exists():
+                continue
+            start_time = time.perf_counter()
+            # Write no shard if none of its documents leaves room for an answer.
+            token_lists = _document_tokens(
+                target, documents[first_index : first_index + SHARD], args, first_index
+            )
+            if not token_lists:
+                continue
+            packed_rows = features.pack_documents(token_lists, args.length)
+            _write_shard(folder, read_features, target, packed_rows)
+            say(
+                f"{folder}: {len(token_lists)} texts, {sum(map(len, token_lists)):,} tokens "
+                f"in {len(packed_rows[0])} rows of {args.length}; {time.perf_counter() - start_time:.0f} s"
+            )
+    if not features.shards(args.output):
+        raise MarsError(f"no document leaves room for an answer in --length {args.length}: increase it.")
+
+
+def _document_tokens(
+    target: Pretrained, documents: Sequence[str], args: argparse.Namespace, first: int
+) -> list[list[int]]:
+    """Return the tokens of documents, or of chats in which the target answers at temperatures 0 and 1 in turn."""
+    if not args.chat:
+        return target.encode_many(documents)
+    # An answer gets at least a quarter of the row.
+    prompts = [ids for ids in target.encode_many(documents, chat=True) if len(ids) <= args.length * 3 // 4]
+    if not prompts:
+        return []
+    answers = generate(
+        target,
+        "none",
+        prompts,
+        chat=True,
+        temperature=[float(i % 2) for i in range(len(prompts))],
+        seed=[(args.seed + first + i) % 2**32 for i in range(len(prompts))],
+        max_new_tokens=[args.length - len(ids) for ids in prompts],
+        batch_size=64,
+    )
+    return [[*prompt, *ids] for prompt, ids in zip(prompts, answers.tokens, strict=True)]
+
+
+def _write_shard(
+    folder: Path, record: Callable[..., features.Recorded], target: Pretrained, rows: Sequence[np.ndarray]
+) -> None:
+    """Compute the features of rows, one padded batch at a time, and write them as a shard."""
+    tokens = rows[0]
+    rows_per_batch = max(1, FORWARD // tokens.shape[1])
+    batch_outputs = []
+    for first in range(0, len(tokens), rows_per_batch):
+        batch = [x[first : first + rows_per_batch] for x in rows]
+        num_rows = len(batch[0])
+        # Pad the last batch, so that all batches share one compiled program.
+        padded_batch = [jnp.asarray(np.pad(x, ((0, rows_per_batch - num_rows), (0, 0)))) for x in batch]
+        batch_outputs.append([np.asarray(x)[:num_rows] for x in record(target.params, *padded_batch)])
+    outputs = [np.concatenate(columns) for columns in zip(*batch_outputs, strict=True)]
+    features.write_shard(folder, features.Recorded(*outputs))
 
 
 def draft_name(name: str, output: Path) -> str:
@@ -353,7 +429,7 @@ def _via_sd(
         target.model,
         target.params,
         _batches(args, target, documents),
-        left_out=args.left_out or LEFT_OUT,
+        left_out=args.left_out,
         evaluations=EVALUATIONS,
         seed=args.seed,
         log=work / "masks.jsonl",

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mars_jax import assets
 from mars_jax.cli import flags
+from mars_jax.cli.flags import add_flags
 from mars_jax.cli.program import Parser, keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import add_rule_flags, choose_with_weights, given_settings
-from mars_jax.drafters.registry import HEAD_EMBED, definitions, draft_words, parse_draft
+from mars_jax.drafters.registry import definitions, draft_words, parse_draft
 from mars_jax.drafters.tree_shapes import parse_tree
+from mars_jax.lab.theta import json_restored
 from mars_jax.utils.errors import MarsError
-from mars_jax.utils.settings import ATTENTION, DTYPES, STORED_DTYPES
+from mars_jax.utils.settings import DTYPES
 from mars_jax.utils.types import JsonObject
 from mars_jax.verify import RuleChoice
 
 if TYPE_CHECKING:
     from mars_jax.drafters import LoadedDrafter
     from mars_jax.hub.pretrained import Pretrained
+    from mars_jax.lab.evaluate.benchmark.run import Study
     from mars_jax.lab.evaluate.tasks.problems import Problem
 
 ARITHMETIC_PROBLEMS = 200
@@ -47,7 +50,7 @@ DRAFTS = tuple(name for name in definitions() if name != "none")
 def make_parser(
     prog: str, description: str, epilog: str, *, instead: Collection[str] = (), arithmetic: str = "200"
 ) -> Parser:
-    """Return a parser with the flags of the pair, its rule and its tasks. Numbers remain strings.
+    """Return a parser with the flags of the pair, its rule and its tasks.
 
     Args:
       prog, description, epilog: strings of the command's help.
@@ -56,45 +59,30 @@ def make_parser(
     """
     parser = Parser(prog=f"mars-jax {prog}", description=description, epilog=epilog)
     group = parser.add_argument_group("models")
-    group.add_argument("--target", default=assets.TARGET, metavar="PATH", help="default: %(default)s")
-    group.add_argument(
-        "--draft",
-        metavar="DRAFT",
-        help=f"{draft_words(DRAFTS)} (default: the target's best that needs no download, else ngram)",
-    )
-    group.add_argument(
-        "--num-draft-tokens", metavar="N", help="tokens drafted in a row (default: the drafter's)"
-    )
-    group.add_argument("--tree", metavar="4-2-2-1", help="draft a tree; as for mars_jax.generate")
-    group.add_argument("--head-embed", choices=HEAD_EMBED, help=flags.HEAD_EMBED_HELP)
-    flags.add_size_flags(group)
+    add_flags(group, {"--target PATH": "default: %(default)s"}, default=assets.TARGET)
+    draft_help = f"{draft_words(DRAFTS)} (default: the target's best that needs no download, else ngram)"
+    add_flags(group, {"--draft DRAFT": draft_help})
+    length_help = {"--num-draft-tokens N": "tokens drafted in a row (default: the drafter's)"}
+    add_flags(group, length_help, type=flags.number("num_draft_tokens"))
+    add_flags(group, {"--tree 4-2-2-1": "draft a tree; as for mars_jax.generate"}, type=parse_tree)
+    flags.add_draft_flags(group)
     group.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: the checkpoint's own)")
-    group.add_argument("--attention", choices=ATTENTION, help=flags.ATTENTION_HELP)
-    group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=flags.CACHE_DTYPE_HELP)
-    group.add_argument("--no-check", action="store_true", help=flags.NO_CHECK_HELP)
-    group.add_argument("--mesh", metavar="data=2,model=4", help=flags.MESH_HELP)
+    flags.add_target_flags(group)
     flags.add_host_flags(parser)
     group = parser.add_argument_group("tasks")
-    group.add_argument(
-        "--task", action="append", default=[], metavar="NAME[=PATH]", help="task to measure; once or more"
-    )
-    group.add_argument(
-        "--problems", metavar="N", help=f"first N of each task (default: all; arithmetic {arithmetic})"
-    )
-    group.add_argument(
-        "--chat", action="store_true", help="format questions with the chat template (never stories)"
-    )
+    add_flags(group, {"--task NAME[=PATH] ...": "task to measure; once or more"}, default=[])
+    problems_help = {"--problems N": f"first N of each task (default: all; arithmetic {arithmetic})"}
+    add_flags(group, problems_help, type=flags.number("batch_size", shown="--problems"))
+    add_flags(group, {"--chat": "format questions with the chat template (never stories)"})
     group = parser.add_argument_group("decoding")
-    group.add_argument(
-        "--max-new-tokens", default="256", metavar="N", help="most tokens of an answer (default: %(default)s)"
-    )
-    group.add_argument(
-        "--batch-size", default="1", metavar="N", help="problems decoded side by side (default: %(default)s)"
-    )
-    flags.add_settings(group, "prefill_chunk")
-    group.add_argument(
-        "--seed", default="0", metavar="N", help="problem i draws with seed N + i (default: 0)"
-    )
+    decoding_flags = {
+        "max_new_tokens": (256, "most tokens of an answer"),
+        "batch_size": (1, "problems decoded side by side"),
+        "seed": (0, "problem i draws with seed N + i"),
+    }
+    for name, (default, help_text) in decoding_flags.items():
+        helps = {f"{flags.flag_of(name)} N": f"{help_text} (default: {default})"}
+        add_flags(group, helps, default=default, type=flags.number(name))
     add_rule_flags(parser.add_argument_group("rule"), instead=instead)
     return parser
 
@@ -111,35 +99,21 @@ def chosen_rule(args: argparse.Namespace, *, instead: Collection[str] = ()) -> R
     """
     settings = given_settings(args)
     for name in settings.keys() & set(instead):
-        raise MarsError(
-            f"{settings[name].shown} does not apply here: give {flags.flag_of(name)}s in its place."
-        )
+        raise MarsError(f"{settings[name].shown} does not apply here: give {flags.flag_of(name)}s instead.")
     return choose_with_weights(args.verify or "mars", settings)
 
 
-def convert_pair_flags(args: argparse.Namespace) -> None:
-    """Convert the shared flags from strings to values.
-
-    Raises:
-      MarsError: a value out of range.
-    """
-    flags.numbers_of(args, ("num_draft_tokens", "max_new_tokens", "batch_size", "prefill_chunk", "seed"))
-    args.problems = args.problems and flags.number_of("batch_size", args.problems, shown="--problems")
-    args.tree = args.tree and parse_tree(args.tree)
-    args.draft = flags.draft_or_default(args.draft, args.target)
-
-
 def non_default_flags(args: argparse.Namespace) -> JsonObject:
-    """Return those flags of the target's computation and of the drafter that are set to non-default values."""
-    flag_names = ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed")
-    return {name: getattr(args, name) for name in flag_names if getattr(args, name) is not None}
+    """Return those flags of the target's computation and of the drafter that have non-default values."""
+    flag_names = ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed", "refine")
+    return {name: value for name, value in vars(args).items() if name in flag_names and value is not None}
 
 
 def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
     """Raise MarsError if shared flags contradict each other or a required one is missing.
 
     Args:
-      args: after `convert_pair_flags`.
+      args: from a parser of `make_parser`, with a draft.
       rule: the rule that the flags choose.
       output: the fix to suggest if --output is missing.
     """
@@ -155,15 +129,11 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
     flags.Present(args).refuse_alone()
     task_names = [task.partition("=")[0] for task in args.task]
     if len(set(task_names)) < len(task_names):
-        raise MarsError(
-            "--task names a task twice: give each once, and evaluate other files of it in a run of their own."
-        )
+        raise MarsError("--task names a task twice: give each once, and other files of it to another run.")
     if args.chat and set(task_names) == {"stories"}:
         raise MarsError("--chat does not apply to stories, which are continued as they are: leave it out.")
     if "long" in rule.needs:
-        raise MarsError(
-            f"--verify {rule.name} does not apply here, since its text means nothing: verify with another rule."
-        )
+        raise MarsError(f"--verify {rule.name} does not apply here, as its text means nothing: leave it out.")
     flags.Present(args).refuse_for(draft, rule)
     # The default must not appear among `non_default_flags`.
     if args.draft_size == "fixed":
@@ -191,7 +161,7 @@ def open_study(
       MarsError: the folder holds unrelated files, `check` failed, or problems or checkpoints are invalid.
     """
     from mars_jax import hub, verify
-    from mars_jax.cli.open_target import check_draft, open_target
+    from mars_jax.cli.open_target import check_draft, open_drafter, open_target
     from mars_jax.lab.evaluate.answers import check_problems
     from mars_jax.lab.evaluate.tasks.catalogue import read_problems
     from mars_jax.lab.folder import check_folder
@@ -211,32 +181,23 @@ def open_study(
     with busy("loading"):
         outline = hub.outline(args.target)
         if not outline.has_tokenizer:
-            raise MarsError(
-                f"'{args.target}' has no tokenizer, and tasks are text: put its files next to the weights."
-            )
+            raise MarsError(f"'{args.target}' has no tokenizer: put its files next to the weights.")
         check_problems(outline, problems, chat=args.chat)
         check_draft(outline, draft)
         loaded_rule = verify.load(args.rule.spec, outline, **args.rule.settings)
         target = open_target(args, outline)
         samples = draft.definition.samples and verify.needs_q(loaded_rule.rule)
-        drafter = load_drafter(args, target, samples=samples)
+        drafter = open_drafter(args, target, samples=samples)
         for file in args.theta_files:
             file.check_weights(target, drafter, loaded_rule)
     return problems, target, drafter
 
 
-def load_drafter(args: argparse.Namespace, target: Pretrained, *, samples: bool) -> LoadedDrafter:
-    """Load the drafter that the flags select; it samples its tokens if `samples`, else it drafts the best ones."""
-    from mars_jax import drafters
+def make_study(
+    args: argparse.Namespace, target: Pretrained, problems: list[Problem], names: Sequence[str]
+) -> Study:
+    """Return the `Study` that the flags describe. The flags in `names` and those not at their default identify it."""
+    from mars_jax.lab.evaluate.benchmark.run import Study
 
-    return drafters.load(
-        args.draft,
-        target,
-        num_draft_tokens=args.num_draft_tokens,
-        tree=args.tree,
-        sample=samples,
-        dtype=args.dtype,
-        draft_size=args.draft_size or "fixed",
-        any_rule=bool(args.any_rule),
-        head_embed=args.head_embed or "own",
-    )
+    settings = {name: json_restored(getattr(args, name)) for name in names}
+    return Study(args=args, target=target, problems=problems, names=settings | non_default_flags(args))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from mars_jax.cli.flags import number_of, numbers_of
+from mars_jax.cli.flags import add_flags, number
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import add_rule_flags, is_number
@@ -22,7 +22,6 @@ from mars_jax.verify import NEEDS
 
 if TYPE_CHECKING:
     from mars_jax.core.drafter import Drafter
-    from mars_jax.drafters.tree_shapes import Dynamic
     from mars_jax.lab.planning.chips import Topology
     from mars_jax.lab.planning.estimate import StepTime
     from mars_jax.lab.planning.fit import Attempt, DraftEstimate, DraftShape, Plan
@@ -59,79 +58,59 @@ _DRAFTS = f"{', '.join(published_heads())}, model:TARGET, ngram or none"
 
 
 def parser() -> Parser:
-    """Return the parser. Numbers remain strings."""
+    """Return the parser."""
     plan_parser = Parser(prog="mars-jax plan", description=_DESCRIPTION, epilog=_EPILOG)
     group = plan_parser.add_argument_group("models")
     group.add_argument("--target", required=True, metavar="NAME")
-    group.add_argument(
-        "--draft",
-        default=next(iter(published_heads())),
-        metavar="DRAFT",
-        help=f"{_DRAFTS}; the heads have the published shapes for the target (default: %(default)s)",
+    draft_help = f"{_DRAFTS}; the heads have the published shapes for the target (default: %(default)s)"
+    add_flags(group, {"--draft DRAFT": draft_help}, default=next(iter(published_heads())))
+    add_flags(group, {"--tree SHAPE": "as for mars_jax.generate"}, type=parse_tree)
+    length_help = {"--num-draft-tokens N": "length of a chain (default: the drafter's)"}
+    add_flags(group, length_help, type=number("num_draft_tokens"))
+    acceptance_help = (
+        "compare drafts, unless a shape is given; the probability that a drafted token is accepted, by depth. The last "
+        "one holds for all deeper levels (default for a mixture of experts: 0.75)"
     )
-    group.add_argument("--tree", metavar="SHAPE", help="as for mars_jax.generate")
-    group.add_argument("--num-draft-tokens", metavar="N", help="length of a chain (default: the drafter's)")
-    group.add_argument(
-        "--acceptance",
-        metavar="A,...",
-        help="compare drafts, unless a shape is given; the probability that a drafted token is accepted, by depth. "
-        "The last one holds for all deeper levels (default for a mixture of experts: 0.75)",
-    )
+    add_flags(group, {"--acceptance A,...": acceptance_help}, type=_acceptance)
     add_rule_flags(plan_parser.add_argument_group("rule"))
     group = plan_parser.add_argument_group("slice")
-    group.add_argument("--topology", required=True, metavar="SLICE", help="such as v5e:4x4 or v5litepod-16")
-    group.add_argument(
-        "--mesh",
-        metavar="AXES",
-        help="such as data=2,model=8 (default: as many chips as the key-value heads divide over for model, the "
-        "others for data if the batch divides, else for model too)",
+    add_flags(group, {"--topology SLICE": "such as v5e:4x4 or v5litepod-16"}, required=True)
+    mesh_help = (
+        "such as data=2,model=8 (default: as many chips as the key-value heads divide over for model, the others for "
+        "data if the batch divides, else for model too)"
     )
-    group.add_argument("--batch", default="1", metavar="N", help="rows (default: %(default)s)")
-    group.add_argument(
-        "--context",
-        metavar="N",
-        help=f"tokens of a row, prompt and output (default: {CONTEXT}, or the target's context if it is shorter)",
+    add_flags(group, {"--mesh AXES": mesh_help})
+    batch_size = number("batch_size", shown="--batch")
+    add_flags(group, {"--batch N": "rows (default: %(default)s)"}, default=1, type=batch_size)
+    context_help = (
+        f"tokens of a row, prompt and output (default: {CONTEXT}, or the target's context if it is shorter)"
     )
-    group.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="dtype of the weights; int8, int4: bits of the target's matrices (default: that of a conversion by "
-        "mars-jax convert, else bfloat16); by default and with int4, experts published in MXFP4 keep their 4 bits",
+    context_length = number("max_new_tokens", shown="--context")
+    add_flags(group, {"--context N": context_help}, type=context_length)
+    dtype_help = (
+        "dtype of the weights; int8, int4: bits of the target's matrices (default: that of a conversion by mars-jax "
+        "convert, else bfloat16); by default and with int4, experts published in MXFP4 keep their 4 bits"
     )
+    group.add_argument("--dtype", choices=DTYPES, help=dtype_help)
     group = plan_parser.add_argument_group("output")
-    group.add_argument(
-        "--dump",
-        type=Path,
-        metavar="DIR",
-        help="write the decode loop into this folder, as JAX lowers it (decode.stablehlo.txt) and as XLA compiles "
-        "it (decode.hlo.txt)",
+    dump_help = (
+        "write the decode loop into this folder, as JAX lowers it (decode.stablehlo.txt) and as XLA compiles it "
+        "(decode.hlo.txt)"
     )
-    group.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_flags(group, {"--dump DIR": dump_help}, type=Path)
+    add_flags(group, {"--json": "print one JSON object and nothing else"})
     return plan_parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
-    fits = True
-
-    def run(args: argparse.Namespace, out: IO[str]) -> None:
-        nonlocal fits
-        fits = _run(args, out)
-
-    return command(lambda argv: parser().parse_args(argv), run, argv) or int(not fits)
+    return command(lambda argv: parser().parse_args(argv), _run, argv)
 
 
-def _run(args: argparse.Namespace, out: IO[str]) -> bool:
-    args.batch = number_of("batch_size", args.batch, shown="--batch")
-    args.context = args.context and number_of("max_new_tokens", args.context, shown="--context")
-    numbers_of(args, ["num_draft_tokens"])
-    args.tree = args.tree and parse_tree(args.tree)
-    args.acceptance = args.acceptance and _acceptance(args.acceptance)
+def _run(args: argparse.Namespace, out: IO[str]) -> int:
     rule = chosen_rule(args)
     if needs := {"q", "weights"} & rule.needs:
-        raise MarsError(
-            f"--verify {rule.name} needs {NEEDS[min(needs)]}, which a plan does not have: choose another rule."
-        )
+        raise MarsError(f"--verify {rule.name} needs {NEEDS[min(needs)]}: choose another rule for a plan.")
 
     # Import the planning code only after the checks above, so that they fail fast.
     from mars_jax import verify
@@ -156,16 +135,13 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     loaded_rule = verify.load(rule.spec, **rule.settings).rule
 
     def pair(
-        slice_: Topology,
-        dtype: str,
-        draft: AnyConfig | str = draft,
-        length: int | None = args.num_draft_tokens,
-        tree: Dynamic | tuple[int, ...] | None = args.tree,
+        slice_: Topology, dtype: str, draft: AnyConfig | str = draft, shape: DraftShape | None = None
     ) -> Programs:
         """Return the programs on a slice. `--mesh` applies only to the slice of `--topology`."""
         axes = args.mesh
         if axes is None or slice_ is not requested_slice:
             axes = default_mesh(target, len(slice_.devices), args.batch)
+        length, tree = shape or (args.num_draft_tokens, args.tree)
         shaped_draft = draft_of(
             draft, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=is_mixture, chain=is_recurrent
         )
@@ -179,9 +155,9 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
 
     def step(shape: DraftShape) -> StepTime | None:
         """Return the time of a step with a draft of a different shape, or None if it does not fit."""
-        shaped_programs = pair(requested_slice, args.dtype, length=shape.length, tree=shape.tree)
+        shaped_programs = pair(requested_slice, args.dtype, shape=shape)
         # The plan has already compiled the usual shape, and it fits.
-        is_planned = (shape.length, shape.tree) == drafter.usual(mixture=is_mixture)
+        is_planned = shape == drafter.usual(mixture=is_mixture)
         if not is_planned and not fit.try_fit(shaped_programs, requested_slice).fits:
             return None
         return fit.planned_time(shaped_programs, requested_slice)[1]
@@ -191,7 +167,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
             (args.dump / name).write_text(text, encoding="utf-8")
 
     with busy("planning"):
-        target_programs = pair(requested_slice, args.dtype, "none", None, None)
+        target_programs = pair(requested_slice, args.dtype, "none")
         planned_programs = pair(requested_slice, args.dtype)
         plan = fit.make_plan(planned_programs, target_programs, requested_slice, dump)
     drafts = []
@@ -217,7 +193,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         print(json.dumps(report), file=out)
     else:
         _print_table(args, planned_programs.drafter, plan, attempts, drafts, out)
-    return plan.fits
+    return int(not plan.fits)
 
 
 def _acceptance(text: str) -> list[float]:
@@ -316,8 +292,9 @@ def _print_table(
     drafts: Sequence[DraftEstimate],
     out: IO[str],
 ) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from mars_jax.cli.generate.terminal import console
 
     def size(count: int) -> str:
         return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.2f} MiB"
@@ -357,4 +334,4 @@ def _print_table(
         if attempt.topology != plan.topology:
             attempt_flags = f"--topology {attempt.topology}"
         table.add_row("try" if attempt.fits else "fits neither", f"{attempt_flags} ({memory(attempt)})")
-    Console(file=out, soft_wrap=True, highlight=False).print(table)
+    console(out).print(table)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from mars_jax.lab.evaluate.scoring.scores import total_score
+from mars_jax.lab.evaluate.scoring import total_score
 from mars_jax.serve.rows import Row
 from mars_jax.utils.types import JsonObject
 

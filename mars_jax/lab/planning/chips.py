@@ -92,12 +92,8 @@ class Topology(NamedTuple):
     name: str
     chips: int
     devices: tuple[Any, ...]
-    # Memory, HBM bandwidth and peak of one device, in the units of `Chip`.
-    hbm_bytes: int
-    bandwidth: float
-    peak_flops: float
-    # As in `Chip`.
-    link: float
+    # Figures of one device, its share of a chip.
+    device: Chip
 
     @property
     def generation(self) -> str:
@@ -141,20 +137,15 @@ def topology(name: str) -> Topology:
     except Exception as error:  # jaxlib raises several types
         error_text = str(error)
         if "libtpu" in error_text.lower() or isinstance(error, ImportError):
-            raise MarsError(
-                "compiling for a TPU needs libtpu: pip install 'jax[tpu]' on Linux x86-64."
-            ) from None
+            raise MarsError("a plan needs libtpu: pip install 'jax[tpu]' on Linux x86-64.") from None
         raise MarsError(
             f"libtpu knows no topology {name!r} ({error_text.splitlines()[0]}): choose another shape."
         ) from None
     chips = math.prod(chip_counts)
     devices_per_chip = len(devices) // chips
-    return Topology(
-        name=name,
-        chips=chips,
-        devices=tuple(devices),
+    device = chip._replace(
         hbm_bytes=chip.hbm_bytes // devices_per_chip,
         bandwidth=chip.bandwidth / devices_per_chip,
         peak_flops=chip.peak_flops / devices_per_chip,
-        link=chip.link,
     )
+    return Topology(name, chips, tuple(devices), device)

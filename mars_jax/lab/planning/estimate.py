@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from mars_jax.lab.planning.chips import Chip, Topology
+from mars_jax.lab.planning.chips import Chip
 from mars_jax.utils.types import JsonObject
 
 TABLE = Path(__file__).with_name("overheads.json")
@@ -81,7 +81,7 @@ def overheads() -> JsonObject:
     return json.loads(TABLE.read_text(encoding="utf-8"))["chips"]
 
 
-def step_time(work: Work, generation: str, device: Chip | Topology) -> StepTime:
+def step_time(work: Work, generation: str, device: Chip) -> StepTime:
     """Estimate the time of a step.
 
     Args:

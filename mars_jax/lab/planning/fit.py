@@ -80,7 +80,7 @@ def make_plan(
     try:
         report = compile_program(lowered, read=lambda text: dump("decode.hlo.txt", text))
         used_bytes = held_bytes(report)
-        fits = used_bytes <= topology.hbm_bytes
+        fits = used_bytes <= topology.device.hbm_bytes
     except OutOfMemory as error:
         report = {"collectives": {}, "seconds": 0.0}
         used_bytes, fits = error.used, False
@@ -94,7 +94,7 @@ def make_plan(
         chips=topology.chips,
         mesh={name: int(size) for name, size in pair.mesh.shape.items()},
         fits=fits,
-        hbm_bytes=topology.hbm_bytes,
+        hbm_bytes=topology.device.hbm_bytes,
         held_bytes=used_bytes,
         weight_bytes=local_bytes(pair.params),
         cache_bytes=local_bytes(pair.state),
@@ -118,7 +118,7 @@ def _range(time: StepTime) -> dict[str, float] | None:
 def planned_time(pair: Programs, topology: Topology) -> tuple[Work, StepTime]:
     """Return the work of a step with full contexts, and its time, without compiling."""
     work = count_work(pair)
-    return work, step_time(work, topology.generation, topology)
+    return work, step_time(work, topology.generation, topology.device)
 
 
 def count_work(pair: Programs) -> Work:
@@ -239,15 +239,15 @@ class Attempt(NamedTuple):
 def try_fit(pair: Programs, topology: Topology) -> Attempt:
     """Compile the decode loop, unless its weights already exceed the memory, and return whether it fits."""
     used_bytes, fits = local_bytes(pair.params), False
-    if used_bytes <= topology.hbm_bytes:
+    if used_bytes <= topology.device.hbm_bytes:
         used_bytes += local_bytes(pair.state)
         try:
             used_bytes = held_bytes(compile_program(pair.lower()))
-            fits = used_bytes <= topology.hbm_bytes
+            fits = used_bytes <= topology.device.hbm_bytes
         except OutOfMemory as error:
             used_bytes = max(used_bytes, error.used)
     axes = {name: int(size) for name, size in pair.mesh.shape.items()}
-    return Attempt(topology.name, pair.dtype, axes, fits, used_bytes, topology.hbm_bytes)
+    return Attempt(topology.name, pair.dtype, axes, fits, used_bytes, topology.device.hbm_bytes)
 
 
 class DraftShape(NamedTuple):

@@ -106,9 +106,8 @@ def read_recipe(name: str) -> Recipe:
     check_path(name, "the recipe")
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
-        raise MarsError(
-            f"there is no recipe {name!r}{did_you_mean(name, names())}: choose from {', '.join(names())}."
-        )
+        suggestion = did_you_mean(name, names())
+        raise MarsError(f"there is no recipe {name!r}{suggestion}: choose from {', '.join(names())}.")
     try:
         recipe = Recipe(name=path.stem, **tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError) as error:

@@ -113,9 +113,8 @@ def batches(streams: Sequence[Stream], *, rows: int, length: int, seed: int) -> 
     datasets = []
     for number, source in enumerate(streams):
         if len(source.tokens) <= length:
-            raise MarsError(
-                f"a source of {len(source.tokens)} tokens is shorter than a row of {length}: give more text."
-            )
+            num_tokens = len(source.tokens)
+            raise MarsError(f"a source of {num_tokens} tokens is shorter than a row of {length}: add text.")
         dataset = grain.MapDataset.source(_StreamRows(source, length)).seed(seed + number)
         datasets.append(dataset.shuffle().repeat())
     mixed_dataset = grain.MapDataset.mix(datasets, weights=[source.weight for source in streams])

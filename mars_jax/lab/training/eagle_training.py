@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -216,9 +217,9 @@ def eagle1(
         hidden, _ = config.forward(target, pair, feature, next_tokens, visible, cache)
         drafted, target_logits = config.logits(target, pair, hidden), lesson.logits[:, 1:]
         valid = segments[:, :n] == segments[:, 1:]
-        # The regression target of entry t is the target's feature at t + 1. Smooth L1 is quadratic below an error of 1.
-        error = jnp.abs(hidden.astype(jnp.float32) - lesson.output.hidden[:, 1:].astype(jnp.float32))
-        smooth_l1 = jnp.mean(jnp.where(error < 1, 0.5 * error**2, error - 0.5), axis=-1)
+        # The regression target of entry t is the target's feature at t + 1. Smooth L1 is Huber's loss.
+        next_feature = lesson.output.hidden[:, 1:].astype(jnp.float32)
+        smooth_l1 = jnp.mean(optax.huber_loss(hidden.astype(jnp.float32), next_feature), axis=-1)
         regression_loss = objectives.masked_mean(smooth_l1, valid)
         token_loss = objectives.masked_mean(divergence(target_logits, drafted), valid)
         acceptance = _agreement(config, pair, drafted, jnp.argmax(target_logits, axis=-1), valid)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from jax import Array
 
 from mars_jax.contrib.teaching import forward_packed
 from mars_jax.core.types import LanguageModel, PyTree
-from mars_jax.hub.durable import sync
+from mars_jax.hub.durable import staging, sync, sync_directory
 from mars_jax.lab.folder import SETTINGS
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
@@ -92,16 +91,13 @@ def reader(target: LanguageModel) -> Callable[[PyTree, Array, Array], Recorded]:
 
 def write_shard(folder: Path, recorded: Recorded) -> None:
     """Write a shard atomically."""
-    staging = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
     # The .npy format has no bfloat16, so store the bits.
     stored_arrays = recorded._replace(features=np.asarray(recorded.features).view(np.uint16))
-    for name, array in stored_arrays._asdict().items():
-        np.save(staging / f"{name}.npy", array)
-        sync(staging / f"{name}.npy")
-    sync(staging)
-    staging.replace(folder)
+    with staging(folder) as staged:
+        for name, array in stored_arrays._asdict().items():
+            np.save(staged / f"{name}.npy", array)
+        sync_directory(staged)
+        staged.replace(folder)
     sync(folder.parent)
 
 
@@ -114,9 +110,7 @@ def read_shard(folder: Path) -> Recorded:
     try:
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in Recorded._fields}
     except (OSError, ValueError, EOFError) as error:
-        raise MarsError(
-            f"'{folder}' is no shard of features ({error}): remove it, or write it again."
-        ) from None
+        raise MarsError(f"'{folder}' is no shard ({error}): remove it, or write it again.") from None
     return Recorded(**arrays)._replace(features=arrays["features"].view(ml_dtypes.bfloat16))
 
 
@@ -125,20 +119,17 @@ def shards(dump: str | os.PathLike[str]) -> list[Path]:
     return sorted(p for p in Path(dump).glob("[0-9]*") if p.is_dir())
 
 
-class _DumpRows:
-    """The rows of several shards that share one row length."""
+class _ShardRows:
+    """The rows of a shard."""
 
-    def __init__(self, folders: Sequence[Path]):
-        self._shards = [read_shard(folder) for folder in folders]
-        self._ends = np.cumsum([len(shard.tokens) for shard in self._shards])
+    def __init__(self, folder: Path):
+        self._shard = read_shard(folder)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self._shard.tokens)
 
     def __getitem__(self, index: int) -> Recorded:
-        shard_id = int(np.searchsorted(self._ends, index, side="right"))
-        # Relative to the end of its shard, the index is negative, and so counts rows from the end.
-        return Recorded(*(np.asarray(x[index - self._ends[shard_id]]) for x in self._shards[shard_id]))
+        return Recorded(*(np.asarray(x[index]) for x in self._shard))
 
 
 def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple[Any, list[Recorded], int]:
@@ -159,16 +150,17 @@ def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple
             raise MarsError(
                 f"'{dump}' has too few features to train on: give it two shards at least, one of which is held out."
             )
-        dump_rows = _DumpRows(shard_folders[1:])
-        length = dump_rows[0].tokens.shape[-1]
+        shard_rows = [grain.MapDataset.source(_ShardRows(folder)) for folder in shard_folders[1:]]
+        dump_rows = grain.MapDataset.concatenate(shard_rows)
+        held_out_shard = read_shard(shard_folders[0])
+        length = held_out_shard.tokens.shape[-1]
         batch_rows = max(1, step_tokens // length)
-        dataset = grain.MapDataset.source(dump_rows).seed(seed + number).shuffle().repeat()
+        dataset = dump_rows.seed(seed + number).shuffle().repeat()
         # For one-row batches, keeping the remainder makes the dataset longer than sys.maxsize, which grain cannot
         # handle.
         datasets.append(dataset.batch(batch_rows, drop_remainder=True))
         batch_counts.append(len(dump_rows) / batch_rows)
         batch_tokens.append(batch_rows * length)
-        held_out_shard = read_shard(shard_folders[0])
         for start in range(0, min(len(held_out_shard.tokens), 4 * batch_rows), batch_rows):
             held_out.append(Recorded(*(np.asarray(x[start : start + batch_rows]) for x in held_out_shard)))
     mean_tokens = round(np.average(batch_tokens, weights=batch_counts))
@@ -196,9 +188,7 @@ def dump_settings(dump: Path) -> JsonObject:
     try:
         return json.loads((dump / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise MarsError(
-            f"'{dump}' is no folder of features: write one with `mars-jax distill features`."
-        ) from None
+        raise MarsError(f"'{dump}' has no features: write them with `mars-jax distill features`.") from None
 
 
 def check_dump(dump: Path, layers: Sequence[int], weights: str) -> str:

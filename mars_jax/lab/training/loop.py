@@ -81,8 +81,11 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
     )
 
 
-def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> Callable:
-    """Return jitted `(params, opt_state, batch, teacher) -> (params, opt_state, figures)`. It donates the first two."""
+def make_step(loss: Loss, optimizer: optax.GradientTransformation, *, donates: bool = True) -> Callable:
+    """Return jitted `(params, opt_state, batch, teacher) -> (params, opt_state, figures)`.
+
+    If `donates`, the step overwrites its first two arguments.
+    """
 
     def step(params: PyTree, opt_state: PyTree, batch: Any, teacher: PyTree):
         (loss_value, figures), gradient = jax.value_and_grad(loss, has_aux=True)(params, batch, teacher)
@@ -90,7 +93,7 @@ def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> Callable:
         figures = {"loss": loss_value, **figures, "gradient_norm": optax.tree.norm(gradient)}
         return optax.apply_updates(params, updates), opt_state, figures
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    return jax.jit(step, donate_argnums=(0, 1) if donates else ())
 
 
 def fit(

@@ -22,7 +22,7 @@ import optax
 from jax import Array
 
 from mars_jax import hub
-from mars_jax.contrib.teaching import Batch, predict, teach
+from mars_jax.contrib.teaching import Batch, Loss, predict, teach
 from mars_jax.core.types import LanguageModel, Params, PyTree
 from mars_jax.drafters import LoadedDrafter
 from mars_jax.drafters.registry import parse_draft
@@ -30,7 +30,8 @@ from mars_jax.drafters.shared_tokens import Shared
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.training.data import documents
 from mars_jax.lab.training.eagle_training import drafted_ahead, eagle3, entries
-from mars_jax.lab.training.objectives import cast, with_ids
+from mars_jax.lab.training.loop import make_step
+from mars_jax.lab.training.objectives import cast, masked_mean, with_ids
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.serve.queue import Queue
 from mars_jax.serve.requests import Completion
@@ -57,7 +58,7 @@ class Refined(NamedTuple):
 class Learner(NamedTuple):
     """Functions that compute the loss and the acceptance of a kind of draft."""
 
-    loss: Callable[..., Array]  # (params, target params, tokens i32[B, T], loss_mask bool[B, T]) -> f32[]
+    loss: Loss  # its batch has the tokens to learn
     # (params, target params, tokens) -> K arrays f32[B, n]: probability that draft j of a chain is accepted
     acceptance: Callable[..., Sequence[Array]]
     ahead: int  # position t of these arrays refers to token t + ahead
@@ -144,7 +145,8 @@ class Refiner:
         self._state = optimizer.init(self._params)
         # Without old documents, train on an empty one, which adds nothing to the loss.
         self._held_out, self._old = list(held_out), list(old) or [[]]
-        self._update = jax.jit(functools.partial(_update, learner, optimizer))
+        # The step must not overwrite the weights, to which `refine` may return.
+        self._update = make_step(learner.loss, optimizer, donates=False)
         self._measure = jax.jit(functools.partial(_measure, learner))
         self._first = self.expected_tau(target_params)
 
@@ -156,7 +158,8 @@ class Refiner:
 
     def expected_tau(self, target_params: PyTree) -> float:
         """Return the expected tau of a K-token chain on the held-out documents, with the current weights."""
-        tokens, lengths = self._padded(self._held_out)
+        tokens = _padded(self._held_out, self._width)
+        lengths = np.asarray([min(len(text), self._width) for text in self._held_out], np.int32)
         # The summed tau of the chains, and their number.
         sums = np.zeros(2)
         for first in range(0, len(tokens), BATCH):
@@ -172,9 +175,7 @@ class Refiner:
         """
         for completion in completions:
             if completion.log_probs is None:
-                raise MarsError(
-                    "the completions do not record the kinds of their tokens: decode with log_probs=True."
-                )
+                raise MarsError("the completions have no log-probabilities: decode with log_probs=True.")
             prompt = list(completion.request.prompt_tokens)
             is_rejected = rejected_places(completion.log_probs.kind, self._depth)
             self._texts.append(([*prompt, *completion.tokens], [False] * len(prompt) + is_rejected))
@@ -189,12 +190,11 @@ class Refiner:
         """
         old_params, old_state = self._params, self._state
         tau_before = self.expected_tau(target_params)
-        loss = jnp.float32(0)
+        figures = {"loss": 0.0}
         if self._texts:
             for _ in range(steps):
-                tokens, loss_mask = self._lessons()
-                self._params, self._state, loss = self._update(
-                    self._params, self._state, target_params, tokens, loss_mask
+                self._params, self._state, figures = self._update(
+                    self._params, self._state, self._lessons(), target_params
                 )
         tau_after = self.expected_tau(target_params)
         # A change of the target may have lowered tau below this share of its first value already.
@@ -202,45 +202,37 @@ class Refiner:
         is_kept = math.isfinite(tau_after) and tau_after >= least_tau
         if not is_kept:
             self._params, self._state = old_params, old_state
-        return Refined(self.params, is_kept, float(loss), tau_before, tau_after)
+        return Refined(self.params, is_kept, float(figures["loss"]), tau_before, tau_after)
 
     def warm_up(self, target_params: PyTree) -> None:
         """Compile everything that `refine` runs, so that measured times exclude compilation."""
-        tokens = jnp.zeros((2 * BATCH, self._width), jnp.int32)
-        loss_mask = jnp.zeros(tokens.shape, bool)
-        jax.block_until_ready(self._update(self._params, self._state, target_params, tokens, loss_mask))
+        empty_rows = [[]] * (2 * BATCH)
+        batch = _batch(empty_rows, empty_rows, self._width)
+        jax.block_until_ready(self._update(self._params, self._state, batch, target_params))
 
-    def _lessons(self) -> tuple[Array, Array]:
-        """Draw the rows of a training step: (tokens i32[2 * BATCH, T], loss_mask bool[2 * BATCH, T])."""
+    def _lessons(self) -> Batch:
+        """Draw the 2 * BATCH rows of a training step."""
         lessons = [self._texts[i] for i in self._random.choice(len(self._texts), BATCH)]
         for _ in range(BATCH):
             text = self._old[self._random.integers(len(self._old))]
             # Train on every token but the first, which no position predicts.
             lessons.append((list(text), [position > 0 for position in range(len(text))]))
         texts, masks = zip(*lessons, strict=True)
-        return jnp.asarray(self._padded(texts)[0]), jnp.asarray(self._padded(masks)[0], bool)
-
-    def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return rows i32[B, T], padded or cut to T, and lengths i32[B]. No token attends to padding, which is last."""
-        tokens, lengths = np.zeros((len(texts), self._width), np.int32), np.zeros(len(texts), np.int32)
-        for row, text in enumerate(texts):
-            lengths[row] = min(len(text), self._width)
-            tokens[row, : lengths[row]] = list(text)[: self._width]
-        return tokens, lengths
+        return _batch(texts, masks, self._width)
 
 
-def _update(
-    learner: Learner,
-    optimizer: optax.GradientTransformation,
-    params: PyTree,
-    state: PyTree,
-    teacher: PyTree,
-    tokens: Array,
-    loss_mask: Array,
-) -> tuple[PyTree, PyTree, Array]:
-    loss, gradient = jax.value_and_grad(learner.loss)(params, teacher, tokens, loss_mask)
-    updates, state = optimizer.update(gradient, state, params)
-    return optax.apply_updates(params, updates), state, loss
+def _batch(texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], width: int) -> Batch:
+    """Return documents as rows with the tokens to learn."""
+    tokens = jnp.asarray(_padded(texts, width))
+    return Batch(tokens, jnp.zeros_like(tokens), jnp.asarray(_padded(masks, width), bool))
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """Return rows i32[B, T], padded or cut to T. No token attends to padding, which is last."""
+    padded_rows = np.zeros((len(rows), width), np.int32)
+    for padded_row, row in zip(padded_rows, rows, strict=True):
+        padded_row[: len(row)] = row[:width]
+    return padded_rows
 
 
 def _measure(
@@ -275,12 +267,11 @@ def _model_learner(target: LanguageModel, draft: LanguageModel, depth: int, temp
             "refine a draft of the same size."
         )
 
-    def loss(params: PyTree, teacher: PyTree, tokens: Array, loss_mask: Array) -> Array:
+    def loss(params: PyTree, batch: Batch, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
         # Position t predicts token t + 1, so the mask moves by one.
-        token_weight, segments = loss_mask[:, 1:].astype(jnp.float32), jnp.zeros_like(tokens)
-        p = jax.nn.softmax(predict(target, teacher, tokens, segments)[:, :-1])
-        log_q = jax.nn.log_softmax(predict(draft, params, tokens, segments)[:, :-1])
-        return jnp.sum(-jnp.sum(p * log_q, axis=-1) * token_weight) / jnp.maximum(jnp.sum(token_weight), 1.0)
+        p = jax.nn.softmax(predict(target, teacher, batch.tokens, batch.segments)[:, :-1])
+        draft_logits = predict(draft, params, batch.tokens, batch.segments)[:, :-1]
+        return masked_mean(optax.softmax_cross_entropy(draft_logits, p), batch.wanted[:, 1:]), {}
 
     def acceptance(params: PyTree, teacher: PyTree, tokens: Array) -> Sequence[Array]:
         segments = jnp.zeros_like(tokens)
@@ -301,10 +292,7 @@ def _head_learner(
     assert target.with_features is not None  # `drafters.eagle` refuses such a target
     model = target.with_features(config.feature_layers)
     # Updates are small and use few rows, so compute them in float32.
-    eagle3_loss = eagle3(config, model, ids=ids, steps=depth, dtype="float32")
-
-    def loss(params: PyTree, teacher: PyTree, tokens: Array, loss_mask: Array) -> Array:
-        return eagle3_loss(params, Batch(tokens, jnp.zeros_like(tokens), loss_mask), teacher)[0]
+    loss = eagle3(config, model, ids=ids, steps=depth, dtype="float32")
 
     def acceptance(params: PyTree, teacher: PyTree, tokens: Array) -> Sequence[Array]:
         pair = Params(target=teacher, draft=with_ids(params, ids))

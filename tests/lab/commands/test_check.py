@@ -104,9 +104,9 @@ def sections(monkeypatch):
         "tokens": [{"way": "a tree", "tokens": 4, "tau": 2.5, "status": "equal", "detail": None}],
         "large": {"missing": "no accelerator"},
     }
-    monkeypatch.setattr(kernels, "check_kernels", lambda tick: results["kernels"])
-    monkeypatch.setattr(tokens, "check_tokens", lambda tick: results["tokens"])
-    monkeypatch.setattr(large, "check_large", lambda tick: results["large"])
+    monkeypatch.setattr(kernels, "check_kernels", lambda: results["kernels"])
+    monkeypatch.setattr(tokens, "check_tokens", lambda: results["tokens"])
+    monkeypatch.setattr(large, "check_large", lambda: results["large"])
     monkeypatch.setattr(device_check, "keep_compilations", lambda: None)
     return results
 
@@ -160,7 +160,7 @@ def test_a_large_model_is_timed_with_simulated_acceptance(dtype, monkeypatch):
 
 
 def test_a_section_that_fails_is_reported_and_the_others_run(sections, monkeypatch, capsys, tmp_path):
-    def fails(tick):
+    def fails():
         raise RuntimeError("INTERNAL: the driver is gone\nand a page")
 
     monkeypatch.setattr(tokens, "check_tokens", fails)
@@ -173,7 +173,7 @@ def test_a_section_that_fails_is_reported_and_the_others_run(sections, monkeypat
 
 @pytest.mark.parametrize("name", [".", "missing/check.json"])
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(monkeypatch, capsys, tmp_path, name):
-    monkeypatch.setattr(device_check, "make_report", lambda save: pytest.fail("minutes of work"))
+    monkeypatch.setattr(device_check, "make_report", lambda output: pytest.fail("minutes of work"))
     assert main(["--output", str(tmp_path / name)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: --output ") and err.count("\n") == 1

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 import mars_jax as mj
 from mars_jax import hub
 from mars_jax.contrib.rules import diversed_training
-from mars_jax.lab.commands import distill, distill_features, distill_run
-from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
+from mars_jax.lab.commands import distill, distill_run
+from mars_jax.lab.evaluate.tasks.catalogue import read_arithmetic
 from mars_jax.lab.training import data, distillation, eagle_training, features
 from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.mesh.axes import parse_mesh
@@ -124,7 +124,7 @@ def test_a_recurrent_draft_model_is_refused_before_the_training(
 @pytest.fixture
 def dump(call, text, target, tmp_path, monkeypatch):
     """Write three shards of features and return their folder."""
-    monkeypatch.setattr(distill_features, "SHARD", 14)
+    monkeypatch.setattr(distill_run, "SHARD", 14)
     flags = ("--target", target, "--feature-layers", "0,0,0", "--length", 32, "--data", text)
     code, err = call("features", *flags, "--output", tmp_path / "features")
     assert code == 0 and err.count("14 texts") == 2 and "12 texts" in err, err
@@ -335,7 +335,7 @@ def test_a_kill_during_writing_leaves_nothing_half(call, text, target, draft, tm
     ("flags", "sentence"),
     [
         ("eagle3", "there is no text to learn from: give --data or --features"),
-        ("eagle3 --features none", "'none' is no folder of features"),
+        ("eagle3 --features none", "'none' has no features"),
         ("eagle3 --data TEXT --from none", "there is no directory 'none'"),
         ("eagle3 --data TEXT --feature-layers 0,x", "--feature-layers is 0,x: expected layer numbers"),
         ("features --data TEXT --output TEXT", "text.txt' is a file: name a folder."),

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from mars_jax.lab.evaluate.scoring.scores import score_answer
-from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
+from mars_jax.lab.evaluate.scoring import score_answer
+from mars_jax.lab.evaluate.tasks.catalogue import read_arithmetic
 from scripts.arithmetic import generator
 
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}

@@ -200,7 +200,7 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
         ("--theta 0.9", "unrecognized arguments: --theta"),
         ("--rule-option theta=0.9", "--rule-option theta does not apply here: give --thetas"),
         ("--verify exact --thetas 0.9", "--thetas does not apply to the rule exact"),
-        ("--verify simulated", "--verify simulated does not apply here, since its text means nothing"),
+        ("--verify simulated", "--verify simulated does not apply here, as its text means nothing"),
         ("--verify gates.py:gate", "the file of a rule 'gates.py' cannot be read"),
         ("--task arithmetic", "--task names a task twice"),
         ("--task chess=x", "there is no task 'chess'"),

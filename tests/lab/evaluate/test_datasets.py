@@ -43,7 +43,7 @@ def published(tmp_path):
     """Write rows as a dataset with the config and split of the task: published(task, rows...) -> folder."""
 
     def call(task, *rows):
-        config, split = hub.PARTS.get(task, hub.Part(None, "test"))
+        config, split = hub.PARTS.get(task, (None, "test"))
         folder = tmp_path / task
         folder.mkdir()
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -10,7 +10,7 @@ import pytest
 import mars_jax as mj
 from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.benchmark import rows
-from mars_jax.lab.evaluate.scoring.scores import total_score
+from mars_jax.lab.evaluate.scoring import total_score
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.models.shardings import parse_mesh
 from mars_jax.serve import likelihood

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mars_jax.lab.evaluate.scoring.samples import UNSCORED, completion, with_results
+from mars_jax.lab.evaluate.scoring import UNSCORED, completion, with_results
 from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.lab.evaluate.tasks.problems import Code
 from mars_jax.utils.errors import MarsError

@@ -5,8 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from mars_jax.lab.evaluate.scoring import scores
-from mars_jax.lab.evaluate.scoring.scores import (
+from mars_jax.lab.evaluate import scoring
+from mars_jax.lab.evaluate.scoring import (
     bleu_counts,
     final_answer,
     last_number,
@@ -85,7 +85,7 @@ def test_bleu_is_that_of_sacrebleu(rows):
 )
 def test_a_missing_package_is_named_before_anything_runs(monkeypatch, metric, package):
     monkeypatch.setitem(sys.modules, package, None)
-    scores._rouge.cache_clear()
-    scores._bleu_metric.cache_clear()
+    scoring._rouge.cache_clear()
+    scoring._bleu_metric.cache_clear()
     with pytest.raises(MarsError, match="pip install "):
-        scores.check_metrics([problem(metric, "a")])
+        scoring.check_metrics([problem(metric, "a")])

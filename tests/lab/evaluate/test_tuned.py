@@ -106,7 +106,7 @@ def test_it_goes_on_after_a_kill(flags, tmp_path):
         (["--tree", "4-2"], "--tree does not apply with --tune"),
         (["--controls", "all"], "--controls does not apply with --tune"),
         (["0"], "--tune is 0"),
-        (["--draft", "medusa:x"], "--tune does not apply to --draft medusa:x"),
+        (["--draft", "medusa:x"], "--tune does not apply to --draft medusa, which has no chains"),
     ],
 )
 def test_flags_that_do_not_apply_are_refused(flags, message):

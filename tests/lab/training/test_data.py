@@ -54,7 +54,7 @@ def test_every_prefix_keeps_the_weights():
 
 
 def test_a_short_source_and_an_empty_one_are_refused():
-    with pytest.raises(MarsError, match="a source of 8 tokens is shorter than a row of 8: give more text"):
+    with pytest.raises(MarsError, match="a source of 8 tokens is shorter than a row of 8: add text"):
         batches([a_stream(0, 8, 1.0)], rows=1, length=8, seed=0)
 
     with pytest.raises(MarsError, match="there is no text to train on"):

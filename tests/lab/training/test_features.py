@@ -68,7 +68,7 @@ def test_a_shard_that_was_cut_short_is_a_sentence(tmp_path, size):
     shard(tmp_path, 0)
     path = tmp_path / "00000" / "top.npy"
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(MarsError, match=r"is no shard of features .*: remove it, or write it again"):
+    with pytest.raises(MarsError, match=r"is no shard .*: remove it, or write it again"):
         features.read_shard(tmp_path / "00000")
 
 

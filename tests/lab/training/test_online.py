@@ -117,7 +117,11 @@ def test_an_eagle_head_learns_and_nothing_that_decodes_compiles():
 
 def test_small_losses_do_not_add_up(pair, monkeypatch):
     """Each of twenty refinements loses 2.9% of tau; a change of the target does not count against one."""
-    monkeypatch.setattr(online, "_update", lambda _, __, draft, state, *___: (0.971 * draft, state, 0.0))
+
+    def update_by(factor):
+        return lambda draft, state, *_: (factor * draft, state, {"loss": 0.0})
+
+    monkeypatch.setattr(online, "make_step", lambda *_, donates: update_by(0.971))
     monkeypatch.setattr(online.Refiner, "expected_tau", lambda self, moved: 3.0 * moved * float(self._params))
     options = {"depth": DEPTH, "held_out": [[1, 2]], "rows": 4, "width": 8}
     refiner = online.Refiner(MODEL, MODEL, jnp.float32(1.0), target_params=1.0, **options)
@@ -127,7 +131,7 @@ def test_small_losses_do_not_add_up(pair, monkeypatch):
     assert results[-1].before == pytest.approx(3.0 * 0.971)
     assert float(results[-1].params) == pytest.approx(0.971)
     assert not refiner.refine(0.5, steps=1).kept
-    refiner._update = lambda draft, state, *_: (1.01 * draft, state, 0.0)
+    refiner._update = update_by(1.01)
     assert refiner.refine(0.5, steps=1).kept
 
 

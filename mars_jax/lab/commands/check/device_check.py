@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from mars_jax.cli.flags import add_flags
 from mars_jax.cli.program import Parser, command, keep_compilations
 from mars_jax.utils import activity
 from mars_jax.utils.errors import MarsError
@@ -35,6 +35,8 @@ examples:
 Attach the file of --output to a report: it has versions, device, rows and figures, and no
 names of hosts, users or folders. Exit code 1 means that something is wrong; a slow device is not.
 """
+WIDTH = 150
+"""Columns of the tables."""
 _PACKAGES = ("mars-jax", "jax", "jaxlib", "libtpu", "flax", "numpy", "transformers")
 _SETTINGS = (
     "MARS_JAX_PALLAS",
@@ -50,29 +52,25 @@ def parser() -> Parser:
     """Return the parser of the command."""
     command_parser = Parser(prog="mars-jax check", description=_DESCRIPTION, epilog=_EPILOG)
     command_parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    command_parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write that object into a file as well"
-    )
+    add_flags(command_parser, {"--output FILE": "write that object into a file as well"}, type=Path)
     return command_parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
-    all_correct = True
+    return command(lambda argv: parser().parse_args(argv), _run, argv)
 
-    def run(args: argparse.Namespace, out: IO[str]) -> None:
-        nonlocal all_correct
-        keep_compilations()
-        # Reject an invalid path before the checks, which take minutes.
-        _save({}, args.output)
-        report = make_report(lambda report: _save(report, args.output))
-        if args.json:
-            print(json.dumps(report), file=out)
-        else:
-            print(_tables(report), file=out)
-        all_correct = not report["wrong"]
 
-    return command(lambda argv: parser().parse_args(argv), run, argv) or int(not all_correct)
+def _run(args: argparse.Namespace, out: IO[str]) -> int:
+    keep_compilations()
+    # Reject an invalid path before the checks, which take minutes.
+    _save({}, args.output)
+    report = make_report(args.output)
+    if args.json:
+        print(json.dumps(report), file=out)
+    else:
+        _print_tables(report, out)
+    return int(bool(report["wrong"]))
 
 
 def _save(report: JsonObject, output: Path | None) -> None:
@@ -86,11 +84,10 @@ def _save(report: JsonObject, output: Path | None) -> None:
         ) from None
 
 
-def make_report(save: Callable[[JsonObject], None]) -> JsonObject:
-    """Run all checks and return the report. Its entry "wrong" lists the failures, one sentence each.
+def make_report(output: Path | None = None) -> JsonObject:
+    """Run all checks, write the report into `output` after each of them, and return it.
 
-    Args:
-      save: called with the report after each section.
+    Its entry "wrong" lists the failures, one sentence each.
     """
     from mars_jax.lab import provenance
     from mars_jax.lab.commands.check import kernels, large, tokens
@@ -105,10 +102,10 @@ def make_report(save: Callable[[JsonObject], None]) -> JsonObject:
     }
     checks = {"kernels": kernels.check_kernels, "tokens": tokens.check_tokens, "large": large.check_large}
     for section, check in checks.items():
-        with activity.doing(f"checking {section}") as entry:
+        with activity.doing(f"checking {section}"):
             # If a check fails, the other checks still run.
             try:
-                report[section] = check(lambda detail, entry=entry: setattr(entry, "detail", detail))
+                report[section] = check()
             except Exception as error:
                 report[section] = None
                 report["wrong"].append(f"{section}: {large.error_summary(error)}")
@@ -116,7 +113,7 @@ def make_report(save: Callable[[JsonObject], None]) -> JsonObject:
         if section != "large":
             report["wrong"] += wrong_rows(report[section] or [])
         report["seconds"] = round(time.perf_counter() - start_time, 1)
-        save(report)
+        _save(report, output)
     return report
 
 
@@ -147,36 +144,34 @@ def wrong_rows(rows: Sequence[JsonObject]) -> list[str]:
     return sentences
 
 
-def _tables(report: JsonObject) -> str:
-    """Return the report as text. A console that printed to a closed pipe would exit with the code of a failed check."""
-    from rich.console import Console
+def _print_tables(report: JsonObject, out: IO[str]) -> None:
     from rich.table import Table
 
-    text_buffer = io.StringIO()
-    console = Console(file=text_buffer, width=150, highlight=False, markup=False, force_terminal=False)
-    device_info = report["device"]
-    console.print(
+    from mars_jax.cli.generate.terminal import console
+
+    screen, device_info = console(out), report["device"]
+    screen.width = WIDTH
+    screen.print(
         f"mars-jax {__version__}, jax {report['versions']['jax']}, {device_info['count']} x {device_info['kind']}"
     )
     table = Table("kernel", "as", "", "operands", "", "against the reference", "", "ms")
     for row in report["kernels"] or []:
         column_names = ("operation", "implementation", "how", "shape", "dtype", "status", "detail")
         table.add_row(*(row[name] for name in column_names), _number(row["milliseconds"]))
-    console.print(table)
+    screen.print(table, soft_wrap=False)
     table = Table("tokens", "against the target's own", "", "tau")
     for row in report["tokens"] or []:
         table.add_row(row["way"], row["status"], row["detail"], _number(row["tau"]))
-    console.print(table)
+    screen.print(table, soft_wrap=False)
     large_report = report["large"] or {"missing": "the check failed"}
     if "missing" in large_report:
-        console.print(f"no times of a large model: {large_report['missing']}")
+        screen.print(f"no times of a large model: {large_report['missing']}")
     else:
-        console.print(_large_table(large_report))
+        screen.print(_large_table(large_report), soft_wrap=False)
     for sentence in report["wrong"]:
-        console.print(f"wrong: {sentence}", soft_wrap=True)
+        screen.print(f"wrong: {sentence}")
     if not report["wrong"]:
-        console.print(f"nothing is wrong; checked in {report['seconds']:.0f} s")
-    return text_buffer.getvalue().rstrip()
+        screen.print(f"nothing is wrong; checked in {report['seconds']:.0f} s")
 
 
 def _large_table(large: JsonObject) -> Table:
@@ -192,13 +187,18 @@ def _large_table(large: JsonObject) -> Table:
         if "failed" in row:
             table.add_row(row["arm"], str(row["rows"]), row["failed"])
             continue
+        product_ms = 1e3 * row["flops"] / product_rate
+        cells = ["", _number(product_ms), "", ""]
         # The row of the prompt has no bytes and no tokens per second.
-        read_ms, speed_text = None, ""
         if "bytes" in row:
-            read_ms, speed_text = 1e3 * row["bytes"] / copy_rate, f"{row['tokens_per_second']:.0f}"
-        # Milliseconds of the step, of its reads, and of its products at the measured rates; then tau.
-        number_cells = (row["milliseconds"], read_ms, 1e3 * row["flops"] / product_rate, row.get("tau"))
-        table.add_row(row["arm"], str(row["rows"]), *map(_number, number_cells), speed_text)
+            read_ms = 1e3 * row["bytes"] / copy_rate
+            cells = [
+                _number(read_ms),
+                _number(product_ms),
+                _number(row["tau"]),
+                f"{row['tokens_per_second']:.0f}",
+            ]
+        table.add_row(row["arm"], str(row["rows"]), _number(row["milliseconds"]), *cells)
     return table
 
 

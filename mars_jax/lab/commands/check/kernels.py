@@ -24,6 +24,7 @@ from mars_jax.models import moe
 from mars_jax.models.attention import attend
 from mars_jax.models.layers import dense
 from mars_jax.models.quantize import Int4
+from mars_jax.utils import activity
 from mars_jax.utils.types import JsonObject
 
 VOCABULARIES = {"interpreted": 1500, "compiled": 32000}
@@ -65,21 +66,15 @@ def forms(platform: str) -> dict[str, str]:
     return how_by_form
 
 
-def check_kernels(tick: Callable[[str], None] = lambda operation: None) -> list[JsonObject]:
-    """Return one row per form of each case, with status "equal", "differs" or "failed" and the reason.
-
-    Args:
-      tick: called with the name of each operation before it runs.
-    """
+def check_kernels() -> list[JsonObject]:
+    """Return one row per form of each case, with status "equal", "differs" or "failed" and the reason."""
     rows = []
     for form, how in forms(jax.default_backend()).items():
         for case in cases(VOCABULARIES[how]):
             if case.has_shards or form != "partitioned":
-                tick(f"{case.operation}, {form}")
                 rows.append(check_case(case, form, how))
     # These operations choose their implementation for the device, and have no partitioned form.
     for case in (_experts(), _attention_of_a_model(), *map(_int4, (1, 5, 60), (128, 32, 32))):
-        tick(case.operation)
         rows.append(check_case(case))
     return rows
 
@@ -98,11 +93,13 @@ def check_case(case: Case, form: str = "default", how: str = "compiled") -> Json
         expected = _reference(case)
     num_calls = 1 if jax.default_backend() == "cpu" else LOOPED
     try:
-        run = looped(functools.partial(case.call, **options), num_calls, tuple(jax.device_put(case.operands)))
-        actual = jax.device_get(run())
-        # The speed of the interpreter is unrelated to that of the device.
-        if how == "compiled":
-            row["milliseconds"] = 1e3 * statistics.median(seconds_of(run, ROUNDS)) / num_calls
+        with activity.doing(f"{case.operation}, {form}"):
+            call = functools.partial(case.call, **options)
+            run = looped(call, num_calls, tuple(jax.device_put(case.operands)))
+            actual = jax.device_get(run())
+            # The speed of the interpreter is unrelated to that of the device.
+            if how == "compiled":
+                row["milliseconds"] = 1e3 * statistics.median(seconds_of(run, ROUNDS)) / num_calls
     except Exception as error:  # compilers and drivers raise errors of many types
         return row | {"status": "failed", "detail": error_summary(error)}
     if wrong_results := differences(expected, actual, case.tolerance):
@@ -186,25 +183,21 @@ def _accept(
     """Return a case of acceptance, with rows of four kinds.
 
     The rows are unrestricted, strict, limited to relaxed runs of length one, or have the runner-up as a stop token.
-    A node drafts the target's token at its parent, the runner-up at its parent, a random token, or no token.
+    A node drafts one of the three best tokens at its parent, or no token.
     """
     nodes = len(parents)
     random = np.random.default_rng(nodes)
     logits = _logits(nodes, vocab, dtype, seed=nodes)
-    # The two best tokens of every node, i32[B, N]. The stable sort breaks ties as the kernels do, by the lower id.
-    ranked_ids = np.argsort(-logits.astype(np.float32), axis=-1, kind="stable").astype(np.int32)
-    best_ids, runner_up_ids = ranked_ids[..., 0], ranked_ids[..., 1]
+    # The best tokens of every node, i32[B, N, 3]. The stable sort breaks ties as the kernels do, by the lower id.
+    best_ids = np.argsort(-logits.astype(np.float32), axis=-1, kind="stable").astype(np.int32)[..., :3]
+    runner_up_ids = best_ids[..., 1]
     # y=None stands for the argmax.
-    y, y_operand = best_ids, None
+    y = None
     if sampled:
-        y = y_operand = np.where(random.random(y.shape) < 0.3, runner_up_ids, best_ids)
-    parent_nodes = np.maximum(parents, 0)
-    random_tokens = random.integers(0, vocab, (ROWS, nodes))
-    no_tokens = np.full((ROWS, nodes), -1)
-    # candidates i32[4, B, N] holds a token of each kind, and node_kinds i32[B, N] selects one per node.
-    candidates = np.stack([y[:, parent_nodes], runner_up_ids[:, parent_nodes], random_tokens, no_tokens])
-    node_kinds = random.choice(4, p=(0.3, 0.5, 0.1, 0.1), size=(ROWS, nodes))
-    tokens = np.take_along_axis(candidates, node_kinds[None], axis=0)[0].astype(np.int32)
+        y = np.where(random.random(runner_up_ids.shape) < 0.3, runner_up_ids, best_ids[..., 0])
+    ranks = random.choice(3, p=(0.4, 0.5, 0.1), size=(ROWS, nodes, 1))
+    tokens = np.take_along_axis(best_ids[:, np.maximum(parents, 0)], ranks, axis=-1)[..., 0]
+    tokens[random.random(tokens.shape) < 0.1] = -1
     # The root's token stands for the last committed token, which is arbitrary.
     tokens[:, 0] = 1
     row_numbers = np.arange(ROWS)
@@ -216,7 +209,7 @@ def _accept(
     )
     call = functools.partial(margin_accept, max_depth=depth, margin=margin, logsumexp=True)
     rows_of_parents = np.tile(parents.astype(np.int32), (ROWS, 1))
-    operands = (logits, tokens, rows_of_parents, y_operand, jax.device_get(controls))
+    operands = (logits, tokens, rows_of_parents, y, jax.device_get(controls))
     return Case("margin_accept", f"{name} [{ROWS}, {nodes}, {vocab}], {margin}", dtype, call, operands)
 
 

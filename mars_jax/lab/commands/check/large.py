@@ -30,21 +30,20 @@ from mars_jax.models import shardings, transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.quantize import num_bytes
+from mars_jax.utils import activity
 from mars_jax.utils.settings import BITS
 from mars_jax.utils.types import JsonObject
 
 TARGET = "llama-3.1-8b"
 GIB = 2**30
-DTYPES = ((24 * GIB, "bfloat16"), (12 * GIB, "int4"))
-"""Pairs of (minimum memory of a device in bytes, dtype of the weights)."""
-ROWS = ((56 * GIB, 32), (12 * GIB, 8))
-"""Pairs of (minimum memory of a device in bytes, rows of the batch)."""
+SIZES = {56: ("bfloat16", 32), 24: ("bfloat16", 8), 12: ("int4", 8)}
+"""dtype of the weights and rows of the batch, keyed by the minimum memory of a device in GiB, most memory first."""
 CONTEXT = 4096
 STEPS, ROUNDS = 16, 3
 PEAK = 8.0
 """Standard deviation of the random head's logits, in nats."""
-COPIED, SIDE = GIB, 8192
-"""Bytes of the copied array, and side of the multiplied matrices."""
+COPIED, SIDE, TIMES = GIB, 8192, 16
+"""Bytes of the copied array, side of the multiplied matrices, and copies or products per timed call."""
 
 
 class TimedArm(NamedTuple):
@@ -128,24 +127,16 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
     return RandomPair(config, model, params, params._replace(draft=head_params), context)
 
 
-def check_large(tick: Callable[[str], None] = lambda part: None) -> JsonObject:
+def check_large() -> JsonObject:
     """Return the report of `measure` for `TARGET` on this device, or the reason why `TARGET` cannot be measured."""
     memory_bytes = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-    dtype = next((dtype for least, dtype in DTYPES if memory_bytes >= least), None)
-    if jax.default_backend() == "cpu" or dtype is None:
-        return {"missing": f"an accelerator with {DTYPES[-1][0] // GIB} GiB of memory is needed"}
-    batch_rows = next(batch_rows for least, batch_rows in ROWS if memory_bytes >= least)
-    return {"target": TARGET} | measure(CONFIGS[TARGET], dtype, rows=batch_rows, context=CONTEXT, tick=tick)
+    for least, (dtype, rows) in SIZES.items():
+        if memory_bytes >= least * GIB and jax.default_backend() != "cpu":
+            return {"target": TARGET} | measure(CONFIGS[TARGET], dtype, rows=rows, context=CONTEXT)
+    return {"missing": f"an accelerator with {min(SIZES)} GiB of memory is needed"}
 
 
-def measure(
-    config: ModelConfig,
-    dtype: str,
-    *,
-    rows: int,
-    context: int,
-    tick: Callable[[str], None] = lambda part: None,
-) -> JsonObject:
+def measure(config: ModelConfig, dtype: str, *, rows: int, context: int) -> JsonObject:
     """Return the step times for one row and for `rows` rows, and the time of a prompt, in milliseconds.
 
     Args:
@@ -154,30 +145,25 @@ def measure(
         dtype.
       rows: number of rows of the batch, B.
       context: tokens in each row before its first step, and in the prompt.
-      tick: called with the name of each part before it runs.
     """
-    tick("weights")
     pair = random_pair(config, dtype, context)
-    tick("a copy and a product")
     report: JsonObject = {
         "dtype": dtype,
         "context": context,
         "copy_bytes_per_second": copy_rate(COPIED),
         "product_flops": product_rate(SIDE),
     }
-    tick("a prompt")
     lowered_prefill, prompts = pair.prompt()
-    report["prompt"] = {"tokens": context, "flops": 2 * product_weights(config) * context} | attempt(
-        lambda: prompt_times(lowered_prefill.compile(), pair.plain, prompts)
-    )
+    with activity.doing("a prompt"):
+        prompt_row = attempt(lambda: prompt_times(lowered_prefill.compile(), pair.plain, prompts))
+    report["prompt"] = {"tokens": context, "flops": 2 * product_weights(config) * context} | prompt_row
     report["steps"] = []
     for arm, batch in ((PLAIN, 1), (CHAIN, 1), (TREE, 1), (PLAIN, rows), (TREE, rows)):
-        tick(f"{arm.name}, {batch} rows")
-        program = pair.steps(arm, batch)
+        with activity.doing(f"{arm.name}, {batch} rows"):
+            program = pair.steps(arm, batch)
+            times = attempt(lambda program=program: step_times(program, program.lowered.compile()))
         row = {"arm": arm.name, "rows": batch, "bytes": program.bytes, "flops": program.flops}
-        report["steps"].append(
-            row | attempt(lambda program=program: step_times(program, program.lowered.compile()))
-        )
+        report["steps"].append(row | times)
     return report
 
 
@@ -257,17 +243,17 @@ def prompt_times(compiled: jax.stages.Compiled, params: Params, prompts: Prompts
     return {"milliseconds": statistics.median(milliseconds), "all": milliseconds}
 
 
-def copy_rate(size: int, times: int = 16) -> float:
+def copy_rate(size: int) -> float:
     """Return the rate of copying an array of `size` bytes, in bytes per second. Reads and writes both count."""
     # Add 1, so that XLA cannot elide the copy. Each number has 4 bytes.
-    repeated_copy = looped(lambda x: (x + 1,), times, (jnp.zeros(size // 4, jnp.uint32),))
-    return 2 * size * times / min(seconds_of(repeated_copy, ROUNDS))
+    repeated_copy = looped(lambda x: (x + 1,), TIMES, (jnp.zeros(size // 4, jnp.uint32),))
+    return 2 * size * TIMES / min(seconds_of(repeated_copy, ROUNDS))
 
 
-def product_rate(side: int, times: int = 8) -> float:
+def product_rate(side: int) -> float:
     """Return the rate of multiplying square bfloat16 matrices, in floating-point operations per second."""
     operands = tuple(jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16) for i in range(2))
-    return 2 * side**3 * times / min(seconds_of(looped(jnp.matmul, times, operands), ROUNDS))
+    return 2 * side**3 * TIMES / min(seconds_of(looped(jnp.matmul, TIMES, operands), ROUNDS))
 
 
 def drawn(shapes: PyTree) -> PyTree:

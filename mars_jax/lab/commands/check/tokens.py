@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 
@@ -12,6 +12,7 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.likelihood import score
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
+from mars_jax.utils import activity
 from mars_jax.utils.types import JsonObject
 
 PROMPTS = ("Once upon a time", "The little dog", "Anna went to the park because", "One day")
@@ -23,13 +24,10 @@ TIE = 1e-3
 summation. In float32, this changes the logits of these models by about 1e-5."""
 
 
-def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[JsonObject]:
+def check_tokens() -> list[JsonObject]:
     """Decode with and without drafts, and compare every token with the target's best one.
 
     Matrix products use full float32 precision, because some devices round them to fewer bits by default.
-
-    Args:
-      tick: called with the name of each decoding method before it runs.
 
     Returns:
       One row per decoding method: its name, status ("equal", "equal up to ties" or "differs"), detail and tau.
@@ -57,8 +55,8 @@ def check_tokens(tick: Callable[[str], None] = lambda label: None) -> list[JsonO
         }
         rows = []
         for name, session in sessions.items():
-            tick(name)
-            completions = session.decode(requests).completions
+            with activity.doing(name):
+                completions = session.decode(requests).completions
             tokens = [completion.tokens for completion in completions]
             num_tokens = sum(map(len, tokens))
             tau = num_tokens / sum(completion.metrics.steps for completion in completions)

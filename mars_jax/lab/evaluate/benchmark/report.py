@@ -14,8 +14,7 @@ from mars_jax.hub.durable import write_whole
 from mars_jax.lab.evaluate import figures
 from mars_jax.lab.evaluate.benchmark import plots
 from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE, Arm
-from mars_jax.lab.evaluate.scoring.samples import UNSCORED
-from mars_jax.lab.evaluate.scoring.scores import METRICS
+from mars_jax.lab.evaluate.scoring import METRICS, UNSCORED
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import write_shared_json
 from mars_jax.serve.rows import Row

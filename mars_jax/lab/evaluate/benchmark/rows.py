@@ -9,9 +9,9 @@ import numpy as np
 
 from mars_jax.cli.progress import Show, speed
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.lab.evaluate import scoring
 from mars_jax.lab.evaluate.answers import Answer, Decoding, prompt_tokens, turns_asked
 from mars_jax.lab.evaluate.benchmark.arms import Arm
-from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.provenance import stamp
 from mars_jax.serve import likelihood
@@ -45,7 +45,7 @@ def make_row(
     score: list[float] | None,
     stop_tokens: Sequence[int],
 ) -> Row:
-    """Return the row of one answer, without the key of its group. `score` is the result of `scores.score_answer`."""
+    """Return the row of one answer, without the key of its group. `score` is the result of `scoring.score_answer`."""
     counts = ("steps", "emitted", "proposed", "accepted_exact", "accepted_relaxed")
     return {
         "id": problem.id,
@@ -74,7 +74,7 @@ def scored(
       problems, answers: in the same order.
     """
     if problems[0].metric != "likelihood":
-        return [scores.score_answer(p, a.texts[-1]) for p, a in zip(problems, answers, strict=True)]
+        return [scoring.score_answer(p, a.texts[-1]) for p, a in zip(problems, answers, strict=True)]
     target, chat = decoding.session.target, decoding.chat
     # One entry per turn: the number of its problem, its prompt with all earlier turns, and its tokens.
     problem_numbers, prompts, turn_tokens = [], [], []

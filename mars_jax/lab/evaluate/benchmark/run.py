@@ -16,11 +16,11 @@ from mars_jax import drafters, verify
 from mars_jax.cli.progress import Show
 from mars_jax.core.types import PyTree
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.lab.evaluate import scoring
 from mars_jax.lab.evaluate.answers import GROUP, Decoding, prompt_tokens
 from mars_jax.lab.evaluate.benchmark import report
-from mars_jax.lab.evaluate.benchmark.arms import Arm, make_arms
+from mars_jax.lab.evaluate.benchmark.arms import Arm, default_thetas, make_arms
 from mars_jax.lab.evaluate.benchmark.rows import Recorder, by_task, place_of, turns_of
-from mars_jax.lab.evaluate.scoring import samples
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import open_rows, read_shared_json, write_shared_json
 from mars_jax.lab.provenance import provenance
@@ -41,9 +41,9 @@ SHOWN = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """The inputs that `evaluate` and `tuned` share."""
+    """The inputs that `evaluate`, `tuned` and `calibrate` share."""
 
-    args: argparse.Namespace  # flags of `mars-jax benchmark`, with the thetas of the rule
+    args: argparse.Namespace  # flags of `mars-jax benchmark`, or of `calibrate`
     target: Pretrained
     problems: Sequence[Problem]
     names: Mapping[str, object]  # other settings that identify the run, such as the draft's name
@@ -57,6 +57,11 @@ class Study:
             for i, problem in enumerate(problems)
         }
 
+    @functools.cached_property
+    def thetas(self) -> list[float]:
+        """Thresholds of the rule, one arm each."""
+        return self.args.thetas or default_thetas(self.args.rule)
+
     def settings(self, *draft_params: PyTree) -> JsonObject:
         """Return all settings that determine the rows. `draft_params` are the weights of the drafters."""
         args, rule = self.args, self.args.rule
@@ -65,8 +70,8 @@ class Study:
         return {
             "target": self.target.name,
             **self.names,
-            "rule": rule.as_json(but=("theta",) if args.thetas else ()),
-            "thetas": [float(theta) for theta in args.thetas],
+            "rule": rule.as_json(but=("theta",) if self.thetas else ()),
+            "thetas": [float(theta) for theta in self.thetas],
             "temperatures": args.temperatures,
             "tasks": {task: len(group) for task, group in by_task(self.problems).items()},
             "max_new_tokens": args.max_new_tokens,
@@ -140,7 +145,7 @@ def evaluate(
     # Make the arms only once for each temperature, because `make_arms` reads the weights of the rule.
     refines = refiner is not None
     make = functools.partial(make_arms, target=study.target, refined=refines, controls=args.controls)
-    arms_at = {t: make(args.rule, args.thetas, temperature=t) for t in args.temperatures}
+    arms_at = {t: make(args.rule, study.thetas, temperature=t) for t in args.temperatures}
     tasks = by_task(study.problems[args.part or slice(None)])
     num_turns = sum(turns_of(group, args.chat) for group in tasks.values()) * sum(map(len, arms_at.values()))
     rows: list[Row] = []
@@ -160,7 +165,7 @@ def evaluate(
                 write_shared_json(folder / TEXTS, texts)
         if args.part is not None:
             return {}
-        rows = samples.with_results(folder, study.problems, rows)
+        rows = scoring.with_results(folder, study.problems, rows)
         with activity.doing("figures and plots"):
             environment = provenance() | {"machine": platform.machine(), "backend": jax.default_backend()}
             summary = report.make_summary(settings, environment, study.problems, rows, arms_at)

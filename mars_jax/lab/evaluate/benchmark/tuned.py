@@ -15,19 +15,16 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from mars_jax import verify
 from mars_jax.cli.progress import Show
 from mars_jax.drafters import LoadedDrafter
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.evaluate import figures
+from mars_jax.lab.evaluate import figures, scoring
 from mars_jax.lab.evaluate.answers import Decoding
 from mars_jax.lab.evaluate.benchmark import report
 from mars_jax.lab.evaluate.benchmark.arms import ALONE, Arm, make_arms
 from mars_jax.lab.evaluate.benchmark.rows import Recorder, by_task, turns_of
 from mars_jax.lab.evaluate.benchmark.run import Study
-from mars_jax.lab.evaluate.scoring import samples, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import open_rows, write_shared, write_shared_json
 from mars_jax.lab.provenance import provenance
@@ -101,7 +98,7 @@ def tuned(study: Study, drafters: Mapping[bool, LoadedDrafter], *, progress: Sho
     settings = study.settings(*(drafter.params for drafter in drafters.values()))
     settings |= {"tuned": lengths, "draft_cost": args.draft_cost}
     arms = {
-        temperature: arms_at(args.rule, args.thetas, temperature, study.target, samples=True in drafters)
+        temperature: arms_at(args.rule, study.thetas, temperature, study.target, samples=True in drafters)
         for temperature in args.temperatures
     }
     decodings = {
@@ -146,14 +143,15 @@ class _Run:
         trial_rows = self._decode(problems[:split], temperature, trial_arms)
         rate_by_arm: dict[tuple[str, int], float] = {}
         for arm, length in trial_arms:
-            tokens, duration = self._counts(trial_rows[arm.name, length], length).sum(axis=0)
-            rate_by_arm[arm.name, length] = float(tokens / duration)
+            rows = self._timed(trial_rows[arm.name, length], length)
+            seconds = sum(row["seconds"] for row in rows)
+            rate_by_arm[arm.name, length] = sum(row["emitted"] for row in rows) / seconds
         # Each arm gets the length with its highest rate.
         best_lengths = [max(lengths, key=lambda n, arm=arm: rate_by_arm[arm.name, n]) for arm in arms]
         tuned_arms = list(zip(arms, best_lengths, strict=True))
         decoded = self._decode(problems[split:], temperature, [(ALONE, 0), *tuned_arms])
         scored_rows = {
-            key: samples.with_results(self.args.output, problems[split:], rows)
+            key: scoring.with_results(self.args.output, problems[split:], rows)
             for key, rows in decoded.items()
         }
         # The lengths and the baseline are chosen on the same problems. The figures come from others, without bias.
@@ -161,11 +159,23 @@ class _Run:
             (choice for choice in tuned_arms if choice[0].loaded_rule.rule.lossless),
             key=lambda choice: rate_by_arm[choice[0].name, choice[1]],
         )
-        baseline_counts = self._counts(scored_rows[lossless_arm.name, lossless_length], lossless_length)
+        baseline_rows = self._timed(scored_rows[lossless_arm.name, lossless_length], lossless_length)
         alone_rows, metric = scored_rows[ALONE.name, 0], problems[0].metric
-        summarize = functools.partial(
-            figures.arm_figures, autoregressive=alone_rows, strict=None, metric=metric, seed=seed
-        )
+        summarize = functools.partial(figures.arm_figures, strict=None, metric=metric, seed=seed)
+        arm_tables = []
+        for arm, length in tuned_arms:
+            rows = scored_rows[arm.name, length]
+            over_lossless = summarize(self._timed(rows, length), baseline_rows)
+            ratio = over_lossless["speedup"]
+            arm_table = {
+                **arm.legend(),
+                "length": length,
+                "tau_by_length": {str(n): figures.tau_of(trial_rows[arm.name, n]) for n in lengths},
+                "rate_by_length": {str(n): rate_by_arm[arm.name, n] for n in lengths},
+                **summarize(rows, alone_rows),
+                "over_lossless": [ratio, *(over_lossless["intervals"]["speedup"] or (ratio, ratio))],
+            }
+            arm_tables.append(arm_table)
         return {
             "task": problems[0].task,
             "temperature": temperature,
@@ -173,30 +183,16 @@ class _Run:
             "chosen_on": split,
             "problems": len(problems) - split,
             "best_lossless": lossless_arm.name,
-            "alone": {**ALONE.legend(), **summarize(alone_rows)},
-            "arms": [
-                {
-                    **arm.legend(),
-                    "length": length,
-                    "tau_by_length": {str(n): figures.tau_of(trial_rows[arm.name, n]) for n in lengths},
-                    "rate_by_length": {str(n): rate_by_arm[arm.name, n] for n in lengths},
-                    **summarize(scored_rows[arm.name, length]),
-                    "over_lossless": rate_ratio(
-                        self._counts(scored_rows[arm.name, length], length), baseline_counts, seed
-                    ),
-                }
-                for arm, length in tuned_arms
-            ],
+            "alone": {**ALONE.legend(), **summarize(alone_rows, alone_rows)},
+            "arms": arm_tables,
         }
 
-    def _counts(self, rows: Sequence[Row], length: int) -> np.ndarray:
-        """Return the tokens and the time of each row, f64[n, 2]. The unit of time is seconds, or target forwards."""
+    def _timed(self, rows: Sequence[Row], length: int) -> Sequence[Row]:
+        """Return rows whose seconds are the time to choose by. With `--draft-cost`, its unit is a target forward."""
         if self.args.draft_cost is None:
-            times = [row["seconds"] for row in rows]
-        else:
-            # A step takes one target forward, plus `cost` forwards for each drafted token.
-            times = [row["steps"] * (1 + self.args.draft_cost * length) for row in rows]
-        return np.asarray([[row["emitted"] for row in rows], times], np.float64).T
+            return rows
+        # A step takes one target forward, plus `cost` forwards for each drafted token.
+        return [row | {"seconds": row["steps"] * (1 + self.args.draft_cost * length)} for row in rows]
 
     def _decode(
         self, problems: Sequence[Problem], temperature: float, arms: Sequence[tuple[Arm, int]]
@@ -214,24 +210,6 @@ def _split(problems: Sequence[Problem]) -> int:
     return math.ceil(len(problems) / SHARE)
 
 
-def rate_ratio(counts: np.ndarray, baseline: np.ndarray, seed: int) -> list[float]:
-    """Return the ratio of two rates with its 95% interval by the paired bootstrap: [value, low, high].
-
-    Args:
-      counts, baseline: f64[n, 2]; tokens and time of the same n problems, as `_Run._counts` returns them.
-      seed: seed of the resampling.
-
-    >>> rate_ratio(np.asarray([[3.0, 1.0], [3.0, 1.0]]), np.asarray([[2.0, 1.0], [2.0, 1.0]]), 0)
-    [1.5, 1.5, 1.5]
-    """
-    n = len(counts)
-    # The first row is the sample itself.
-    weights = np.concatenate([np.ones((1, n)), figures.resampled(n, seed)])
-    resampled_sums, baseline_sums = weights @ counts, weights @ baseline
-    ratios = (resampled_sums[:, 0] / resampled_sums[:, 1]) / (baseline_sums[:, 0] / baseline_sums[:, 1])
-    return [float(ratios[0]), *np.quantile(ratios[1:], [0.025, 0.975]).tolist()]
-
-
 def tuned_markdown(contents: JsonObject) -> str:
     """Return the contents of tuned.json as tables in Markdown."""
     columns = ("tau", "tokens/s", "speed", "score change", "relaxed", "loops")
@@ -245,7 +223,8 @@ def tuned_markdown(contents: JsonObject) -> str:
                 row["over the best lossless"] = "{:.2f} [{:.2f}, {:.2f}]".format(*arm["over_lossless"])
             rows.append(report.cells(arm, table["metric"]) | row)
         shown_tables.append(
-            table | {"heading": report.heading(table), "score": scores.METRICS[table["metric"]], "rows": rows}
+            table
+            | {"heading": report.heading(table), "score": scoring.METRICS[table["metric"]], "rows": rows}
         )
     return report.render(
         "tuned.md.jinja",
@@ -253,5 +232,5 @@ def tuned_markdown(contents: JsonObject) -> str:
         **contents | {"tables": shown_tables},
         columns=["arm", "drafted", "over the best lossless", *columns],
         enough=ENOUGH,
-        unscored=samples.UNSCORED,
+        unscored=scoring.UNSCORED,
     )

@@ -24,7 +24,7 @@ class Problem:
     task: str
     id: str  # unique within the task
     turns: tuple[str, ...]
-    metric: str = "none"  # one of `scores.METRICS`
+    metric: str = "none"  # one of `scoring.METRICS`
     references: tuple[str, ...] = ()
     code: Code | None = None
     continues: bool = False  # the prompt is plain text to continue, without a chat template

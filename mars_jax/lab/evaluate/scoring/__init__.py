@@ -1,1 +1,0 @@
-"""Scores of answers: metrics, and samples for HumanEval's evaluator."""
