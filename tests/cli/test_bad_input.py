@@ -1,7 +1,5 @@
 """Invalid checkpoints and prompts: a one-sentence error, exit code 2, and no file written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

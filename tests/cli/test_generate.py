@@ -1,7 +1,5 @@
 """The generate command as a user runs it, on a tiny random checkpoint."""
 
-from __future__ import annotations
-
 import collections
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Files of `generate --output`: the recorded settings, and parts that join to the rows of one process."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """User-defined rules from a file, in generate, benchmark and calibrate."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

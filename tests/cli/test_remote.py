@@ -1,7 +1,5 @@
 """Prompts from parquet files, datasets and object stores; URLs as outputs; and signals that end a run."""
 
-from __future__ import annotations
-
 import datetime
 import io
 import json

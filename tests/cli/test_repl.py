@@ -1,7 +1,5 @@
 """Interactive `generate`: same output as the library, chat turns that share one cache, and a real terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

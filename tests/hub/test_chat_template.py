@@ -1,7 +1,5 @@
 """Bounded chat templates: they render the same text as Jinja's sandbox, and hostile ones are refused quickly."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

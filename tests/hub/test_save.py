@@ -1,7 +1,5 @@
 """Saved models: transformers loads them, and saving is all or nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

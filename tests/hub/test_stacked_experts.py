@@ -1,7 +1,5 @@
 """gpt-oss's experts in MXFP4. Oracle: transformers' `integrations/mxfp4.py` and its model with these experts."""
 
-from __future__ import annotations
-
 import json
 
 import jax

@@ -1,7 +1,5 @@
 """Attention by blocks: equal to attention over every slot, and independent of masked slots."""
 
-from __future__ import annotations
-
 import functools
 import math
 import types

@@ -1,7 +1,5 @@
 """EAGLE heads, compared with a transcription of the papers over PyTorch transformers' Llama layers."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

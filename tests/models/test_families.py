@@ -1,7 +1,5 @@
 """Every family, compared with the logits and greedy tokens of the same checkpoint in PyTorch transformers."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

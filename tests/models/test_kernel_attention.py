@@ -1,7 +1,5 @@
 """A model with the attention kernel in Pallas' interpreter: the tokens of the model without it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,7 +1,5 @@
 """Weights in 8 and 4 bits: equal to their dequantised matrices, in every family and in heads."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

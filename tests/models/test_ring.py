@@ -1,7 +1,5 @@
 """A prompt's chunk whose rows go around the devices of a mesh, compared with the same chunk on one device."""
 
-from __future__ import annotations
-
 import tempfile
 
 import jax

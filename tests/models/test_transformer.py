@@ -1,7 +1,5 @@
 """Properties of the forward that need no oracle: trees, windows, padding, features, memory."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

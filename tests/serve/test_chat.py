@@ -1,7 +1,5 @@
 """Conversations in Python, prompts files and the command, compared with the ids that transformers gives."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

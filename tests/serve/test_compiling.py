@@ -1,7 +1,5 @@
 """A start compiles each program once, in parallel, and greedy programs contain no sampling code."""
 
-from __future__ import annotations
-
 import collections
 
 import jax

@@ -1,7 +1,5 @@
 """Biases, bans and penalties from requests to tokens, compared with transformers."""
 
-from __future__ import annotations
-
 import json
 
 import jax

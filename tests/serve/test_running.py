@@ -1,7 +1,5 @@
 """`Running` keeps a row between requests: it gives the tokens of a fresh state and reads only new tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import shutil

@@ -3,8 +3,6 @@
 The rule is lossy, and rows are strict or constrained, so that nothing is relaxed.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
