@@ -77,7 +77,11 @@ def small_chat(draft, **options):
 @pytest.mark.parametrize("draft", slow_but(["ngram", "model", "eagle"], "ngram"))
 def test_a_conversation_says_what_it_says_afresh(draft):
     chat = small_chat(draft, max_new_tokens=8)
-    target, drafter, rule = chat._running.session.target, chat._running.session.drafter, verify.mars(theta=0.5)
+    target, drafter, rule = (
+        chat._running.session.target,
+        chat._running.session.drafter,
+        verify.mars(theta=0.5),
+    )
     cached, compiled = [], set()
     for turn, text in enumerate(("the sea", "a man", "of a sun")):
         answer = chat.say(text)
