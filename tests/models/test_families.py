@@ -173,7 +173,7 @@ SLOW = (
     "llama, gelu", "qwen3, tied, biases", "mixtral, window", "qwen3 moe, weights sum to 1", "gemma2, no caps",
     "gemma3, pattern of six", "phi3, longrope, short", "qwen2 moe, shared expert", "smollm3, biases", "ministral3",
     "gpt-oss, one expert, only windows, no biases",
-    "deepseek v3, whole queries, halves rotated", "qwen3.5 moe",
+    "deepseek v3, whole queries, halves rotated", "qwen3.5 moe", "qwen3 moe, one layer of four", "glm4 moe, groups",
 )  # fmt: skip
 """The fast cases have every layer and every kind of rope, window, bias and cap once."""
 IN_TIME = [name for name in CASES if name not in SLOW]

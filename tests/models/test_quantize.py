@@ -151,9 +151,9 @@ CONFIGS = {
     ("name", "dtype"),
     [
         pytest.param("qwen3 moe, a dense layer, untied", "int8", marks=pytest.mark.slow),
-        ("qwen3 moe, a dense layer, untied", "int4"),
+        pytest.param("qwen3 moe, a dense layer, untied", "int4", marks=pytest.mark.slow),
         ("gemma2, tied", "int8"),
-        pytest.param("gemma2, tied", "int4", marks=pytest.mark.slow),
+        ("gemma2, tied", "int4"),
         pytest.param("qwen3.5", "int8", marks=pytest.mark.slow),
         pytest.param("qwen3 next", "int4", marks=pytest.mark.slow),
     ],
