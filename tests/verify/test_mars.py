@@ -71,7 +71,7 @@ def python_relaxable(tokens, parents, logits, y, margin, theta, strict, stops):
     return result
 
 
-@pytest.mark.parametrize("margin", MARGINS)
+@pytest.mark.parametrize("margin", slow_but(MARGINS, "ratio"))
 def test_trees_of_greedy_and_sampled_rows_follow_the_python_rule(margin):
     """Apply all guards at once, on random trees with repeated siblings and padding."""
     verify = functools.partial(verdict_of, mars(margin=margin))
