@@ -197,7 +197,7 @@ WRITTEN = {
 """Cases of new rows: the arguments of `make`, and the number of rows of the region before the new ones."""
 
 
-@pytest.mark.parametrize("name", slow_but(WRITTEN, "sinks and a window", "after other rows of the region"))
+@pytest.mark.parametrize("name", slow_but(WRITTEN, "after other rows of the region"))
 @pytest.mark.parametrize("implementation", slow_but(["xla", "mosaic", "mosaic_simulated"], "xla", "mosaic"))
 def test_new_rows_are_written_and_seen(implementation, name):
     """The result equals that over a cache with the new rows, which are cast from float32 to the cache's dtype."""
