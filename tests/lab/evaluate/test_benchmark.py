@@ -62,7 +62,7 @@ def test_the_table_is_for_people(finished):
     [tau] = [arm["tau"] for arm in table["arms"] if arm["arm"] == "mars theta=0.9"]
     line = text[text.index("temperature 1\n") :].partition("| mars theta=0.9")[2]
     assert line.split("|")[1].strip() == f"{tau:.2f}"
-    assert "ROUGE-L" in text and "Note: 3 problems were decoded side by side" in text
+    assert "ROUGE-L" in text and "Note: 2 problems were decoded side by side" in text
 
 
 def test_the_plots_are_not_blank(finished):
