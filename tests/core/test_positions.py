@@ -43,7 +43,8 @@ LOSSLESS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LOSSLESS, "exact"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSSLESS)
 def test_texts_of_several_steps_follow_the_target(name):
     """A draw used twice, by later nodes of a draft and by the next step, must not correlate tokens."""
     rule, shape = LOSSLESS[name]
