@@ -1,7 +1,5 @@
 """The notebooks: both files of each are equal, and they run from end to end on the embedded family."""
 
-from __future__ import annotations
-
 import base64
 import os
 import re

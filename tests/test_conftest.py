@@ -1,7 +1,5 @@
 """The guards of `tests/conftest.py`: skips because of missing packages, and time limits."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

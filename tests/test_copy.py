@@ -1,7 +1,5 @@
 """A copy of the package with a new rule, drafter and setting, made only in the files that CONTRIBUTING names."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

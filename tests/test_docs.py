@@ -1,7 +1,5 @@
 """Documents: their figures match the JSON, and the tests, files, pictures and flags that they name exist."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import os

@@ -1,7 +1,5 @@
 """`docs/features.md`: every row names tests that exist and run."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The install cell of the notebooks: it installs a wheel or an address, never a package by its name only."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

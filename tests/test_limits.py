@@ -1,7 +1,5 @@
 """Hostile names, files and sizes are refused in one sentence, before anything is allocated."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

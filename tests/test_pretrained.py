@@ -1,7 +1,5 @@
 """Tokenizers and chat templates are data: no code of a checkpoint runs, and their errors become a sentence."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -5,8 +5,6 @@
 Removing a name, an argument or a flag needs a new major version (docs/stability.md); an added one needs its line.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

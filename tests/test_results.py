@@ -1,7 +1,5 @@
 """Committed reports: each records its origin, and a page reads or names it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

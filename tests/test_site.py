@@ -1,7 +1,5 @@
 """Parts of the site that are generated from the code; `.ci/run docs` builds all of it and follows every link."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """The tables: every row compared with its factory, ranges at their ends, and the strings that name rows."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

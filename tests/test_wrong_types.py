@@ -3,8 +3,6 @@
 Typical first mistakes are a string for a model, a `Pretrained` for its weights, and a state that was given away.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Fixtures: tiny random checkpoints with a tokenizer, and the command line called in the test's process."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Flags without effect: they are refused by name, with the fix."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Flags: values, defaults, and help that does not load jax."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The commands of `python -m mars_jax` and `mars-jax`."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Paths that are not regular files: pipes and devices, which may never end, directories, and huge sparse files."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

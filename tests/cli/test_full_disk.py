@@ -1,7 +1,5 @@
 """Commands on a full disk: a one-sentence error, exit code 2, and no partial file under a final name."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import json

@@ -1,16 +1,9 @@
 """The generate command as a user runs it, on a tiny random checkpoint."""
 
-from __future__ import annotations
-
 import collections
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-import mars_jax
 from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main
@@ -20,7 +13,6 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve import generation as serving
 from mars_jax.serve import requests, session
 from tests.cli.conftest import rows_of, timeless
-from tests.helpers.checkpoint_files import edit_config, edit_weights
 
 FEW = ["--max-new-tokens", "8"]
 PLAIN = [*FEW, "--draft", "none"]
@@ -193,66 +185,6 @@ def test_what_a_run_wrote_is_drafted_in_the_next_one(run, refused, target, tmp_p
     message = refused(*replay, "--output", tmp_path / "second.jsonl", "--resume")
     assert "draft" in message and "second.jsonl" in message
     assert "there is no such file" in refused(*argv, "--draft", f"replay:{tmp_path / 'nowhere.jsonl'}")
-
-
-# The process is killed by SIGKILL halfway through writing its fourth row, the second row of a batch.
-DIES = """
-import os, signal, sys
-write, count = os.write, 0
-def torn(descriptor, data):
-    global count
-    if bytes(data[:5]) == b'{"id"':
-        count += 1
-        if count == 4:
-            write(descriptor, data[:100])
-            os.kill(os.getpid(), signal.SIGKILL)
-    return write(descriptor, data)
-os.write = torn
-from mars_jax.cli.generate.command import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_without_losing_or_repeating_a_row(run, refused, target, tmp_path):
-    file, output = tmp_path / "p.txt", tmp_path / "rows.jsonl"
-    file.write_text("".join(f"prompt {i}\n" for i in range(7)))
-    argv = ["--target", target, *PLAIN, "--temperature", "1", "--batch-size", "2", "--prompts-file", file]
-    command = [sys.executable, "-c", DIES, *map(str, argv), "--output", str(output)]
-    killed = subprocess.run(command, capture_output=True, cwd=Path(mars_jax.__file__).parent.parent)
-    assert killed.returncode == -9
-    torn = output.read_bytes()
-    assert torn.count(b"\n") == 3 and not torn.endswith(b"\n")
-
-    message = refused(*argv, "--output", output, "--resume", "--seed", "9")
-    assert "was begun with seed at its default, not 9" in message
-    assert output.read_bytes() == torn
-
-    assert run(*argv, "--output", output, "--resume").code == 0
-    assert output.read_bytes().startswith(torn[: torn.rindex(b"\n") + 1])
-    assert run(*argv, "--output", tmp_path / "whole.jsonl").code == 0
-    assert timeless(output.read_text()) == timeless((tmp_path / "whole.jsonl").read_text())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changed", ["weights of the target", "config of the draft"])
-def test_rows_of_other_weights_are_refused_by_what_differs(run, refused, target, draft, tmp_path, changed):
-    """Change the weights or config at the same path, as further training of a checkpoint does."""
-    target, draft = (Path(shutil.copytree(path, tmp_path / path.name)) for path in (target, draft))
-    output = tmp_path / "rows.jsonl"
-    argv = ["--target", target, "--draft", f"model:{draft}", *FEW, "--batch-size", 2, "--output", output]
-    assert run(*argv, "the sea", "a story").code == 0
-
-    def change(tensors):
-        tensors["model.layers.0.mlp.up_proj.weight"][-1] *= 1.01
-
-    if changed == "weights of the target":
-        edit_weights(target, change)
-    else:
-        edit_config(draft, rms_norm_eps=0.1)
-    message = refused(*argv, "--resume", "the sea", "a story")
-    part = changed.split()[-1]
-    assert f"'{output}' was begun with other weights of the {part}: choose another" in message
 
 
 def test_the_module_is_the_function_too(target):

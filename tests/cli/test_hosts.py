@@ -1,7 +1,5 @@
 """Several processes: two with four CPU devices each match one with eight; if one dies, the other ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Commands that are killed at random and rerun: same result as an uninterrupted run (scripts/checks/kills.py)."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

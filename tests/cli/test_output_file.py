@@ -1,7 +1,5 @@
 """Files of `generate --output`: the recorded settings, and parts that join to the rows of one process."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -92,12 +90,12 @@ def test_flags_that_decide_no_row_may_change(path):
 
 
 @pytest.fixture(scope="module")
-def decode(tmp_path_factory):
+def decode(target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
 
     def run(name, *flags):
-        argv = ["--target", "tiny/draft", "--draft", "ngram", "--prompts-file", str(folder / "in.jsonl")]
+        argv = ["--target", str(target), "--draft", "none", "--prompts-file", str(folder / "in.jsonl")]
         argv += ["--temperature", "1", "--max-new-tokens", "8", "--batch-size", "2"]
         argv += ["--output", str(folder / name), *flags]
         assert command.main(argv) == 0

@@ -1,7 +1,5 @@
 """The commands `mars-jax models` and `mars-jax pairs`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Behaviour shared by all commands: an unwritable stdout, quiet libraries, and progress lines."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Prompts files: valid contents are read, and errors name the line of an invalid row."""
 
-from __future__ import annotations
-
 import io
 import types
 

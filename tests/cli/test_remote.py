@@ -1,7 +1,5 @@
 """Prompts from parquet files, datasets and object stores; URLs as outputs; and signals that end a run."""
 
-from __future__ import annotations
-
 import datetime
 import io
 import json
@@ -167,10 +165,8 @@ sys.exit(main("generate"))
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "word"),
-    [(signal.SIGINT, "interrupted"), pytest.param(signal.SIGTERM, "terminated", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
 def test_a_signal_keeps_the_finished_rows_and_the_run_resumes(number, word, run, target, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(jsonl({"prompt": f"prompt {i}"} for i in range(7)))
     output = str(tmp_path / "out.jsonl")

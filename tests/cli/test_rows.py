@@ -1,7 +1,5 @@
 """Rows of --json and --output match docs/rows.md: every key, its type, and when it is present."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM: a command ends at once, with the exit code of the signal and one line on stderr."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Terminal output: colours only on terminals, unchanged text everywhere else."""
 
-from __future__ import annotations
-
 import io
 import re
 import subprocess

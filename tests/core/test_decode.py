@@ -71,6 +71,7 @@ def test_a_perfect_draft_is_accepted_in_full(tree):
     assert np.asarray(stats.depth_histogram).tolist() == [[0, 0, 0, 0, 0, 9]] * 3
 
 
+@pytest.mark.slow
 def test_stream_takes_the_steps_of_run():
     """Compare tokens, counters, and the recorded fields of every token with the `StepInfo` of each step."""
     prompts, lengths = ragged([2, 9, 17, 30], 48, VOCAB)
@@ -177,6 +178,20 @@ def test_values_that_change_compile_nothing():
     assert (decode.run._cache_size(), decode.start_ready._cache_size()) == cache_sizes
 
 
+def test_the_caller_keeps_its_arrays():
+    """`run` and `stream` donate the state, which must not share buffers with the caller's arrays."""
+    prompts, lengths = ragged([3, 9], 32, VOCAB)
+    # The program of the test above.
+    controls = make_controls(2, limit=32, stop_tokens=[1, 2])
+    keys, rule = keys_from_seeds(jnp.arange(2, dtype=jnp.uint32)), verify.mars(theta=0.9, max_relaxed_run=9)
+    decoder = decode.speculative_decoder(TARGET, DRAFTERS["ngram"], rule, prefill_chunk=16)
+    for consume in (decode.run, lambda *arguments: next(decode.stream(*arguments))):
+        state = decoder.init(NO_WEIGHTS, Prompts(prompts, lengths, controls, rule, keys))
+        consume(decoder, NO_WEIGHTS, state)
+    assert not any(x.is_deleted() for x in jax.tree.leaves((prompts, lengths, controls, keys)))
+
+
+@pytest.mark.slow
 def test_the_step_embeds_in_a_program_of_its_user():
     """The step works in a jitted scan, and in a vmap, where every `cond` over rows becomes a select."""
     batches = [ragged([3, 9], 32, VOCAB, seed=seed) for seed in (0, 1)]
@@ -232,17 +247,6 @@ def test_a_draft_whose_vocabulary_is_padded_differently_drafts_where_the_caller_
         drafter = drafters.language_model(fake.hash_model(vocab_size=size), 3, vocab_size=VOCAB)
         state, _ = decode_all(TARGET, drafter, verify.exact(), prompts, lengths)
         assert committed(state) == committed(autoregressive(prompts, lengths))
-
-
-def test_the_caller_keeps_its_arrays():
-    """`run` and `stream` donate the state, which must not share buffers with the caller's arrays."""
-    prompts, lengths = ragged([3, 9], 32, VOCAB)
-    controls, keys = make_controls(2, limit=32), keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
-    decoder = decode.speculative_decoder(TARGET, DRAFTERS["ngram"], verify.exact())
-    for consume in (decode.run, lambda *arguments: next(decode.stream(*arguments))):
-        state = decoder.init(NO_WEIGHTS, Prompts(prompts, lengths, controls, verify.exact(), keys))
-        consume(decoder, NO_WEIGHTS, state)
-    assert not any(x.is_deleted() for x in jax.tree.leaves((prompts, lengths, controls, keys)))
 
 
 class Padded(drafters.ngram):

@@ -101,13 +101,16 @@ def test_greedy_texts_are_the_masked_targets(name, references):
     assert int(stats.accepted_exact.sum()) > 0
 
 
+BREAKABLE = broken_after(TARGET)
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_text_that_no_token_may_follow_ends_and_fails_only_for_broken_weights(broken):
     """There is no stop token, and there are edits, which would fail a row without any possible token."""
     _, params, state = start(drafters.none(), verify.exact(), ("abc",), stops=())
     pieces_with_c = (4, 6, 7)
-    target = broken_after(TARGET, pieces_with_c) if broken else TARGET
-    decoder = decode.speculative_decoder(target, drafters.none(), verify.exact(), prefill_chunk=16)
+    params = params._replace(target=np.isin(np.arange(VOCAB), pieces_with_c) & broken)
+    decoder = decode.speculative_decoder(BREAKABLE, drafters.none(), verify.exact(), prefill_chunk=16)
     controls = dataclasses.replace(state.controls, edits=make_edits(1))
     state, _ = decode.run(decoder, params, dataclasses.replace(state, controls=controls))
     assert [text_of(tokens) for tokens in texts(state)] == ["abc"]

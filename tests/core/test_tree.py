@@ -41,10 +41,10 @@ def test_walk_equals_the_python_walk(bounds, seed):
         "budget": rng.integers(0, 9, B).astype(np.float32) / 4,
     }
     drawn = {name: drawn[name] for name in BOUNDS[bounds] or ()}
-    allowance = jax.tree.map(jnp.asarray, trees.Allowance(relaxed, max_run, **drawn))
+    allowance = trees.Allowance(relaxed, max_run, **drawn)
     if BOUNDS[bounds] is None:
         allowance, relaxed = None, np.zeros((B, N), bool)
-    path, count, edges = jax.jit(trees.walk)(tree, jnp.asarray(exact), allowance)
+    tree, (path, count, edges) = jax.device_get((tree, jax.jit(trees.walk)(tree, exact, allowance)))
     if "budget" not in drawn:
         drawn.pop("cost", None)
     for b in range(B):
@@ -63,7 +63,7 @@ def test_attention_mask_shows_the_prefix_and_the_ancestors(seed):
     rng = np.random.default_rng(seed)
     tree = random_tree(rng)
     start = rng.integers(0, S - N + 1, B)
-    mask = np.asarray(jax.jit(mask_of)(tree, jnp.asarray(start, jnp.int32)))
+    tree, mask = jax.device_get((tree, jax.jit(mask_of)(tree, start.astype(np.int32))))
     for b in range(B):
         visible_slots = {-1: set(range(start[b]))}
         for i, parent in enumerate(tree.parents[b].tolist()):

@@ -74,7 +74,7 @@ def run_fresh(name, tokens):
     return hidden[0], logits[0], cache
 
 
-@pytest.mark.parametrize(("name", "shape"), slow_but(CASES, ("eagle-3", "dynamic tree")))
+@pytest.mark.parametrize(("name", "shape"), slow_but(CASES, ("eagle-3", "chain")))
 def test_it_is_lossless_and_its_cache_is_that_of_a_head_run_afresh(name, shape):
     """Run ten rounds of mixed acceptance with greedy rows and a sampled one, then decode the rest of the text."""
     prompts, lengths = ragged(LENGTHS, 64, VOCAB)

@@ -94,7 +94,9 @@ def test_a_drafter_that_is_certain_orphans_no_node():
         assert drafted(tree, row)
 
 
-@pytest.mark.parametrize("tree", [(1, 1, 1, 1), (3, 2, 1), Dynamic(3, 3, 12)], ids=str)
+@pytest.mark.parametrize(
+    "tree", [pytest.param((1, 1, 1, 1), marks=pytest.mark.slow), (3, 2, 1), Dynamic(3, 3, 12)], ids=str
+)
 def test_an_unsure_drafter_stops_in_the_rows_that_ask_for_it(tree):
     _, texts = propose(drafters.language_model(SMALL, 1))
     roots = [entropy_root(text) for text in texts]

@@ -1,7 +1,5 @@
 """Fuzzing of checkpoint files: config.json, safetensors, indexes, and conversions, which fail cleanly or succeed."""
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 import json

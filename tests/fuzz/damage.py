@@ -1,7 +1,5 @@
 """Hypothesis strategies that damage valid input: JSON values in their leaves and keys, files in their bytes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

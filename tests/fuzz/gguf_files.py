@@ -1,7 +1,5 @@
 """Fuzzing of GGUF files: damaged bytes, and well-formed metadata and tensors that contradict each other."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The contract of a fuzz case: succeed, or raise MarsError with one sentence, within time and memory limits."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Fuzzing of prompts files, plain and as JSON lines, under several rules, and of rows to replay."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fuzzing of settings of rules and drafters (strings, JSON, Python values), of command lines and of resumed files."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -3,8 +3,6 @@
 MARS_JAX_FUZZ_SEED=7 tries other cases. Each fault that fuzzing finds gets its own test next to the fixed code.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.fuzz import checkpoints, gguf_files, prompts, settings, texts

@@ -1,7 +1,5 @@
 """Fuzzing of output constraints (patterns, schemas, choices, spans) and of chat templates."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -170,16 +170,16 @@ def _last_logits(model, tokens, length):
     return model.unembed((), out.hidden)[0, length - 1]
 
 
-def broken_after(model, bad):
-    """Return the model with logits of NaN after each token of `bad`."""
+def broken_after(model):
+    """Return a model without weights with logits of NaN after each token that its new weights, bool[V], mark."""
 
-    def forward(params, tokens, visible, cache):
-        output = model.forward(params, tokens, visible, cache)
-        flag = jnp.isin(tokens, jnp.asarray(bad))[:, :, None].astype(jnp.uint32)
+    def forward(bad, tokens, visible, cache):
+        output = model.forward((), tokens, visible, cache)
+        flag = (bad[tokens] & (tokens >= 0))[:, :, None].astype(jnp.uint32)
         return output._replace(hidden=jnp.concatenate([output.hidden, flag], axis=2))
 
-    def unembed(params, hidden):
-        return jnp.where(hidden[:, :, 1:] > 0, jnp.nan, model.unembed(params, hidden[:, :, :1]))
+    def unembed(bad, hidden):
+        return jnp.where(hidden[:, :, 1:] > 0, jnp.nan, model.unembed((), hidden[:, :, :1]))
 
     return model._replace(forward=forward, unembed=unembed)
 

@@ -9,23 +9,15 @@ import numpy as np
 
 from mars_jax import contrib, drafters
 from mars_jax.contrib.models import medusa_layers
-from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.controls import make_controls
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters import Dynamic
-from mars_jax.models import ModelConfig, eagle_head, init_params, language_model
-from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models import eagle_head, init_params, language_model
 from tests.helpers import NO_WEIGHTS, cascades, dflash, sprinters
 from tests.helpers.fake_drafters import DRAFTERS, SMALL, TARGET, VOCAB
+from tests.helpers.small_models import CONFIG, EAGLE_3, MEDUSA
 
 ROWS, BUFFER, CHUNK = 3, 72, 16
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2}
-CONFIG = ModelConfig(num_layers=2, **SIZES)
-LAYER = ModelConfig(num_layers=1, **SIZES)
-EAGLE_3 = EagleConfig(
-    version=3, layer=LAYER, target_hidden_size=32, draft_vocab_size=32, feature_layers=(0, 1, 1)
-)
-MEDUSA = MedusaConfig(num_heads=3, num_layers=1, hidden_size=32, vocab_size=64)
 MODEL = language_model(CONFIG)
 
 

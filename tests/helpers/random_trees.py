@@ -1,6 +1,6 @@
 """Random draft trees of one padded shape, and a Python reference of `tree.walk`."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from mars_jax.core.types import NO_NODE, NO_TOKEN, DraftTree
@@ -18,10 +18,8 @@ def random_tree(rng: np.random.Generator, batch: int = B) -> DraftTree:
             depths[b, i] = depths[b, parents[b, i]] + 1
     tokens = rng.integers(0, V, (batch, N))
     tokens[:, 1:][rng.random((batch, N - 1)) < 1 / 6] = NO_TOKEN
-    as_i32 = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
-    return DraftTree(
-        tokens=as_i32(tokens), parents=as_i32(parents), depths=as_i32(depths), max_depth=D, is_chain=False
-    )
+    tokens, parents, depths = jax.device_put([x.astype(np.int32) for x in (tokens, parents, depths)])
+    return DraftTree(tokens=tokens, parents=parents, depths=depths, max_depth=D, is_chain=False)
 
 
 def python_walk(tokens, parents, exact, relaxed, max_run, max_depth, most=N, cost=(0,) * N, budget=0):

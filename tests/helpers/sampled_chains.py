@@ -1,11 +1,14 @@
 """Sampled chains with their q, and the probabilities of a table."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mars_jax.core import sampling
 from mars_jax.core import tree as trees
 from tests.helpers import rule_oracles
+
+sample_processed = jax.jit(sampling.sample_processed)
 
 
 def probabilities(table):
@@ -22,8 +25,7 @@ def sampled_chain(keys, q_table, settings, rows):
     for i in range(len(q_table)):
         processed = rule_oracles.process(jnp.asarray(rule_oracles.after(q_table, drafted))[:, None], settings)
         logits.append(processed)
-        place = jnp.full((rows, 1), i, jnp.int32)
-        token = sampling.sample_processed(keys, place, processed)
+        token = sample_processed(keys, np.full((rows, 1), i, np.int32), processed)
         drafted = np.concatenate([drafted, np.asarray(token)], 1)
     logits.append(jnp.zeros_like(logits[0]))
     tokens = np.concatenate([np.zeros((rows, 1), int), drafted], 1)

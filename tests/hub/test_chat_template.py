@@ -1,7 +1,5 @@
 """Bounded chat templates: they render the same text as Jinja's sandbox, and hostile ones are refused quickly."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -49,116 +47,58 @@ TURNS = [
     {"role": "tool", "content": "none"},
     {"role": "assistant", "content": "Hi."},
 ]
-# The features of the published template of gpt-oss, in other words: macros that call themselves and have defaults,
-# types of JSON schemas in TypeScript notation, the date, the reasoning effort, builtin tools, channels, and turns that
-# call tools, whose reasoning depends on later turns.
+# Features of the published template of gpt-oss: macros that call themselves and have defaults, types of JSON schemas,
+# the date, and turns that call tools, whose reasoning depends on later turns.
 HARMONY = """
-{%- macro kind(spec, required, is_nullable=false) -%}
+{%- macro kind(spec, required=[], is_nullable=false) -%}
     {%- if spec.type == 'array' -%}
-        {%- set inner = kind(spec['items'], required or []) if spec['items'] else 'any' -%}
-        {{- 'any[]' if inner == 'object | object' or inner|length > 50 else inner + '[]' }}
+        {{- kind(spec['items'], required or []) + '[]' if spec['items'] else 'any[]' }}
         {%- if spec.nullable or is_nullable -%}{{- ' | null' }}{%- endif -%}
-    {%- elif spec.type is defined and spec.type is iterable and spec.type is not string and spec.type is not mapping
-        and spec.type[0] is defined -%}
-        {{- spec.type | join(' | ') if spec.type | length > 1 else spec.type[0] }}
+    {%- elif spec.type is defined and spec.type is iterable and spec.type is not string and spec.type is not mapping -%}
+        {{- spec.type | join(' | ') if spec.type[0] is defined }}
     {%- elif spec.oneOf -%}
-        {%- set has_objects = false -%}
         {%- for variant in spec.oneOf -%}
-            {%- if variant.type == 'object' -%}{%- set has_objects = true -%}{%- endif -%}
-            {{- kind(variant, required) -}}
-            {%- if variant.description %}{{- '// ' + variant.description }}{%- endif -%}
-            {%- if variant.default is defined %}{{ '// default: ' + variant.default|tojson }}{%- endif -%}
+            {{- kind(variant) }}{%- if variant.default is defined %}{{ '// ' + variant.default|tojson }}{% endif -%}
             {%- if not loop.last %}{{- ' | ' }}{% endif -%}
         {%- endfor -%}
-        {{- has_objects }}
-    {%- elif spec.type == 'object' -%}
+    {%- elif spec.properties -%}
         {{- '{\n' }}
         {%- for name, part in spec.properties.items() -%}
             {{ name }}{{ '?' if name not in (spec.required or []) }}: {{ kind(part, spec.required or []) }}
-            {%- if not loop.last %}{{ ', ' }}{% endif -%}
         {%- endfor -%}
         {{- '}' }}
-    {%- elif spec.enum -%}{{- '"' + spec.enum|join('" | "') + '"' -}}
-    {%- else -%}{{ spec.type if spec.type is string else 'any' }}{%- endif -%}
+    {%- else -%}{{ '"' + spec.enum|join('" | "') + '"' if spec.enum else spec.type }}{%- endif -%}
 {%- endmacro -%}
-{%- macro namespace_of(space, tools) -%}
-    {{- '## ' + space + '\n\nnamespace ' + space + ' {\n' }}
-    {%- for tool in tools %}
-        {%- set tool = tool.function %}
-        {{- 'type ' + tool.name + ' = ' }}
-        {%- if tool.parameters and tool.parameters.properties %}
-            {%- for name, spec in tool.parameters.properties.items() %}
-                {{- name + ': ' + kind(spec, tool.parameters.required or []) }}
-                {%- if spec.default is defined %}{{- ', // default: ' + spec.default|tojson }}{%- endif %},
-            {%- endfor %}
-        {%- else -%}{{- '() => any;' }}{%- endif -%}
-    {%- endfor %}
-    {{- '} // namespace ' + space }}
-{%- endmacro -%}
-{%- macro builtin(browser, python) -%}
-    {%- if browser %}{{- 'namespace browser {' + '}\n' }}{% endif -%}
-    {%- if python %}{{- '## python\n【6†L9-L11】 `[{cursor}]`' }}{% endif -%}
-{%- endmacro -%}
-{%- macro system() -%}
-    {%- if reasoning_effort is not defined %}{%- set reasoning_effort = 'medium' %}{%- endif %}
-    {{- 'Current date: ' + strftime_now('%Y-%m-%d') + '\nReasoning: ' + reasoning_effort }}
-    {%- if builtin_tools %}
-        {%- set chosen = namespace(browser=false, python=false) %}
-        {%- for tool in builtin_tools %}{% if tool == 'browser' %}{% set chosen.browser = true %}{% endif %}{% endfor %}
-        {{- builtin(chosen.browser, chosen.python) }}
-    {%- endif -%}
-{%- endmacro -%}
-{{- '<|start|>system<|message|>' }}{{- system() }}{{- '<|end|>' }}
-{%- if messages[0].role == 'developer' or messages[0].role == 'system' %}
-    {%- set developer_message, turns = messages[0].content, messages[1:] %}
-{%- else %}{%- set developer_message, turns = '', messages %}{%- endif %}
-{%- if developer_message or tools %}
-    {{- '<|start|>developer<|message|>' + developer_message + namespace_of('functions', tools) + '<|end|>' }}
-{%- endif %}
+{%- if reasoning_effort is not defined %}{%- set reasoning_effort = 'medium' %}{%- endif %}
+{{- 'Current date: ' + strftime_now('%Y-%m-%d') + '\nReasoning: ' + reasoning_effort }}
+{%- for tool in tools %}
+    {%- set tool = tool.function %}
+    {{- 'type ' + tool.name + ' = ' }}{{ kind(tool.parameters) if tool.parameters else '() => any;' }}
+{%- endfor %}
 {%- set last_call = namespace(name=none) %}
-{%- for message in turns -%}
+{%- for message in messages -%}
     {%- if message.role == 'assistant' and 'tool_calls' in message %}
         {%- set final = namespace(found=false) %}
-        {%- for later in turns[loop.index:] %}
-            {%- if later.role == 'assistant' and 'tool_calls' not in later %}{%- set final.found = true %}{%- endif %}
-        {%- endfor %}
-        {%- set call = message.tool_calls[0] %}
-        {%- if call.function %}{%- set call = call.function %}{%- endif %}
-        {%- if message.thinking and not final.found %}
-            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
-        {%- endif %}
-        {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary ' }}
-        {{- (call.content_type if call.content_type is defined else 'json') + '<|message|>' }}
-        {{- call.arguments|tojson }}{{- '<|call|>' }}
-        {%- set last_call.name = call.name %}
-    {%- elif message.role == 'assistant' and loop.last and not add_generation_prompt %}
-        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|return|>' }}
+        {%- for later in messages[loop.index:] if later.role == 'assistant' %}{% set final.found = true %}{% endfor %}
+        {%- set call = message.tool_calls[0].function %}{% set last_call.name = call.name %}
+        {{- message.thinking if not final.found }}{{ ' to=functions.' + call.name }}{{ call.arguments|tojson }}
     {%- elif message.role == 'tool' -%}
         {%- if last_call.name is none %}{{- raise_exception('no call') }}{%- endif %}
-        {{- '<|start|>functions.' + last_call.name + ' to=assistant<|message|>' + message.content|tojson + '<|end|>' }}
+        {{- '<|start|>functions.' + last_call.name + '<|message|>' + message.content|tojson + '<|end|>' }}
     {%- else %}{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
 PROPERTIES = {
     "places": {"type": "array", "items": {"type": "string"}, "nullable": True},
-    "unit": {"type": "string", "enum": ["C", "F"], "default": "C"},
-    "day": {
-        "oneOf": [
-            {"type": "integer", "description": "from 0", "default": 0},
-            {"type": "object", "properties": {}},
-        ]
-    },
+    "unit": {"type": "string", "enum": ["C", "F"]},
+    "day": {"oneOf": [{"type": "integer", "default": 0}, {"properties": {}}]},
     "either": {"type": ["string", "null"]},
-    "nested": {"type": "object", "properties": {"x": {"type": "array"}}, "required": ["x"]},
+    "nested": {"properties": {"x": {"type": "array"}}, "required": ["x"]},
 }
 WEATHER = {"name": "weather", "parameters": {"properties": PROPERTIES, "required": ["places"]}}
 TOOLS = [{"type": "function", "function": function} for function in (WEATHER, {"name": "clock"})]
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "thinking": "I need f.",
-    "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1]}}}],
-}
+CALL = {"role": "assistant", "content": "", "thinking": "I need f."}
+CALL |= {"tool_calls": [{"function": {"name": "f", "arguments": {"x": [1]}}}]}
 TEMPLATES = {"features": FEATURES, "harmony": HARMONY} | {
     name: text for name in MODELS if (text := template_of(name))
 }

@@ -1,7 +1,5 @@
 """Conversions: they load like their source onto any mesh, appear complete or not at all, and are refused if damaged."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

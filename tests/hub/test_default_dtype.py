@@ -3,8 +3,6 @@
 Oracles: numpy for packed integers, the package gguf for its blocks, PyTorch for float8.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

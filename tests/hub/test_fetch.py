@@ -1,7 +1,5 @@
 """Checkpoints fetched by name with huggingface_hub, from a local server that implements the hub's protocol."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """EAGLE heads: every published layout loads, and a malformed head gets a one-sentence error."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Hostile checkpoints: contradictions, paths out of the directory and non-numeric values get a one-sentence error."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

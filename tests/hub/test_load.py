@@ -1,7 +1,5 @@
 """Checkpoints: every layout loads alike, and a malformed checkpoint gets a one-sentence error."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ Oracle: `packed_by_others.npz`, the output of these packages for random matrices
 (`pack_to_int32`).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

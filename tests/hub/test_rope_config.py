@@ -1,7 +1,5 @@
 """RoPE settings of published configs. Oracle: transformers. Contradictory settings are refused."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re

@@ -1,7 +1,5 @@
 """8-bit checkpoints with separate scales. Oracle: the weights as PyTorch dequantises them."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """gpt-oss's experts in MXFP4. Oracle: transformers' `integrations/mxfp4.py` and its model with these experts."""
 
-from __future__ import annotations
-
 import json
 
 import jax
@@ -137,16 +135,12 @@ def test_a_conversion_keeps_them_as_well(published, dtype, form, tmp_path):
 
 
 def test_without_a_dtype_in_config_json_other_weights_are_bfloat16(published, tmp_path):
-    model, folder = published
+    _, folder = published
     for file in ("config.json", "model.safetensors"):
         (tmp_path / file).write_bytes((folder / file).read_bytes())
     edit(tmp_path, dtype=None)
-    checkpoint = hub.load(tmp_path)
-    params = checkpoint.params
+    params = hub.load(tmp_path).params
     assert params["embed"].dtype == params["layers"][0]["expert_up"].dtype == jnp.bfloat16
-    logits, _ = transformers_oracle.logits_and_greedy(checkpoint, PROMPTS, 1)
-    # 0.1: bfloat16 rounds activations to 8 bits; logits are about 1.
-    np.testing.assert_allclose(logits, transformers_oracle.torch_logits(model, PROMPTS), atol=0.1, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Streamed loading: shards equal those of a whole read, and only rows that local devices need are read."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -110,7 +110,10 @@ def test_every_named_shape_has_legal_default_blocks(dtype):
 
 @pytest.mark.parametrize(
     ("rule", "kernel"),
-    [(verify.mars(), "margin_accept"), (verify.mars(base=verify.rejection()), "margin_stats")],
+    [
+        (verify.mars(), "margin_accept"),
+        pytest.param(verify.mars(base=verify.rejection()), "margin_stats", marks=pytest.mark.slow),
+    ],
 )
 def test_the_decode_loop_holds_the_tpu_kernel_once_and_no_other_elsewhere(rule, kernel):
     decoder = speculative_decoder(fake.hash_model(vocab_size=1100), drafters.ngram(4), rule)

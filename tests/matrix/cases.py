@@ -1,7 +1,5 @@
 """Cases of drafters on surfaces with drawn settings. All rules of a case decode in one batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

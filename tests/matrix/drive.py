@@ -1,7 +1,5 @@
 """Decoding of a case through its surface, and comparison with the target without a draft and other slow references."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

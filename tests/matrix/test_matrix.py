@@ -1,7 +1,5 @@
 """Pairs of a drafter, a rule, a surface and a setting of the tables, chosen so that few cases cover nearly all."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

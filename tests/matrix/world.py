@@ -1,7 +1,5 @@
 """Random checkpoints of every kind that a command opens. They are so small that compilation dominates the time."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -5,8 +5,6 @@ random weights are some tenths apart, so no choice depends on that, and all runs
 greedy and sampled rows.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

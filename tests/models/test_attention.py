@@ -1,7 +1,5 @@
 """Attention by blocks: equal to attention over every slot, and independent of masked slots."""
 
-from __future__ import annotations
-
 import functools
 import math
 import types
@@ -163,8 +161,9 @@ def test_attention_of_cudnn_is_asked_for_the_same(nodes):
     """Replace cuDNN with XLA's form of the same public function, for queries of a group together and separately."""
     q, k, v, mask, live = case(3, n=nodes, slots=300, live=280)
     mask = mask.at[0, 0].set(False)
-    actual = attention._flash(q, k, v, mask, live, scale=0.2, implementation="xla")
-    np.testing.assert_allclose(actual, attend_all(q, k, v, mask, live, scale=0.2), atol=2e-6)
+    flash = jax.jit(functools.partial(attention._flash, scale=0.2, implementation="xla"))
+    expected = jax.jit(functools.partial(attend_all, scale=0.2))(q, k, v, mask, live)
+    np.testing.assert_allclose(flash(q, k, v, mask, live), expected, atol=2e-6)
 
 
 def test_a_program_for_one_gpu_has_attention_of_cudnn(monkeypatch):

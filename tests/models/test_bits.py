@@ -1,7 +1,5 @@
 """Bits of a node on a CPU: equal for any other nodes and any cache length. Oracle: the node by itself."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

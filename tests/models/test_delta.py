@@ -55,7 +55,7 @@ HEADS = {
 
 def weights():
     """Return random weights, with states that decay slowly, and few likely tokens, so that heads are often right."""
-    params = init_params(CONFIG, jax.random.key(0), scale=0.3)
+    params = small_models.random_weights(CONFIG, scale=0.3)
     slow = [
         layer | {"delta_log_rate": jnp.full(4, -3.0)} if "delta_q" in layer else layer
         for layer in params["layers"]
@@ -120,21 +120,22 @@ def test_the_rule_is_that_of_transformers(length):
     )
 
     def grouped(x):
-        return jnp.asarray(x, jnp.float32).reshape(2, length, 2, 2, -1).transpose(0, 2, 3, 1, 4)
+        return x.astype(np.float32).reshape(2, length, 2, 2, -1).transpose(0, 2, 3, 1, 4)
 
     def normed(x):
-        x = jnp.asarray(x, jnp.float32).swapaxes(1, 2)
-        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+        x = x.astype(np.float32).swapaxes(1, 2)
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
-    new_state, outputs = delta_rule(
-        jnp.asarray(state, jnp.float32).reshape(2, 2, 2, 8, 6),
-        normed(q) * 8**-0.5, normed(k), grouped(v), grouped(log_decay)[..., 0], grouped(rate)[..., 0],
+    new_state, outputs = jax.jit(delta_rule)(
+        state.astype(np.float32).reshape(2, 2, 2, 8, 6),
+        normed(q) * np.float32(8**-0.5), normed(k), grouped(v), grouped(log_decay)[..., 0], grouped(rate)[..., 0],
     )  # fmt: skip
-    outputs = outputs.transpose(0, 3, 1, 2, 4).reshape(2, length, 4, 6)
+    outputs = np.asarray(outputs).transpose(0, 3, 1, 2, 4).reshape(2, length, 4, 6)
     np.testing.assert_allclose(outputs, expected, atol=2e-5)
     np.testing.assert_allclose(new_state.reshape(2, 4, 8, 6), expected_state, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_drafts_change_no_token():
     plain, _ = decoded(drafters.none())
     drafted, stats = decoded(Guess(), draft=texts_of(plain))

@@ -1,7 +1,5 @@
 """EAGLE heads, compared with a transcription of the papers over PyTorch transformers' Llama layers."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -38,8 +36,6 @@ def vary(config: EagleConfig, layer: dict | None = None, **fields) -> EagleConfi
 
 CASES = {
     "eagle-3": EAGLE_3,
-    "eagle-3, norm before residual": vary(EAGLE_3, norm_before_residual=True),
-    "eagle-3, a norm of each feature": vary(EAGLE_3, fc_norm=True),
     "eagle-3.1": vary(EAGLE_3, fc_norm=True, norm_output=True, norm_before_residual=True),
     "eagle-3 of speculators": vary(
         EAGLE_3, QWEN3, input_norm=True, norm_output=True, norm_before_residual=True

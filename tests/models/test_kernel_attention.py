@@ -1,7 +1,5 @@
 """A model with the attention kernel in Pallas' interpreter: the tokens of the model without it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
@@ -123,6 +121,7 @@ def as_on_tpu(monkeypatch):
     monkeypatch.setattr(attention_module, "device_kind", lambda: "TPU v6 lite")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_on_tpu")
 def test_from_8_rows_or_where_xla_takes_turns_a_tpu_takes_the_kernel_unasked(monkeypatch):
     calls = {

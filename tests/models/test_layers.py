@@ -1,7 +1,5 @@
 """Each layer function, compared with its formula in NumPy float64."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Experts multiply their own rows in every form. Oracles are formulas in NumPy; test_families has PyTorch."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

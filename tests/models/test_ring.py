@@ -1,7 +1,5 @@
 """A prompt's chunk whose rows go around the devices of a mesh, compared with the same chunk on one device."""
 
-from __future__ import annotations
-
 import tempfile
 
 import jax
@@ -71,7 +69,7 @@ GEMMA = {
     [
         pytest.param({}, {}, 2, marks=pytest.mark.slow),
         ({}, {}, 4),
-        (GEMMA, {"batch": 2}, 2),
+        pytest.param(GEMMA, {"batch": 2}, 2, marks=pytest.mark.slow),
         pytest.param(GEMMA, {"batch": 2, "attention": "interpret"}, 2, marks=pytest.mark.slow),
         pytest.param(
             {"family": "qwen2", "qkv_bias": True},
@@ -79,7 +77,7 @@ GEMMA = {
             2,
             marks=pytest.mark.slow,
         ),
-        ({"head_dim": 32, "intermediate_size": 256}, {"bits": 4}, 2),
+        pytest.param({"head_dim": 32, "intermediate_size": 256}, {"bits": 4}, 2, marks=pytest.mark.slow),
         (GEMMA | {"attention_sinks": True}, {}, 2),
         ({}, {"layer_mask": ((True, False), (False, True))}, 2),
     ],

@@ -1,7 +1,5 @@
 """Frequencies, compared with transformers' ROPE_INIT_FUNCTIONS, and angles, compared with float64."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

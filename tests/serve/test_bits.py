@@ -1,7 +1,5 @@
 """In bfloat16, a chain under `exact` gives exactly the tokens and log-probabilities of plain decoding, on a CPU."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

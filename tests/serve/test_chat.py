@@ -1,7 +1,5 @@
 """Conversations in Python, prompts files and the command, compared with the ids that transformers gives."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -12,6 +10,7 @@ from mars_jax import hub
 from mars_jax.cli.generate.command import main
 from mars_jax.cli.generate.prompts import read_prompts
 from mars_jax.verify import RuleChoice
+from tests.matrix.world import world
 
 TEMPLATE = """\
 {%- for m in messages %}[{{ m.role }}]{{ m.content }}{% if not loop.last or m.role != 'assistant' %}
@@ -29,9 +28,9 @@ TURNS = [
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory):
-    """Return the embedded target with a template that reads roles and a custom variable."""
+    """Return a small target with a template that reads roles and a custom variable."""
     path = tmp_path_factory.mktemp("chatty") / "target"
-    shutil.copytree(hub.outline("tiny/target").path, path)
+    shutil.copytree(world().target, path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
 

@@ -1,7 +1,5 @@
 """An answer of a chat also ends at the token that the chat template writes after an answer."""
 
-from __future__ import annotations
-
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers

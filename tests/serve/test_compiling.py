@@ -1,7 +1,5 @@
 """A start compiles each program once, in parallel, and greedy programs contain no sampling code."""
 
-from __future__ import annotations
-
 import collections
 
 import jax
@@ -49,6 +47,7 @@ def test_each_program_is_compiled_once(compiled, method):
     assert new["jit(start_ready)"] <= 2, new  # one for all rows, one for a row that starts later
 
 
+@pytest.mark.slow
 def test_decoding_compiles_nothing_after_a_warm_up(compiled):
     """Decode a request per row, more requests than rows, and several samples of a prompt. Each compiles programs."""
     session = make_session(43)

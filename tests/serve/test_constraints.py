@@ -1,7 +1,5 @@
 """Constraints from requests to completions. Oracles: transformers with a masking processor, `re` and `jsonschema`."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Fingerprints of weights: independent of the mesh, and different if the weights or their config differ."""
 
-from __future__ import annotations
-
 import json
 
 import jax

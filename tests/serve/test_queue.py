@@ -1,7 +1,5 @@
 """Requests that share a few rows through a queue decode as in separate batches, and no row idles."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Rows on disk: one writer, complete lines, and rows of a single run."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

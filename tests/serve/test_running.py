@@ -1,7 +1,5 @@
 """`Running` keeps a row between requests: it gives the tokens of a fresh state and reads only new tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import shutil
@@ -23,6 +21,8 @@ from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
 from mars_jax.utils.errors import MarsError
 from tests.helpers import slow_but
+from tests.matrix.world import target as target_of
+from tests.matrix.world import world
 
 TURNS = ["Tom has a red ball.", "What did Tom do then?", "And his friend?"]
 # The template keeps only the first word of earlier turns, as real templates drop thoughts.
@@ -67,12 +67,23 @@ def session(target, draft="ngram"):
     return Session(target=target, drafter=drafters.load(draft, target), loaded_rule=rule)
 
 
-@pytest.mark.parametrize("draft", slow_but(["ngram", "model:tiny/draft", "eagle:tiny/eagle3"], "ngram"))
-def test_a_conversation_says_what_it_says_afresh(target, draft):
-    drafter, rule = drafters.load(draft, target, num_draft_tokens=4), verify.mars(theta=0.5)
-    chat = mj.Chat(target, drafter, verify=rule, max_new_tokens=8)
+def small_chat(draft, **options):
+    """Return a chat with a target whose single layer compiles quickly."""
+    target = target_of("float32", None, None)
+    drafter = drafters.load(world().drafters[draft], target, num_draft_tokens=4)
+    return mj.Chat(target, drafter, verify=verify.mars(theta=0.5), **options)
+
+
+@pytest.mark.parametrize("draft", slow_but(["ngram", "model", "eagle"], "ngram"))
+def test_a_conversation_says_what_it_says_afresh(draft):
+    chat = small_chat(draft, max_new_tokens=8)
+    target, drafter, rule = (
+        chat._running.session.target,
+        chat._running.session.drafter,
+        verify.mars(theta=0.5),
+    )
     cached, compiled = [], set()
-    for turn, text in enumerate(TURNS):
+    for turn, text in enumerate(("the sea", "a man", "of a sun")):
         answer = chat.say(text)
         compiled.add(_extend._cache_size())
         fresh = fresh_completion(target, drafter, chat.messages[:-1], rule, max_new_tokens=8)
@@ -148,16 +159,13 @@ def test_requests_of_all_kinds_take_turns(target):
         assert (completion.tokens, completion.text) == (fresh.tokens, fresh.text), options
 
 
-def test_the_seconds_of_a_completion_include_its_prompt(target, monkeypatch):
+def test_the_seconds_of_a_completion_include_its_prompt(monkeypatch):
     def extend(*arguments, extend=decode.extend):
         time.sleep(0.2)
         return extend(*arguments)
 
     monkeypatch.setattr(decode, "extend", extend)
-    # Use the pair and rule of the first conversation, to share its compiled programs.
-    drafter = drafters.load("model:tiny/draft", target, num_draft_tokens=4)
-    chat = mj.Chat(target, drafter, verify=verify.mars(theta=0.5), max_new_tokens=2)
-    assert chat.say(TURNS[0]).seconds > 0.2
+    assert small_chat("ngram", max_new_tokens=2).say("the sea").seconds > 0.2
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Sessions, and warnings beyond the length that a drafter was trained for."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from pathlib import Path

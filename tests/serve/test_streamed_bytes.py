@@ -1,7 +1,5 @@
 """Streamed text of arbitrary bytes, in both encodings of bytes as tokens. Oracle: decoding all tokens at once."""
 
-from __future__ import annotations
-
 import functools
 
 import hypothesis.strategies as st

@@ -3,8 +3,6 @@
 The rule is lossy, and rows are strict or constrained, so that nothing is relaxed.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -252,6 +250,7 @@ def test_texts_are_those_of_a_loop_over_the_target(surface):
             assert metrics.steps < len(actual.tokens), "forced tokens are not drafted"
 
 
+@pytest.mark.slow
 def test_the_requests_meet_what_they_are_for():
     """Completions end for each reason, settings change some completions, and some stop strings cut words."""
     prompts, options = prompts_and_options()

@@ -1,7 +1,5 @@
 """Stop strings: tokens as in transformers, text up to the string. Loops at the end of a completion."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

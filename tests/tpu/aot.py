@@ -3,8 +3,6 @@
 Mosaic compiles for real and rejects every program that a TPU would reject; nothing is executed.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

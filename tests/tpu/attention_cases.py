@@ -1,7 +1,5 @@
 """Functions that compile the attention kernel at the shapes of published models."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Functions that compile the whole decode step of published models in bfloat16: draft, forward, verify, emit."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

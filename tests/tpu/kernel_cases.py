@@ -1,7 +1,5 @@
 """Functions that compile every kernel at the named shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

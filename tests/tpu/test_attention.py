@@ -1,7 +1,5 @@
 """The attention kernel compiles for real TPUs within their fast memory, without a copy of the cache."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip(

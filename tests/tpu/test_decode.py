@@ -1,7 +1,5 @@
 """The whole decode loop compiles for real TPUs, on one chip and over four."""
 
-from __future__ import annotations
-
 import math
 import re
 

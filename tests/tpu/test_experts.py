@@ -1,7 +1,5 @@
 """Mixture of experts compiled for TPUs: the kernel reads the experts in place."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

@@ -1,7 +1,5 @@
 """4-bit products compiled for TPUs: one kernel reads the matrix in place."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The kernels compile for real TPUs and read the logits once. Nothing is executed; libtpu suffices."""
 
-from __future__ import annotations
-
 import functools
 import re
 

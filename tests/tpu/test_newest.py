@@ -1,7 +1,5 @@
 """Each kernel for current TPU generations, with the installed libtpu; `.ci/run newest` installs the newest."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip(

@@ -1,7 +1,5 @@
 """Definitions of rules: their classes, the ends of ranges, conversions of values, and plugins."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import math

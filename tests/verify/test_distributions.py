@@ -13,7 +13,7 @@ from scipy.spatial import distance
 from mars_jax import contrib, verify
 from mars_jax.core import tree as trees
 from mars_jax.core.rule import for_rows
-from tests.helpers import rule_oracles, slow_but, verdict_of
+from tests.helpers import rule_oracles, verdict_of
 from tests.helpers.sampled_chains import sampled_chain
 
 VOCAB, ROWS = 4, 9_000
@@ -254,7 +254,8 @@ def test_no_distribution_of_a_grid_accepts_more_than_the_mentored_one():
         assert best - 1e-5 <= accepted[0] <= upper_bound
 
 
-@pytest.mark.parametrize("name", slow_but([name for name in LAWS if "blocks" not in name], "mixture"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in LAWS if "blocks" not in name])
 def test_at_temperature_0_in_strict_rows_and_after_the_draft_the_target_is_followed(name):
     settings, _, _, tree, logits = steps()
     first_rows = lambda x: x[:64]  # noqa: E731

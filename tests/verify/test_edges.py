@@ -229,7 +229,9 @@ def test_over_rejection_a_step_relaxes_no_more_than_its_share():
         assert relaxed.max() == max_relaxed and np.mean(relaxed == max_relaxed) > 0.9
 
 
-@pytest.mark.parametrize("base", [verify.rejection(), verify.rejection(block=True)], ids=["tokens", "blocks"])
+@pytest.mark.parametrize(
+    "base", [verify.rejection(), pytest.param(verify.rejection(block=True), marks=pytest.mark.slow)]
+)
 def test_over_rejection_no_more_are_relaxed_in_a_row_than_may_be(base):
     """The target is certain of token 0, which is accepted; token 1 is rejected but may be relaxed."""
     rng, nodes = np.random.default_rng(0), 8

@@ -128,10 +128,10 @@ def test_rejection_leaves_the_target_distribution(block):
             assert rule_oracles.chi_square(sequences, joint) > 1e-3, row
 
 
-def test_a_token_that_neither_model_allows_is_refused():
+@pytest.mark.parametrize("block", slow_but([False, True], True))
+def test_a_token_that_neither_model_allows_is_refused(block):
     settings = rule_oracles.controls_of([(1.0, 2, 1.0, 0.0)] * 8)
     logits = jnp.tile(jnp.asarray([[[3.0, 2.0, 1.0]]]), (8, 3, 1))
     tree = trees.chain(jnp.asarray([[0, 2, 0]] * 8, jnp.int32), rule_oracles.process(logits, settings))
-    for block in (False, True):
-        verdict = verdict_of(rejection(block=block), rule_oracles.keys_of(0, 8), tree, logits, settings)
-        assert verdict.num_accepted.tolist() == [0] * 8 and np.all(np.asarray(verdict.next_token) < 2)
+    verdict = verdict_of(rejection(block=block), rule_oracles.keys_of(0, 8), tree, logits, settings)
+    assert verdict.num_accepted.tolist() == [0] * 8 and np.all(np.asarray(verdict.next_token) < 2)

@@ -14,7 +14,7 @@ from mars_jax import contrib, drafters, verify
 from mars_jax.contrib.models import indicator, mixer
 from mars_jax.core import decode
 from mars_jax.core import tree as trees
-from mars_jax.core.rule import LoadedRule, for_rows, structure, take_rows
+from mars_jax.core.rule import LoadedRule, decide, for_rows, structure, take_rows
 from mars_jax.core.types import Params
 from mars_jax.utils.errors import MarsError
 from tests.helpers import committed, decode_all, ragged, slow_but
@@ -119,11 +119,11 @@ CASES = {
     "released": Case(contrib.released(ratio=0.4), verify.rejection(), None, {"ratio": np.inf}, drafter=SAMPLED),
 }  # fmt: skip
 LIKE_ANOTHER = {
-    "mars by position", "gap", "topk", "typical", "adaptive", "entropy_gate", "nucleus", "lenience",
-    "cactus", "diversed", "speccascade", "mars over rejection on trees", "mixture on trees",
-    "phrase", "mentored", "fuzzy", "equivalent", "released", "block", "mars over rejection", "rejection on trees",
+    "mars by position", "gap", "topk", "typical", "adaptive", "entropy_gate", "nucleus", "lenience", "cactus",
+    "diversed", "speccascade", "mars over rejection on trees", "mixture on trees", "phrase", "fly", "learned",
+    "simulated", "mentored", "fuzzy", "equivalent", "released", "block", "mars over rejection", "rejection on trees",
 }  # fmt: skip
-"""Stateless rules that differ from another rule only in a formula or their base. Their tests are slow."""
+"""Stateless rules that differ from another rule only in a formula, weights or their base. Their tests are slow."""
 
 
 def rules_that(holds=lambda case: True, fast=set(CASES) - LIKE_ANOTHER):
@@ -274,6 +274,9 @@ def test_in_a_mesh_the_text_is_that_of_one_device(name):
     assert sharded_rows == decoded(case, case.rule)
 
 
+decided = jax.jit(decide)
+
+
 @pytest.mark.parametrize("generated", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "rule", [verify.mars(theta=0.5), pytest.param(verify.adaptive(theta=0.5), marks=pytest.mark.slow)]
@@ -287,10 +290,11 @@ def test_an_exact_prefix_ends_at_its_token(rule, generated):
         start=jnp.asarray([6 + generated], jnp.int32),
         prompt_length=jnp.asarray([7], jnp.int32),
     )
-    verdict, _ = for_rows(dataclasses.replace(rule, exact_prefix=np.int32(2)), 1)(evidence)
+    rule = for_rows(dataclasses.replace(rule, exact_prefix=np.int32(2)), 1)
+    verdict, _ = decided(rule, evidence)
     assert int(verdict.num_accepted[0]) == (0 if generated < 2 else 4)
     exact_first = evidence.replace(tree=trees.chain(jnp.asarray([[0, 1, 2, 2, 2]], jnp.int32)))
-    verdict, _ = for_rows(dataclasses.replace(rule, exact_prefix=np.int32(2)), 1)(exact_first)
+    verdict, _ = decided(rule, exact_first)
     assert int(verdict.num_accepted[0]) == (1 if generated < 1 else 4)
 
 

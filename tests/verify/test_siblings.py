@@ -182,7 +182,7 @@ def on_a_tree(rule, drawn):
     if drawn:
         tree = tree.replace(draft_logits=jnp.zeros((1, 3, 4)))
     controls = rule_oracles.controls_of([(1.0, 0, 1.0, 0.0)])
-    return judge(rule)(rule_oracles.keys_of(0, 1), tree, jnp.zeros((1, 3, 4)), controls)
+    return jax.jit(judge(rule))(rule_oracles.keys_of(0, 1), tree, jnp.zeros((1, 3, 4)), controls)
 
 
 @pytest.mark.parametrize("rule", CHAINS_ONLY, ids=lambda rule: rule.name)

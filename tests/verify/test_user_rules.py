@@ -17,6 +17,7 @@ from mars_jax.serve.prepare import _check_rule
 from mars_jax.serve.requests import Request
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify.own import find, is_own
+from tests.helpers import slow_but
 
 
 @functools.cache
@@ -76,7 +77,7 @@ def test_a_retargeted_rule_needs_a_method_target():
         decide(verify.Retargeted(), two_nodes())
 
 
-@pytest.mark.parametrize("method", ["low", "relaxable"])
+@pytest.mark.parametrize("method", slow_but(["low", "relaxable"], "relaxable"))
 def test_edges_with_dimensions_of_size_1_are_broadcast(method):
     evidence = verify.evidence(chain(jnp.asarray([[2, 0], [1, 0]], jnp.int32)), jnp.zeros((2, 2, 3)))
     full, *rows_of_one = (

@@ -314,23 +314,6 @@ def test_a_training_of_other_settings_is_refused(call, text, target, tmp_path):
     assert files(output) == first
 
 
-@pytest.mark.slow
-def test_a_kill_during_writing_leaves_nothing_half(call, text, target, draft, tmp_path, monkeypatch):
-    output = tmp_path / "made"
-    argv = ("model", *SMALL, "--target", target, "--from", draft, "--data", text, "--output", output)
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(distill_run, "_copy_tokenizer", killed)
-        assert call(*argv)[0] == 130
-    assert not output.exists()
-    assert call(*argv)[0] == 0
-    assert {"tokenizer.json", "model.safetensors"} <= files(output).keys()
-    assert not list(tmp_path.glob(".made*"))
-
-
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

@@ -48,7 +48,7 @@ def flags(target, prompts):
     """Return the flags of the benchmark except the output. The target drafts for itself, so only sampling matters."""
     return [
         *("--target", target, "--draft", f"model:{target}", "--num-draft-tokens", 2),
-        *("--task", f"jsonl={prompts}", "--max-new-tokens", 12, "--batch-size", 3, "--thetas", 0.9, 0.5),
+        *("--task", f"jsonl={prompts}", "--max-new-tokens", 12, "--batch-size", 2, "--thetas", 0.9, 0.5),
         *("--temperatures", 1, "--controls", "all"),
     ]
 

@@ -19,7 +19,7 @@ from mars_jax.lab.evaluate.benchmark.arms import (
     margin_of,
 )
 from mars_jax.verify import RuleChoice
-from tests.helpers import judge, make_rows
+from tests.helpers import make_rows, verdict_of
 
 ROWS = 4000
 LOW = [1.0, 9.6, 10.0, 8.0]  # z2 / z1 = 0.96
@@ -58,7 +58,7 @@ def test_a_low_margin_draws_one_of_the_two_best_and_a_high_one_as_the_target(log
     z = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (ROWS, 1, 4))
     tree, keys = chain(jnp.zeros((ROWS, 1), jnp.int32)), jax.random.split(jax.random.key(0), ROWS)
     rule = low_margin_sampling(margin, theta=0.5 if margin != "gap" else 1.0)
-    verdict = jax.jit(judge(rule))(keys, tree, z, make_rows(ROWS, limit=9, **options))
+    verdict = verdict_of(rule, keys, tree, z, make_rows(ROWS, limit=9, **options))
     assert not verdict.num_accepted.any() and verdict.relaxed.shape == (ROWS, 0)
     counts, expected = np.bincount(np.asarray(verdict.next_token), minlength=4), np.asarray(expected)
     assert not counts[expected == 0].any()
