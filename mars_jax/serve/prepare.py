@@ -88,11 +88,12 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides 
                 f"'{target.name}' has no tokenizer, so the text of its tokens is unknown: constrain it by tokens only."
             )
         vocab = vocabulary(target.tokenizer, vocab_size)
-    return RequestGuides(
-        vocab,
-        compiled(constraints, vocab) if constraints else None,
-        join_tables({span: span.table(vocab) for span in spans}, vocab_size) if spans else None,
-    )
+    constraint_tables = span_tables = None
+    if constraints:
+        constraint_tables = compiled(constraints, vocab)
+    if spans:
+        span_tables = join_tables({span: span.table(vocab) for span in spans}, vocab_size)
+    return RequestGuides(vocab, constraint_tables, span_tables)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -323,7 +323,9 @@ def parse_line(line: bytes) -> Row | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) else None
+    if not isinstance(row, dict):
+        return None
+    return row
 
 
 def to_line(row: Mapping[str, object]) -> str:

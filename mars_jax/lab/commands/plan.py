@@ -126,7 +126,11 @@ def _run(args: argparse.Namespace, out: IO[str]) -> int:
     target, stored_dtype, packs_experts = _read_target(args.target)
     args.context = args.context or min(CONTEXT, target.max_positions)
     # As in `hub.load`, MXFP4 experts stay in 4 bits by default and with int4. Other dtypes dequantise them.
-    packed_dtypes = ("int4", "" if args.dtype else "bfloat16") if packs_experts else ()
+    packed_dtypes = set()
+    if packs_experts:
+        packed_dtypes.add("int4")
+    if packs_experts and not args.dtype:
+        packed_dtypes.add("bfloat16")
     args.dtype = args.dtype or stored_dtype
     requested_slice = topology(args.topology)
     draft = _draft(args.draft, target)

@@ -39,8 +39,8 @@ Answer: In 2 hours the train goes 2 * 60 = 120 miles. In all it goes 120 + 40 = 
 
 def _gsm8k(fields: Fields, name: str, chat: bool) -> Problem:
     """Read a row of GSM8K. A plain prompt starts with two worked examples of our own, which show the format."""
-    question = fields.text("question") if fields.has("question") else fields.texts("turns")[0]
-    answer = fields.text("answer") if fields.has("answer") else fields.texts("reference")[0]
+    question = fields.first_text("question", "turns")
+    answer = fields.first_text("answer", "reference")
     if not chat:
         prompt = f"{_GSM8K_EXAMPLES}Question: {question}\nAnswer:"
     else:

@@ -54,6 +54,12 @@ class Fields:
             raise self.error(f"{key} is {value!r}: expected a list of texts.")
         return value
 
+    def first_text(self, key: str, list_key: str) -> str:
+        """Return the string under `key` or, without that key, the first string of the list under `list_key`."""
+        if self.has(key):
+            return self.text(key)
+        return self.texts(list_key)[0]
+
 
 def read_jsonl(path: str) -> Iterator[Fields]:
     """Yield the objects of a file, skipping blank lines. Files in .xz and .gz are decompressed.
