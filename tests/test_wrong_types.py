@@ -17,9 +17,11 @@ import pytest
 import mars_jax as mj
 from mars_jax import fake, refill
 from mars_jax.core.metrics import zero_stats
+from mars_jax.models import language_model
 from mars_jax.serve.requests import Options
 from mars_jax.serve.session import Session
 from mars_jax.utils.errors import MarsError
+from tests.helpers import small_models
 from tests.helpers.checkpoint_files import message
 
 MODEL, RULE, DRAFTER = fake.hash_model(vocab_size=11), mj.verify.mars(0.9), mj.drafters.ngram(4)
@@ -104,9 +106,8 @@ def test_a_state_that_was_given_away_is_told():
 
 
 def test_weights_that_were_given_away_are_told_by_their_name():
-    target = mj.load("tiny/draft", dtype="float32")
-    decoder = mj.speculative_decoder(target.model, DRAFTER, RULE)
-    params = mj.Params({**target.params, "embed": jnp.array(target.params["embed"])})
+    decoder = mj.speculative_decoder(language_model(small_models.CONFIG), DRAFTER, RULE)
+    params = mj.Params(small_models.random_weights(small_models.CONFIG, scale=0.3))
     state = mj.decode.start(decoder, params, valid()["prompts"])
     params.target["embed"].delete()  # as a trainer's update does
     with pytest.raises(MarsError, match="the params given to run was given away before"):

@@ -55,7 +55,7 @@ HEADS = {
 
 def weights():
     """Return random weights, with states that decay slowly, and few likely tokens, so that heads are often right."""
-    params = small_models.random_weights(CONFIG, scale=0.3)
+    params = init_params(CONFIG, jax.random.key(0), scale=0.3)
     slow = [
         layer | {"delta_log_rate": jnp.full(4, -3.0)} if "delta_q" in layer else layer
         for layer in params["layers"]
