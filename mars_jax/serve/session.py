@@ -11,7 +11,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from mars_jax.core.types import DecodeState, Params
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.mesh.axes import state_shardings
 from mars_jax.serve.prepare import AnyRule, Prepared, loaded_rule, of_mesh, prepared
-from mars_jax.serve.queue import Queue, longest_first
+from mars_jax.serve.queue import Finished, Queue, Said, longest_first
 from mars_jax.serve.requests import Completion, Request, Result, total_metrics
 from mars_jax.serve.sizes import with_costs
 from mars_jax.utils import activity
@@ -238,6 +238,10 @@ class Session:
             seconds=time.perf_counter() - start_time,
             forwards=queue.forwards,
         )
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[Said | Finished]:
+        """Decode requests in `batch_size` rows, and yield the tokens of each row as they are decoded."""
+        return self.queue(requests, telling=True).events()
 
 
 def check_finite(target: Pretrained, completions: Sequence[Completion]) -> None:

@@ -55,7 +55,7 @@ def test_steps_are_timed(pair):
 ENTRIES = {
     "prepared": lambda session, requests: session.prepared(requests),
     "decode": lambda session, requests: session.decode(requests),
-    "stream": lambda session, requests: list(session.queue(requests, telling=True).events()),
+    "stream": lambda session, requests: list(session.stream(requests)),
     "queue": lambda session, requests: list(session.queue(requests)),
     "running": lambda session, requests: list(Running(session).stream(requests[0])),
 }

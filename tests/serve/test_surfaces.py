@@ -3,6 +3,8 @@
 The rule is lossy, and rows are strict or constrained, so that nothing is relaxed.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -190,9 +192,7 @@ def from_session_stream() -> list[Any]:
     target, drafter, prompts, options = arguments()
     streamed, completions = [["", [], [], []] for _ in prompts], {}
     requests = mj.make_requests(target, prompts, **options)
-    for event in (
-        Session.of(target, drafter, verify=RULE, log_probs=True).queue(requests, telling=True).events()
-    ):
+    for event in Session.of(target, drafter, verify=RULE, log_probs=True).stream(requests):
         if isinstance(event, Finished):
             completions[event.index] = event.completion
             continue
@@ -250,7 +250,6 @@ def test_texts_are_those_of_a_loop_over_the_target(surface):
             assert metrics.steps < len(actual.tokens), "forced tokens are not drafted"
 
 
-@pytest.mark.slow
 def test_the_requests_meet_what_they_are_for():
     """Completions end for each reason, settings change some completions, and some stop strings cut words."""
     prompts, options = prompts_and_options()
