@@ -160,7 +160,7 @@ def _row_order(name: str, delta: Delta) -> np.ndarray | None:
     # The first row of the value heads, and the rows of a head.
     places = {"attn_qkv": (keys, size), "ssm_conv1d": (keys, size), "attn_gate": (0, size)}
     places |= dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), (0, 1))
-    if (place := places.get(name.split(".")[-2])) is None:
+    if (place := places.get(name.rpartition(".")[0].rpartition(".")[2])) is None:
         return None
     first, size = place
     rows = first + size * _value_heads(delta)[:, None] + np.arange(size)

@@ -84,7 +84,9 @@ def read_tokenizer(path: Path) -> Any:
     except MarsError:
         raise
     except Exception as error:  # transformers raises anything from OSError to tokenizers' bare Exception
-        cure = "download it again with its tokenizer files, or give prompts as token ids"
+        cure = "put the checkpoint's tokenizer files beside its weights, or give prompts as token ids"
+        if is_gguf(path):
+            cure = "download it again, or give prompts as token ids"
         if "auto_map" in data:
             cure = (
                 "its tokenizer_config.json names code of the checkpoint's own (auto_map), which is never run; give "

@@ -170,16 +170,16 @@ def delta_rule(
     # A query or key head serves G value heads.
     q, k = (x[:, :, None] for x in (q, k))
 
-    def chunks(x: Array) -> Array:
+    def chunks(x: Array, mode: str = "constant") -> Array:
         """Split the tokens on axis 3 into chunks, on a new first axis; pad the last chunk with gates of 0."""
         padding = [(0, 0)] * x.ndim
         padding[3] = 0, -length % size
-        x = jnp.pad(x, padding)
+        x = jnp.pad(x, padding, mode)
         return jnp.moveaxis(x.reshape(*x.shape[:3], -1, size, *x.shape[4:]), 3, 0)
 
     chunk_documents = None
     if documents is not None:
-        chunk_documents = chunks(documents[:, None, None])
+        chunk_documents = chunks(documents[:, None, None], "edge")
     prepared = _prepare(*(chunks(x) for x in (q, k, v, log_decay, rate)), documents=chunk_documents)
     state, outputs = lax.scan(_add_chunk, state, prepared)
     outputs = jnp.moveaxis(outputs, 0, 3)

@@ -334,29 +334,37 @@ def to_line(row: Mapping[str, object]) -> str:
     >>> to_line({"tau": float("nan"), "tokens": [1]})
     '{"tau": null, "tokens": [1]}'
     """
-    return json.dumps(plain(row, finite=True), ensure_ascii=False)
+    return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
 
 
-def plain(value: Any, *, finite: bool = False) -> Any:
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return value
+
+
+def plain(value: Any) -> Any:
     """Return a setting as a JSON value: tuples become lists, dataclasses objects, and other types strings.
-
-    NaN and infinities become strings, or null if `finite`.
 
     >>> plain({"tree": (4, 2), "path": Path("a")}), plain(float("inf"))
     ({'tree': [4, 2], 'path': 'a'}, 'inf')
     """
     if isinstance(value, float) and not math.isfinite(value):
-        return None if finite else str(value)
+        return str(value)
     if isinstance(value, bool | int | float | str | None):
         return value
     if isinstance(value, Mapping):
-        return {str(name): plain(part, finite=finite) for name, part in value.items()}
+        return {str(name): plain(part) for name, part in value.items()}
     if hasattr(value, "_asdict"):
-        return plain(value._asdict(), finite=finite)
+        return plain(value._asdict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return plain(dataclasses.asdict(value), finite=finite)
+        return plain(dataclasses.asdict(value))
     if isinstance(value, list | tuple):
-        return [plain(part, finite=finite) for part in value]
+        return [plain(part) for part in value]
     return str(value)
 
 

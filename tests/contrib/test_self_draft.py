@@ -34,8 +34,7 @@ def masked_logits(tokens, length):
     return MODEL.unembed(WEIGHTS, MODEL.forward(WEIGHTS, tokens[last][None], visible, cache).hidden)[0, 0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tree", [None, (2, 1)])
+@pytest.mark.parametrize("tree", [None, pytest.param((2, 1), marks=pytest.mark.slow)])
 def test_what_it_drafts_first_is_what_the_target_says_under_a_mask(tree):
     """Use rows shorter and longer than the visible part, while they grow by paths of a tree."""
     drafter = contrib.self_draft(MODEL, 2, tree=tree, window=WINDOW)

@@ -9,7 +9,7 @@ from mars_jax.constraints.spans import Spans
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.types import RELAXED, GuideRows, GuideTables, Params
-from tests.helpers import begin, ragged
+from tests.helpers import begin, ragged, slow_but
 from tests.helpers.constrained import DRAFTERS, TARGET, VOCAB, VOCABULARY, text_of
 
 LIMIT, LENGTHS = 60, [1, 6, 12, 4]
@@ -43,8 +43,7 @@ RULES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", slow_but(RULES, "static tree"))
 def test_a_rule_relaxes_only_in_spans(name):
     """Tags occur in drafts and in prompts. Drafts are a chain and a tree; rules relax edges or distributions."""
     spans, drafter, rule = Spans(relax_in=("b...c",)), DRAFTERS[name], RULES[name]

@@ -19,7 +19,7 @@ from mars_jax.core.types import Params
 from mars_jax.drafters.shared_tokens import Shared, shared_tokens, tables
 from mars_jax.hub.pretrained import check_same_vocabulary
 from tests.cli.conftest import write_checkpoint
-from tests.helpers import begin, draft_input, logits_after, ragged
+from tests.helpers import begin, draft_input, logits_after, ragged, slow_but
 from tests.helpers.drafted import check_best_children
 from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
 
@@ -141,8 +141,7 @@ FORMS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_but(FORMS, "chain"))
 def test_a_target_with_other_numbers_for_its_tokens_is_a_perfect_draft(target, shuffled, form):
     shape, options = FORMS[form]
     options = {"max_new_tokens": 24, "constraint": None} | options

@@ -135,7 +135,6 @@ def test_the_rule_is_that_of_transformers(length):
     np.testing.assert_allclose(new_state.reshape(2, 4, 8, 6), expected_state, atol=2e-5)
 
 
-@pytest.mark.slow
 def test_drafts_change_no_token():
     plain, _ = decoded(drafters.none())
     drafted, stats = decoded(Guess(), draft=texts_of(plain))

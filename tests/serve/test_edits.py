@@ -14,6 +14,36 @@ TEXT = "Once upon a time"
 
 
 @pytest.mark.slow
+def test_greedy_text_is_that_of_transformers_and_no_draft_changes_it(capsys):
+    """Apply a bias, a ban and a repetition penalty next to a row without edits, in refilled rows and in the CLI."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    target = mj.load("tiny/draft", dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(target.path, dtype="float32")
+    ids = torch.tensor([target.encode(TEXT)])
+    free = mj.generate(target, "none", TEXT, max_new_tokens=40, ignore_eos=True).tokens[0]
+    banned, liked = free[2], free[9]
+    with torch.inference_mode():
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids),
+            max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0, repetition_penalty=1.2,
+            sequence_bias={(liked,): 1.5}, bad_words_ids=[[banned]],
+        )[0, ids.shape[1] :].tolist()  # fmt: skip
+    options = {
+        "repetition_penalty": [1.2, 1.0, 1.2], "logit_bias": [{liked: 1.5}, {}, {liked: 1.5}],
+        "banned_tokens": [[banned], [], [banned]], "max_new_tokens": 40, "ignore_eos": True,
+    }  # fmt: skip
+    for drafter, size in (("none", 3), ("ngram", 2)):
+        result = mj.generate(target, drafter, [TEXT] * 3, batch_size=size, **options)
+        assert result.tokens == [expected, free, expected]
+    flags = "--target tiny/draft --dtype float32 --draft ngram --verify exact --json --ignore-eos"
+    flags += (
+        f" --max-new-tokens 40 --repetition-penalty 1.2 --logit-bias {liked}=1.5 --logit-bias {banned}=-inf"
+    )
+    assert main([*flags.split(), TEXT]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected
+
+
+@pytest.mark.slow
 def test_a_minimum_length_is_that_of_transformers_under_every_draft(capsys):
     """Decode three prompts in two refilled rows, with two minima and two stop tokens. One prompt has no minimum."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

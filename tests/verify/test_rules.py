@@ -120,8 +120,8 @@ CASES = {
 }  # fmt: skip
 LIKE_ANOTHER = {
     "mars by position", "gap", "topk", "typical", "adaptive", "entropy_gate", "nucleus", "lenience", "cactus",
-    "diversed", "speccascade", "mars over rejection on trees", "mixture on trees", "phrase", "fly", "learned",
-    "simulated", "mentored", "fuzzy", "equivalent", "released", "block", "mars over rejection", "rejection on trees",
+    "diversed", "speccascade", "mars over rejection on trees", "mixture on trees", "phrase", "fly",
+    "mentored", "fuzzy", "equivalent", "released", "block", "mars over rejection", "rejection on trees",
 }  # fmt: skip
 """Stateless rules that differ from another rule only in a formula, weights or their base. Their tests are slow."""
 

@@ -95,8 +95,8 @@ def check_drafts_alone(drafter: Drafter, least: int) -> None:
     """Raise MarsError unless a drafter drafts chains of at least `least` tokens without reading its target."""
     if drafter.reads is not None or drafter.num_nodes != drafter.max_depth + 1 or drafter.max_depth < least:
         raise MarsError(
-            f"the drafter '{drafter.name}' drafts no chain of at least {least} tokens without its target's outputs: "
-            "draft with a small model, and no tree."
+            f"the drafter '{drafter.name}' drafts no chain of {least} or more tokens without its target's outputs: "
+            f"draft with a small model or n-grams, num_draft_tokens of {least} or more, and no tree."
         )
 
 

@@ -10,6 +10,8 @@ import os
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
+
 from mars_jax import assets
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.types import PyTree
@@ -113,7 +115,8 @@ def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: s
     named_tensors = {name: (name, tensor) for name, tensor in tensors.items()}
     grouped = {name: [named_tensor] for name, named_tensor in named_tensors.items()}
     check_tensors(file.parent, grouped, {row.name: row for row in config.weights()}, lambda name: False)
-    float_dtype, bits = resolve_dtype(dtype, next(iter(tensors.values())).rows(0, 0).dtype.name)
+    stored_dtype = jnp.result_type(*(tensor.rows(0, 0).dtype for tensor in tensors.values()))
+    float_dtype, bits = resolve_dtype(dtype, stored_dtype.name)
     return read_params(file, named_tensors, config.leaves(), float_dtype, bits and 8)
 
 

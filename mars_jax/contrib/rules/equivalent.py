@@ -159,9 +159,13 @@ def read(path: str, target: Pretrained | None) -> PyTree:
         alike, groups = data.get("alike", []), data.get("groups", [])
         if not all(isinstance(text, str) for group in groups for text in group):
             raise ValueError("a group is no list of texts")
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+    except OSError as error:
         raise MarsError(
-            f"'{path}' holds no table of equivalents ({error}): name a JSON file that holds an object with alike and "
-            f"groups, or some of {', '.join(ALIKE)}."
+            f"the table of equivalents '{path}' cannot be read ({error.strerror}): name a JSON file, or some of "
+            f"{', '.join(ALIKE)}."
+        ) from None
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise MarsError(
+            f"'{path}' holds no table of equivalents ({error}): write an object with alike and groups."
         ) from None
     return token_groups(target, alike, groups)
