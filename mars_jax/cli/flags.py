@@ -67,18 +67,20 @@ def add_flags(group: argparse._ActionsContainer, helps: Mapping[str, str], **opt
 
 
 def add_settings(group: argparse._ActionsContainer, *names: str) -> None:
-    """Add flags for settings of a request."""
+    """Add flags for settings of a request or a batch."""
     for name in names:
         setting = (REQUEST | BATCH)[name]
-        group.add_argument(flag_of(name), metavar=setting.metavar, type=number(name), help=setting.help)
+        group.add_argument(
+            flag_of(name), metavar=setting.metavar, type=number_parser(name), help=setting.help
+        )
 
 
-def number(name: str, shown: str | None = None) -> Callable[[str], Any]:
-    """Return the `type` of a flag whose values have the range of the request setting `name`.
+def number_parser(name: str, shown: str | None = None) -> Callable[[str], Any]:
+    """Return a parser of numbers in the range of the setting `name` of a request or a batch, for argparse.
 
-    The function raises MarsError for a text that is not a number, or is out of range.
+    The parser raises MarsError if its text is not a number or is out of range.
 
-    >>> number("temperature")("0.5")
+    >>> number_parser("temperature")("0.5")
     0.5
     """
     return functools.partial((REQUEST | BATCH)[name].from_text, shown=shown or flag_of(name))
@@ -112,8 +114,8 @@ def add_draft_flags(group: argparse._ActionsContainer) -> None:
     )
     group.add_argument("--draft-size", choices=["fixed", "auto"], help=size_help)
     rule_help = (
-        "allow lossy rules with --draft-size auto and with drafts that learn, although a text then depends on what "
-        "else is decoded"
+        "allow lossy rules with --draft-size auto and with drafts that learn, although a completion then depends on "
+        "other requests"
     )
     add_flags(group, {"--any-rule": rule_help}, default=None)
 
@@ -121,8 +123,8 @@ def add_draft_flags(group: argparse._ActionsContainer) -> None:
 def add_target_flags(group: argparse._ActionsContainer) -> None:
     """Add the flags of the target's computation that change no dtype of its weights."""
     attention_help = (
-        "how the target attends (default: auto); pallas: on TPU a kernel that reads only the row's own slots, which no "
-        "chip has run yet, and xla elsewhere; auto: that kernel where it pays and compiles"
+        "implementation of the target's attention (default: auto); pallas: on TPU a kernel that reads only the row's "
+        "own slots, which no chip has run yet, and xla elsewhere; auto: that kernel where it pays and compiles"
     )
     group.add_argument("--attention", choices=ATTENTION, help=attention_help)
     cache_help = (
@@ -293,7 +295,7 @@ class Present:
         if rule.definition.lossless:
             self.refuse(["--any-rule"], f"to the rule {rule.name}, which is lossless: leave it out")
         elif "--any-rule" not in self:
-            lossy_reason = "which is lossy, so that a text would depend on what else is decoded"
+            lossy_reason = "which is lossy, so that a completion would depend on other requests"
             cure = "add --verify exact or rejection, or --any-rule"
             self.refuse(["--draft-size auto"], f"to the rule {rule.name}, {lossy_reason}: {cure}")
 

@@ -1,4 +1,4 @@
-"""Functions that open the target, the drafter, the mesh and the processes of the flags, and check that a draft fits."""
+"""Functions that open the target, the drafter and the mesh that flags select, and join the processes of a run."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def open_drafter(
 
     Args:
       args, target: the flags and their target.
-      samples: whether it samples its tokens instead of drafting the best ones.
-      num_draft_tokens, draft_size: default: those of the flags.
+      samples: whether the drafter samples its tokens instead of taking the most probable ones.
+      num_draft_tokens, draft_size: override the flags if given.
     """
     return drafters.load(
         args.draft,
@@ -126,7 +126,7 @@ def check_draft(target: Pretrained, draft: DraftSpec) -> None:
 
 
 @contextlib.contextmanager
-def joined(args: argparse.Namespace, rows: object, out: IO[str]) -> Iterator[IO[str]]:
+def joined_processes(args: argparse.Namespace, rows: object, out: IO[str]) -> Iterator[IO[str]]:
     """Join the other processes of a run with a mesh, and yield the output stream of this process.
 
     Raises:
@@ -139,7 +139,7 @@ def joined(args: argparse.Namespace, rows: object, out: IO[str]) -> Iterator[IO[
     # All other flags, and the prompts, must be the same in every process.
     shared_flags = {k: v for k, v in vars(args).items() if k not in ("coordinator", "process_id")}
     try:
-        with _printing(out) as output_stream:
+        with _output_of_process(out) as output_stream:
             hosts.check_equal((shared_flags, rows), "flags or prompts")
             yield output_stream
     except jax.errors.JaxRuntimeError as error:
@@ -152,7 +152,7 @@ def joined(args: argparse.Namespace, rows: object, out: IO[str]) -> Iterator[IO[
 
 
 @contextlib.contextmanager
-def _printing(out: IO[str]) -> Iterator[IO[str]]:
+def _output_of_process(out: IO[str]) -> Iterator[IO[str]]:
     """Yield `out` in the first process, and a null stream in others. Output of C libraries goes to stderr."""
     if not jax.distributed.is_initialized():
         yield out

@@ -155,7 +155,7 @@ def command(
     run: Callable[[argparse.Namespace, IO[str]], int | None],
     argv: Sequence[str],
 ) -> int:
-    """Run `run(parse(argv), stdout)`, and return its exit code, or that of an error. None counts as 0.
+    """Run `run(parse(argv), stdout)`; return its exit code (0 for None), or that of the error that it raised.
 
     `parse` may print, as for --help. `run` writes the result to stdout.
     """
@@ -178,7 +178,7 @@ def command(
 
 
 def program(run: Callable[[Sequence[str], IO[str]], int | None], argv: Sequence[str]) -> int:
-    """Run `run(argv, stdout)`, and return its exit code, or that of an error. None counts as 0."""
+    """Run `run(argv, stdout)`; return its exit code (0 for None), or that of the error that it raised."""
     quiet()
     with heartbeat():
         exit_code = _program(run, argv)

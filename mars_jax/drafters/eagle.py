@@ -40,7 +40,7 @@ class FeatureState:
 
 @dataclasses.dataclass(frozen=True)
 class HeadDrafter(ShapedDrafter):
-    """A head of layers that read the target's features."""
+    """Base class of drafters whose head reads the target's features."""
 
     config: LayeredHead  # configuration of the head
     target: LanguageModel  # the model that the head was trained for

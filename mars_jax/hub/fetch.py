@@ -109,12 +109,12 @@ def _fetch(repository: str, patterns: list[str], download_argument: str) -> Path
         suggestion = ""
         if find_model_row(repository) is None:
             suggestion = did_you_mean(repository, (*assets.NAMES, *MODELS))
-        cure = f"check the name and your access, or run hf download {download_argument} where there is a network."
+        fix = f"check the name and your access, or run hf download {download_argument} where there is a network."
         if isinstance(error, GatedRepoError):
-            cure = f"accept its terms on https://huggingface.co/{repository}, and run hf auth login."
+            fix = f"accept its terms on https://huggingface.co/{repository}, and run hf auth login."
         raise MarsError(
-            f"'{repository}'{suggestion} is neither a directory nor a checkpoint that the Hugging Face hub gave "
-            f"({type(error).__name__}: {first_line(error)}): {cure}"
+            f"'{repository}'{suggestion} is not a directory, and the Hugging Face hub returned no such checkpoint "
+            f"({type(error).__name__}: {first_line(error)}): {fix}"
         ) from None
 
 

@@ -71,8 +71,9 @@ def gguf_tensors(path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]
         if name not in _DERIVED
     }
     if config.delta is not None:
-        outputs = [name for name in tensors if name.endswith("linear_attn.out_proj.weight")]
-        tensors |= {name: _with_inputs(tensors[name], _value_heads(config.delta)) for name in outputs}
+        output_projections = [name for name in tensors if name.endswith("linear_attn.out_proj.weight")]
+        heads = _value_heads(config.delta)
+        tensors |= {name: _reorder_input_heads(tensors[name], heads) for name in output_projections}
     yield tensors
 
 
@@ -147,7 +148,7 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig, *, keep_wider: bool)
 
 
 def _value_heads(delta: Delta) -> np.ndarray:
-    """Return the stored number of each value head of gated DeltaNet, i[value_heads].
+    """Return the position in the file of each value head of gated DeltaNet, in the hub's order; i[value_heads].
 
     Value head i of key head k is number `k * groups + i` on the hub, and number `i * key_heads + k` in a file.
     """
@@ -156,13 +157,18 @@ def _value_heads(delta: Delta) -> np.ndarray:
 
 def _row_order(name: str, delta: Delta) -> np.ndarray | None:
     """Return the stored row of each row of a tensor; None if the rows have no value heads."""
-    keys, size = 2 * delta.key_heads * delta.key_dim, delta.value_dim
-    # The first row of the value heads, and the rows of a head.
-    places = {"attn_qkv": (keys, size), "ssm_conv1d": (keys, size), "attn_gate": (0, size)}
-    places |= dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), (0, 1))
-    if (place := places.get(name.rpartition(".")[0].rpartition(".")[2])) is None:
+    query_key_rows, size = 2 * delta.key_heads * delta.key_dim, delta.value_dim
+    # For each tensor: the first row of its value heads, and the number of rows of a head.
+    value_rows = {
+        "attn_qkv": (query_key_rows, size),
+        "ssm_conv1d": (query_key_rows, size),
+        "attn_gate": (0, size),
+    }
+    value_rows |= dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), (0, 1))
+    stem = name.rpartition(".")[0].rpartition(".")[2]
+    if stem not in value_rows:
         return None
-    first, size = place
+    first, size = value_rows[stem]
     rows = first + size * _value_heads(delta)[:, None] + np.arange(size)
     return np.concatenate([np.arange(first), rows.reshape(-1)])
 
@@ -174,8 +180,8 @@ def _in_order(read: Callable[[int, int], np.ndarray], order: np.ndarray, first: 
     return np.concatenate([read(int(run[0]), int(run[-1]) + 1) for run in runs])
 
 
-def _with_inputs(tensor: Tensor, heads: np.ndarray) -> Tensor:
-    """Return a matrix [out, in] whose inputs of head i are stored as those of head `heads[i]`."""
+def _reorder_input_heads(tensor: Tensor, heads: np.ndarray) -> Tensor:
+    """Reorder the inputs of a matrix [out, in] by head: head i of the result is head `heads[i]` of the file."""
 
     def by_head(x: np.ndarray, axis: int) -> np.ndarray:
         shape = (*x.shape[:axis], len(heads), -1, *x.shape[axis + 1 :])

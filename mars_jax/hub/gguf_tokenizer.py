@@ -63,7 +63,7 @@ _O200K = (
 )
 _LLAMA3 = _Split((_WORDS + r"\p{N}{1,3}" + _MARKS,), ignore_merges=True, bos=True)
 _QWEN = (_WORDS + r"\p{N}" + _MARKS,)
-# Qwen3.5 does not split a word at a mark.
+# Qwen3.5 keeps combining marks (\p{M}) inside words.
 _QWEN_3_5 = (
     _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES,
 )

@@ -156,7 +156,7 @@ def check_certifiable(args: argparse.Namespace, problems: Sequence[Problem]) -> 
             "regret, a judge, or another task."
         )
     if risk == "accuracy":
-        scoring.check_metrics(problems)
+        scoring.check_metric_packages(problems)
     if len(problems) < (needed_problems := fewest(bound, confidence)):
         raise MarsError(
             f"{len(problems)} problems cannot certify a bound of {bound:g} with confidence {confidence:g}, however "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from mars_jax.cli import remote
-from mars_jax.cli.open_target import joined
+from mars_jax.cli.open_target import joined_processes
 from mars_jax.hub.durable import write_whole
 from mars_jax.mesh import hosts
 from mars_jax.serve.rows import Lock, RowFile, compare_settings, plain
@@ -142,9 +142,9 @@ def joined_with_folder(args: argparse.Namespace, folder: Path, out: IO[str]) -> 
     broadcasts what it reads.
 
     Raises:
-      MarsError: as for `joined`.
+      MarsError: as for `joined_processes`.
     """
-    with joined(args, (), out):
+    with joined_processes(args, (), out):
         if hosts.is_first():
             yield folder
             return

@@ -76,7 +76,7 @@ class Span(NamedTuple):
         """Return the span of a forward. If there are more than M nodes, they are not a draft but tokens of the row.
 
         Raises:
-          MarsError: the nodes are a tree, or documents without their numbers.
+          MarsError: the nodes form a tree, or `seen` separates documents and `documents` is None.
         """
         if visible.seen is not None and visible.documents is None:
             raise MarsError(
@@ -161,8 +161,8 @@ def delta_rule(
       q, k: f32[B, H, L, K].
       v: f32[B, H, G, L, V].
       log_decay, rate: f32[B, H, G, L]; log a and b.
-      documents: i32[B, L]; document of each token. The state of one document is not read by the next. None: all
-        tokens and the state are of one document.
+      documents: i32[B, L]; document of each token. A document does not read the state of the one before it. `state`
+        belongs to the first token's document, and the new state to the last token's. None: there is one document.
     """
     length = q.shape[2]
     # A chunk of one token is the recurrent form of the rule.
@@ -206,13 +206,14 @@ def _prepare(
     is_read = jnp.tril(jnp.ones((1,) * (total.ndim - 1) + (length, length), bool))
     from_start, to_end = jnp.exp(total), jnp.exp(total[..., -1:] - total)
     if documents is not None:
-        # The state at the start of a chunk is of the document of the last token before it.
-        last = documents[..., -1:]
-        before = jnp.concatenate([documents[:1, ..., :1], last[:-1]])
+        # The state at the start of a chunk belongs to the document of the last token of the previous chunk. Before the
+        # first chunk it belongs to the document of the first token.
+        last_document = documents[..., -1:]
+        state_document = jnp.concatenate([documents[:1, ..., :1], last_document[:-1]])
         is_read &= documents[..., :, None] == documents[..., None, :]
         from_start, to_end = (
-            jnp.where(documents == before, from_start, 0),
-            jnp.where(documents == last, to_end, 0),
+            jnp.where(documents == state_document, from_start, 0),
+            jnp.where(documents == last_document, to_end, 0),
         )
     decay = jnp.exp(jnp.where(is_read, total[..., :, None] - total[..., None, :], -jnp.inf))
     from_start, to_end, rate = from_start[..., None], to_end[..., None], rate[..., None]
@@ -371,8 +372,8 @@ def _read(
     x, weight = inputs.astype(jnp.float32), conv.astype(jnp.float32)
     by_tap = [x[:, :, tap : tap + length] for tap in range(delta.taps)]
     if documents is not None:
-        tail = jnp.pad(documents, ((0, 0), (delta.taps - 1, 0)))
-        same_document = [tail[:, tap : tap + length] == documents for tap in range(delta.taps)]
+        input_documents = jnp.pad(documents, ((0, 0), (delta.taps - 1, 0)))
+        same_document = [input_documents[:, tap : tap + length] == documents for tap in range(delta.taps)]
         by_tap = [
             jnp.where(same[:, None, :, None], y, 0) for y, same in zip(by_tap, same_document, strict=True)
         ]

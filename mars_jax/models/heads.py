@@ -107,7 +107,12 @@ class LayeredHead(HeadConfig):
         return kv_cache.init_cache(c.num_layers, (batch, slots, c.num_kv_heads, c.head_dim), dtype)
 
     def check_target(self, target: LanguageModel) -> None:
-        """Raise MarsError if the target has another vocabulary size, or lacks an embedding or layers to read."""
+        """Check that the head fits a target.
+
+        Raises:
+          MarsError: the target has a different vocabulary size, has no embedding that the head can share, or does not
+            expose the layers that the head reads.
+        """
         if target.vocab_size != self.vocab_size:
             raise MarsError(
                 f"the {self.title} is for a vocabulary of {self.vocab_size} tokens and the target has "

@@ -271,19 +271,21 @@ class Queue:
                 return state, stats
             self._steps = self.state = None
             return self._first()
-        num_parts = size_of("data", self._prepared.target.mesh)
-        stride = len(self._holds) // num_parts
+        num_shards = size_of("data", self._prepared.target.mesh)
+        stride = len(self._holds) // num_shards
         while self._waiting and None in self._holds:
-            rows_to_fill = [NO_ROW] * num_parts
-            entries: list[int | None] = [None] * num_parts
-            # Part i of the mesh holds the `stride` rows from row i * stride. Each pass starts at most one of them.
-            for part in range(num_parts):
-                free = (row for row in range(part * stride, (part + 1) * stride) if self._holds[row] is None)
+            rows_to_fill = [NO_ROW] * num_shards
+            entries: list[int | None] = [None] * num_shards
+            # Shard i of the mesh holds the `stride` rows from row i * stride. Each pass starts at most one of them.
+            for shard in range(num_shards):
+                free = (
+                    row for row in range(shard * stride, (shard + 1) * stride) if self._holds[row] is None
+                )
                 row = next(free, NO_ROW)
                 if row != NO_ROW and self._waiting:
-                    rows_to_fill[part], entries[part] = row, self._next(row)
+                    rows_to_fill[shard], entries[shard] = row, self._next(row)
             if self._shares and entries[0] is not None:
-                # There is one part. Its row begins as a copy of a separate row that has read the prompt.
+                # There is one shard. Its row begins as a copy of a separate row that has read the prompt.
                 self._read = self._reading(entries[0])
             prepared, read_state = self._prepared, self._read and self._read.state
             prompts = prepared.prompts(entries)

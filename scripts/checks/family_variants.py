@@ -5,8 +5,8 @@
 Each config has the settings of a published one that change the forward pass, with smaller widths and fewer layers.
 Context lengths are divided by the same number as the trained ones, so that the text is longer than windows and trained
 lengths. The logits of a variant must equal those of transformers within 1e-4, or the variant must be refused by name.
-If they differ by more, the script also computes the distance of both from transformers in float64, and the distance
-that a change of the embeddings by a random half of a rounding error of float32 causes in float64.
+If they differ by more, the script also reports the error of both against transformers in float64, and how far the
+float64 logits move if each embedding value changes by a random share of at most 2^-24, the unit roundoff of float32.
 
 The settings were entered by hand; the published files were not downloaded.
 """
@@ -257,7 +257,7 @@ def outcome(data: Json, directory: Path) -> Json:
 
 
 def float64_logits(model: Any, tokens: np.ndarray, *, noise: float) -> np.ndarray:
-    """Return the logits of a torch model, computed in float64 even where its code asks for float32.
+    """Return the logits of a torch model, computed in float64 even if its code casts to float32.
 
     Each number of the embeddings is multiplied by a random factor from `1 - noise` to `1 + noise`.
     """

@@ -116,7 +116,7 @@ def test_heads_draft_by_default_what_suits_them_and_the_rule(drafter, request, d
 
 def test_copied_drafts_under_a_lossy_rule_are_warned_of(run, target):
     err = run("--target", target, *FEW, "--theta", 0.9, "--json", "the sea").err
-    assert err.startswith("note: the draft is ngram, which copies from the text: mars accepts repetitions")
+    assert err.startswith("note: the draft ngram copies earlier text, and mars may accept repetitions")
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ def test_the_rule_and_the_draft_change_over_the_same_target(talk, chatty, monkey
         ("/new now", "/new takes nothing: leave 'now' out."),
         ("/undo", "/undo does not apply without --chat"),
         ("/again", "there is nothing to say again: type a text first."),
-        ("/set", "/set takes NAME VALUE, as in /set temperature 0.7: NAME is temperature"),
+        ("/set", "/set takes NAME VALUE, as in /set temperature 0.7: NAME is one of temperature"),
         ("/set thta 1", "there is no setting thta (did you mean theta?)"),
         ("/set theta x", "--theta is x: expected"),
         ("/rule", "/rule takes a name first, as in /rule mars --theta 0.8: expected exact, "),

@@ -181,7 +181,7 @@ def test_values_that_change_compile_nothing():
 def test_the_caller_keeps_its_arrays():
     """`run` and `stream` donate the state, which must not share buffers with the caller's arrays."""
     prompts, lengths = ragged([3, 9], 32, VOCAB)
-    # The program of the test above.
+    # The shapes are those of the test above, whose compiled program is reused.
     controls = make_controls(2, limit=32, stop_tokens=[1, 2])
     keys, rule = keys_from_seeds(jnp.arange(2, dtype=jnp.uint32)), verify.mars(theta=0.9, max_relaxed_run=9)
     decoder = decode.speculative_decoder(TARGET, DRAFTERS["ngram"], rule, prefill_chunk=16)

@@ -171,14 +171,14 @@ def _last_logits(model, tokens, length):
 
 
 def broken_after(model):
-    """Return a model without weights with logits of NaN after each token that its new weights, bool[V], mark."""
+    """Wrap a model without weights. The new params are a mask bool[V]: logits after a masked token are NaN."""
 
-    def forward(bad, tokens, visible, cache):
+    def forward(is_broken, tokens, visible, cache):
         output = model.forward((), tokens, visible, cache)
-        flag = (bad[tokens] & (tokens >= 0))[:, :, None].astype(jnp.uint32)
+        flag = (is_broken[tokens] & (tokens >= 0))[:, :, None].astype(jnp.uint32)
         return output._replace(hidden=jnp.concatenate([output.hidden, flag], axis=2))
 
-    def unembed(bad, hidden):
+    def unembed(is_broken, hidden):
         return jnp.where(hidden[:, :, 1:] > 0, jnp.nan, model.unembed((), hidden[:, :, :1]))
 
     return model._replace(forward=forward, unembed=unembed)

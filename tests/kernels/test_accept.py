@@ -54,7 +54,8 @@ def test_random_trees(name, seed, sampled):
 @pytest.mark.parametrize(
     ("seed", "shape", "options"),
     [
-        # Several blocks of trees, the last one partial. Trees of 8 nodes are flattened to rows, not of 60 or 64.
+        # Several blocks of trees, the last one partial. Trees of 8 nodes are flattened to rows; trees of 60 or 64 nodes
+        # are not.
         (27, (19, 8, 4, 260), {"sampled": True}),
         pytest.param(62, (2, 60, 4, 260), {"sampled": True}, marks=pytest.mark.slow),
         # One node, which emits its token; wide trees; deep chains.

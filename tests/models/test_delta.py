@@ -250,7 +250,7 @@ def test_the_state_after_50_rounds_is_that_of_the_text():
 
 @pytest.mark.parametrize("lengths", [(5, 70, 1, 54), (64, 3, 61, 2), (20, 106, 2, 2)])
 def test_documents_in_one_row_do_not_read_each_other(lengths):
-    """A chunk has 64 tokens, so that documents begin and end in and between chunks."""
+    """Documents begin and end inside chunks of 64 tokens and at their boundaries."""
     packed = jax.random.randint(jax.random.key(3), (sum(lengths),), 0, VOCAB, dtype=jnp.int32)
     starts = np.cumsum([0, *lengths[:-1]])
     # The first row has all documents. Each other row begins with one of them.

@@ -132,7 +132,7 @@ def test_the_most_probable_tokens_are_those_of_teacher_forcing_by_transformers(t
 
 
 def test_a_lossy_rule_has_no_processed_most_probable_tokens(target):
-    """There are at most as many most probable tokens as the vocabulary has."""
+    """A top_log_probs above the vocabulary size returns all tokens."""
     scores = mj.generate(target, "ngram", [[3]], verify=verify.mars(), max_new_tokens=3, top_log_probs=100)
     log_probs = scores.completions[0].log_probs
     assert log_probs.processed_top == ((),) * 3

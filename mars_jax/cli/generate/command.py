@@ -37,7 +37,9 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
         raise MarsError("there are prompts and a --prompts-file: give one of the two.")
     if not args.prompts and prompts_path is None:
         if not (sys.stdin.isatty() and out.isatty()):
-            raise MarsError("there are no prompts: give texts or a --prompts-file; a terminal asks for them.")
+            raise MarsError(
+                "there are no prompts: pass arguments or a --prompts-file, or run in a terminal to type them."
+            )
         check_interactive_flags(args)
         from mars_jax.cli.generate.repl import talk
 
@@ -50,10 +52,10 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     if args.part is not None and not rows[args.part]:
         raise MarsError(f"--part has none of the {len(rows)} rows: divide them into fewer parts.")
 
-    from mars_jax.cli.open_target import joined
+    from mars_jax.cli.open_target import joined_processes
 
     keep_compilations()
-    with joined(args, rows, out) as output_stream:
+    with joined_processes(args, rows, out) as output_stream:
         _decode(args, choices, rows, output_stream)
 
 

@@ -199,8 +199,8 @@ def open_job(
         args.theta_file.check_weights(target, drafter, rule)
     accepts_copies = draft.definition.copies and not args.rule.definition.lossless
     if accepts_copies and not args.compare and hosts.is_first():
-        why = f"which copies from the text: {args.rule.name} accepts repetitions of it, and --verify exact does not"
-        print(f"note: the draft is {draft.kind}, {why}.", file=sys.stderr)
+        note = f"{args.rule.name} may accept repetitions that --verify exact rejects"
+        print(f"note: the draft {draft.kind} copies earlier text, and {note}.", file=sys.stderr)
     is_simulated = args.rule.definition.name == "simulated"
     if is_simulated:
         _check_tau(args.rule, rows, drafter.drafter.max_depth + 1)

@@ -25,7 +25,7 @@ from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.job import Job, load_rule, make_job_requests, open_job
 from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, line_of
-from mars_jax.cli.open_target import joined
+from mars_jax.cli.open_target import joined_processes
 from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import FLAGS as RULE_FLAGS
@@ -77,7 +77,7 @@ def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     """
     choices = check_flags(args, _ROW)
     keep_compilations()
-    with joined(args, _ROW, out):
+    with joined_processes(args, _ROW, out):
         # On a cluster, JAX may have found other processes without any flags for hosts.
         if jax.process_count() > 1:
             raise MarsError("one process answers on a terminal, and this run has several: give prompts.")
@@ -303,7 +303,9 @@ class Talk:
         rule_options = {name: option for name, option in self._args.rule.options.items() if option.flag}
         names = [*SAMPLING, *rule_options]
         if len(words) != 2:
-            raise MarsError(f"/set takes NAME VALUE, as in /set temperature 0.7: NAME is {', '.join(names)}.")
+            raise MarsError(
+                f"/set takes NAME VALUE, as in /set temperature 0.7: NAME is one of {', '.join(names)}."
+            )
         name = words[0].removeprefix("--").replace("-", "_")
         if name not in names:
             suggestion = did_you_mean(name, names)

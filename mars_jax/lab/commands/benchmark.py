@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from mars_jax.cli import signals
-from mars_jax.cli.flags import PART_HELP, Present, add_flags, draft_or_default, number, part_of, without
+from mars_jax.cli.flags import (
+    PART_HELP,
+    Present,
+    add_flags,
+    draft_or_default,
+    number_parser,
+    part_of,
+    without,
+)
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
 from mars_jax.drafters.registry import parse_draft
@@ -56,11 +64,11 @@ bad input ends with exit code 2.
 
 
 def parser() -> Parser:
-    """Return the parser."""
+    """Build the argument parser of `mars-jax benchmark`."""
     command_parser = pair.make_parser("benchmark", _DESCRIPTION, _EPILOG, instead=_SWEPT)
     recipe_help = (
         f"measure a pair as in its paper, and then with tuned lengths: {', '.join(recipes.names())}, or a .toml file; "
-        "flags that are given count instead"
+        "flags on the command line override the recipe"
     )
     add_flags(command_parser, {"--recipe NAME": recipe_help})
     group = command_parser.add_argument_group("arms")
@@ -69,25 +77,27 @@ def parser() -> Parser:
         "the rule's own theta, 0.9 for mars)"
     )
     add_flags(group, {"--thetas X": thetas_help}, nargs="+")
-    temperature = number("temperature", shown="--temperatures")
+    parse_temperature = number_parser("temperature", shown="--temperatures")
     temperatures_help = {"--temperatures X": "0 is greedy (default: 0 1)"}
-    add_flags(group, temperatures_help, nargs="+", default=[0.0, 1.0], type=temperature)
+    add_flags(group, temperatures_help, nargs="+", default=[0.0, 1.0], type=parse_temperature)
     controls_help = (
-        "arms besides the rule and the target alone: none; the strict rule, as in the paper's table; all, which adds "
-        "the target sampling from its two best tokens (default: paper)"
+        "arms besides the rule and the target without a draft. none: no others; paper: the strict rule, as in the "
+        "paper's table; all: also the target sampling from its two best tokens (default: paper)"
     )
     group.add_argument("--controls", choices=("none", "paper", "all"), help=controls_help)
     refine_help = (
-        "add an arm, the strict rule with a draft, a model or an EAGLE-3 head, that learns from its failures after "
-        "every group of problems; FILE as for mars_jax.generate"
+        "add an arm: the strict rule with a draft (a model or an EAGLE-3 head) that is trained on its rejected tokens "
+        "after every group of problems; FILE as for mars_jax.generate"
     )
     add_flags(group, {"--refine FILE": refine_help})
     tune_help = (
-        "every arm at the best of these draft lengths, chosen on the first quarter of the problems and scored on the "
-        "others; above temperature 0 with the lossless rules for sampled drafts among the arms (default: "
+        "run every arm at its best of these draft lengths, chosen on the first quarter of the problems and scored on "
+        "the rest; above temperature 0, also run the lossless rules for sampled drafts (default: "
         f"{' '.join(map(str, LENGTHS))})"
     )
-    add_flags(group, {"--tune K": tune_help}, nargs="*", type=number("num_draft_tokens", shown="--tune"))
+    add_flags(
+        group, {"--tune K": tune_help}, nargs="*", type=number_parser("num_draft_tokens", shown="--tune")
+    )
     cost_help = "with --tune, cost of a drafted token in forwards of the target, used in place of the clock"
     add_flags(group, {"--draft-cost X": cost_help}, type=DRAFT_COST.from_text)
     group = command_parser.add_argument_group("output")
@@ -160,13 +170,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    from mars_jax.cli.open_target import joined
+    from mars_jax.cli.open_target import joined_processes
 
     if args.recipe is not None:
         _follow(args, out)
         return
     notice = f": '{args.output}' has the finished rows; run the same command again to continue."
-    with signals.ending(lambda: notice), joined(args, (), out) as stream:
+    with signals.ending(lambda: notice), joined_processes(args, (), out) as stream:
         measure = _study if args.tune is None else _tune
         measure(args, stream)
 
@@ -198,7 +208,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.lab.training.online import open_refiner
 
     def check(problems: list[Problem]) -> None:
-        scoring.check_metrics(problems)
+        scoring.check_metric_packages(problems)
         check_installed()
         if args.refine is not None:
             check_file(args.refine, f"--refine is {args.refine}")
@@ -228,7 +238,7 @@ def _tune(args: argparse.Namespace, out: IO[str]) -> None:
 
     # Load the drafter with the longest chain. Shorter chains reuse its weights.
     args.num_draft_tokens = args.tune[-1]
-    problems, target, drafter = pair.open_study(args, args.output, scoring.check_metrics)
+    problems, target, drafter = pair.open_study(args, args.output, scoring.check_metric_packages)
     can_sample = parse_draft(args.draft).definition.samples
     is_sampled = can_sample and "q" in args.rule.needs
     drafter_by_sampling = {is_sampled: drafter}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from mars_jax.cli.flags import add_flags, draft_or_default, number
+from mars_jax.cli.flags import add_flags, draft_or_default, number_parser
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import progress
 from mars_jax.cli.rule_flags import given_settings
@@ -52,28 +52,30 @@ _SHARES = Range("a number between 0 and 1", 0, math.nextafter(1, 0), above=True)
 
 
 def parser() -> Parser:
-    """Return the parser."""
+    """Build the argument parser of `mars-jax calibrate`."""
     command_parser = pair.make_parser(
         "calibrate", _DESCRIPTION, _EPILOG, arithmetic="enough for a loss of a tenth of the bound"
     )
     group = command_parser.add_argument_group("calibration")
     risk_help = (
-        "regret: nats per token that the rule adds, mean over texts, each clipped at 1; accuracy: share of the score "
-        "that it takes; FILE.py:NAME: of the number from 0 to 1 that a function of prompt and answer gives, whose file "
-        "is run (default: %(default)s)"
+        "average loss of a text due to the rule. regret: nats per token, clipped at 1; accuracy: loss of task score; "
+        "FILE.py:NAME: loss of your own score, a function of prompt and answer that returns 0 to 1; the file is "
+        "executed (default: %(default)s)"
     )
     add_flags(group, {"--risk RISK": risk_help}, default="regret")
     shares = {"--bound": (0.02, "bound of the risk"), "--confidence": (0.95, "confidence of the bound")}
     for flag, (default, help_text) in shares.items():
-        share = Setting(name=flag, kind=float, help="", ranges=_SHARES).from_text
-        add_flags(group, {f"{flag} X": f"{help_text} (default: {default})"}, default=default, type=share)
+        parse_share = Setting(name=flag, kind=float, help="", ranges=_SHARES).from_text
+        add_flags(
+            group, {f"{flag} X": f"{help_text} (default: {default})"}, default=default, type=parse_share
+        )
     values_flags = {
         "--thetas X": "thresholds to try, from strict to loose (default: a fixed grid)",
-        "--prefixes N": "strict first tokens to try, falling, in the place of thetas; the rule keeps its own --theta",
+        "--prefixes N": "numbers of strict first tokens to try, in decreasing order, at a fixed --theta",
     }
     add_flags(group, values_flags, nargs="+")
     temperature_help = {"--temperature X": "0 is greedy (default: 0)"}
-    add_flags(group, temperature_help, default=0.0, type=number("temperature"))
+    add_flags(group, temperature_help, default=0.0, type=number_parser("temperature"))
     add_flags(command_parser.add_argument_group("output"), {"--output FILE": "a new file"}, type=Path)
     return command_parser
 
@@ -124,7 +126,9 @@ def _prefixes(args: argparse.Namespace) -> list[int]:
     setting, structure = args.rule.setting("exact_prefix")
     prefixes = [setting.from_text(text, shown="--prefixes", **structure) for text in args.prefixes]
     if prefixes != sorted(set(prefixes), reverse=True):
-        raise MarsError("--prefixes are not in order: give each once, falling, such as 8 4 2 1 0.")
+        raise MarsError(
+            "--prefixes are not in order: give each once, in decreasing order, such as 8 4 2 1 0."
+        )
     return prefixes
 
 
@@ -162,9 +166,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    from mars_jax.cli.open_target import joined
+    from mars_jax.cli.open_target import joined_processes
 
-    with joined(args, (), out) as stream:
+    with joined_processes(args, (), out) as stream:
         _study(args, stream)
 
 

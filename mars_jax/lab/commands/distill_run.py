@@ -297,7 +297,9 @@ def write_features(args: argparse.Namespace) -> None:
     # Reject invalid layers before loading the weights.
     outline = hub.outline(args.target)
     layers = features.layers_of(args.feature_layers) or features.default_layers(outline.config)
-    read_features = features.reader(language_model(outline.config, dtype="bfloat16", feature_layers=layers))
+    compute_features = features.reader(
+        language_model(outline.config, dtype="bfloat16", feature_layers=layers)
+    )
     with busy("loading"):
         target = hub.load(args.target, dtype="bfloat16")
     settings = {
@@ -322,7 +324,7 @@ def write_features(args: argparse.Namespace) -> None:
             if not token_lists:
                 continue
             packed_rows = features.pack_documents(token_lists, args.length)
-            _write_shard(folder, read_features, target, packed_rows)
+            _write_shard(folder, compute_features, target, packed_rows)
             say(
                 f"{folder}: {len(token_lists)} texts, {sum(map(len, token_lists)):,} tokens "
                 f"in {len(packed_rows[0])} rows of {args.length}; {time.perf_counter() - start_time:.0f} s"
@@ -355,7 +357,10 @@ def _document_tokens(
 
 
 def _write_shard(
-    folder: Path, record: Callable[..., features.Recorded], target: Pretrained, rows: Sequence[np.ndarray]
+    folder: Path,
+    compute_features: Callable[..., features.Recorded],
+    target: Pretrained,
+    rows: Sequence[np.ndarray],
 ) -> None:
     """Compute the features of rows, one padded batch at a time, and write them as a shard."""
     tokens = rows[0]
@@ -366,7 +371,9 @@ def _write_shard(
         num_rows = len(batch[0])
         # Pad the last batch, so that all batches share one compiled program.
         padded_batch = [jnp.asarray(np.pad(x, ((0, rows_per_batch - num_rows), (0, 0)))) for x in batch]
-        batch_outputs.append([np.asarray(x)[:num_rows] for x in record(target.params, *padded_batch)])
+        batch_outputs.append(
+            [np.asarray(x)[:num_rows] for x in compute_features(target.params, *padded_batch)]
+        )
     outputs = [np.concatenate(columns) for columns in zip(*batch_outputs, strict=True)]
     features.write_shard(folder, features.Recorded(*outputs))
 

@@ -63,7 +63,7 @@ def make_parser(
     draft_help = f"{draft_words(DRAFTS)} (default: the target's best that needs no download, else ngram)"
     add_flags(group, {"--draft DRAFT": draft_help})
     length_help = {"--num-draft-tokens N": "tokens drafted in a row (default: the drafter's)"}
-    add_flags(group, length_help, type=flags.number("num_draft_tokens"))
+    add_flags(group, length_help, type=flags.number_parser("num_draft_tokens"))
     add_flags(group, {"--tree 4-2-2-1": "draft a tree; as for mars_jax.generate"}, type=parse_tree)
     flags.add_draft_flags(group)
     group.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: the checkpoint's own)")
@@ -72,17 +72,17 @@ def make_parser(
     group = parser.add_argument_group("tasks")
     add_flags(group, {"--task NAME[=PATH] ...": "task to measure; once or more"}, default=[])
     problems_help = {"--problems N": f"first N of each task (default: all; arithmetic {arithmetic})"}
-    add_flags(group, problems_help, type=flags.number("batch_size", shown="--problems"))
+    add_flags(group, problems_help, type=flags.number_parser("batch_size", shown="--problems"))
     add_flags(group, {"--chat": "format questions with the chat template (never stories)"})
     group = parser.add_argument_group("decoding")
     decoding_flags = {
-        "max_new_tokens": (256, "most tokens of an answer"),
-        "batch_size": (1, "problems decoded side by side"),
-        "seed": (0, "problem i draws with seed N + i"),
+        "max_new_tokens": (256, "maximum number of tokens of an answer"),
+        "batch_size": (1, "number of problems decoded at once"),
+        "seed": (0, "problem i is sampled with seed N + i"),
     }
     for name, (default, help_text) in decoding_flags.items():
         helps = {f"{flags.flag_of(name)} N": f"{help_text} (default: {default})"}
-        add_flags(group, helps, default=default, type=flags.number(name))
+        add_flags(group, helps, default=default, type=flags.number_parser(name))
     add_rule_flags(parser.add_argument_group("rule"), instead=instead)
     return parser
 
@@ -129,11 +129,15 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
     flags.Present(args).refuse_alone()
     task_names = [task.partition("=")[0] for task in args.task]
     if len(set(task_names)) < len(task_names):
-        raise MarsError("--task names a task twice: give each once, and other files of it to another run.")
+        raise MarsError(
+            "--task names a task twice: name each task once, and measure its other files in a separate run."
+        )
     if args.chat and set(task_names) == {"stories"}:
         raise MarsError("--chat does not apply to stories, which are continued as they are: leave it out.")
     if "long" in rule.needs:
-        raise MarsError(f"--verify {rule.name} does not apply here, as its text means nothing: leave it out.")
+        raise MarsError(
+            f"--verify {rule.name} does not apply here, as its text is meaningless: choose another rule."
+        )
     flags.Present(args).refuse_for(draft, rule)
     # The default must not appear among `non_default_flags`.
     if args.draft_size == "fixed":
@@ -194,10 +198,10 @@ def open_study(
 
 
 def make_study(
-    args: argparse.Namespace, target: Pretrained, problems: list[Problem], names: Sequence[str]
+    args: argparse.Namespace, target: Pretrained, problems: list[Problem], flag_names: Sequence[str]
 ) -> Study:
-    """Return the `Study` that the flags describe. The flags in `names` and those not at their default identify it."""
+    """Return the `Study` that the flags describe. Those in `flag_names` and `non_default_flags` identify it."""
     from mars_jax.lab.evaluate.benchmark.run import Study
 
-    settings = {name: json_restored(getattr(args, name)) for name in names}
+    settings = {name: json_restored(getattr(args, name)) for name in flag_names}
     return Study(args=args, target=target, problems=problems, names=settings | non_default_flags(args))

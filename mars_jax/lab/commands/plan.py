@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from mars_jax.cli.flags import add_flags, number
+from mars_jax.cli.flags import add_flags, number_parser
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule_flags import add_rule_flags, is_number
@@ -58,7 +58,7 @@ _DRAFTS = f"{', '.join(published_heads())}, model:TARGET, ngram or none"
 
 
 def parser() -> Parser:
-    """Return the parser."""
+    """Build the argument parser of `mars-jax plan`."""
     plan_parser = Parser(prog="mars-jax plan", description=_DESCRIPTION, epilog=_EPILOG)
     group = plan_parser.add_argument_group("models")
     group.add_argument("--target", required=True, metavar="NAME")
@@ -66,27 +66,27 @@ def parser() -> Parser:
     add_flags(group, {"--draft DRAFT": draft_help}, default=next(iter(published_heads())))
     add_flags(group, {"--tree SHAPE": "as for mars_jax.generate"}, type=parse_tree)
     length_help = {"--num-draft-tokens N": "length of a chain (default: the drafter's)"}
-    add_flags(group, length_help, type=number("num_draft_tokens"))
+    add_flags(group, length_help, type=number_parser("num_draft_tokens"))
     acceptance_help = (
-        "compare drafts, unless a shape is given; the probability that a drafted token is accepted, by depth. The last "
-        "one holds for all deeper levels (default for a mixture of experts: 0.75)"
+        "probability that a drafted token is accepted, at each depth; the last value applies to all deeper levels. "
+        "Without --tree or --num-draft-tokens, draft shapes are compared (default for a mixture of experts: 0.75)"
     )
     add_flags(group, {"--acceptance A,...": acceptance_help}, type=_acceptance)
     add_rule_flags(plan_parser.add_argument_group("rule"))
     group = plan_parser.add_argument_group("slice")
     add_flags(group, {"--topology SLICE": "such as v5e:4x4 or v5litepod-16"}, required=True)
     mesh_help = (
-        "such as data=2,model=8 (default: as many chips as the key-value heads divide over for model, the others for "
-        "data if the batch divides, else for model too)"
+        "such as data=2,model=8 (default: model gets as many chips as divide the key-value heads evenly; the "
+        "remaining chips go to data if they divide the batch, otherwise to model)"
     )
     add_flags(group, {"--mesh AXES": mesh_help})
-    batch_size = number("batch_size", shown="--batch")
-    add_flags(group, {"--batch N": "rows (default: %(default)s)"}, default=1, type=batch_size)
+    parse_batch_size = number_parser("batch_size", shown="--batch")
+    add_flags(group, {"--batch N": "rows (default: %(default)s)"}, default=1, type=parse_batch_size)
     context_help = (
         f"tokens of a row, prompt and output (default: {CONTEXT}, or the target's context if it is shorter)"
     )
-    context_length = number("max_new_tokens", shown="--context")
-    add_flags(group, {"--context N": context_help}, type=context_length)
+    parse_context = number_parser("max_new_tokens", shown="--context")
+    add_flags(group, {"--context N": context_help}, type=parse_context)
     dtype_help = (
         "dtype of the weights; int8, int4: bits of the target's matrices (default: that of a conversion by mars-jax "
         "convert, else bfloat16); by default and with int4, experts published in MXFP4 keep their 4 bits"

@@ -1,4 +1,4 @@
-"""Scores of single answers, from 0 to 1, and of tasks, and files for HumanEval's evaluator.
+"""Scores of answers and tasks, from 0 to 1, and sample files for HumanEval's evaluator.
 
 A metric maps an answer to a row of numbers. A task's score is a function of the sum of these rows, so that the
 bootstrap resamples sums. R resamples, n answers, k numbers per answer. Oracles: `rouge-score`, `sacrebleu`, and
@@ -48,11 +48,11 @@ _ENDS = re.compile(r"\n(?:class |def |#|if |print|assert|@|```|\[DONE\])")
 
 
 def score_answer(problem: Problem, text: str) -> list[float] | None:
-    """Score one answer: a single number, the BLEU counts, or None if it is not scored here.
+    """Score one answer: return a list of one number, the BLEU counts, or None for the metrics "none" and "pass@1".
 
     Args:
-      problem: the problem with its metric and references. For the likelihood see `rows.score_answers`, for programs
-        see `with_results`.
+      problem: the problem with its references and its metric, which must not be "likelihood": `rows.score_answers`
+        computes that. For "pass@1" see `write_and_score_samples`.
       text: the answer.
 
     >>> score_answer(Problem(task="t", id="0", turns=("1 + 1?",), metric="final_answer", references=("2",)), "#### 2")
@@ -68,7 +68,7 @@ def score_answer(problem: Problem, text: str) -> list[float] | None:
     return [float(str(parse(text)) == problem.references[0])]
 
 
-def check_metrics(problems: Sequence[Problem]) -> None:
+def check_metric_packages(problems: Sequence[Problem]) -> None:
     """Raise MarsError if a package that scores the problems is missing."""
     metrics = {problem.metric for problem in problems}
     if "rouge_l" in metrics:
@@ -172,7 +172,7 @@ def _bleu(counts: np.ndarray) -> np.ndarray:
     return np.asarray(bleu_scores) / 100
 
 
-def with_results(folder: Path, problems: Sequence[Problem], rows: Sequence[Row]) -> list[Row]:
+def write_and_score_samples(folder: Path, problems: Sequence[Problem], rows: Sequence[Row]) -> list[Row]:
     """Write the answers to code tasks as samples, and score those whose results are in the folder.
 
     Args:

@@ -92,7 +92,7 @@ class Topology(NamedTuple):
     name: str
     chips: int
     devices: tuple[Any, ...]
-    # Figures of one device, its share of a chip.
+    # Specification of one device: its share of its chip.
     device: Chip
 
     @property

@@ -1,4 +1,4 @@
-"""Distillation of a drafter from a target, on text or on stored features, and of Medusa heads and small models.
+"""Distillation of drafters from a target, on text or stored features; constructors for Medusa heads and small models.
 
 B rows, L tokens per row, V vocabulary.
 Oracle: the acceptance of a decode with the exported drafter (tests/lab/commands/test_distill.py).
@@ -62,7 +62,7 @@ def new_medusa(
 ) -> Apprentice:
     """Return an apprentice for `count` heads of one block each that start from the target's unembedding.
 
-    Head i learns the target's distribution i + 2 tokens ahead (Medusa 2401.10774, section 2.2). H heads, E hidden size.
+    Head i learns the target's distribution i + 2 tokens ahead (Medusa 2401.10774, section 2.2).
     """
     config = MedusaConfig(
         num_heads=count, num_layers=1, hidden_size=target.hidden_size, vocab_size=target.vocab_size

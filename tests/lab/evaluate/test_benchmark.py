@@ -148,7 +148,7 @@ def test_a_folder_of_something_else_is_refused(flags, refused, tmp_path):
         ("--theta 0.9", "unrecognized arguments: --theta"),
         ("--rule-option theta=0.9", "--rule-option theta does not apply here: give --thetas"),
         ("--verify exact --thetas 0.9", "--thetas does not apply to the rule exact"),
-        ("--verify simulated", "--verify simulated does not apply here, as its text means nothing"),
+        ("--verify simulated", "--verify simulated does not apply here, as its text is meaningless"),
         ("--verify gates.py:gate", "the file of a rule 'gates.py' cannot be read"),
         ("--task arithmetic", "--task names a task twice"),
         ("--task chess=x", "there is no task 'chess'"),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mars_jax.lab.evaluate.scoring import UNSCORED, completion, with_results
+from mars_jax.lab.evaluate.scoring import UNSCORED, completion, write_and_score_samples
 from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.lab.evaluate.tasks.problems import Code
 from mars_jax.utils.errors import MarsError
@@ -80,7 +80,7 @@ def evaluate(path, *passed):
 def test_an_arm_is_written_as_samples_and_scored_by_the_results(tasks, tmp_path):
     problems = read_problems("humaneval", str(tasks["humaneval"]), chat=False)
     rows = [row(0, "    return 1\n"), row(1, "    return 2\n"), row(0, "    return 3\n", arm="exact")]
-    assert with_results(tmp_path, problems, rows) == rows
+    assert write_and_score_samples(tmp_path, problems, rows) == rows
     samples, evaluated = (
         [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         for name in (SAMPLES, "problems-humaneval.jsonl")
@@ -88,15 +88,15 @@ def test_an_arm_is_written_as_samples_and_scored_by_the_results(tasks, tmp_path)
     assert samples == [{"task_id": f"HumanEval/{i}", "completion": f"    return {i + 1}\n"} for i in (0, 1)]
     assert evaluated[1] == {"task_id": "HumanEval/1", **CODE._asdict()}
     evaluate(tmp_path / SAMPLES, True, False)
-    assert [r["score"] for r in with_results(tmp_path, problems, rows)] == [[1.0], [0.0], None]
+    assert [r["score"] for r in write_and_score_samples(tmp_path, problems, rows)] == [[1.0], [0.0], None]
 
 
 def test_results_of_other_answers_are_refused(tasks, tmp_path):
     problems = read_problems("humaneval", str(tasks["humaneval"]), chat=False)
-    with_results(tmp_path, problems, [row(0, "    return 1\n"), row(1, "    return 2\n")])
+    write_and_score_samples(tmp_path, problems, [row(0, "    return 1\n"), row(1, "    return 2\n")])
     evaluate(tmp_path / SAMPLES, True, False)
     with pytest.raises(MarsError, match="has a result for 1 of the 2 answers in the samples"):
-        with_results(tmp_path, problems, [row(0, "    return 1\n"), row(1, "    return 4\n")])
+        write_and_score_samples(tmp_path, problems, [row(0, "    return 1\n"), row(1, "    return 4\n")])
 
 
 @pytest.mark.slow

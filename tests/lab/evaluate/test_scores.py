@@ -88,4 +88,4 @@ def test_a_missing_package_is_named_before_anything_runs(monkeypatch, metric, pa
     scoring._rouge.cache_clear()
     scoring._bleu_metric.cache_clear()
     with pytest.raises(MarsError, match="pip install "):
-        scoring.check_metrics([problem(metric, "a")])
+        scoring.check_metric_packages([problem(metric, "a")])

@@ -36,7 +36,7 @@ Attach the file of --output to a report: it has versions, device, rows and figur
 names of hosts, users or folders. Exit code 1 means that something is wrong; a slow device is not.
 """
 WIDTH = 150
-"""Columns of the tables."""
+"""Width of the tables in characters."""
 _PACKAGES = ("mars-jax", "jax", "jaxlib", "libtpu", "flax", "numpy", "transformers")
 _SETTINGS = (
     "MARS_JAX_PALLAS",

@@ -42,7 +42,7 @@ CONTEXT = 4096
 STEPS, ROUNDS = 16, 3
 PEAK = 8.0
 """Standard deviation of the random head's logits, in nats."""
-COPIED, SIDE, TIMES = GIB, 8192, 16
+COPIED, SIDE, REPEATS = GIB, 8192, 16
 """Bytes of the copied array, side of the multiplied matrices, and copies or products per timed call."""
 
 
@@ -246,14 +246,14 @@ def prompt_times(compiled: jax.stages.Compiled, params: Params, prompts: Prompts
 def copy_rate(size: int) -> float:
     """Return the rate of copying an array of `size` bytes, in bytes per second. Reads and writes both count."""
     # Add 1, so that XLA cannot elide the copy. Each number has 4 bytes.
-    repeated_copy = looped(lambda x: (x + 1,), TIMES, (jnp.zeros(size // 4, jnp.uint32),))
-    return 2 * size * TIMES / min(seconds_of(repeated_copy, ROUNDS))
+    repeated_copy = looped(lambda x: (x + 1,), REPEATS, (jnp.zeros(size // 4, jnp.uint32),))
+    return 2 * size * REPEATS / min(seconds_of(repeated_copy, ROUNDS))
 
 
 def product_rate(side: int) -> float:
     """Return the rate of multiplying square bfloat16 matrices, in floating-point operations per second."""
     operands = tuple(jax.random.normal(jax.random.key(i), (side, side), jnp.bfloat16) for i in range(2))
-    return 2 * side**3 * TIMES / min(seconds_of(looped(jnp.matmul, TIMES, operands), ROUNDS))
+    return 2 * side**3 * REPEATS / min(seconds_of(looped(jnp.matmul, REPEATS, operands), ROUNDS))
 
 
 def drawn(shapes: PyTree) -> PyTree:

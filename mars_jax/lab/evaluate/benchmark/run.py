@@ -165,7 +165,7 @@ def evaluate(
                 write_shared_json(folder / TEXTS, texts)
         if args.part is not None:
             return {}
-        rows = scoring.with_results(folder, study.problems, rows)
+        rows = scoring.write_and_score_samples(folder, study.problems, rows)
         with activity.doing("figures and plots"):
             environment = provenance() | {"machine": platform.machine(), "backend": jax.default_backend()}
             summary = report.make_summary(settings, environment, study.problems, rows, arms_at)

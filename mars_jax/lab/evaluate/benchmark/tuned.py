@@ -143,7 +143,7 @@ class _Run:
         trial_rows = self._decode(problems[:split], temperature, trial_arms)
         rate_by_arm: dict[tuple[str, int], float] = {}
         for arm, length in trial_arms:
-            rows = self._timed(trial_rows[arm.name, length], length)
+            rows = self._with_modelled_cost(trial_rows[arm.name, length], length)
             seconds = sum(row["seconds"] for row in rows)
             rate_by_arm[arm.name, length] = sum(row["emitted"] for row in rows) / seconds
         # Each arm gets the length with its highest rate.
@@ -151,7 +151,7 @@ class _Run:
         tuned_arms = list(zip(arms, best_lengths, strict=True))
         decoded = self._decode(problems[split:], temperature, [(ALONE, 0), *tuned_arms])
         scored_rows = {
-            key: scoring.with_results(self.args.output, problems[split:], rows)
+            key: scoring.write_and_score_samples(self.args.output, problems[split:], rows)
             for key, rows in decoded.items()
         }
         # The lengths and the baseline are chosen on the same problems. The figures come from others, without bias.
@@ -159,13 +159,15 @@ class _Run:
             (choice for choice in tuned_arms if choice[0].loaded_rule.rule.lossless),
             key=lambda choice: rate_by_arm[choice[0].name, choice[1]],
         )
-        baseline_rows = self._timed(scored_rows[lossless_arm.name, lossless_length], lossless_length)
+        baseline_rows = self._with_modelled_cost(
+            scored_rows[lossless_arm.name, lossless_length], lossless_length
+        )
         alone_rows, metric = scored_rows[ALONE.name, 0], problems[0].metric
         summarize = functools.partial(figures.arm_figures, strict=None, metric=metric, seed=seed)
         arm_tables = []
         for arm, length in tuned_arms:
             rows = scored_rows[arm.name, length]
-            over_lossless = summarize(self._timed(rows, length), baseline_rows)
+            over_lossless = summarize(self._with_modelled_cost(rows, length), baseline_rows)
             ratio = over_lossless["speedup"]
             arm_table = {
                 **arm.legend(),
@@ -187,8 +189,8 @@ class _Run:
             "arms": arm_tables,
         }
 
-    def _timed(self, rows: Sequence[Row], length: int) -> Sequence[Row]:
-        """Return rows whose seconds are the time to choose by. With `--draft-cost`, its unit is a target forward."""
+    def _with_modelled_cost(self, rows: Sequence[Row], length: int) -> Sequence[Row]:
+        """Return the rows. With --draft-cost, replace their seconds by the modelled cost, in target forwards."""
         if self.args.draft_cost is None:
             return rows
         # A step takes one target forward, plus `cost` forwards for each drafted token.

@@ -45,11 +45,11 @@ def _gsm8k(fields: Fields, name: str, chat: bool) -> Problem:
         prompt = f"{_GSM8K_EXAMPLES}Question: {question}\nAnswer:"
     else:
         prompt = f"{question}\n\nThink step by step, and end with #### and the answer as a number."
-    references = (_result(fields, answer),)
+    references = (_final_number(fields, answer),)
     return Problem(task="gsm8k", id=name, turns=(prompt,), metric="final_answer", references=references)
 
 
-def _result(fields: Fields, answer: str) -> str:
+def _final_number(fields: Fields, answer: str) -> str:
     answer_number = final_answer(answer)
     if answer_number is None:
         raise fields.error("its answer does not end in #### and a whole number: give one.")
@@ -136,7 +136,7 @@ def _references(fields: Fields, metric: str) -> list[str]:
     return fields.texts("reference")
 
 
-def _turns(task: str, metric: str = "likelihood", otherwise: Reader | None = None) -> Reader:
+def _release_reader(task: str, metric: str = "likelihood", otherwise: Reader | None = None) -> Reader:
     """Return a reader of the MARS release's layout. Rows without `turns` go to `otherwise`."""
 
     def reader(fields: Fields, name: str, chat: bool) -> Problem:
@@ -155,11 +155,11 @@ def _turns(task: str, metric: str = "likelihood", otherwise: Reader | None = Non
 
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 _SPEC_BENCH = {
-    "translation": _turns("spec_bench/translation", "bleu"),
-    "summarization": _turns("spec_bench/summarization", "rouge_l"),
-    "qa": _turns("spec_bench/qa"),
-    "rag": _turns("spec_bench/rag"),
-} | dict.fromkeys(_MT_BENCH, _turns("spec_bench/mt_bench"))
+    "translation": _release_reader("spec_bench/translation", "bleu"),
+    "summarization": _release_reader("spec_bench/summarization", "rouge_l"),
+    "qa": _release_reader("spec_bench/qa"),
+    "rag": _release_reader("spec_bench/rag"),
+} | dict.fromkeys(_MT_BENCH, _release_reader("spec_bench/mt_bench"))
 
 
 def _spec_bench(fields: Fields, name: str, chat: bool) -> Problem:
@@ -171,7 +171,7 @@ def _spec_bench(fields: Fields, name: str, chat: bool) -> Problem:
             id=name,
             turns=tuple(fields.texts("turns")),
             metric="last_number",
-            references=(_result(fields, fields.texts("reference")[0]),),
+            references=(_final_number(fields, fields.texts("reference")[0]),),
         )
     if category not in _SPEC_BENCH:
         raise fields.error(f"category is '{category}', which is no category of Spec-Bench: check the file.")
@@ -199,10 +199,10 @@ READERS: dict[str, Reader] = {
     "gsm8k": _gsm8k,
     "humaneval": _humaneval,
     "mbpp": _mbpp,
-    "mt_bench": _turns("mt_bench", otherwise=_mt_bench),
-    "alpaca": _turns("alpaca", otherwise=_alpaca),
-    "cnn_dm": _turns("cnn_dm", "rouge_l", _cnn_dm),
-    "wmt19": _turns("wmt19", "bleu", _wmt19),
+    "mt_bench": _release_reader("mt_bench", otherwise=_mt_bench),
+    "alpaca": _release_reader("alpaca", otherwise=_alpaca),
+    "cnn_dm": _release_reader("cnn_dm", "rouge_l", _cnn_dm),
+    "wmt19": _release_reader("wmt19", "bleu", _wmt19),
     "spec_bench": _spec_bench,
     "jsonl": _jsonl,
 }
