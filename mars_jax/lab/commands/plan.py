@@ -76,8 +76,8 @@ def parser() -> Parser:
     group = plan_parser.add_argument_group("slice")
     add_flags(group, {"--topology SLICE": "such as v5e:4x4 or v5litepod-16"}, required=True)
     mesh_help = (
-        "such as data=2,model=8 (default: model gets as many chips as divide the key-value heads evenly; the "
-        "remaining chips go to data if they divide the batch, otherwise to model)"
+        "such as data=2,model=8 (default: model gets the greatest common divisor of the chips and the key-value "
+        "heads; the remaining factor goes to data if it divides the batch, otherwise to model)"
     )
     add_flags(group, {"--mesh AXES": mesh_help})
     parse_batch_size = number_parser("batch_size", shown="--batch")
