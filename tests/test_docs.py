@@ -18,6 +18,7 @@ from mars_jax.drafters.registry import definitions
 from mars_jax.utils.settings import BATCH, REQUEST
 from mars_jax.verify import rules
 from scripts import results_page
+from tests.helpers import slow_but
 from tests.helpers.pages import blocks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -174,11 +175,12 @@ def test_the_readme_has_figures_of_a_page_that_is_written_from_json():
     assert len(figures) == 2 and all(figure in page for figure in figures)
 
 
-@pytest.mark.slow
-def test_the_python_of_the_readme_runs(capsys):
+@pytest.mark.parametrize("target", slow_but(["tiny/target", "tiny/draft"], "tiny/draft"))
+def test_the_python_of_the_readme_runs(target, capsys):
+    """The draft as its own target has fewer layers to compile."""
     names: dict[str, Any] = {}
     for block in blocks(ROOT / "README.md"):
-        exec(compile(block, "README.md", "exec"), names)
+        exec(compile(block.replace("tiny/target", target), "README.md", "exec"), names)
     story, tau = capsys.readouterr().out.rsplit("\n", 2)[:2]
     assert story.count("Once upon a time") == 1 and len(story) > 40
     assert float(tau.split(" tokens per target forward")[0]) > 1

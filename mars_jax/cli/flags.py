@@ -206,11 +206,11 @@ WITH = [
     (["prompt_tokens"], ["--chat"], ", which tokenizes text"),
     (["--part"], ["--tune"], ", which chooses lengths on the problems of all parts"),
     (
-        ["--num-draft-tokens", "--draft-size auto", "--tree"],
+        ["--num-draft-tokens", "--draft-size auto", "--tree", "--any-rule"],
         ["--tune"],
         ", which drafts chains of several lengths",
     ),
-    (["--controls", "--refine", "--any-rule"], ["--tune"], ", which chooses its own arms"),
+    (["--controls", "--refine"], ["--tune"], ", which chooses its own arms"),
     (["--thetas"], ["--prefixes"], ", at one theta"),
 ]
 """Flags and prompt keys that contradict any flag in the second list, and an explanation of the latter."""

@@ -139,14 +139,20 @@ def joined_with_folder(args: argparse.Namespace, folder: Path, out: IO[str]) -> 
     """Join the other processes of a run that stores files in a folder, and yield the folder of this process.
 
     The first process gets the named folder, and the others temporary ones, so that only its files persist. It
-    broadcasts what it reads.
+    broadcasts what it reads. The others get a copy of the recorded settings, so that all refuse other settings.
 
     Raises:
       MarsError: as for `joined_processes`.
     """
     with joined_processes(args, (), out):
+        recorded_settings = b""
+        if hosts.is_first() and (folder / SETTINGS).is_file():
+            recorded_settings = (folder / SETTINGS).read_bytes()
+        recorded_settings = hosts.broadcast_bytes(recorded_settings)
         if hosts.is_first():
             yield folder
             return
         with tempfile.TemporaryDirectory() as temp_folder:
+            if recorded_settings:
+                (Path(temp_folder) / SETTINGS).write_bytes(recorded_settings)
             yield Path(temp_folder)

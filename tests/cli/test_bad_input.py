@@ -94,6 +94,19 @@ def test_checksums_of_what_is_no_conversion(refused_unwritten, target):
     assert f"--no-check does not apply to '{target}', which is no conversion" in message
 
 
+@pytest.mark.slow
+def test_a_conversion_whose_bits_have_changed(refused_unwritten, run, target, tmp_path):
+    converted = hub.convert(target, tmp_path / "made")
+    file = max(converted.rglob("*.safetensors"), key=lambda f: f.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1  # lowest bit of a weight; the output text does not change
+    file.write_bytes(data)
+    assert "is damaged, its checksum differs" in refused_unwritten("--target", converted, "hello")
+    assert run("--target", converted, "--no-check", *FEW, "hello").code == 0
+    message = refused_unwritten("--target", target, "--no-check", "hello")
+    assert f"--no-check does not apply to '{target}', which is no conversion" in message
+
+
 def test_a_missing_tokenizer(refused, broken, prompts_file):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (broken / file).unlink()

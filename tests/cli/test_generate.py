@@ -1,6 +1,8 @@
 """The generate command as a user runs it, on a tiny random checkpoint."""
 
 import collections
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve import generation as serving
 from mars_jax.serve import requests, session
 from tests.cli.conftest import rows_of, timeless
+from tests.helpers.checkpoint_files import edit_config, edit_weights
 
 FEW = ["--max-new-tokens", "8"]
 PLAIN = [*FEW, "--draft", "none"]
@@ -185,6 +188,27 @@ def test_what_a_run_wrote_is_drafted_in_the_next_one(run, refused, target, tmp_p
     message = refused(*replay, "--output", tmp_path / "second.jsonl", "--resume")
     assert "draft" in message and "second.jsonl" in message
     assert "there is no such file" in refused(*argv, "--draft", f"replay:{tmp_path / 'nowhere.jsonl'}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", ["weights of the target", "config of the draft"])
+def test_rows_of_other_weights_are_refused_by_what_differs(run, refused, target, draft, tmp_path, changed):
+    """Change the weights or config at the same path, as further training of a checkpoint does."""
+    target, draft = (Path(shutil.copytree(path, tmp_path / path.name)) for path in (target, draft))
+    output = tmp_path / "rows.jsonl"
+    argv = ["--target", target, "--draft", f"model:{draft}", *FEW, "--batch-size", 2, "--output", output]
+    assert run(*argv, "the sea", "a story").code == 0
+
+    def change(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight"][-1] *= 1.01
+
+    if changed == "weights of the target":
+        edit_weights(target, change)
+    else:
+        edit_config(draft, rms_norm_eps=0.1)
+    message = refused(*argv, "--resume", "the sea", "a story")
+    part = changed.split()[-1]
+    assert f"'{output}' was begun with other weights of the {part}: choose another" in message
 
 
 def test_the_module_is_the_function_too(target):

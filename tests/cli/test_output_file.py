@@ -95,7 +95,7 @@ def decode(target, tmp_path_factory):
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
 
     def run(name, *flags):
-        argv = ["--target", str(target), "--draft", "none", "--prompts-file", str(folder / "in.jsonl")]
+        argv = ["--target", str(target), "--draft", "ngram", "--prompts-file", str(folder / "in.jsonl")]
         argv += ["--temperature", "1", "--max-new-tokens", "8", "--batch-size", "2"]
         argv += ["--output", str(folder / name), *flags]
         assert command.main(argv) == 0

@@ -84,6 +84,20 @@ def test_compare_shows_it_next_to_mars(run, pair, gates):
     assert [row["rule"] for row in comparison["rules"]][3:] == ["mars"]
 
 
+@pytest.mark.slow
+def test_rows_choose_the_numbers_of_a_rule_of_the_table(run, pair, tmp_path):
+    file = tmp_path / "p.jsonl"
+    lines = [{"theta": 0.5}, {"max_relaxed_run": 0}, {"theta": float("inf")}, {}, {"exact_prefix": 24}]
+    file.write_text("".join(json.dumps({"prompt": "a story of"} | line) + "\n" for line in lines))
+    mixed = rows(run(*pair, *FLAGS, "--theta", "0.4", "--prompts-file", file))
+    flags = [["--theta", "0.5"], ["--verify", "exact"], ["--verify", "exact"], ["--theta", "0.4"]]
+    for row, flag in zip(mixed, [*flags, ["--theta", "0.4", "--exact-prefix", "24"]], strict=True):
+        [expected] = rows(run(*pair, *FLAGS, *flag, "a story of"))
+        assert row["tokens"] == expected["tokens"]
+    assert mixed[0]["accepted_relaxed"] > 0 == mixed[1]["accepted_relaxed"] == mixed[4]["accepted_relaxed"]
+    assert mixed[4]["tokens"] != mixed[3]["tokens"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -165,8 +165,10 @@ sys.exit(main("generate"))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+@pytest.mark.parametrize(
+    ("number", "word"),
+    [(signal.SIGINT, "interrupted"), pytest.param(signal.SIGTERM, "terminated", marks=pytest.mark.slow)],
+)
 def test_a_signal_keeps_the_finished_rows_and_the_run_resumes(number, word, run, target, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(jsonl({"prompt": f"prompt {i}"} for i in range(7)))
     output = str(tmp_path / "out.jsonl")

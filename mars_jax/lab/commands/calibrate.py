@@ -106,6 +106,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if "theta" not in args.rule.options:
         raise MarsError(f"--verify {args.rule.name} has no theta to calibrate: choose a rule such as mars.")
     pair.check_pair_flags(args, args.rule, output="name a file for the threshold")
+    args.temperature += 0.0  # 0 in place of -0
     args.theta_files, args.temperatures = [], [args.temperature]
     if args.prefixes is not None:
         args.setting, args.values = "exact_prefix", _prefixes(args)

@@ -26,7 +26,6 @@ from mars_jax.contrib.drafters.medusa_files import save_medusa
 from mars_jax.contrib.drafters.system_files import NGRAM, System, save_system
 from mars_jax.contrib.rules import diversed_training
 from mars_jax.contrib.teaching import Batch
-from mars_jax.core.given import check_draft_model
 from mars_jax.core.types import PyTree
 from mars_jax.hub.durable import staging, sync, writing
 from mars_jax.hub.files import resolve
@@ -133,7 +132,11 @@ def _open_first(args: argparse.Namespace, target: Pretrained) -> tuple[Any, PyTr
     if args.kind != "eagle3":
         # The kind model trains this checkpoint, in float32. Other kinds only draft with it, in its own dtype.
         model = hub.load(args.first, dtype="float32" if args.kind == "model" else None)
-        check_draft_model(model.model)
+        if model.model.for_chains is not None:
+            raise MarsError(
+                f"--from {args.first} has recurrent layers, whose state cannot drop rejected tokens: name a model with "
+                "attention in every layer."
+            )
         check_same_vocabulary(target, model)
         return model, model.params
     config, params = hub.load_eagle(args.first, target.config, target.params, dtype="float32")

@@ -118,7 +118,7 @@ def test_a_recurrent_draft_model_is_refused_before_the_training(
 ):
     flags = ("--target", target, "--from", recurrent_target, "--data", text, "--output", tmp_path / "made")
     code, err = call("model", *flags, *SIZES)
-    assert code == 2 and "the draft model has recurrent layers" in err.splitlines()[-1]
+    assert code == 2 and "has recurrent layers, whose state cannot drop" in err.splitlines()[-1]
 
 
 @pytest.fixture
@@ -312,6 +312,23 @@ def test_a_training_of_other_settings_is_refused(call, text, target, tmp_path):
     text.write_text(TEXT)
     assert call(*argv)[0] == 0
     assert files(output) == first
+
+
+@pytest.mark.slow
+def test_a_kill_during_writing_leaves_nothing_half(call, text, target, draft, tmp_path, monkeypatch):
+    output = tmp_path / "made"
+    argv = ("model", *SMALL, "--target", target, "--from", draft, "--data", text, "--output", output)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distill_run, "_copy_tokenizer", killed)
+        assert call(*argv)[0] == 130
+    assert not output.exists()
+    assert call(*argv)[0] == 0
+    assert {"tokenizer.json", "model.safetensors"} <= files(output).keys()
+    assert not list(tmp_path.glob(".made*"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from mars_jax import hub
 from mars_jax.lab.commands.benchmark import parse
 from mars_jax.lab.evaluate.benchmark import plots, report
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from tests.lab.evaluate.conftest import call
+from tests.lab.evaluate.conftest import call, read_folder
 
 ARMS = [
     "autoregressive", "exact", "mars theta=0.9", "mars theta=0.5", "autoregressive top_k=2", "low-margin sampling",
@@ -134,6 +134,29 @@ def test_a_folder_of_something_else_is_refused(flags, refused, tmp_path):
     assert "holds other files" in refused(*flags, "--output", tmp_path)
     assert "is a file: name a folder" in refused(*flags, "--output", tmp_path / "thesis.tex")
     assert "is a URL: name a local path" in refused(*flags, "--output", "gs://bucket/out")
+
+
+@pytest.mark.slow
+def test_two_tasks_over_rejection(target, prompts, tmp_path):
+    """The draft is sampled from its distribution, and one task is scored by likelihood."""
+    stories = tmp_path / "stories.txt"
+    stories.write_text("\n<|endoftext|>\n".join(["a b " * 30] * 3))
+    flags = ["--target", target, "--draft", f"model:{target}", "--num-draft-tokens", 2, "--base", "rejection"]
+    flags += ["--task", f"stories={stories}", "--task", f"jsonl={prompts}", "--problems", 3]
+    flags += ["--batch-size", 3, "--max-new-tokens", 12, "--controls", "all"]
+    assert call(*flags, "--output", tmp_path / "output") == 0
+    folder = read_folder(tmp_path / "output")
+    tables = [(t["task"], t["temperature"]) for t in folder.summary["tables"]]
+    assert tables == [("stories", 0.0), ("stories", 1.0), ("jsonl", 0.0), ("jsonl", 1.0)]
+    for part in folder.summary["tables"]:
+        names = [a["arm"] for a in part["arms"]]
+        assert names[1:3] == ["rejection", "mars over rejection theta=0.9"]
+        assert part["arms"][1]["tau"] > 2  # at most 3: the target drafts for itself, so q = p
+    sizes = {(row["task"], len(row["score"])) for row in folder.rows}
+    assert sizes == {("stories", 2), ("jsonl", 1)}
+    stories = folder.summary["tables"][0]["arms"]
+    # A tiny random model is nearly uniform over its vocabulary, so relaxed tokens are no less likely than others.
+    assert all(0 < arm["score"] < 1 for arm in stories) and stories[0]["recovered"] == 1.0
 
 
 @pytest.mark.parametrize(

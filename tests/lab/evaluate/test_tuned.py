@@ -6,9 +6,10 @@ import pytest
 
 import mars_jax as mj
 from mars_jax.lab.commands.benchmark import parse
+from mars_jax.lab.evaluate import answers
 from mars_jax.lab.evaluate.benchmark import tuned
 from mars_jax.utils.errors import MarsError
-from tests.lab.evaluate.conftest import PROMPTS, call
+from tests.lab.evaluate.conftest import PROMPTS, call, dying_after
 
 LENGTHS = (1, 3)
 
@@ -80,6 +81,22 @@ def test_rows_are_those_of_a_decode_at_that_length(finished, target):
     decoded = mj.generate(model, drafter, PROMPTS[:1], verify=rule, **options)
     [row] = [r for r in rows if (r["arm"], r["length"], r["id"]) == (name, 3, "0")]
     assert row["tokens"] == [list(decoded.tokens[0])]
+
+
+@pytest.mark.slow
+def test_it_goes_on_after_a_kill(flags, tmp_path):
+    """Existing rows are kept, and the other rows equal those of an uninterrupted run."""
+    extra_flags = ["--draft-cost", "0.3", "--temperatures", "0"]
+    _, expected = run(flags, tmp_path / "whole", *extra_flags)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(answers, "_decoded", dying_after(5))
+        assert call(*flags, *extra_flags, "--output", tmp_path / "out") == 130
+    first_rows = (tmp_path / "out" / "rows.jsonl").read_bytes()
+    assert first_rows.count(b"\n") == 5
+    _, rows = run(flags, tmp_path / "out", *extra_flags)
+    assert (tmp_path / "out" / "rows.jsonl").read_bytes().startswith(first_rows)
+    same = ("arm", "length", "id", "tokens", "steps", "score")
+    assert [[r[k] for k in same] for r in rows] == [[r[k] for k in same] for r in expected]
 
 
 @pytest.mark.parametrize(
