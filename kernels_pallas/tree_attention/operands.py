@@ -51,7 +51,7 @@ class Operands(NamedTuple):
 def region(
     seen: Array | None, positions: Array, seen_positions: Array | None, window: int | None
 ) -> tuple[Array | None, Array | None]:
-    """Apply the window to the visibility of the region.
+    """Apply the sliding window to the visibility of the region.
 
     Args:
       seen: bool[B or 1, N, R]; None: the queries are consecutive tokens with a causal mask.

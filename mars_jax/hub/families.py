@@ -275,7 +275,7 @@ def _read_latent(data: JsonObject) -> Fields:
     latent = Latent(query_rank=data["q_lora_rank"] or 0, **sizes)
     rope = dataclasses.replace(read_rope(data), interleaved=bool(data["rope_interleave"]))
     scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
-    # YaRN multiplies the scores by the square of 0.1 * mscale_all_dim * log(factor) + 1.
+    # DeepSeek's YaRN multiplies the scores by the square of 0.1 * mscale_all_dim * log(factor) + 1.
     growth = 1 + 0.1 * (scaling.get("mscale_all_dim") or 0) * math.log(max(rope.factor, 1))
     return {
         "latent": latent,
@@ -444,7 +444,7 @@ _GATED = _fixed(norm_plus_one=True, attention_gate=True)
 _DELTA_PARTS = (*_QWEN3_PARTS, _GATED, _rope(0.25), Part(_read_delta, _write_delta))
 _DELTA_MOE_PARTS = (*_QWEN_EXPERTS, _SHARED_EXPERT, *_DELTA_PARTS)
 _PHI_PARTS = (_WINDOW, _rope(1.0), Part(write=_write_trained_length), _NO_PADDING)
-# GLM-4 of 2024: neighbours are rotated, in half of each head.
+# GLM-4: neighbours are rotated, in half of each head.
 _GLM_PARTS = (_QKV_BIAS, _rope(0.5, interleaved=True), _NO_PADDING)
 # DeepSeek-V3's experts and router (arXiv 2412.19437).
 _SIGMOID_ROUTED = (

@@ -44,7 +44,7 @@ class Rope:
     kind: str = "none"
     fraction: float = 1.0  # share of a head's dimensions that are rotated: the first ones
     interleaved: bool = False  # rotate pairs of neighbours; False: dimension i is paired with i + half
-    factor: float = 1.0  # linear, dynamic, llama3, yarn: ratio of the new context length to the trained one
+    factor: float = 1.0  # linear, dynamic, llama3, yarn: divisor of the scaled frequencies
     original_max_positions: int = 0  # llama3, yarn, longrope, query_growth: the trained length
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3

@@ -218,6 +218,7 @@ def _prepare(
     decay = jnp.exp(jnp.where(is_read, total[..., :, None] - total[..., None, :], -jnp.inf))
     from_start, to_end, rate = from_start[..., None], to_end[..., None], rate[..., None]
     keys = k.swapaxes(-1, -2)
+    # The WY representation, computed by the UT transform.
     # A token writes its value minus the state's value for its key, to which earlier writes add. With S at the start:
     # write_i = b_i (v_i - exp(total_i) S^T k_i - sum over j < i of decay_ij (k_i . k_j) write_j).
     inverse = _unit_inverse(_matmul(k, keys) * decay * rate)
@@ -276,6 +277,7 @@ def delta_net(
         z, b, a = project("delta_z"), project("delta_b"), project("delta_a")
     by_head = [layer[f"delta_{name}_conv"].reshape(delta.key_heads, -1, delta.taps) for name in "qkv"]
     conv = jnp.concatenate(by_head, axis=1)
+    # `A_log` and `dt_bias`.
     offsets = [layer[f"delta_{name}"].reshape(delta.key_heads, -1) for name in ("log_rate", "bias")]
     mix, axes = functools.partial(_mix, config), axes_here("delta_heads", delta.key_heads)
     if axes:
@@ -346,6 +348,7 @@ def _mix(
         return jnp.pad(x, ((0, 0), (0, 0), (0, like.shape[2] - x.shape[2]), (0, 0)))
 
     rows = DeltaRows(state=state, inputs=pad(kept_inputs, rows.inputs), gates=pad(kept_gates, rows.gates))
+    # Gated RMS norm.
     y = rms_norm(outputs, norm, config.norm_eps)  # f32[B, H, G, N, V]
     y = y.swapaxes(2, 3).reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
     return y.astype(z.dtype), rows
@@ -365,7 +368,7 @@ def _read(
     gates: Array,
     documents: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Run the short causal convolution on inputs [B, H, T - 1 + L, F] and `delta_rule` on its L tokens."""
+    """Run the short causal convolution (`conv1d`) on inputs [B, H, T - 1 + L, F] and `delta_rule` on its L tokens."""
     delta = config.delta
     assert delta is not None
     length = gates.shape[2]
@@ -379,6 +382,7 @@ def _read(
         ]
     products = [weight[None, :, None, :, tap] * y for tap, y in enumerate(by_tap)]
     q, k, v = jnp.split(jax.nn.silu(sum(products)), [delta.key_dim, 2 * delta.key_dim], axis=-1)
+    # L2 norm of queries and keys.
     q, k = (y * lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + _EPS) for y in (q, k))
     log_decay, rate = jnp.split(gates.swapaxes(2, 3), 2, axis=2)
     v = v.reshape(*v.shape[:3], -1, delta.value_dim).swapaxes(2, 3)

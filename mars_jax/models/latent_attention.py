@@ -22,6 +22,7 @@ _EPS = 1e-6
 
 def _up(config: ModelConfig, latent: Latent, layer: dict) -> tuple[Array, Array]:
     """Return the matrices that compute keys [H, plain, R] and values [H, value, R] from a latent."""
+    # `kv_b_proj`.
     up = layer["kv_b"].reshape(config.num_heads, -1, latent.rank)
     return up[:, : latent.plain], up[:, latent.plain :]
 
@@ -31,12 +32,13 @@ def project(
 ) -> tuple[Array, Array, Array]:
     """Return queries [B, N, 1, H, D], keys and values [B, N, 1, D] of x [B, N, E]; keys and values are the same."""
     queries = x
+    # `q_a_proj` and `q_b_proj`, or `q_proj` alone.
     if latent.query_rank:
         queries = rms_norm(dense(x, layer["q_a"]), layer["q_a_norm"], _EPS)
     queries = dense(queries, layer["q"], outputs=("heads", config.num_heads))
     queries = queries.reshape(*x.shape[:2], config.num_heads, -1)
     plain, rotary = jnp.split(queries, [latent.plain], axis=-1)
-    # The cache holds the compressed latent and one rotary key, which all heads share.
+    # `kv_a_proj_with_mqa`: the cache holds the compressed latent and one rotary key, which all heads share.
     row, key = jnp.split(dense(x, layer["kv_a"]), [latent.rank], axis=-1)
     row = rms_norm(row, layer["kv_a_norm"], _EPS)
     rotary, key = (

@@ -10,10 +10,10 @@ token, R = T * C rows, X experts, E hidden size, M hidden units of an expert.
 Gathering each token's matrices would copy them, and running every expert on every token does X / C times the work.
 Instead the rows are sorted by expert, and every expert multiplies its rows. `lax.ragged_dot_general` does that in one
 operation, but is slow on two backends. On TPUs, except for int8 on v5e, XLA first copies all matrices to a different
-layout. TPUs therefore use Megablox (arXiv 2211.15841; the kernel is in JAX), and for int8 and MXFP4, which Megablox
-does not support, our own kernels. XLA's CPU backend expands the operation to all experts and all rows and transposes
-the weights first, which is slower than running every expert on every token. CPUs therefore use `_blocks`. All of them
-read only the experts that have rows, in their stored layout.
+layout. TPUs therefore use Megablox (JAX's kernel after MegaBlocks, arXiv 2211.15841), and for int8 and MXFP4, which
+Megablox does not support, our own kernels. XLA's CPU backend expands the operation to all experts and all rows and
+transposes the weights first, which is slower than running every expert on every token. CPUs therefore use `_blocks`.
+All of them read only the experts that have rows, in their stored layout.
 """
 
 from __future__ import annotations
@@ -138,14 +138,19 @@ def choose_experts(
         _, expert_ids = lax.top_k(_in_best_groups(biased_scores, *groups), count)
         share = jnp.take_along_axis(scores, expert_ids, axis=-1)
     else:
+        # After normalisation these are the softmax of the chosen logits alone, as in gpt-oss and Mixtral.
         share, expert_ids = lax.top_k(jax.nn.softmax(logits, axis=-1), count)
     if normalize:
         share = share / jnp.sum(share, axis=-1, keepdims=True)
+    # `multiplier` is DeepSeek's `routed_scaling_factor`.
     return share * multiplier, expert_ids
 
 
 def _in_best_groups(scores: Array, groups: int, kept: int) -> Array:
-    """Set scores f32[T, X] to -inf outside the `kept` groups with the largest sums of their two best scores."""
+    """Set scores f32[T, X] to -inf outside the `kept` groups with the largest sums of their two best scores.
+
+    This is DeepSeek's group-limited routing: `n_group` groups, of which `topk_group` are kept.
+    """
     if kept == groups:
         return scores
     grouped = scores.reshape(len(scores), groups, -1)
@@ -223,6 +228,7 @@ def shared_expert(layer: dict[str, Array], x: Array, activation: str) -> Array:
     mlp = {name: layer[f"shared_{name}"] for name in ("gate", "up", "down")}
     if "shared_router" not in layer:
         return gated_mlp(mlp, x, activation)
+    # `shared_expert_gate` of Qwen2-MoE.
     gate = jax.nn.sigmoid(dense(x, layer["shared_router"], dtype=jnp.float32))
     return (gate * gated_mlp(mlp, x, activation)).astype(x.dtype)
 

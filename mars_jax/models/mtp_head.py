@@ -143,6 +143,7 @@ class MtpConfig(FeatureHead):
             token_embedding = self.embed(target, params, tokens).astype(feature.dtype)
             if self.layout.mimo:
                 token_embedding = jnp.where(visible.positions[..., None] == 0, 0, token_embedding)
+            # DeepSeek's `enorm`, `hnorm` and `eh_proj`; the checkpoints have the embedding first.
             parts = [
                 self._norm(token_embedding, head["embed_norm"]),
                 self._norm(feature, head["hidden_norm"]),
@@ -158,7 +159,7 @@ class MtpConfig(FeatureHead):
         if needed is not None:
             x = pick(x, needed)
         x, _ = run_layer(c, (False, True), head["layer"], x, rotation, attend, None)
-        # The next pass and the logits both read the output after the norm.
+        # The next pass and the logits both read the output after the norm (`shared_head.norm`).
         return self._norm(x, head["norm"]), KVCache(k=(k,), v=(v,))
 
     def logits(self, target: LanguageModel, params: Params, feature: Array) -> Array:

@@ -51,6 +51,7 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """
     # Partial rotary embedding: only the first dimensions of a head rotate (`partial_rotary_factor`).
     head_dim = int(head_dim * rope.fraction)
+    # Dynamic NTK scaling changes nothing up to the trained length, which is the longest text here.
     frequency = 1.0 / rope.theta ** (np.arange(0, head_dim, 2) / head_dim)
     if rope.kind == "linear":
         frequency = frequency / rope.factor
@@ -59,7 +60,7 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     elif rope.kind == "yarn":
         frequency = _yarn(frequency, rope, head_dim)
     elif rope.kind == "longrope":
-        frequency = frequency / np.asarray(rope.divisors)
+        frequency = frequency / np.asarray(rope.divisors)  # `short_factor` or `long_factor`
     return frequency.astype(np.float32)
 
 
@@ -83,8 +84,8 @@ def rotation_at(positions: Array, rope: Rope | None, head_dim: int) -> Rotation 
         return None
     query_factor = None
     if rope.query_growth:
-        # Attention temperature, as in Llama 4: queries grow at each multiple of the trained length, so that attention
-        # stays sharp in long texts.
+        # Attention temperature of Ministral 3 (`llama_4_scaling_beta`): queries grow at each multiple of the trained
+        # length, so that attention stays sharp in long texts.
         lengths = (positions // rope.original_max_positions).astype(jnp.float32)
         query_factor = (1 + rope.query_growth * jnp.log1p(lengths))[:, :, None, None]
     return Rotation(*angles(positions, rope, head_dim), query_factor)

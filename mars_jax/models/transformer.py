@@ -75,7 +75,10 @@ def _norm(config: ModelConfig) -> Callable[[Array, Array], Array]:
 
 
 def _pre_norm(config: ModelConfig, layer: dict, x: Array, pre_norm: str) -> Array:
-    """Return a sublayer's input: the residual stream x, normalised if the config has `pre_norms`."""
+    """Return a sublayer's input: the residual stream x, normalised if the config has `pre_norms`.
+
+    With `post_norms` as well, a sublayer has sandwich norms (GLM-4, Gemma); with these alone, OLMo 2's reordered norm.
+    """
     if not config.pre_norms:
         return x
     return _norm(config)(x, layer[pre_norm])
@@ -95,7 +98,7 @@ def _embed(config: ModelConfig, params: PyTree, tokens: Array) -> Array:
     """Return the input of the first layer: [B, N, E]. Padding (NO_TOKEN) is clipped to a valid token."""
     x = embed(params["embed"], tokens)
     if config.embedding_multiplier != 1:
-        # The factor is rounded to the dtype first, as in the oracle.
+        # The factor is rounded to the dtype first, as in Gemma.
         x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
     return x
 
@@ -153,7 +156,7 @@ def _project(
     q, k, v = project("q", heads), project("k", kv_heads), project("v", kv_heads)
     gate = None
     if config.attention_gate:
-        # The rows of a head are those of its query, then those of its gate.
+        # The output gate: the rows of a head are those of its query, then those of its gate.
         q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
     if config.qk_norm:
         norm = _norm(config)
