@@ -138,8 +138,8 @@ def read_shared_json(path: Path) -> JsonObject | None:
 def joined_with_folder(args: argparse.Namespace, folder: Path, out: IO[str]) -> Iterator[Path]:
     """Join the other processes of a run that stores files in a folder, and yield the folder of this process.
 
-    The first process gets the named folder, and the others temporary ones, so that only its files persist. It
-    broadcasts what it reads. The others get a copy of the recorded settings, so that all refuse other settings.
+    The first process gets the named folder and broadcasts what it reads there. The others get temporary folders, so
+    that only its files persist, with a copy of the recorded settings, so that all of them refuse other settings.
 
     Raises:
       MarsError: as for `joined_processes`.

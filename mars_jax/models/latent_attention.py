@@ -32,7 +32,7 @@ def project(
 ) -> tuple[Array, Array, Array]:
     """Return queries [B, N, 1, H, D], keys and values [B, N, 1, D] of x [B, N, E]; keys and values are the same."""
     queries = x
-    # `q_a_proj` and `q_b_proj`, or `q_proj` alone.
+    # `q_a_proj` and then `q_b_proj`; without a latent for queries, only `q_proj`.
     if latent.query_rank:
         queries = rms_norm(dense(x, layer["q_a"]), layer["q_a_norm"], _EPS)
     queries = dense(queries, layer["q"], outputs=("heads", config.num_heads))

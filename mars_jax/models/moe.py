@@ -138,7 +138,7 @@ def choose_experts(
         _, expert_ids = lax.top_k(_in_best_groups(biased_scores, *groups), count)
         share = jnp.take_along_axis(scores, expert_ids, axis=-1)
     else:
-        # After normalisation these are the softmax of the chosen logits alone, as in gpt-oss and Mixtral.
+        # If normalised, these shares equal the softmax over only the chosen logits (gpt-oss, Mixtral).
         share, expert_ids = lax.top_k(jax.nn.softmax(logits, axis=-1), count)
     if normalize:
         share = share / jnp.sum(share, axis=-1, keepdims=True)
@@ -149,7 +149,7 @@ def choose_experts(
 def _in_best_groups(scores: Array, groups: int, kept: int) -> Array:
     """Set scores f32[T, X] to -inf outside the `kept` groups with the largest sums of their two best scores.
 
-    This is DeepSeek's group-limited routing: `n_group` groups, of which `topk_group` are kept.
+    Group-limited routing of DeepSeek-V3: `groups` is its `n_group`, and `kept` its `topk_group`.
     """
     if kept == groups:
         return scores

@@ -77,7 +77,7 @@ def _norm(config: ModelConfig) -> Callable[[Array, Array], Array]:
 def _pre_norm(config: ModelConfig, layer: dict, x: Array, pre_norm: str) -> Array:
     """Return a sublayer's input: the residual stream x, normalised if the config has `pre_norms`.
 
-    With `post_norms` as well, a sublayer has sandwich norms (GLM-4, Gemma); with these alone, OLMo 2's reordered norm.
+    GLM-4 and Gemma also have `post_norms` (sandwich norms); OLMo 2 has only `post_norms` (reordered norm).
     """
     if not config.pre_norms:
         return x
