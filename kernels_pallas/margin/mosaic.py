@@ -349,7 +349,7 @@ def _each_strip(body: Callable[..., None], *refs: Ref) -> None:
 
 
 def _per_tree(packed_ref: Ref, trees: int, nodes: int) -> MarginStats:
-    """Unpack the statistics to [trees, N] each: nodes move from sublanes to lanes."""
+    """Unpack each statistic into an array [trees, N], which moves the nodes from sublanes to lanes."""
     lane = lax.broadcasted_iota(jnp.int32, (trees, nodes), 1)
     fields = [jnp.zeros((trees, nodes), jnp.int32) for _ in range(4)]
     for n in range(nodes):

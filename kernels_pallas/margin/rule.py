@@ -44,7 +44,7 @@ def dtypes(*, logsumexp: bool) -> list[jnp.dtype]:
 
 
 def from_bits(columns: Sequence[Array]) -> MarginStats:
-    """Make statistics from the `bits` of their fields, i32[...] each."""
+    """Build `MarginStats` from the bit patterns of its fields, i32[...] each, as `bits` returns them."""
     field_dtypes = dtypes(logsumexp=len(columns) == 5)
     return MarginStats(*(lax.bitcast_convert_type(x, d) for x, d in zip(columns, field_dtypes, strict=True)))
 

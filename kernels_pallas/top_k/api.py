@@ -87,7 +87,7 @@ def packed_top_k(logits: Array, k: int, *, interpret: Interpret | None = None) -
 
 
 def join_top_k(parts: Array, k: int, size: int, *, interpret: Interpret | None = None) -> TopKEntries:
-    """Compute the `top_k` of a vocabulary from the results of its parts.
+    """Merge the results for W equal parts of a vocabulary into its `top_k`.
 
     Args:
       parts: i32[W, 2, ..., lanes]; entry i is `packed_top_k` of tokens `[i * size, (i + 1) * size)`.

@@ -313,7 +313,7 @@ class _Core(NamedTuple):
         return self.shape.items // self.shape.tiles
 
     def row_of(self, item: Array) -> Array:
-        """Return the batch row of an item."""
+        """Return the batch row of an item, that is, of one tile of a row."""
         return self.number * self.rows + lax.div(item, self.shape.tiles)
 
     def entry(self, name: int, item: Array) -> Array:

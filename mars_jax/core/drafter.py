@@ -119,7 +119,7 @@ class Drafter:
     def observe(
         self, params: Params, state: PyTree, tokens: Array, first: Array, length: Array, output: ForwardOutput
     ) -> PyTree:
-        """Return the state of a drafter that `reads` its target, after the target's output on a chunk of the prompt.
+        """Return the state after the target's forward on a chunk of the prompt. Called only if `reads` is not None.
 
         Args:
           params, state: weights, and the drafter's state.

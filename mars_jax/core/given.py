@@ -165,8 +165,8 @@ def begun(prompts: Prompts, cache: PyTree, draft: PyTree) -> DecodeState:
 
 
 def rows_of(state: Any) -> int:
-    """Return B of a state; raise MarsError if it is not a `DecodeState`."""
-    check_type("state", state, DecodeState, "what decode.start or Decoder.init gives")
+    """Return the number of rows of a state; raise MarsError if it is not a `DecodeState`."""
+    check_type("state", state, DecodeState, "the result of decode.start or Decoder.init")
     check_held(state.tokens, "state", "this function")
     return state.tokens.shape[0]
 

@@ -84,8 +84,8 @@ def grow(
       guide: guide of a constraint. Each level is drafted from the allowed tokens, and q is renormalised over them.
 
     Returns:
-      The tree; i32[B, N], for each extended node 1 + the row that it was written to, counted from `growth.first`, 0 for
-      the root, and unspecified for other nodes; and the carry.
+      The tree, the rows of its nodes i32[B, N], and the carry. The root has row 0. An extended node has 1 + the row
+      that it was written to, counted from `growth.first`. The rows of other nodes are unspecified.
     """
     steering = Steering(growth, sample, guide)
     if isinstance(shape, Dynamic):
@@ -153,7 +153,7 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
         next_level = _ChainLevel(next_tokens, steering.moved(level.states, next_tokens), carry)
         return next_level, jax.tree.map(lambda x: x[:, 0], (next_tokens, q))
 
-    # Extend depths 1 .. D - 1. The leaf at depth D is drafted and never fed.
+    # Extend depths 1 .. D - 1. The leaf at depth D is drafted but not fed to the drafter.
     depths = jnp.arange(1, shape.depth, dtype=jnp.int32)
     first_level = _ChainLevel(first_tokens, steering.moved(root_states, first_tokens), growth.carry)
     last_level, (later_tokens, later_logits) = lax.scan(body, first_level, depths)

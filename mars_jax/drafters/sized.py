@@ -188,8 +188,8 @@ class SizedDrafter(Skipping):
 class SizedDecoder(Decoder):
     """A decoder that chooses a draft length in each step; shapes are those of the longest draft.
 
-    The choice is a number on the device, so one program contains all lengths. On a mesh each shard of the rows chooses
-    for itself.
+    The choice is a number on the device, so one program contains all lengths. On a mesh, each shard of the rows
+    makes its own choice.
     """
 
     drafter: SizedDrafter

@@ -94,7 +94,7 @@ def attending(form: str, visible: Visible, slots: int, window: int | None) -> At
 
 @functools.lru_cache
 def _bind(attend: Attend, *options: str | int | None):
-    """Return the same `functools.partial` object for equal arguments, so that jit does not recompile it."""
+    """Return the same `functools.partial` object for equal arguments, so that jit does not compile it again."""
     return functools.partial(attend, *options)
 
 

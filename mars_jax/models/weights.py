@@ -280,7 +280,7 @@ def build(config: ModelConfig, make: Callable[[Weight], Array]) -> PyTree:
 
 
 def dtype_of(row: Weight, dtype: _DType) -> _DType | str:
-    """Return the dtype of an array: `dtype`, but float32 for `score_bias`, whose rounding can change the experts.
+    """Return `dtype`, but float32 for `score_bias`, because rounding it can change which experts are chosen.
 
     >>> dtype_of(Weight(("layers", 0, "score_bias"), "", (8,), "zeros"), "bfloat16")
     'float32'

@@ -35,7 +35,7 @@ NEEDS = {
 class Definition:
     """A rule that users can name: a registered class, or a user's function that returns a rule."""
 
-    name: str  # without a colon
+    name: str  # contains no colon
     make: Callable[..., Any]  # takes the settings as keywords
     help: str  # one sentence without a period
     lossless: bool = False  # whether the output follows the target's distribution

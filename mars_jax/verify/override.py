@@ -54,7 +54,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
         """Return whether to relax an edge bool[B], the child i32[B], the run before it, and the cost including it."""
         # A child with the token that the rule emits anyway is not a relaxation.
         children = can_relax & (tree.parents == walk.stop[:, None]) & (tree.tokens != walk.token[:, None])
-        # Accepted edges between the last relaxed one and the stop end the run.
+        # If the walk accepted an edge after the last relaxed one, a new run of relaxed edges begins.
         run = jnp.where(walk.stop > walk.start, 0, walk.run)
         may_relax = ~is_stop(walk.token, stop_tokens) & (run < allowed.max_run)
         if allowed.max_relaxed is not None:

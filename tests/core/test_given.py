@@ -86,7 +86,7 @@ BAD_ARGUMENTS = [
     ),
     ("rule", verify.exact(), "the rule exact is not of the structure"),
     ("rule", verify.mars(theta=[0.5] * 5), "theta of the rule has shape .5,.: expected one number, or one for each"),
-    ("state", lambda x: x.cache, "state is of type KVCache: expected what decode.start or Decoder.init gives"),
+    ("state", lambda x: x.cache, "state is of type KVCache: expected the result of decode.start or Decoder.init"),
 ]  # fmt: skip
 BAD_ROWS = [
     ("rows", jnp.asarray([3]), "rows are .3.: expected each of 0 to 2 at most once, or -1 for none"),
