@@ -135,7 +135,7 @@ def write_and_attend(
 
 
 def _defaults(q: Array, first: Array, positions: Array | None, scale: float | None) -> tuple[Array, float]:
-    """Return the positions i32[B, N] and the scale. Default positions count up from `first`; default scale: 1/sqrt(D)."""
+    """Return the positions i32[B, N], by default counting up from `first`, and the scale, by default 1/sqrt(D)."""
     if positions is None:
         positions = first[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     if scale is None:

@@ -95,7 +95,7 @@ def check_prompts(prompts: Prompts, vocab_size: int) -> None:
 
 def check_settings(controls: Controls, keys: Array, count: int) -> None:
     """Raise MarsError unless controls and keys have `count` rows, and the keys' generator is `KEY_IMPL`."""
-    check_type("controls", controls, Controls, f"what make_controls({count}) makes")
+    check_type("controls", controls, Controls, f"the result of make_controls({count})")
     for path, leaf in jax.tree_util.tree_leaves_with_path(controls):
         if np.shape(leaf)[:1] != (count,):
             name = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -153,7 +153,10 @@ def loaded(drafter: AnyDrafter, target: Pretrained) -> LoadedDrafter:
 
 @jax.jit
 def _are_finite(weights: list[Array]) -> list[Array]:
-    """Return for each weight whether all its entries are finite. All weights share one program, because a launch costs more than the check."""
+    """Return for each weight whether all its entries are finite.
+
+    All weights share one program, because a launch costs more than the check.
+    """
     return [jnp.all(jnp.isfinite(weight)) for weight in weights]
 
 

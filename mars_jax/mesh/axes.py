@@ -393,7 +393,7 @@ def alone(logical: str, size: int) -> tuple[str, ...]:
 
 
 def in_order(axes: Sequence[str]) -> bool:
-    """Return whether `axes` follow the order of the current mesh, because `lax.ppermute` numbers devices in that order."""
+    """Return whether `axes` follow the order of the current mesh: `lax.ppermute` numbers devices in that order."""
     mesh = _ready()
     return mesh is not None and tuple(axes) == tuple(name for name in mesh.axis_names if name in axes)
 

@@ -164,7 +164,7 @@ def form_of(bits: int, shape: tuple[int, ...]) -> type[Quantized]:
 
 
 def form_with(fields: int, values: DTypeLike) -> type[Quantized] | None:
-    """Return the quantised type with this number of fields and dtype of `values`; None if the only field is the array."""
+    """Return the quantised type with this number of fields and dtype of `values`; None for one field."""
     if fields == 1:
         return None
     if fields == 3:

@@ -77,7 +77,7 @@ BAD_ARGUMENTS = [
     ("prompts", lambda x: x.at[0, 3].set(VOCAB), "a prompt has the token 13: expected ids of 0 to 12"),
     ("prompts", lambda x: x.at[0, 0].set(-1), "a prompt has the token -1: expected ids of 0 to 12"),
     ("controls", twice, "temperature of the controls has shape .* for . prompts: make the controls with make_controls"),
-    ("controls", lambda x: {"limit": 8}, "controls is of type dict: expected what make_controls"),
+    ("controls", lambda x: {"limit": 8}, "controls is of type dict: expected the result of make_controls"),
     ("keys", twice, "keys have shape .* for . prompts: give keys_from_seeds a seed for each"),
     ("keys", lambda x: jnp.zeros((x.shape[0], 2), jnp.uint32), "keys are of dtype uint32: expected typed keys"),
     (
