@@ -90,7 +90,7 @@ class Drafter:
     def init(self, params: Params, tokens: Array, length: Array) -> PyTree:
         """Return the state for prompts of `length` i32[B] in tokens i32[B, T].
 
-        If the target has recurrent layers, a drafter that `reads` it gets a wider buffer, with room for a chunk past T.
+        If the target has recurrent layers and `reads` is set, the buffer is wider, with room for a chunk past T.
         """
         return ()
 

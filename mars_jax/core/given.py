@@ -78,7 +78,7 @@ def check_prompts(prompts: Prompts, vocab_size: int) -> None:
     values = np.asarray(lengths)
     if np.any(wrong := (values < 1) | (values > width)):
         raise MarsError(
-            f"a prompt has the length {values[wrong][0]}: expected 1 to {width}, the width that prompts are given in."
+            f"a prompt has the length {values[wrong][0]}: expected 1 to {width}, the width of the prompts array."
         )
     # Tokens may be traced, or on other hosts, even if lengths are not.
     if not _is_seen(tokens):

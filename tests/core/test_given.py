@@ -148,8 +148,8 @@ def test_a_row_named_twice_and_counters_of_other_rows_get_one_sentence():
         (DECODER.init, lambda: ({}, prompts_of(1)), r"params is of type dict: expected Params\(target"),
         (DECODER.init, lambda: (NO_WEIGHTS, arrays(1)), r"prompts is of type dict: expected Prompts\(tokens"),
         (DECODER.step, lambda: (state(), NO_WEIGHTS), r"params is of type DecodeState: expected Params\(target"),
-        (DECODER.step, lambda: (NO_WEIGHTS, prompts_of(1)), "state is of type Prompts: expected what decode"),
-        (decode.run, lambda: (DECODER, NO_WEIGHTS, prompts_of(1)), "state is of type Prompts: expected what"),
+        (DECODER.step, lambda: (NO_WEIGHTS, prompts_of(1)), "state is of type Prompts: expected the result of decode"),
+        (decode.run, lambda: (DECODER, NO_WEIGHTS, prompts_of(1)), "state is of type Prompts: expected the result"),
         (keys_from_seeds, lambda: (3,), "keys_from_seeds takes one seed for each row"),
     ],
 )  # fmt: skip
