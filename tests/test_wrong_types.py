@@ -102,7 +102,7 @@ def test_a_state_that_was_given_away_is_told():
         lambda: DECODER.step(PARAMS, state),
     ]
     for call in calls:
-        assert re.search("was given away before.*: go on with the state that it returned", message(call))
+        assert re.search("was donated before.*: continue with the state that it returned", message(call))
 
 
 def test_weights_that_were_given_away_are_told_by_their_name():
@@ -110,7 +110,7 @@ def test_weights_that_were_given_away_are_told_by_their_name():
     params = mj.Params(small_models.random_weights(small_models.CONFIG, scale=0.3))
     state = mj.decode.start(decoder, params, valid()["prompts"])
     params.target["embed"].delete()  # as a trainer's update does
-    with pytest.raises(MarsError, match="the params given to run was given away before"):
+    with pytest.raises(MarsError, match="the params given to run was donated before"):
         mj.run(decoder, params, state)
 
 

@@ -70,6 +70,6 @@ def check_held(x: object, name: str, by: str) -> None:
     """Raise MarsError if the array `x`, part of argument `name`, was already donated."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
         raise MarsError(
-            f"the {name} given to {by} was given away before, to a function that takes its memory: go on with the "
+            f"the {name} given to {by} was donated before, to a function that reuses its memory: continue with the "
             f"{name} that it returned."
         ) from None

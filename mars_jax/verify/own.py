@@ -68,7 +68,7 @@ def find(spec: str) -> Definition:
         check_path(path, "the rule's path")
         definition = rule(name)
         if ":" in spec and not (path and "weights" in definition.needs):
-            raise MarsError(f"the rule is {spec}: {name} has no weights, so name it alone.")
+            raise MarsError(f"the rule is {spec}: {name} has no weights, so give only its name.")
         return definition
     # The signature is the definition: there is no class to read fields from.
     factory = load_function(spec)

@@ -49,14 +49,14 @@ class Retargeted(Lossy):
             draft. At nodes without children it is log_p.
           evidence: evidence of the step.
         """
-        raise MarsError(f"the rule {type(self).__name__} says nothing: give it a method target.")
+        raise MarsError(f"the rule {type(self).__name__} defines no target: give it a method target.")
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
         if "chain" in self.needs or self.block:
             check_chain(evidence.tree, self.name)
         if not evidence.tree.is_chain and evidence.tree.draft_logits is None:
             raise MarsError(
-                f"{self.name} asks what a tree was drawn from, and this one was not drawn: draft it with sample=True, "
+                f"{self.name} needs a sampled tree, and this one was not sampled: draft it with sample=True, "
                 "or draft a chain."
             )
         is_greedy_row = is_greedy(evidence.controls)

@@ -36,7 +36,7 @@ def test_a_value_out_of_range_is_named(refused, argument):
         (["--rule-option", "fast=2", "x"], "--rule-option fast does not apply to the rule mars, which has"),
         (["--rule-option", "theta=1", "--theta", "1", "x"], "--rule-option theta=1 is given twice, also as"),
         (["--verify", "learned", "x"], "the rule learned needs weights: name them, as learned:PATH"),
-        (["--verify", "mars:x", "x"], "the rule is mars:x: mars has no weights, so name it alone"),
+        (["--verify", "mars:x", "x"], "the rule is mars:x: mars has no weights, so give only its name"),
         (["--verify", "nowhere.py:gate", "x"], "the file of a rule 'nowhere.py' cannot be read"),
         (["--list-rules", "x"], "take no prompts"),
         (["--list-rules", "--list-drafters"], "not allowed with"),

@@ -73,7 +73,7 @@ def test_a_name_of_the_table_is_its_factory():
         ("mars", {"base": "mars"}, "base is 'mars': expected one of exact, rejection."),
         ("exact", {"theta": 0.9}, "the rule exact has no setting 'theta': it has none."),
         ("simulated", {}, "the rule simulated needs a tau"),
-        ("mars:weights", {}, "the rule is mars:weights: mars has no weights, so name it alone."),
+        ("mars:weights", {}, "the rule is mars:weights: mars has no weights, so give only its name."),
         ("learned", {}, "the rule learned needs weights: name them, as learned:PATH."),
         ("learned:nowhere", {}, "there is no readable config.json in 'nowhere' (No such file"),
         ("nowhere.py:gate", {}, "the file of a rule 'nowhere.py' cannot be read (No such file"),

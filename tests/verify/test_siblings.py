@@ -192,6 +192,6 @@ def test_a_rule_of_chains_refuses_a_tree(rule):
 
 
 def test_a_rule_that_needs_q_refuses_a_tree_without_it():
-    with pytest.raises(MarsError, match=r"mixture asks what a tree was drawn from.*sample=True"):
+    with pytest.raises(MarsError, match=r"mixture needs a sampled tree.*sample=True"):
         on_a_tree(verify.mixture(), drawn=False)
     assert on_a_tree(verify.rejection(), drawn=False).num_accepted.shape == (1,)

@@ -73,7 +73,7 @@ def test_a_wrong_result_names_the_method_and_the_expected_result(method, value, 
 
 
 def test_a_retargeted_rule_needs_a_method_target():
-    with pytest.raises(MarsError, match="says nothing: give it a method target"):
+    with pytest.raises(MarsError, match="defines no target: give it a method target"):
         decide(verify.Retargeted(), two_nodes())
 
 
