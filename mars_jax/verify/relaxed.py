@@ -84,7 +84,9 @@ class Relaxed(Lossy):
 
     def low(self, evidence: Evidence) -> Array:
         """Return bool[B, N]: nodes where the target is nearly indifferent, so that its runner-up is acceptable."""
-        raise MarsError(f"the rule {type(self).__name__} defines no relaxation: give it a method low or relaxable.")
+        raise MarsError(
+            f"the rule {type(self).__name__} defines no relaxation: give it a method low or relaxable."
+        )
 
     def relaxable(self, evidence: Evidence) -> Array:
         """Return bool[B, N]: nodes whose incoming edge may be relaxed.
