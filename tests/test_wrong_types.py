@@ -1,6 +1,6 @@
 """Arguments of a wrong type: every public function that decodes refuses them in a sentence that names them.
 
-Typical first mistakes are a string for a model, a `Pretrained` for its weights, and a state that was given away.
+Typical first mistakes are a string for a model, a `Pretrained` for its weights, and a state that was donated.
 """
 
 import functools
