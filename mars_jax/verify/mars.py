@@ -70,7 +70,7 @@ class Mars(Relaxed):
     margin: str = struct.setting(
         default="ratio",
         choices={"ratio": "second logit / best > theta", "gap": "nats between them < theta"},
-        help="what theta bounds",
+        help="the measure that is compared with theta",
         flag=True,
     )
 

@@ -33,7 +33,7 @@ def base_setting(default: str = "exact") -> Any:
     return struct.setting(
         default=default,
         kind=str,
-        choices={"exact": "what the target would say", "rejection": "speculative sampling"},
+        choices={"exact": "a token must equal the target's own", "rejection": "speculative sampling"},
         help="the strict rule that is relaxed",
         flag=True,
     )
