@@ -100,11 +100,11 @@ class Rope:
 class Latent:
     """Sizes of multi-head latent attention; see `models.latent_attention`."""
 
-    rank: int  # width of the latent
-    query_rank: int = 0  # width of the latent of queries; 0: none
-    plain: int  # dimensions of a query or key without rotary embedding
-    rotary: int  # dimensions with rotary embedding; all heads share those of the key
-    value: int  # dimensions of a value
+    rank: int  # width of the latent, `kv_lora_rank`
+    query_rank: int = 0  # width of the latent of queries, `q_lora_rank`; 0: none
+    plain: int  # dimensions of a query or key without rotary embedding, `qk_nope_head_dim`
+    rotary: int  # dimensions with it, `qk_rope_head_dim`; all heads share those of the key
+    value: int  # dimensions of a value, `v_head_dim`
 
     def __post_init__(self):
         for name in ("rank", "query_rank", "plain", "rotary", "value"):

@@ -1,7 +1,7 @@
 """Gated DeltaNet: attention with a recurrent state of fixed size instead of keys and values (arXiv 2412.06464).
 
-The state of a head is a matrix S [K, V]. Token t with key k, value v, decay a and learning rate b replaces what S holds
-for its key: S = a S + k (b (v - a S^T k))^T. Its output is S^T q.
+The state of a head is a matrix S [K, V]. By the gated delta rule, token t with key k, value v, decay a (alpha) and
+learning rate b (beta) replaces what S holds for its key: S = a S + k (b (v - a S^T k))^T. Its output is S^T q.
 
 A state cannot drop a token, so it must not read a draft before the verdict. The cache keeps the state before the root
 of the last draft, and the inputs of the draft's nodes. The next forward first reads the accepted nodes into the state.

@@ -156,7 +156,7 @@ def _project(
     q, k, v = project("q", heads), project("k", kv_heads), project("v", kv_heads)
     gate = None
     if config.attention_gate:
-        # The output gate: the rows of a head are those of its query, then those of its gate.
+        # The output gate (`attn_output_gate`): the rows of a head are those of its query, then those of its gate.
         q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
     if config.qk_norm:
         norm = _norm(config)
