@@ -195,7 +195,7 @@ def _widened(params: PyTree, config: ModelConfig, dtype: str) -> PyTree:
 
 
 def free_bytes() -> int:
-    """Return the bytes of memory that are free or that the system can free; 0 if it does not report them."""
+    """Return the available host memory in bytes, within the container's limit; 0 if Linux does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -83,7 +83,7 @@ def packing(directory: Path) -> JsonObject | None:
     quantization = _quantization_config(directory)
     if quantization is None:
         return None
-    # Check this first: rotations and sparsity also occur in checkpoints of scaled matrices.
+    # Check before returning None for scaled matrices, because those checkpoints can have rotations or sparsity too.
     _check_forward(directory, quantization)
     if quantization.get("quant_method") not in _READERS:
         return None
@@ -219,7 +219,7 @@ def _tensor(
 
     outputs, inputs, groups = sizes
     size = inputs // groups
-    # `Int4` needs groups of neighbouring inputs. g_idx lists the group of each input, or -1 if they are neighbours.
+    # The inputs of an `Int4` group must be neighbours. g_idx lists the group of each input; -1 means that they are.
     neighbours = True
     if stored_group := pieces.get("g_idx") or pieces.get("weight_g_idx"):
         group = stored_group.read()

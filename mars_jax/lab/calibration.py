@@ -209,8 +209,8 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
 
 FACTORS = {0.1: 2, 0.25: 4, 0.5: 12}
 """Multiples of `fewest`, keyed by the mean loss as a share of the bound. That many problems certify the bound in 19 of
-20 draws, even if each completion loses all or nothing. At a bound of 0.02 and confidence 0.95: 408 problems for a mean
-loss of 0.002, 816 for 0.005 and 2,448 for 0.01."""
+20 random samples, even if each loss is either 0 or the maximum. At a bound of 0.02 and confidence 0.95: 408 problems
+for a mean loss of 0.002, 816 for 0.005 and 2,448 for 0.01."""
 
 
 def fewest(bound: float, confidence: float) -> int:

@@ -172,7 +172,7 @@ def read_theta(path: str) -> ThetaFile:
         options["theta"] = theta
         if math.isnan(theta):
             raise ValueError
-        # The settings of a user's rule are checked when the rule is named, since reading them would run its code.
+        # Checking the settings of a user's rule runs its code, so `check_rule` does it once the user names the rule.
         if not is_own(spec):
             # Settings that were added after the file was written get their defaults.
             options = RuleChoice(spec, options).settled()

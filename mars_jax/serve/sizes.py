@@ -1,4 +1,4 @@
-"""Costs of a step with each draft length, measured on the device before the first batch of a shape and kept on disk.
+"""Costs of a step with each draft length, measured on the device before the first batch of a shape and saved on disk.
 
 Oracle: the wall time of steps with fixed sizes (scripts/results/bench_sizes.json at commit 5336526).
 """
@@ -26,7 +26,7 @@ ROUNDS, SECONDS = 4, 1.0
 """Minimum number of rounds, and minimum seconds of the rounds after the first, which compiles. Each round times every
 size. The fastest time counts, because other load on the machine only adds time."""
 STEADY = 1.5
-"""Costs are kept on disk only if the median time of each size is less than this many times the fastest one. Otherwise
+"""Costs are saved on disk only if the median time of each size is less than this many times the fastest one. Otherwise
 other load may have slowed down all rounds, and the next process measures again."""
 
 _MEASURED: dict[tuple[Decoder, str], list[float]] = {}
@@ -58,14 +58,14 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
 
 
 def _costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> list[float]:
-    """Return the costs that an earlier process kept; otherwise measure them, and keep them for later processes."""
-    # Only a single process keeps costs on disk, and only for a model that its config describes.
+    """Return the costs that an earlier process saved; if there are none, measure them and save them."""
+    # Save costs only in single-process runs, and only for a model that its config describes.
     is_kept = jax.process_count() == 1 and isinstance(prepared.target.config, ModelConfig)
     with contextlib.suppress(ValueError):  # the stored text is damaged
         costs = json.loads((is_kept and kept_bytes("draft_costs", cost_key)) or "[]")
         if len(costs) == len(prepared.drafter.params.costs):
             return costs
-    with activity.doing("measuring what drafts cost"):
+    with activity.doing("measuring the cost of drafts"):
         times = np.asarray(_measure(prepared, rows, log_probs=log_probs))
     # All processes of a mesh must choose the same sizes, so they share the costs of the first.
     costs = np.frombuffer(hosts.broadcast_bytes(np.min(times, axis=0).tobytes())).tolist()

@@ -29,7 +29,7 @@ NODES, TURNS = (1, 4, 8, 16), 21
 
 
 def bytes_per_row(layers: int, nodes: int) -> dict[str, int]:
-    """Return the bytes of the states, of a draft's inputs, and of the states after each of its nodes."""
+    """Return the sizes in bytes of the states, of a draft's inputs, and of one copy of the states per node."""
     delta = Delta(layers=tuple(i for i in range(layers) if (i + 1) % 4), **HEADS)
     config = ModelConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=layers, num_heads=1, delta=delta

@@ -166,11 +166,11 @@ def paired(ratio: Sequence[Sums], gap: Sequence[Sums], default: int) -> dict[str
 
 
 def report(rows: Rows, arms: Mapping[str, Mapping[float, Sequence[Any]]]) -> dict[str, Any]:
-    """Return all tables.
+    """Return the tables and comparisons of all arms.
 
     Args:
-      rows: of the file.
-      arms: by draft and temperature, from `eval_rules.arms`.
+      rows: rows of the file that `eval_rules decode` wrote.
+      arms: results of `eval_rules.arms`, keyed by draft and temperature.
     """
     grouped: dict[Key, list[Mapping[str, Any]]] = {}
     for row in rows:

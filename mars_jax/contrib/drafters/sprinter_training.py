@@ -94,7 +94,7 @@ def flattened(parts: Sequence[SprinterExamples]) -> SprinterExamples:
 def classifier_training(
     examples: SprinterExamples, *, learning_rate: float = 5e-4, seed: int = 0
 ) -> Training:
-    """Return the training of `weight` f32[E] and `bias` f32[1] with the cross entropy of `accepted`.
+    """Return the setup that fits `weight` f32[E] and `bias` f32[1] to `accepted` by binary cross entropy.
 
     Args:
       examples: from `flattened`.

@@ -69,7 +69,7 @@ class IndicatorExamples(NamedTuple):
 def indicator_head_training(
     examples: IndicatorExamples, optimizer: Any, *, steps: int = 1000, rows: int = 256, seed: int = 0
 ) -> Training:
-    """Return the training of a head with the cross entropy of `changed`.
+    """Return the setup that trains a head to predict `changed` by binary cross entropy.
 
     Args:
       examples: see `IndicatorExamples`.

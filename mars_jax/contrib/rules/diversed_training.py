@@ -117,7 +117,7 @@ def rollouts(
 
 
 def mixer_training(target: Pretrained, small: Pretrained, *, seed: int = 0) -> Training:
-    """Return the training of a head, whose params are those of `contrib.diversed`.
+    """Return the setup that trains a head, whose params are the weights that `contrib.diversed` takes.
 
     The frozen params of its loss are `(target.params, small.params)`, and its batches are the draws of `rollouts`.
 

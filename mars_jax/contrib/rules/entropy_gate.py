@@ -18,7 +18,7 @@ ENTROPIES = (4.0, 3.5, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25, 1.0, 0.8, 0.6, 0.4, 0.2)
 @register("entropy_gate", paper="after 2511.22972")
 @struct.dataclass(kw_only=True)
 class EntropyGate(Relaxed):
-    """Also accept the runner-up where the target's entropy is high.
+    """Also accept the runner-up if the target's entropy is high.
 
     The runner-up is accepted if the entropy of the target's distribution at temperature 1 exceeds `entropy` nats.
 

@@ -34,9 +34,7 @@ _WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
 @register("equivalent", paper="after 2601.15498")
 @struct.dataclass(kw_only=True)
 class Equivalent(Relaxed):
-    """Also accept a token that means the same as the target's, by a table.
-
-    A drafted token is accepted if it is equivalent to the target's token.
+    """Also accept a token that a user's table lists as equivalent to the target's.
 
     Two tokens are equivalent if they are in the same class of the user's table, `Params.verify`; see `token_groups`.
     The drafted token's regret must be below `gap` nats. The base is `exact()`. Lossy; at gap = 0 it equals `exact()`
@@ -70,7 +68,7 @@ class Equivalent(Relaxed):
             )
         drafted_group = groups.at[jnp.maximum(tree.tokens, 0)].get(mode="clip")
         target_group = at_parent(tree, groups.at[target_tokens(evidence)].get(mode="clip"))
-        # Group 0 is no class: its tokens are equivalent to no other.
+        # Tokens of group 0 are in no class, so they are not equivalent to any other token.
         return (drafted_group == target_group) & (drafted_group > 0) & (regrets(evidence) < self.gap[:, None])
 
 

@@ -28,7 +28,7 @@ UNSURE = (1.05, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 @register("fly", paper="2511.22972")
 @struct.dataclass(kw_only=True)
 class Fly(Relaxed):
-    """Also accept a drafted token where the target is unsure, if the draft continues as the target would.
+    """Also accept a drafted token if the target is unsure and agrees with the next drafted tokens.
 
     FLy (arXiv 2511.22972): if the target is unsure, accept any drafted token after which it agrees with the draft.
 

@@ -19,7 +19,7 @@ from mars_jax.verify.ranges import HARMS
 @register("fuzzy", paper="2502.20704")
 @struct.dataclass(kw_only=True)
 class Fuzzy(Retargeted):
-    """Accept drafted tokens where target and draft are similar, and verify the others by rejection.
+    """Accept drafted tokens if target and draft are similar; otherwise verify them by rejection.
 
     Fuzzy speculative decoding (arXiv 2502.20704): if the distance of p and q is below `bound`, the drafted token is
     accepted; otherwise it is verified by rejection, as in the comparison of arXiv 2607.08690. So the output follows q

@@ -28,7 +28,7 @@ HALVINGS = 24
 @register("simulated", paper="the rate: 2211.17192, equation 1")
 @struct.dataclass(kw_only=True)
 class Simulated(Lossy):
-    """Accept by chance, to size hardware; the text means nothing.
+    """Accept tokens at random, for sizing hardware; the text is meaningless.
 
     A step emits `tau` tokens in expectation, including the bonus token. In each step the path to the first of the
     deepest nodes is accepted up to a random depth, with a constant rate of acceptance per depth. The rate is solved

@@ -18,7 +18,7 @@ from mars_jax.verify.ranges import HARMS, nats
 @register("speccascade", paper="2405.19261")
 @struct.dataclass(kw_only=True)
 class SpecCascade(Retargeted):
-    """Follow the draft where the target trusts it, by rejection.
+    """Verify by rejection against a mix of draft and target that follows trusted drafts.
 
     Speculative cascades (arXiv 2405.19261). "token_v3" trusts the tokens with p >= (1 - alpha) max p. They keep their
     mass from q, and the mass of q on other tokens is distributed over all tokens in proportion to p. "opt" decides once

@@ -257,7 +257,7 @@ def product_rate(side: int) -> float:
 
 
 def drawn(shapes: PyTree) -> PyTree:
-    """Return arrays of these shapes: random floats on the scale of weights, and 4- or 8-bit integers with random bits.
+    """Return arrays of these shapes, with random floats as small as weights, and random bits in 4- and 8-bit integers.
 
     Float vectors are ones, since they scale norms. i32 vectors are consecutive ids, and other i32 arrays are zeros.
     """
