@@ -112,7 +112,10 @@ def commands(data: Path) -> list[Command]:
 def run(
     command: Command, folder: Path, *, kill_after: float | None = None, number: int = signal.SIGKILL
 ) -> dict[str, Any] | None:
-    """Run a command, and send it a signal after `kill_after` seconds. Return how it ended; None: before the signal."""
+    """Run a command, and send it a signal after `kill_after` seconds. Return how it ended; None: before the signal.
+
+    No process is left running.
+    """
     argv = [sys.executable, "-m", "mars_jax", command.name, *command.argv.format(folder).split()]
     log = folder.parent / f"{folder.name}.log"
     with log.open("wb") as file:
