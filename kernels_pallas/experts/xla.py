@@ -57,14 +57,14 @@ def dequantised_mxfp4(values: Array, scale: Array) -> Array:
 
 
 def mxfp4_numbers(codes: Array) -> Array:
-    """Return f32[...] for 4-bit codes i32[...]: the sign bit, then an index into 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+    """Return f32[...] for E2M1 codes i32[...]: the sign bit, then an index into 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
     count = codes & 7
     halves = (count + jnp.maximum(count, 4) + 2 * jnp.maximum(count, 6) - 16).astype(jnp.float32)
     return jnp.where(codes > 7, -halves, halves) * 0.5
 
 
 def mxfp4_powers(scale: Array) -> Array:
-    """Return the powers of two f32[...] for exponents u8[...], biased as in float32: 127 stands for 1."""
+    """Return the powers of two f32[...] for E8M0 exponents u8[...], biased as in float32: 127 stands for 1."""
     return lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
 
 

@@ -412,6 +412,7 @@ def attend_all(
     top = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), lowest))
     weights = jnp.exp(scores - top)
     mixed, denominator = _mix(weights, v, q.dtype), jnp.sum(weights, axis=-1)
+    # Attention sinks add to the denominator only.
     if sinks is not None:
         denominator += jnp.exp(sinks - top)[..., 0]
     return _finish(mixed, denominator, q.dtype)

@@ -160,12 +160,12 @@ def delta_rule(
       state: f32[B, H, G, K, V].
       q, k: f32[B, H, L, K].
       v: f32[B, H, G, L, V].
-      log_decay, rate: f32[B, H, G, L]; log a and b.
+      log_decay, rate: f32[B, H, G, L]; log a (alpha) and b (beta).
       documents: i32[B, L]; document of each token. A document does not read the state of the one before it. `state`
         belongs to the first token's document, and the new state to the last token's. None: there is one document.
     """
     length = q.shape[2]
-    # A chunk of one token is the recurrent form of the rule.
+    # The chunked form of the rule; a chunk of one token is the recurrent form.
     size = min(length, CHUNK)
     # A query or key head serves G value heads.
     q, k = (x[:, :, None] for x in (q, k))
@@ -313,11 +313,13 @@ def _mix(
     """
     log_rate, bias = (x.astype(jnp.float32)[None, :, None] for x in offsets)
     b, a = (x.astype(jnp.float32) for x in gates)
+    # The logarithm of the decay (alpha), and the learning rate (beta).
     log_decay = -jnp.exp(log_rate) * jax.nn.softplus(a + bias)
     new_gates = jnp.concatenate([log_decay, jax.nn.sigmoid(b)], axis=-1)
     capacity, tail_length = rows.gates.shape[2], conv.shape[2] - 1
 
-    # Read the accepted nodes of the last draft into the state. A row at its start has no draft and no state.
+    # Commit the accepted path: read the accepted nodes of the last draft into the state. A row at its start has no
+    # draft and no state.
     accepted = span.first - span.at
     begins = (span.first == 0)[:, None, None, None]
     # A start outside the draft would need a state that no longer exists. NaN ends the row as failed.
@@ -348,7 +350,7 @@ def _mix(
         return jnp.pad(x, ((0, 0), (0, 0), (0, like.shape[2] - x.shape[2]), (0, 0)))
 
     rows = DeltaRows(state=state, inputs=pad(kept_inputs, rows.inputs), gates=pad(kept_gates, rows.gates))
-    # Gated RMS norm.
+    # Gated RMSNorm: the norm, then the output gate z.
     y = rms_norm(outputs, norm, config.norm_eps)  # f32[B, H, G, N, V]
     y = y.swapaxes(2, 3).reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
     return y.astype(z.dtype), rows

@@ -32,13 +32,14 @@ def project(
 ) -> tuple[Array, Array, Array]:
     """Return queries [B, N, 1, H, D], keys and values [B, N, 1, D] of x [B, N, E]; keys and values are the same."""
     queries = x
-    # `q_a_proj` and then `q_b_proj`; without a latent for queries, only `q_proj`.
+    # `q_a_proj` and then `q_b_proj` (`q_lora_rank`); without a latent for queries, only `q_proj`.
     if latent.query_rank:
         queries = rms_norm(dense(x, layer["q_a"]), layer["q_a_norm"], _EPS)
     queries = dense(queries, layer["q"], outputs=("heads", config.num_heads))
     queries = queries.reshape(*x.shape[:2], config.num_heads, -1)
     plain, rotary = jnp.split(queries, [latent.plain], axis=-1)
-    # `kv_a_proj_with_mqa`: the cache holds the compressed latent and one rotary key, which all heads share.
+    # `kv_a_proj_with_mqa` has `kv_lora_rank` + `qk_rope_head_dim` outputs. The cache holds the compressed latent and
+    # one rotary key, which all heads share.
     row, key = jnp.split(dense(x, layer["kv_a"]), [latent.rank], axis=-1)
     row = rms_norm(row, layer["kv_a_norm"], _EPS)
     rotary, key = (

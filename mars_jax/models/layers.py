@@ -32,7 +32,7 @@ ACTIVATIONS = {
 def clamped_swiglu(gate: Array, up: Array, alpha: float, limit: float) -> Array:
     """Return (up + 1) * gate * sigmoid(alpha * gate), after clamping gate from above and up on both sides (gpt-oss).
 
-    `alpha` is 1.702 there, and `limit` is `swiglu_limit`.
+    `alpha` is `swiglu_alpha`, 1.702 there, and `limit` is `swiglu_limit`.
 
     >>> float(clamped_swiglu(jnp.asarray(9.0), jnp.asarray(-9.0), 0.0, 2.0))  # (-2 + 1) * 2 * sigmoid(0)
     -1.0

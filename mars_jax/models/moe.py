@@ -140,6 +140,7 @@ def choose_experts(
     else:
         # If normalised, these shares equal the softmax over only the chosen logits (gpt-oss, Mixtral).
         share, expert_ids = lax.top_k(jax.nn.softmax(logits, axis=-1), count)
+    # `norm_topk_prob`.
     if normalize:
         share = share / jnp.sum(share, axis=-1, keepdims=True)
     # `multiplier` is DeepSeek's `routed_scaling_factor`.

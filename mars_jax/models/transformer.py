@@ -86,6 +86,8 @@ def _pre_norm(config: ModelConfig, layer: dict, x: Array, pre_norm: str) -> Arra
 
 def _add(config: ModelConfig, layer: dict, x: Array, update: Array, post_norm: str) -> Array:
     """Add a sublayer's output to the residual stream x, after its norm and multiplier if the config has them."""
+    # `post_attention_layernorm` and `post_feedforward_layernorm` (OLMo 2, Gemma), `post_self_attn_layernorm` and
+    # `post_mlp_layernorm` (GLM-4).
     if config.post_norms:
         update = _norm(config)(update, layer[post_norm])
     if config.residual_multiplier != 1:
@@ -104,6 +106,7 @@ def _embed(config: ModelConfig, params: PyTree, tokens: Array) -> Array:
 
 
 def _mlp(config: ModelConfig, layer: dict, x: Array) -> Array:
+    # A dense layer, also in a model with experts (`first_k_dense_replace`, `mlp_only_layers`).
     if "router" not in layer:
         return gated_mlp(layer, x, config.activation)
     update = experts_mlp(
@@ -326,7 +329,7 @@ def _ring_layers(
 
 
 def _ropes(config: ModelConfig) -> list[Rope | None]:
-    """Return the rotary embedding of each layer; None for a layer without one."""
+    """Return the rotary embedding of each layer; None for a layer without one (`no_rope_layers`)."""
     ropes = [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
     return [None if i in config.nope_layers else rope for i, rope in enumerate(ropes)]
 
@@ -389,6 +392,7 @@ def _forward(
         rotations = {
             rope: rotation_at(visible.positions, rope, config.rotary_dim) for rope in dict.fromkeys(ropes)
         }
+        # One mask per window (`layer_types` of models with alternating sliding windows).
         with jax.named_scope("mask"):
             attends = {
                 window: attending(form, visible, kv.slots, window) for window in dict.fromkeys(config.windows)
