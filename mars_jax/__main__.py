@@ -1,5 +1,6 @@
 """Entry point of `python -m mars_jax COMMAND` and of the console script `mars-jax`."""
 
+import gc
 import os
 import sys
 
@@ -8,6 +9,8 @@ from mars_jax.cli import quiet, signals
 
 def main(*words: str) -> int:
     """Run the command line, with these words placed before its arguments, and return the exit code."""
+    # Nearly all objects that a start allocates stay alive, so frequent garbage collection would only delay it.
+    gc.set_threshold(50_000)
     _reserve()
     signals.handle()  # imports are slow, and Ctrl-C must work during them
     quiet.quiet()
