@@ -48,8 +48,7 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
     # A decoder's functions differ between processes, so the key on disk has configs and names instead.
     names = (prepared.loaded_rule.rule.name, drafter.drafter.name, drafter.sizes.lengths)
     batch = (rows, prepared.width, prepared.draws, any(r.edits for r in prepared.requests), log_probs)
-    arrays = jax.tree.leaves(prepared.params)
-    shapes = (jax.tree.structure(prepared.params), [(x.shape, x.dtype.name) for x in arrays])
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype.name), prepared.params)
     cost_key = repr((__version__, STEPS, machine, prepared.target.config, names, batch, shapes))
     key = (prepared.decoder, cost_key)
     if key not in _MEASURED:
