@@ -1,4 +1,4 @@
-"""Automatic choice of an operation's implementation, such as a kernel or XLA operations, when a program is lowered.
+"""Automatic choice between implementations of an operation, such as a kernel and XLA operations, during lowering.
 
 `margin` and `top_k` call `dispatch`. The layers of `mars_jax.models` call the other functions directly.
 
@@ -53,9 +53,9 @@ def dispatch(
 ) -> Any:
     """Call the named implementation of an operation, or the best one for the platform if none is named.
 
-    By default, this is "partitioned" on GPUs, and if XLA partitions the program over devices. Otherwise it is the
-    platform's kernel, provided that `KERNELS` has one, `SWITCH` does not disable it and it compiles (see `kernel_or`).
-    If there is no such kernel, it is "xla".
+    The default is "partitioned" on GPUs, and in programs that XLA partitions over devices. Otherwise it is the
+    platform's kernel, provided that `KERNELS` has one, `SWITCH` does not disable it, and it compiles (see `kernel_or`).
+    If there is no such kernel, the default is "xla".
 
     Args:
       implementation: name of the implementation, or None.
@@ -139,8 +139,8 @@ def switched_on() -> bool:
 def kernel_or(kernel: Form, fallback: Form, *, platform: str) -> Form:
     """Return a function that calls `kernel` if it is enabled and compiles, and `fallback` otherwise.
 
-    Whether the kernel compiles is tried with the actual shapes. The trial runs once per process for each set of shapes,
-    and only if the process has a device of `platform`. The first failure of a kernel is logged by the logger
+    As a trial, the kernel is first compiled with the actual shapes. The trial runs once per process for each set of
+    shapes, and only if the process has a device of `platform`. The first failure of a kernel is logged by the logger
     "kernels_pallas". Processes that decode together compile the same kernels, so they make the same choice.
 
     Args:
@@ -163,7 +163,7 @@ def kernel_or(kernel: Form, fallback: Form, *, platform: str) -> Form:
 def runs_here(platform: str) -> bool:
     """Return whether this process has already started JAX on a device of the platform.
 
-    A query for the platform would start it, and a process that compiles ahead of time must not take a chip from another
+    Querying the platform would start it, and a process that compiles ahead of time must not take a chip from another
     process. This function uses a private function of jax, because there is no public one. If a later version of jax
     lacks it, the default backend is started, as the creation of the first array would do.
     """
@@ -187,7 +187,7 @@ def _compiles(kernel: Form, operands: tuple[object, ...]) -> bool:
         operand, chip = shapes[0], jax.local_devices()[0].device_kind
         _log.warning(
             f"the kernel {name} does not compile for {operand.dtype.name}{list(operand.shape)} on {chip} ({failure}): "
-            f"the XLA form runs in its place; {SWITCH}=0 leaves all kernels out."
+            f"XLA operations replace it; {SWITCH}=0 disables all kernels."
         )
     return failure is None
 

@@ -4,8 +4,9 @@ On v5p and v6e, XLA's ragged product first copies all experts into a different l
 these dtypes. The kernels of this module read only the matrices of experts that have rows, in the layout in which they
 are stored. MXFP4 is dequantised exactly, one block at a time.
 
-The kernels process visits. A visit is a pair of a row tile and an expert that has rows in this tile. It multiplies the
-whole tile by the expert's matrix, and masks the rows of other experts, as in Megablox (arXiv 2211.15841).
+The kernels process visits. A visit is a pair of a row tile and an expert that has rows in this tile. For each visit, a
+kernel multiplies the whole tile by the expert's matrix, and masks the rows of other experts, as in Megablox (arXiv
+2211.15841).
 
 Oracle: each row times its dequantised matrix (tests/models/test_moe.py).
 
@@ -37,7 +38,7 @@ blocks must be small."""
 
 
 def outer_block(outer: int, inner: int) -> int:
-    """Return the number of outputs per block of an int8 matrix, so that a block takes at most `WEIGHT_BYTES`.
+    """Return the number of outputs per block of an int8 matrix, such that a block takes at most `WEIGHT_BYTES`.
 
     >>> outer_block(1536, 4096), outer_block(768, 2048), outer_block(96, 64)
     (512, 768, 96)
@@ -68,7 +69,7 @@ def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
     visit_counts = jnp.where(sizes > 0, (row_ends - 1) // rows - first_tile + 1, 0)
     visit_ends = jnp.cumsum(visit_counts)
     visit = jnp.arange(tiles + sizes.shape[0] - 1)
-    # Visit v belongs to the first expert with visit_ends > v. The limits only affect the padding.
+    # Visit v belongs to the first expert with visit_ends > v. `minimum` and `clip` only affect the padding.
     visit_expert = jnp.minimum(jnp.sum(visit_ends[None] <= visit[:, None], axis=1), sizes.shape[0] - 1)
     visit_tile = first_tile[visit_expert] + visit - (visit_ends - visit_counts)[visit_expert]
     visit_tile, count = jnp.clip(visit_tile, 0, tiles - 1), jnp.maximum(visit_ends[-1], 1)
@@ -184,7 +185,7 @@ def _kernel(
     visit = pl.program_id(1)
     expert_id, tile_id = expert[visit], tile[visit]
     y = product(x_ref[...], *matrix_refs)
-    # A tile with rows of several experts is visited once for each of these experts. Only change the rows of this one.
+    # A tile with rows of several experts is visited once for each of these experts. Only write the rows of this expert.
     row = tile_id * y.shape[0] + lax.broadcasted_iota(jnp.int32, y.shape, 0)
     in_expert = (row >= begins[expert_id]) & (row < ends[expert_id])
     # At the first visit of a tile, `out` is not initialised. All visits of the tile together write every row that has

@@ -8,11 +8,11 @@ as two bfloat16 numbers 24 + v, where v is the weight. For numbers between 16 an
 v + 8. This extraction changes the order of the inputs, so a permutation matrix reorders x in the same way, which is
 exact.
 
-If the results of a group are scaled after its product, the scaling is exact, too, and the offset corrects for the 24. A
-chunk is the depth of a matrix unit, 128 inputs. If a chunk has several groups, each row of x is split into one row per
-group, with 0 in the other groups. 8 rows of results then match the scales of a chunk in the layout in which they are
-stored, and the rows are added up at the end. If this results in too many rows, as for a draft tree, the weights are
-scaled before the product instead, and rounded to bfloat16, like the weights of a dequantised model.
+The results of each group are scaled after the product, which is exact, too. The offset corrects for the 24. A chunk is
+the depth of a matrix unit, 128 inputs. If a chunk has several groups, each row of x is split into one row per group,
+with 0 in the other groups. Then 8 rows of results match the scales of a chunk in the layout in which they are stored,
+and the rows are added up at the end. If this results in too many rows, as for a draft tree, the weights are scaled
+before the product instead, and rounded to bfloat16, like the weights of a dequantised model.
 
 Oracle: the product with the dequantised matrix (tests/kernels/test_int4.py).
 
@@ -153,7 +153,7 @@ class _Memory(NamedTuple):
     bits: Ref  # u16[G, outputs]; bits of the float16 scales
     offset: Ref  # f32[G, outputs]; offsets
     out: Ref  # f32[R / parts, outputs]; output
-    ordered: Ref  # bf16[steps, R, inputs of the block]; x, with its inputs in the order of the unpacked weights
+    ordered: Ref  # bf16[steps, R, inputs of the block]; x, with inputs in the order of unpacked weights
     added: Ref  # f32[steps, R, groups of the block]; sums of x over groups
     sums: Ref  # bf16[R, 3 G]; `added`, split into bfloat16 numbers
     # f32[steps, rows, outputs]; scales of the results, with one row per group, or 8 rows per chunk if a chunk has
@@ -248,7 +248,7 @@ def _start_total(memory: _Memory, by_group: bool) -> None:
 
 
 def _add_groups(memory: _Memory, product: Array, step: Array) -> Array:
-    """Add the product of a block to `product`, and scale the results of each group. Return the sum."""
+    """Return `product` plus the product of one block, in which the results of each group are scaled."""
     values, scales, (rows, _) = memory.values, memory.scales, product.shape
     for c in range(memory.ordered.shape[2] // CHUNK):
         # bf16[CHUNK, outputs]; weights of the chunk plus 24, in the order of `ordered`.
@@ -264,7 +264,7 @@ def _add_groups(memory: _Memory, product: Array, step: Array) -> Array:
 
 
 def _add_scaled_weights(memory: _Memory, product: Array, step: Array, in_bfloat16: bool) -> Array:
-    """Add the product of a block to `product`, with scaled weights that are rounded to bfloat16. Return the sum."""
+    """Return `product` plus the product of one block, in which the weights are scaled and rounded to bfloat16."""
     block_groups, inner = memory.values.shape[0], memory.ordered.shape[2]
     first_group = pl.multiple_of(step * block_groups, block_groups)
     scale = _float32(memory.bits[pl.ds(first_group, block_groups), :])

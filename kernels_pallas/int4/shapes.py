@@ -5,7 +5,7 @@ from __future__ import annotations
 CHUNK = 128
 """Number of inputs that are unpacked together: the depth of a matrix unit."""
 ROWS = 64
-"""Maximum number of rows of a product. If rows are split by the groups of a chunk, the split rows count."""
+"""Maximum number of rows of a product. Rows are only split by group if the split rows do not exceed this number."""
 
 
 def supports_product(rows: int, inputs: int, outputs: int, size: int) -> bool:

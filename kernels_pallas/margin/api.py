@@ -92,7 +92,7 @@ def margin_accept(
     At every node, y is the target's token. The walk starts at the root and moves to the child whose token is y. If
     there is no such child and the margin of the node is low, the walk moves to the first child whose token has one of
     the two largest logits. This edge is then relaxed. Nothing is relaxed in strict rows, on strict edges, or after
-    `max_relaxed_run` consecutive relaxed tokens. An edge is not relaxed either if the drafted token, y, or the token
+    `max_relaxed_run` consecutive relaxed tokens. An edge is also not relaxed if the drafted token, y, or the token
     with the largest logit is a stop token. On a TPU, one kernel performs the whole operation.
 
     Args:

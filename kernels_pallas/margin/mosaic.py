@@ -195,7 +195,7 @@ def _stats_kernel(logits_ref: Ref, _: list[Ref], packed_ref: Ref, *state: Ref, v
 
 def _accept_kernel(
     logits_ref: Ref,  # [rows, tokens] or [trees, N, tokens]
-    row_refs: list[Ref],  # settings i32[trees, 3 + M], then tokens, parents and optionally y, i32[trees, N] each
+    row_refs: list[Ref],  # settings i32[trees, 3 + M]; tokens, parents and optionally y, i32[trees, N] each
     packed_ref: Ref,  # i32[..., 128]
     verdict_ref: Ref,  # i32[trees, width]
     *state: Ref,

@@ -138,8 +138,8 @@ class Acceptance(NamedTuple):
 
 
 Margin = Callable[[Array, Array, Array], Array]
-"""A function of the two largest raw logits z1 >= z2 and of theta, f32 arrays of equal shape. It returns a bool array,
-True if the margin is low, so that relaxing is allowed. It must return False if theta is infinite."""
+"""A function of the two largest raw logits z1 >= z2 and of theta, f32 arrays of equal shape. It returns a bool array:
+True if the margin is low, and False if theta is infinite."""
 
 
 def ratio(z1: Array, z2: Array, theta: Array) -> Array:
@@ -174,7 +174,7 @@ def check_margin(margin: str) -> None:
     """Check that `margin` is a key of `MARGINS`.
 
     Raises:
-      ValueError: it is not.
+      ValueError: the margin is unknown.
     """
     if margin not in MARGINS:
         raise ValueError(f"margin is {margin!r}: expected one of {', '.join(MARGINS)}.")
@@ -246,8 +246,8 @@ def walk_columns(
         def at_node(values: Array, is_node: Array = is_node) -> Array:
             return jnp.sum(jnp.where(is_node, values, 0), axis=1, keepdims=True, dtype=values.dtype)
 
-        # bool[B, N] each. `child`: node is a child of the current node. `exact`: its token is also the target's token
-        # y. `runner_up`: its token is one of the target's two best tokens, and the margin is low.
+        # bool[B, N] each. `child`: the node is a child of the current node. `exact`: its token is the target's token y.
+        # `runner_up`: its token is one of the target's two best tokens, and the margin is low.
         child = (parents == node) & continues
         exact = child & is_token & (tokens == at_node(y))
         runner_up = (tokens == at_node(best_id)) | (tokens == at_node(second_id))

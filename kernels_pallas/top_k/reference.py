@@ -1,4 +1,4 @@
-"""Reference implementation of `top_k` with `jax.lax.top_k`, its result, and the packed result for an all-gather.
+"""Reference implementation of `top_k` with `jax.lax.top_k`, and the packed format of its result for an all-gather.
 
 `jax.lax.top_k` is a full sort on a TPU, which compiles slowly, and a scalar loop on a CPU.
 

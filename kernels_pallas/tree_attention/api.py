@@ -157,7 +157,7 @@ def _attend(
     """Write the new rows, if there are any, and run an implementation; return its result and the updated caches."""
     check_options(implementation, FORMS, blocks, interpret)
     if (operands.k_scale is None) != (operands.v_scale is None):
-        raise ValueError("keys and values have scales both or neither: give k_scale and v_scale.")
+        raise ValueError("only one of k_scale and v_scale is given: give both or neither.")
     cache_dtype = operands.k.dtype
     if operands.k_scale is None and not jnp.issubdtype(cache_dtype, jnp.floating):
         raise ValueError(f"keys are {cache_dtype.name} without scales: give k_scale and v_scale.")

@@ -5,7 +5,7 @@ The queries of a batch row are divided into tiles. The kernel processes items: a
 Oracle: `reference.tree_attention`.
 
 Dimensions: B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows
-of the region, W new rows, T tiles, M queries per key-value head and tile, which are G for each query, and padding.
+of the region, W new rows, T tiles, M query rows per key-value head and tile: G for each query, and padding.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ class _Folded(NamedTuple):
 
 
 class _Core(NamedTuple):
-    """The DMA copies of one core, which start in the order of use and ahead of use, across batch rows."""
+    """DMA copies of one core. They start in the order of use, ahead of their use, and even across batch rows."""
 
     number: Array  # i32[]; index of the core, 0 or 1
     shape: Shape

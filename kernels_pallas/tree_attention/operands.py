@@ -1,4 +1,4 @@
-"""Operands of tree attention, and its masks: a query attends to all slots before `first` and some of a region after it.
+"""Operands and masks of tree attention, in which queries attend to all slots before `first` and some rows after it.
 
 Oracle: masks that are built slot by slot in Python (tests/core/test_visible.py).
 
@@ -92,7 +92,8 @@ def dense_mask(first: Array, n: int, slots: int, inside: Array | None, last_hidd
       inside, last_hidden: results of `region`.
     """
     slot_ids = jnp.arange(slots, dtype=jnp.int32)
-    slot_row = slot_ids[None] - first[:, None]  # i32[B, S]; row of the region in each slot, negative before the region
+    # i32[B, S]; row of the region in each slot, negative before the region.
+    slot_row = slot_ids[None] - first[:, None]
     if inside is None:
         # Query i is row i of the region, and attends to the slots up to `first + i`.
         sees_slot = slot_row[:, None, :] <= jnp.arange(n, dtype=jnp.int32)[None, :, None]

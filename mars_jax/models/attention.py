@@ -204,9 +204,8 @@ def _kernel(
     }
     if not (isinstance(k, Int8Rows) or isinstance(v, Int8Rows) or new is None or q.shape[1] > KERNEL_NODES):
         return write_and_attend(q, k, v, NewRows(*new, visible.slot), visible.first, **options)
-    # An int8 cache stores a scale per row, which the kernel cannot compute, so write these rows here. Also write the
-    # rows of a prompt chunk here: nothing uses the last layer's attention output in prefill, and XLA can then remove
-    # it.
+    # An int8 cache needs a scale per row, which the kernel does not compute, so write int8 rows here. Also write the
+    # rows of a prompt chunk here: prefill does not use the last layer's attention output, and XLA can then remove it.
     if new is not None:
         k, v = (
             kv_cache.write_slots(cached, rows, visible.slot) for cached, rows in zip((k, v), new, strict=True)

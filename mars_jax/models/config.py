@@ -54,10 +54,10 @@ class Rope:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn, longrope: factor of cos and sin; defaults of files are already computed
+    attention_factor: float = 1.0  # yarn, longrope: factor of cos and sin
     truncate: bool = True  # yarn: round the bounds of the correction range outwards to whole dimensions
-    short_divisors: tuple[float, ...] = ()  # longrope: one divisor per frequency, for contexts of the trained length
-    long_divisors: tuple[float, ...] = ()  # longrope: one divisor per frequency, for longer contexts
+    short_divisors: tuple[float, ...] = ()  # longrope: divisor of each frequency, up to the trained length
+    long_divisors: tuple[float, ...] = ()  # longrope: divisor of each frequency, for longer contexts
     is_long: bool = False  # longrope: use `long_divisors`
     query_growth: float = 0.0  # any: multiply queries by 1 + growth * log(1 + position // trained length)
 
@@ -88,8 +88,8 @@ class Rope:
             )
         if self.kind == "yarn" and (self.theta == 1 or not (self.beta_slow > 0 and self.beta_fast > 0)):
             raise MarsError(
-                f"rope theta is {self.theta:g}, beta_fast {self.beta_fast:g} and beta_slow {self.beta_slow:g}: of "
-                "yarn the first is not 1, and the others are above 0."
+                f"rope theta is {self.theta:g}, beta_fast {self.beta_fast:g} and beta_slow {self.beta_slow:g}: "
+                "yarn needs a theta other than 1, and the others above 0."
             )
 
     @property
@@ -142,8 +142,8 @@ class ModelConfig:
     """Static configuration of a model.
 
     Invariants: `num_heads % num_kv_heads == 0`, `head_dim % 2 == 0`, `len(windows) == num_layers`,
-    `experts_per_token <= num_experts`. In a layer with window w, a query at position p sees keys at positions above
-    p - w; a window of None hides no keys.
+    `experts_per_token <= num_experts`. In a layer with window w, a query at position p attends to keys at positions
+    above p - w. With a window of None, it attends to all keys.
 
     Raises:
       MarsError: an invariant does not hold.
@@ -171,12 +171,12 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False  # add biases in dense MLPs
-    latent: Latent | None = None  # multi-head latent attention; requires num_kv_heads 1 and head_dim rank + rotary
+    latent: Latent | None = None  # latent attention; num_kv_heads is then 1, and head_dim is rank + rotary
     qk_norm: bool = False  # normalise queries and keys, each head separately
     whole_qk_norm: bool = False  # normalise queries and keys over all heads of a token together
     attention_sinks: bool = False  # add a learned logit per head to the denominator of the softmax
-    attention_gate: bool = False  # multiply attention's output by the sigmoid of a gate, which `q` also projects
-    delta: Delta | None = None  # recurrent layers, with a state instead of keys and values; None: there are none
+    attention_gate: bool = False  # multiply attention's output by the sigmoid of a gate, which `q` projects
+    delta: Delta | None = None  # recurrent layers, with a state instead of keys and values
     windows: tuple[int | None, ...] = ()  # sliding windows, one per layer; None or (): full attention
     activation: str = "silu"
     # (alpha, limit) of `layers.clamped_swiglu`, which experts use instead of `activation`; None: use `activation`
@@ -184,11 +184,12 @@ class ModelConfig:
     num_experts: int = 0  # experts per layer; 0: every layer has a single dense MLP
     experts_per_token: int = 0
     expert_size: int = 0  # hidden units of one expert; 0: intermediate_size
-    shared_expert_size: int = 0  # hidden units of the shared expert, which every token uses; 0: no shared expert
+    shared_expert_size: int = 0  # hidden units of the shared expert, which every token uses; 0: none
     # DeepSeek-V3's router: sigmoid scores, a bias that only affects which experts are chosen, and a shared expert
     # without a gate.
     sigmoid_router: bool = False
-    expert_groups: int = 1  # groups of experts; a token only uses experts of its best groups; needs sigmoid_router
+    # Groups of experts; a token only uses experts of its best `groups_per_token` groups. Only with sigmoid_router.
+    expert_groups: int = 1
     groups_per_token: int = 1
     expert_multiplier: float = 1.0  # factor of the routing weights of a token's experts
     # Scale the routing weights of a token's experts to sum to 1. If False, keep their probabilities among all experts.
@@ -249,8 +250,8 @@ class ModelConfig:
                 check_count("a window", window, most=POSITIONS)
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise MarsError(
-                f"experts_per_token is {self.experts_per_token}: a token takes at least 1 of the {self.num_experts} "
-                "experts and at most all."
+                f"experts_per_token is {self.experts_per_token}: expected a number from 1 to num_experts = "
+                f"{self.num_experts}."
             )
         if (self.expert_groups, self.groups_per_token) != (1, 1) and self.num_experts:
             self._check_groups()

@@ -166,12 +166,12 @@ def delta_rule(
       q, k: f32[B, H, L, K]; normalised queries and keys.
       v: f32[B, H, G, L, V]; values.
       log_decay, rate: f32[B, H, G, L]; logarithm of the decay a (alpha), and learning rate b (beta).
-      documents: i32[B, L]; document of each token. Every document starts with an empty state, except that `state`
-        belongs to the document of the first token. The new state belongs to the document of the last token. None:
-        all tokens belong to one document.
+      documents: i32[B, L]; document of each token. `state` belongs to the document of the first token, and the new
+        state to the document of the last token. Other documents start with an empty state. None: all tokens belong to
+        one document.
     """
     length = q.shape[2]
-    # Compute the rule chunk by chunk. With one token per chunk, this is the recurrence itself.
+    # Apply the rule chunk by chunk. With one token per chunk, this is the recurrence itself.
     size = min(length, CHUNK)
     # Each query and key head is shared by G value heads.
     q, k = (x[:, :, None] for x in (q, k))

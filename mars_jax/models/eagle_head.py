@@ -53,7 +53,7 @@ class EagleConfig(FeatureHead):
     def __post_init__(self):
         if self.version not in (1, 3):
             raise MarsError(
-                f"EAGLE version {self.version} is not known: 1 (and 2, its heads are the same) or 3."
+                f"EAGLE version {self.version} is not known: expected 3, or 1 (for EAGLE-2, too: its heads are the same)."
             )
         if self.version == 3 and not self.feature_layers:
             raise MarsError(
@@ -73,7 +73,7 @@ class EagleConfig(FeatureHead):
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """Return an EAGLE-3 head like the published ones: a Llama layer of the target's width, and 32,000 draft tokens.
+        """Return an EAGLE-3 config like the published ones: a Llama layer as wide as the target, 32,000 draft tokens.
 
         >>> target = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1)
         >>> EagleConfig.outline(target).feature_layers

@@ -90,8 +90,8 @@ class LayeredHead(HeadConfig):
             )
         if not self.own_unembed and self.draft_vocab_size != self.layer.vocab_size:
             raise MarsError(
-                f"the {self.title} drafts from {self.draft_vocab_size} of {self.layer.vocab_size} tokens: then it "
-                "needs an lm_head of its own."
+                f"the {self.title} drafts from {self.draft_vocab_size} of {self.layer.vocab_size} tokens: such a head "
+                "needs its own lm_head."
             )
 
     @property
@@ -122,7 +122,7 @@ class LayeredHead(HeadConfig):
             )
         if target.embed is None and not self.own_embed:
             raise MarsError(
-                f"the {self.title} shares its target's embedding, and this target gives none: set LanguageModel.embed."
+                f"the {self.title} shares its target's embedding, and this target has none: set LanguageModel.embed."
             )
         if self.feature_layers and target.with_features is None:
             raise MarsError(
@@ -134,7 +134,7 @@ class LayeredHead(HeadConfig):
         """Look up the embeddings [B, N, E] of tokens i32[B, N], in the head's or the target's table."""
         if self.own_embed:
             return layers.embed(params.draft["embed"], tokens)
-        assert target.embed is not None  # check_target
+        assert target.embed is not None  # guaranteed by `check_target`
         return target.embed(params.target, tokens)
 
     def unembed(self, target: LanguageModel, params: Params, hidden: Array) -> Array:

@@ -76,7 +76,7 @@ class MtpConfig(FeatureHead):
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """Return the module of a target: one layer like the target's last layer, but always with attention.
+        """Return the config of a target's module: one layer like the target's last layer, but always with attention.
 
         >>> target = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=4, num_heads=1)
         >>> MtpConfig.outline(target).weights()[2].name

@@ -158,7 +158,7 @@ Quantized = Int8 | Int4 | Mxfp4
 
 
 def form_of(bits: int, shape: tuple[int, ...]) -> type[Quantized]:
-    """Return the class that stores a matrix, or a stack of matrices, of this shape in 4 or 8 bits.
+    """Return the class for a matrix, or a stack of matrices, of this shape in 4 or 8 bits.
 
     In 4 bits, a single matrix is `Int4` and a stack is `Mxfp4`.
 
@@ -201,7 +201,7 @@ def _axes(sharding: Sharding | None, ndim: int) -> tuple[MeshAxes, ...]:
     if sharding is None or sharding.is_fully_replicated:
         return (None,) * ndim
     raise MarsError(
-        f"quantised weights cannot be spread by a {type(sharding).__name__}: give a NamedSharding, or a device."
+        f"quantised weights cannot be sharded by a {type(sharding).__name__}: give a NamedSharding, or a device."
     )
 
 
@@ -262,7 +262,8 @@ def group_size(inputs: int) -> int | None:
 _PRECISE = ("router", "shared_router", "sinks", "kv_b", "delta_ba", "delta_b", "delta_a")
 _PRECISE += ("delta_q_conv", "delta_k_conv", "delta_v_conv")
 """Names of weights that are never quantised. Rounding errors could change which experts the router chooses, and would
-accumulate in a recurrent state. `models.latent_attention` multiplies `kv_b` in other ways than `layers.dense`."""
+accumulate in a recurrent state. `models.latent_attention` does not multiply `kv_b` by `layers.dense`, and needs it
+unquantised."""
 
 
 def bits_of(row: Weight, bits: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Ring communication for prompt chunks on a mesh: each device sends rows while it multiplies the rows before them.
+"""Ring communication for prompt chunks on a mesh, in which each device sends rows while it multiplies other rows.
 
 If the inputs of a product are sharded, the devices must add up their partial sums afterwards, and the matrix units of a
 TPU are idle in the meantime. For a chunk of a prompt, these sums take half as long as the products. With a ring, each

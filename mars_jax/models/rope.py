@@ -27,10 +27,10 @@ def _llama3(frequency: np.ndarray, rope: Rope) -> np.ndarray:
 def _yarn(frequency: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
     """Apply YaRN (arXiv 2309.00071, section 3.2): divide low frequencies by `factor` and keep high ones.
 
-    In between, the two are blended linearly over the dimensions.
+    Frequencies in between are interpolated linearly.
     """
 
-    # The dimension whose angle makes this many full turns over the trained length.
+    # Compute the dimension whose angle makes this many full turns over the trained length.
     def dimension(rotations: float) -> float:
         turns = rope.original_max_positions / (rotations * 2 * math.pi)
         return head_dim * math.log(turns) / (2 * math.log(rope.theta))

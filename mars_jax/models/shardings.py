@@ -1,9 +1,9 @@
 """Shardings of weights on a mesh: trees of `NamedSharding` with the structure of params.
 
 Tensor parallelism follows Megatron (arXiv 1909.08053): heads, hidden units and the vocabulary are sharded, so a layer
-needs one all-reduce after attention and one after its MLP. Whole experts are sharded first. If the mesh axis `model`
-is not used for that, it shards the hidden units of each expert. The rows of a batch are sharded over `data`, which
-needs no communication.
+needs one all-reduce after attention and one after its MLP. Experts are first sharded as a whole. If the mesh axis
+`model` is not used for that, it shards the hidden units of each expert. The rows of a batch are sharded over `data`,
+which needs no communication.
 
 Oracle: the unsharded run (tests/mesh/test_shardings.py).
 """
@@ -251,6 +251,6 @@ def place(params: PyTree, config: AnyConfig, mesh: Mesh) -> PyTree:
         if jax.tree.structure(places) == structure:
             raise
         raise MarsError(
-            f"params are not of the structure of this config ({first_line(error)}): give the weights that "
+            f"the params do not have the structure of this config ({first_line(error)}): give the weights that "
             "belong to it."
         ) from None

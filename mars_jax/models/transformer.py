@@ -245,7 +245,7 @@ def _ring_layer(
 ):
     """Run one layer with ring communication, on this device's part x [B, n, E] of the residual stream.
 
-    `rotations` has the rotation of each piece, and `halves` has what the two halves of each piece attend to; both are
+    `rotations` contains the rotation of each piece, and `halves` contains the visible slots of its two halves. Both are
     in the order of `ring.starts`.
     """
     attends, has_mlp = sublayers
@@ -289,9 +289,9 @@ def _ring_layer(
 
 
 def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) -> ring.Axes:
-    """Return the mesh axes for ring communication, or () if it is not suitable.
+    """Return the mesh axes for ring communication, or () if this forward pass should not use it.
 
-    It is used for long prompt chunks on a TPU, if the layers can be sharded evenly.
+    Ring communication is used for long prompt chunks on a TPU, if the layers can be sharded evenly.
     """
     causal = visible.seen is None and visible.seen_positions is None
     axes = alone("kv_heads", config.num_kv_heads) if on_tpu() and causal else ()
@@ -543,7 +543,7 @@ def _language_model(
                 f"the mask has {len(mask)} layers and the model {config.num_layers}: give (attention, mlp) of each."
             )
         if not any(attends for attends, _ in mask):
-            raise MarsError("the mask leaves no attention: keep that of one layer at least.")
+            raise MarsError("the mask leaves no attention: keep the attention of at least one layer.")
         return _language_model(config, cache_dtype, feature_layers, prefill_chunk, form, mask, draft_nodes)
 
     def for_chains(nodes: int, chunk: int | None) -> LanguageModel:

@@ -23,7 +23,8 @@ _DType = TypeVar("_DType", bound=DTypeLike)
 class Weight(NamedTuple):
     """One row of the table: a weight of the model."""
 
-    path: tuple[str | int, ...]  # ("layers", 3, "q") stands for params["layers"][3]["q"]; see `leaves` for experts
+    # ("layers", 3, "q") stands for params["layers"][3]["q"]; see `leaves` for experts
+    path: tuple[str | int, ...]
     name: str  # tensor name in a Hugging Face checkpoint
     shape: tuple[int, ...]
     init: str  # initial values: "normal", "zeros" or "ones"
@@ -328,7 +329,7 @@ def build_rows(rows: Iterable[Weight], make: Callable[[Weight], PyTree]) -> PyTr
 
     Names in paths become keys of dicts, and numbers become indices of tuples.
     """
-    # Build nested dicts first, also for numbers, because the rows may be in any order.
+    # Build nested dicts first, even for numbers, because the rows may be in any order.
     params: dict[str | int, PyTree] = {}
     for row in rows:
         *parents, last = row.path

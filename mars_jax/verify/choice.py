@@ -1,4 +1,4 @@
-"""Rules as users choose them in flags, files and benchmark arms: a name, and settings as strings.
+"""A rule as a user chooses it in flags, files or benchmark arms: its name, and its settings.
 
 Call `verify.load(choice.spec, target, **choice.settings)` to build the rule of a `RuleChoice`.
 """
@@ -28,7 +28,7 @@ class Given(NamedTuple):
 class RuleChoice:
     """A rule and the settings that a user chose for it; see `choose`."""
 
-    spec: str  # name of the rule, as for `find`
+    spec: str  # name of the rule; see `find`
     settings: Mapping[str, Any]  # checked values of the settings that the user set
 
     @property
@@ -90,7 +90,7 @@ class RuleChoice:
         """Return a copy of this choice with some settings changed.
 
         Raises:
-          MarsError: as for `Definition.settle`.
+          MarsError: as in `Definition.settle`.
         """
         changed = RuleChoice(self.spec, {**self.settings, **settings})
         changed.settled()
@@ -113,7 +113,7 @@ def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
     """Choose a rule by name, and parse and check its settings.
 
     Args:
-      spec: name of the rule, as for `find`.
+      spec: name of the rule; see `find`.
       given: settings as strings, by name.
 
     Raises:

@@ -37,7 +37,7 @@ class Definition:
     """Definition of a rule that users can select: a registered class, or a user's function that returns a rule."""
 
     name: str  # must not contain a colon
-    make: Callable[..., Any]  # class or function that returns the rule; its keyword arguments are the settings
+    make: Callable[..., Any]  # returns the rule, given its settings as keyword arguments
     help: str  # description: one sentence without a period
     lossless: bool = False  # whether the output follows the target's distribution
     needs: tuple[str, ...] = ()  # keys of NEEDS
@@ -60,7 +60,7 @@ class Definition:
         return options
 
     def setting(self, name: str, **chosen: Any) -> Setting:
-        """Return the setting of this name, one of `options`.
+        """Return the setting with this name. `chosen` may contain the name of the base.
 
         Raises:
           MarsError: there is no setting of that name.

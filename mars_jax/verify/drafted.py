@@ -39,9 +39,9 @@ def log_prob(evidence: Evidence) -> Array:
 
 
 def preferred(evidence: Evidence, logits: Array) -> tuple[Array, Array]:
-    """Return the logits f32[B, N, V] at each node's parent, and a mask bool[B, N, V] of tokens with larger logits.
+    """Return the logits f32[B, N, V] at each node's parent, and a mask bool[B, N, V].
 
-    The mask is True for tokens whose logit is larger than that of the drafted token.
+    The mask is True for tokens whose logit is larger than the logit of the drafted token.
     """
     parent_logits = at_parent(evidence.tree, logits)
     return parent_logits, parent_logits > at_drafted(evidence.tree, logits)[..., None]

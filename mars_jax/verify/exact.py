@@ -53,7 +53,7 @@ class Exact(Rule):
         """Verify like `__call__`, but also accept the edges in `allowed`, unless the target chose a stop token."""
         tree, controls = evidence.tree, evidence.controls
         y = target_tokens(evidence)
-        target_token = at_parent(tree, y)  # i32[B, N]; y at the parent, which an exact node must contain
+        target_token = at_parent(tree, y)  # i32[B, N]; y at the parent, which is the token of an exact node
         if allowed is not None:
             # If the edge is not relaxed, the row emits y. A y that ends the output must not be replaced.
             allowed = allowed._replace(edges=allowed.edges & ~is_stop(target_token, controls.stop_tokens))

@@ -57,7 +57,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
     can_relax = allowed.edges & (tree.tokens >= 0)
 
     def override(walk: _WalkState) -> tuple[Array, Array, Array, Array]:
-        """Return whether a row relaxes an edge (bool[B]), its child, the run before it, and the cost including it."""
+        """Return whether each row relaxes an edge, its child, the run before it, and the total cost including it."""
         # If the rule emits the token of a child anyway, taking this edge is not a relaxation.
         children = can_relax & (tree.parents == walk.stop[:, None]) & (tree.tokens != walk.token[:, None])
         # If the rule accepted an edge in the current stretch, a new run of relaxed edges begins.
@@ -97,7 +97,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
 
 
 def _depth(tree: DraftTree, node: Array) -> Array:
-    """Return the depth i32[B] of a node i32[B] of each row."""
+    """Return the depth i32[B] of one node i32[B] per row."""
     if tree.is_chain:
         return node
     return pick_one(tree.depths, node)
@@ -108,8 +108,8 @@ def _verdict(tree: DraftTree, stop: Array, token: Array, relaxed: Array) -> Verd
     if tree.is_chain:
         path = jnp.minimum(jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None], stop[:, None])
         return Verdict(path=path, num_accepted=depth, next_token=token, relaxed=relaxed)
-    # Build the path from entry D down to entry 0. Entries beyond the depth of the stop repeat the stop node, and each
-    # entry before is the parent of the next one.
+    # Build the path from entry D down to entry 0. Entries beyond the depth of the stop repeat the stop node, and every
+    # other entry is the parent of the next entry.
     nodes = [stop]
     for entry in range(tree.max_depth, 0, -1):
         parent = pick_one(tree.parents, nodes[-1])

@@ -1,4 +1,4 @@
-"""Speculative sampling of drafts, with the probabilities from which they were sampled: by tokens or by blocks.
+"""Speculative sampling: verify sampled drafts with the probabilities from which they were sampled.
 
 p is the softmax of the processed target logits. q is the softmax of `tree.draft_logits`, or the one-hot of the drafted
 token if `draft_logits` is None.
@@ -76,8 +76,9 @@ class Rejection(Rule):
         """Verify like `__call__`, but when the rule stops, take an edge in `allowed` and continue.
 
         The edge is not taken if the rule would emit a stop token instead. The rule restarts after the relaxed token,
-        and verifies the tokens below as a new draft. With blocks, the new draft is verified only approximately without
-        loss: where the first block stopped depended on its tokens, so they are no longer samples from q.
+        and verifies the tokens below as a new draft. With blocks, the verification of the new draft is only
+        approximately lossless: its tokens influenced where the first block stopped, so they are no longer samples from
+        q.
         """
         if self.block:
             check_chain(evidence.tree, self.name)
@@ -173,7 +174,7 @@ class _Ratios:
         )
 
     def p(self) -> Array:
-        """Return the distributions p from which the drafted tokens are verified, f32[B, K, V]."""
+        """Return the distributions p against which the drafted tokens are verified, f32[B, K, V]."""
         return jnp.exp(self.log_p[:, :-1] - self.norm_p[:, :-1, None])
 
     def q(self) -> Array:
@@ -240,7 +241,7 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     m = jnp.sum(jnp.maximum(r[:, :-1, None] * ratios.p() - ratios.q(), 0.0), axis=-1)
     m = jnp.pad(m, ((0, 0), (0, 1)))
     # h_i = m_i / (m_i + 1 - r_i), and h_K = r_K at the last drafted token. If h_i is 0 / 0, then r = 1 and p = q, so
-    # this prefix and a longer prefix are accepted with certainty.
+    # this prefix is certainly accepted, and so is a longer one.
     divisor = m + 1.0 - r
     h = jnp.where(
         node == ratios.length[:, None],

@@ -112,13 +112,13 @@ class Relaxed(Lossy):
     def spend(self, left: Array) -> Self:
         """Return a copy of the rule with the budget f32[B] that remains after a step."""
         raise MarsError(
-            f"the rule {type(self).__name__} has a cost and keeps no budget: give it a method spend."
+            f"the rule {type(self).__name__} has a cost but keeps no budget: give it a method spend."
         )
 
     def guarded(self, evidence: Evidence) -> Array:
         """Return a mask bool[B, N] of the `relaxable` edges that pass the guards."""
         tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
-        # Entry i of each guard is about the edge into node i: the drafted token x of the node, and the target's logits
+        # Entry i of each mask describes the edge into node i: the drafted token x of the node, and the target's logits
         # at the parent of the node. Strict rows and the first `exact_prefix` tokens follow the base.
         strict_edges = self.strict_edges(evidence)
         check_array(self, "strict_edges", strict_edges, "int32", tree.tokens.shape[:1])
