@@ -51,7 +51,7 @@ def block_sizes(inputs: int, outputs: int, groups: int, *, in_bfloat16: bool) ->
 
     Args:
       inputs, outputs: shape of the matrix.
-      groups: G.
+      groups: G, the number of groups.
       in_bfloat16: weights are scaled in bfloat16, as on v6e and later chips.
 
     >>> block_sizes(13824, 5120, 108, in_bfloat16=False)

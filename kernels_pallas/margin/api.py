@@ -102,7 +102,7 @@ def margin_accept(
       y: i32[B, N]; the target's tokens. A negative value or None stands for the token with the largest logit, which is
         the target's token at temperature 0.
       controls: settings of each row: `AcceptControls`, or any object with the same fields.
-      max_depth: D.
+      max_depth: D, the depth of the tree.
       margin: "ratio" (low if z2 / z1 > theta and z1 > 0) or "gap" (low if z1 - z2 < theta, in nats). For both,
         `theta = inf` is strict.
       logsumexp: also return the logsumexp of each node.

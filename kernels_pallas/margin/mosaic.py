@@ -232,7 +232,7 @@ def _fold(logits_ref: Ref, state: tuple[Ref, ...], block: int | Array, last: int
       state: the fields of `_State`.
       block: index of this block in the vocabulary.
       last: index of the last block.
-      vocab: V.
+      vocab: V, the number of tokens in the vocabulary.
     """
     tokens = logits_ref.shape[-1]
 

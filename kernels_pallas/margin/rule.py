@@ -209,7 +209,7 @@ def walk_columns(
       tokens, parents, y: i32[B, N]; see `margin_accept`.
       controls: settings, with `theta`, `strict` and `max_relaxed_run` as columns [B, 1], because TPU registers have two
         dimensions.
-      max_depth: D.
+      max_depth: D, the depth of the tree.
       margin: key of `MARGINS`.
     """
     theta, strict, max_run, stop_tokens = controls

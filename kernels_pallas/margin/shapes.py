@@ -32,7 +32,7 @@ def tpu_blocks(
       blocks: block size, or None.
       trees: number of trees, or of rows if there are no trees.
       nodes: number of nodes per tree; 1 if there are no trees.
-      vocab: V.
+      vocab: V, the number of tokens in the vocabulary.
       dtype: dtype of the logits.
       group: the number of trees per block must be a multiple of this, or the number of all trees.
 

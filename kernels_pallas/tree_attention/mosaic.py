@@ -280,7 +280,7 @@ def tile_table(
       first: i32[B]; all queries of the tile attend to the slots before this slot.
       rows: number of slots from `first` to the end of the region, or to the tile's last query if the mask is causal.
       last_hidden: i32[B, N]; last position that the window of each query hides; None: no window.
-      slots: S.
+      slots: S, the number of slots in the cache.
       size: number of slots per block.
       align: the first slot of a block must be a multiple of this.
 

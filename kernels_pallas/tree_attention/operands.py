@@ -88,7 +88,7 @@ def dense_mask(first: Array, n: int, slots: int, inside: Array | None, last_hidd
     Args:
       first: i32[B]; first slot of the region.
       n: number of queries.
-      slots: S.
+      slots: S, the number of slots in the cache.
       inside, last_hidden: results of `region`.
     """
     slot_ids = jnp.arange(slots, dtype=jnp.int32)

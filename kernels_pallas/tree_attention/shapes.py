@@ -34,7 +34,7 @@ def attention_blocks(
     Args:
       blocks: block sizes, or None.
       queries: shape of the queries, (B, N, K, G, D).
-      slots: S.
+      slots: S, the number of slots in the cache.
       dtype: dtype of the keys and values.
       scaled: whether keys and values have scales.
 

@@ -53,7 +53,7 @@ class EagleConfig(FeatureHead):
     def __post_init__(self):
         if self.version not in (1, 3):
             raise MarsError(
-                f"EAGLE version {self.version} is not known: expected 3, or 1 (for EAGLE-2, too: its heads are the same)."
+                f"EAGLE version {self.version} is not known: expected 3, or 1 (also for EAGLE-2: its heads are equal)."
             )
         if self.version == 3 and not self.feature_layers:
             raise MarsError(

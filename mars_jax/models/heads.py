@@ -209,7 +209,7 @@ def widen(logits: Array, ids: Array, vocab: int) -> Array:
     Args:
       logits: logits of the draft vocabulary.
       ids: i32[W]; token id of each logit. Logits with a negative id are dropped.
-      vocab: V.
+      vocab: V, the number of tokens in the vocabulary.
     """
     axes = vocabulary_axes(vocab)
 
