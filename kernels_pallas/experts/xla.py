@@ -30,7 +30,7 @@ def ragged_product(x: Array, w: Array, sizes: Array) -> Array:
 
 
 def scaled(product: Callable[..., Array]) -> Callable[..., Array]:
-    """Return a product for int8 weights, which multiplies the integers with `product` and then scales the result."""
+    """Return a function that multiplies by int8 weights: it calls `product` on the integers and scales the result."""
 
     def scaled_product(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
         # i32[R]; expert of each row.

@@ -4,8 +4,8 @@ XLA computes one product per group, scales the results and adds them up. For 60 
 longer than reading the weights. The kernel reads the matrix in the layout in which it is stored.
 
 A 32-bit word contains inputs 8s to 8s + 7 of an output. A shift, a mask and an exclusive-or extract inputs k and k + 4
-as two bfloat16 numbers 24 + v, where v is the weight. For numbers between 16 and 32, the top bits of the mantissa are
-v + 8. This extraction changes the order of the inputs, so a permutation matrix reorders x in the same way, which is
+as two bfloat16 numbers 24 + v, where v is the weight. For numbers between 16 and 32, the top four bits of the mantissa
+are v + 8. This extraction changes the order of the inputs, so a permutation matrix reorders x in the same way, which is
 exact.
 
 The results of each group are scaled after the product, which is exact, too. The offset corrects for the 24. A chunk is
@@ -241,8 +241,8 @@ def _start_total(memory: _Memory, by_group: bool) -> None:
                 repeats = SUBLANES // groups_per_chunk
                 step_scale = jnp.concatenate([part for part in chunks for _ in range(repeats)], axis=0)
             memory.scales[i] = step_scale
-    # Multiply numbers with 16 bits of mantissa by one product of bfloat16 numbers: high * high + low * high + high *
-    # low.
+    # Multiply numbers with 16 bits of mantissa, as one product of bfloat16 numbers: high * high + low * high +
+    # high * low.
     high_part, low_part = _split(offsets)
     _put(memory.total, _product(memory.sums[...], jnp.concatenate([high_part, high_part, low_part], axis=0)))
 

@@ -79,7 +79,8 @@ def tree_attention(
     # Get the rows of the region that each query attends to, and the last position that its window hides.
     visible_rows, last_hidden = operands.region()
     tiles, per_tile = pl.cdiv(n, blocks.queries), blocks.queries
-    # On chips with two cores, each core processes half of the batch. Other chips process both halves on one core.
+    # Divide an even batch into two halves, one for each core of chips with two cores. Other chips process the halves
+    # one after the other.
     cores = math.gcd(batch, 2)
     shape = Shape(
         slots=k.shape[1],

@@ -33,7 +33,7 @@ def tree_attention(operands: Operands) -> Array:
         return ((row < 0) | sees_row) & in_window
 
     sees_all = jax.vmap(jax.vmap(jax.vmap(sees_slot, (None, None, 0)), (None, 0, None)), (0, None, None))
-    # bool[B, N, S].
+    # The mask is bool[B, N, S].
     mask = sees_all(*(jnp.arange(size) for size in (q.shape[0], n, k.shape[1])))
     keys, values = (
         x.astype(jnp.float32) * (1 if factor is None else factor[..., None])

@@ -67,7 +67,7 @@ def attention_blocks(
             f"{round_up(slots, align)}."
         )
     if blocks is None:
-        # Choose the largest power of two of slots, from 64 to 512, whose keys take at most `ATTENTION_BYTES`.
+        # Choose the largest number of slots whose keys take at most `ATTENTION_BYTES`: a power of two from 64 to 512.
         block_slots = 512
         while block_slots > 64 and block_slots * heads * dim * itemsize > ATTENTION_BYTES:
             block_slots //= 2

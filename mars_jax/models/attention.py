@@ -344,14 +344,14 @@ def wide_block(q: Array, k: Rows) -> int:
 
 
 def _block(q: Array, limit: int) -> int:
-    """Return the largest power of two of slots whose scores take at most `limit` bytes, but at least 256."""
+    """Return the number of slots whose scores take at most `limit` bytes, as a power of two that is at least 256."""
     batch, nodes, heads, group, _ = q.shape
     scores = batch * (heads // devices_of("kv_heads", heads)) * group * nodes * 4
     return max(256, 1 << max(limit // scores, 1).bit_length() - 1)
 
 
 def in_turns(q: Array, k: Rows) -> bool:
-    """Return whether an accelerator computes attention block by block: if the cache is longer than 1.25 blocks."""
+    """Return whether an accelerator computes attention in blocks, which it does for caches longer than 1.25 blocks."""
     block = wide_block(q, k)
     return k.shape[1] > block + block // 4
 

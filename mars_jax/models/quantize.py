@@ -72,7 +72,7 @@ class Int8:
 
 @struct.dataclass
 class Int4:
-    """A matrix [out, in] in 4 bits, in groups of G inputs. It also represents GGUF's Q4_0, Q4_1 and Q4_K exactly.
+    """A matrix [out, in] in 4 bits, in groups of G inputs. It also represents GGUF's Q4_0, Q4_1 and Q4_K.
 
     The inputs are the first dimensions, because a TPU multiplies matrices in this layout. With the outputs first, it
     would rearrange the weights in every step.

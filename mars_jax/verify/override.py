@@ -24,7 +24,7 @@ stops, and the tokens that it emits there, i32[B] each."""
 
 
 class _WalkState(NamedTuple):
-    """Loop carry: the progress of each row down the tree."""
+    """Loop carry: the progress of the walk in each row."""
 
     start: Array  # i32[B]; node where the current stretch starts
     stop: Array  # i32[B]; node where the rule stops
@@ -37,7 +37,7 @@ class _WalkState(NamedTuple):
 def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) -> Verdict:
     """Verify a draft in several stretches that are connected by relaxed edges.
 
-    When the rule stops, take the first edge below that may be relaxed, and restart the rule at its child. The tokens
+    When the rule stops, take the first outgoing edge that may be relaxed, and restart the rule at the child. The tokens
     below the child are verified as a new draft.
 
     Args:

@@ -150,7 +150,7 @@ class _Ratios:
 
     @staticmethod
     def of(tree: DraftTree, log_p: Array) -> _Ratios:
-        """Compute the fields for a chain and the processed target logits f32[B, N, V]."""
+        """Compute the ratios of a chain, given the processed target logits f32[B, N, V]."""
         drafted = tree.tokens[:, 1:]
         nodes = jnp.broadcast_to(jnp.arange(drafted.shape[1], dtype=jnp.int32), drafted.shape)
         norm_p = jax.nn.logsumexp(log_p, axis=-1)
@@ -190,7 +190,7 @@ class _Ratios:
         If all drafted tokens were accepted, the weights are p.
         """
         p = jnp.exp(pick_one(self.log_p, stop) - pick_one(self.norm_p, stop)[:, None])
-        # q at the same node. For a deterministic draft, it is the one-hot of the drafted token.
+        # Compute q at the same node. For a deterministic draft, q is the one-hot of the drafted token.
         if self.log_q is None or self.norm_q is None:
             next_token = pick_one(following(self.tree), stop)
             q = (next_token[:, None] == jnp.arange(p.shape[-1], dtype=jnp.int32)[None]).astype(jnp.float32)

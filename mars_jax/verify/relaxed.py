@@ -51,8 +51,8 @@ class Relaxed(Lossy):
     total cost of the relaxed edges in the whole output of a row. The remaining budget is then part of the rule's state.
 
     This class implements the guards. An exact sibling has priority over a relaxed one. Nothing is relaxed in strict
-    rows, in strict spans, and in the exact prefix. Padding and tokens that a ban or a constraint forbids are never
-    accepted. No edge is relaxed if the drafted token, the target's top token, or the token that the base would emit is
+    rows, in strict spans, and in the exact prefix. Padding, and tokens that a ban or a constraint forbids, are never
+    relaxed. No edge is relaxed if the drafted token, the target's top token, or the token that the base would emit is
     a stop token.
     """
 
