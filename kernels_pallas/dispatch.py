@@ -175,8 +175,7 @@ def _compiles(kernel: Form, operands: tuple[object, ...]) -> bool:
     """Return whether the kernel compiles for operands of these shapes. Log the first failure of each kernel."""
     leaves, structure = jax.tree.flatten(operands)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    # Two partials of one function with equal keywords are different objects, so look up the trial by function and
-    # keywords.
+    # Partials of one function with equal keywords are different objects, so look up the trial by function and keywords.
     function, options = kernel, ()
     if isinstance(kernel, functools.partial):
         function, options = kernel.func, tuple(sorted(kernel.keywords.items()))
@@ -274,7 +273,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, unpartitioned: Form, par
         form = partitioned
     elif jax.sharding.get_abstract_mesh().manual_axes:
         # With check_vma, `shard_map` requires a kernel to declare the axes that each result varies over.
-        # `_abstract_eval` has already declared them, so wrap the kernel in a `shard_map` that maps no axis and does not
+        # `_abstract_eval` has already declared them. Wrap the kernel in a `shard_map` that maps no axis, without this
         # check.
         form = jax.shard_map(unpartitioned, in_specs=P(), out_specs=P(), check_vma=False)
     else:

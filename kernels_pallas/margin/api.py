@@ -123,8 +123,7 @@ def margin_accept(
     rule.check_margin(margin)
     options = {"max_depth": max_depth, "margin": margin}
 
-    # With XLA, first compute the statistics, then accept and walk. The kernel does both in one pass over the
-    # vocabulary.
+    # With XLA, first compute the statistics, then accept and walk. The kernel does both in one pass over the logits.
     def two_steps(name: str, logits: Array, *tree: Any) -> Acceptance:
         decide = reference.accept_by_edges if name == "reference" else rule.accept_from_stats
         return decide(_STATS_FORMS[name](logits, logsumexp=logsumexp), *tree, **options)

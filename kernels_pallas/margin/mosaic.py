@@ -282,9 +282,8 @@ def _fold_strip(logits_ref: Ref, *state_refs: Ref, block: int | Array, vocab: in
     old_shift = jnp.maximum(top1, LOWEST)
     for c in range(tokens // LANES):
         z, ids = chunk(c), lanes + c * LANES
-        # Each lane visits its ids in ascending order, so with strict comparisons the smaller id comes first among equal
-        # logits. If z is a new maximum, the old maximum becomes the second entry. Otherwise z may replace the second
-        # entry.
+        # Each lane visits its ids in ascending order, so strict comparisons keep the smaller id among equal logits. If
+        # z is a new maximum, the old maximum becomes the second entry. Otherwise, z may replace the second entry.
         beats_first, beats_second = z > top1, z > top2
         top2 = jnp.where(beats_first, top1, jnp.where(beats_second, z, top2))
         id2 = jnp.where(beats_first, id1, jnp.where(beats_second, ids, id2))

@@ -70,8 +70,7 @@ def dense_cpu(x: Array, w: Array) -> Array:
     # Eigen's kernels process eight columns at a time: 5 to 7 columns take longer than 8, and 9 to 15 longer than 16.
     padded = jnp.pad(x, ((0, -rows % 8), (0, 0))) if rows > 4 else x
     y = lax.dot_general(w, padded, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    # Compute (w @ x.T).T, which reads the weights twice as fast as x @ w.T. The barrier keeps XLA from changing it
-    # back.
+    # Compute (w @ x.T).T, which reads the weights twice as fast as x @ w.T. The barrier keeps XLA from undoing this.
     return lax.optimization_barrier(y)[:, :rows].T
 
 
@@ -136,8 +135,7 @@ def _dense_int4_tpu(x: Array, w: Int4, *, outputs: AxisSize, inputs: AxisSize, d
         axes, parts = mesh.axes_here(*sharded), mesh.devices_of(*sharded)
     if inputs and len(w.values) % parts:
         axes, parts = (), 1  # the matrix is replicated (see `Int4.leaves`)
-    # `out` and `inner` become the shape of this device's shard. `by_out` and `by_in` are the mesh axes of each
-    # dimension.
+    # `out` and `inner` become the shape of this device's shard. `by_out` and `by_in` are the mesh axes that shard them.
     (out, inner), by_out, by_in = w.shape, None, None
     if outputs:
         out, by_out = out // parts, axes or None

@@ -38,8 +38,7 @@ def _yarn(frequency: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    # Dimensions up to `low` keep their frequency, and the frequencies of dimensions from `high` on are divided by
-    # `factor`.
+    # Dimensions up to `low` keep their frequencies. Frequencies of dimensions from `high` on are divided by `factor`.
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # avoids a division by zero, as in transformers

@@ -50,8 +50,7 @@ __all__ = [
 
 AnyConfig = ModelConfig | HeadConfig
 
-# Logical axes of arrays, by name. Matrices are [out, in]. Arrays that are not listed, such as norms and routers, are
-# replicated.
+# Logical axes of arrays, by name. Matrices are [out, in]. All other arrays, such as norms and routers, are replicated.
 _LOGICAL: dict[str, tuple[str | None, ...]] = {
     name: axes
     for axes, names in {

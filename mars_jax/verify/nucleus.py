@@ -61,8 +61,7 @@ class Nucleus(Relaxed):
         parent_log_p, is_likelier = drafted.preferred(evidence, log_p)
         # f32[B, N]; total probability of the tokens that are more likely than x.
         likelier_mass = jnp.sum(jnp.where(is_likelier, jnp.exp(parent_log_p), 0.0), axis=-1)
-        # With a mass of 1, rounding can make the sum smaller than the mass. Do not accept tokens that the filters
-        # exclude.
+        # If `mass` is 1, rounding can make the sum smaller than 1. Do not accept tokens that the filters exclude.
         return (likelier_mass < self.mass[:, None]) & (at_drafted(evidence.tree, log_p) > -jnp.inf)
 
 

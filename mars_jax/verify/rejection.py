@@ -231,8 +231,7 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     n = ratios.ratio.shape[1] + 1
     node = jnp.arange(n, dtype=jnp.int32)[None]
     # r_i of the paper is the probability of accepting at least the first i drafted tokens, given these tokens: r_0 = 1
-    # and r_i = min(r_(i - 1) p / q, 1) for the token of node i. In a stretch that begins at `start`, r is 1 up to that
-    # node.
+    # and r_i = min(r_(i - 1) p / q, 1) for the token of node i. In a stretch that begins at `start`, r_start = 1.
     r = [jnp.ones(start.shape, jnp.float32)]
     for i in range(n - 1):
         r.append(jnp.where(i < start, 1.0, jnp.minimum(r[-1] * ratios.ratio[:, i], 1.0)))
