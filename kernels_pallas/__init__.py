@@ -1,4 +1,4 @@
-"""Kernels for margin-aware acceptance and for attention over drafted trees. The package depends only on jax."""
+"""Kernels for margin-aware acceptance, top-k, tree attention and quantised products. The package needs only jax."""
 
 from kernels_pallas.common import BlockError
 from kernels_pallas.margin.api import (

@@ -1,6 +1,6 @@
-"""Constants and helpers shared by the kernels: TPU registers and cores, sentinels, and bit casts of floats.
+"""Constants and helpers that the kernels share: sizes of TPU registers, device kinds, sentinels, and bit casts.
 
-`...` stands for any dimensions.
+In shapes, `...` stands for any number of dimensions.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 if TYPE_CHECKING:
-    # Importing Pallas takes a while, and programs without a kernel do not need it.
+    # Importing Pallas is slow, and programs without a kernel do not need it.
     from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
-"""Vector lanes of every TPU so far."""
+"""Number of vector lanes of a TPU. It is the same in all generations so far."""
 SUBLANES = 8
-"""Rows of a float32 vector register. Two bfloat16 rows share one, so bfloat16 blocks have multiples of 16 rows."""
+"""Number of rows of a float32 vector register. Two bfloat16 rows share a register row, so the number of rows in a
+bfloat16 block must be a multiple of 16."""
 TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
-"""Device kinds (jax's names) with two cores that share a kernel's work: v4 and v5p."""
+"""JAX's names of device kinds with two cores, which share the work of a kernel: TPU v4 and v5p."""
 LAST_ID = 2**31 - 1
-"""Replaces a missing id in comparisons, so that a missing entry loses every tie."""
+"""Stands for a missing id in comparisons, so that a missing entry loses every tie."""
 LOWEST = -3.4028234663852886e38
-"""The lowest finite float32. Rows of -inf subtract it before exp, because subtracting -inf would give NaN."""
+"""The lowest finite float32. It is subtracted from rows of -inf before exp, because subtracting -inf would give NaN."""
 Axis = str | tuple[str, ...]
-"""A mesh axis, or several."""
+"""The name of a mesh axis, or the names of several axes."""
 Interpret: TypeAlias = "bool | pltpu.InterpretParams"
-"""False compiles a kernel; True, or the parameters of a simulated TPU, interpret it on a CPU."""
+"""False to compile a kernel; True, or the parameters of a simulated TPU, to run it in an interpreter on a CPU."""
 
 
 class BlockError(ValueError):
-    """A block size that the hardware or this package does not support."""
+    """Error for shapes or block sizes that the hardware or this package does not support."""
 
 
 def tile_rows(dtype: DTypeLike) -> int:
@@ -50,10 +51,10 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def block_width(size: int, limit: int) -> int:
-    """Return the width of blocks for `size` numbers.
+    """Return the width of the blocks into which a dimension of `size` numbers is divided.
 
-    It is `size` if that is at most `limit`, else the largest divisor of `size` that is at most `limit` and a multiple
-    of `LANES`, or `limit` if there is no such divisor.
+    The width is `size` if that is at most `limit`. Otherwise, it is the largest divisor of `size` that is at most
+    `limit` and a multiple of `LANES`, or `limit` if there is no such divisor.
 
     >>> block_width(14336, 2048), block_width(13824, 2048), block_width(96, 1024)
     (2048, 1536, 96)
@@ -66,6 +67,7 @@ def block_width(size: int, limit: int) -> int:
 def bits(x: Array) -> Array:
     """Reinterpret f32[...] or i32[...] as i32[...] with the same bits.
 
-    Floats are stored as integers because a small id stored as a float is denormal and may be flushed to 0.
+    Use this to store floats and ids in one array of integers. In an array of floats, a small id would be a denormal
+    number, which may be flushed to 0.
     """
     return lax.bitcast_convert_type(x, jnp.int32)

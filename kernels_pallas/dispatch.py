@@ -1,13 +1,14 @@
-"""Choice of an operation's implementation during lowering, if the caller names none.
+"""Automatic choice between implementations of an operation, such as a kernel and XLA operations, during lowering.
 
-`margin` and `top_k` call `dispatch`. The layers of `mars_jax.models` combine the other functions themselves.
+`margin` and `top_k` call `dispatch`. The layers of `mars_jax.models` call the other functions directly.
 
-A kernel is compiled as part of a program, so a kernel that does not compile would make the whole program fail. Each
-kernel is therefore first compiled separately, on the local chip. Without a chip, for example when a program is compiled
-ahead of time for a TPU, there is no trial, and the user gets the error.
+A kernel is compiled as part of a program, so the whole program would fail if the kernel did not compile. Each kernel is
+therefore first compiled separately, on the local chip, and XLA operations replace it if this trial fails. Without a
+chip, for example when a program is compiled ahead of time for a TPU, there is no trial, and the user gets the error.
 
-XLA cannot partition a Mosaic call. Only lowering reveals whether XLA will partition the program, and jax exposes this
-only in private attributes. `is_partitioned` and `runs_here` are the only functions that use private parts of jax.
+XLA cannot partition a Mosaic kernel over devices. Whether XLA will partition a program is only known during lowering,
+and jax exposes this only in private attributes. `is_partitioned` and `runs_here` are the only functions that use
+private parts of jax.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from jax.sharding import PartitionSpec as P
 from kernels_pallas.common import Interpret
 
 Form = Callable[..., Any]
-"""An implementation of an operation: a function of arrays."""
+"""An implementation of an operation: a function of arrays, or of pytrees of arrays."""
 KERNELS = {"tpu": "pallas_tpu"}
-"""The default kernel of each platform."""
+"""Name of the default kernel of each platform."""
 GPUS = ("cuda", "rocm")
-"""Platforms whose fastest form is "partitioned", even on a single device (docs/kernels.md)."""
+"""Platforms whose fastest implementation is "partitioned", even on a single device (docs/kernels.md)."""
 SWITCH = "MARS_JAX_PALLAS"
-"""Environment variable that disables default kernels if it is 0. It is read while a program is traced, so set it
+"""Environment variable that disables the default kernels if it is 0. It is read when a program is traced, so set it
 before the process starts."""
 
 _log = logging.getLogger("kernels_pallas")
@@ -50,21 +51,26 @@ def dispatch(
     *,
     blocks: object | None = None,
 ) -> Any:
-    """Call one of `forms` on `operands`: the one that the caller names, or by default the best one for the platform.
+    """Call the named implementation of an operation, or the best one for the platform if none is named.
 
-    The default is "partitioned" on GPUs and if XLA partitions the program over devices. Otherwise it is the platform's
-    kernel if `KERNELS` has one, `SWITCH` allows it and it compiles (`kernel_or`), else "xla".
+    The default is "partitioned" on GPUs, and in programs that XLA partitions over devices. Otherwise it is the
+    platform's kernel, provided that `KERNELS` has one, `SWITCH` does not disable it, and it compiles (see `kernel_or`).
+    If there is no such kernel, the default is "xla".
 
     Args:
-      implementation, interpret, blocks: arguments of the operation; the last two apply only to a named kernel.
+      implementation: name of the implementation, or None.
+      interpret: how to run the kernel; only with a named kernel.
       operands: arrays, or pytrees of arrays.
-      forms: implementations by name, among them "xla", "partitioned" and "pallas_tpu".
+      forms: implementations by name, including "xla", "partitioned" and "pallas_tpu".
+      blocks: block sizes of the kernel; only with a named kernel.
 
     Raises:
-      ValueError: an unknown name; blocks or interpret without a named kernel; the switch is neither 0 nor 1.
+      ValueError: the name is unknown, `blocks` or `interpret` is used without a named kernel, or the environment
+        variable `SWITCH` is neither 0 nor 1.
     """
     check_options(implementation, forms, blocks, interpret)
-    # Decisions have no gradient. Without this, a loss over a program that decodes could not be differentiated.
+    # The decisions that follow from these operations have no gradient. Without `stop_gradient`, JAX could not
+    # differentiate a loss that includes decoding.
     operands = jax.tree.map(lax.stop_gradient, operands)
     if implementation == "pallas_tpu":
         kernel = functools.partial(forms["pallas_tpu"], interpret=interpret)
@@ -76,7 +82,7 @@ def dispatch(
     xla, partitioned = forms["xla"], forms["partitioned"]
     platform_forms = {on: kernel_on(on, forms[name], xla, partitioned) for on, name in KERNELS.items()}
     platform_forms |= dict.fromkeys(GPUS, partitioned)
-    # Platforms without an entry, such as a CPU, get the default.
+    # Platforms without an entry, such as CPUs, use the default.
     default = whole_or_partitioned(xla, partitioned)
     return lax.platform_dependent(*operands, **platform_forms, default=default)
 
@@ -84,7 +90,11 @@ def dispatch(
 def check_options(
     implementation: str | None, names: Collection[str], blocks: object | None, interpret: Interpret
 ) -> None:
-    """Raise ValueError for an unknown implementation, or for kernel options without the kernel."""
+    """Check the arguments of an operation that select its implementation.
+
+    Raises:
+      ValueError: the implementation is unknown, or options of the kernel are used without the kernel.
+    """
     if implementation is not None and implementation not in names:
         raise ValueError(f"implementation is {implementation!r}: expected None or one of {', '.join(names)}.")
     if implementation != "pallas_tpu" and (blocks is not None or interpret):
@@ -95,23 +105,24 @@ def check_options(
 
 
 def kernel_on(platform: str, kernel: Form, xla: Form, partitioned: Form | None = None) -> Form:
-    """Return the form for programs that are lowered for `platform`.
+    """Return a function that chooses between a kernel and XLA operations, for programs lowered for `platform`.
 
-    The form is `kernel` on one device or inside `shard_map`, if the kernel is enabled and compiles there, else `xla`.
-    If XLA partitions the program, the form is `partitioned`, or `xla` if that is None. All three support vmap.
+    On one device or inside `shard_map`, it runs `kernel` if the kernel is enabled and compiles, and `xla` otherwise. If
+    XLA partitions the program over devices, it runs `partitioned`, or `xla` if `partitioned` is None. All three
+    functions must support vmap.
     """
     return whole_or_partitioned(kernel_or(kernel, xla, platform=platform), partitioned or xla)
 
 
 def with_gradient_of(xla: Form, form: Form) -> Form:
-    """Return `form` with the gradient of `xla`, which computes the same value; kernels have no gradient."""
+    """Return `form` with the gradient of `xla`, which computes the same function. Kernels have no gradient."""
     differentiable = jax.custom_jvp(form)
     differentiable.defjvp(lambda primals, tangents: jax.jvp(xla, primals, tangents))
     return differentiable
 
 
 def switched_on() -> bool:
-    """Return whether default kernels are enabled.
+    """Return whether the environment variable `SWITCH` enables the default kernels.
 
     Raises:
       ValueError: the variable is neither 0 nor 1.
@@ -128,15 +139,15 @@ def switched_on() -> bool:
 def kernel_or(kernel: Form, fallback: Form, *, platform: str) -> Form:
     """Return a function that calls `kernel` if it is enabled and compiles, and `fallback` otherwise.
 
-    The trial uses the actual shapes. It runs once per process for each set of shapes, and only if the process has a
-    device of `platform`. A failure is logged once per kernel, by the logger "kernels_pallas". Processes that decode
-    together compile the same kernels, and so make the same choice.
+    As a trial, the kernel is first compiled with the actual shapes. The trial runs once per process for each set of
+    shapes, and only if the process has a device of `platform`. The first failure of a kernel is logged by the logger
+    "kernels_pallas". Processes that decode together compile the same kernels, so they make the same choice.
 
     Args:
-      kernel: a function of arrays, or `functools.partial` of one with hashable keywords. If it has an attribute
-        `trial`, the trial compiles that function instead, because the kernel compiles only inside `shard_map`.
+      kernel: a function of arrays, or a `functools.partial` of one with hashable keyword arguments. If the kernel can
+        only be compiled inside `shard_map`, its attribute `trial` is a function to compile instead.
       fallback: a function of the same arrays whose results have the same shapes and dtypes.
-      platform: platform that the kernel is for, as named by `jax.default_backend()`.
+      platform: platform of the kernel, as named by `jax.default_backend()`.
     """
     if kernel is fallback or not switched_on():
         return fallback
@@ -150,21 +161,21 @@ def kernel_or(kernel: Form, fallback: Form, *, platform: str) -> Form:
 
 
 def runs_here(platform: str) -> bool:
-    """Return whether this process has started JAX on a device of the platform.
+    """Return whether this process has already started JAX on a device of the platform.
 
     Querying the platform would start it, and a process that compiles ahead of time must not take a chip from another
-    process. This uses a private part of jax, because there is no public equivalent. If a later version of jax
-    lacks it, this function starts the default backend, as creating the first array would.
+    process. This function uses a private function of jax, because there is no public one. If a later version of jax
+    lacks it, the default backend is started, as the creation of the first array would do.
     """
     backends_started = getattr(xla_bridge, "backends_are_initialized", lambda: True)
     return backends_started() and jax.default_backend() == platform
 
 
 def _compiles(kernel: Form, operands: tuple[object, ...]) -> bool:
-    """Return whether the kernel compiles for operands of these shapes; log the first failure of each kernel."""
+    """Return whether the kernel compiles for operands of these shapes. Log the first failure of each kernel."""
     leaves, structure = jax.tree.flatten(operands)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    # Partials of one function with equal keywords are different objects, so look up the trial by their parts.
+    # Partials of one function with equal keywords are different objects, so look up the trial by function and keywords.
     function, options = kernel, ()
     if isinstance(kernel, functools.partial):
         function, options = kernel.func, tuple(sorted(kernel.keywords.items()))
@@ -175,7 +186,7 @@ def _compiles(kernel: Form, operands: tuple[object, ...]) -> bool:
         operand, chip = shapes[0], jax.local_devices()[0].device_kind
         _log.warning(
             f"the kernel {name} does not compile for {operand.dtype.name}{list(operand.shape)} on {chip} ({failure}): "
-            f"the XLA form runs in its place; {SWITCH}=0 leaves all kernels out."
+            f"XLA operations replace it; {SWITCH}=0 disables all kernels."
         )
     return failure is None
 
@@ -187,28 +198,28 @@ def _failure(
     structure: Any,
     shapes: tuple[jax.ShapeDtypeStruct, ...],
 ) -> str | None:
-    """Return the first line of the error if the kernel does not compile for such operands, else None."""
+    """Compile the kernel for operands of these shapes; return the first line of the error, or None if it compiles."""
     operands = structure.unflatten(shapes)
     errors: list[str] = []
 
     def attempt() -> None:
         try:
             jax.jit(functools.partial(function, **dict(options))).lower(*operands).compile()
-        # Any error from Pallas, Mosaic, XLA or the driver selects the fallback.
+        # Use the fallback after any error of Pallas, Mosaic, XLA or the driver.
         except Exception as error:
             error_lines = str(error).strip().splitlines() or [""]
             errors.append(f"{type(error).__name__}: {error_lines[0][:200].rstrip('.')}")
 
-    # JAX's meshes and traces are thread-local. This runs while a program is lowered, possibly inside shard_map, so use
-    # a new thread, which has neither.
+    # This function runs while another program is lowered, possibly inside shard_map. JAX's meshes and traces are
+    # thread-local, so compile in a new thread, which has neither a mesh nor a trace.
     thread = threading.Thread(target=attempt, name="trial of a kernel")
     thread.start()
     thread.join()
     return next(iter(errors), None)
 
 
-# This is a primitive because only a lowering rule can find out whether XLA partitions the program. Its parameters are
-# both forms, as functions of the flattened operands that return lists of arrays.
+# A primitive is necessary because only a lowering rule can find out whether XLA partitions the program. Its parameters
+# are the two implementations, as functions of the flattened operands that return lists of arrays.
 _choice_p = Primitive("whole_or_partitioned")
 _choice_p.multiple_results = True
 
@@ -216,7 +227,8 @@ _choice_p.multiple_results = True
 def whole_or_partitioned(unpartitioned: Form, partitioned: Form) -> Form:
     """Return a function that runs `partitioned` if XLA partitions its operands, and `unpartitioned` otherwise.
 
-    Both take the same arrays, return results of the same structure, shapes and dtypes, and support vmap.
+    Both functions must accept the same arrays, return results with equal structures, shapes and dtypes, and support
+    vmap.
     """
 
     def call(*operands: object) -> Any:
@@ -234,14 +246,14 @@ def whole_or_partitioned(unpartitioned: Form, partitioned: Form) -> Form:
 
 @_choice_p.def_impl
 def _impl(*leaves: Array, **forms: Form) -> list[Array]:
-    # Lowering chooses the form, so this compiles even under `jax.disable_jit`, which would call `_impl` again.
+    # The implementation is chosen during lowering, so enable jit. Under `jax.disable_jit`, `_impl` would call itself.
     with jax.disable_jit(False):
         return jax.jit(functools.partial(_choice_p.bind, **forms))(*leaves)
 
 
 @_choice_p.def_abstract_eval
 def _abstract_eval(*leaves: Any, unpartitioned: Form, partitioned: Form) -> list[Any]:
-    """Return the result types of `partitioned`, which inside `shard_map` include the axes they vary over."""
+    """Return the result types of `partitioned`, including the axes over which results vary inside `shard_map`."""
     del unpartitioned
     return [x.update(weak_type=False) for x in jax.make_jaxpr(partitioned)(*leaves).out_avals]
 
@@ -249,20 +261,20 @@ def _abstract_eval(*leaves: Any, unpartitioned: Form, partitioned: Form) -> list
 def _batch(
     leaves: Sequence[Array], axes: Sequence[int | None], **forms: Form
 ) -> tuple[list[Array], list[int]]:
-    """Map both forms; `vmap` puts the mapped axis of every result first."""
+    """Apply vmap to both implementations. The mapped axis becomes the first axis of every result."""
     mapped_forms = {name: jax.vmap(form, axes) for name, form in forms.items()}
     batched_results = _choice_p.bind(*leaves, **mapped_forms)
     return batched_results, [0] * len(batched_results)
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, unpartitioned: Form, partitioned: Form) -> Any:
-    """Lower the form that fits the program."""
+    """Lower the implementation that is suitable for the program."""
     if is_partitioned(ctx):
         form = partitioned
     elif jax.sharding.get_abstract_mesh().manual_axes:
         # With check_vma, `shard_map` requires a kernel to declare the axes that each result varies over.
-        # `_abstract_eval` has declared them, so wrap the kernel in a `shard_map` without the check, which maps no
-        # further axis.
+        # `_abstract_eval` has already declared them. Wrap the kernel in a `shard_map` that maps no axis, without this
+        # check.
         form = jax.shard_map(unpartitioned, in_specs=P(), out_specs=P(), check_vma=False)
     else:
         form = unpartitioned
@@ -272,14 +284,14 @@ def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, unpartitioned: Form, par
 def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
     """Return whether XLA will partition the operations that a lowering rule emits.
 
-    This uses a private part of jax, because a lowering rule has no public way to get its number of devices. jax's own
-    rule for Mosaic calls also reads `ctx.module_context.axis_context` (`jax/_src/tpu_custom_call.py`; the same from
-    0.10 to 0.12), but a later jax may move it. An unknown context counts as partitioned, because that form is correct
-    everywhere and only slower; tests/kernels/test_whole.py then fails.
+    This function uses a private attribute of jax, because there is no public way to get the number of devices in a
+    lowering rule. jax's own rule for Mosaic calls reads the same attribute, `ctx.module_context.axis_context`
+    (`jax/_src/tpu_custom_call.py`, in jax 0.10 to 0.12). If a later version changes it, the program counts as
+    partitioned, because that implementation is always correct, only slower. tests/kernels/test_whole.py then fails.
     """
     context: Any = getattr(getattr(ctx, "module_context", None), "axis_context", None)
     if hasattr(context, "manual_axes"):
-        # Inside shard_map, possibly nested. If all axes of the mesh are manual, no axis is left to partition over.
+        # The program is inside one or more shard_maps. If all axes of the mesh are manual, XLA does not partition.
         manual_axes = context.manual_axes | set(getattr(context.mesh, "manual_axes", ()))
         return manual_axes != set(context.mesh.axis_names)
     return getattr(context, "num_devices", None) != 1

@@ -1,1 +1,1 @@
-"""Matrix products for mixtures of experts: each row times its expert's int8 matrix."""
+"""Matrix products for mixtures of experts, with quantised weights: each row is multiplied by its expert's matrix."""

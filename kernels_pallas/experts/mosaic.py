@@ -1,12 +1,16 @@
 """TPU kernels for experts in int8 or MXFP4: multiply rows, sorted by expert, by the matrices of their experts.
 
-R rows, K inner and N outer width, X experts. On v5p and v6e XLA's ragged product first copies all experts into a
-different layout, and Megablox supports neither. These kernels read only the matrices of experts that have rows, once
-each, in their stored layout. MXFP4 is dequantised exactly, one block at a time. Oracle: each row times its dequantised
-matrix (tests/models/test_moe.py).
+On v5p and v6e, XLA's ragged product first copies all experts into a different layout, and Megablox does not support
+these dtypes. The kernels of this module read only the matrices of experts that have rows, in the layout in which they
+are stored. MXFP4 is dequantised exactly, one block at a time.
 
-A visit is a (row tile, expert) pair such that the tile contains rows of the expert. A visit multiplies the whole tile
-by the expert's matrix and masks the rows of other experts, as in Megablox (arXiv 2211.15841).
+The kernels process visits. A visit is a pair of a row tile and an expert that has rows in this tile. For each visit, a
+kernel multiplies the whole tile by the expert's matrix, and masks the rows of other experts, as in Megablox (arXiv
+2211.15841).
+
+Oracle: each row times its dequantised matrix (tests/models/test_moe.py).
+
+Dimensions: R rows, K inputs, N outputs, X experts.
 """
 
 from __future__ import annotations
@@ -24,15 +28,17 @@ from kernels_pallas.common import LANES, Interpret, block_width, round_up
 from kernels_pallas.experts.xla import mxfp4_numbers, mxfp4_powers
 
 ROWS = 128
-"""Maximum rows per tile."""
+"""Maximum number of rows per tile."""
 WEIGHT_BYTES = 2**21
-"""Maximum bytes per matrix block. Fast memory holds two such blocks and the wider copy that is multiplied."""
+"""Maximum number of bytes per block of a matrix. Two such blocks must fit in fast memory, together with the copy in a
+wider dtype that is multiplied."""
 MXFP4_WIDTH = 256
-"""Maximum outputs per block of an MXFP4 matrix, limited because the kernel first widens the block to 32 bits."""
+"""Maximum number of outputs per block of an MXFP4 matrix. The kernel converts a block to 32 bits before the product, so
+blocks must be small."""
 
 
 def outer_block(outer: int, inner: int) -> int:
-    """Return the number of outputs per block: whole int8 registers, and at most `WEIGHT_BYTES`.
+    """Return the number of outputs per block of an int8 matrix, such that a block takes at most `WEIGHT_BYTES`.
 
     >>> outer_block(1536, 4096), outer_block(768, 2048), outer_block(96, 64)
     (512, 768, 96)
@@ -41,21 +47,29 @@ def outer_block(outer: int, inner: int) -> int:
 
 
 def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
-    """Return (experts, tiles, count): the expert and the tile of every visit, i32[tiles + X - 1] each, in row order.
+    """List the visits in the order of the rows.
 
-    Only the first `count` visits, an i32[], are real. `count` is at least 1, because a grid must not be empty.
+    Args:
+      sizes: i32[X]; number of rows of each expert.
+      tiles: number of row tiles.
+      rows: number of rows per tile.
+
+    Returns:
+      The expert and the tile of every visit, i32[tiles + X - 1] each, and the number of visits, i32[]. Later entries
+      are padding. The number is at least 1, because a grid must not be empty.
 
     >>> experts, tiles, count = visits(jnp.asarray([3, 0, 2], jnp.int32), 2, 4)
     >>> experts[:3].tolist(), tiles[:3].tolist(), int(count)
     ([0, 2, 2], [0, 0, 1], 3)
     """
-    # Expert e has the rows [row_ends - sizes, row_ends). `visit_ends` counts the visits of e and of the experts before.
+    # Expert e has the rows from row_ends[e] - sizes[e] to row_ends[e] - 1. `visit_ends[e]` is the number of visits of
+    # the experts up to e.
     row_ends = jnp.cumsum(sizes)
     first_tile = (row_ends - sizes) // rows
     visit_counts = jnp.where(sizes > 0, (row_ends - 1) // rows - first_tile + 1, 0)
     visit_ends = jnp.cumsum(visit_counts)
     visit = jnp.arange(tiles + sizes.shape[0] - 1)
-    # Visit v belongs to the first expert with visit_ends > v. The clamps apply to visits that are not real.
+    # Visit v belongs to the first expert with visit_ends > v. `minimum` and `clip` only affect the padding.
     visit_expert = jnp.minimum(jnp.sum(visit_ends[None] <= visit[:, None], axis=1), sizes.shape[0] - 1)
     visit_tile = first_tile[visit_expert] + visit - (visit_ends - visit_counts)[visit_expert]
     visit_tile, count = jnp.clip(visit_tile, 0, tiles - 1), jnp.maximum(visit_ends[-1], 1)
@@ -65,12 +79,12 @@ def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
 def dense_by_expert_int8(
     x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Interpret = False
 ) -> Array:
-    """See `xla.dense_by_expert_int8`."""
+    """Compute `xla.dense_by_expert_int8` with a TPU kernel."""
     num_inputs, num_outputs = x.shape[1], scale.shape[1]
-    # JAX picks the layout with the least padding: a matrix whose rows do not fill registers is stored by columns.
+    # JAX chooses the layout with the least padding, and stores a matrix by columns if its rows do not fill registers.
     by_columns = num_inputs % 128 != 0 and num_outputs % 128 == 0
     if by_columns:
-        values = values.swapaxes(1, 2)  # a view of the stored layout, [X, K, N], whose blocks are columns
+        values = values.swapaxes(1, 2)  # [X, K, N]; this is the stored layout, so nothing is copied
     return _by_expert(
         functools.partial(_int8_product, inner_axis=int(not by_columns)),
         x,
@@ -84,10 +98,13 @@ def dense_by_expert_int8(
 def dense_by_expert_mxfp4(
     x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Interpret = False
 ) -> Array:
-    """See `xla.dense_by_expert_mxfp4`. XLA copies all experts' scales (1/17 of the bytes) to another layout."""
-    # A byte holds inputs 2j and 2j + 1: order the inputs of x so that all low halves come before all high halves.
+    """Compute `xla.dense_by_expert_mxfp4` with a TPU kernel.
+
+    XLA copies the scales of all experts, which are 1/17 of the bytes, to another layout.
+    """
+    # Byte j contains inputs 2j and 2j + 1. Reorder the inputs of x, so that the even ones come before the odd ones.
     x = jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1)
-    # The layout of matrices whose rows do not fill registers; see `dense_by_expert_int8`.
+    # Matrices whose rows do not fill registers are stored by columns (see `dense_by_expert_int8`).
     matrices = [(values.swapaxes(1, 2), 2), (scale.swapaxes(1, 2), 2)]
     width = block_width(values.shape[1], MXFP4_WIDTH)
     return _by_expert(_mxfp4_product, x, matrices, sizes, width, interpret=interpret)
@@ -102,13 +119,16 @@ def _by_expert(
     *,
     interpret: Interpret,
 ) -> Array:
-    """Visit all (row tile, expert) pairs.
+    """Multiply each row by the matrix of its expert, with one grid step per visit and block of outputs.
 
     Args:
-      product: (x, references to blocks of an expert's matrices) -> f32[rows, out_width].
-      x: [R, K].
-      matrices: pairs of an array [X, ., .] and the axis of its outputs; blocks divide that axis.
-      sizes: i32[X].
+      product: computes f32[rows, out_width] from a tile of x and references to blocks of an expert's matrices.
+      x: [R, K]; rows sorted by expert.
+      matrices: arrays [X, ., .] that represent the matrices, each with the axis of its outputs, which is divided into
+        blocks.
+      sizes: i32[X]; number of rows of each expert.
+      out_width: number of outputs per block.
+      interpret: see `kernels_pallas.common.Interpret`.
     """
     (row_count, num_inputs), (array, axis) = x.shape, matrices[0]
     num_outputs = array.shape[axis]
@@ -129,7 +149,7 @@ def _by_expert(
     padded_product = pl.pallas_call(
         functools.partial(_kernel, product=product),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            # The visits and the bounds of the experts' rows are scalars, from which the block indices are computed.
+            # The visits and the bounds of the experts' rows are scalars. The block indices are computed from them.
             num_scalar_prefetch=4,
             # The visits of a tile are consecutive, so its results stay in fast memory between them.
             grid=(pl.cdiv(num_outputs, out_width), num_visits),
@@ -155,9 +175,9 @@ def _kernel(
     """Compute one visit for one block of outputs.
 
     Args:
-      expert, tile: i32[visits].
-      begins, ends: i32[X]; the first row of each expert, and the row after its last one.
-      x_ref: [rows, K].
+      expert, tile: i32[visits]; expert and row tile of each visit.
+      begins, ends: i32[X]; first row of each expert, and the row after its last row.
+      x_ref: [rows, K]; row tile of x.
       refs: blocks of the expert's matrices, then the output f32[rows, width].
       product: see `_by_expert`.
     """
@@ -165,16 +185,17 @@ def _kernel(
     visit = pl.program_id(1)
     expert_id, tile_id = expert[visit], tile[visit]
     y = product(x_ref[...], *matrix_refs)
-    # Rows are sorted by expert, and a tile that holds rows of several experts is visited once for each.
+    # A tile with rows of several experts is visited once for each of these experts. Only write the rows of this expert.
     row = tile_id * y.shape[0] + lax.broadcasted_iota(jnp.int32, y.shape, 0)
     in_expert = (row >= begins[expert_id]) & (row < ends[expert_id])
-    # At a tile's first visit `out` is uninitialised. The tile's visits overwrite every row that has an expert; other
-    # rows stay undefined.
+    # At the first visit of a tile, `out` is not initialised. All visits of the tile together write every row that has
+    # an expert. Other rows remain undefined.
     out[...] = jnp.where(in_expert, y, out[...])
 
 
 def _product(x: Array, w: Array, inner_axis: int) -> Array:
-    # Products of int8 or MXFP4 and bfloat16 numbers are exact in one pass of the matrix unit; float32 needs several.
+    # If x is bfloat16, one pass of the matrix unit multiplies it exactly with int8 or MXFP4 numbers. If x is float32,
+    # several passes are needed.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dimensions = (((1,), (inner_axis,)), ((), ()))
     w = w.astype(x.dtype)
@@ -182,15 +203,15 @@ def _product(x: Array, w: Array, inner_axis: int) -> Array:
 
 
 def _int8_product(x: Array, w_ref: Ref, scale: Ref, *, inner_axis: int) -> Array:
-    """Multiply by i8[width, K], or i8[K, width] if `inner_axis` is 0, and scale by f32[1, width]."""
+    """Multiply x by weights i8[width, K], or i8[K, width] if `inner_axis` is 0, and by scales f32[1, width]."""
     return _product(x, w_ref[...], inner_axis) * scale[...]
 
 
 def _mxfp4_product(x: Array, values: Ref, scale: Ref) -> Array:
-    """Multiply by values u8[K / 2, width] with scales u8[K / 32, width]; x has the inputs of low halves first."""
+    """Multiply x by values u8[K / 2, width] with scales u8[K / 32, width]. In x, even inputs come before odd ones."""
     codes, powers = values[...].astype(jnp.int32), mxfp4_powers(scale[...])
     groups, width = powers.shape
-    # Each power applies to the 16 bytes of its block.
+    # Each power of two applies to a block of 32 inputs, which are 16 bytes.
     powers = jnp.broadcast_to(powers[:, None], (groups, 16, width)).reshape(-1, width)
     halves = [(mxfp4_numbers(half) * powers).astype(x.dtype) for half in (codes & 15, codes >> 4)]
     return _product(x, jnp.concatenate(halves), 0)

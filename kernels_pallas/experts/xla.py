@@ -1,6 +1,8 @@
-"""Products for rows sorted by expert, computed with XLA's ragged product.
+"""Matrix products of rows sorted by expert, computed with XLA's ragged product.
 
-R rows, K inner and N outer width, X experts. Oracle: each row times its matrix (tests/models/test_moe.py).
+Oracle: each row times its expert's matrix (tests/models/test_moe.py).
+
+Dimensions: R rows, K inputs, N outputs, X experts.
 """
 
 from __future__ import annotations
@@ -19,16 +21,19 @@ _ROWS_TIMES_WEIGHTS = lax.RaggedDotDimensionNumbers(
 
 
 def ragged_product(x: Array, w: Array, sizes: Array) -> Array:
-    """Multiply x [R, K] by w [X, N, K] of floats or integers: f32[R, N]. Expert e has `sizes[e]` rows."""
-    # XLA converts int8 weights as it reads them; `astype` would copy all experts.
+    """Multiply the rows of x [R, K] by their experts' matrices w [X, N, K], floats or integers; return f32[R, N].
+
+    The rows are sorted by expert, and expert e has `sizes[e]` rows.
+    """
+    # Pass int8 weights without `astype`, which would copy all experts. XLA converts them while it reads them.
     return lax.ragged_dot_general(x, w, sizes, _ROWS_TIMES_WEIGHTS, preferred_element_type=jnp.float32)
 
 
 def scaled(product: Callable[..., Array]) -> Callable[..., Array]:
-    """Return a product for int8 weights: `product` multiplies the integers, and the result is scaled."""
+    """Return a function that multiplies by int8 weights: it calls `product` on the integers and scales the result."""
 
     def scaled_product(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
-        # i32[R]: the expert of each row.
+        # i32[R]; expert of each row.
         expert = jnp.repeat(jnp.arange(values.shape[0]), sizes, total_repeat_length=x.shape[0])
         return product(x, values, sizes) * scale[expert]
 
@@ -36,17 +41,18 @@ def scaled(product: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def dense_by_expert_int8(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
-    """Multiply x [R, K] by its experts' matrices, values i8[X, N, K] times scale f32[X, N]: f32[R, N].
+    """Multiply the rows of x [R, K] by their experts' int8 matrices; return f32[R, N].
 
-    Expert e has `sizes[e]` rows. The results of rows from `sum(sizes)` on are undefined.
+    The matrices are values i8[X, N, K] times scale f32[X, N]. The rows are sorted by expert, and expert e has
+    `sizes[e]` rows. The results of rows after the first `sum(sizes)` rows are undefined.
     """
     return scaled(ragged_product)(x, values, scale, sizes)
 
 
 def dequantised_mxfp4(values: Array, scale: Array) -> Array:
-    """Dequantise values u8[..., N, K / 2] with scale u8[..., N, K / 32] (`models.quantize.Mxfp4`) to f32[..., N, K].
+    """Dequantise MXFP4 matrices, values u8[..., N, K / 2] and scale u8[..., N, K / 32], to f32[..., N, K].
 
-    The result is exact for exponents from 1 to 254.
+    The format is that of `models.quantize.Mxfp4`. The result is exact for exponents from 1 to 254.
 
     >>> dequantised_mxfp4(jnp.full((1, 16), 0xA7, jnp.uint8), jnp.asarray([[128]], jnp.uint8))[0, :2].tolist()
     [12.0, -2.0]
@@ -57,17 +63,21 @@ def dequantised_mxfp4(values: Array, scale: Array) -> Array:
 
 
 def mxfp4_numbers(codes: Array) -> Array:
-    """Return f32[...] for E2M1 codes i32[...]: the sign bit, then an index into 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+    """Convert E2M1 codes i32[...] to f32[...]. A code is a sign bit and an index into 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
     count = codes & 7
     halves = (count + jnp.maximum(count, 4) + 2 * jnp.maximum(count, 6) - 16).astype(jnp.float32)
     return jnp.where(codes > 7, -halves, halves) * 0.5
 
 
 def mxfp4_powers(scale: Array) -> Array:
-    """Return the powers of two f32[...] for E8M0 exponents u8[...], biased as in float32: 127 stands for 1."""
+    """Convert E8M0 exponents u8[...] to powers of two f32[...]. As in float32, the exponent 127 stands for 1."""
     return lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
 
 
 def dense_by_expert_mxfp4(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
-    """Multiply x [R, K] by its experts' matrices, values u8[X, N, K / 2] and scale u8[X, N, K / 32]: f32[R, N]."""
+    """Multiply the rows of x [R, K] by their experts' MXFP4 matrices; return f32[R, N].
+
+    The matrices are values u8[X, N, K / 2] with scale u8[X, N, K / 32]. The rows are sorted by expert, and expert e has
+    `sizes[e]` rows.
+    """
     return ragged_product(x, dequantised_mxfp4(values, scale).astype(x.dtype), sizes)

@@ -1,1 +1,1 @@
-"""Products of a few rows with a matrix of grouped 4-bit weights."""
+"""Matrix products of a few rows with 4-bit weights, in groups that share a scale and an offset."""

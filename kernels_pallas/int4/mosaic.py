@@ -1,18 +1,22 @@
-"""TPU kernel for products with grouped int4 weights, which it unpacks in registers and multiplies in bfloat16.
+"""TPU kernel for products with grouped int4 weights, which unpacks them in registers and multiplies in bfloat16.
 
-R rows, K inputs, N outputs, G groups of `size` inputs. XLA computes one product per group, scales the results and adds
-them up; for 60 rows and groups of 32 that takes far longer than reading the weights. This kernel reads the matrix in
-its stored layout. Oracle: the product with the dequantised matrix (tests/kernels/test_int4.py).
+XLA computes one product per group, scales the results and adds them up. For 60 rows and groups of 32, this takes far
+longer than reading the weights. The kernel reads the matrix in the layout in which it is stored.
 
-A 32-bit word holds inputs 8s .. 8s + 7 of an output. A shift, a mask and an exclusive-or extract inputs k and k + 4 as
-two bfloat16 numbers 24 + v, where v is the weight: between 16 and 32 the mantissa has room for v + 8. This changes the
-order of the inputs, so a permutation matrix reorders x to match, which is exact.
+A 32-bit word contains inputs 8s to 8s + 7 of an output. A shift, a mask and an exclusive-or extract inputs k and k + 4
+as two bfloat16 numbers 24 + v, where v is the weight. For numbers between 16 and 32, the top four bits of the mantissa
+are v + 8. This extraction changes the order of the inputs, so a permutation matrix reorders x in the same way, which is
+exact.
 
-Group sums are scaled after the product, which is also exact; the offset corrects for the 24. If groups are smaller than
-the depth of a matrix unit, each row of x is split into one row per group of a chunk, with 0 in the other groups. 8
-result rows then match a chunk's scales in their stored layout, and the rows are added up at the end. If that makes too
-many rows, as it does for a tree, the weights are instead scaled before the product and rounded to bfloat16, like those
-of a dequantised model.
+The results of each group are scaled after the product, which is exact, too. The offset corrects for the 24. A chunk is
+the depth of a matrix unit, 128 inputs. If a chunk has several groups, each row of x is split into one row per group,
+with 0 in the other groups. Then 8 rows of results match the scales of a chunk in the layout in which they are stored,
+and the rows are added up at the end. If this results in too many rows, as for a draft tree, the weights are scaled
+before the product instead, and rounded to bfloat16, like the weights of a dequantised model.
+
+Oracle: the product with the dequantised matrix (tests/kernels/test_int4.py).
+
+Dimensions: R rows, K inputs, N outputs, G groups of `size` inputs.
 """
 
 from __future__ import annotations
@@ -30,43 +34,54 @@ from kernels_pallas.common import SUBLANES, TWO_CORES, Interpret, block_width, r
 from kernels_pallas.int4.shapes import CHUNK, ROWS
 
 INNER = 2048
-"""Maximum inputs per block."""
+"""Maximum number of inputs per block."""
 WEIGHTS = 2**20, 2**21
-"""Maximum weights per block, on chips before v6e and on later ones. Blocks are small because no computation overlaps
-the first copy of a product. On v6e and later, computing a block takes about as long as copying it, so larger blocks
-leave fewer gaps."""
+"""Maximum number of weights per block, on chips before v6e, and on v6e and later. Blocks are small because the copy of
+the first block does not overlap with any computation. On v6e and later, computing a block takes about as long as
+copying it, so larger blocks cause fewer gaps."""
 SCALES = 2**18
-"""Maximum number of groups over a block's outputs. Each takes 16 to 28 bytes of fast memory, and a v4 has 16 MB."""
+"""Maximum number of scales for the outputs of a block, over all groups. Each scale takes 16 to 28 bytes of fast memory,
+and a v4 has 16 MB."""
 BIAS = 24
-"""The number that a weight of 0 is unpacked to."""
+"""The unpacked value of a weight of 0."""
 
 
 def block_sizes(inputs: int, outputs: int, groups: int, *, in_bfloat16: bool) -> tuple[int, int]:
-    """Return the number of inputs and outputs per block. `in_bfloat16`: scale weights in bfloat16 (v6e and later).
+    """Return the number of inputs and outputs per block.
+
+    Args:
+      inputs, outputs: shape of the matrix.
+      groups: G, the number of groups.
+      in_bfloat16: weights are scaled in bfloat16, as on v6e and later chips.
 
     >>> block_sizes(13824, 5120, 108, in_bfloat16=False)
     (1536, 640)
     """
     inner = block_width(inputs, INNER)
-    # Fast memory holds the scales and offsets of all groups together with a block.
+    # The scales and offsets of all groups must fit in fast memory together with a block.
     return inner, block_width(outputs, max(128, min(WEIGHTS[in_bfloat16] // inner, SCALES // groups)))
 
 
 def dense_int4(
     x: Array, values: Array, scale: Array, offset: Array, *, chip: str, interpret: Interpret = False
 ) -> Array:
-    """Multiply x bf16[R, K] by the matrix `values * scale + offset`: f32[R, N]. See `shapes` for the shapes.
+    """Multiply x by the matrix `values * scale + offset`; return f32[R, N].
+
+    `shapes.supports_product` defines the shapes that the kernel supports.
 
     Args:
+      x: bf16[R, K].
       values: i4[G, size, N].
       scale: f16[G, N].
       offset: f32[G, N].
-      chip: JAX's name for the device kind. From v6e on, weights are scaled in bfloat16, with scales rounded to
-        bfloat16; earlier chips compute only in float32.
+      chip: JAX's name of the device kind. On v6e and later chips, weights are scaled in bfloat16, with scales rounded
+        to bfloat16. Earlier chips can scale only in float32.
+      interpret: see `kernels_pallas.common.Interpret`.
     """
     (row_count, inputs), (groups, group_size, outputs) = x.shape, values.shape
     groups_per_chunk = CHUNK // group_size
-    # Scale each group's results if one row per row of x and group of a chunk fits into a product; else the weights.
+    # Scale the results of each group if the rows of x, split by the groups of a chunk, are few enough for a product.
+    # Otherwise scale the weights.
     by_group = groups_per_chunk * row_count <= ROWS or groups_per_chunk == 1
     in_bfloat16 = not chip.startswith(("TPU v4", "TPU v5"))
     block_inputs, block_outputs = block_sizes(inputs, outputs, groups, in_bfloat16=in_bfloat16)
@@ -75,14 +90,14 @@ def dense_int4(
     if by_group and groups_per_chunk > 1:
         parts = groups_per_chunk
         x = _row_per_group(x, group_size, parts)
-        # 8 rows per chunk, to match 8 rows of a product; see `_start_total`.
+        # Store 8 rows of scales per chunk, which match 8 rows of a product (see `_start_total`).
         scale_rows = block_inputs // CHUNK * SUBLANES
     padded_rows = round_up(len(x), SUBLANES)
     x = jnp.pad(x, ((0, padded_rows - len(x)), (0, 0)))
     cores = 2 if chip in TWO_CORES and outputs // block_outputs % 2 == 0 else 1
     turns = outputs // block_outputs // cores
 
-    # Grid index (c, j, i): core c, its j-th block of outputs, the i-th block of inputs.
+    # Grid index (c, j, i) stands for core c, its j-th block of outputs, and the i-th block of inputs.
     def column(c: Array, j: Array, i: Array) -> tuple[int, Array]:
         return 0, c * turns + j
 
@@ -97,7 +112,7 @@ def dense_int4(
         ],
         out_specs=pl.BlockSpec((padded_rows // parts, block_outputs), column),
         out_shape=jax.ShapeDtypeStruct((padded_rows // parts, outputs), jnp.float32),
-        # The fields of `_Memory`, starting at `ordered`. The rows are reordered once for all blocks of outputs.
+        # These are the fields of `_Memory` from `ordered` on. The inputs are reordered once for all blocks of outputs.
         scratch_shapes=[
             pltpu.VMEM((input_blocks, padded_rows, block_inputs), jnp.bfloat16),
             pltpu.VMEM((input_blocks, padded_rows, block_groups), jnp.float32),
@@ -108,7 +123,7 @@ def dense_int4(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=48 * 2**20
         ),
-        # Per output: half a byte per weight, 6 bytes per group for its scale and offset, and the results.
+        # Each output takes half a byte per weight, 6 bytes per group for its scale and offset, and 4 bytes per row.
         cost_estimate=pl.CostEstimate(
             flops=2 * padded_rows * inputs * outputs,
             transcendentals=0,
@@ -122,42 +137,46 @@ def dense_int4(
 
 
 def _row_per_group(x: Array, group_size: int, parts: int) -> Array:
-    """Return [R * parts, K]: row r * parts + g has the inputs of x[r] in group g of each chunk, and zeros elsewhere."""
+    """Split each row of x into `parts` rows; return [R * parts, K].
+
+    Row r * parts + g contains the inputs of x[r] that are in group g of their chunk, and zeros elsewhere.
+    """
     k, group = (lax.broadcasted_iota(jnp.int32, (1, parts, x.shape[1]), axis) for axis in (2, 1))
     return jnp.where(k // group_size % parts == group, x[:, None], 0).reshape(-1, x.shape[1])
 
 
 class _Memory(NamedTuple):
-    """The kernel's memory: the inputs, the output, and the scratch arrays, which start at `ordered`."""
+    """References to the kernel's inputs, its output, and its scratch arrays, which begin with `ordered`."""
 
-    x: Ref  # bf16[R, K]; `parts` rows of x yield one result row
-    values: Ref  # i4[groups of the block, size, outputs]
-    bits: Ref  # u16[G, outputs], the scales
-    offset: Ref  # f32[G, outputs]
-    out: Ref  # f32[R / parts, outputs]
-    ordered: Ref  # bf16[steps, R, inputs of the block]; x in the order of the unpacked inputs
-    added: Ref  # f32[steps, R, groups of the block]; the sums of x over groups
-    sums: Ref  # bf16[R, 3 G]; `added`, split into bfloat16 parts
-    # f32[steps, rows, outputs]; the scales, if results are scaled: one row per group, or 8 rows per chunk if a chunk
-    # has several groups.
+    x: Ref  # bf16[R, K]; `parts` rows of x result in one row of the output
+    values: Ref  # i4[groups of the block, size, outputs]; weights
+    bits: Ref  # u16[G, outputs]; bits of the float16 scales
+    offset: Ref  # f32[G, outputs]; offsets
+    out: Ref  # f32[R / parts, outputs]; output
+    ordered: Ref  # bf16[steps, R, inputs of the block]; x, with inputs in the order of unpacked weights
+    added: Ref  # f32[steps, R, groups of the block]; sums of x over groups
+    sums: Ref  # bf16[R, 3 G]; `added`, split into bfloat16 numbers
+    # f32[steps, rows, outputs]; scales of the results, with one row per group, or 8 rows per chunk if a chunk has
+    # several groups. Not used if the weights are scaled.
     scales: Ref
-    total: Ref  # f32[outputs / 128 * R, 128]; the running sums, see `_put`
+    total: Ref  # f32[outputs / 128 * R, 128]; running sums of the output, see `_put`
 
 
 def _kernel(*refs: Ref, by_group: bool, in_bfloat16: bool) -> None:
-    """Add the product of one block to its outputs.
+    """Add the product of one block of weights to the running sums of its outputs.
 
     Args:
-      by_group: scale the results, not the weights.
-      in_bfloat16: scale weights in bfloat16, not in float32.
+      refs: the fields of `_Memory`.
+      by_group: scale the results of each group instead of the weights.
+      in_bfloat16: scale the weights in bfloat16 instead of float32.
     """
     memory = _Memory(*refs)
     out, total, rows = memory.out, memory.total, len(memory.x)
     turn, step = pl.program_id(1), pl.program_id(2)
-    # All blocks of outputs use the same ordered rows, so compute them once per core.
+    # All blocks of outputs use the same reordered x, so compute it once per core.
     pl.when((turn == 0) & (step == 0))(functools.partial(_order_rows, memory, by_group or in_bfloat16))
     pl.when(step == 0)(functools.partial(_start_total, memory, by_group))
-    # Undo `_put`: the running sums, f32[R, outputs].
+    # Read the running sums as f32[R, outputs], which is the inverse of `_put`.
     product = jnp.concatenate([total[first : first + rows] for first in range(0, len(total), rows)], axis=1)
     if by_group:
         product = _add_groups(memory, product, step)
@@ -167,7 +186,7 @@ def _kernel(*refs: Ref, by_group: bool, in_bfloat16: bool) -> None:
 
     @pl.when(step == len(memory.ordered) - 1)
     def _():
-        # Result row r is the sum of the rows r * parts + g over the groups g. A strided read takes one group's rows.
+        # Output row r is the sum over g of the rows r * parts + g. A strided read returns the rows of one g.
         parts = rows // len(out)
         for t in range(len(total) // rows):
             group_rows = [total[pl.ds(rows * t + g, len(out), stride=parts)] for g in range(parts)]
@@ -175,17 +194,17 @@ def _kernel(*refs: Ref, by_group: bool, in_bfloat16: bool) -> None:
 
 
 def _order_rows(memory: _Memory, pairs: bool) -> None:
-    """Compute the rows in the order of the unpacked inputs, and their sums over groups."""
+    """Reorder the inputs of x like the unpacked weights, and compute the sums of x over groups."""
     x, ordered, added = memory.x, memory.ordered, memory.added
     steps, _, inner = ordered.shape
-    # The permutation matrix bf16[CHUNK, CHUNK] from the inputs of a chunk to their unpacked order. Input
-    # 64h + 8s + k + 4t goes to column 64h + 16k + 2s + t if `pairs`, otherwise to 64h + 16k + 8t + s.
+    # `permutation` bf16[CHUNK, CHUNK] reorders the inputs of a chunk like the unpacked weights. Input 64h + 8s + k + 4t
+    # goes to column 64h + 16k + 2s + t if `pairs`, and otherwise to 64h + 16k + 8t + s.
     row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
     s, t = ((column >> 1) & 7, column & 1) if pairs else (column & 7, (column >> 3) & 1)
     input_row = (column & 64) + 8 * s + ((column >> 4) & 3) + 4 * t
     permutation = (row == input_row).astype(jnp.bfloat16)
-    # The matrix bf16[inputs, groups] that adds up each group. Sizes are powers of two, so `row & -size` is the first
-    # input of the row's group.
+    # A product with `group_members` bf16[inputs, groups] adds up each group. Group sizes are powers of two, so `row &
+    # -size` is the first input of the row's group.
     size = memory.values.shape[1]
     row, column = (lax.broadcasted_iota(jnp.int32, (inner, inner // size), axis) for axis in (0, 1))
     group_members = ((row & -size) == column * size).astype(jnp.bfloat16)
@@ -197,24 +216,24 @@ def _order_rows(memory: _Memory, pairs: bool) -> None:
             ordered[i, :, c : c + CHUNK] = _product(block[:, c : c + CHUNK], permutation).astype(jnp.bfloat16)
         added[i] = _product(block, group_members)
 
-    # bf16[R, 3 G], the left factor of the product in `_start_total`.
+    # Store bf16[R, 3 G], the left factor of the product in `_start_total`.
     high, low = _split(jnp.concatenate([added[i] for i in range(steps)], axis=1))
     memory.sums[...] = jnp.concatenate([high, low, high], axis=1)
 
 
 def _start_total(memory: _Memory, by_group: bool) -> None:
-    """Set the total to the group sums times the offsets, and lay out the scales of the results."""
+    """Initialise the running sums with the group sums times the offsets, and store the scales of the results."""
     offsets = memory.offset[...]
     if by_group:
         scale = _float32(memory.bits[...])
-        # An unpacked weight is too large by `BIAS`, so correct every group sum for it.
+        # Unpacked weights are too large by `BIAS`. Correct the offsets for this.
         offsets -= BIAS * scale
         block_groups, group_size, _ = memory.values.shape
         groups_per_chunk = CHUNK // group_size
         for i in range(len(memory.scales)):
             step_scale = scale[i * block_groups : (i + 1) * block_groups]
             if groups_per_chunk > 1:
-                # Rows r * parts + g of a product belong to group g, so 8 rows repeat the scales of a chunk's groups.
+                # Rows r * parts + g of a product belong to group g, so repeat the scales of a chunk's groups in 8 rows.
                 chunks = [
                     step_scale[first : first + groups_per_chunk]
                     for first in range(0, block_groups, groups_per_chunk)
@@ -222,20 +241,21 @@ def _start_total(memory: _Memory, by_group: bool) -> None:
                 repeats = SUBLANES // groups_per_chunk
                 step_scale = jnp.concatenate([part for part in chunks for _ in range(repeats)], axis=0)
             memory.scales[i] = step_scale
-    # One product of bfloat16 numbers, high * high + low * high + high * low, multiplies the 16-bit numbers.
+    # Multiply numbers with 16 bits of mantissa, as one product of bfloat16 numbers: high * high + low * high +
+    # high * low.
     high_part, low_part = _split(offsets)
     _put(memory.total, _product(memory.sums[...], jnp.concatenate([high_part, high_part, low_part], axis=0)))
 
 
 def _add_groups(memory: _Memory, product: Array, step: Array) -> Array:
-    """Add a block's product, scaling the results by group."""
+    """Return `product` plus the product of one block, in which the results of each group are scaled."""
     values, scales, (rows, _) = memory.values, memory.scales, product.shape
     for c in range(memory.ordered.shape[2] // CHUNK):
-        # bf16[CHUNK, outputs]: the chunk's weights plus 24, in the order of `ordered`.
+        # bf16[CHUNK, outputs]; weights of the chunk plus 24, in the order of `ordered`.
         w = jnp.concatenate([_biased(word, k) for word in _words(values, c) for k in range(4)], axis=0)
         chunk_product = _product(memory.ordered[step, :, CHUNK * c : CHUNK * (c + 1)], w)
         if values.shape[1] == CHUNK:
-            # One group per chunk: its scales multiply all rows.
+            # The chunk is one group, whose scales apply to all rows.
             product += chunk_product * scales[step, c : c + 1]
         else:
             row_scales = scales[step, SUBLANES * c : SUBLANES * (c + 1)]
@@ -244,18 +264,18 @@ def _add_groups(memory: _Memory, product: Array, step: Array) -> Array:
 
 
 def _add_scaled_weights(memory: _Memory, product: Array, step: Array, in_bfloat16: bool) -> Array:
-    """Add a block's product, scaling the weights and rounding them to bfloat16 first."""
+    """Return `product` plus the product of one block, in which the weights are scaled and rounded to bfloat16."""
     block_groups, inner = memory.values.shape[0], memory.ordered.shape[2]
     first_group = pl.multiple_of(step * block_groups, block_groups)
     scale = _float32(memory.bits[pl.ds(first_group, block_groups), :])
     if in_bfloat16:
-        # The matrix units of these chips are two chunks deep. A word holds the bfloat16 scale twice, once for each
-        # number. The bits of a bfloat16 number are the upper half of those of the float32 number with the same value.
+        # The matrix units of these chips have a depth of two chunks. Each word contains the bfloat16 scale twice, for
+        # two weights. The bits of a bfloat16 number are the upper half of the bits of the same float32 number.
         product_depth = 2 * CHUNK
         scale_bits = lax.bitcast_convert_type(scale.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
         scale = lax.bitcast_convert_type(scale_bits | lax.shift_right_logical(scale_bits, 16), jnp.float32)
     else:
-        # `_scaled` leaves the numbers in the top bits of words, so they are too large by a factor of 2^28.
+        # `_scaled` uses weights in the top 4 bits of a word, which are too large by a factor of 2^28.
         product_depth, scale = CHUNK, scale * 2.0**-28
     for first_input in range(0, inner, product_depth):
         end_input = min(first_input + product_depth, inner)
@@ -268,7 +288,7 @@ def _add_scaled_weights(memory: _Memory, product: Array, step: Array, in_bfloat1
 
 
 def _put(total: Ref, product: Array) -> None:
-    """Store f32[R, outputs] as successive slices of 128 columns, whose rows can be read with a stride."""
+    """Store `product` f32[R, outputs] as slices of 128 columns below each other, so that strided reads are possible."""
     num_rows = len(product)
     for t in range(len(total) // num_rows):
         total[num_rows * t : num_rows * (t + 1)] = product[:, 128 * t : 128 * (t + 1)]
@@ -279,46 +299,46 @@ def _product(x: Array, w: Array) -> Array:
 
 
 def _split(x: Array) -> tuple[Array, Array]:
-    """Split float32 numbers into sums of two bfloat16 numbers, which together keep 16 bits."""
-    # The second number is the rounding error of the first, itself rounded to 8 bits of mantissa.
+    """Split float32 numbers into two bfloat16 numbers whose sum is accurate to 16 bits."""
+    # The second number is the rounding error of the first, rounded to bfloat16.
     high_part = x.astype(jnp.bfloat16)
     return high_part, (x - high_part.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def _float32(bits: Array) -> Array:
-    """Convert the bits u16 of float16 numbers, subnormal ones included, to float32."""
+    """Convert the bits u16 of float16 numbers, including subnormal ones, to float32."""
     bits = bits.astype(jnp.int32)
-    # The bits without the sign. A float16 has 10 bits of mantissa and the exponent bias 15, a float32 has 23 and 127:
-    # shift by 13 and multiply by 2^(127 - 15).
+    # Remove the sign bit. A float16 has 10 bits of mantissa and an exponent bias of 15, and a float32 has 23 bits and a
+    # bias of 127. So shift by 13 and multiply by 2^(127 - 15).
     magnitude_bits = bits & 0x7FFF
     normal_magnitude = lax.bitcast_convert_type(magnitude_bits << 13, jnp.float32) * 2.0**112
-    # For subnormal numbers the first term is 0; for normal numbers the second term is smaller.
+    # For subnormal numbers, the first term is 0. For normal numbers, the second term is smaller than the first.
     magnitude = jnp.maximum(normal_magnitude, magnitude_bits.astype(jnp.float32) * 2.0**-24)
     return jnp.where(bits >= 0x8000, -magnitude, magnitude)
 
 
 def _words(values: Ref, chunk: int) -> list[Array]:
-    """Return the two halves of a chunk, as words i32[8, N] each."""
+    """Return the weights of a chunk as two arrays of words, i32[8, N] each."""
     groups_per_chunk = CHUNK // values.shape[1]
     chunk_weights = values[chunk * groups_per_chunk : (chunk + 1) * groups_per_chunk]
-    # i32[16, N]: word s holds inputs 8s .. 8s + 7, input 8s + k in bits 4k .. 4k + 3.
+    # i32[16, N]; word s contains inputs 8s to 8s + 7, with input 8s + k in bits 4k to 4k + 3.
     words = pltpu.bitcast(chunk_weights.reshape(CHUNK, values.shape[2]), jnp.int32)
     return [words[:8], words[8:]]
 
 
 def _biased(word: Array, k: int) -> Array:
-    """Return the inputs k and k + 4 of words i32[8, N] as bf16[16, N], each plus 24."""
-    # Input k goes to bits 3 .. 6, the top of a bfloat16 mantissa, and input k + 4 to the same bits of the upper half.
-    # The exclusive-or flips the sign bit, which adds 8, and sets the exponent of numbers from 16 to 32.
+    """Unpack the weights of inputs k and k + 4 of words i32[8, N]; return these weights plus 24, bf16[16, N]."""
+    # Input k goes to bits 3 to 6, the top of a bfloat16 mantissa, and input k + 4 to the same bits of the upper half.
+    # The exclusive-or flips the sign bit of the weight, which adds 8, and sets the exponent of numbers from 16 to 32.
     shifted_word = word << 3 if k == 0 else word >> (4 * k - 3)
     return pltpu.bitcast((shifted_word & 0x00780078) ^ 0x41C041C0, jnp.bfloat16)
 
 
 def _scaled(values: Ref, scales: Array, chunk: int, in_bfloat16: bool) -> list[Array]:
-    """Return the scaled weights of a chunk in parts: bf16[16, N] each if `in_bfloat16`, otherwise f32[8, N] each."""
+    """Return the scaled weights of a chunk, as a list of bf16[16, N] if `in_bfloat16`, and otherwise of f32[8, N]."""
     scaled_parts, groups_per_half, word_shape = [], 64 // values.shape[1], (8, values.shape[2])
     for half, word in enumerate(_words(values, chunk), 2 * chunk):
-        # The 8 inputs of a word belong to one group. A half of a chunk has one group, or two with 4 rows of words each.
+        # The 8 inputs of a word belong to one group. Half a chunk contains one group, or two groups of 4 words each.
         half_groups = range(half * groups_per_half, (half + 1) * groups_per_half)
         scale, *other_scales = [jnp.broadcast_to(scales[g : g + 1], word_shape) for g in half_groups]
         if other_scales:
@@ -328,8 +348,8 @@ def _scaled(values: Ref, scales: Array, chunk: int, in_bfloat16: bool) -> list[A
             scaled_parts += [(_biased(word, k) - jnp.bfloat16(BIAS)) * scale for k in range(4)]
         else:
             for k in range(4):
-                # Input k + 4 is in the top bits, with its sign. Input k, 16 bits below, adds less than 2^-12 to it, so
-                # it is not masked out.
+                # The weight of input k + 4 is in the top bits, including its sign. The weight of input k is 16 bits
+                # lower and changes it by less than 2^-12, so there is no need to mask it out.
                 two_inputs = (word << (12 - 4 * k)) & -0x0FFF1000
                 scaled_parts += [w.astype(jnp.float32) * scale for w in (two_inputs << 16, two_inputs)]
     return scaled_parts

@@ -1,15 +1,15 @@
-"""Shapes of products that the kernel for int4 weights supports."""
+"""Shapes of matrix products that the kernel for int4 weights supports."""
 
 from __future__ import annotations
 
 CHUNK = 128
-"""Inputs unpacked at a time: the depth of a matrix unit."""
+"""Number of inputs that are unpacked together: the depth of a matrix unit."""
 ROWS = 64
-"""Maximum rows of a product, after each row is split into one row per group of a chunk."""
+"""Maximum number of rows of a product. Rows are only split by group if the split rows do not exceed this number."""
 
 
 def supports_product(rows: int, inputs: int, outputs: int, size: int) -> bool:
-    """Return whether the kernel supports a product of these shapes.
+    """Return whether the kernel supports a product with a matrix of this shape, in groups of `size` inputs.
 
     >>> supports_product(60, 4096, 14336, 128), supports_product(60, 13824, 5120, 32)
     (True, True)

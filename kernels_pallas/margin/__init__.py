@@ -1,1 +1,1 @@
-"""Margin-aware acceptance: the two largest logits of each node, the edges that MARS accepts, and the walk over them."""
+"""Margin-aware acceptance (MARS): find the two largest logits of each node, and walk the tree over accepted edges."""

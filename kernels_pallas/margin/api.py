@@ -1,12 +1,13 @@
-"""The operations `margin_stats`, the two largest logits of each row, and `margin_accept`, MARS's decision from them.
+"""Operations `margin_stats`, which finds the two largest logits of each row, and `margin_accept`, which applies MARS.
 
-B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens. Both read the vocabulary once. Oracles:
-`reference.margin_stats` and `reference.accept_by_edges`; numpy and a walk in plain Python in tests/kernels/; for a
-sharded vocabulary, the operations on one device.
+Both operations read the logits once. For a `top_k` over a sharded vocabulary, XLA would gather all logits, and it
+cannot partition a Mosaic kernel at all. The sharded versions therefore use `shard_map`: each device processes its own
+shard, and one all-gather of a few numbers per node combines the results.
 
-By default XLA gathers all logits for a `top_k` over a sharded vocabulary, and it cannot partition a Mosaic
-kernel at all. Inside `shard_map` each device folds its own shard, and one all-gather of a few numbers per node joins
-the shards.
+Oracles: `reference.margin_stats` and `reference.accept_by_edges`, and numpy and a walk in plain Python (tests/kernels).
+For a sharded vocabulary, the oracle is the same operation on one device.
+
+Dimensions: B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens.
 """
 
 from __future__ import annotations
@@ -43,27 +44,28 @@ def margin_stats(
     blocks: TpuBlocks | None = None,
     interpret: Interpret = False,
 ) -> MarginStats:
-    """Compute the statistics of logits [..., V] (bfloat16 or float32, V >= 1) over the last axis, in float32.
+    """Find the two largest logits of each row and, optionally, the logsumexp, in float32.
 
-    Only decisions use the statistics, so they have no gradient.
+    The statistics have no gradient.
 
     Args:
-      logits: raw logits; `-inf` for masked tokens.
+      logits: bfloat16 or float32 [..., V] with V >= 1; raw logits, `-inf` for masked tokens.
       logsumexp: also compute the logsumexp, which greedy decoding does not need.
-      implementation: "pallas_tpu" (Mosaic), "xla", "partitioned", "reference", or None. By default, "partitioned" on
-        GPUs and in programs that XLA partitions over devices, otherwise "pallas_tpu" in programs lowered for a TPU, and
-        "xla" elsewhere. A named implementation is never replaced: on another platform it fails.
-      blocks: block sizes of the named kernel.
-      interpret: True or `pltpu.InterpretParams(...)` runs the named kernel on a CPU.
+      implementation: "pallas_tpu" (Mosaic), "xla", "partitioned", "reference", or None. None selects "partitioned" on
+        GPUs and in programs that XLA partitions over devices, "pallas_tpu" in other programs for a TPU, and "xla"
+        otherwise. A named implementation is never replaced, so it fails on a platform that does not support it.
+      blocks: block sizes of the kernel; only with a named kernel.
+      interpret: True or `pltpu.InterpretParams(...)` to run the named kernel on a CPU.
 
     Raises:
-      ValueError: unknown implementation, illegal block sizes, or options that the implementation does not support.
+      ValueError: the implementation is unknown, the block sizes are illegal, or the implementation does not support
+        one of the options.
 
     >>> import jax.numpy as jnp
     >>> margin_stats(jnp.asarray([[1.0, 3.0, 2.0]])).id2.tolist()
     [2]
     """
-    # Imported at the first call, because it imports Pallas.
+    # Import this module only when it is needed, because it imports Pallas.
     from kernels_pallas.margin import mosaic
 
     forms = _STATS_FORMS | {"pallas_tpu": mosaic.margin_stats}
@@ -87,25 +89,27 @@ def margin_accept(
 ) -> Acceptance:
     """Apply margin-aware acceptance (MARS, arXiv 2601.15498, Algorithm 1) to a tree of drafted tokens.
 
-    At every node, y is the target's token. The walk descends from the root to the child with token y. If there is none
-    and the margin of the node is low, it descends to the first child whose token is one of the two largest logits.
-    Nothing is relaxed in strict rows, on strict edges, if the drafted token, y or the token of the largest logit is a
-    stop token, or after `max_relaxed_run` consecutive relaxed tokens. On TPU one kernel does all of this; its last
-    block decides and walks.
+    At every node, y is the target's token. The walk starts at the root and moves to the child whose token is y. If
+    there is no such child and the margin of the node is low, the walk moves to the first child whose token has one of
+    the two largest logits. This edge is then relaxed. Nothing is relaxed in strict rows, on strict edges, or after
+    `max_relaxed_run` consecutive relaxed tokens. An edge is also not relaxed if the drafted token, y, or the token
+    with the largest logit is a stop token. On a TPU, one kernel performs the whole operation.
 
     Args:
-      logits: raw target logits [B, N, V], bfloat16 or float32.
-      tokens: i32[B, N]; node 0 is the last committed token; -1 is padding and is never accepted.
-      parents: i32[B, N]; -1 for node 0, else the index of an earlier node.
-      y: i32[B, N]; a negative value (as at temperature 0) or None stands for the token of the largest logit.
-      controls: per-row settings: `AcceptControls`, or any object with its fields.
-      max_depth: D.
-      margin: "ratio" (z2 / z1 > theta and z1 > 0) or "gap" (z1 - z2 < theta nats). `theta = inf` is strict for both.
+      logits: bfloat16 or float32 [B, N, V]; raw logits of the target.
+      tokens: i32[B, N]; node 0 is the last committed token. -1 is padding, which is never accepted.
+      parents: i32[B, N]; index of each node's parent, which precedes the node; -1 for node 0.
+      y: i32[B, N]; the target's tokens. A negative value or None stands for the token with the largest logit, which is
+        the target's token at temperature 0.
+      controls: settings of each row: `AcceptControls`, or any object with the same fields.
+      max_depth: D, the depth of the tree.
+      margin: "ratio" (low if z2 / z1 > theta and z1 > 0) or "gap" (low if z1 - z2 < theta, in nats). For both,
+        `theta = inf` is strict.
       logsumexp: also return the logsumexp of each node.
       implementation, blocks, interpret: as in `margin_stats`.
 
     Raises:
-      ValueError: an unknown margin, or as for `margin_stats`.
+      ValueError: the margin is unknown, or as in `margin_stats`.
 
     >>> import jax.numpy as jnp
     >>> z = jnp.asarray([[[9.0, 10.0, 0.0], [0.0, 9.0, 0.0]]])  # the draft is 0, the target's second best token
@@ -119,8 +123,7 @@ def margin_accept(
     rule.check_margin(margin)
     options = {"max_depth": max_depth, "margin": margin}
 
-    # XLA computes the statistics and then the decision. The kernel decides in the last block of its pass over the
-    # vocabulary.
+    # With XLA, first compute the statistics, then accept and walk. The kernel does both in one pass over the logits.
     def two_steps(name: str, logits: Array, *tree: Any) -> Acceptance:
         decide = reference.accept_by_edges if name == "reference" else rule.accept_from_stats
         return decide(_STATS_FORMS[name](logits, logsumexp=logsumexp), *tree, **options)
@@ -132,18 +135,22 @@ def margin_accept(
 
 
 def merge_over(stats: MarginStats, axis: Axis, *, local_vocab: int) -> MarginStats:
-    """Merge the statistics of all shards on every device. Call it inside `shard_map`.
+    """Merge the statistics of all shards of a vocabulary. Call this function inside `shard_map`.
 
     Args:
-      stats: statistics of this device's shard, with ids counted from 0; shard i holds tokens
-        `[i * local_vocab, (i + 1) * local_vocab)`.
-      axis: mesh axis, or axes, that shard the vocabulary.
+      stats: statistics of this device's shard, with ids relative to the start of the shard.
+      axis: mesh axis or axes that shard the vocabulary.
+      local_vocab: number of tokens per shard. Shard i contains the tokens from `i * local_vocab` to
+        `(i + 1) * local_vocab - 1`.
+
+    Returns:
+      The statistics of the whole vocabulary, equal on all devices.
     """
     first_id = lax.axis_index(axis) * local_vocab
-    # Local ids count from 0. -1, the id of a token that does not exist, stays -1.
+    # Convert local ids to ids of the whole vocabulary. The id of a missing entry, -1, does not change.
     id1, id2 = (jnp.where(ids < 0, ids, ids + first_id) for ids in (stats.id1, stats.id2))
     stats = stats._replace(id1=id1, id2=id2)
-    # Stack into one array, so that one collective suffices.
+    # Stack all fields into one array, so that one all-gather is enough.
     packed_fields = [bits(x) for x in stats if x is not None]
     packed_shards = lax.all_gather(jnp.stack(packed_fields), axis)  # i32[shards, 4 or 5, ...]
     return functools.reduce(rule.merge, (rule.from_bits(list(part)) for part in packed_shards))
@@ -152,17 +159,20 @@ def merge_over(stats: MarginStats, axis: Axis, *, local_vocab: int) -> MarginSta
 def sharded_margin_stats(
     logits: Array, *, mesh: Mesh | None = None, axis: Axis, batch_axis: Axis | None = None, **options: Any
 ) -> MarginStats:
-    """Compute `margin_stats` of logits [B, ..., V], sharded by `axis` in V and by `batch_axis` in B.
+    """Compute `margin_stats` of logits [B, ..., V] with a sharded vocabulary.
+
+    For example, with `mesh = jax.make_mesh((8,), ("model",))` and logits [B, N, V] with the sharding
+    `PartitionSpec(None, None, "model")`, call `sharded_margin_stats(logits, mesh=mesh, axis="model")`.
 
     Args:
-      mesh: device mesh; None uses the one set by `jax.set_mesh`.
-      options: as for `margin_stats`; each device runs that implementation on its own shard.
+      logits: [B, ..., V].
+      mesh: device mesh; None: the mesh set by `jax.set_mesh`.
+      axis: mesh axis or axes that shard the vocabulary.
+      batch_axis: mesh axis or axes that shard the batch; None: the batch is not sharded.
+      options: arguments of `margin_stats`, which each device calls on its own shard.
 
     Raises:
-      ValueError: V is not divisible by the number of devices, or as for `margin_stats`.
-
-    Example: with `mesh = jax.make_mesh((8,), ("model",))` and logits [B, N, V] placed as
-    `PartitionSpec(None, None, "model")`, `sharded_margin_stats(logits, mesh=mesh, axis="model")`.
+      ValueError: V is not divisible by the number of devices, or as in `margin_stats`.
     """
     local = functools.partial(_local, axis=axis, options=options)
     return _map(local, mesh, axis, batch_axis, logits)
@@ -182,13 +192,13 @@ def sharded_margin_accept(
     margin: str = "ratio",
     **options: Any,
 ) -> Acceptance:
-    """Compute `margin_accept` of logits [B, N, V] sharded as in `sharded_margin_stats`.
+    """Compute `margin_accept` of logits [B, N, V] that are sharded as in `sharded_margin_stats`.
 
-    The other arguments are sharded by `batch_axis`. Every device walks the tree itself, which costs less than receiving
-    the result.
+    The other arrays are sharded over `batch_axis`. Every device walks the tree itself, which is faster than receiving
+    the result from another device.
 
     Raises:
-      ValueError: as in `sharded_margin_stats`, or an unknown margin.
+      ValueError: the margin is unknown, or as in `sharded_margin_stats`.
     """
     rule.check_margin(margin)
 
@@ -200,7 +210,7 @@ def sharded_margin_accept(
 
 
 def _local(logits: Array, *, axis: Axis, options: dict[str, Any]) -> MarginStats:
-    """Compute the statistics of this device's shard and merge them with those of the other shards."""
+    """Compute the statistics of this device's shard, and merge them with the statistics of the other shards."""
     stats = margin_stats(logits, **options)
     return merge_over(stats, axis, local_vocab=logits.shape[-1])
 
@@ -213,7 +223,7 @@ def _map(
     logits: Array,
     *operands: object,
 ) -> Result:
-    """Run a function on each device's shard of the logits [B, ..., V] and of other operands [B, ...]."""
+    """Run a function on each device's shard of the logits [B, ..., V] and of the other operands [B, ...]."""
     if logits.ndim < 2:
         raise ValueError(f"logits have shape {logits.shape}: expected [B, ..., V].")
     current_mesh = mesh or jax.sharding.get_abstract_mesh()
@@ -228,17 +238,17 @@ def _map(
         raise ValueError(
             f"a vocabulary of {vocab} does not divide over {shards} devices: pad the unembedding, with -inf logits."
         )
-    # The logits are sharded in the first and the last dimension, all other operands and the result only in the first.
+    # The first and last dimensions of the logits are sharded. Of the other operands and the result, only the first is.
     rows_spec = PartitionSpec(batch_axis)
     logits_spec = PartitionSpec(batch_axis, *[None] * (logits.ndim - 2), axis)
-    # check_vma is off because pallas_call does not declare how its results vary over a mesh. The merged results are
-    # equal along `axis`.
+    # `check_vma` is False because pallas_call does not declare how its results vary over a mesh. After the merge, the
+    # results are equal on all devices along `axis`.
     mapped_function = jax.shard_map(
         function,
         mesh=mesh,
         in_specs=(logits_spec, *jax.tree.map(lambda _: rows_spec, operands)),
         out_specs=rows_spec,
-        # An outer `shard_map` has already mapped its own axes.
+        # Exclude the axes that an outer `shard_map` has already mapped.
         axis_names=set(current_mesh.axis_names) - set(current_mesh.manual_axes),
         check_vma=False,
     )

@@ -1,11 +1,12 @@
-"""TPU kernels that pass over the vocabulary once; the last block decides acceptance and walks the tree.
+"""TPU kernels for `margin_stats` and `margin_accept`, which read the logits once.
 
-R rows = B batch * N nodes, V vocabulary, D depth, M stop tokens. A block is [rows, tokens], or [trees, N, tokens]; the
-state is [rows, 128] or [trees, N, 128]. Oracle: `reference`.
+A kernel processes the vocabulary block by block. Each of the 128 lanes stores the two largest logits of its own tokens,
+and lanes are only compared after the last block. The kernel for `margin_accept` then also walks the tree. A logit takes
+a few vector operations and no reduction across lanes, so the time is that of reading the logits.
 
-The fold is lane-wise: each of the 128 lanes keeps the two largest logits of its tokens, and only the last block
-compares lanes. An element costs a few vector operations and no cross-lane reduction, so the kernel is bound by reading
-the logits.
+A block is [rows, tokens] or [trees, N, tokens], and the state is [rows, 128] or [trees, N, 128]. Oracle: `reference`.
+
+Dimensions: B batch, N nodes, R = B * N rows, V vocabulary, D depth, M stop tokens.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from kernels_pallas.margin.shapes import MAX_ROWS, TpuBlocks, tpu_blocks
 def margin_stats(
     logits: Array, *, logsumexp: bool = False, blocks: TpuBlocks | None = None, interpret: Interpret = False
 ) -> MarginStats:
-    """See `kernels_pallas.margin_stats`."""
+    """Compute `kernels_pallas.margin_stats` with the TPU kernel."""
     leading_dims = logits.shape[:-1]
     if len(leading_dims) > 1 and _grouped(leading_dims[-1], math.prod(leading_dims[:-1])):
-        # [trees, N, V]: the leading dimension is not tiled, so a block may hold any number of trees.
+        # The first dimension of [trees, N, V] is not tiled, so a block may contain any number of trees.
         nodes, tree_multiple = leading_dims[-1], 1
     else:
-        # [rows, V]: a block holds whole tiles of the matrix.
+        # A block of [rows, V] must contain whole tiles of the matrix.
         nodes, tree_multiple = 1, tile_rows(logits.dtype)
     plan = _plan(logits, nodes, tree_multiple, blocks, logsumexp)
     kernel = functools.partial(_stats_kernel, vocab=logits.shape[-1])
@@ -65,18 +66,18 @@ def margin_accept(
     blocks: TpuBlocks | None = None,
     interpret: Interpret = False,
 ) -> Acceptance:
-    """See `kernels_pallas.margin_accept`."""
+    """Compute `kernels_pallas.margin_accept` with the TPU kernel."""
     batch, nodes, vocab = logits.shape
-    # The operands i32[trees, N] have tiles of SUBLANES trees. With one node per tree, the trees are also the rows of
-    # the logits, whose tiles are twice as high in bfloat16.
+    # A tile of the operands i32[trees, N] contains SUBLANES trees. With one node per tree, the trees are also the rows
+    # of the logits, and a tile of bfloat16 logits has twice as many rows.
     tree_multiple = tile_rows(logits.dtype) if nodes == 1 else SUBLANES
     if blocks is None and min(batch, tree_multiple) * nodes > MAX_ROWS:
-        # The walk needs whole trees in a block, and even the smallest legal number of trees does not fit. Statistics
-        # do not need whole trees, so only they use the kernel.
+        # The walk needs whole trees in a block, and even the smallest legal number of trees does not fit in a block.
+        # Compute only the statistics with the kernel, because they do not need whole trees.
         stats = margin_stats(logits, logsumexp=logsumexp, interpret=interpret)
         return accept_from_stats(stats, tokens, parents, y, controls, max_depth, margin)
     plan = _plan(logits, nodes, tree_multiple, blocks, logsumexp)
-    # Pass the per-row settings as one integer array: theta's bits, strict, max_relaxed_run, then the stop tokens.
+    # Pass the settings of the rows as one integer array: the bits of theta, strict, max_relaxed_run, the stop tokens.
     settings_columns = [
         bits(controls.theta.astype(jnp.float32))[:, None],
         controls.strict.astype(jnp.int32)[:, None],
@@ -85,8 +86,8 @@ def margin_accept(
     ]
     row_settings = jnp.concatenate(settings_columns, axis=1)
     tree = [x.astype(jnp.int32) for x in (tokens, parents, y) if x is not None]
-    # Lanes of a verdict: the D + 1 nodes of the path, a flag for each of the D edges (1 if it was relaxed), the number
-    # of accepted edges, and the next token.
+    # The lanes of a verdict contain the D + 1 nodes of the path, a flag for each of the D edges (1 if it was relaxed),
+    # the number of accepted edges, and the next token.
     verdict_lanes = round_up(2 * max_depth + 3, LANES)
     kernel = functools.partial(_accept_kernel, vocab=vocab, nodes=nodes, max_depth=max_depth, margin=margin)
     packed, verdict = _pass(kernel, plan, [row_settings, *tree], [verdict_lanes], interpret, "margin_accept")
@@ -100,23 +101,23 @@ def margin_accept(
 
 
 class _Plan(NamedTuple):
-    """A pass over logits in blocks."""
+    """The logits in the shape that a kernel reads, and the block size."""
 
     logits: Array  # [trees, N, V] or [rows, V]
     blocks: TpuBlocks
-    trees: int  # number of trees, or of rows if the rows of a matrix are independent
-    lead: tuple[int, ...]  # the dimensions of a block before the vocabulary
-    logsumexp: bool
+    trees: int  # number of trees, or of rows if there are no trees
+    lead: tuple[int, ...]  # dimensions of a block before the vocabulary
+    logsumexp: bool  # whether to compute the logsumexp
 
 
 def _grouped(nodes: int, trees: int) -> bool:
-    """Return whether to keep the shape [trees, N, V]; [trees * N, V] has a different layout and would need a copy."""
-    # Memory pads the rows of each tree to whole registers of SUBLANES rows; a matrix pads only its last rows.
+    """Return whether to keep the shape [trees, N, V], because a reshape to [trees * N, V] would need a copy."""
+    # In memory, the rows of each tree are padded to a multiple of SUBLANES. In a matrix, only the last rows are padded.
     return trees > 1 and nodes > 1 and nodes % SUBLANES != 0 and nodes <= MAX_ROWS
 
 
 def _plan(logits: Array, nodes: int, group: int, blocks: TpuBlocks | None, logsumexp: bool) -> _Plan:
-    """Choose the blocks and the shape of the logits. `group` is as in `tpu_blocks`."""
+    """Choose the block size and the shape in which the kernel reads the logits. See `tpu_blocks` for `group`."""
     vocab = logits.shape[-1]
     trees = math.prod(logits.shape[:-1]) // nodes
     blocks = tpu_blocks(blocks, trees=trees, nodes=nodes, vocab=vocab, dtype=logits.dtype, group=group)
@@ -133,15 +134,15 @@ def _pass(
     interpret: Interpret,
     name: str,
 ) -> list[Array]:
-    """Call a kernel on blocks of the logits and of `inputs` [trees, ...], which belong to the same trees.
+    """Call a kernel on blocks of the logits, together with the blocks of `inputs` [trees, ...] for the same trees.
 
     Returns:
-      The packed statistics i32[..., 128] of every row, and arrays i32[trees, width], one for each of `widths`.
+      The packed statistics i32[..., 128] of every row, and an array i32[trees, width] for each of `widths`.
     """
     logits, blocks, lead = plan.logits, plan.blocks, plan.lead
     row_count, vocab = math.prod(logits.shape[:-1]), logits.shape[-1]
-    # Along the first dimension, block i is the i-th group of trees or rows. Along the second one, if any, each block
-    # has all nodes.
+    # In the first dimension, block i is the i-th group of trees or rows. If there is a dimension of nodes, each block
+    # contains all nodes.
     inner_indices = (0,) * (len(lead) - 1)
 
     def by_tree(width: int) -> pl.BlockSpec:
@@ -149,7 +150,7 @@ def _pass(
 
     return pl.pallas_call(
         kernel,
-        # The vocabulary is the inner dimension, so the state of a block of rows stays in fast memory.
+        # The grid runs over the vocabulary first, so the state of a block of rows stays in fast memory.
         grid=(pl.cdiv(plan.trees, blocks.trees), pl.cdiv(vocab, blocks.tokens)),
         in_specs=[
             pl.BlockSpec((*lead, blocks.tokens), lambda i, j: (i, *inner_indices, j)),
@@ -164,9 +165,9 @@ def _pass(
             *(jax.ShapeDtypeStruct((plan.trees, width), jnp.int32) for width in widths),
         ],
         scratch_shapes=[pltpu.VMEM((*lead, LANES), dtype) for dtype in dtypes(logsumexp=plan.logsumexp)],
-        # Chips with two cores split the rows between them; the blocks of a vocabulary run in order on one core.
+        # On chips with two cores, the cores share the rows. The blocks of the vocabulary run in order on one core.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        # The lane-wise fold takes about 8 operations per logit, and the logsumexp one exponential.
+        # A logit takes about 8 operations, and one exponential with the logsumexp.
         cost_estimate=pl.CostEstimate(
             flops=row_count * vocab * 8,
             transcendentals=row_count * vocab * plan.logsumexp,
@@ -178,7 +179,7 @@ def _pass(
 
 
 def _unpack(packed: Array, lead: tuple[int, ...], logsumexp: bool) -> MarginStats:
-    """Unpack the result of `_finish` into statistics of shape `lead`."""
+    """Unpack the statistics that `_finish` has written, and reshape them to `lead`."""
     field_count = len(dtypes(logsumexp=logsumexp))
     return from_bits([packed[..., lane].reshape(lead) for lane in range(field_count)])
 
@@ -194,7 +195,7 @@ def _stats_kernel(logits_ref: Ref, _: list[Ref], packed_ref: Ref, *state: Ref, v
 
 def _accept_kernel(
     logits_ref: Ref,  # [rows, tokens] or [trees, N, tokens]
-    row_refs: list[Ref],  # i32[trees, 3 + M]; tokens, parents and perhaps y, i32[trees, N]
+    row_refs: list[Ref],  # settings i32[trees, 3 + M]; tokens, parents and optionally y, i32[trees, N] each
     packed_ref: Ref,  # i32[..., 128]
     verdict_ref: Ref,  # i32[trees, width]
     *state: Ref,
@@ -210,12 +211,12 @@ def _accept_kernel(
     @pl.when(block == last)
     def _():
         _finish(state, packed_ref, vocab)
-        # The block holds whole trees, and this is the last block of their vocabulary: decide and walk in registers.
+        # This is the last block of the vocabulary, and the block contains whole trees, so walk them.
         stats = _per_tree(packed_ref, per_row_ref.shape[0], nodes)
         row_settings = per_row_ref[...]
         tokens, parents, *optional_y = (ref[...] for ref in tree_refs)
         y = next(iter(optional_y), None)
-        # Columns of the settings: theta's bits, strict, max_relaxed_run, then the stop tokens.
+        # The columns of the settings are the bits of theta, strict, max_relaxed_run, and the stop tokens.
         theta = lax.bitcast_convert_type(row_settings[:, 0:1], jnp.float32)
         controls = AcceptControls(theta, row_settings[:, 1:2], row_settings[:, 2:3], row_settings[:, 3:])
         walked = walk_columns(stats, tokens, parents, y, controls, max_depth=max_depth, margin=margin)
@@ -224,15 +225,20 @@ def _accept_kernel(
 
 
 def _fold(logits_ref: Ref, state: tuple[Ref, ...], block: int | Array, last: int | Array, vocab: int) -> None:
-    """Fold one block into the per-lane state: top1, id1, top2, id2 and, for the logsumexp, the sum of exp(z - top1).
+    """Update the state of each lane with one block of logits.
 
-    `block` is the number of this block and `last` the number of the last block of the vocabulary.
+    Args:
+      logits_ref: [rows, tokens] or [trees, N, tokens]; the block.
+      state: the fields of `_State`.
+      block: index of this block in the vocabulary.
+      last: index of the last block.
+      vocab: V, the number of tokens in the vocabulary.
     """
     tokens = logits_ref.shape[-1]
 
     @pl.when(block == 0)
     def _():
-        # `strict=False` because the state has the sum only if the logsumexp is requested.
+        # `strict=False`, because the state contains the sum only if the logsumexp is requested.
         for ref, initial_value in zip(state, (-jnp.inf, LAST_ID, -jnp.inf, LAST_ID, 0.0), strict=False):
             ref[...] = jnp.full(ref.shape, initial_value, ref.dtype)
 
@@ -243,31 +249,31 @@ def _fold(logits_ref: Ref, state: tuple[Ref, ...], block: int | Array, last: int
     if vocab % tokens == 0:
         fold_block(partial=False)
     else:
-        # Only the last block compares ids with V, so that no other block spends instructions on the comparison.
+        # Only compare ids with V in the last block, to save instructions in all other blocks.
         pl.when(block < last)(lambda: fold_block(partial=False))
         pl.when(block == last)(lambda: fold_block(partial=True))
 
 
 class _State(NamedTuple):
-    """State of a strip of rows, [rows, 128] each: lane l keeps the two best of tokens l, l + 128, l + 256, ..."""
+    """State of a strip of rows, [rows, 128] each. Lane l stores the two best of the tokens l, l + 128, l + 256, ..."""
 
-    top1: Ref  # f32; the largest
-    id1: Ref  # i32; its id
-    top2: Ref  # f32; the second largest
-    id2: Ref  # i32; its id
-    total: Ref | None = None  # f32; sum of exp(z - top1); None unless the logsumexp is requested
+    top1: Ref  # f32; largest logit
+    id1: Ref  # i32; token with the largest logit
+    top2: Ref  # f32; second largest logit
+    id2: Ref  # i32; token with the second largest logit
+    total: Ref | None = None  # f32; sum of exp(z - top1); None if the logsumexp is not requested
 
 
 def _fold_strip(logits_ref: Ref, *state_refs: Ref, block: int | Array, vocab: int, partial: bool) -> None:
-    """Fold a strip of rows of block number `block` into its state. Only a `partial` block contains ids >= V."""
+    """Update the state of a strip of rows with block number `block`. Only a `partial` block may extend past V."""
     rows, tokens = logits_ref.shape
-    # The token ids of the block's first 128 columns. Chunk c adds c * 128, so an id stays in lane id % 128.
+    # Token ids of the first 128 columns. Chunk c adds c * 128, so a token is always in lane id % 128.
     lanes = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) + block * tokens
 
     def chunk(c: int) -> Array:
         z = logits_ref[:, c * LANES : (c + 1) * LANES].astype(jnp.float32)
         if partial:
-            # Memory past the end of the vocabulary is uninitialised.
+            # Memory past the end of the vocabulary is not initialised.
             z = jnp.where(lanes < vocab - c * LANES, z, -jnp.inf)
         return z
 
@@ -276,8 +282,8 @@ def _fold_strip(logits_ref: Ref, *state_refs: Ref, block: int | Array, vocab: in
     old_shift = jnp.maximum(top1, LOWEST)
     for c in range(tokens // LANES):
         z, ids = chunk(c), lanes + c * LANES
-        # Strictly greater: a lane visits its ids in ascending order, so the smaller id wins ties. A new leader pushes
-        # the old one to second place; otherwise z may still replace the second.
+        # Each lane visits its ids in ascending order, so strict comparisons keep the smaller id among equal logits. If
+        # z is a new maximum, the old maximum becomes the second entry. Otherwise, z may replace the second entry.
         beats_first, beats_second = z > top1, z > top2
         top2 = jnp.where(beats_first, top1, jnp.where(beats_second, z, top2))
         id2 = jnp.where(beats_first, id1, jnp.where(beats_second, ids, id2))
@@ -286,7 +292,7 @@ def _fold_strip(logits_ref: Ref, *state_refs: Ref, block: int | Array, vocab: in
         ref[...] = value
     if state.total is not None:
         shift = jnp.maximum(top1, LOWEST)
-        # Rescale the sum of exp(z - old maximum) to the new maximum, as flash attention does.
+        # Rescale the sum of exp(z - old maximum) to the new maximum, as in flash attention.
         exp_sum = state.total[...] * jnp.exp(old_shift - shift)
         for c in range(tokens // LANES):
             exp_sum += jnp.exp(chunk(c) - shift)
@@ -294,17 +300,18 @@ def _fold_strip(logits_ref: Ref, *state_refs: Ref, block: int | Array, vocab: in
 
 
 def _finish(state: tuple[Ref, ...], packed_ref: Ref, vocab: int) -> None:
-    """Join the lanes: write the bits of top1, id1, top2, id2 and logsumexp to the first lanes of i32[..., 128]."""
+    """Combine the lanes, and write the bits of the fields of `MarginStats` to the first lanes of i32[..., 128]."""
 
     def largest(z: Array, ids: Array) -> tuple[Array, Array]:
-        # Neighbouring ids are in different lanes, so among lanes with equal logits choose the smallest id.
+        # Among lanes with equal logits, choose the smallest id.
         top_logit = jnp.max(z, axis=1, keepdims=True)
         return top_logit, jnp.min(jnp.where(z == top_logit, ids, LAST_ID), axis=1, keepdims=True)
 
     def one_strip(packed_ref: Ref, *state_refs: Ref) -> None:
         state = _State(*state_refs)
         top1, id1, top2, id2 = (ref[...] for ref in state[:4])
-        # The row's runner-up is the winning lane's second entry, or another lane's first. All results are [rows, 1].
+        # The second entry of a row is the second entry of the lane with the best token, or the first entry of another
+        # lane. All results are [rows, 1].
         best, best_id = largest(top1, id1)
         is_winner = id1 == best_id
         second, second_id = largest(jnp.where(is_winner, top2, top1), jnp.where(is_winner, id2, id1))
@@ -312,7 +319,7 @@ def _finish(state: tuple[Ref, ...], packed_ref: Ref, vocab: int) -> None:
         columns = [bits(best), best_id, bits(second), second_id]
         if state.total is not None:
             shift = jnp.maximum(best, LOWEST)
-            # Each lane's sum is relative to its own maximum.
+            # The sum of each lane is relative to the maximum of that lane.
             scale = jnp.exp(jnp.maximum(top1, LOWEST) - shift)
             columns.append(bits(shift + jnp.log(jnp.sum(state.total[...] * scale, axis=1, keepdims=True))))
         packed_ref[...] = _in_lanes(columns, packed_ref.shape)
@@ -321,9 +328,9 @@ def _finish(state: tuple[Ref, ...], packed_ref: Ref, vocab: int) -> None:
 
 
 def _each_strip(body: Callable[..., None], *refs: Ref) -> None:
-    """Call `body` on matching strips [rows, ...], with few enough rows to keep the state in vector registers.
+    """Call `body` on strips of a few rows of all `refs`, so that the state of a strip fits in vector registers.
 
-    A strip of 32 rows has 4 registers per array of state.
+    In a strip of 32 rows, each array of the state takes 4 registers.
     """
     if refs[0].ndim == 2:
         rows = refs[0].shape[0]
@@ -340,7 +347,7 @@ def _each_strip(body: Callable[..., None], *refs: Ref) -> None:
     else:
         trees, nodes = refs[0].shape[:2]
 
-        # Strips do not cross trees, whose rows are padded to whole registers.
+        # A strip belongs to one tree, because the rows of each tree are padded to whole registers.
         @pl.loop(0, trees)
         def _(tree):
             for first_node in range(0, nodes, 32):
@@ -349,11 +356,11 @@ def _each_strip(body: Callable[..., None], *refs: Ref) -> None:
 
 
 def _per_tree(packed_ref: Ref, trees: int, nodes: int) -> MarginStats:
-    """Unpack each statistic into an array [trees, N], which moves the nodes from sublanes to lanes."""
+    """Unpack the statistics into arrays [trees, N], with the nodes of a tree in lanes instead of sublanes."""
     lane = lax.broadcasted_iota(jnp.int32, (trees, nodes), 1)
     fields = [jnp.zeros((trees, nodes), jnp.int32) for _ in range(4)]
     for n in range(nodes):
-        # `node_rows`, i32[trees, 128]: node n of every tree.
+        # `node_rows` i32[trees, 128] contains the packed statistics of node n of every tree.
         if packed_ref.ndim == 3:
             node_rows = packed_ref[:, n, :]
         elif nodes > 1:
@@ -361,7 +368,7 @@ def _per_tree(packed_ref: Ref, trees: int, nodes: int) -> MarginStats:
             node_rows = packed_ref[pl.ds(n, trees, stride=nodes), :]
         else:
             node_rows = packed_ref[...]
-        # Broadcast column k, one of the four statistics, over the lanes and keep lane n.
+        # Broadcast column k, one of the four statistics, over the lanes, and write it to lane n.
         for k in range(4):
             fields[k] = jnp.where(lane == n, node_rows[:, k : k + 1], fields[k])
     # `_finish` writes values to columns 0 and 2, and ids to columns 1 and 3.
@@ -370,7 +377,7 @@ def _per_tree(packed_ref: Ref, trees: int, nodes: int) -> MarginStats:
 
 
 def _in_lanes(columns: list[Array], shape: tuple[int, int]) -> Array:
-    """Return i32[rows, lanes]: lane k holds column k, i32[rows, 1]; the remaining lanes are 0."""
+    """Write column k, i32[rows, 1], to lane k of an array i32[rows, lanes]. The remaining lanes are 0."""
     lane = lax.broadcasted_iota(jnp.int32, shape, 1)
     packed = jnp.zeros(shape, jnp.int32)
     for k, column in enumerate(columns):

@@ -1,6 +1,8 @@
-"""Specification of `margin_stats` and `margin_accept`, short and slow; tests compare all forms to it.
+"""Short and slow versions of `margin_stats` and `margin_accept`, to which tests compare all other implementations.
 
-B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens. Oracle: numpy and plain Python in tests/kernels/.
+Oracle: numpy and plain Python (tests/kernels).
+
+Dimensions: B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens.
 """
 
 from __future__ import annotations
@@ -15,21 +17,21 @@ from kernels_pallas.margin.rule import MARGINS, NO_ID, Acceptance, AcceptControl
 
 
 class _Position(NamedTuple):
-    """The walk of one row: its node, the relaxed edges since the last exact one, and whether it has stopped."""
+    """State of the walk of one row."""
 
-    node: Array  # i32[]
-    run: Array  # i32[]
-    stopped: Array  # bool[]
+    node: Array  # i32[]; current node
+    run: Array  # i32[]; number of relaxed edges since the last exact edge
+    stopped: Array  # bool[]; True if no child was acceptable
 
 
 def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
-    """Compute the statistics of logits [..., V] (bfloat16 or float32) over the last axis.
+    """Compute the statistics of each row of logits [..., V], bfloat16 or float32.
 
     >>> margin_stats(jnp.asarray([1.0, 3.0, 2.0])).id2.tolist()
     2
     """
     z = logits.astype(jnp.float32)
-    # top_k ranks 0 above -0, although they are equal logits and the smaller id must come first.
+    # top_k ranks 0 above -0. These are equal logits, for which the smaller id must come first, so replace -0 by 0.
     z = jnp.where(z == 0, 0.0, z)
     log_sum_exp = jax.nn.logsumexp(z, axis=-1) if logsumexp else None
     if z.shape[-1] == 1:
@@ -50,7 +52,7 @@ def accept_by_edges(
     max_depth: int,
     margin: str,
 ) -> Acceptance:
-    """Compute `margin_accept` from the statistics of its logits: find the acceptable edges, then walk them."""
+    """Compute `margin_accept` from the statistics of the logits: find all acceptable edges, and then walk the tree."""
 
     def at_parent(values: Array) -> Array:
         return jnp.take_along_axis(values, jnp.maximum(parents, 0), axis=1)
@@ -58,29 +60,29 @@ def accept_by_edges(
     def is_stop(ids: Array) -> Array:
         return jnp.any((ids[..., None] == controls.stop_tokens[:, None]) & (ids >= 0)[..., None], axis=-1)
 
-    # y: the target's token at every node, its argmax at temperature 0.
+    # y is the target's token at every node. At temperature 0, it is the argmax.
     y = stats.id1 if y is None else jnp.where(y < 0, stats.id1, y)
-    # An edge is stored at its child. It may be relaxed only if the margin at its parent is low and neither of the
-    # target's tokens there is a stop token.
+    # Entry i of an array of edges is the edge from the parent of node i to node i. The edge may be relaxed only if the
+    # parent's margin is low, and neither y nor the best token at the parent is a stop token.
     low_margin = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(controls.theta[:, None], y.shape))
     open_node = low_margin & ~is_stop(stats.id1) & ~is_stop(y)
     exact = (tokens >= 0) & (tokens == at_parent(y))
-    # If a sampled y differs from the target's best token, the best token is relaxable like the runner-up.
+    # If a sampled y differs from the target's best token, the best token may be relaxed as well as the runner-up.
     is_top_two = (tokens == at_parent(stats.id1)) | (tokens == at_parent(stats.id2))
     relaxable = (tokens >= 0) & ~exact & is_top_two & at_parent(open_node) & ~is_stop(tokens)
 
     def row(parents: Array, exact: Array, relaxable: Array, max_run: Array, strict: Array):
         def step(position: _Position, depth: Array):
-            # bool[N] each: the current node's children, those with the target's token, and those that may be relaxed.
+            # bool[N] each; the current node's children, the exact children, and the children that may be relaxed.
             child = (parents == position.node) & ~position.stopped
             by_exact = child & exact
             by_relaxed = child & relaxable & (position.run < max_run) & (depth >= strict)
             is_relaxed = ~jnp.any(by_exact) & jnp.any(by_relaxed)
             has_child = jnp.any(by_exact) | is_relaxed
-            # argmax of bools is the first True, so the lowest node id wins.
+            # The argmax of a bool array is the index of the first True, so the lowest node id is chosen.
             next_child = jnp.argmax(jnp.where(is_relaxed, by_relaxed, by_exact)).astype(jnp.int32)
             node = jnp.where(has_child, next_child, position.node)
-            # An exact edge ends the run of relaxed ones.
+            # An exact edge ends a run of relaxed edges.
             run = jnp.where(is_relaxed, position.run + 1, 0)
             return _Position(node, run, ~has_child), (node, has_child, is_relaxed)
 

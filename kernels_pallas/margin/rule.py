@@ -1,8 +1,9 @@
-"""Statistics of a vocabulary, the edges that a margin-aware rule accepts from them, and the walk over those edges.
+"""Margin statistics of logits, the margins of MARS, and the walk over the edges that MARS accepts.
 
-B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens; `...` stands for any leading dimensions.
-`walk_columns` takes arrays [B, N] or [B, 1] and uses no gathers or sorts, so the same code runs in XLA and in the last
-block of the TPU kernel. Oracles: numpy sorting in tests/kernels/test_margin.py, and `reference.accept_by_edges`.
+`walk_columns` uses only arrays [B, N] or [B, 1], and neither gathers nor sorts, so the same code runs in XLA and in the
+TPU kernel. Oracles: sorting in numpy (tests/kernels/test_margin.py), and `reference.accept_by_edges`.
+
+Dimensions: B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens; `...` stands for any leading dimensions.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from jax import Array, lax
 from kernels_pallas.common import LAST_ID
 
 NO_ID = -1
-"""Id of a missing entry: the second entry of a one-token vocabulary, or both entries of an empty one."""
+"""Id of a missing entry: the second entry of a vocabulary of one token, or both entries of an empty vocabulary."""
 
 
 class MarginStats(NamedTuple):
-    """The two largest entries of a row, in the order (larger value, then smaller id).
+    """The two largest entries of each row. Among equal entries, the one with the smaller id comes first.
 
-    `-inf` entries count like any other, so `0 <= id < V` holds for every row of two tokens or more, even if all but one
-    token or all tokens are masked. For a row with a NaN or `+inf` the values are unspecified.
+    `-inf` is treated like any other value. With two or more tokens, `0 <= id < V` therefore holds even in rows where
+    one or no token is unmasked. If a row contains NaN or `+inf`, the statistics are undefined.
     """
 
-    top1: Array  # f32[...]; the largest value
-    id1: Array  # i32[...]; its index
-    top2: Array  # f32[...]; the second largest value; -inf if V == 1
-    id2: Array  # i32[...]; its index; NO_ID if V == 1
-    logsumexp: Array | None = None  # f32[...]; None if not requested; -inf for a row of -inf
+    top1: Array  # f32[...]; largest value
+    id1: Array  # i32[...]; index of the largest value
+    top2: Array  # f32[...]; second largest value; -inf if V == 1
+    id2: Array  # i32[...]; index of the second largest value; NO_ID if V == 1
+    logsumexp: Array | None = None  # f32[...]; -inf for a row of -inf; None if not requested
 
 
 def dtypes(*, logsumexp: bool) -> list[jnp.dtype]:
-    """Return the dtypes of the fields in order, with or without the last, for a kernel's outputs.
+    """Return the dtypes of the fields of `MarginStats`, in order, with or without the logsumexp.
 
     >>> len(dtypes(logsumexp=False))
     4
@@ -44,13 +45,13 @@ def dtypes(*, logsumexp: bool) -> list[jnp.dtype]:
 
 
 def from_bits(columns: Sequence[Array]) -> MarginStats:
-    """Build `MarginStats` from the bit patterns of its fields, i32[...] each, as `bits` returns them."""
+    """Build `MarginStats` from the bits of its fields, i32[...] each, as returned by `common.bits`."""
     field_dtypes = dtypes(logsumexp=len(columns) == 5)
     return MarginStats(*(lax.bitcast_convert_type(x, d) for x, d in zip(columns, field_dtypes, strict=True)))
 
 
 def empty(shape: tuple[int, ...], *, logsumexp: bool = False) -> MarginStats:
-    """Return the statistics of zero tokens: `merge(empty(...), s) == s`.
+    """Return the statistics of an empty vocabulary, so that `merge(empty(...), s) == s`.
 
     >>> empty(()).id1.tolist()
     -1
@@ -60,18 +61,20 @@ def empty(shape: tuple[int, ...], *, logsumexp: bool = False) -> MarginStats:
 
 
 def merge(a: MarginStats, b: MarginStats) -> MarginStats:
-    """Merge the statistics of two disjoint sets of tokens. Associative and commutative, with the identity `empty`.
+    """Merge the statistics of two disjoint sets of tokens.
 
-    Ids must be ids of the whole vocabulary. The result has a logsumexp if both sides have one.
+    The operation is associative and commutative, and `empty` is its identity. Ids must refer to the whole vocabulary.
+    The result contains a logsumexp if both arguments do.
 
     >>> left, right = empty(()), MarginStats(*(jnp.asarray(x) for x in (2.0, 5, 1.0, 7)))
     >>> merge(left, right).id2.tolist()
     7
     """
-    # The first entry of the union is the first entry of one side, the leader.
+    # The largest entry of the union is the largest entry of a or b.
     a_leads = _before(a.top1, a.id1, b.top1, b.id1)
     top1, id1 = jnp.where(a_leads, a.top1, b.top1), jnp.where(a_leads, a.id1, b.id1)
-    # The second entry of the union is the leader's second or the other side's first.
+    # If it is from a, the second entry of the union is the second entry of a or the first of b. Otherwise it is the
+    # first entry of a or the second of b.
     za, ia = jnp.where(a_leads, a.top2, a.top1), jnp.where(a_leads, a.id2, a.id1)
     zb, ib = jnp.where(a_leads, b.top1, b.top2), jnp.where(a_leads, b.id1, b.id2)
     a_second = _before(za, ia, zb, ib)
@@ -82,18 +85,21 @@ def merge(a: MarginStats, b: MarginStats) -> MarginStats:
 
 
 def _before(za: Array, ia: Array, zb: Array, ib: Array) -> Array:
-    """Return whether entry a precedes entry b: larger value, then smaller id; a missing entry comes last."""
+    """Return whether entry a precedes entry b: if its value is larger, or equal and its id is smaller.
+
+    Missing entries come last among equal values.
+    """
     ia, ib = jnp.where(ia < 0, LAST_ID, ia), jnp.where(ib < 0, LAST_ID, ib)
     return (za > zb) | ((za == zb) & (ia < ib))
 
 
 def close(top1: Array, id1: Array, top2: Array, id2: Array, vocab: int) -> tuple[Array, Array]:
-    """Complete the ids `(id1, id2)`, i32 of the same shape, of a fold that skips `-inf` entries.
+    """Return `(id1, id2)` with correct ids for entries of -inf, which a search with strict comparisons never finds.
 
-    If `top2` is -inf, every token but `id1` is -inf, so the second id is the smallest id other than `id1`, and no
-    search is needed. The function uses only comparisons and selects, so it also runs inside kernels.
+    If `top2` is -inf, all tokens except `id1` are -inf, so the second id is the smallest id other than `id1`. The
+    function uses only comparisons and selections, so it also runs inside kernels.
     """
-    # In a row of -inf, token 0 comes first by its id.
+    # If all tokens are -inf, the token with the smallest id comes first, which is 0.
     id1 = jnp.where(top1 == -jnp.inf, 0, id1)
     if vocab == 1:
         return id1, jnp.full_like(id2, NO_ID)
@@ -103,15 +109,15 @@ def close(top1: Array, id1: Array, top2: Array, id2: Array, vocab: int) -> tuple
 class AcceptControls(NamedTuple):
     """Settings that may differ between the rows of a batch."""
 
-    theta: Array  # f32[B]; threshold in the units of the margin; inf is strict
-    # bool[B], True relaxes nothing in the row; or i32[B], the number of strict edges from the root
+    theta: Array  # f32[B]; threshold of the margin; inf is strict
+    # bool[B], True to relax nothing in the row; or i32[B], number of strict edges from the root
     strict: Array
-    max_relaxed_run: Array  # i32[B]; maximum consecutive relaxed edges
+    max_relaxed_run: Array  # i32[B]; maximum number of consecutive relaxed edges
     stop_tokens: Array  # i32[B, M]; padded with -1
 
 
 def as_arrays(controls: AcceptControls) -> AcceptControls:
-    """Convert an object with the fields of `AcceptControls`, with `strict` as a number of edges, i32[B]."""
+    """Convert an object with the fields of `AcceptControls` to `AcceptControls` with `strict` i32[B]."""
     strict = controls.strict
     if strict.dtype == jnp.bool_:
         # In a strict row, the number of strict edges exceeds the depth of every tree.
@@ -122,34 +128,37 @@ def as_arrays(controls: AcceptControls) -> AcceptControls:
 
 
 class Acceptance(NamedTuple):
-    """The accepted path, the token that the target adds, and the statistics of every node."""
+    """The accepted path, the next token, and the statistics of all nodes."""
 
-    path: Array  # i32[B, D + 1]; node ids from the root; past num_accepted it repeats the last node
-    num_accepted: Array  # i32[B]; edges walked
-    next_token: Array  # i32[B]; y of the node where the walk stops
-    relaxed: Array  # bool[B, D]; edges accepted only because of relaxation
-    stats: MarginStats  # [B, N] each; statistics of the nodes
+    path: Array  # i32[B, D + 1]; node ids from the root on; entries after `num_accepted` repeat the last node
+    num_accepted: Array  # i32[B]; number of accepted edges
+    next_token: Array  # i32[B]; the target's token y at the node where the walk stops
+    relaxed: Array  # bool[B, D]; edges of the path that were relaxed
+    stats: MarginStats  # [B, N] each; statistics of the nodes' logits
 
 
 Margin = Callable[[Array, Array, Array], Array]
-"""`(z1, z2, theta)`, f32 of one shape, -> bool: True if the target is nearly indifferent between its two largest raw
-logits z1 >= z2, so that relaxing is allowed. An infinite theta is strict for every margin."""
+"""A function of the two largest raw logits z1 >= z2 and of theta, f32 arrays of equal shape. It returns a bool array:
+True if the margin is low, and False if theta is infinite."""
 
 
 def ratio(z1: Array, z2: Array, theta: Array) -> Array:
-    """Return `z2 / z1 > theta` (MARS, arXiv 2601.15498, Algorithm 1); False if z1 <= 0, where the ratio is meaningless.
+    """Return whether `z2 / z1 > theta` (MARS, arXiv 2601.15498, Algorithm 1).
 
-    The ratio depends on the offset of the logits: a theta of 0.9 allows p2 / p1 down to exp(-0.1 z1).
+    For z1 <= 0, the ratio is meaningless, and the result is False. The ratio depends on the offset of the logits. For
+    example, a theta of 0.9 allows all p2 / p1 above exp(-0.1 z1).
 
     >>> ratio(jnp.asarray([10.0, -1.0]), jnp.asarray([9.5, -2.0]), jnp.asarray([0.9, 0.9])).tolist()
     [True, False]
     """
-    # The inner where avoids a division by 0 in rows that are strict anyway.
+    # The inner `where` avoids a division by 0. The result is False for these rows.
     return (z1 > 0) & (z2 / jnp.where(z1 > 0, z1, 1.0) > theta)
 
 
 def gap(z1: Array, z2: Array, theta: Array) -> Array:
-    """Return `z1 - z2 < theta` in nats, which is `p2 / p1 > exp(-theta)`; invariant to the offset of the logits.
+    """Return whether `z1 - z2 < theta` in nats, which is equivalent to `p2 / p1 > exp(-theta)`.
+
+    Unlike `ratio`, this does not depend on the offset of the logits.
 
     >>> gap(jnp.asarray(10.0), jnp.asarray(9.5), jnp.asarray(1.0)).item()
     True
@@ -158,20 +167,24 @@ def gap(z1: Array, z2: Array, theta: Array) -> Array:
 
 
 MARGINS: dict[str, Margin] = {"ratio": ratio, "gap": gap}
-"""Margins by name."""
+"""All margins, by name."""
 
 
 def check_margin(margin: str) -> None:
-    """Raise ValueError for an unknown margin."""
+    """Check that `margin` is a key of `MARGINS`.
+
+    Raises:
+      ValueError: the margin is unknown.
+    """
     if margin not in MARGINS:
         raise ValueError(f"margin is {margin!r}: expected one of {', '.join(MARGINS)}.")
 
 
 class Walk(NamedTuple):
-    """The accepted path in columns, which a kernel writes into the lanes of its result."""
+    """The fields of `Acceptance` as columns [B, 1], which a kernel can write to the lanes of its result."""
 
-    path: list[Array]  # D + 1 of i32[B, 1]
-    relaxed: list[Array]  # D of i32[B, 1], 0 or 1
+    path: list[Array]  # D + 1 columns i32[B, 1]
+    relaxed: list[Array]  # D columns i32[B, 1] of 0 or 1
     num_accepted: Array  # i32[B, 1]
     next_token: Array  # i32[B, 1]
 
@@ -186,19 +199,22 @@ def walk_columns(
     max_depth: int,
     margin: str,
 ) -> Walk:
-    """Descend from the root while a child is acceptable; prefer the exact child, then the lowest node id.
+    """Descend from the root as long as a child is acceptable. Prefer exact children, then the lowest node id.
 
-    The walk gathers no parents. At each depth, a one-hot selection over N reads the three acceptable tokens at the
-    current node of each row.
+    Instead of gathers, the walk uses one-hot selections over N: at each depth, it selects the three acceptable tokens
+    at the current node of each row.
 
     Args:
-      stats: [B, N] each.
-      tokens, parents, y: i32[B, N]; if y is None or negative at a node, the token with the largest logit is used.
-      controls: the first three fields are f32, i32 and i32 [B, 1], since a TPU register has two dimensions.
+      stats: [B, N] each; statistics of the nodes' logits.
+      tokens, parents, y: i32[B, N]; see `margin_accept`.
+      controls: settings, with `theta`, `strict` and `max_relaxed_run` as columns [B, 1], because TPU registers have two
+        dimensions.
+      max_depth: D, the depth of the tree.
+      margin: key of `MARGINS`.
     """
     theta, strict, max_run, stop_tokens = controls
     num_nodes = tokens.shape[1]
-    # i32[B, N]: the node id of every lane.
+    # i32[B, N]; the node id of each entry.
     node_ids = lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
 
     def is_stop(values: Array) -> Array:
@@ -207,48 +223,49 @@ def walk_columns(
             matches |= values == stop_tokens[:, m : m + 1]
         return matches & (values >= 0)
 
-    # At temperature 0 the target's token is its argmax, which the statistics contain.
+    # At temperature 0, the target's token is the argmax, which is `id1` of the statistics.
     y = stats.id1 if y is None else jnp.where(y < 0, stats.id1, y)
-    # Algorithm 1, line "z2 / z1 > theta", at all nodes at once.
+    # Test whether the margin is low (z2 / z1 > theta in Algorithm 1), at all nodes at once.
     low_margin = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(theta, stats.top1.shape))
-    # -2 matches no drafted token, so it disables the runner-up at nodes that may not be relaxed.
+    # Replace the two best tokens by -2, which matches no drafted token, at nodes whose edges must not be relaxed.
     open_node = low_margin & ~is_stop(stats.id1) & ~is_stop(y)
     best_id, second_id = (jnp.where(open_node, i, -2) for i in (stats.id1, stats.id2))
     is_token = tokens >= 0
     may_relax = is_token & ~is_stop(tokens)
 
-    # i32[B, 1] each: the current node, the relaxed edges since the last exact one, and the edges walked; and
-    # bool[B, 1], whether the walk continues.
+    # [B, 1] each; the current node, the number of relaxed edges since the last exact edge, the number of accepted
+    # edges, and whether the walk continues.
     node = jnp.zeros(theta.shape, jnp.int32)
     run, num_accepted, continues = node, node, node == 0
     path, relaxed_columns = [node], []
     for depth in range(max_depth):
-        # Algorithm 1 at the current node of each row: accept x = y, which is top1 at temperature 0, or x = top2 if the
-        # margin is low. Otherwise the row stops, and y is emitted after the loop.
+        # Apply Algorithm 1 at the current node of each row: accept a child x = y, which is top1 at temperature 0, or x
+        # = top2 if the margin is low. Otherwise the walk stops. The next token y is selected after the loop.
         is_node = node_ids == node
 
         def at_node(values: Array, is_node: Array = is_node) -> Array:
             return jnp.sum(jnp.where(is_node, values, 0), axis=1, keepdims=True, dtype=values.dtype)
 
-        # bool[B, N] each. `child`: a child of the current node. `exact`: a child with the target's token y.
-        # `runner_up`: one of the target's two best tokens, which may be relaxed.
+        # bool[B, N] each. `child`: the node is a child of the current node. `exact`: its token is the target's token y.
+        # `runner_up`: its token is one of the target's two best tokens, and the margin is low.
         child = (parents == node) & continues
         exact = child & is_token & (tokens == at_node(y))
         runner_up = (tokens == at_node(best_id)) | (tokens == at_node(second_id))
         relaxable = child & may_relax & runner_up & (run < max_run) & (strict <= depth)
-        # Exact children have ranks below N, relaxed ones from N to 2 N - 1, all others 2 N. So one minimum selects the
-        # exact child with the lowest id, or else the relaxed one.
+        # The ranks of exact children are below N, the ranks of relaxable children are from N to 2 N - 1, and the rank
+        # of all other nodes is 2 N. One minimum therefore selects the exact child with the lowest id or, if there is
+        # none, the relaxable child with the lowest id.
         rank = jnp.where(exact, node_ids, jnp.where(relaxable, node_ids + num_nodes, 2 * num_nodes))
         best_rank = jnp.min(rank, axis=1, keepdims=True)
         continues = best_rank < 2 * num_nodes
         is_relaxed = (best_rank >= num_nodes) & continues
-        # A row that has stopped keeps its node, so the path repeats it.
+        # If the walk has stopped, keep the node, so that the path repeats it.
         node = jnp.where(continues, jnp.where(is_relaxed, best_rank - num_nodes, best_rank), node)
         run = jnp.where(is_relaxed, run + 1, 0)
         num_accepted += continues.astype(jnp.int32)
         path.append(node)
         relaxed_columns.append(is_relaxed.astype(jnp.int32))
-    # The target's token at the node where the walk stops, selected as in `at_node`.
+    # Select the target's token y at the node where the walk stops.
     next_token = jnp.sum(jnp.where(node_ids == node, y, 0), axis=1, keepdims=True, dtype=jnp.int32)
     return Walk(path, relaxed_columns, num_accepted, next_token)
 
@@ -262,7 +279,7 @@ def accept_from_stats(
     max_depth: int,
     margin: str,
 ) -> Acceptance:
-    """Run `walk_columns` on arrays of the public shapes; see `margin_accept`."""
+    """Compute `margin_accept` from the statistics of the logits, with `walk_columns`."""
     column_controls = controls._replace(
         theta=controls.theta[:, None],
         strict=controls.strict[:, None],

@@ -1,4 +1,4 @@
-"""Block sizes of the margin kernels. R rows = B trees * N nodes, V vocabulary."""
+"""Block sizes of the margin kernels. Dimensions: B trees, N nodes, R = B * N rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -10,29 +10,34 @@ from jax.typing import DTypeLike
 from kernels_pallas.common import LANES, SUBLANES, BlockError, round_up
 
 BLOCK_BYTES = 2 * 2**20
-"""Bytes of logits per block. Two blocks are in flight; with the state they stay far below the 16 MiB of VMEM that a
-kernel gets by default on every generation."""
+"""Bytes of logits per block. Two blocks and the state are in VMEM at a time. They take far less than 16 MiB, which a
+kernel may use by default on every TPU generation."""
 MAX_ROWS = 1024
 """Maximum number of rows per block. The state takes 2.5 KiB per row."""
 
 
 class TpuBlocks(NamedTuple):
-    """Block of the TPU kernels: `trees` whole trees (or rows, for plain logits) by `tokens` of the vocabulary."""
+    """Block size of the TPU kernels for the margin."""
 
-    trees: int  # trees (or rows) per block
-    tokens: int  # tokens per block
+    trees: int  # number of trees per block, or of rows if there are no trees
+    tokens: int  # number of tokens of the vocabulary per block
 
 
 def tpu_blocks(
     blocks: TpuBlocks | None, *, trees: int, nodes: int, vocab: int, dtype: DTypeLike, group: int
 ) -> TpuBlocks:
-    """Return `blocks` after validation, or the default if it is None.
+    """Check the block size, or choose one if it is None.
 
     Args:
-      group: a block must hold a multiple of this many trees, or all of them.
+      blocks: block size, or None.
+      trees: number of trees, or of rows if there are no trees.
+      nodes: number of nodes per tree; 1 if there are no trees.
+      vocab: V, the number of tokens in the vocabulary.
+      dtype: dtype of the logits.
+      group: the number of trees per block must be a multiple of this, or the number of all trees.
 
     Raises:
-      BlockError: the blocks are not legal for these shapes.
+      BlockError: the kernel does not support these shapes, or not with this block size.
     """
     itemsize = jnp.dtype(dtype).itemsize
     if itemsize not in (2, 4) or not jnp.issubdtype(dtype, jnp.floating):
@@ -48,7 +53,7 @@ def tpu_blocks(
             f"blocks.trees is {blocks.trees}: expected a positive multiple of {group} for "
             f"{jnp.dtype(dtype).name} logits, or all {trees} of them."
         )
-    # The caller's block may be twice as large as a default one: two such blocks still fit into VMEM.
+    # A block chosen by the caller may be twice as large as a default block. Two such blocks still fit in VMEM.
     block_rows = blocks.trees * nodes
     if block_rows > MAX_ROWS or block_rows * blocks.tokens * itemsize > 2 * BLOCK_BYTES:
         raise BlockError(
@@ -62,14 +67,14 @@ def _default(trees: int, nodes: int, vocab: int, itemsize: int, group: int) -> T
     if trees <= group:
         block_trees = trees
     else:
-        # About 256 rows per block, and at least two blocks, which chips with two cores (v4, v5p) share.
+        # Use about 256 rows per block, and at least two blocks, so that both cores of a chip (v4, v5p) are busy.
         target_trees = max(min(256 // nodes, trees // 2), 1)
         block_trees = round_up(target_trees, group)
-    # Rows in memory: the nodes of each tree are padded to a multiple of SUBLANES rows.
+    # In memory, the nodes of each tree are padded to a multiple of SUBLANES rows.
     if nodes > 1:
         padded_rows = block_trees * round_up(nodes, SUBLANES)
     else:
         padded_rows = max(block_trees, SUBLANES)
-    # The kernel's loop over chunks of 128 tokens is unrolled, so limit the tokens per block even for few rows.
+    # The kernel unrolls its loop over chunks of 128 tokens, so limit the tokens per block even if there are few rows.
     block_tokens = min(BLOCK_BYTES // (padded_rows * itemsize), 4096, round_up(vocab, LANES))
     return TpuBlocks(block_trees, max(block_tokens // LANES, 1) * LANES)

@@ -1,6 +1,6 @@
-"""Margin statistics with XLA operations: a two-level search, and reductions that XLA partitions over devices.
+"""Margin statistics with XLA operations: a two-level search, and reductions that XLA can partition over devices.
 
-R rows, V vocabulary, C candidates. Oracle: `reference`.
+Oracle: `reference`. Dimensions: R rows, V vocabulary, C candidates.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ from kernels_pallas.common import LAST_ID, LOWEST
 from kernels_pallas.margin.rule import MarginStats, close, empty
 
 BLOCK = 256
-"""Tokens per block. Measured on a CPU at [8, 8, 128256] and [8, 8, 4096]: 64 to 256 take equal time, 512 is 1.2-1.7x
-slower at 4096."""
+"""Number of tokens per block. On a CPU, blocks of 64 to 256 tokens are equally fast for logits [8, 8, 128256] and
+[8, 8, 4096]. Blocks of 512 tokens are 1.2 to 1.7 times slower for [8, 8, 4096]."""
 
 ROWS_BYTES = 4 * 2**20
-"""Bytes of exponentials computed at a time. Measured on a CPU with 64 rows of 128256: 2 and 4 MiB take equal time, 8
-MiB twice as long, and all rows at once 2 to 4 times as long, mostly in page faults."""
+"""Number of bytes of exponentials to compute at a time. On a CPU with 64 rows of 128256 tokens, 2 MiB and 4 MiB are
+equally fast, 8 MiB take twice as long, and all rows at once take 2 to 4 times as long, mostly because of page
+faults."""
 EXP2 = (1.535336e-4, 1.3398874e-3, 9.618437e-3, 5.5503324e-2, 2.4022648e-1, 6.931472e-1, 1.0)
-"""Coefficients of 2**f, the highest power first."""
+"""Coefficients of a polynomial for 2**f, beginning with the highest power."""
 
 
 def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
-    """Compute the statistics of logits [..., V] (bfloat16 or float32) over the last axis, for V >= 1.
+    """Compute the statistics of each row of logits [..., V], bfloat16 or float32, for V >= 1.
 
-    One vectorised pass takes the maximum of each block of `BLOCK` tokens. The largest entry is in the best
-    block, the second largest in the best or in the second-best one, so only those two are searched.
-    `lax.top_k` examines each entry with a scalar comparison, and `argmax` is even slower on CPU.
+    One vectorised pass computes the maximum of each block of `BLOCK` tokens. The largest entry is in the block with the
+    largest maximum, and the second largest entry is in the same block or in the block with the second largest maximum.
+    Only these two blocks are searched. On a CPU, `lax.top_k` compares one entry at a time, and `argmax` is even slower.
 
-    With the logsumexp, a CPU processes a few rows at a time. XLA's CPU backend materialises the exponentials before it
-    sums them. For a few rows they stay in the processor's cache, and so do the logits between the two passes.
+    With the logsumexp, a CPU processes a few rows at a time, because XLA's CPU backend writes all exponentials to
+    memory before it adds them up. The exponentials of a few rows stay in the processor's cache, and so do the logits
+    between the two passes.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     if logsumexp:
@@ -47,14 +49,14 @@ def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
 
 
 def _stats_by_chunks(rows: Array) -> MarginStats:
-    """Compute `_stats` of rows [R, V] with the logsumexp, `ROWS_BYTES` at a time."""
+    """Compute `_stats` of rows [R, V] with the logsumexp, for `ROWS_BYTES` of exponentials at a time."""
     row_count, vocab = rows.shape
     chunk_rows = min(max(ROWS_BYTES // (4 * vocab), 1), row_count)
     if chunk_rows == row_count:
         return _stats(rows, logsumexp=True)
 
     def step(i: Array, partial_stats: MarginStats) -> MarginStats:
-        # The last chunk is full-size too, so it overlaps the one before and recomputes some rows with the same result.
+        # The last chunk has the same size, so it may overlap the chunk before it and recompute some rows.
         start = jnp.minimum(i * chunk_rows, row_count - chunk_rows)
         chunk_stats = _stats(lax.dynamic_slice_in_dim(rows, start, chunk_rows), logsumexp=True)
         return jax.tree.map(
@@ -68,7 +70,7 @@ def _stats(logits: Array, *, logsumexp: bool) -> MarginStats:
     vocab = logits.shape[-1]
     num_blocks = vocab // BLOCK
     if num_blocks < 4:
-        # The candidates would be most of the vocabulary.
+        # Two blocks would be at least half of the vocabulary, so search all of it.
         candidates, candidate_ids = logits, lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     else:
         candidates, candidate_ids = _candidates(logits, num_blocks)
@@ -76,27 +78,27 @@ def _stats(logits: Array, *, logsumexp: bool) -> MarginStats:
     id1, id2 = close(top1, id1, top2, id2, vocab)
     log_sum_exp = None
     if logsumexp:
-        # A row of -inf has no finite maximum to subtract. Any finite number avoids NaN.
+        # If all logits of a row are -inf, subtract a finite number instead of the maximum, which would give NaN.
         shift = jnp.maximum(top1, LOWEST)
         # logsumexp(z) = shift + log sum exp(z - shift), with exponents of at most 0.
         exponent = logits.astype(jnp.float32) - shift[..., None]
         log_sum_exp = shift + jnp.log(jnp.sum(_exp_of_negative(exponent), axis=-1))
-        # `_exp_of_negative` never gives 0, so a row of -inf needs its own result.
+        # `_exp_of_negative` never returns 0, so set the result for rows of -inf separately.
         log_sum_exp = jnp.where(top1 == -jnp.inf, -jnp.inf, log_sum_exp)
     return MarginStats(top1, id1, top2, id2, log_sum_exp)
 
 
 def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
-    """Compute `margin_stats` with reductions over the vocabulary only.
+    """Compute `margin_stats` with reductions over the whole vocabulary, which XLA can partition.
 
-    For a sharded vocabulary, XLA partitions each reduction into one per device and an exchange of one number per node
-    and device, independent of V. For `margin_stats` above or `lax.top_k`, it would gather all logits. This form is slow
-    on a CPU, where argmax is slow, and the fastest form on an H100.
+    If the vocabulary is sharded, each device reduces its own shard, and the devices exchange one number per node for
+    each reduction. For `margin_stats` above and `lax.top_k`, XLA would gather all logits. This implementation is slow
+    on a CPU, because argmax is slow there. It is the fastest one on an H100.
     """
     z = logits.astype(jnp.float32)
     ids = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
     top1, id1 = jnp.max(z, axis=-1), jnp.argmax(z, axis=-1).astype(jnp.int32)
-    # The second is the maximum without the first, which is excluded by its id because its value may occur twice.
+    # To find the second largest entry, exclude the largest one by its id, because its value may occur twice.
     without_first = jnp.where(ids == id1[..., None], -jnp.inf, z)
     top2, id2 = jnp.max(without_first, axis=-1), jnp.argmax(without_first, axis=-1).astype(jnp.int32)
     id1, id2 = close(top1, id1, top2, id2, z.shape[-1])
@@ -108,17 +110,17 @@ def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> Margi
 
 
 def _candidates(logits: Array, blocks: int) -> tuple[Array, Array]:
-    """Return values and ids [..., 2 * BLOCK + tail] that include the two largest entries."""
+    """Return values and ids [..., 2 * BLOCK + tail] of tokens that include the two largest entries of each row."""
     lead = logits.shape[:-1]
     full_blocks = logits[..., : blocks * BLOCK].reshape(*lead, blocks, BLOCK)
     block_maxima = jnp.max(full_blocks, axis=-1)
     block_ids = lax.broadcasted_iota(jnp.int32, block_maxima.shape, block_maxima.ndim - 1)
-    # This argmax covers only the few block maxima. Ties go to the earlier block and so to the smaller id.
+    # This argmax is only over the block maxima. Among equal maxima, it chooses the first block, and so the smaller id.
     best_block = jnp.argmax(block_maxima, axis=-1, keepdims=True).astype(jnp.int32)
     second_block = jnp.argmax(
         jnp.where(block_ids == best_block, -jnp.inf, block_maxima.astype(jnp.float32)), axis=-1, keepdims=True
     )
-    # i32[..., 2]: the two best blocks, gathered as [..., 2, BLOCK]. Tokens after the last full block are appended.
+    # Gather the two best blocks, i32[..., 2], as [..., 2, BLOCK]. Append the tokens after the last full block.
     best_blocks = jnp.concatenate([best_block, second_block.astype(jnp.int32)], axis=-1)
     values = jnp.take_along_axis(full_blocks, best_blocks[..., None], axis=-2).reshape(*lead, 2 * BLOCK)
     offset = lax.broadcasted_iota(jnp.int32, (*lead, 2, BLOCK), len(lead) + 1)
@@ -131,29 +133,33 @@ def _candidates(logits: Array, blocks: int) -> tuple[Array, Array]:
 
 
 def _top_two(values: Array, ids: Array) -> tuple[Array, Array, Array, Array]:
-    """Return the two largest of values f32[..., C] with their ids, without argmax; ties go to the smaller id."""
+    """Return the two largest of values f32[..., C] and their ids, without argmax.
+
+    Among equal values, the smaller id comes first.
+    """
 
     def largest(z: Array) -> tuple[Array, Array]:
         top_value = jnp.max(z, axis=-1)
         return top_value, jnp.min(jnp.where(z == top_value[..., None], ids, LAST_ID), axis=-1)
 
     top1, id1 = largest(values)
-    # Exclude the first by its id: its value may occur twice.
+    # Exclude the largest value by its id, because the value may occur twice.
     top2, id2 = largest(jnp.where(ids == id1[..., None], -jnp.inf, values))
     return top1, id1, top2, id2
 
 
 def _exp_of_negative(x: Array) -> Array:
-    """Compute exp(x) for x f32[...] <= 0, with a relative error of 2e-7; very negative x gives 2e-38 instead of 0.
+    """Compute exp(x) for x f32[...] <= 0, with a relative error of 2e-7.
 
-    XLA's exponential takes 1.7x as long in a sum over the vocabulary on CPU, because it also handles overflow. Here
-    2**n goes into the exponent bits, and 2**f on [-1/2, 1/2] is the polynomial of Cephes' exp2f.
+    For very negative x, the result is 2e-38 instead of 0. In a sum over the vocabulary on a CPU, XLA's exponential
+    takes 1.7 times as long, because it also handles overflow. This function splits exp(x) into 2**n * 2**f. It adds n
+    to the exponent bits, and computes 2**f on [-1/2, 1/2] with the polynomial of Cephes' exp2f.
     """
     x = jnp.maximum(x, -87.0) * math.log2(math.e)  # 2**-126 is the smallest normal number
-    # 2**x = 2**n * 2**f, with n whole and f in [-1/2, 1/2].
+    # 2**x = 2**n * 2**f, where n is an integer and f is in [-1/2, 1/2].
     n = jnp.round(x)
     f = x - n
-    # Horner's scheme for 2**f.
+    # Evaluate the polynomial for 2**f by Horner's method.
     power = jnp.full_like(f, EXP2[0])
     for coefficient in EXP2[1:]:
         power = power * f + coefficient

@@ -1,1 +1,1 @@
-"""The k largest logits of each row and the row's logsumexp, for drafters."""
+"""Top-k for drafters: the k largest logits of each row, and the logsumexp of the row."""

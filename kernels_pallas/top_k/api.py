@@ -1,6 +1,8 @@
-"""The operations `top_k` and `sharded_top_k`: the k largest logits and the logsumexp of each row in one read.
+"""Operations `top_k` and `sharded_top_k`, which find the k largest logits of each row and compute its logsumexp.
 
-V vocabulary, W vocabulary parts. Oracle: `reference.top_k`, and `jax.lax.top_k` in tests/kernels/test_top_k.py.
+Oracles: `reference.top_k`, and `jax.lax.top_k` (tests/kernels/test_top_k.py).
+
+Dimensions: V vocabulary, W vocabulary parts.
 """
 
 from __future__ import annotations
@@ -20,17 +22,19 @@ from kernels_pallas.top_k.shapes import fits_in_vmem
 def top_k(
     logits: Array, k: int, *, implementation: str | None = None, interpret: Interpret = False
 ) -> TopKEntries:
-    """Return the k largest of logits [..., V], bfloat16 or float32, with their ids, and the logsumexp of the row.
+    """Return the k largest logits of each row, their token ids, and the logsumexp of the row.
+
+    The result has no gradient.
 
     Args:
-      logits: `-inf` for masked tokens, which are treated like any other entry.
-      k: 1 to V.
-      implementation: "pallas_tpu", "xla", "reference", or None, which selects the kernel on a TPU if it fits, and
-        otherwise "xla". Not differentiable.
+      logits: bfloat16 or float32 [..., V]. Masked tokens are `-inf`, which is treated like any other value.
+      k: number of entries, from 1 to V.
+      implementation: "pallas_tpu", "xla", "reference", or None. None selects the kernel on a TPU if a row fits in fast
+        memory, and "xla" otherwise.
       interpret: as in `margin_stats`.
 
     Raises:
-      ValueError: an implementation that this operation does not have.
+      ValueError: the implementation is unknown.
 
     >>> import jax.numpy as jnp
     >>> largest = top_k(jnp.asarray([1.0, 3.0, 2.0]), 2)
@@ -47,36 +51,36 @@ def top_k(
 def sharded_top_k(
     part: Array, k: int, *, axis: Axis, implementation: str | None = None, interpret: Interpret = False
 ) -> TopKEntries:
-    """Compute `top_k` of a vocabulary sharded over `axis` in equal parts. Call it inside `shard_map`.
+    """Compute `top_k` of a sharded vocabulary. Call this function inside `shard_map`.
 
-    One collective sends the k largest entries of each part to all devices, and every device joins them.
+    One all-gather sends the k largest entries of each shard to all devices, and every device merges them.
 
     Args:
-      part: [..., V / devices]; this device's part of the logits, which may have fewer than k tokens.
-      k: 1 to V.
-      axis: mesh axis, or axes, that shard the vocabulary.
+      part: [..., V / devices]; this device's shard of the logits, which may have fewer than k tokens.
+      k: number of entries, from 1 to V.
+      axis: mesh axis or axes that shard the vocabulary in equal parts.
       implementation, interpret: as in `top_k`.
     """
 
     def form(part: Array, interpret: Interpret | None = None) -> TopKEntries:
-        # One integer array holds values, ids and the logsumexp, so that one collective suffices.
+        # Pack the values, ids and the logsumexp into one integer array, so that one all-gather is enough.
         parts = lax.all_gather(packed_top_k(part, k, interpret=interpret), axis)
         return join_top_k(parts, k, part.shape[-1], interpret=interpret)
 
     forms: dict[str, Form] = dict.fromkeys(("reference", "xla", "partitioned", "pallas_tpu"), form)
     if _runs_kernel(part, k, implementation):
         kernel: Any = functools.partial(form, interpret=False)
-        # A collective needs the mesh, which the trial's thread does not have.
+        # The thread that tries to compile the kernel has no mesh, so compile a function without the all-gather.
         kernel.trial = functools.partial(_top_k_of_parts, k=k)
         forms["pallas_tpu"] = kernel
     return dispatch(implementation, interpret, (part,), forms)
 
 
 def packed_top_k(logits: Array, k: int, *, interpret: Interpret | None = None) -> Array:
-    """Compute `top_k` packed into one array for a collective, see `reference.pack`.
+    """Compute `top_k`, packed into one array for an all-gather (see `reference.pack`).
 
-    If `interpret` is None, XLA computes i32[2, ..., k + 1]. Otherwise the kernel, with this `interpret` option,
-    computes i32[2, ..., 128].
+    If `interpret` is None, XLA computes i32[2, ..., k + 1]. Otherwise the kernel computes i32[2, ..., 128], with this
+    `interpret` option.
     """
     if interpret is None:
         return pack(xla.top_k(logits, min(k, logits.shape[-1])), k)
@@ -87,24 +91,27 @@ def packed_top_k(logits: Array, k: int, *, interpret: Interpret | None = None) -
 
 
 def join_top_k(parts: Array, k: int, size: int, *, interpret: Interpret | None = None) -> TopKEntries:
-    """Merge the results for W equal parts of a vocabulary into its `top_k`.
+    """Merge the results for W equal parts of a vocabulary into the `top_k` of the whole vocabulary.
 
     Args:
-      parts: i32[W, 2, ..., lanes]; entry i is `packed_top_k` of tokens `[i * size, (i + 1) * size)`.
-      k, interpret: as for `packed_top_k`.
-      size: tokens per part.
+      parts: i32[W, 2, ..., lanes]; entry i is `packed_top_k` of the tokens from `i * size` to `(i + 1) * size - 1`.
+      k, interpret: as in `packed_top_k`.
+      size: number of tokens per part.
     """
     if interpret is None:
         return xla.join(parts, k, size)
     from kernels_pallas.top_k import mosaic
 
-    # The kernel takes a single dimension of rows, so flatten all leading dimensions.
+    # The kernel accepts a single dimension of rows, so flatten all leading dimensions.
     flat_parts = parts.reshape(parts.shape[0], 2, -1, LANES)
     return unpack(mosaic.join(flat_parts, k, size, interpret=interpret).reshape(parts.shape[1:]), k)
 
 
 def _runs_kernel(logits: Array, k: int, implementation: str | None) -> bool:
-    """Return whether the kernel should run: it fits, or the caller named it, and then it raises if it does not fit."""
+    """Return whether to use the kernel: if the rows fit in fast memory, or if the caller named the kernel.
+
+    If the caller named it and the rows do not fit, the kernel raises an error.
+    """
     return implementation == "pallas_tpu" or fits_in_vmem(logits.shape[-1], k)
 
 
@@ -113,5 +120,5 @@ def _top_k_kernel(logits: Array, interpret: Interpret = False, *, k: int) -> Top
 
 
 def _top_k_of_parts(part: Array, *, k: int) -> TopKEntries:
-    """Run both kernels without the collective between them."""
+    """Run both kernels of `sharded_top_k` without the all-gather between them."""
     return join_top_k(packed_top_k(part, k, interpret=False)[None], k, part.shape[-1], interpret=False)

@@ -1,7 +1,8 @@
-"""The result of `top_k`, its specification using `jax.lax.top_k`, and its packed form for a collective.
+"""Reference implementation of `top_k` with `jax.lax.top_k`, and the packed format of its result for an all-gather.
 
-V vocabulary. Oracle: `jax.lax.top_k` and `jax.nn.logsumexp`, called directly in tests/kernels/test_top_k.py.
 `jax.lax.top_k` is a full sort on a TPU, which compiles slowly, and a scalar loop on a CPU.
+
+Oracle: direct calls of `jax.lax.top_k` and `jax.nn.logsumexp` (tests/kernels/test_top_k.py).
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from kernels_pallas.common import bits
 
 
 class TopKEntries(NamedTuple):
-    """The k largest entries of a row, ordered by larger value, then smaller id, and the row's logsumexp."""
+    """The k largest entries of each row, ordered by larger value, then smaller id, and the logsumexp of the row."""
 
-    values: Array  # f32[..., k]; the largest first
+    values: Array  # f32[..., k]; largest logits, in descending order
     ids: Array  # i32[..., k]; token ids of `values`
-    logsumexp: Array  # f32[...]; over the whole row
+    logsumexp: Array  # f32[...]; logsumexp of the whole row
 
 
 def top_k(logits: Array, k: int) -> TopKEntries:
-    """See `kernels_pallas.top_k`."""
+    """Compute `kernels_pallas.top_k` with `jax.lax.top_k`."""
     z = logits.astype(jnp.float32)
     return TopKEntries(*lax.top_k(z, k), jax.nn.logsumexp(z, axis=-1))
 
 
 def pack(entries: TopKEntries, k: int) -> Array:
-    """Pack into i32[2, ..., k + 1]: the bits of the k values followed by the logsumexp, and the ids.
+    """Pack the entries into i32[2, ..., k + 1]: the bits of the k values and of the logsumexp, and the ids.
 
-    Floats are sent as integers, so that no device alters their bits. If there are fewer than k tokens, the remaining
+    Floats are packed as integers, so that no device changes their bits. If there are fewer than k tokens, the remaining
     values are -inf.
     """
 
@@ -40,7 +41,7 @@ def pack(entries: TopKEntries, k: int) -> Array:
     def padded(x: Array, fill: float) -> Array:
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, k - x.shape[-1])], constant_values=fill)
 
-    # Lane k holds the logsumexp next to the values, and 0 next to the ids.
+    # Append the logsumexp to the values, and 0 to the ids.
     log_sum_exp = entries.logsumexp[..., None]
     values = jnp.concatenate([padded(entries.values, -jnp.inf), log_sum_exp], axis=-1)
     ids = jnp.concatenate([padded(entries.ids, 0), jnp.zeros_like(bits(log_sum_exp))], axis=-1)
@@ -48,7 +49,7 @@ def pack(entries: TopKEntries, k: int) -> Array:
 
 
 def unpack(packed: Array, k: int, axis: int = 0) -> TopKEntries:
-    """Invert `pack`. `axis` is the dimension of size two."""
+    """Unpack the result of `pack`. `axis` is the dimension of size two."""
     values, ids = (lax.index_in_dim(packed, i, axis, keepdims=False) for i in (0, 1))
     values = lax.bitcast_convert_type(values, jnp.float32)
     return TopKEntries(values[..., :k], ids[..., :k], values[..., k])

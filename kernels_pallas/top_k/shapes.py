@@ -1,7 +1,4 @@
-"""Block sizes of the `top_k` kernel.
-
-R rows, V vocabulary.
-"""
+"""Block sizes of the `top_k` kernel. Dimensions: R rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -10,16 +7,16 @@ from jax.typing import DTypeLike
 from kernels_pallas.common import LANES, SUBLANES, BlockError, tile_rows
 
 BLOCK_BYTES = 4 * 2**20
-"""Bytes of logits per block, which holds whole rows. Two blocks are in flight."""
+"""Maximum bytes of logits per block. A block contains whole rows, and two blocks are in VMEM at a time."""
 
 
 def fits_in_vmem(vocab: int, k: int) -> bool:
-    """Return whether a block of rows of `vocab` tokens fits into VMEM and k entries fit into a vector.
+    """Return whether a block of rows of `vocab` tokens fits in VMEM, and k entries fit in the lanes of a register.
 
     >>> fits_in_vmem(32000, 10), fits_in_vmem(262144, 10)
     (True, False)
     """
-    # One lane holds the logsumexp. The smallest block has as many rows as a register, in float32 after the conversion.
+    # One lane is needed for the logsumexp. The smallest block has as many rows as a register, converted to float32.
     return k < LANES and SUBLANES * 4 * vocab <= BLOCK_BYTES
 
 
@@ -34,6 +31,6 @@ def block_rows(rows: int, vocab: int, k: int, dtype: DTypeLike) -> int:
             f"the {k} largest of {vocab} tokens do not fit: the kernel takes at most {LANES - 1} of "
             f"{BLOCK_BYTES // SUBLANES // 4} tokens, so pass implementation='xla'."
         )
-    # Whole tiles, and at most 16 rows: a scan keeps the state of all rows of a block in registers.
+    # Use whole tiles, and at most 16 rows, because a scan keeps the state of all rows of a block in registers.
     tile = tile_rows(dtype)
     return min(rows, max(tile, min(2 * SUBLANES, BLOCK_BYTES // (4 * vocab) // tile * tile)))

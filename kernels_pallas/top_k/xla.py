@@ -1,6 +1,6 @@
-"""`top_k` with XLA operations, and the join of vocabulary parts.
+"""Implementation of `top_k` with XLA operations, and the merge of the results of vocabulary parts.
 
-V vocabulary, W vocabulary parts. Oracle: `reference.top_k`.
+Oracle: `reference.top_k`. Dimensions: V vocabulary, W vocabulary parts.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from kernels_pallas.top_k import reference
 from kernels_pallas.top_k.reference import TopKEntries, unpack
 
 BLOCK = 64
-"""Tokens per block; blocks are first compared by their maxima. Ten blocks hold fewer than 1,024 tokens. Up to that
-number XLA sorts on a GPU, which is faster than the search that it uses for more tokens."""
+"""Number of tokens per block; only the blocks with the largest maxima are searched. Ten blocks contain fewer than 1,024
+tokens. On a GPU, XLA sorts up to this number, which is faster than the search that it uses for more tokens."""
 
 
 def top_k(logits: Array, k: int) -> TopKEntries:
-    """Search only the k blocks with the largest maxima; they contain the k largest entries.
+    """Compute `kernels_pallas.top_k` by searching only the k blocks with the largest maxima.
 
-    Ties cannot change the result: each of these blocks has an entry that comes before every entry outside of them, in
-    the order (larger value, then smaller id).
+    These blocks contain the k largest entries, even if there are ties: each block has an entry that precedes all
+    entries of other blocks, in the order of larger value, then smaller id.
     """
     z = logits.astype(jnp.float32)
     if z.shape[-1] < 4 * k * BLOCK:
         return reference.top_k(z, k)
-    # [..., V] -> [..., blocks, BLOCK]
+    # Reshape [..., V] to [..., blocks, BLOCK].
     padding, blocks = -z.shape[-1] % BLOCK, z
     if padding:
         blocks = jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, padding)], constant_values=-jnp.inf)
     blocks = blocks.reshape(*z.shape[:-1], -1, BLOCK)
-    # At most k blocks contain the k largest entries, and each such block has one of the k largest maxima. i32[..., k].
+    # Find the blocks with the k largest maxima, i32[..., k]. They contain the k largest entries.
     _, best_blocks = lax.top_k(jnp.max(blocks, axis=-1), k)
-    # Sort the blocks, so that candidates are in the order of their ids and ties go to the smaller id.
+    # Sort the blocks, so that candidates are in the order of their ids. Among equal values, the smaller id comes first.
     best_blocks = jnp.sort(best_blocks, axis=-1)
     candidates = jnp.take_along_axis(blocks, best_blocks[..., None], axis=-2, mode="promise_in_bounds")
     values, candidate = lax.top_k(candidates.reshape(*candidates.shape[:-2], -1), k)
@@ -43,14 +43,14 @@ def top_k(logits: Array, k: int) -> TopKEntries:
 
 
 def join(parts: Array, k: int, size: int) -> TopKEntries:
-    """Join i32[W, 2, ..., k + 1], packed results of parts of `size` tokens each, into the `top_k` of all tokens."""
+    """Merge the packed results i32[W, 2, ..., k + 1] of W parts of `size` tokens into the `top_k` of all tokens."""
     part_tops = unpack(parts, k, axis=1)  # [W, ..., k] each
     first_ids = jnp.arange(parts.shape[0], dtype=jnp.int32) * size
     ids = part_tops.ids + first_ids.reshape((-1,) + (1,) * (part_tops.ids.ndim - 1))
-    # Parts are in the order of their ids, so ties still go to the smaller id.
-    # [W, ..., k] -> [..., W, k] -> [..., W * k].
+    # Reshape [W, ..., k] to [..., W, k], and then to [..., W * k]. The parts are in the order of their ids, so among
+    # equal values the smaller id still comes first.
     values, ids = (jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1) for x in (part_tops.values, ids))
     top_values, entry_index = lax.top_k(values, k)
     ids = jnp.take_along_axis(ids, entry_index, axis=-1, mode="promise_in_bounds")
-    # The logsumexp of the vocabulary is the logsumexp of the parts' values, [W, ...].
+    # The logsumexp of the whole vocabulary is the logsumexp of the parts' logsumexps, [W, ...].
     return TopKEntries(top_values, ids, jax.nn.logsumexp(part_tops.logsumexp, axis=0))

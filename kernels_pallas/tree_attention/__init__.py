@@ -1,1 +1,1 @@
-"""Attention of a drafted tree, or of a prompt chunk, over the key-value cache."""
+"""Attention of a draft tree, or of a prompt chunk, over the KV cache."""

@@ -1,9 +1,11 @@
-"""Attention of a drafted tree, or of a prompt chunk, over the key-value cache.
+"""Operations for the attention of a draft tree, or of a prompt chunk, over the KV cache.
 
-`write_and_attend` first writes the keys and values of the queries into the cache; `tree_attention` only attends.
+`tree_attention` reads the cache. `write_and_attend` writes new keys and values to the cache first.
 
-B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows of the
-region. Oracles: `reference.tree_attention`, and softmax in numpy float64 in tests/kernels/.
+Oracles: `reference.tree_attention`, and softmax in numpy float64 (tests/kernels).
+
+Dimensions: B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows
+of the region, W new rows.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from kernels_pallas.tree_attention.operands import NewRows, Operands
 from kernels_pallas.tree_attention.shapes import AttentionBlocks, is_flat
 
 FORMS = ("reference", "xla", "pallas_tpu")
-"""Accepted values of `implementation` other than None."""
+"""Allowed values of `implementation`, in addition to None."""
 
 
 def tree_attention(
@@ -40,39 +42,41 @@ def tree_attention(
     blocks: AttentionBlocks | None = None,
     interpret: Interpret = False,
 ) -> Array:
-    """Compute grouped-query attention of N queries over a cache whose batch rows have different lengths.
+    """Compute grouped-query attention over a cache whose batch rows have different lengths.
 
-    Every query sees all slots before `first`. The region is the R slots from `first` on; query i sees row r of the
-    region if `seen[b, i, r]`. The TPU kernel reads each batch row in blocks, from the start of the window (if there is
-    one) to the end of the region, so the cost of a row depends only on its own length.
+    Every query attends to all slots before `first`. The R slots from `first` on are called the region. Query i attends
+    to row r of the region if `seen[b, i, r]` is True. The TPU kernel reads each batch row in blocks, from the start of
+    the window, if there is one, to the end of the region. The cost of a batch row therefore only depends on its own
+    length.
 
     Args:
-      q: [B, N, K, G, D], bfloat16 or float32.
-      k: [B, S, K, D]: float32, bfloat16, or int8 with scales.
+      q: [B, N, K, G, D]; bfloat16 or float32.
+      k: [B, S, K, D]; float32, bfloat16, or int8 with scales.
       v: [B, S, K, D].
-      first: i32[B]; slots before it are committed, and slot s holds the token at position s.
-      seen: bool[B or 1, N, R]; None: R is N, and query i sees the rows 0 .. i.
-      positions: i32[B, N] of the queries; None: `first + i`. Used only with a window.
-      seen_positions: i32[B, R] of the region's rows; None: the rows are the queries.
-      window: keys `window` or more positions before the query are hidden; None hides none.
-      cap: scores become `cap * tanh(scores / cap)`; None leaves them unchanged.
-      scale: scores are multiplied by it; None is D ** -0.5.
-      sinks: f32[K, G]; one logit per head for an extra slot that every query sees and whose value is zero (gpt-oss,
-        arXiv 2508.10925). The logits are neither scaled nor capped. None: no such slot.
-      k_scale, v_scale: f32[B, S, K]; factors for keys and values, per token and head. Pass both or neither.
-      implementation: "pallas_tpu" (Mosaic), "xla", "reference", or None, which selects "xla": no chip has run the
-        kernel yet.
+      first: i32[B]; number of committed slots. Each of them contains the token of the same position.
+      seen: bool[B or 1, N, R]; the rows of the region that each query attends to. None: R is N, and query i attends to
+        rows 0 to i.
+      positions: i32[B, N]; positions of the queries, only used with a window. None: `first + i`.
+      seen_positions: i32[B, R]; positions of the region's rows. None: the rows are the queries.
+      window: mask keys that are `window` or more positions before the query; None: no window.
+      cap: soft cap of the scores: `cap * tanh(scores / cap)`; None: no cap.
+      scale: factor of the scores; None: D ** -0.5.
+      sinks: f32[K, G]; attention sinks (gpt-oss, arXiv 2508.10925): one logit per head for an extra slot that every
+        query attends to, and whose value is zero. The logits are neither scaled nor capped. None: no sinks.
+      k_scale, v_scale: f32[B, S, K]; scales of int8 keys and values, per slot and head. Pass both or neither.
+      implementation: "pallas_tpu" (Mosaic), "xla", "reference", or None. None selects "xla", because the kernel has not
+        run on a chip yet.
       blocks: block sizes of "pallas_tpu".
-      interpret: run "pallas_tpu" on CPU: True, or `pltpu.InterpretParams(...)`.
+      interpret: True or `pltpu.InterpretParams(...)` to run "pallas_tpu" on a CPU.
 
     Returns:
-      [B, N, K, G, D] in q's dtype. A query without visible slots gets zeros. "pallas_tpu" and "xla" multiply in the
-      dtype of keys and values (in q's with scales) and accumulate in float32.
+      [B, N, K, G, D] in q's dtype. The output of a query that attends to no slot is zero. "pallas_tpu" and "xla"
+      multiply in the dtype of keys and values, or in q's dtype if there are scales, and accumulate in float32.
 
     Raises:
-      ValueError: unknown implementation, one scale without the other, integer keys without scales, or blocks and
-        interpret without "pallas_tpu".
-      BlockError: a shape or block size that the kernel does not support.
+      ValueError: the implementation is unknown, only one of the scales is given, keys are integers without scales, or
+        `blocks` or `interpret` is given without "pallas_tpu".
+      BlockError: the kernel does not support a shape or block size.
 
     >>> q, k = jnp.ones((1, 2, 1, 1, 4)), jnp.ones((1, 8, 1, 4))
     >>> v = jnp.arange(8.0)[None, :, None, None] * jnp.ones((1, 8, 1, 4))
@@ -104,24 +108,24 @@ def write_and_attend(
     blocks: AttentionBlocks | None = None,
     interpret: Interpret = False,
 ) -> tuple[Array, Array, Array]:
-    """Write new rows into keys and values, then compute `tree_attention`. Donated caches are updated in place.
+    """Write new keys and values to the cache, and then compute `tree_attention`. Donated caches are updated in place.
 
-    The kernel copies the rows itself, which saves a separate scatter. The exception is a single head in a dtype of less
-    than 32 bits. Its slots share 32-bit words with neighbouring slots, and DMA copies whole words, so XLA scatters its
-    rows first.
+    The kernel writes the rows itself, which saves a separate scatter. There is one exception: in a cache with a single
+    head in a dtype of less than 32 bits, neighbouring slots share 32-bit words. DMA can only copy whole words, so XLA
+    scatters the rows before the kernel runs.
 
     Args:
-      q, first: as for `tree_attention`.
-      k, v: [B, S, K, D], float32 or bfloat16.
-      new: rows in any float dtype; they are cast to the cache's dtype.
-      seen, positions, seen_positions, window, cap, scale, sinks: as for `tree_attention`.
-      implementation, blocks, interpret: as for `tree_attention`.
+      q, first: as in `tree_attention`.
+      k, v: [B, S, K, D]; float32 or bfloat16.
+      new: new keys and values in any float dtype. They are cast to the dtype of the cache.
+      seen, positions, seen_positions, window, cap, scale, sinks: as in `tree_attention`.
+      implementation, blocks, interpret: as in `tree_attention`.
 
     Returns:
-      The result of `tree_attention`, and keys and values with the new rows.
+      The result of `tree_attention`, and the updated keys and values.
 
     Raises:
-      ValueError, BlockError: as for `tree_attention`.
+      ValueError, BlockError: as in `tree_attention`.
 
     >>> q, cache = jnp.ones((1, 1, 1, 1, 4)), jnp.zeros((1, 8, 1, 4))
     >>> new = NewRows(jnp.ones((1, 1, 1, 4)), jnp.ones((1, 1, 1, 4)), jnp.asarray([2], jnp.int32))
@@ -135,7 +139,7 @@ def write_and_attend(
 
 
 def _defaults(q: Array, first: Array, positions: Array | None, scale: float | None) -> tuple[Array, float]:
-    """Return the positions i32[B, N], by default counting up from `first`, and the scale, by default 1/sqrt(D)."""
+    """Return the positions i32[B, N] and the scale. The defaults are `first`, `first + 1`, ..., and 1 / sqrt(D)."""
     if positions is None:
         positions = first[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     if scale is None:
@@ -150,20 +154,20 @@ def _attend(
     blocks: AttentionBlocks | None,
     interpret: Interpret,
 ) -> tuple[Array, Array, Array]:
-    """Run an implementation; return its result and the caches, with any new rows."""
+    """Write the new rows, if there are any, and run an implementation; return its result and the updated caches."""
     check_options(implementation, FORMS, blocks, interpret)
     if (operands.k_scale is None) != (operands.v_scale is None):
-        raise ValueError("keys and values have scales both or neither: give k_scale and v_scale.")
+        raise ValueError("only one of k_scale and v_scale is given: give both or neither.")
     cache_dtype = operands.k.dtype
     if operands.k_scale is None and not jnp.issubdtype(cache_dtype, jnp.floating):
         raise ValueError(f"keys are {cache_dtype.name} without scales: give k_scale and v_scale.")
-    # The kernel copies new rows into the caches itself; all other forms scatter them first.
-    # DMA copies whole 32-bit words, which neighbouring slots share in a cache with a single narrow head.
+    # The kernel writes new rows itself, except if neighbouring slots share 32-bit words, because DMA copies whole
+    # words. In all other cases, scatter the rows first.
     if new is not None and (implementation != "pallas_tpu" or is_flat(operands.k)):
         k, v = xla.write_new_rows(operands.k, operands.v, new)
         operands, new = operands._replace(k=k, v=v), None
     if implementation == "pallas_tpu":
-        # Imported only if it runs, because it imports Pallas.
+        # Import this module only when it is needed, because it imports Pallas.
         from kernels_pallas.tree_attention import mosaic
 
         return mosaic.tree_attention(operands, new, blocks=blocks, interpret=interpret)

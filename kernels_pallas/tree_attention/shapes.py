@@ -1,6 +1,6 @@
-"""Block sizes of the attention kernel, and the cache layouts that it can read.
+"""Block sizes of the attention kernel, and the cache layouts that it supports.
 
-N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots.
+Dimensions: B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots.
 """
 
 from __future__ import annotations
@@ -15,37 +15,41 @@ from kernels_pallas.common import LANES, SUBLANES, BlockError, round_up, tile_ro
 
 
 class AttentionBlocks(NamedTuple):
-    """Blocks of the attention kernel."""
+    """Block sizes of the attention kernel."""
 
-    slots: int  # cache slots per block
-    queries: int  # queries of one row per block
-    buffers: int = 4  # blocks of slots that are in VMEM or being copied to it
+    slots: int  # number of cache slots per block
+    queries: int  # number of queries of one batch row per block
+    buffers: int = 4  # number of blocks of slots in VMEM at a time, including those that are being copied
 
 
 ATTENTION_BYTES = 2**19
-"""Bytes of keys per block. Four blocks of keys and four of values take 4 MiB of VMEM."""
+"""Maximum bytes of keys per block. Four blocks of keys and four blocks of values take 4 MiB of VMEM."""
 
 
 def attention_blocks(
     blocks: AttentionBlocks | None, queries: tuple[int, ...], slots: int, dtype: DTypeLike, *, scaled: bool
 ) -> tuple[AttentionBlocks, int]:
-    """Return `blocks` after validation, or the default if it is None, and the alignment of a block's first slot.
+    """Check the block sizes, or choose them if they are None.
 
     Args:
+      blocks: block sizes, or None.
       queries: shape of the queries, (B, N, K, G, D).
-      slots: S.
+      slots: S, the number of slots in the cache.
       dtype: dtype of the keys and values.
       scaled: whether keys and values have scales.
 
+    Returns:
+      The block sizes, and the alignment of blocks: the first slot of a block must be a multiple of this number.
+
     Raises:
-      BlockError: the kernel cannot read such blocks or such a cache.
+      BlockError: the kernel does not support this cache, or not with these block sizes.
     """
     _, n, heads, group, dim = queries
     itemsize = jnp.dtype(dtype).itemsize
-    packing = 4 // itemsize  # numbers that share a 32-bit word
+    packing = 4 // itemsize  # how many numbers share a 32-bit word
     align = 1
     if heads == 1 and packing > 1:
-        # Slots are the rows of a matrix, whose slices must begin at whole tiles.
+        # The slots are the rows of a matrix, and slices of a matrix must begin at a tile boundary.
         align = tile_rows(dtype)
     elif heads % packing or (heads // packing not in (1, 2, 4) and heads // packing % SUBLANES):
         raise BlockError(
@@ -55,7 +59,7 @@ def attention_blocks(
     if dim % LANES and dim > LANES:
         raise BlockError(f"heads are {dim} wide: the kernel takes multiples of {LANES}, or less than that.")
     if scaled:
-        # Scales have their slots in the lanes, whose slices must begin at whole registers.
+        # The slots of the scales are in lanes, and slices of lanes must begin at a register boundary.
         align = LANES
     if slots % align:
         raise BlockError(
@@ -63,11 +67,11 @@ def attention_blocks(
             f"{round_up(slots, align)}."
         )
     if blocks is None:
-        # Slots per block: the largest power of two, from 64 to 512, whose keys take at most `ATTENTION_BYTES`.
+        # Choose the largest number of slots whose keys take at most `ATTENTION_BYTES`: a power of two from 64 to 512.
         block_slots = 512
         while block_slots > 64 and block_slots * heads * dim * itemsize > ATTENTION_BYTES:
             block_slots //= 2
-        # Allow about 8 MiB of queries, results and state, and the scores of 512 queries.
+        # Limit the queries, results and state to about 8 MiB, and the scores to those of 512 queries.
         query_rows = max(2048 * LANES // (heads * max(dim, LANES)), 1)
         blocks = AttentionBlocks(max(block_slots, align), max(min(query_rows, 512) // group, 1))
     if blocks.slots <= 0 or blocks.slots % align:
@@ -80,5 +84,5 @@ def attention_blocks(
 
 
 def is_flat(k: Array) -> bool:
-    """Return whether to read a cache as [B, S, D], because slots rather than heads share 32-bit words."""
+    """Return whether to read a cache as [B, S, D], because slots instead of heads share 32-bit words."""
     return k.shape[2] == 1 and jnp.dtype(k.dtype).itemsize < 4

@@ -1,7 +1,8 @@
-"""Attention over every slot with XLA operations, and the scatter of new rows into the cache.
+"""Attention over all slots with XLA operations, and the scatter of new rows into the cache.
 
-B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots.
 Oracle: `reference.tree_attention`.
+
+Dimensions: B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from kernels_pallas.tree_attention.operands import NewRows, Operands, dense_mask
 
 
 def tree_attention(operands: Operands) -> Array:
-    """Compute `kernels_pallas.tree_attention` over every slot of the cache at once, in the dtype of keys and values.
+    """Compute `kernels_pallas.tree_attention` over all slots of the cache at once, in the dtype of keys and values.
 
-    Scales multiply scores and weights, so that no wider copy of the cache is made.
+    The scales of an int8 cache are applied to the scores and weights, so the cache is not copied in a wider dtype.
     """
     q, k, v, cap = operands.q, operands.k, operands.v, operands.cap
     mask = dense_mask(operands.first, q.shape[1], k.shape[1], *operands.region())
     dtype = operands.product_dtype
 
-    # f32[B, S, K] -> f32[B, K, 1, 1, S], to multiply scores [B, K, G, N, S].
+    # Reshape f32[B, S, K] to f32[B, K, 1, 1, S], to multiply scores [B, K, G, N, S].
     def per_slot(x: Array) -> Array:
         return jnp.transpose(x, (0, 2, 1))[:, :, None, None]
 
@@ -34,7 +35,8 @@ def tree_attention(operands: Operands) -> Array:
         scores = scores * per_slot(operands.k_scale)
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
-    # f32[B, K, G, N, S]. A query that sees no slot has no finite maximum: LOWEST avoids NaN, and its total is 0.
+    # f32[B, K, G, N, S]; if a query attends to no slot, its scores are all -inf. Subtract LOWEST from them instead of
+    # their maximum, which would result in NaN.
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     lowest, sinks = LOWEST, operands.sinks
     if sinks is not None:
@@ -44,25 +46,27 @@ def tree_attention(operands: Operands) -> Array:
     weight_sum = jnp.sum(weights, axis=-1)
     if sinks is not None:
         weight_sum += jnp.exp(sinks - top_score)[..., 0]
-    # Apply the values' scales after summing the weights: the softmax is over unscaled weights.
+    # Apply the scales of the values after the sum of the weights, because they are not part of the softmax.
     if operands.v_scale is not None:
         weights = weights * per_slot(operands.v_scale)
     weighted_values = jnp.einsum(
         "bkgns,bskd->bkgnd", weights.astype(dtype), v.astype(dtype), preferred_element_type=jnp.float32
     )
-    # Normalise after the sum over slots: N * D divisions instead of N * S.
+    # Divide after the sum over slots, which takes N * D divisions instead of N * S.
     weighted_values = weighted_values / jnp.where(weight_sum == 0, 1.0, weight_sum)[..., None]
     return jnp.transpose(weighted_values, (0, 3, 1, 2, 4)).astype(q.dtype)
 
 
 def write_new_rows(k: Array, v: Array, new: NewRows) -> tuple[Array, Array]:
-    """Return the caches [B, S, K, D] with the new rows written in the cache's dtype, with one scatter each.
+    """Write the new rows to both caches [B, S, K, D], with one scatter each; return the updated caches.
+
+    The rows are cast to the dtype of the cache.
 
     >>> cache, rows = jnp.zeros((1, 4, 1, 1)), jnp.ones((1, 2, 1, 1))
     >>> write_new_rows(cache, cache, NewRows(rows, rows, jnp.asarray([1])))[0].ravel().tolist()
     [0.0, 1.0, 1.0, 0.0]
     """
-    # Row b of the batch writes its W rows to slots `slot[b] .. slot[b] + W - 1`.
+    # Batch row b writes its W rows to the slots from `slot[b]` to `slot[b] + W - 1`.
     batch_row = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
     slot = new.slot[:, None] + jnp.arange(new.k.shape[1], dtype=jnp.int32)[None]
     caches = [

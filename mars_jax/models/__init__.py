@@ -1,4 +1,4 @@
-"""Decoder-only transformers: one static config, one table of weights, pure functions."""
+"""Decoder-only transformers, defined by a static config, a table of weights and pure functions."""
 
 from mars_jax.models.config import ModelConfig, Rope
 from mars_jax.models.transformer import init_params, language_model

@@ -1,7 +1,8 @@
 """Attention over the key-value cache, accumulated in float32.
 
-Oracle: `attend_all`, which scores every slot, and transformers' `eager_attention_forward`. B batch, N tokens, S cache
-slots, K key-value heads, G query heads per key-value head, D head dimension.
+Oracles: `attend_all`, which computes the scores of all slots, and transformers' `eager_attention_forward`.
+
+Dimensions: B batch, N tokens, S cache slots, K key-value heads, G query heads per key-value head, D head dimension.
 """
 
 from __future__ import annotations
@@ -39,49 +40,59 @@ from mars_jax.models.layers import soft_cap
 from mars_jax.utils.errors import MarsError
 
 BLOCK = 128
-"""Slots per block on a CPU: small enough that a block stays in its caches."""
+"""Number of KV cache slots per block on a CPU. The keys and values of a block fit in the CPU's caches."""
 TURN_BYTES, TURN_SLOTS = 4 << 20, 1024
-"""Minimum bytes of keys and values, and minimum slots, per iteration of the loop on accelerators. The overhead of an
-iteration costs as much as reading a few megabytes."""
+"""Minimum bytes of keys and values, and minimum number of slots, that one iteration of the loop over blocks reads on an
+accelerator. The overhead of an iteration costs as much time as reading a few megabytes."""
 SCORE_BYTES, GPU_SCORE_BYTES = 8 << 20, 512 << 20
-"""Maximum bytes of scores per iteration. The first limit keeps scores in an accelerator's fast memory. The second is
-for GPUs, where an iteration copies the slots that it reads: the copies must fit in memory next to a model."""
+"""Maximum bytes of attention scores per iteration. The first limit keeps the scores in an accelerator's fast on-chip
+memory. The second limit is for GPUs, where each iteration copies the slots that it reads, and the copies must fit in
+memory together with the model."""
 FLASH_QUERIES, FLASH_SINGLE = 2048, 256
-"""Query counts, over all rows and heads, above which cuDNN is faster than XLA on an H100 with 4,000 slots: for several
-nodes per row, and for a single node (docs/kernels.md)."""
+"""Number of queries, summed over rows and heads, above which cuDNN is faster than XLA on an H100 with 4,000 slots. The
+first number is for several nodes per row, the second for a single node (docs/kernels.md)."""
 
 FORMS = ("auto", "xla", "pallas", "interpret")
-"""Values of a model's `attention`. "auto": the best for the batch, such as the kernel on a TPU or cuDNN on a GPU;
-"xla": XLA operations; "pallas": the kernel `kernels_pallas.tree_attention` on TPU, XLA operations elsewhere;
-"interpret": the kernel in Pallas' interpreter on any platform, for tests."""
+"""Allowed values of a model's `attention` option.
+
+"auto" picks the fastest implementation for the batch, such as the Pallas kernel on a TPU or cuDNN on a GPU. "xla" uses
+XLA operations. "pallas" uses the kernel `kernels_pallas.tree_attention` on a TPU, and XLA operations on other
+platforms. "interpret" runs the kernel in Pallas' interpreter on any platform, for tests."""
 KERNEL_ROWS, KERNEL_NODES = 8, 64
-"""Minimum batch rows for which "auto" uses the kernel on a TPU, and maximum nodes per row under a mask. A prompt's
-chunk has no mask and may have any length. Smaller batches use the kernel only if XLA would score them block by block;
-otherwise the kernel is no faster (docs/kernels.md)."""
+"""Minimum batch size for which "auto" uses the kernel on a TPU, and maximum number of nodes per row if there is a mask.
+
+A chunk of a prompt needs no mask and may have any length. Smaller batches use the kernel only if XLA would loop over
+blocks of slots; otherwise the kernel is no faster than XLA (docs/kernels.md)."""
 KERNEL_SLOTS = 128
-"""The kernel requires a multiple of this many cache slots, for any dtype and number of heads."""
+"""The number of cache slots must be a multiple of this for the kernel, whatever the dtype and number of heads."""
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 NewKV = tuple[Array, Array] | None
-"""Keys and values [B, N, K, D] of the nodes that are not in the cache yet; None if they are."""
+"""Keys and values [B, N, K, D] of the nodes; None if the cache already contains them."""
 
 
 Attend = Callable[..., tuple[Array, Rows, Rows]]
-"""Attention of a layer's nodes to their visible keys and values, after writing the nodes' rows to the cache.
+"""A function that writes the keys and values of new nodes to the cache, and computes the attention of these nodes.
 
-`attend(q, k, v, new, scale=..., cap=..., sinks=None)` takes q [B, N, K, G, D], the cache's k and v [B, S, K, D], the
-nodes' `NewKV`, the options of `attend`, and `sinks` f32[K, G] if the layer has them. It returns [B, N, K, G, D] and the
-cache's k and v with the new rows."""
+Call it as `attend(q, k, v, new, scale=..., cap=..., sinks=None)`. Its arguments are q [B, N, K, G, D], the cache's k
+and v [B, S, K, D], the nodes' `NewKV`, and the options of `attend`. `sinks` is f32[K, G] if the layer has attention
+sinks. It returns the output [B, N, K, G, D] and the updated k and v of the cache."""
 
 
 def attending(form: str, visible: Visible, slots: int, window: int | None) -> Attend:
-    """Return the attention function of one of `FORMS` for N nodes over a cache of `slots` slots.
+    """Return a function that computes attention for the nodes of `visible` over a cache of `slots` slots.
 
-    The result is a pytree of the arrays that it reads, so it can be an argument of a jitted function.
+    The returned function is a pytree of the arrays that it reads, so it can be an argument of a jitted function.
 
-    Raises (when called):
-      MarsError: the kernel does not support such a cache.
+    Args:
+      form: implementation, one of `FORMS`.
+      visible: the slots that each node attends to.
+      slots: number of slots in the cache.
+      window: size of the layer's sliding window; None: full attention.
+
+    Raises (when the returned function is called):
+      MarsError: the kernel does not support the shape or dtype of the cache.
     """
     nodes = visible.positions.shape[1]
     live = jnp.max(visible.slot) + nodes
@@ -94,7 +105,7 @@ def attending(form: str, visible: Visible, slots: int, window: int | None) -> At
 
 @functools.lru_cache
 def _bind(attend: Attend, *options: str | int | None):
-    """Return the same `functools.partial` object for equal arguments, so that jit does not compile it again."""
+    """Return the same `functools.partial` object for equal arguments, so that jit does not recompile."""
     return functools.partial(attend, *options)
 
 
@@ -138,7 +149,8 @@ def _attend_by_kernel(
     def by_mask(q: Array, k: Rows, v: Rows, new: NewKV, visible: Visible, sinks: Array | None):
         return attending("xla", visible, k.shape[1], window)(q, k, v, new, sinks=sinks, scale=scale, cap=cap)
 
-    # The kernel divides rows over a chip's cores. A single row leaves one core idle, which slows down a single query.
+    # The kernel distributes the rows over the chip's cores, so a few rows can leave a core idle. This slows down
+    # forward passes with a single node per row.
     idle = device_kind() in TWO_CORES and q.shape[1] == 1
     few_rows = len(q) < KERNEL_ROWS and (idle or not in_turns(q, k))
     if form == "auto" and few_rows:
@@ -149,7 +161,7 @@ def _attend_by_kernel(
             return by_mask(q, k, v, new, visible, sinks)
         if form == "interpret":
             return kernel(q, k, v, new, visible, sinks)
-        # The automatic choice falls back to XLA if the kernel does not compile.
+        # With "auto", fall back to XLA if the kernel does not compile.
         choose = functools.partial(kernel_on, "tpu") if form == "auto" else whole_or_partitioned
         tpu_form = choose(kernel, by_mask)
         return lax.platform_dependent(q, k, v, new, visible, sinks, tpu=tpu_form, default=by_mask)
@@ -192,8 +204,8 @@ def _kernel(
     }
     if not (isinstance(k, Int8Rows) or isinstance(v, Int8Rows) or new is None or q.shape[1] > KERNEL_NODES):
         return write_and_attend(q, k, v, NewRows(*new, visible.slot), visible.first, **options)
-    # Int8 rows need scales, which are computed here and stored separately. XLA also writes the rows of a prompt's
-    # chunk, so that it can drop the last layer's attention, whose result is unused.
+    # An int8 cache needs a scale per row, which the kernel does not compute, so write int8 rows here. Also write the
+    # rows of a prompt chunk here: prefill does not use the last layer's attention output, and XLA can then remove it.
     if new is not None:
         k, v = (
             kv_cache.write_slots(cached, rows, visible.slot) for cached, rows in zip((k, v), new, strict=True)
@@ -204,7 +216,7 @@ def _kernel(
 
 
 def _unreadable(q: Array, k: Rows) -> BlockError | None:
-    """Return the reason why the kernel cannot read a cache on one device; None if it can."""
+    """Return the error that explains why the kernel does not support this cache; None if it does."""
     try:
         attention_blocks(None, q.shape, k.shape[1], k.dtype, scaled=isinstance(k, Int8Rows))
     except BlockError as error:
@@ -226,27 +238,28 @@ def attend(
 ) -> Array:
     """Compute grouped-query attention.
 
-    The cost is proportional to `live`, rounded up to blocks, not to the length of the buffer.
+    The cost is proportional to `live`, rounded up to whole blocks, instead of the length of the cache.
 
     Args:
       q: [B, N, K, G, D].
-      k: [B, S, K, D]; the cache in its stored layout, since any other layout makes XLA copy all of it. Its dtype may
-        be wider than q's. `Int8Rows` are multiplied as integers in q's dtype and then scaled.
-      v: [B, S, K, D].
-      mask: bool[B, N, S]. A query without visible slots gets zeros.
-      live: i32[]; `mask[:, :, live:]` is False everywhere.
-      sinks: f32[K, G]; one logit per head for an extra slot that every query sees and whose value is zero (gpt-oss,
-        arXiv 2508.10925). The logits are neither scaled nor capped. None: no such slot.
-      scale: factor of the scores; None is D ** -0.5.
-      cap: `layers.soft_cap` of the scores, before the mask; None: no cap.
-      flash: on a single GPU, use cuDNN if it supports the arrays and is faster.
+      k: [B, S, K, D]; cached keys in the layout of the cache, because XLA would have to copy the whole cache to change
+        the layout. Its dtype may be wider than q's. The integers of `Int8Rows` are converted to q's dtype, and their
+        scales are applied to the scores.
+      v: [B, S, K, D]; cached values.
+      mask: bool[B, N, S]; True where a query attends to a slot. The output of a query that attends to no slot is zero.
+      live: i32[]; upper bound of the visible slots: `mask[:, :, live:]` is False everywhere.
+      sinks: f32[K, G]; attention sinks (gpt-oss, arXiv 2508.10925): one logit per head for an extra slot that every
+        query attends to, and whose value is zero. The logits are neither scaled nor capped. None: no sinks.
+      scale: factor of the scores; None: D ** -0.5.
+      cap: limit of the scores, applied by `layers.soft_cap` before the mask; None: no limit.
+      flash: use cuDNN on a single GPU if it supports the arrays and is expected to be faster.
 
     Returns:
       [B, N, K, G, D] in q's dtype.
     """
 
     def on_cpu(q, k, v, mask, live, sinks):
-        # bfloat16 products are slow on a CPU, and integers must be converted to floats anyway.
+        # Multiply int8 keys in float32: bfloat16 products are slow on a CPU, and the keys must be converted anyway.
         wide = q.astype(jnp.float32) if isinstance(k, Int8Rows) else q
         return _attend_blocks(wide, k, v, mask, live, sinks, scale, cap).astype(q.dtype)
 
@@ -254,7 +267,7 @@ def attend(
     if in_turns(q, k):
         elsewhere = functools.partial(_attend_blocks, scale=scale, cap=cap, block=wide_block(q, k))
     if k.shape[1] > (block := _block(q, GPU_SCORE_BYTES)):
-        # A loop of dynamic length makes a GPU wait for the host in every iteration, so use the full length.
+        # On a GPU, a loop of dynamic length waits for the host in every iteration, so loop over all slots.
         def gpu(q, k, v, mask, live, sinks):
             del live
             return _attend_blocks(q, k, v, mask, None, sinks, scale, cap, block)
@@ -266,7 +279,7 @@ def attend(
         cap is None and sinks is None and q.dtype == k.dtype and k.dtype in (jnp.bfloat16, jnp.float16)
     )
     if flash and on_gpu() and current() is None and has_many and supported:
-        # cuDNN's attention, if it compiles. The gradient is that of the other form in both cases.
+        # Use cuDNN's attention if it compiles. The gradient is always computed by the XLA implementation.
         cuda = with_gradient_of(gpu, kernel_or(functools.partial(_flash, scale=scale), gpu, platform="gpu"))
     return lax.platform_dependent(
         q, k, v, mask, live, sinks, cpu=on_cpu, cuda=cuda, rocm=gpu, default=elsewhere
@@ -286,14 +299,15 @@ def _flash(
 ) -> Array:
     """Compute `attend` with `jax.nn.dot_product_attention`.
 
-    If the queries of a group fit in one tile, they share it, so that keys and values are read only once.
+    If there are few nodes, all queries that share a key-value head form one tile, so their keys and values are read
+    only once.
     """
-    del live, sinks  # each row's length is computed from the mask
+    del live, sinks  # the mask determines how many slots each row reads
     batch, nodes, heads, group, dim = q.shape
     queries, query_mask = q, mask
     share_tile = 1 < nodes <= KERNEL_NODES
     if share_tile:
-        # Query n * G + g of a key-value head is query head g of node n.
+        # Query n * G + g of a key-value head belongs to node n and query head g.
         queries = jnp.swapaxes(q, 2, 3).reshape(batch, nodes * group, heads, dim)
         query_mask = jnp.repeat(mask, group, axis=1)
     last = jnp.max(jnp.where(mask, jnp.arange(1, k.shape[1] + 1, dtype=jnp.int32), 1), axis=(1, 2))
@@ -313,9 +327,13 @@ def _flash(
 
 
 def wide_block(q: Array, k: Rows) -> int:
-    """Return how many slots an accelerator scores at a time, a power of two, for q [B, N, K, G, D], k [B, S, K, D].
+    """Return the number of slots per block on an accelerator: a power of two.
 
-    If a mesh divides the heads, only one device's heads count.
+    If the heads are sharded over a mesh, the number depends on the heads of one device.
+
+    Args:
+      q: [B, N, K, G, D].
+      k: [B, S, K, D].
 
     >>> wide_block(jnp.zeros((1, 1, 2, 4, 128), jnp.bfloat16), jnp.zeros((1, 8192, 2, 128), jnp.bfloat16))
     4096
@@ -326,27 +344,27 @@ def wide_block(q: Array, k: Rows) -> int:
 
 
 def _block(q: Array, limit: int) -> int:
-    """Return the number of slots whose scores take at most `limit` bytes: a power of two, at least 256."""
+    """Return the number of slots whose scores take at most `limit` bytes, as a power of two that is at least 256."""
     batch, nodes, heads, group, _ = q.shape
     scores = batch * (heads // devices_of("kv_heads", heads)) * group * nodes * 4
     return max(256, 1 << max(limit // scores, 1).bit_length() - 1)
 
 
 def in_turns(q: Array, k: Rows) -> bool:
-    """Return whether an accelerator loops over blocks: it does for buffers longer than 1.25 blocks."""
+    """Return whether an accelerator computes attention in blocks, which it does for caches longer than 1.25 blocks."""
     block = wide_block(q, k)
     return k.shape[1] > block + block // 4
 
 
 def _scores(q: Array, k: Rows, mask: Array, scale: float | None, cap: float | None) -> Array:
-    """Return scores f32[B, K, N, G, S], in the product's dimension order; -inf where the mask is False."""
+    """Compute the attention scores f32[B, K, N, G, S]; masked scores are -inf."""
     factor = scale or q.shape[-1] ** -0.5
     keys, key_scale = _parts(k)
     if key_scale is None:
         q = q.astype(keys.dtype)
     scores = jnp.einsum("bnkgd,bskd->bkngs", q, keys.astype(q.dtype), preferred_element_type=jnp.float32)
     if key_scale is not None:
-        # A slot's scale is the same for all D numbers of its key, so it multiplies the sum over D.
+        # The D numbers of a key share one scale, so apply the scale to the dot product.
         factor = factor * _by_slot(key_scale)
     scores = scores * factor
     if cap is not None:
@@ -355,9 +373,9 @@ def _scores(q: Array, k: Rows, mask: Array, scale: float | None, cap: float | No
 
 
 def _mix(weights: Array, v: Rows, dtype: DTypeLike) -> Array:
-    """Mix values by weights f32[B, K, N, G, S]: f32[B, K, N, G, D].
+    """Return the sum f32[B, K, N, G, D] of the values, weighted by f32[B, K, N, G, S].
 
-    `dtype` is the queries' dtype; int8 values are converted to it.
+    `dtype` is the dtype of the queries. Int8 values are converted to it.
     """
     values, value_scale = _parts(v)
     if value_scale is not None:
@@ -374,7 +392,7 @@ def _parts(rows: Rows) -> tuple[Array, Array | None]:
 
 
 def _by_slot(scale: Array) -> Array:
-    """Reshape [B, S, K] to [B, K, 1, 1, S]."""
+    """Reshape the scales [B, S, K] of the slots to [B, K, 1, 1, S]."""
     return jnp.swapaxes(scale, 1, 2)[:, :, None, None]
 
 
@@ -383,8 +401,8 @@ def _slice(rows: Rows, first: Array, size: int) -> Rows:
 
 
 def _finish(mixed: Array, denominator: Array, dtype: DTypeLike) -> Array:
-    """Normalise after the product: N * D divisions instead of N * S."""
-    # The denominator is 0 if a query sees no slots.
+    """Divide the weighted sums by the softmax denominator: N * D divisions instead of N * S."""
+    # The denominator is 0 for a query that attends to no slot.
     mixed = mixed / jnp.where(denominator == 0, 1.0, denominator)[..., None]
     return jnp.transpose(mixed, (0, 2, 1, 3, 4)).astype(dtype)
 
@@ -403,16 +421,16 @@ def attend_all(
     """Compute `attend` over all slots at once; `live` is not used."""
     del live
     scores = _scores(q, k, mask, scale, cap)
-    # The maximum cancels in the quotient, so it needs no gradient. `_LOWEST` replaces the -inf of a query that sees no
-    # slots, for which scores - top would be NaN. A sink, which is finite, replaces it too.
+    # The maximum cancels in the quotient, so it needs no gradient. If a query attends to no slot, its maximum is -inf,
+    # and scores - top would be NaN. Use `_LOWEST` instead, or the sink's logit, which is also finite.
     lowest = _LOWEST
     if sinks is not None:
-        # [1, K, 1, G, 1], to broadcast to the scores.
+        # Reshape to [1, K, 1, G, 1], which broadcasts to the shape of the scores.
         lowest = sinks = sinks[None, :, None, :, None]
     top = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), lowest))
     weights = jnp.exp(scores - top)
     mixed, denominator = _mix(weights, v, q.dtype), jnp.sum(weights, axis=-1)
-    # Attention sinks add to the denominator only.
+    # Attention sinks only add to the denominator, because their value is zero.
     if sinks is not None:
         denominator += jnp.exp(sinks - top)[..., 0]
     return _finish(mixed, denominator, q.dtype)
@@ -430,9 +448,9 @@ def _attend_blocks(
     cap: float | None = None,
     block: int = BLOCK,
 ) -> Array:
-    """Compute `attend` block by block up to `live`, with a running maximum and sum (1805.02867, algorithm 3).
+    """Compute `attend` over blocks of slots, with a running maximum and sum (arXiv 1805.02867, algorithm 3).
 
-    If `live` is None, the loop has a static length and covers every block.
+    The loop stops at slot `live`. If `live` is None, the loop has a static length and reads all blocks.
     """
     batch, n, heads, group, dim = q.shape
     slots = k.shape[1]
@@ -440,13 +458,14 @@ def _attend_blocks(
 
     def body(i, carry):
         top, denominator, mixed = carry
-        # The last block slides back to stay inside the buffer; slots that it would count twice are masked.
+        # Move the start of the last block back if the block would end past the cache. Mask the slots that the previous
+        # block has already read.
         first = jnp.minimum(i * size, slots - size)
         fresh = first + jnp.arange(size, dtype=jnp.int32) >= i * size
         block_mask = lax.dynamic_slice_in_dim(mask, first, size, axis=2) & fresh[None, None]
         scores = _scores(q, _slice(k, first, size), block_mask, scale, cap)
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
-        # Both sums so far are relative to the old maximum; `shrink` makes them relative to the new one.
+        # Both running sums are relative to the old maximum. `shrink` rescales them to the new maximum.
         weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
         mixed = mixed * shrink[..., None] + _mix(weights, _slice(v, first, size), q.dtype)
         return higher, denominator * shrink + total(weights), mixed
@@ -454,7 +473,7 @@ def _attend_blocks(
     rows = (batch, heads, n, group)
     denominator, top = jnp.zeros(rows, jnp.float32), jnp.full(rows, _LOWEST, jnp.float32)
     if sinks is not None:
-        # Start the softmax with the sink: it is the maximum so far, so its weight is 1. Its value is zero.
+        # Start the running softmax with the sink. The sink's logit is the first maximum, so its weight is exp(0) = 1.
         denominator, top = jnp.ones(rows, jnp.float32), jnp.broadcast_to(sinks[None, :, None], rows)
     carry = (top, denominator, jnp.zeros((*rows, dim), jnp.float32))
     end = slots if live is None else live.astype(jnp.int32)
@@ -465,5 +484,6 @@ def _attend_blocks(
 
 @_attend_blocks.defjvp
 def _attend_blocks_jvp(scale, cap, block, primals, tangents):
-    # A loop of dynamic length has no reverse mode, so differentiate the plain form, which has the same value.
+    # JAX cannot differentiate a loop of dynamic length in reverse mode, so differentiate `attend_all`, which computes
+    # the same function.
     return jax.jvp(functools.partial(attend_all, scale=scale, cap=cap), primals, tangents)

@@ -1,4 +1,4 @@
-"""The static description of a transformer: frozen, hashable, free of arrays.
+"""Static model configurations: frozen, hashable dataclasses without arrays.
 
 Oracle: the configs of transformers, read by `mars_jax.hub.config_json`.
 """
@@ -23,37 +23,41 @@ _COUNTS = (
     "expert_groups",
     "groups_per_token",
 )
-"""Integer fields of a model that may be 0."""
+"""Integer fields of `ModelConfig` that may be 0."""
 
 
 LEAST = 1e-15
-"""Lower bound of a rotary embedding's theta and factor: smaller values make frequencies overflow float32."""
+"""Lower bound of theta, the factor and the divisors of a rotary embedding. With smaller values, the frequencies would
+overflow float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding, including the scaling of its frequencies beyond the trained length.
+    """Rotary position embedding (RoPE), with the frequency scaling that extends the trained context length.
 
-    Kinds and fields are named as in transformers' `ROPE_INIT_FUNCTIONS`. A field's comment lists the kinds that use it.
-    "dynamic" (dynamic NTK) changes only the frequencies of texts longer than `max_positions`, the limit of a text here,
-    so it has no effect. In "longrope", transformers selects the divisors by the current length and recomputes the cache
-    when the selection changes. Here they are selected once, by the maximum context of the config, as in vLLM.
+    The names of kinds and fields follow transformers' `ROPE_INIT_FUNCTIONS`. The comment of a field lists the kinds
+    that use the field.
+
+    The kind "dynamic" (dynamic NTK) has no effect: it only changes the frequencies of sequences longer than
+    `max_positions`, and mars-jax does not decode such sequences. For "longrope", transformers selects the divisors by
+    the current length, and recomputes the cache when the selection changes. mars-jax selects the divisors once, by the
+    maximum context length of the config, as vLLM does.
     """
 
     theta: float = 10000.0
     kind: str = "none"
-    fraction: float = 1.0  # share of a head's dimensions that are rotated: the first ones
-    interleaved: bool = False  # rotate pairs of neighbours; False: dimension i is paired with i + half
+    fraction: float = 1.0  # fraction of a head's dimensions that is rotated, from the first dimension on
+    interleaved: bool = False  # rotate pairs of adjacent dimensions; False: pair dimension i with i + half
     factor: float = 1.0  # linear, dynamic, llama3, yarn: divisor of the scaled frequencies
-    original_max_positions: int = 0  # llama3, yarn, longrope, query_growth: the trained length
+    original_max_positions: int = 0  # llama3, yarn, longrope, query_growth: trained context length
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn, longrope: factor of cos and sin, already resolved
-    truncate: bool = True  # yarn: round the corrected range outwards to whole dimensions
-    short_divisors: tuple[float, ...] = ()  # longrope: one per frequency, for the trained length
-    long_divisors: tuple[float, ...] = ()  # longrope: one per frequency, for a longer context
+    attention_factor: float = 1.0  # yarn, longrope: factor of cos and sin
+    truncate: bool = True  # yarn: round the bounds of the correction range outwards to whole dimensions
+    short_divisors: tuple[float, ...] = ()  # longrope: divisor of each frequency, up to the trained length
+    long_divisors: tuple[float, ...] = ()  # longrope: divisor of each frequency, for longer contexts
     is_long: bool = False  # longrope: use `long_divisors`
     query_growth: float = 0.0  # any: multiply queries by 1 + growth * log(1 + position // trained length)
 
@@ -84,13 +88,13 @@ class Rope:
             )
         if self.kind == "yarn" and (self.theta == 1 or not (self.beta_slow > 0 and self.beta_fast > 0)):
             raise MarsError(
-                f"rope theta is {self.theta:g}, beta_fast {self.beta_fast:g} and beta_slow {self.beta_slow:g}: of "
-                "yarn the first is not 1, and the others are above 0."
+                f"rope theta is {self.theta:g}, beta_fast {self.beta_fast:g} and beta_slow {self.beta_slow:g}: "
+                "yarn needs a theta other than 1, and the others above 0."
             )
 
     @property
     def divisors(self) -> tuple[float, ...]:
-        """Divisors of the frequencies in "longrope"."""
+        """Divisors of the frequencies that "longrope" uses for this config."""
         if self.is_long:
             return self.long_divisors
         return self.short_divisors
@@ -101,10 +105,10 @@ class Latent:
     """Sizes of multi-head latent attention; see `models.latent_attention`."""
 
     rank: int  # width of the latent, `kv_lora_rank`
-    query_rank: int = 0  # width of the latent of queries, `q_lora_rank`; 0: none
-    plain: int  # dimensions of a query or key without rotary embedding, `qk_nope_head_dim`
-    rotary: int  # dimensions with it, `qk_rope_head_dim`; all heads share those of the key
-    value: int  # dimensions of a value, `v_head_dim`
+    query_rank: int = 0  # width of the queries' latent, `q_lora_rank`; 0: queries have no latent
+    plain: int  # number of dimensions of a query or key without rotary embedding, `qk_nope_head_dim`
+    rotary: int  # number of rotary dimensions of a query or key, `qk_rope_head_dim`; all heads share one rotary key
+    value: int  # number of dimensions of a value, `v_head_dim`
 
     def __post_init__(self):
         for name in ("rank", "query_rank", "plain", "rotary", "value"):
@@ -114,14 +118,14 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delta:
-    """The recurrent layers of a model, gated DeltaNet (arXiv 2412.06464); see `models.delta`."""
+    """Sizes of a model's recurrent layers, which are gated DeltaNet layers (arXiv 2412.06464); see `models.delta`."""
 
-    layers: tuple[int, ...]  # numbers of the layers that have gated DeltaNet instead of attention
+    layers: tuple[int, ...]  # indices of the layers that use gated DeltaNet instead of attention
     key_heads: int
     value_heads: int  # a multiple of key_heads
     key_dim: int  # width of a head's key
     value_dim: int
-    taps: int = 4  # tokens that one output of the convolution before the recurrence reads
+    taps: int = 4  # kernel size, in tokens, of the convolution before the recurrence
 
     def __post_init__(self):
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps"):
@@ -138,8 +142,8 @@ class ModelConfig:
     """Static configuration of a model.
 
     Invariants: `num_heads % num_kv_heads == 0`, `head_dim % 2 == 0`, `len(windows) == num_layers`,
-    `experts_per_token <= num_experts`. In a layer with window w, a query at position p sees keys at positions above
-    p - w; a window of None hides no keys.
+    `experts_per_token <= num_experts`. In a layer with window w, a query at position p attends to keys at positions
+    above p - w. With a window of None, it attends to all keys.
 
     Raises:
       MarsError: an invariant does not hold.
@@ -149,7 +153,7 @@ class ModelConfig:
     (8, 2, (None, None))
     """
 
-    # The Hugging Face architecture named in a saved checkpoint; the fields below define the maths.
+    # Model family: selects the Hugging Face architecture of saved checkpoints. It does not affect the computation.
     family: str = "llama"
     vocab_size: int
     hidden_size: int
@@ -161,44 +165,46 @@ class ModelConfig:
     max_positions: int = 2048
     norm_eps: float = 1e-6
     rope: Rope = Rope()
-    local_rope: Rope | None = None  # for layers with a window; None: rope
+    local_rope: Rope | None = None  # rotary embedding of layers with a window; None: rope
     nope_layers: tuple[int, ...] = ()  # layers without rotary embedding
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False  # dense MLPs have biases
-    latent: Latent | None = None  # if set, num_kv_heads is 1 and head_dim is rank + rotary
-    qk_norm: bool = False
-    whole_qk_norm: bool = False  # one norm over all heads of a token; qk_norm: one per head
-    attention_sinks: bool = False  # one learned logit per head that only adds to the softmax's denominator
-    attention_gate: bool = False  # multiply attention's outputs by the sigmoid of a projection, a part of `q`
-    delta: Delta | None = None  # layers that have a recurrent state instead of keys and values
+    mlp_bias: bool = False  # add biases in dense MLPs
+    latent: Latent | None = None  # latent attention; num_kv_heads is then 1, and head_dim is rank + rotary
+    qk_norm: bool = False  # normalise queries and keys, each head separately
+    whole_qk_norm: bool = False  # normalise queries and keys over all heads of a token together
+    attention_sinks: bool = False  # add a learned logit per head to the denominator of the softmax
+    attention_gate: bool = False  # multiply attention's output by the sigmoid of a gate, which `q` projects
+    delta: Delta | None = None  # recurrent layers, with a state instead of keys and values
     windows: tuple[int | None, ...] = ()  # sliding windows, one per layer; None or (): full attention
     activation: str = "silu"
-    # (alpha, limit) of the experts' `layers.clamped_swiglu`, which replaces `activation`; None: use `activation`
+    # (alpha, limit) of `layers.clamped_swiglu`, which experts use instead of `activation`; None: use `activation`
     swiglu: tuple[float, float] | None = None
     num_experts: int = 0  # experts per layer; 0: every layer has a single dense MLP
     experts_per_token: int = 0
     expert_size: int = 0  # hidden units of one expert; 0: intermediate_size
-    shared_expert_size: int = 0  # hidden units of an expert that every token also uses; 0: none
-    # DeepSeek-V3's router: sigmoid scores, a bias that affects only the choice, and a shared expert without a gate.
+    shared_expert_size: int = 0  # hidden units of the shared expert, which every token uses; 0: none
+    # DeepSeek-V3's router: sigmoid scores, a bias that only affects which experts are chosen, and a shared expert
+    # without a gate.
     sigmoid_router: bool = False
-    expert_groups: int = 1  # a token uses experts of its best groups; only with sigmoid_router
+    # Groups of experts; a token only uses experts of its best `groups_per_token` groups. Only with sigmoid_router.
+    expert_groups: int = 1
     groups_per_token: int = 1
-    expert_multiplier: float = 1.0  # factor of the weights of a token's experts
-    # Scale the weights of a token's experts to sum to 1; if False, use their probabilities among all experts.
+    expert_multiplier: float = 1.0  # factor of the routing weights of a token's experts
+    # Scale the routing weights of a token's experts to sum to 1. If False, keep their probabilities among all experts.
     normalize_experts: bool = True
-    dense_layers: tuple[int, ...] = ()  # layers that have a single dense MLP even if num_experts is not 0
+    dense_layers: tuple[int, ...] = ()  # layers with a single dense MLP in a model with experts
     embedding_multiplier: float = 1.0  # factor of input embeddings, such as sqrt(hidden_size)
     residual_multiplier: float = 1.0  # factor of the outputs of attention and MLP
-    logit_divisor: float = 1.0  # Granite's `logits_scaling`
-    norm_plus_one: bool = False  # zero-centred norms, which multiply by 1 + weight
+    logit_divisor: float = 1.0  # divisor of the logits, Granite's `logits_scaling`
+    norm_plus_one: bool = False  # norms multiply by 1 + weight (zero-centred norms)
     pre_norms: bool = True  # normalise the inputs of attention and MLP
     # Normalise the outputs of attention and MLP before adding them to the residual stream.
     post_norms: bool = False
-    query_scalar: float = 0.0  # attention scores are divided by its square root; 0: head_dim
-    attention_cap: float | None = None  # attention scores x become cap * tanh(x / cap)
-    logit_cap: float | None = None  # the same for logits
+    query_scalar: float = 0.0  # divide attention scores by the square root of this number; 0: head_dim
+    attention_cap: float | None = None  # soft cap of attention scores x: cap * tanh(x / cap); None: no cap
+    logit_cap: float | None = None  # soft cap of the logits; None: no cap
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -215,7 +221,7 @@ class ModelConfig:
             raise MarsError(
                 f"hidden_size {self.hidden_size} is not divisible by {self.num_heads} heads: set head_dim."
             )
-        # Set derived defaults once; a frozen dataclass does not allow plain assignment.
+        # Replace defaults of 0 or () by derived values. A frozen dataclass does not allow plain assignment.
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_heads)
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "windows", self.windows or (None,) * self.num_layers)
@@ -244,8 +250,8 @@ class ModelConfig:
                 check_count("a window", window, most=POSITIONS)
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise MarsError(
-                f"experts_per_token is {self.experts_per_token}: a token takes at least 1 of the {self.num_experts} "
-                "experts and at most all."
+                f"experts_per_token is {self.experts_per_token}: expected a number from 1 to num_experts = "
+                f"{self.num_experts}."
             )
         if (self.expert_groups, self.groups_per_token) != (1, 1) and self.num_experts:
             self._check_groups()
@@ -272,14 +278,14 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head to which `rope` applies."""
+        """Number of dimensions per head to which `rope` applies; `Rope.fraction` refers to this number."""
         if self.latent is not None:
             return self.latent.rotary
         return self.head_dim
 
     def _check_groups(self) -> None:
         groups, per_token, experts = self.expert_groups, self.groups_per_token, self.num_experts
-        # A group's score is the sum of the scores of its two best experts.
+        # A group's score is the sum of the scores of its two best experts, so a group needs at least two experts.
         if groups < 1 or experts % groups or 1 < groups > experts // 2:
             raise MarsError(
                 f"expert_groups is {groups}: expected a divisor of num_experts = {experts}, at most half of it."
@@ -292,11 +298,14 @@ class ModelConfig:
 
 
 def check_parts(layers: int, experts: int = 0) -> None:
-    """Raise MarsError if a model has more than `LAYERS` layers, or more than `EXPERTS` experts in total.
+    """Check that a model has at most `LAYERS` layers, and at most `EXPERTS` experts in total.
 
     Args:
       layers: number of layers.
-      experts: experts per layer; 0 for a dense model.
+      experts: number of experts per layer; 0 for a dense model.
+
+    Raises:
+      MarsError: a limit is exceeded.
     """
     _check_limit("num_layers", layers, LAYERS)
     _check_limit("num_layers times num_experts", layers * experts, EXPERTS)

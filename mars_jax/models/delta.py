@@ -1,15 +1,18 @@
-"""Gated DeltaNet: attention with a recurrent state of fixed size instead of keys and values (arXiv 2412.06464).
+"""Gated DeltaNet layers, which have a recurrent state of fixed size instead of keys and values (arXiv 2412.06464).
 
-The state of a head is a matrix S [K, V]. By the gated delta rule, token t with key k, value v, decay a (alpha) and
-learning rate b (beta) replaces what S holds for its key: S = a S + k (b (v - a S^T k))^T. Its output is S^T q.
+The state of a head is a matrix S [K, V]. For a token with key k, value v, decay a (alpha) and learning rate b (beta),
+the gated delta rule replaces the value that S stores under k: S = a S + k (b (v - a S^T k))^T. The output for a query q
+is S^T q.
 
-A state cannot drop a token, so it must not read a draft before the verdict. The cache keeps the state before the root
-of the last draft, and the inputs of the draft's nodes. The next forward first reads the accepted nodes into the state.
-It then computes the outputs of its own nodes, without storing the state after them.
+A token cannot be removed from a state, so drafted tokens must not enter the state before they are verified. The cache
+therefore stores the state before the root of the last draft, and the inputs of the draft's nodes. The next forward pass
+first updates the state with the accepted nodes. It then computes the outputs of its own nodes, without storing the
+state after them.
 
-Oracle: transformers' `modeling_qwen3_next.py` (tests/models/test_delta.py). B batch, N nodes, L tokens, H key heads,
-G value heads of each key head, K and V widths of a key and a value, F = 2 K + G V inputs of the convolution per key
-head, T its taps, M nodes of the longest draft.
+Oracle: transformers' `modeling_qwen3_next.py` (tests/models/test_delta.py).
+
+Dimensions: B batch, N nodes, L tokens, H key heads, G value heads per key head, K width of a key, V width of a value,
+F = 2 K + G V inputs of the convolution per key head, T taps of the convolution, M nodes of the longest draft.
 """
 
 from __future__ import annotations
@@ -34,49 +37,51 @@ from mars_jax.models.layers import dense, rms_norm
 from mars_jax.utils.errors import MarsError
 
 CHUNK = 64
-"""Tokens per chunk, as in transformers. Chunks are computed in sequence, the tokens of a chunk in parallel."""
+"""Tokens per chunk, as in transformers. Chunks are processed in sequence, and the tokens of a chunk in parallel."""
 _EPS = 1e-6
-"""Added to the squared norms of queries and keys."""
+"""Added to the squared norms of queries and keys, to avoid division by zero."""
 
-# By default a TPU rounds factors to bfloat16, and the rounding errors would accumulate in the state.
+# By default, a TPU rounds the inputs of a product to bfloat16. These rounding errors would accumulate in the state.
 _matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 @struct.dataclass(kw_only=True)
 class DeltaRows:
-    """Cache of one layer: its state before token `RecurrentCache.at`, and the inputs of up to M tokens from `at` on."""
+    """Cache of one layer: its state before token `RecurrentCache.at`, and the inputs of the next M tokens or fewer."""
 
     logical_axes: ClassVar[tuple[str | None, ...]] = ("rows", "delta_heads")
 
     state: Array  # f32[B, H, G, K, V]
-    inputs: Array  # [B, H, T - 1 + M, F]; inputs of the convolution, which begin T - 1 tokens before `at`
-    gates: Array  # f32[B, H, M, 2 G]; logarithms of the decays, then learning rates
+    inputs: Array  # [B, H, T - 1 + M, F]; inputs of the convolution, starting T - 1 tokens before `at`
+    gates: Array  # f32[B, H, M, 2 G]; for each token from `at` on: G log decays, then G learning rates
 
 
 @struct.dataclass(kw_only=True)
 class RecurrentCache:
-    """Cache of a model with recurrent layers. A forward may start at `at` or up to M tokens later."""
+    """Cache of a model with recurrent layers. A forward pass may start at position `at` or up to M tokens later."""
 
-    kv: KVCache  # for the layers with attention
-    delta: dict[int, DeltaRows]  # for the recurrent layers, by layer number
-    at: Array  # i32[B]; number of tokens in the states
+    kv: KVCache  # cache of the attention layers
+    delta: dict[int, DeltaRows]  # caches of the recurrent layers, by layer index
+    at: Array  # i32[B]; number of tokens that the states include
 
 
 class Span(NamedTuple):
-    """The place of a forward's nodes in their rows. Recurrent layers read it as attention reads `Visible`."""
+    """Positions of the nodes of a forward pass, for recurrent layers. Attention layers use `Visible` instead."""
 
     first: Array  # i32[B]; position of the first node
-    at: Array  # i32[B]; as in the cache
-    # i32[B]; number of nodes to read into the state; None: the nodes are a draft, and the cache keeps their inputs
+    at: Array  # i32[B]; `RecurrentCache.at` before the forward pass
+    # i32[B]; number of leading nodes to add to the state. None: the nodes are a draft, so the cache stores their inputs
+    # and leaves the state unchanged.
     count: Array | None
-    documents: Array | None  # i32[B, N]; as in `Visible`
+    documents: Array | None  # i32[B, N]; `Visible.documents`
 
     @staticmethod
     def of(visible: Visible, cache: RecurrentCache) -> Span:
-        """Return the span of a forward. If there are more than M nodes, they are not a draft but tokens of the row.
+        """Return the span of a forward pass. More than M nodes cannot be a draft, so they are added to the state.
 
         Raises:
-          MarsError: the nodes form a tree, or `seen` separates documents and `documents` is None.
+          MarsError: `visible.seen` is set and `visible.documents` is not: the nodes form a tree, or documents are not
+            labelled.
         """
         if visible.seen is not None and visible.documents is None:
             raise MarsError(
@@ -89,7 +94,7 @@ class Span(NamedTuple):
         return Span(visible.first, cache.at, count, visible.documents)
 
     def after(self) -> Array:
-        """Return `RecurrentCache.at` after the forward."""
+        """Return the value of `RecurrentCache.at` after the forward pass."""
         return self.first if self.count is None else self.first + self.count
 
 
@@ -100,14 +105,14 @@ def with_states(
     dtype: DTypeLike,
     for_chains: Callable[[int, int | None], LanguageModel],
 ) -> LanguageModel:
-    """Return a model whose cache also has the states of its recurrent layers.
+    """Return the model with a cache that also contains the states of the recurrent layers.
 
     Args:
-      model: the model, with a `KVCache` of its other layers.
-      config: its config.
-      nodes: M.
-      dtype: dtype of the cache; "int8" keeps the inputs of the convolution in bfloat16.
-      for_chains: `LanguageModel.for_chains`.
+      model: model whose cache is a `KVCache` of the attention layers.
+      config: the model's config.
+      nodes: M, the number of nodes of the longest draft.
+      dtype: dtype of the cache. If "int8", the inputs of the convolution are stored in bfloat16.
+      for_chains: value of `LanguageModel.for_chains`.
     """
     chunk, input_dtype = model.prefill_chunk or chunk_of(), jnp.dtype(dtype)
     if input_dtype == jnp.int8:
@@ -125,12 +130,12 @@ def with_states(
                 gates=jnp.zeros((batch, heads, nodes, 2 * groups), jnp.float32),
             )
 
-        # A prompt's last window does not slide back (see `prefill`), so the cache needs room for one more window.
+        # The last window of a prompt may end past the prompt (see `prefill`), so add room for one window.
         kv, at = model.init_cache(batch, slots + chunk), jnp.zeros((batch,), jnp.int32)
         return RecurrentCache(kv=kv, delta={layer: rows() for layer in delta.layers}, at=at)
 
     def keep(cache: RecurrentCache, count: Array) -> Array:
-        # The state includes the tokens before `at`. To drop any of them, read the row again from its start.
+        # The state includes the tokens before `at`. To keep fewer tokens, the row must be prefilled from its start.
         return jnp.where(cache.at <= count, count, 0)
 
     return model._replace(
@@ -152,26 +157,27 @@ def delta_rule(
     rate: Array,
     documents: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Read L tokens into the state; return the new state and the output of each token, f32[B, H, G, L, V].
+    """Update the state with L tokens; return the new state and the tokens' outputs f32[B, H, G, L, V].
 
-    A token with `log_decay` 0 and `rate` 0 leaves the state unchanged.
+    A token with `log_decay` 0 and `rate` 0 does not change the state.
 
     Args:
-      state: f32[B, H, G, K, V].
-      q, k: f32[B, H, L, K].
-      v: f32[B, H, G, L, V].
-      log_decay, rate: f32[B, H, G, L]; log a (alpha) and b (beta).
-      documents: i32[B, L]; document of each token. A document does not read the state of the one before it. `state`
-        belongs to the first token's document, and the new state to the last token's. None: there is one document.
+      state: f32[B, H, G, K, V]; state before the first token.
+      q, k: f32[B, H, L, K]; normalised queries and keys.
+      v: f32[B, H, G, L, V]; values.
+      log_decay, rate: f32[B, H, G, L]; logarithm of the decay a (alpha), and learning rate b (beta).
+      documents: i32[B, L]; document of each token. `state` belongs to the document of the first token, and the new
+        state to the document of the last token. Other documents start with an empty state. None: all tokens belong to
+        one document.
     """
     length = q.shape[2]
-    # The chunked form of the rule; a chunk of one token is the recurrent form.
+    # Apply the rule chunk by chunk. With one token per chunk, this is the recurrence itself.
     size = min(length, CHUNK)
-    # A query or key head serves G value heads.
+    # Each query and key head is shared by G value heads.
     q, k = (x[:, :, None] for x in (q, k))
 
     def chunks(x: Array, mode: str = "constant") -> Array:
-        """Split the tokens on axis 3 into chunks, on a new first axis; pad the last chunk with gates of 0."""
+        """Split axis 3 (tokens) into chunks along a new first axis. By default, pad the last chunk with zeros."""
         padding = [(0, 0)] * x.ndim
         padding[3] = 0, -length % size
         x = jnp.pad(x, padding, mode)
@@ -187,27 +193,28 @@ def delta_rule(
 
 
 class _Chunk(NamedTuple):
-    """The parts of L tokens that do not depend on the state (section 3.3 of the paper)."""
+    """Intermediate arrays of a chunk of L tokens that do not depend on the state (section 3.3 of the paper)."""
 
-    q: Array  # f32[..., L, K]; queries, times the decay from the start of the chunk
-    k: Array  # f32[..., L, K]; keys, times the decay to the end of the chunk
-    scores: Array  # f32[..., L, L]; product of query i and key j, times the decay from j to i
-    values: Array  # f32[..., L, V]; values that the tokens write to a zero state
-    reads: Array  # f32[..., L, K]; with a state S, the tokens write `values - reads @ S`
-    decay: Array  # f32[..., 1, 1]; decay of the state over the chunk
+    q: Array  # f32[..., L, K]; queries, multiplied by the decay from the start of the chunk to the token
+    k: Array  # f32[..., L, K]; keys, multiplied by the decay from the token to the end of the chunk
+    scores: Array  # f32[..., L, L]; dot product of query i and key j, multiplied by the decay from j to i
+    values: Array  # f32[..., L, V]; values that the tokens write if the state is zero
+    reads: Array  # f32[..., L, K]; with state S, the tokens write `values - reads @ S`
+    decay: Array  # f32[..., 1, 1]; decay of the state over the whole chunk
 
 
 def _prepare(
     q: Array, k: Array, v: Array, log_decay: Array, rate: Array, *, documents: Array | None
 ) -> _Chunk:
-    # Log decay from the start of the chunk to each token; decay from token j to token i, which is 0 if j > i.
+    # `total` is the log decay from the start of the chunk to each token. `is_read` is True where token i can read the
+    # writes of token j, so j <= i.
     total = jnp.cumsum(log_decay, axis=-1)
     length = total.shape[-1]
     is_read = jnp.tril(jnp.ones((1,) * (total.ndim - 1) + (length, length), bool))
     from_start, to_end = jnp.exp(total), jnp.exp(total[..., -1:] - total)
     if documents is not None:
-        # The state at the start of a chunk belongs to the document of the last token of the previous chunk. Before the
-        # first chunk it belongs to the document of the first token.
+        # At the start of a chunk, the state belongs to the document of the previous chunk's last token. At the start of
+        # the first chunk, it belongs to the document of the first token.
         last_document = documents[..., -1:]
         state_document = jnp.concatenate([documents[:1, ..., :1], last_document[:-1]])
         is_read &= documents[..., :, None] == documents[..., None, :]
@@ -218,8 +225,8 @@ def _prepare(
     decay = jnp.exp(jnp.where(is_read, total[..., :, None] - total[..., None, :], -jnp.inf))
     from_start, to_end, rate = from_start[..., None], to_end[..., None], rate[..., None]
     keys = k.swapaxes(-1, -2)
-    # The WY representation, computed by the UT transform.
-    # A token writes its value minus the state's value for its key, to which earlier writes add. With S at the start:
+    # The WY representation of the paper, computed by the UT transform. Each token writes its value minus the value that
+    # the state has stored for its key, including the writes of earlier tokens. If S is the state before the chunk:
     # write_i = b_i (v_i - exp(total_i) S^T k_i - sum over j < i of decay_ij (k_i . k_j) write_j).
     inverse = _unit_inverse(_matmul(k, keys) * decay * rate)
     return _Chunk(
@@ -233,14 +240,14 @@ def _prepare(
 
 
 def _unit_inverse(matrix: Array) -> Array:
-    """Return the inverse of I plus the strictly lower part of a matrix f32[..., L, L], by forward substitution.
+    """Invert I + the strictly lower triangle of a matrix f32[..., L, L], by forward substitution.
 
-    `lax.linalg.triangular_solve` takes 200 times as long on a CPU.
+    On a CPU, `lax.linalg.triangular_solve` takes 200 times as long.
     """
     length, below = matrix.shape[-1], jnp.tril(matrix, -1)
 
     def row(i: Array, inverse: Array) -> Array:
-        """Compute row i from the rows before it. Rows not computed yet are those of I."""
+        """Replace row i of `inverse`, which is still row i of I, using the rows above it."""
         written = _matmul(lax.dynamic_index_in_dim(below, i, -2), inverse)
         new = lax.dynamic_index_in_dim(inverse, i, -2) - written
         return lax.dynamic_update_index_in_dim(inverse, new, i, -2)
@@ -249,7 +256,7 @@ def _unit_inverse(matrix: Array) -> Array:
 
 
 def _add_chunk(state: Array, chunk: _Chunk) -> tuple[Array, Array]:
-    """Read a chunk into the state; return the new state and the outputs of the tokens."""
+    """Update the state with a chunk; return the new state and the outputs of the chunk's tokens."""
     writes = chunk.values - _matmul(chunk.reads, state)
     outputs = _matmul(chunk.q, state) + _matmul(chunk.scores, writes)
     return chunk.decay * state + _matmul(chunk.k.swapaxes(-1, -2), writes), outputs
@@ -258,7 +265,7 @@ def _add_chunk(state: Array, chunk: _Chunk) -> tuple[Array, Array]:
 def delta_net(
     config: ModelConfig, layer: dict, x: Array, span: Span, rows: DeltaRows
 ) -> tuple[Array, DeltaRows]:
-    """Run a gated DeltaNet layer on x [B, N, E]; return [B, N, E] and the layer's cache."""
+    """Run a gated DeltaNet layer on x [B, N, E]; return its output [B, N, E] and its updated cache."""
     delta = config.delta
     assert delta is not None
     heads = ("delta_heads", delta.key_heads)
@@ -268,7 +275,7 @@ def delta_net(
         return y.reshape(*x.shape[:2], delta.key_heads, -1).swapaxes(1, 2)
 
     if "delta_qkvz" in layer:
-        # Qwen3-Next stores the rows of a key head together.
+        # Qwen3-Next fuses the projections, and stores the rows of one key head next to each other.
         groups = delta.value_heads // delta.key_heads
         inputs, z = jnp.split(project("delta_qkvz"), [2 * delta.key_dim + groups * delta.value_dim], axis=-1)
         b, a = jnp.split(project("delta_ba"), 2, axis=-1)
@@ -277,11 +284,11 @@ def delta_net(
         z, b, a = project("delta_z"), project("delta_b"), project("delta_a")
     by_head = [layer[f"delta_{name}_conv"].reshape(delta.key_heads, -1, delta.taps) for name in "qkv"]
     conv = jnp.concatenate(by_head, axis=1)
-    # `A_log` and `dt_bias`.
+    # `A_log` and `dt_bias` in transformers.
     offsets = [layer[f"delta_{name}"].reshape(delta.key_heads, -1) for name in ("log_rate", "bias")]
     mix, axes = functools.partial(_mix, config), axes_here("delta_heads", delta.key_heads)
     if axes:
-        # Each device runs its own heads, without communication.
+        # Each device computes its own heads, without communication.
         split, whole = P(None, axes), P()
         mix = map_devices(mix, (P(axes), P(axes), whole, split, split, split, whole, split), (split, split))
     y, rows = mix(conv, offsets, layer["delta_norm"], inputs, z, (b, a), span, rows)
@@ -300,40 +307,45 @@ def _mix(
     span: Span,
     rows: DeltaRows,
 ) -> tuple[Array, DeltaRows]:
-    """Return the gated outputs [B, H, N, G V] of each head, and the cache.
+    """Return the gated outputs of all heads, and the layer's updated cache.
 
     Args:
       config: the model's config.
-      conv: [H, F, T].
-      offsets: [H, G] each; log of the decay's speed, and bias of its time step.
-      norm: [V].
-      inputs, z: [B, H, N, F] and [B, H, N, G V].
+      conv: [H, F, T]; weights of the convolution.
+      offsets: `A_log` and `dt_bias`, [H, G] each: logarithm of the decay rate, and bias of the time step.
+      norm: [V]; weights of the output norm.
+      inputs: [B, H, N, F]; inputs of the convolution.
+      z: [B, H, N, G V]; output gates, before their activation.
       gates: [B, H, N, G] each; learning rates and time steps, before their activations.
-      span, rows: as for `delta_net`.
+      span: positions of the nodes.
+      rows: cache of the layer.
+
+    Returns:
+      [B, H, N, G V] and the cache.
     """
     log_rate, bias = (x.astype(jnp.float32)[None, :, None] for x in offsets)
     b, a = (x.astype(jnp.float32) for x in gates)
-    # The logarithm of the decay (alpha), and the learning rate (beta).
+    # Logarithm of the decay (alpha). The learning rate (beta) is the sigmoid of b.
     log_decay = -jnp.exp(log_rate) * jax.nn.softplus(a + bias)
     new_gates = jnp.concatenate([log_decay, jax.nn.sigmoid(b)], axis=-1)
     capacity, tail_length = rows.gates.shape[2], conv.shape[2] - 1
 
-    # Commit the accepted path: read the accepted nodes of the last draft into the state. A row at its start has no
-    # draft and no state.
+    # Commit the accepted path: update the state with the accepted nodes of the last draft. A row that starts at
+    # position 0 has no draft and an empty state.
     accepted = span.first - span.at
     begins = (span.first == 0)[:, None, None, None]
-    # A start outside the draft would need a state that no longer exists. NaN ends the row as failed.
+    # A start outside the last draft would need a state that is not stored. Set the state to NaN, so that the row fails.
     lost = ((accepted < 0) | (accepted > capacity)) & (span.first > 0)
     state = jnp.where(begins[..., None], 0.0, rows.state)
     state = jnp.where(lost[:, None, None, None, None], jnp.nan, state)
     logged = jnp.where(begins, 0, rows.inputs)
     accepted = jnp.where(begins[:, 0, 0, 0], 0, jnp.clip(accepted, 0, capacity))
-    # Zero the inputs of rejected nodes, so that non-finite numbers there are harmless.
+    # Set the inputs of rejected nodes to zero, because they may not be finite.
     accepted_inputs = _first(logged, tail_length + accepted)
     state, _ = _read(config, conv, state, accepted_inputs, _first(rows.gates, accepted))
 
     def window(x: Array, start: Array, length: int) -> Array:
-        """Slice [B, H, length, ...] of x from token `start` i32[B] on."""
+        """Return `length` tokens [B, H, length, ...] of x, beginning at token `start` i32[B]."""
         return jax.vmap(lambda x, start: lax.dynamic_slice_in_dim(x, start, length, axis=1))(x, start)
 
     # The convolution of the first node also reads the T - 1 inputs before it.
@@ -350,14 +362,14 @@ def _mix(
         return jnp.pad(x, ((0, 0), (0, 0), (0, like.shape[2] - x.shape[2]), (0, 0)))
 
     rows = DeltaRows(state=state, inputs=pad(kept_inputs, rows.inputs), gates=pad(kept_gates, rows.gates))
-    # Gated RMSNorm: the norm, then the output gate z.
+    # Gated RMSNorm: normalise, then multiply by the activated output gate z.
     y = rms_norm(outputs, norm, config.norm_eps)  # f32[B, H, G, N, V]
     y = y.swapaxes(2, 3).reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
     return y.astype(z.dtype), rows
 
 
 def _first(x: Array, count: Array) -> Array:
-    """Set x [B, H, L, .] to 0 after the first `count` i32[B] tokens. Tokens with gates of 0 do not change a state."""
+    """Set x [B, H, L, .] to 0 after the first `count` i32[B] tokens. Tokens whose gates are 0 do not change a state."""
     is_read = jnp.arange(x.shape[2], dtype=jnp.int32)[None] < count[:, None]
     return jnp.where(is_read[:, None, :, None], x, 0)
 
@@ -370,7 +382,7 @@ def _read(
     gates: Array,
     documents: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Run the short causal convolution (`conv1d`) on inputs [B, H, T - 1 + L, F] and `delta_rule` on its L tokens."""
+    """Run the causal convolution (`conv1d`) on inputs [B, H, T - 1 + L, F], then `delta_rule` on its L outputs."""
     delta = config.delta
     assert delta is not None
     length = gates.shape[2]
@@ -384,7 +396,7 @@ def _read(
         ]
     products = [weight[None, :, None, :, tap] * y for tap, y in enumerate(by_tap)]
     q, k, v = jnp.split(jax.nn.silu(sum(products)), [delta.key_dim, 2 * delta.key_dim], axis=-1)
-    # L2 norm of queries and keys.
+    # Normalise queries and keys to length 1.
     q, k = (y * lax.rsqrt(jnp.sum(jnp.square(y), axis=-1, keepdims=True) + _EPS) for y in (q, k))
     log_decay, rate = jnp.split(gates.swapaxes(2, 3), 2, axis=2)
     v = v.reshape(*v.shape[:3], -1, delta.value_dim).swapaxes(2, 3)

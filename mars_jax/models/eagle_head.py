@@ -1,10 +1,12 @@
-"""EAGLE heads: one or a few transformer layers that predict the target's next feature from its previous ones.
+"""EAGLE heads: one or a few transformer layers that predict the target's next feature from its previous features.
 
-Sources: EAGLE 2401.15077, EAGLE-2 2406.16858 (the same heads, a different tree), EAGLE-3 2503.01840. B batch, N tokens,
-E hidden size of the head, F that of the target, V vocabulary, W draft vocabulary, S cache slots. Oracle: a
-transcription in PyTorch over transformers' Llama layers (tests/models/test_eagle.py).
+In a head with several layers, only the first layer reads embeddings and features. The others are plain transformer
+layers.
 
-In a head with several layers, only the first is EAGLE's layer; the others are plain transformer layers.
+Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858; the same heads with a different tree) and EAGLE-3 (arXiv
+2503.01840). Oracle: a transcription in PyTorch with transformers' Llama layers (tests/models/test_eagle.py).
+
+Dimensions: B batch, N tokens, E hidden size of the head, F hidden size of the target, V vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -40,18 +42,18 @@ class EagleConfig(FeatureHead):
 
     kind = "eagle"
     title = "EAGLE head"
-    version: int  # 1 for EAGLE and EAGLE-2, which read the target's final hidden state, or 3
-    fc_bias: bool = False
+    version: int  # 1: EAGLE or EAGLE-2, which read the target's last hidden state; 3: EAGLE-3
+    fc_bias: bool = False  # `fc` has a bias
     fc_norm: bool = False  # normalise each feature before concatenation (EAGLE-3.1)
-    input_norm: bool = False  # normalise the concatenated features (speculators' norm_before_fc)
-    norm_before_residual: bool = False
-    norm_output: bool = False  # the next feature is the output after `norm`, not before it (EAGLE-3.1)
-    own_unembed: bool = True  # False: share the target's unembedding
+    input_norm: bool = False  # normalise the concatenated features (`norm_before_fc` of speculators)
+    norm_before_residual: bool = False  # the residual stream starts with the normalised feature
+    norm_output: bool = False  # apply `norm` to the output before it is used as the next feature (EAGLE-3.1)
+    own_unembed: bool = True  # the head has an unembedding; False: it uses the target's
 
     def __post_init__(self):
         if self.version not in (1, 3):
             raise MarsError(
-                f"EAGLE version {self.version} is not known: 1 (and 2, its heads are the same) or 3."
+                f"EAGLE version {self.version} is not known: expected 3, or 1 (also for EAGLE-2: its heads are equal)."
             )
         if self.version == 3 and not self.feature_layers:
             raise MarsError(
@@ -71,7 +73,7 @@ class EagleConfig(FeatureHead):
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """Return an EAGLE-3 head of the published shape: a Llama layer as wide as the target, 32,000 draft tokens.
+        """Return an EAGLE-3 config like the published ones: a Llama layer as wide as the target, 32,000 draft tokens.
 
         >>> target = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1)
         >>> EagleConfig.outline(target).feature_layers
@@ -83,13 +85,13 @@ class EagleConfig(FeatureHead):
             layer=layers_like(target),
             target_hidden_size=target.hidden_size,
             draft_vocab_size=min(32000, target.vocab_size),
-            # The layers that SafeAILab's heads read: near the start, in the middle and near the end of the target.
+            # SafeAILab's heads read these layers: near the start, in the middle and near the end of the target.
             feature_layers=tuple(sorted({min(1, count - 1), max(count // 2 - 1, 0), max(count - 4, 0)})),
         )
 
     @property
     def read_once(self) -> tuple[str, ...]:
-        """Weights of an EAGLE-3 head's `fc`, which reads only the target's features."""
+        """Names of the weights that combine the target's features in EAGLE-3. Drafting does not read them again."""
         return ("fc", "fc_bias", "fc_norm") if self.version == 3 else ()
 
     def weights(self) -> tuple[Weight, ...]:
@@ -110,7 +112,8 @@ class EagleConfig(FeatureHead):
         if c.input_norm:
             rows.append(Weight(("input_norm",), "input_norm.weight", (features,), "ones"))
         plain_layer = dataclasses.replace(layer, num_experts=0, post_norms=False, norm_plus_one=False)
-        # The first layer reads an embedding and a feature. Version 3 normalises each; version 1 joins them with `fc`.
+        # The first layer reads an embedding and a feature. Version 3 normalises them separately and concatenates them.
+        # Version 1 combines them with `fc`.
         norm, *layer_weights = layer_rows(plain_layer, width=width)
         norm_weights = []
         if c.version == 3:
@@ -156,7 +159,7 @@ class EagleConfig(FeatureHead):
         layer = head["layer"]
         with jax.named_scope("embed"):
             token_embedding = self.embed(target, params, tokens).astype(feature.dtype)
-        # x is the input of the first layer's attention, and h the residual stream.
+        # x is the input of the first layer's attention, and h is the residual stream.
         if self.version == 3:
             normed = rms_norm(feature, layer["hidden_norm"], c.norm_eps)
             h = normed if self.norm_before_residual else feature
@@ -164,7 +167,7 @@ class EagleConfig(FeatureHead):
         else:
             joined = hold_whole(jnp.concatenate([token_embedding, feature], axis=-1))
             h = x = dense(joined, head["fc"], head.get("fc_bias"))
-        # Angles are computed rather than looked up, so the head's max_positions is no limit.
+        # The rotation angles are computed instead of looked up, so positions may exceed the head's max_positions.
         rotation = rotation_at(visible.positions, c.rope, c.rotary_dim)
         with jax.named_scope("mask"):
             attend = attending("xla", visible, cache.slots, None)

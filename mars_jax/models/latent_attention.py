@@ -1,10 +1,13 @@
-"""Multi-head latent attention (MLA): all heads compute their keys and values from one latent per token.
+"""Multi-head latent attention (MLA), in which all heads compute their keys and values from one latent per token.
 
-Source: DeepSeek-V2 2405.04434, section 2.1. Oracle: `DeepseekV3Attention` of transformers
-(tests/models/test_families.py). B batch, N tokens, H heads, R rank of the latent, D = R + rotary dimensions.
+The matrix that computes keys from latents is applied to the queries instead, and the matrix that computes values is
+applied to the outputs. Attention therefore has a single key-value head. A cache row consists of the latent and the
+rotated key, and serves as key and as value.
 
-The matrix that computes keys from latents is absorbed into the queries, and the matrix for values into the outputs. So
-attention has a single key-value head: a cache row holds the latent and the rotated key, and is both key and value.
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. Oracle: `DeepseekV3Attention` of transformers
+(tests/models/test_families.py).
+
+Dimensions: B batch, N tokens, H heads, R rank of the latent, D = R + number of rotary dimensions.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from mars_jax.models.layers import dense, rms_norm
 from mars_jax.models.rope import Rotation, rotate
 
 _EPS = 1e-6
-"""The norms of the latents ignore `norm_eps`, as in the oracle."""
+"""Epsilon of the latents' norms. As in transformers, these norms ignore `norm_eps`."""
 
 
 def _up(config: ModelConfig, latent: Latent, layer: dict) -> tuple[Array, Array]:
     """Return the matrices that compute keys [H, plain, R] and values [H, value, R] from a latent."""
-    # `kv_b_proj`.
+    # `kv_b_proj` in transformers. For each head, the rows for the key precede those for the value.
     up = layer["kv_b"].reshape(config.num_heads, -1, latent.rank)
     return up[:, : latent.plain], up[:, latent.plain :]
 
@@ -30,9 +33,9 @@ def _up(config: ModelConfig, latent: Latent, layer: dict) -> tuple[Array, Array]
 def project(
     config: ModelConfig, latent: Latent, layer: dict, x: Array, rotation: Rotation
 ) -> tuple[Array, Array, Array]:
-    """Return queries [B, N, 1, H, D], keys and values [B, N, 1, D] of x [B, N, E]; keys and values are the same."""
+    """Return queries [B, N, 1, H, D] of x [B, N, E], and keys and values [B, N, 1, D], which are the same array."""
     queries = x
-    # `q_a_proj` and then `q_b_proj` (`q_lora_rank`); without a latent for queries, only `q_proj`.
+    # In transformers: `q_a_proj`, then `q_b_proj`; without a latent for queries (`q_lora_rank`), only `q_proj`.
     if latent.query_rank:
         queries = rms_norm(dense(x, layer["q_a"]), layer["q_a_norm"], _EPS)
     queries = dense(queries, layer["q"], outputs=("heads", config.num_heads))
@@ -45,7 +48,7 @@ def project(
     rotary, key = (
         rotate(y, rotation.cos, rotation.sin, config.rope.interleaved) for y in (rotary, key[:, :, None])
     )
-    # A score is q (W latent), the same as (q W) latent.
+    # An attention score is q . (W latent), which equals (q W) . latent.
     key_up, _ = _up(config, latent, layer)
     plain = jnp.einsum("bnhd,hdr->bnhr", plain, key_up, preferred_element_type=jnp.float32).astype(x.dtype)
     row = jnp.concatenate([row[:, :, None], key], axis=-1)
@@ -53,7 +56,7 @@ def project(
 
 
 def out(config: ModelConfig, latent: Latent, layer: dict, mixed: Array) -> Array:
-    """Return attention's output [B, N, E] from the mixed rows of each head [B, N, 1, H, D]."""
+    """Compute the layer's output [B, N, E] from the weighted sums of cache rows [B, N, 1, H, D]."""
     _, value_up = _up(config, latent, layer)
     latents = mixed[:, :, 0, :, : latent.rank]
     values = jnp.einsum("bnhr,hvr->bnhv", latents, value_up, preferred_element_type=jnp.float32)

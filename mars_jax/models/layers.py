@@ -1,6 +1,8 @@
-"""Parts of a transformer layer as pure functions. Oracle: transformers' `modeling_llama.py` and similar files.
+"""Building blocks of transformer layers: matrix products, norms, MLPs and embeddings, as pure functions.
 
-B batch, N tokens, S cache slots, E hidden size, K key-value heads, G query heads per key-value head, D head dimension.
+Oracle: transformers' `modeling_llama.py` and similar files.
+
+Dimensions: B batch, N tokens, V vocabulary, E hidden size, H heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ ACTIVATIONS = {
 
 
 def clamped_swiglu(gate: Array, up: Array, alpha: float, limit: float) -> Array:
-    """Return (up + 1) * gate * sigmoid(alpha * gate), after clamping gate from above and up on both sides (gpt-oss).
+    """Compute gpt-oss' activation (up + 1) * gate * sigmoid(alpha * gate), with clamped inputs.
 
-    `alpha` is `swiglu_alpha`, 1.702 there, and `limit` is `swiglu_limit`.
+    First, `gate` is limited to at most `limit`, and `up` to [-limit, limit]. In gpt-oss, `alpha` is 1.702
+    (`swiglu_alpha`) and `limit` is `swiglu_limit`.
 
     >>> float(clamped_swiglu(jnp.asarray(9.0), jnp.asarray(-9.0), 0.0, 2.0))  # (-2 + 1) * 2 * sigmoid(0)
     -1.0
@@ -42,12 +45,12 @@ def clamped_swiglu(gate: Array, up: Array, alpha: float, limit: float) -> Array:
 
 
 _LONGEST_SUM = (2**31 - 1) // 127**2
-"""Number of products of 8-bit integers whose sum fits in int32."""
+"""Maximum number of products of 8-bit integers whose sum cannot exceed int32."""
 _FEW = 8
-"""Minimum rows for which devices exchange partial sums in bfloat16."""
+"""Minimum number of rows for which devices exchange partial sums in the dtype of x instead of float32."""
 
 AxisSize = tuple[str, int] | None
-"""A logical axis of `mesh.RULES` and its size."""
+"""A logical axis of `mesh.RULES`, and the size of this axis."""
 
 
 def _dense(x: Array, w: Array, dtype: DTypeLike = jnp.float32) -> Array:
@@ -55,30 +58,34 @@ def _dense(x: Array, w: Array, dtype: DTypeLike = jnp.float32) -> Array:
 
 
 def dense_cpu(x: Array, w: Array) -> Array:
-    """Multiply in the forms that XLA's CPU backend runs fastest (scripts/bench_shapes.py at commit 5336526)."""
+    """Compute x @ w.T in float32, with the operations that are fastest in XLA's CPU backend.
+
+    The choices below were measured with scripts/bench_shapes.py at commit 5336526.
+    """
     rows = x.shape[0]
     if x.dtype == jnp.bfloat16:
-        # One row would be a matrix-vector product, which falls back to scalar code: 10x slower. With AMX, one or two
-        # rows are summed in a different order than three or more, and padding to four takes no longer.
+        # A single row would be a matrix-vector product, which uses scalar code and is 10 times slower. With AMX, sums
+        # over one or two rows use a different order than sums over three or more. Padding to four rows costs no time.
         return _dense(jnp.pad(x, ((0, max(4 - rows, 0)), (0, 0))), w)[:rows]
-    # Eigen's kernels process eight columns at a time; 5 to 7 cost more than 8, and 9 to 15 more than 16.
+    # Eigen's kernels process eight columns at a time: 5 to 7 columns take longer than 8, and 9 to 15 longer than 16.
     padded = jnp.pad(x, ((0, -rows % 8), (0, 0))) if rows > 4 else x
     y = lax.dot_general(w, padded, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    # W @ x.T streams [out, in] weights twice as fast as x @ W.T; the barrier keeps XLA from undoing the swap.
+    # Compute (w @ x.T).T, which reads the weights twice as fast as x @ w.T. The barrier keeps XLA from undoing this.
     return lax.optimization_barrier(y)[:, :rows].T
 
 
 def _dense_int8(x: Array, values: Array) -> Array:
-    # A TPU would compute integer products with fewer than 8 rows outside of its matrix units.
+    # Pad to a multiple of 8 rows: for fewer rows, a TPU would not use its matrix units.
     eights = jnp.pad(x, ((0, -x.shape[0] % 8), (0, 0)))
     return _dense(eights, values.astype(x.dtype))[: x.shape[0]]
 
 
 def _integer_products(x: Array, values: Array) -> Array:
-    """Multiply x by int8 weights as integers, for which CPUs have instructions: about as fast as bfloat16, or faster.
+    """Multiply x by int8 weights with the integer instructions of a CPU, at least about as fast as in bfloat16.
 
-    Each row of x is split into three of 8 bits, x = scale * (high + middle / 254 + low / 254^2), which keep 23 bits of
-    the largest number of the row. Integer sums are exact, so they do not depend on the number of rows.
+    Each row of x is represented by three rows of 8-bit integers: x = scale * (high + middle / 254 + low / 254^2). This
+    preserves 23 bits of the largest number in the row. Integer sums are exact, so the result does not depend on the
+    number of rows.
     """
     count, x = x.shape[0], x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=1, keepdims=True)
@@ -89,8 +96,9 @@ def _integer_products(x: Array, values: Array) -> Array:
         parts.append(part.astype(jnp.int8))
         remainder = (remainder - part) * 254
     if count == 1:
-        parts = [jnp.concatenate(parts)]  # reads the weights once
-    # Fewer than four rows would be multiplied in scalar code. The barriers keep other operations out of the products.
+        parts = [jnp.concatenate(parts)]  # one product, which reads the weights once
+    # Products with fewer than four rows would use scalar code. The barriers keep XLA from fusing other operations into
+    # the products.
     padded = [jnp.pad(part, ((0, max(4 - len(part), 0)), (0, 0))) for part in parts]
     products = [_dense(values, part, jnp.int32) for part in lax.optimization_barrier(padded)]
     products = [product.T for product in lax.optimization_barrier(products)]
@@ -104,7 +112,10 @@ _dense_int8_cpu = with_gradient_of(_dense_int8, _integer_products)
 
 
 def _as_float(w: Array, dtype: DTypeLike) -> Array:
-    """Convert an int8 matrix as a whole: on a mesh, XLA would gather slices of it from all devices."""
+    """Convert an int8 matrix to `dtype`, and return other matrices unchanged.
+
+    The whole matrix is converted: if it were converted in slices, XLA would gather the slices from all devices.
+    """
     if w.dtype != jnp.int8:
         return w
     return w.astype(dtype)
@@ -115,13 +126,16 @@ def _dense_int4(x: Array, w: Int4) -> Array:
 
 
 def _dense_int4_tpu(x: Array, w: Int4, *, outputs: AxisSize, inputs: AxisSize, dtype: DTypeLike) -> Array:
-    """Run the kernel on each device's shard if it supports the shapes; devices add up partial sums in `dtype`."""
+    """Multiply with the int4 kernel on each device's shard if the kernel supports the shapes, and with XLA otherwise.
+
+    If the inputs are sharded, the devices add up their partial sums in `dtype`.
+    """
     axes, parts = None, 1
     if sharded := outputs or inputs:
         axes, parts = mesh.axes_here(*sharded), mesh.devices_of(*sharded)
     if inputs and len(w.values) % parts:
-        axes, parts = (), 1  # the matrix is replicated, see `Int4.leaves`
-    # The size of this device's shard, and the mesh axes of each dimension.
+        axes, parts = (), 1  # the matrix is replicated (see `Int4.leaves`)
+    # `out` and `inner` become the shape of this device's shard. `by_out` and `by_in` are the mesh axes that shard them.
     (out, inner), by_out, by_in = w.shape, None, None
     if outputs:
         out, by_out = out // parts, axes or None
@@ -149,12 +163,15 @@ def _dense_int4_tpu(x: Array, w: Int4, *, outputs: AxisSize, inputs: AxisSize, d
 
 
 def _dense_int4_cpu(x: Array, w: Int4) -> Array:
-    """Convert one group at a time in a core's cache. XLA would first write the whole matrix as floats."""
+    """Multiply by one group of a 4-bit matrix at a time, so that the converted group stays in a core's cache.
+
+    Otherwise XLA would first write the whole matrix to memory as floats.
+    """
     (count, size, _), x = w.values.shape, x.astype(jnp.float32)
     groups = x.reshape(x.shape[0], count, size)
 
     def body(i: Array, y: Array) -> Array:
-        # The barrier keeps XLA from converting all weights before the loop, or each number inside the product.
+        # Without the barrier, XLA would convert all weights before the loop, or convert each number inside the product.
         values = lax.optimization_barrier(w.values[i].astype(jnp.float32))
         return y + (groups[:, i] @ values) * w.scale[i].astype(jnp.float32)[None]
 
@@ -170,19 +187,27 @@ def dense(
     outputs: AxisSize = None,
     inputs: AxisSize = None,
 ) -> Array:
-    """Multiply x [..., in] by w [out, in], plus bias [out]: [..., out], summed in float32, cast to `dtype` or x's.
+    """Compute the linear layer x @ w.T + bias, with sums in float32.
 
-    If devices share the sums of at least 8 rows, each casts its partial sums before they are exchanged and added up.
-    `outputs` or `inputs`, such as ("heads", 32), is the axis over which a mesh shards w; the int4 kernel on a TPU needs
-    it.
+    On a mesh, each device casts its partial sums to the dtype of x before the devices exchange them, if there are at
+    least 8 rows and no bias.
+
+    Args:
+      x: [..., in].
+      w: [out, in].
+      bias: [out]; None: no bias.
+      dtype: dtype of the output [..., out]; None: the dtype of x.
+      outputs: logical axis over which a mesh shards the outputs of w, and its size, such as ("heads", 32). Only the
+        int4 kernel on a TPU needs it.
+      inputs: the same for the inputs of w.
 
     >>> dense(jnp.ones((1, 3)), jnp.ones((2, 3)), jnp.ones((2,))).tolist()
     [[4.0, 4.0]]
     """
     rows = x.reshape(-1, x.shape[-1])
     unsharded = mesh.size_of("model", mesh.current()) == 1
-    # With a sharded matrix, bfloat16 halves the bytes of the partial sums that devices exchange. Each device still
-    # accumulates in float32. Few rows stay in float32: their sums are small, and XLA splits such products on a TPU.
+    # If the matrix is sharded, partial sums in bfloat16 halve the bytes that devices exchange. Each device still
+    # accumulates in float32. For few rows, send float32: they are small, and on a TPU XLA splits such products further.
     narrow = jnp.float32
     if not unsharded and rows.shape[0] >= _FEW and bias is None and dtype in (None, x.dtype):
         narrow = x.dtype
@@ -191,7 +216,7 @@ def dense(
         int4_tpu = functools.partial(_dense_int4_tpu, outputs=outputs, inputs=inputs, dtype=narrow)
         y = lax.platform_dependent(rows, w, cpu=int4_cpu, tpu=int4_tpu, default=_dense_int4)
     elif isinstance(w, Int8) and unsharded:
-        # Sums over more inputs could exceed int32.
+        # Integer sums over more inputs could overflow int32.
         int8_cpu = _dense_int8_cpu if rows.shape[1] <= _LONGEST_SUM else _dense_int8
         y = lax.platform_dependent(rows, w.values, cpu=int8_cpu, default=_dense_int8)
     else:
@@ -211,12 +236,13 @@ def dense(
 
 
 def rms_norm(x: Array, scale: Array, eps: float, *, plus_one: bool = False) -> Array:
-    """Divide x [..., E] by its root mean square and multiply by scale [E]; in float32, cast back (arXiv 1910.07467).
+    """Apply RMSNorm (arXiv 1910.07467): divide x [..., E] by its root mean square and multiply by scale [E].
 
-    With `plus_one`, multiply by 1 + scale (zero-centred RMSNorm), as in the checkpoints of Gemma and Qwen3-Next.
+    The norm is computed in float32 and cast to the dtype of x. With `plus_one`, the factor is 1 + scale (zero-centred
+    RMSNorm), as in the checkpoints of Gemma and Qwen3-Next.
     """
     y = x.astype(jnp.float32)
-    # y / sqrt(mean(y ** 2) + eps)
+    # Compute y / sqrt(mean(y ** 2) + eps).
     y = y * lax.rsqrt(total(jnp.square(y))[..., None] / y.shape[-1] + eps)
     scale = scale.astype(jnp.float32)
     if plus_one:
@@ -225,9 +251,10 @@ def rms_norm(x: Array, scale: Array, eps: float, *, plus_one: bool = False) -> A
 
 
 def rms_norm_heads(x: Array, scale: Array, eps: float, head_dim: int) -> Array:
-    """Return `rms_norm` of x [..., H * D] over all H heads, D = `head_dim`, which a mesh may shard.
+    """Apply `rms_norm` to x [..., H * D], over all H heads together, where D is `head_dim`.
 
-    Each device sums the squares of its heads, and devices exchange one number per head.
+    A mesh may shard the heads. Each device then sums the squares of its own heads, and the devices exchange one number
+    per head.
     """
     by_head = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, head_dim)
     squares = mesh.hold_whole(total(jnp.square(by_head)))
@@ -237,7 +264,10 @@ def rms_norm_heads(x: Array, scale: Array, eps: float, head_dim: int) -> Array:
 
 
 def gated_mlp(layer: dict[str, Array], x: Array, activation: str) -> Array:
-    """Return down(activation(gate(x)) * up(x)) for x [B, N, E] (arXiv 2002.05202); float32 between products."""
+    """Compute the gated MLP down(activation(gate(x)) * up(x)) of x [B, N, E] (arXiv 2002.05202).
+
+    The outputs of `gate` and `up`, and their product, are float32.
+    """
     hidden = ("hidden", layer["gate"].shape[0])
     gate = dense(x, layer["gate"], layer.get("gate_bias"), dtype=jnp.float32, outputs=hidden)
     up = dense(x, layer["up"], layer.get("up_bias"), dtype=jnp.float32, outputs=hidden)
@@ -246,7 +276,7 @@ def gated_mlp(layer: dict[str, Array], x: Array, activation: str) -> Array:
 
 
 def soft_cap(x: Array, cap: float) -> Array:
-    """Squeeze x into (-cap, cap); small x are nearly unchanged (Gemma 2, arXiv 2408.00118).
+    """Limit x smoothly to (-cap, cap): cap * tanh(x / cap) (Gemma 2, arXiv 2408.00118). Small x hardly change.
 
     >>> soft_cap(jnp.asarray([0.0, 1e9]), 30.0).tolist()
     [0.0, 30.0]
@@ -255,9 +285,10 @@ def soft_cap(x: Array, cap: float) -> Array:
 
 
 def embed(table: Array | Int8, ids: Array) -> Array:
-    """Return rows of table [V, E] at ids i32[B, N]: [B, N, E]. Ids outside of `[0, V)` are clipped."""
+    """Look up the embeddings [B, N, E] of token ids i32[B, N] in table [V, E]. Ids outside `[0, V)` are clipped."""
     if isinstance(table, Int8):
-        # For fewer than 8 ids, XLA on a TPU uses slices and copies the whole table to a different layout at every step.
+        # Look up at least 8 ids: for fewer, XLA on a TPU slices the table, and copies all of it to another layout in
+        # every step.
         flat = ids.reshape(-1)
         eights = jnp.pad(flat, (0, -flat.size % 8))
         rows = Int8(_take(table.values, eights), _take(table.scale, eights), table.dtype).astype(table.dtype)
@@ -277,12 +308,12 @@ def _take(table: Array, ids: Array) -> Array:
 
 
 def _take_bits(table: Array, ids: Array) -> Array:
-    """Gather bfloat16 as bits: XLA's CPU backend would widen a bfloat16 table first, but copies integers directly."""
+    """Gather bfloat16 rows as integers, because XLA's CPU backend would first convert a bfloat16 table to float32."""
     return lax.bitcast_convert_type(_take(lax.bitcast_convert_type(table, jnp.uint16), ids), jnp.bfloat16)
 
 
 @_gather.defjvp
 def _gather_jvp(primals, tangents):
-    # Bits have no derivative, but the gather is linear in the table.
+    # The cast to integers has no derivative. The gather is linear in the table, so the derivative is a gather, too.
     (table, ids), (change, _) = primals, tangents
     return _gather(table, ids), _take(change, ids)

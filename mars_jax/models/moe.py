@@ -1,19 +1,25 @@
-"""Mixture of experts: each token uses the few MLPs that a router chooses for it (arXiv 2401.04088).
+"""Mixture-of-experts layers, in which a router chooses a few MLPs (experts) for each token (arXiv 2401.04088).
 
-If experts are divided over devices, each device runs its experts on all tokens, and one sum combines the results. For
-the few tokens of a decode step, this transfers less data than exchanging rows.
+If experts are sharded over devices, each device runs its experts on all tokens, and one all-reduce adds up the results.
+For the few tokens of a decoding step, this transfers less data than sending tokens to the devices of their experts.
+Experts have no capacity limit: a token always uses all experts that the router chose, so the output of a row does not
+depend on the rest of the batch.
 
-Experts have no capacity limit: every token gets all of its experts, so a row's result does not depend on the batch.
-Oracle: transformers' `modeling_mixtral.py`, `modeling_qwen3_moe.py` and `modeling_gpt_oss.py`. T tokens, C experts per
-token, R = T * C rows, X experts, E hidden size, M hidden units of an expert.
+Gathering the matrices of each token would copy them, and running every expert on every token would take X / C times as
+many operations. Instead, the pairs of a token and an expert (rows) are sorted by expert, and each expert multiplies its
+rows. `lax.ragged_dot_general` does this in one operation, but is slow on two backends:
 
-Gathering each token's matrices would copy them, and running every expert on every token does X / C times the work.
-Instead the rows are sorted by expert, and every expert multiplies its rows. `lax.ragged_dot_general` does that in one
-operation, but is slow on two backends. On TPUs, except for int8 on v5e, XLA first copies all matrices to a different
-layout. TPUs therefore use Megablox (JAX's kernel after MegaBlocks, arXiv 2211.15841), and for int8 and MXFP4, which
-Megablox does not support, our own kernels. XLA's CPU backend expands the operation to all experts and all rows and
-transposes the weights first, which is slower than running every expert on every token. CPUs therefore use `_blocks`.
-All of them read only the experts that have rows, in their stored layout.
+- On TPUs, except for int8 on v5e, XLA first copies all matrices to a different layout. TPUs therefore use Megablox,
+  JAX's kernel for MegaBlocks (arXiv 2211.15841). Megablox does not support int8 and MXFP4, which have kernels in
+  `kernels_pallas.experts`.
+- XLA's CPU backend transposes the weights, and then multiplies all rows by all experts, which is slower than running
+  every expert on every token. CPUs therefore use `_blocks`.
+
+These implementations read only the experts that have rows, and read them in the layout in which they are stored.
+
+Oracle: transformers' `modeling_mixtral.py`, `modeling_qwen3_moe.py` and `modeling_gpt_oss.py`.
+
+Dimensions: T tokens, C experts per token, R = T * C rows, X experts, E hidden size, M hidden units of an expert.
 """
 
 from __future__ import annotations
@@ -33,31 +39,35 @@ from mars_jax.models.layers import ACTIVATIONS, clamped_swiglu, dense, dense_cpu
 from mars_jax.models.quantize import Int8, Mxfp4
 
 _LARGEST = 32
-"""Maximum rows of a block on CPU: larger blocks add padding and make no product faster."""
+"""Maximum number of rows per block on a CPU. Larger blocks need more padding, and their products are not faster."""
 _TILE = 128
-"""Maximum rows of a tile on a TPU."""
+"""Maximum number of rows per Megablox tile on a TPU."""
 _WIDEST = 1024
-"""Maximum inner and outer width of a tile: up to 2 MB of bfloat16 weights."""
+"""Maximum number of inputs and outputs of a weight tile, which then takes up to 2 MB in bfloat16."""
 
 
 def _blocks(x: Array, w: Array | Mxfp4, sizes: Array) -> Array:
-    """Loop over blocks of rows, where each block belongs to one expert. An expert without rows costs nothing."""
+    """Multiply sorted rows by their experts' matrices, in blocks of rows that share an expert.
+
+    Experts without rows cost nothing.
+    """
     rows, experts = x.shape[0], w.shape[0]
     size = min(_LARGEST, 1 << (max(rows // experts, 1).bit_length() - 1))
-    # Blocks of each expert, i32[X]; `ends` is one past its last block, and `first` its first row.
+    # For each expert, i32[X]: its number of blocks, the end of its blocks, and its first row.
     blocks = (sizes + size - 1) // size
     ends, first = jnp.cumsum(blocks), jnp.cumsum(sizes) - sizes
     x = jnp.pad(x, ((0, size), (0, 0)))
 
     def body(i, y):
-        # Block i belongs to the first expert that ends after it.
+        # Block i belongs to the first expert whose blocks end after i.
         expert = jnp.sum(ends <= i)
         begin = first[expert] + (i - ends[expert] + blocks[expert]) * size
-        # XLA widens bfloat16 to slice it. The barrier ties w to i, so that XLA widens one matrix, inside the loop.
+        # XLA converts bfloat16 to float32 before it slices. The barrier makes w depend on i, so that XLA converts only
+        # one matrix in each iteration, and not the whole stack before the loop.
         tied, _ = lax.optimization_barrier((w, i))
         matrix = jax.tree.map(lambda stack: stack[expert], tied).astype(x.dtype)
         product = dense_cpu(lax.dynamic_slice_in_dim(x, begin, size), matrix)
-        # The last block of an expert may overlap the rows of later experts, which later iterations overwrite.
+        # The last block of an expert may extend over rows of the next experts. Later iterations overwrite these rows.
         return lax.dynamic_update_slice_in_dim(y, product, begin, 0)
 
     y = jnp.zeros((rows + size, w.shape[1]), jnp.float32)
@@ -70,7 +80,7 @@ def _gmm(x: Array, w: Array, sizes: Array) -> Array:
     rows, (outer, inner) = x.shape[0], w.shape[1:]
     tiling = min(_TILE, -(-rows // 16) * 16), block_width(inner, _WIDEST), block_width(outer, _WIDEST)
     x = jnp.pad(x, ((0, -rows % tiling[0]), (0, 0)))
-    # If no row belongs to an expert on this device, the kernel's grid would be empty.
+    # The kernel's grid must not be empty: if this device's experts have no rows, assign one row to the last expert.
     sizes = sizes.at[-1].max((jnp.sum(sizes, dtype=jnp.int32) == 0).astype(jnp.int32))
     return gmm(x, w, sizes, jnp.float32, tiling, transpose_rhs=True)[:rows]
 
@@ -81,22 +91,23 @@ def _megablox(x: Array, w: Array, sizes: Array) -> Array:
 
 
 def dense_by_expert(x: Array, w: Array | Int8 | Mxfp4, sizes: Array) -> Array:
-    """Multiply x [R, in] by the matrices w [X, out, in]: f32[R, out].
+    """Multiply each row of x by the matrix of its expert; return f32[R, out].
 
     Args:
-      x: rows sorted by expert.
-      w: one matrix per expert.
-      sizes: i32[X]; the first `sizes[0]` rows belong to expert 0, the next `sizes[1]` to expert 1; they sum to R.
+      x: [R, in]; rows sorted by expert.
+      w: [X, out, in]; one matrix per expert.
+      sizes: i32[X]; number of rows of each expert. The first `sizes[0]` rows belong to expert 0, the next `sizes[1]`
+        rows to expert 1, and so on.
 
     >>> x, w = jnp.ones((3, 1)), jnp.asarray([[[1.0]], [[2.0]], [[3.0]]])
     >>> dense_by_expert(x, w, jnp.asarray([1, 0, 2], jnp.int32)).tolist()
     [[1.0], [3.0], [3.0]]
     """
-    # Imported at the first call, because it imports Pallas.
+    # Import this module only when it is needed, because it imports Pallas.
     from kernels_pallas.experts import mosaic
 
     ragged = experts_xla.ragged_product
-    # Loops of dynamic length and kernels have no derivative.
+    # Loops of dynamic length and kernels have no derivative, so use the derivative of the XLA implementation.
     blocks = with_gradient_of(ragged, _blocks)
     if isinstance(w, Int8):
         xla = experts_xla.dense_by_expert_int8
@@ -128,19 +139,22 @@ def choose_experts(
     groups: tuple[int, int] = (1, 1),
     multiplier: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Return the weights f32[T, C] and the ids i32[T, C] of the experts of tokens [T, E]; see `experts_mlp`."""
+    """Run the router on tokens [T, E]; return the weights f32[T, C] and indices i32[T, C] of each token's experts.
+
+    The arguments are those of `experts_mlp`.
+    """
     logits = dense(tokens, layer["router"], layer.get("router_bias"), dtype=jnp.float32)
     if "score_bias" in layer:
-        # DeepSeek-V3 (arXiv 2412.19437, equations 12 to 16): the bias (`e_score_correction_bias`) affects the choice
-        # but not the weights.
+        # DeepSeek-V3 (arXiv 2412.19437, equations 12 to 16): the bias (`e_score_correction_bias`) affects which experts
+        # are chosen, but not their weights.
         scores = jax.nn.sigmoid(logits)
         biased_scores = scores + layer["score_bias"].astype(jnp.float32)[None]
         _, expert_ids = lax.top_k(_in_best_groups(biased_scores, *groups), count)
         share = jnp.take_along_axis(scores, expert_ids, axis=-1)
     else:
-        # If normalised, these shares equal the softmax over only the chosen logits (gpt-oss, Mixtral).
+        # With `normalize`, this equals a softmax over the logits of the chosen experts (gpt-oss, Mixtral).
         share, expert_ids = lax.top_k(jax.nn.softmax(logits, axis=-1), count)
-    # `norm_topk_prob`.
+    # `norm_topk_prob` in transformers.
     if normalize:
         share = share / jnp.sum(share, axis=-1, keepdims=True)
     # `multiplier` is DeepSeek's `routed_scaling_factor`.
@@ -148,9 +162,14 @@ def choose_experts(
 
 
 def _in_best_groups(scores: Array, groups: int, kept: int) -> Array:
-    """Set scores f32[T, X] to -inf outside the `kept` groups with the largest sums of their two best scores.
+    """Set the scores f32[T, X] of experts outside each token's best groups to -inf (DeepSeek-V3).
 
-    Group-limited routing of DeepSeek-V3: `groups` is its `n_group`, and `kept` its `topk_group`.
+    The score of a group is the sum of its two largest scores.
+
+    Args:
+      scores: scores of all experts.
+      groups: number of groups, `n_group` in transformers.
+      kept: number of groups that a token may use, `topk_group` in transformers.
     """
     if kept == groups:
         return scores
@@ -171,26 +190,26 @@ def experts_mlp(
     groups: tuple[int, int] = (1, 1),
     multiplier: float = 1.0,
 ) -> Array:
-    """Run the gated MLPs of each token's `count` most probable experts, weighted by their probabilities.
+    """Run each token's `count` most probable experts, and sum their outputs weighted by the router.
 
     Args:
-      layer: `router` [X, E], `expert_gate` and `expert_up` [X, M, E], `expert_down` [X, E, M]; and their biases, if
-        any. With `score_bias` [X], the weights are sigmoids of logits instead of probabilities, and the bias is added
-        to them only to choose the experts.
+      layer: `router` [X, E], `expert_gate` and `expert_up` [X, M, E], `expert_down` [X, E, M], and optional biases. If
+        there is a `score_bias` [X], the routing weights are sigmoids of the router's logits instead of probabilities.
+        The bias is added to them only to choose the experts.
       x: [B, N, E].
-      activation: see `layers.ACTIVATIONS`.
-      count: C.
-      normalize: scale the weights of a token's experts to sum to 1.
-      swiglu: see `ModelConfig.swiglu`.
-      groups: number of groups of experts, and number of groups that a token uses. Only with `score_bias`.
-      multiplier: factor of the weights, after `normalize`.
+      activation: name of an activation in `layers.ACTIVATIONS`.
+      count: C, the number of experts per token.
+      normalize: scale the routing weights of each token to sum to 1.
+      swiglu: (alpha, limit) of `layers.clamped_swiglu`, which then replaces `activation`.
+      groups: number of groups of experts, and number of groups that a token may use. Only used with `score_bias`.
+      multiplier: factor of the routing weights, applied after `normalize`.
 
     Returns:
-      [B, N, E]; float32 between products.
+      [B, N, E] in the dtype of x. Activations and weighted sums are computed in float32.
     """
     experts, size = layer["expert_gate"].shape[:2]
     if isinstance(layer["expert_down"], Mxfp4):
-        size //= experts_xla.BLOCK  # shard whole blocks of the inputs of `expert_down`
+        size //= experts_xla.BLOCK  # shard the inputs of `expert_down` in whole blocks
     by_expert, by_unit = expert_axes(experts, size)
     tokens = x.reshape(-1, x.shape[-1])
     share, expert_ids = choose_experts(
@@ -213,23 +232,26 @@ def experts_mlp(
     if by_expert or by_unit:
         specs = {"expert_down": P(by_expert, None, by_unit)}
         specs |= dict.fromkeys(by_hidden, P(by_expert, by_unit, None))
-        # Biases and the scales of int8 matrices have no last axis.
+        # Biases and the scales of int8 matrices lack the last axis of the matrices.
         specs = {k: jax.tree.map(lambda x, k=k: P(*specs[k][: x.ndim]), w) for k, w in matrices.items()}
         mixed = map_devices(local, (specs, P(), P(), P()))(matrices, tokens, share, expert_ids)
     else:
         mixed = _mix(matrices, tokens, share, expert_ids, gated, None)
     if "expert_down_bias" in layer:
-        # Outside of `local`: devices that share an expert's hidden units must add its bias only once.
+        # Add the bias outside `local`, because devices that share the hidden units of an expert must add it only once.
         mixed += jnp.einsum("tc,tce->te", share, layer["expert_down_bias"][expert_ids].astype(jnp.float32))
     return mixed.astype(x.dtype).reshape(x.shape)
 
 
 def shared_expert(layer: dict[str, Array], x: Array, activation: str) -> Array:
-    """Run the MLP that all tokens x [B, N, E] share, times the sigmoid of each token's gate, if there is one."""
+    """Run the shared expert, an MLP that every token uses, on x [B, N, E].
+
+    If the layer has a `shared_router`, multiply each token's output by the sigmoid of its gate.
+    """
     mlp = {name: layer[f"shared_{name}"] for name in ("gate", "up", "down")}
     if "shared_router" not in layer:
         return gated_mlp(mlp, x, activation)
-    # `shared_expert_gate` of Qwen2-MoE.
+    # `shared_expert_gate` in Qwen2-MoE.
     gate = jax.nn.sigmoid(dense(x, layer["shared_router"], dtype=jnp.float32))
     return (gate * gated_mlp(mlp, x, activation)).astype(x.dtype)
 
@@ -242,21 +264,24 @@ def _mix(
     gated: Callable[[Array, Array], Array],
     first: Array | None,
 ) -> Array:
-    """Return f32[T, E]: the sum of the outputs of each token's experts, weighted by `share` f32[T, C].
+    """Compute the weighted sum f32[T, E] of the outputs of each token's experts.
 
     Args:
-      matrices: matrices of all experts if `first` is None, otherwise of this device's experts, which start at `first`;
-        and the biases of gate and up.
+      matrices: matrices of all experts if `first` is None, and otherwise only those of this device's experts. Also
+        the biases of gate and up.
+      tokens: [T, E].
+      share: f32[T, C]; weights of the experts.
       expert_ids: i32[T, C]. Experts on other devices contribute nothing.
-      gated: (gate, up) -> inputs of down.
+      gated: computes the inputs of `expert_down` from the outputs of `expert_gate` and `expert_up`.
+      first: i32[]; index of this device's first expert; None: all experts are on this device.
     """
     experts, count = matrices["expert_gate"].shape[0], expert_ids.shape[1]
     is_local = None
     if first is not None:
         is_local = (expert_ids >= first) & (expert_ids < first + experts)
-        # Sort rows of other devices' experts after the last row that is multiplied.
+        # Sort the rows of other devices' experts to the end, where no expert multiplies them.
         expert_ids = jnp.where(is_local, expert_ids - first, experts)
-    # Row r of R = T * C is choice r % C of token r // C. `order` sorts the rows by expert.
+    # Before the sort, row r of the R = T * C rows is choice r % C of token r // C. `order` sorts the rows by expert.
     order = jnp.argsort(expert_ids.reshape(-1))
     sizes = jnp.bincount(expert_ids.reshape(-1), length=experts).astype(jnp.int32)
     rows = tokens[order // count]
@@ -268,7 +293,7 @@ def _mix(
         up += matrices["expert_up_bias"][row_experts].astype(jnp.float32)
     inner = gated(gate, up).astype(tokens.dtype)
     down = dense_by_expert(inner, matrices["expert_down"], sizes)
-    # Undo the sort, and sum over the C choices.
+    # Undo the sort, and apply the weights.
     weighted = down[jnp.argsort(order)].reshape(-1, count, tokens.shape[-1]) * share[..., None]
     if is_local is not None:
         weighted = jnp.where(is_local[..., None], weighted, 0.0)

@@ -1,9 +1,12 @@
-"""MTP modules: one more decoder layer of the target, trained with it to predict the token after the next.
+"""Multi-token prediction (MTP) modules: an additional decoder layer that is trained with the target.
 
-Sources: DeepSeek-V3 2412.19437, section 2.2 (here with one module, which drafts further tokens from its own output);
-MiMo 2505.07608; for Qwen3-Next and Qwen3.5, vLLM and SGLang (`qwen3_next_mtp.py`, `qwen3_5_mtp.py`). B batch, N
-tokens, E hidden size, V vocabulary. Oracles: `MtpModel` of transformers, and transcriptions of MiMo's and Qwen's in
-PyTorch (tests/models/test_mtp.py).
+The module predicts the token after the next token. To draft more tokens, it reads its own output.
+
+Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2; here with a single module), MiMo (arXiv 2505.07608), and the files
+`qwen3_next_mtp.py` and `qwen3_5_mtp.py` of vLLM and SGLang. Oracles: `MtpModel` of transformers, and transcriptions of
+the modules of MiMo and Qwen in PyTorch (tests/models/test_mtp.py).
+
+Dimensions: B batch, N tokens, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,16 +31,16 @@ from mars_jax.models.weights import Weight, layer_rows, stacked
 
 
 class Layout(NamedTuple):
-    """Checkpoint names of a module's tensors, and the differences in its forward pass."""
+    """Checkpoint names of a module's tensors, and variations of its forward pass."""
 
-    prefix: str  # may have a placeholder for the number of the target's layers
+    prefix: str  # prefix of all names; may contain a placeholder for the number of the target's layers
     embed_norm: str
     hidden_norm: str
     fc: str
     norm: str
     layer: str = ""  # prefix of the names of the decoder layer's tensors
-    # MiMo: the feature is the residual stream before the target's last norm, and precedes the embedding in the
-    # input. The embedding of the first entry is zero (vLLM and SGLang, `MiMoMultiTokenPredictorLayer`).
+    # MiMo: the feature is the residual stream before the target's last norm, and comes before the embedding in the
+    # input of `fc`. The embedding at position 0 is zero (as in `MiMoMultiTokenPredictorLayer` of vLLM and SGLang).
     mimo: bool = False
 
 
@@ -56,12 +59,12 @@ LAYOUTS = {
         mimo=True,
     ),
 }
-"""Layouts by family of the target; default: `DEEPSEEK`."""
+"""Layout of a module by the model family of its target. Other families use `DEEPSEEK`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MtpConfig(FeatureHead):
-    """Static configuration of an MTP module, which shares its target's embedding and unembedding.
+    """Static configuration of an MTP module, which uses its target's embedding and unembedding.
 
     Raises:
       MarsError: fields contradict each other.
@@ -73,7 +76,7 @@ class MtpConfig(FeatureHead):
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """Return the module of a target: a layer like its last one, with attention.
+        """Return the config of a target's module: one layer like the target's last layer, but always with attention.
 
         >>> target = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=4, num_heads=1)
         >>> MtpConfig.outline(target).weights()[2].name
@@ -94,12 +97,12 @@ class MtpConfig(FeatureHead):
 
     @property
     def layout(self) -> Layout:
-        """The layout of its checkpoint."""
+        """Layout of the module's checkpoint."""
         return LAYOUTS.get(self.layer.family, DEEPSEEK)
 
     @property
     def prefix(self) -> str:
-        """The prefix of the names of its tensors, without the dot."""
+        """Prefix of the names of the module's tensors, without the trailing dot."""
         return self.layout.prefix.format(self.target_layers)
 
     def weights(self) -> tuple[Weight, ...]:
@@ -143,7 +146,7 @@ class MtpConfig(FeatureHead):
             token_embedding = self.embed(target, params, tokens).astype(feature.dtype)
             if self.layout.mimo:
                 token_embedding = jnp.where(visible.positions[..., None] == 0, 0, token_embedding)
-            # DeepSeek's `enorm`, `hnorm` and `eh_proj`; the checkpoints have the embedding first.
+            # `enorm`, `hnorm` and `eh_proj` in DeepSeek's checkpoints, where the embedding precedes the feature.
             parts = [
                 self._norm(token_embedding, head["embed_norm"]),
                 self._norm(feature, head["hidden_norm"]),
@@ -159,7 +162,7 @@ class MtpConfig(FeatureHead):
         if needed is not None:
             x = pick(x, needed)
         x, _ = run_layer(c, (False, True), head["layer"], x, rotation, attend, None)
-        # The next pass and the logits both read the output after the norm (`shared_head.norm`).
+        # Both the next pass and the logits use the normalised output (`shared_head.norm`).
         return self._norm(x, head["norm"]), KVCache(k=(k,), v=(v,))
 
     def logits(self, target: LanguageModel, params: Params, feature: Array) -> Array:

@@ -1,9 +1,10 @@
-"""Weights in 8 bits (symmetric per output channel), 4 bits (groups of inputs with a scale and an offset), or MXFP4.
+"""Quantised weights: int8 per output channel, int4 per group of inputs with a scale and an offset, and MXFP4.
 
-A quantised matrix replaces the matrix in params: `layers.dense` accepts `Int8` and `Int4`, `layers.embed` only `Int8`,
-`moe.dense_by_expert` `Int8` and `Mxfp4`. Products with `Int8` and `Int4` are computed on the integers, which every
-float dtype in use represents exactly, and are scaled afterwards; sums stay float32. Oracle: the product with the
-dequantised matrix (tests/models/test_quantize.py).
+A quantised matrix takes the place of the matrix in the params. `layers.dense` accepts `Int8` and `Int4`,
+`layers.embed` accepts `Int8`, and `moe.dense_by_expert` accepts `Int8` and `Mxfp4`. Products with `Int8` and `Int4`
+multiply the integers, which bfloat16, float16 and float32 represent exactly, sum in float32, and then apply the scales.
+
+Oracle: the product with the dequantised matrix (tests/models/test_quantize.py).
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from mars_jax.models.weights import Weight
 from mars_jax.utils.errors import MarsError
 
 GROUPS = (128, 64, 32)
-"""Sizes of 4-bit groups: a matrix uses the first one that divides its number of inputs. Larger groups take fewer bytes,
-and with groups of 128 a TPU multiplies 60 rows as fast as 8."""
+"""Group sizes of 4-bit matrices. A matrix uses the first size that divides its number of inputs. Larger groups need
+fewer scales and offsets, and with groups of 128 a TPU multiplies 60 rows as fast as 8."""
 
 MeshAxes = str | tuple[str, ...] | None
-"""Mesh axes that shard one dimension."""
+"""Names of the mesh axes that shard one dimension of an array."""
 
 
 class Leaf(NamedTuple):
-    """Shape, dtype and sharding of one array of a quantised matrix, before loading."""
+    """Shape, dtype and sharding of one array of a quantised matrix that is not loaded yet."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -42,11 +43,11 @@ class Leaf(NamedTuple):
 
 @struct.dataclass
 class Int8:
-    """A matrix [..., out, in], or a table of rows, in 8 bits."""
+    """A matrix [..., out, in], or an embedding table [rows, width], in 8 bits with one scale per output or row."""
 
     values: Array  # i8[..., out, in]; in [-127, 127]
     scale: Array  # f32[..., out]; the matrix is values * scale[..., None]
-    # Dtype of the represented matrix, and of rows looked up in it.
+    # Dtype of the matrix before quantisation, and of rows that are looked up in it.
     dtype: np.dtype = struct.field(pytree_node=False)
     group = None
 
@@ -60,8 +61,8 @@ class Int8:
 
     @staticmethod
     def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
-        """Return the fields of a matrix of this shape, in order."""
-        del group  # a scale applies to a whole channel
+        """Return the arrays of a matrix of this shape, in the order of the fields."""
+        del group  # each scale applies to a whole output channel
         spec = _axes(sharding, len(shape))
         return [
             Leaf(shape, "int8", _at(sharding, spec)),
@@ -71,16 +72,16 @@ class Int8:
 
 @struct.dataclass
 class Int4:
-    """A matrix [out, in] in 4 bits, in groups of G inputs. It can also hold GGUF's Q4_0, Q4_1 and Q4_K.
+    """A matrix [out, in] in 4 bits, in groups of G inputs. It also represents GGUF's Q4_0, Q4_1 and Q4_K.
 
-    Inputs come first because a TPU multiplies matrices in this layout. With outputs first, it would rearrange the
-    weights at every step.
+    The inputs are the first dimensions, because a TPU multiplies matrices in this layout. With the outputs first, it
+    would rearrange the weights in every step.
     """
 
-    values: Array  # i4[in / G, G, out], in [-8, 7]; i8 on a CPU, which does not pack i4 and is slower with it
-    scale: Array  # f16[in / G, out]; in each group the matrix is values * scale + offset
+    values: Array  # i4[in / G, G, out], in [-8, 7]; i8 on a CPU, which does not pack i4 and computes with it slowly
+    scale: Array  # f16[in / G, out]; the matrix is values * scale + offset in each group
     offset: Array  # f32[in / G, out]
-    dtype: np.dtype = struct.field(pytree_node=False)  # of the represented matrix
+    dtype: np.dtype = struct.field(pytree_node=False)  # dtype of the matrix before quantisation
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -96,7 +97,11 @@ class Int4:
 
     @staticmethod
     def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
-        """Return the fields of a matrix of this shape, in order; groups are sharded if they divide evenly."""
+        """Return the arrays of a matrix of this shape, in the order of the fields.
+
+        If the inputs are sharded, the groups are divided over the devices. If their number does not divide evenly, the
+        inputs are replicated.
+        """
         size = group or group_size(shape[1])
         assert size is not None  # guaranteed by `bits_of`
         outputs, groups = shape[0], shape[1] // size
@@ -112,14 +117,14 @@ class Int4:
 
 @struct.dataclass
 class Mxfp4:
-    """A stack of matrices [..., out, in] of 4-bit floats (e2m1), in blocks of 32 inputs that share a power of two.
+    """A stack of matrices [..., out, in] of 4-bit floats (e2m1). Each block of 32 inputs has a power of two as scale.
 
-    gpt-oss publishes its experts in this form. Source: OCP Microscaling Formats, version 1.0.
+    The experts of gpt-oss are published in this format. Source: OCP Microscaling Formats, version 1.0.
     """
 
-    values: Array  # u8[..., out, in / 2]; two numbers in a byte, the first in its low half
-    scale: Array  # u8[..., out, in / 32]; exponents, 127 stands for 1
-    dtype: np.dtype = struct.field(pytree_node=False)  # of the represented matrices
+    values: Array  # u8[..., out, in / 2]; two numbers per byte, the first one in the low 4 bits
+    scale: Array  # u8[..., out, in / 32]; exponents of the scales plus 127
+    dtype: np.dtype = struct.field(pytree_node=False)  # dtype of the dequantised matrices
     group = None
 
     @property
@@ -132,10 +137,10 @@ class Mxfp4:
 
     @staticmethod
     def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
-        """Return the fields of matrices of this shape, in order.
+        """Return the arrays of a stack of matrices of this shape, in the order of the fields.
 
-        Inputs and outputs are sharded if whole blocks divide evenly: gate and up, whose outputs are the inputs of down,
-        are then sharded as down is.
+        A sharded dimension is divided in whole blocks of 32, or replicated if the blocks do not divide evenly. This
+        applies to outputs as well, because the outputs of gate and up are the inputs of down.
         """
         del group
         *rows, outputs, inputs = shape
@@ -153,7 +158,9 @@ Quantized = Int8 | Int4 | Mxfp4
 
 
 def form_of(bits: int, shape: tuple[int, ...]) -> type[Quantized]:
-    """Return the quantised type of an array of this shape; its `leaves` lists the arrays. In 4 bits, stacks are MXFP4.
+    """Return the class for a matrix, or a stack of matrices, of this shape in 4 or 8 bits.
+
+    In 4 bits, a single matrix is `Int4` and a stack is `Mxfp4`.
 
     >>> form_of(4, (64, 32)).__name__, form_of(4, (8, 64, 32)).__name__
     ('Int4', 'Mxfp4')
@@ -164,7 +171,10 @@ def form_of(bits: int, shape: tuple[int, ...]) -> type[Quantized]:
 
 
 def form_with(fields: int, values: DTypeLike) -> type[Quantized] | None:
-    """Return the quantised type with this number of fields and dtype of `values`; None for one field."""
+    """Return the class of a stored matrix, given its number of arrays and the dtype of its `values`.
+
+    A matrix that consists of one array is not quantised, and the result is None.
+    """
     if fields == 1:
         return None
     if fields == 3:
@@ -173,7 +183,7 @@ def form_with(fields: int, values: DTypeLike) -> type[Quantized] | None:
 
 
 def _dividing(sharding: Sharding | None, axes: MeshAxes, count: int) -> MeshAxes:
-    """Return `axes`, the mesh axes of a dimension, if they divide its `count` groups evenly, and None otherwise."""
+    """Return `axes`, the mesh axes of a dimension with `count` groups, or None if the groups do not divide evenly."""
     if axes is None or not isinstance(sharding, NamedSharding):
         return axes
     names = (axes,) if isinstance(axes, str) else axes
@@ -191,7 +201,7 @@ def _axes(sharding: Sharding | None, ndim: int) -> tuple[MeshAxes, ...]:
     if sharding is None or sharding.is_fully_replicated:
         return (None,) * ndim
     raise MarsError(
-        f"quantised weights cannot be spread by a {type(sharding).__name__}: give a NamedSharding, or a device."
+        f"quantised weights cannot be sharded by a {type(sharding).__name__}: give a NamedSharding, or a device."
     )
 
 
@@ -202,9 +212,10 @@ def _at(sharding: Sharding | None, spec: tuple[MeshAxes, ...]) -> Sharding | Non
 
 
 def quantize(w: np.ndarray | Array, dtype: DTypeLike | None = None) -> Int8:
-    """Quantise a numpy or JAX matrix [..., out, in] to 8 bits; `dtype` is the represented dtype, by default w's.
+    """Quantise a numpy or JAX matrix [..., out, in] to 8 bits.
 
-    No weight changes by more than half of its channel's scale, which is the channel's largest weight over 127.
+    The scale of a channel is its largest absolute weight divided by 127. No weight changes by more than half of its
+    channel's scale. `dtype` is `Int8.dtype`, by default the dtype of w.
 
     >>> made = quantize(np.asarray([[1.0, -0.5], [0.0, 0.0]], np.float32))
     >>> made.values.tolist(), made.dtype.name
@@ -213,17 +224,18 @@ def quantize(w: np.ndarray | Array, dtype: DTypeLike | None = None) -> Int8:
     xp = w.__array_namespace__()
     with np.errstate(invalid="ignore"):  # callers check the scale for NaN and infinities
         wide = w.astype("float32")
-        # The largest weight of a channel becomes 127. A channel of zeros has scale 0.
+        # The largest absolute weight of a channel becomes 127. A channel of zeros has scale 0.
         scale = xp.max(xp.abs(wide), axis=-1) / 127
         values = xp.round(wide / xp.where(scale == 0, xp.ones_like(scale), scale)[..., None])
         return Int8(values=values.astype("int8"), scale=scale, dtype=jnp.dtype(dtype or w.dtype))
 
 
 def quantize_4(w: np.ndarray, dtype: DTypeLike | None = None) -> Int4:
-    """Quantise a numpy matrix [out, in] to 4 bits; `in` must be a multiple of 32. The values are i8, see `Int4`.
+    """Quantise a numpy matrix [out, in] to 4 bits, stored as i8; `in` must be a multiple of 32.
 
-    The minimum and maximum weight of a group become the ends of its 16 levels, so no weight changes by more than about
-    half a step, where a step is a fifteenth of the group's range.
+    The smallest and largest weights of a group become the lowest and highest of 16 evenly spaced levels. No weight
+    changes by much more than half of the distance between two levels. `dtype` is `Int4.dtype`, by default the dtype of
+    w.
 
     >>> made = quantize_4(np.arange(64, dtype=np.float32).reshape(2, 32))
     >>> made.values[0, :3, 0].tolist(), made.scale.shape, float(abs(made.astype("float32")[0, 5] - 5)) < 31 / 30
@@ -235,7 +247,7 @@ def quantize_4(w: np.ndarray, dtype: DTypeLike | None = None) -> Int4:
         least = groups.min(axis=-1)
         scale = ((groups.max(axis=-1) - least) / 15).astype(np.float16)
         wide = scale.astype(np.float32)
-        # Level -8 is the smallest weight. Compute levels from the rounded scale, which is the one that is stored.
+        # Level -8 represents the smallest weight. Compute the levels from the rounded scale, which is the stored one.
         offset = least + 8 * wide
         steps = np.round((groups - offset[..., None]) / np.where(wide == 0, 1, wide)[..., None])
         values = np.clip(steps, -8, 7).astype(np.int8).transpose(1, 2, 0)
@@ -249,15 +261,16 @@ def group_size(inputs: int) -> int | None:
 
 _PRECISE = ("router", "shared_router", "sinks", "kv_b", "delta_ba", "delta_b", "delta_a")
 _PRECISE += ("delta_q_conv", "delta_k_conv", "delta_v_conv")
-"""Weights that are never quantised. Rounding can change the choice of experts, and adds up in a recurrent state.
-`models.latent_attention` absorbs `kv_b` into queries and outputs."""
+"""Names of weights that are never quantised. Rounding errors could change which experts the router chooses, and would
+accumulate in a recurrent state. `models.latent_attention` does not multiply `kv_b` by `layers.dense`, and needs it
+unquantised."""
 
 
 def bits_of(row: Weight, bits: int | None) -> int | None:
-    """Return the bits per number in which to store a weight if `bits` are requested; None: keep its dtype.
+    """Return the number of bits in which to store a weight if `bits` are requested, or None to keep its dtype.
 
-    Norms, biases and the weights in `_PRECISE` are never quantised. If 4 bits are requested, only matrices in layers
-    use them. Embeddings, experts, and matrices whose inputs do not divide into groups of 32 use 8.
+    Norms, biases and the weights in `_PRECISE` are never quantised. If 4 bits are requested, embeddings, experts, and
+    matrices whose inputs do not divide into groups of 32 are stored in 8 bits.
     """
     if bits is None or row.init != "normal" or row.path[-1] in _PRECISE:
         return None
@@ -266,14 +279,17 @@ def bits_of(row: Weight, bits: int | None) -> int | None:
 
 
 def is_packed(sharding: Sharding | None) -> bool:
-    """Return whether the devices of a sharding pack 4-bit numbers; None: JAX's default device."""
+    """Return whether the devices of a sharding store two 4-bit numbers per byte: all platforms except CPUs.
+
+    None stands for JAX's default device.
+    """
     if sharding is None:
         return jax.default_backend() != "cpu"
     return next(iter(sharding.device_set)).platform != "cpu"
 
 
 def num_bytes(x: np.ndarray | Array | jax.ShapeDtypeStruct) -> int:
-    """Return the bytes that a concrete or abstract array takes on a device, where a byte holds two i4 numbers."""
+    """Return the size of a concrete or abstract array on a device, in bytes. Two i4 numbers share a byte."""
     if x.dtype == jnp.int4:
         return x.size // 2
     return x.size * x.dtype.itemsize

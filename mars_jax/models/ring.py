@@ -1,14 +1,16 @@
-"""Ring communication for a prompt's rows on a mesh: devices send rows while they multiply the previous ones.
+"""Ring communication for prompt chunks on a mesh, in which each device sends rows while it multiplies other rows.
 
-After a product with sharded inputs, devices add up partial sums while a TPU's matrix units wait for the result. For a
-prompt's chunk the sums take half as long as the products. Here the rows are divided over devices between two such sums.
-Before a product, every device passes its rows on and multiplies the rows that it receives. After the product, devices
-pass partial sums on, and every device adds its part. Half of the rows travel in each direction, to use both directions
-of the links.
+If the inputs of a product are sharded, the devices must add up their partial sums afterwards, and the matrix units of a
+TPU are idle in the meantime. For a chunk of a prompt, these sums take half as long as the products. With a ring, each
+device stores only its share of the rows between two such sums. Before a product, each device passes rows on to its
+neighbours, and multiplies rows while it receives the next ones. After the product, the devices pass partial sums on,
+and each device adds its own contribution. Half of the rows travel in each direction, which uses both directions of the
+links.
+
 Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models"
-(ASPLOS 2023), sections 3 and 5.
+(ASPLOS 2023), sections 3 and 5. Oracle: the same rows on one device (tests/models/test_ring.py).
 
-P devices, n rows per device. Oracle: the same rows on one device (tests/models/test_ring.py).
+Dimensions: B batch, P devices, n rows per device.
 """
 
 from __future__ import annotations
@@ -27,21 +29,21 @@ Axes = tuple[str, ...]
 
 _OUTPUTS = ("q", "k", "v", "sinks", "gate", "up")
 _INPUTS = ("o", "down")
-"""Arrays of a layer with sharded outputs or heads, and matrices with sharded inputs."""
+"""Names of a layer's arrays whose outputs or heads are sharded, and of its matrices whose inputs are sharded."""
 
 
 def starts(axes: Axes, n: int) -> list[tuple[Array, Array]]:
-    """Return the start of this device's piece in each step: the first row of each half, among all P n rows.
+    """Return, for each step of the ring, the first row of each half of the piece that this device processes.
 
-    In step s, the first half comes from the device s places before this one, and the second half from the device s
-    places after it.
+    Rows are numbered over all devices, from 0 to P * n - 1. In step s, the first half of the piece belongs to the
+    device s places before this one, and the second half to the device s places after it.
     """
     size, me = lax.axis_size(axes), lax.axis_index(axes)
     return [((me - s) % size * n, (me + s) % size * n + n // 2) for s in range(size)]
 
 
 def around(axes: Axes, x: Array) -> list[Array]:
-    """Gather the rows x [B, n, ...] of all devices: pieces [B, n, ...] in the order of `starts`."""
+    """Gather the rows x [B, n, ...] of all devices; return pieces [B, n, ...] in the order of `starts`."""
     pieces = [x]
     for _ in range(lax.axis_size(axes) - 1):
         pieces.append(_passed(axes, pieces[-1]))
@@ -49,11 +51,14 @@ def around(axes: Axes, x: Array) -> list[Array]:
 
 
 def summed(axes: Axes, parts: Sequence[Callable[[], Array]]) -> Array:
-    """Sum pieces, in the order of `starts`, over devices, and return this device's rows [B, n, ...] of the sum.
+    """Add up the partial sums of all devices; return this device's rows [B, n, ...] of the result.
 
-    Each part is called just before it is added. Sums are sent in the dtype of the parts.
+    Args:
+      axes: mesh axes of the ring.
+      parts: functions that compute this device's partial sum of each piece, in the order of `starts`. Each function is
+        called just before its result is added. Devices send sums in the dtype of these results.
     """
-    # Each sum starts at a neighbour of the device that owns it, and the owner adds the last part.
+    # The sum of a piece starts at a neighbour of the device that owns the rows. The owner adds its own part last.
     first, *remaining = (*parts[1:], parts[0])
     total = first()
     for part in remaining:
@@ -62,7 +67,7 @@ def summed(axes: Axes, parts: Sequence[Callable[[], Array]]) -> Array:
 
 
 def _passed(axes: Axes, x: Array) -> Array:
-    """Return the first half of the previous device's rows, and the second half of the next device's rows."""
+    """Exchange rows: return the first half of the previous device's rows and the second half of the next device's."""
     size, half = lax.axis_size(axes), x.shape[1] // 2
     ends = [
         lax.ppermute(part, axes, [(i, (i + by) % size) for i in range(size)])
@@ -72,7 +77,7 @@ def _passed(axes: Axes, x: Array) -> Array:
 
 
 def specs(axes: Axes, layer: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """Return the `shard_map` specs of a layer's arrays."""
+    """Return the partition specs of a layer's arrays for `shard_map`."""
 
     def spec(name: str, w: PyTree) -> PyTree:
         out = axes if name.removesuffix("_bias") in _OUTPUTS else None
@@ -82,13 +87,16 @@ def specs(axes: Axes, layer: Mapping[str, PyTree]) -> dict[str, PyTree]:
             return dataclasses.replace(w, values=P(inner, None, out), scale=by_group, offset=by_group)
         if isinstance(w, Int8):
             return dataclasses.replace(w, values=P(out, inner), scale=P(out))
-        # A vector, a matrix, or a scalar of a user's model.
+        # A matrix, a vector, or a scalar (only in a user's model).
         return P(*(out, inner)[: getattr(w, "ndim", 0)])
 
     return {name: spec(name, w) for name, w in layer.items()}
 
 
 def divides(size: int, layer: Mapping[str, PyTree]) -> bool:
-    """Return whether `size` devices can share every matrix; a 4-bit matrix may have too few groups of inputs."""
+    """Return whether every matrix of a layer can be sharded over `size` devices.
+
+    The inputs of a 4-bit matrix are sharded in whole groups, so `size` must divide the number of groups.
+    """
     matrices = [layer.get(name) for name in _INPUTS]
     return all(len(w.values) % size == 0 for w in matrices if isinstance(w, Int4))

@@ -1,7 +1,7 @@
 """Rotary position embeddings (arXiv 2104.09864) and their long-context variants.
 
-Oracle: transformers' `ROPE_INIT_FUNCTIONS`. All angles are float32: a bfloat16 angle is off by whole radians at
-position 1000.
+All angles are float32, because a bfloat16 angle is off by whole radians at position 1000. Oracle: transformers'
+`ROPE_INIT_FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mars_jax.models.config import Rope
 
 
 def _llama3(frequency: np.ndarray, rope: Rope) -> np.ndarray:
-    """Apply Llama 3.1's scaling: divide low frequencies by `factor`, keep high ones, interpolate between them."""
+    """Apply Llama 3.1's scaling: divide low frequencies by `factor`, keep high ones, and interpolate in between."""
     wavelength = 2 * math.pi / frequency
     smooth = rope.original_max_positions / wavelength - rope.low_freq_factor
     smooth = np.clip(smooth / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
@@ -25,9 +25,12 @@ def _llama3(frequency: np.ndarray, rope: Rope) -> np.ndarray:
 
 
 def _yarn(frequency: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
-    """Apply YaRN (arXiv 2309.00071, section 3.2): a ramp over dimensions from extrapolation to interpolation."""
+    """Apply YaRN (arXiv 2309.00071, section 3.2): divide low frequencies by `factor` and keep high ones.
 
-    # The dimension that makes this many rotations over the trained length.
+    Frequencies in between are interpolated linearly.
+    """
+
+    # Compute the dimension whose angle makes this many full turns over the trained length.
     def dimension(rotations: float) -> float:
         turns = rope.original_max_positions / (rotations * 2 * math.pi)
         return head_dim * math.log(turns) / (2 * math.log(rope.theta))
@@ -35,7 +38,7 @@ def _yarn(frequency: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    # Dimensions up to `low` keep their frequency, and those from `high` on are interpolated.
+    # Dimensions up to `low` keep their frequencies. Frequencies of dimensions from `high` on are divided by `factor`.
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # avoids a division by zero, as in transformers
@@ -44,14 +47,14 @@ def _yarn(frequency: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Return radians per position of each rotated pair: f32[pairs], where pairs is half of the rotated dimensions.
+    """Return f32[pairs], the rotation per position, in radians, of each pair of rotated dimensions.
 
     >>> frequencies(Rope(theta=100.0), 4).tolist()
     [1.0, 0.10000000149011612]
     """
-    # Partial rotary embedding: only the first dimensions of a head rotate (`partial_rotary_factor`).
+    # Partial rotary embedding: rotate only the first dimensions of a head (`partial_rotary_factor`).
     head_dim = int(head_dim * rope.fraction)
-    # Dynamic NTK scaling changes nothing up to the trained length, which is the longest text here.
+    # The kind "dynamic" (NTK) needs no code: it only changes frequencies beyond `max_positions` (see `Rope`).
     frequency = 1.0 / rope.theta ** (np.arange(0, head_dim, 2) / head_dim)
     if rope.kind == "linear":
         frequency = frequency / rope.factor
@@ -65,37 +68,41 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def angles(positions: Array, rope: Rope, head_dim: int) -> tuple[Array, Array]:
-    """Return cos and sin, f32[B, N, 1, pairs] each, of positions i32[B, N]."""
+    """Compute the cosines and sines, f32[B, N, 1, pairs] each, of the rotation angles at positions i32[B, N]."""
     theta = positions.astype(jnp.float32)[:, :, None, None] * frequencies(rope, head_dim)[None, None, None]
     return jnp.cos(theta) * rope.attention_factor, jnp.sin(theta) * rope.attention_factor
 
 
 class Rotation(NamedTuple):
-    """The rotation of queries and keys at N positions."""
+    """Rotation of queries and keys at N positions per row."""
 
     cos: Array  # f32[B, N, 1, pairs]
     sin: Array  # f32[B, N, 1, pairs]
-    query_factor: Array | None  # f32[B, N, 1, 1]; None: 1
+    query_factor: Array | None  # f32[B, N, 1, 1]; factor of the queries; None: 1
 
 
 def rotation_at(positions: Array, rope: Rope | None, head_dim: int) -> Rotation | None:
-    """Return the rotation at positions i32[B, N]; None if a layer has no rotary embedding."""
+    """Return the rotation at positions i32[B, N], or None for a layer without rotary embedding (`rope` is None)."""
     if rope is None:
         return None
     query_factor = None
     if rope.query_growth:
-        # Attention temperature of Ministral 3 (`llama_4_scaling_beta`): queries grow at each multiple of the trained
-        # length, so that attention stays sharp in long texts.
+        # Attention temperature of Ministral 3 (`llama_4_scaling_beta`): scale up the queries at each multiple of the
+        # trained length, so that attention stays sharp in long contexts.
         lengths = (positions // rope.original_max_positions).astype(jnp.float32)
         query_factor = (1 + rope.query_growth * jnp.log1p(lengths))[:, :, None, None]
     return Rotation(*angles(positions, rope, head_dim), query_factor)
 
 
 def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
-    """Rotate the first dimensions of x [B, N, heads, head_dim]; cos and sin determine how many.
+    """Apply the rotary embedding to the first 2 * pairs dimensions of x [B, N, heads, head_dim].
 
-    Dimension i is paired with i + half, as in most checkpoints. With `interleaved`, neighbours are pairs. Their results
-    are in the order of the first form: a product of queries and keys does not depend on the order.
+    Args:
+      x: queries or keys.
+      cos, sin: [B, N, 1, pairs]; see `angles`.
+      interleaved: rotate pairs of adjacent dimensions, and move the first dimensions of all pairs before the second
+        ones. The dot product of a query and a key does not depend on this order. False: pair dimension i with i + half,
+        as in most checkpoints.
     """
     x_float, unrotated = x.astype(jnp.float32), []
     if (rotated := 2 * cos.shape[-1]) < x.shape[-1]:

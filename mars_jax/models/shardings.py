@@ -1,8 +1,10 @@
-"""The shardings of weights on a mesh: trees of `NamedSharding` with the structure of params.
+"""Shardings of weights on a mesh: trees of `NamedSharding` with the structure of params.
 
-Tensor parallelism follows Megatron (arXiv 1909.08053): heads, hidden units and vocabulary are sharded, so that a layer
-needs one sum after attention and one after its MLP. Experts are sharded as whole experts first; a remaining axis
-`model` shards their hidden units. Batch rows are sharded over `data`, which needs no communication.
+Tensor parallelism follows Megatron (arXiv 1909.08053): heads, hidden units and the vocabulary are sharded, so a layer
+needs one all-reduce after attention and one after its MLP. Experts are first sharded as a whole. If the mesh axis
+`model` is not used for that, it shards the hidden units of each expert. The rows of a batch are sharded over `data`,
+which needs no communication.
+
 Oracle: the unsharded run (tests/mesh/test_shardings.py).
 """
 
@@ -48,8 +50,7 @@ __all__ = [
 
 AnyConfig = ModelConfig | HeadConfig
 
-# Logical axes of the arrays with these names. Matrices are [out, in]. Arrays that are not listed, such as norms and
-# routers, are replicated.
+# Logical axes of arrays, by name. Matrices are [out, in]. All other arrays, such as norms and routers, are replicated.
 _LOGICAL: dict[str, tuple[str | None, ...]] = {
     name: axes
     for axes, names in {
@@ -75,7 +76,12 @@ _LOGICAL: dict[str, tuple[str | None, ...]] = {
 
 
 def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
-    """Return the `PartitionSpec` of an array of params; `row` comes from `models.weights.leaves` or a head's table.
+    """Return the `PartitionSpec` of one array of params.
+
+    Args:
+      config: config of the model or head.
+      mesh: the mesh.
+      row: key of the array in `models.weights.leaves(config)`, or in `HeadConfig.leaves()` for a head.
 
     >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig
@@ -93,7 +99,7 @@ def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
     for axis, size in zip(logical, row.shape, strict=True):
         if axis in ("heads", "kv_heads"):
             assert isinstance(layer, ModelConfig)
-            # Devices share whole heads, not single rows of the matrix.
+            # Shard whole heads instead of single rows of the matrix.
             size = layer.num_heads if axis == "heads" else layer.num_kv_heads
         elif axis == "delta_heads":
             assert isinstance(layer, ModelConfig) and layer.delta is not None
@@ -104,10 +110,10 @@ def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
 
 
 def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
-    """Return `NamedSharding`s with the structure of the params of a model or head.
+    """Return the shardings of all params of a model or head, as a tree with the structure of the params.
 
-    An array whose size cannot be divided by its axis is replicated on every device and listed by
-    `replication_notes`. Most often these are the arrays of key-value heads.
+    If the size of an array is not a multiple of the size of its mesh axis, the array is replicated, and
+    `replication_notes` mentions it. This mostly happens for key-value heads.
 
     Raises:
       MarsError: the number of experts is not divisible by the axis `expert`, or an axis has no role (`name_axes`).
@@ -131,7 +137,7 @@ def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
 
 
 def _table(config: AnyConfig) -> Iterable[Weight]:
-    """Return the table row of every array of params."""
+    """Return the table rows of all arrays of the params."""
     if isinstance(config, HeadConfig):
         return config.leaves()
     return weights.leaves(config)
@@ -145,14 +151,14 @@ def abstract_params(
     packed_experts: bool = False,
     shardings: PyTree = None,
 ) -> PyTree:
-    """Return the params of a model or head as `jax.ShapeDtypeStruct`s with their shardings.
+    """Return the params of a model or head as `jax.ShapeDtypeStruct`s with shardings, without allocating arrays.
 
     Args:
       config: config of the model or head.
       dtype: floating-point dtype of the params.
-      bits: bits per weight of the matrices; see `quantize.bits_of`.
-      packed_experts: keep stacks of experts in MXFP4, as gpt-oss publishes them.
-      shardings: tree of shardings with the structure of params; default: JAX's default device.
+      bits: number of bits per weight of quantised matrices (see `quantize.bits_of`); None: no quantisation.
+      packed_experts: keep experts in MXFP4, as in the checkpoints of gpt-oss.
+      shardings: tree of shardings with the structure of the params; default: JAX's default device.
 
     >>> from mars_jax.models import ModelConfig
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4)
@@ -185,7 +191,7 @@ def abstract_params(
 
 
 def replication_notes(config: AnyConfig, mesh: AnyMesh) -> list[str]:
-    """Return a sentence for each kind of array that is replicated although the mesh has an axis for it.
+    """Return a sentence for each logical axis that the mesh cannot shard evenly and therefore replicates.
 
     >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig
@@ -216,7 +222,11 @@ def replication_notes(config: AnyConfig, mesh: AnyMesh) -> list[str]:
 
 
 def place(params: PyTree, config: AnyConfig, mesh: Mesh) -> PyTree:
-    """Put params on a mesh; see `params_shardings`."""
+    """Transfer the params of a model or head to a mesh, with the shardings of `params_shardings`.
+
+    Raises:
+      MarsError: the params do not have the structure of the config, or an argument has a wrong type.
+    """
 
     def put(sharding: NamedSharding, weight: PyTree) -> PyTree:
         if not isinstance(weight, Quantized):
@@ -240,6 +250,6 @@ def place(params: PyTree, config: AnyConfig, mesh: Mesh) -> PyTree:
         if jax.tree.structure(places) == structure:
             raise
         raise MarsError(
-            f"params are not of the structure of this config ({first_line(error)}): give the weights that "
+            f"the params do not have the structure of this config ({first_line(error)}): give the weights that "
             "belong to it."
         ) from None

@@ -1,7 +1,9 @@
-"""A decoder-only transformer, whose config covers all supported families.
+"""Decoder-only transformer: one implementation for all supported model families, controlled by its config.
 
-Oracle: the same checkpoint in PyTorch transformers (tests/models). B batch, N tokens, S cache slots, E hidden size,
-V vocabulary.
+Oracle: the same checkpoint in PyTorch transformers (tests/models).
+
+Dimensions: B batch, N tokens, S cache slots, E hidden size, V vocabulary, K key-value heads, G query heads per
+key-value head, D head dimension, n tokens per device.
 """
 
 from __future__ import annotations
@@ -30,18 +32,18 @@ from mars_jax.models.rope import Rope, rotate, rotation_at
 from mars_jax.utils.errors import MarsError, short_repr
 
 RING_ROWS = 256
-"""Minimum rows per device for which a prompt's chunk uses ring communication (`models.ring`). With fewer rows, loading
-the weights for each piece takes longer than sending it."""
+"""Minimum number of tokens per device for which a prompt chunk uses ring communication (`models.ring`). With fewer
+tokens, loading the weights for each piece takes longer than sending the piece."""
 
 Sublayers = tuple[tuple[bool, bool], ...]
-"""(has attention, has MLP) for every layer."""
+"""For every layer: whether its attention runs, and whether its MLP runs."""
 
 
 def _lowered_once(num_static: int) -> Callable[[Callable], Callable]:
-    """Decorate a function of `num_static` static arguments and arrays: equal calls in a program share its lowering.
+    """Decorate a function so that equal calls in one program are lowered only once.
 
-    Inside a map over mesh axes (`by_rows`), each call is inlined instead: libtpu 0.0.42 aborts if a function that is
-    called twice holds another map, such as that of attention over `model`.
+    The first `num_static` arguments are static. Inside a `shard_map`, such as that of `by_rows`, calls are inlined
+    instead: libtpu 0.0.42 aborts if a function that is called twice contains another `shard_map`.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -61,7 +63,7 @@ def _lowered_once(num_static: int) -> Callable[[Callable], Callable]:
 def init_params(
     config: ModelConfig, key: Array, dtype: DTypeLike = "float32", *, scale: float = 0.02
 ) -> PyTree:
-    """Make random params: normal matrices of standard deviation `scale`, zero biases, norms of scale 1.
+    """Create random params: normal matrices with standard deviation `scale`, zero biases, and norms with scale 1.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
     >>> init_params(config, jax.random.key(0))["layers"][0]["gate"].shape
@@ -75,9 +77,9 @@ def _norm(config: ModelConfig) -> Callable[[Array, Array], Array]:
 
 
 def _pre_norm(config: ModelConfig, layer: dict, x: Array, pre_norm: str) -> Array:
-    """Return a sublayer's input: the residual stream x, normalised if the config has `pre_norms`.
+    """Return the input of attention or of the MLP: the residual stream x, normalised if the config has `pre_norms`.
 
-    GLM-4 and Gemma also have `post_norms` (sandwich norms); OLMo 2 has only `post_norms` (reordered norm).
+    GLM-4 and Gemma also have `post_norms` (sandwich norms). OLMo 2 only has `post_norms` (reordered norm).
     """
     if not config.pre_norms:
         return x
@@ -85,28 +87,31 @@ def _pre_norm(config: ModelConfig, layer: dict, x: Array, pre_norm: str) -> Arra
 
 
 def _add(config: ModelConfig, layer: dict, x: Array, update: Array, post_norm: str) -> Array:
-    """Add a sublayer's output to the residual stream x, after its norm and multiplier if the config has them."""
+    """Add the output of attention or of the MLP to the residual stream x.
+
+    If the config has `post_norms` or a `residual_multiplier`, apply them to the output first.
+    """
     # `post_attention_layernorm` and `post_feedforward_layernorm` (OLMo 2, Gemma), `post_self_attn_layernorm` and
     # `post_mlp_layernorm` (GLM-4).
     if config.post_norms:
         update = _norm(config)(update, layer[post_norm])
     if config.residual_multiplier != 1:
-        # In float32: bfloat16 would also round the multiplier.
+        # Multiply in float32, because bfloat16 would round the multiplier.
         update = (update.astype(jnp.float32) * config.residual_multiplier).astype(update.dtype)
     return x + update
 
 
 def _embed(config: ModelConfig, params: PyTree, tokens: Array) -> Array:
-    """Return the input of the first layer: [B, N, E]. Padding (NO_TOKEN) is clipped to a valid token."""
+    """Return the input [B, N, E] of the first layer. Padding (NO_TOKEN) gets the embedding of a valid token."""
     x = embed(params["embed"], tokens)
     if config.embedding_multiplier != 1:
-        # The factor is rounded to the dtype first, as in Gemma.
+        # Round the factor to the dtype of the embeddings, as Gemma does.
         x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
     return x
 
 
 def _mlp(config: ModelConfig, layer: dict, x: Array) -> Array:
-    # A dense layer, also in a model with experts (`first_k_dense_replace`, `mlp_only_layers`).
+    # A model with experts may also have dense layers (`first_k_dense_replace`, `mlp_only_layers` in transformers).
     if "router" not in layer:
         return gated_mlp(layer, x, config.activation)
     update = experts_mlp(
@@ -125,9 +130,9 @@ def _mlp(config: ModelConfig, layer: dict, x: Array) -> Array:
 
 
 def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Attend, k_cache, v_cache):
-    """Run self-attention of one layer on x [B, N, E]; return [B, N, E] and the caches with the new rows.
+    """Run the self-attention of one layer on x [B, N, E]; return its output [B, N, E] and the updated k and v caches.
 
-    The projections determine the widths of input and output; `config` determines the heads.
+    The widths of the input and output are those of the projections, and may differ from `config.hidden_size`.
     """
     q, k, v, gate = _project(config, layer, x, rotation)
     scale, cap = _score_scale(config), config.attention_cap
@@ -142,9 +147,9 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Atte
 def _project(
     config: ModelConfig, layer: dict, x: Array, rotation
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Return queries [B, N, K, G, D], keys and values [B, N, K, D], with the number of heads that the matrices have.
+    """Return queries [B, N, K, G, D], keys and values [B, N, K, D], and the output gates [B, N, K * G, D] or None.
 
-    The last result is the gate of each head's outputs [B, N, K * G, D], or None.
+    The shapes of the matrices determine the number of heads, which is smaller on a shard.
     """
     if config.latent is not None:
         return *latent_attention.project(config, config.latent, layer, x, rotation), None
@@ -159,7 +164,7 @@ def _project(
     q, k, v = project("q", heads), project("k", kv_heads), project("v", kv_heads)
     gate = None
     if config.attention_gate:
-        # The output gate (`attn_output_gate`): the rows of a head are those of its query, then those of its gate.
+        # Output gate (`attn_output_gate`): for each head, the matrix contains the rows of the query, then of the gate.
         q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
     if config.qk_norm:
         norm = _norm(config)
@@ -168,17 +173,17 @@ def _project(
         q, k = (rotate(y, rotation.cos, rotation.sin, config.rope.interleaved) for y in (q, k))
         if rotation.query_factor is not None:
             q = q * rotation.query_factor.astype(q.dtype)
-    # Query head k * G + g reads key-value head k.
+    # Query head k * G + g uses key-value head k.
     return q.reshape(*k.shape[:3], -1, config.head_dim), k, v, gate
 
 
 def _score_scale(config: ModelConfig) -> float:
-    # `hub.families` reads Granite's `attention_multiplier` m as `query_scalar` m ** -2.
+    # `hub.families` converts Granite's `attention_multiplier` m to a `query_scalar` of m ** -2.
     return (config.query_scalar or config.head_dim) ** -0.5
 
 
 def _sinks(layer: dict, q: Array) -> Array | None:
-    """Return the sinks f32[K, G] of the heads of q [B, N, K, G, D]; None if the layer has none."""
+    """Return the attention sinks f32[K, G] of a layer for queries [B, N, K, G, D], or None if it has no sinks."""
     if "sinks" not in layer:
         return None
     return layer["sinks"].astype(jnp.float32).reshape(q.shape[2:4])
@@ -195,10 +200,19 @@ def _out(config: ModelConfig, layer: dict, mixed: Array) -> Array:
 def run_layer(
     config: ModelConfig, sublayers: tuple[bool, bool], layer: dict, x: Array, rotation, attend, rows
 ):
-    """Run the `sublayers` of one layer on x [B, N, E] and its rows of the cache, which are None without attention.
+    """Run one layer on x [B, N, E]; return its output [B, N, E] and its updated cache.
 
-    The function is jitted, so that equal layers are traced and lowered once; XLA inlines each call. A loop over stacked
-    layers would compile even faster, but takes 1.4 to 2 times as long per token on CPU.
+    The function is jitted, so equal layers are traced and lowered once, and XLA inlines each call. A loop over stacked
+    layers would compile even faster, but would take 1.4 to 2 times as long per token on a CPU.
+
+    Args:
+      config: the model's config.
+      sublayers: whether to run attention, and whether to run the MLP.
+      layer: params of the layer.
+      x: residual stream.
+      rotation: rotation of queries and keys; None: no rotary embedding.
+      attend: attention function of the layer; `delta.Span` for a recurrent layer.
+      rows: cache of the layer: its k and v, or `DeltaRows`; None without attention.
     """
     attends, has_mlp = sublayers
     if attends:
@@ -229,7 +243,11 @@ def _ring_layer(
     halves: list[list[Visible]],
     rows,
 ):
-    """Run a layer on each device's x [B, n, E], given the rotation of each piece and the visibility of its halves."""
+    """Run one layer with ring communication, on this device's part x [B, n, E] of the residual stream.
+
+    `rotations` contains the rotation of each piece, and `halves` contains the visible slots of its two halves. Both are
+    in the order of `ring.starts`.
+    """
     attends, has_mlp = sublayers
     if attends:
         with jax.named_scope("attention"):
@@ -238,7 +256,7 @@ def _ring_layer(
                 _project(config, layer, piece, rotation)
                 for piece, rotation in zip(pieces, rotations, strict=True)
             ]
-            # Write each half of a piece on its own: they come from different devices, so they are not adjacent.
+            # Write the halves of a piece separately: they come from different devices, so their slots are not adjacent.
             for (_, *new_rows, _), piece_halves in zip(projections, halves, strict=True):
                 for half, visible in enumerate(piece_halves):
                     rows = [
@@ -249,7 +267,7 @@ def _ring_layer(
             k, v = rows
 
             def mixed(q: Array, piece_halves: list[Visible]) -> Array:
-                """Attend with the queries of a piece; all keys that they see are already in the cache."""
+                """Compute attention for the queries of a piece. All keys that they attend to are already cached."""
                 scale, cap, sinks = _score_scale(config), config.attention_cap, _sinks(layer, q)
                 outputs = []
                 for part, visible in zip(jnp.split(q, 2, axis=1), piece_halves, strict=True):
@@ -271,13 +289,17 @@ def _ring_layer(
 
 
 def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) -> ring.Axes:
-    """Return the mesh axes of a ring if this is a prompt's chunk on a TPU and its layers divide evenly, else ()."""
+    """Return the mesh axes for ring communication, or () if this forward pass should not use it.
+
+    Ring communication is used for long prompt chunks on a TPU, if the layers can be sharded evenly.
+    """
     causal = visible.seen is None and visible.seen_positions is None
     axes = alone("kv_heads", config.num_kv_heads) if on_tpu() and causal else ()
     same = alone("heads", config.num_heads) == alone("hidden", config.intermediate_size) == axes
     size, (batch, n) = devices_of("kv_heads", config.num_kv_heads), visible.positions.shape
-    # An output bias would be added once per device, experts are sharded differently, and no device has all heads. A
-    # ring supports neither latent attention nor gates, and its devices read tokens out of order.
+    # With a ring, an output bias would be added once per device, experts are sharded differently, and no device has all
+    # heads, which `whole_qk_norm` needs. Latent attention and gates are not implemented. Recurrent layers need the
+    # tokens in order.
     unsuitable = config.o_bias or config.mlp_bias or config.num_experts or config.whole_qk_norm
     unsuitable = unsuitable or config.latent or config.attention_gate or config.delta
     if not (axes and same and in_order(axes)) or unsuitable:
@@ -297,10 +319,13 @@ def _ring_layers(
     visible: Visible,
     cache: KVCache,
 ) -> tuple[Array, dict[int, Array], KVCache]:
-    """Run the layers of `_forward` on a prompt's chunk x [B, N, E], whose rows travel around a ring of devices."""
+    """Run all layers with ring communication on a prompt chunk x [B, N, E]; return what `_each_layer` returns.
+
+    The caches of recurrent layers are not returned, because a model with a ring has none.
+    """
 
     def on_device(layers: Sequence[dict], x: Array, first: Array, cache: KVCache):
-        # For each piece, in the order of `ring.starts`: visibility and positions of its two halves.
+        # For each piece, in the order of `ring.starts`: the `Visible` of its two halves, and their positions.
         n = x.shape[1]
         halves = [
             [Visible.causal(first + start, n // 2) for start in piece_halves]
@@ -329,7 +354,7 @@ def _ring_layers(
 
 
 def _ropes(config: ModelConfig) -> list[Rope | None]:
-    """Return the rotary embedding of each layer; None for a layer without one (`no_rope_layers`)."""
+    """Return the rotary embedding of each layer, or None for layers without one (`no_rope_layers` in transformers)."""
     ropes = [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
     return [None if i in config.nope_layers else rope for i, rope in enumerate(ropes)]
 
@@ -342,9 +367,9 @@ def _each_layer(
     cache: KVCache,
     delta: Mapping[int, DeltaRows] = types.MappingProxyType({}),
 ) -> tuple[Array, dict[int, Array], KVCache, dict[int, DeltaRows]]:
-    """Run all layers; return the last output, the outputs of `feature_layers`, and the caches.
+    """Run all layers; return the last layer's output, the outputs of `feature_layers`, and the updated caches.
 
-    `cache` holds the rows of attention layers, and `delta` those of recurrent layers, by layer number.
+    `cache` contains the caches of attention layers, and `delta` those of recurrent layers, by layer index.
     """
     ks, vs, outputs, new_delta = [], [], {}, {}
     for i, sublayers in enumerate(sublayer_mask):
@@ -392,7 +417,7 @@ def _forward(
         rotations = {
             rope: rotation_at(visible.positions, rope, config.rotary_dim) for rope in dict.fromkeys(ropes)
         }
-        # One mask per window (`layer_types` of models with alternating sliding windows).
+        # Layers with the same window share a mask. Models may alternate between windows (`layer_types`).
         with jax.named_scope("mask"):
             attends = {
                 window: attending(form, visible, kv.slots, window) for window in dict.fromkeys(config.windows)
@@ -423,15 +448,16 @@ def language_model(
     Args:
       config: static configuration of the model.
       dtype: dtype of the params, "float32" or "bfloat16".
-      cache_dtype: dtype of the key-value cache, "float32", "bfloat16" or "int8" (`cache.Int8Rows`); default: `dtype`.
-      feature_layers: layers, 0-based, whose outputs (the residual stream after the layer, [B, N, E])
-        `forward` returns as `features`, in this order.
-      prefill_chunk: prompt tokens per forward pass during prefill; None: chosen for the backend.
-      attention: "xla" uses XLA operations. "pallas" uses the kernel `kernels_pallas.tree_attention` on TPU, which reads
-        only the used slots of each row and needs no mask; on other platforms it is the same as "xla". "auto" uses the
-        kernel on a TPU if it compiles, for steps of at least 8 rows and for caches that XLA would read in blocks, and
-        "xla" otherwise. Unlike "auto", "pallas" has no gradient, and its caches hold up to 127 more slots. The kernel
-        has not run on a chip yet. "interpret" runs the kernel in Pallas' interpreter, for tests.
+      cache_dtype: dtype of the KV cache, "float32", "bfloat16" or "int8" (`cache.Int8Rows`); default: `dtype`.
+      feature_layers: 0-based indices of layers whose outputs `forward` returns as `features`, in this order. The
+        output of a layer is the residual stream [B, N, E] after it.
+      prefill_chunk: number of prompt tokens per forward pass during prefill; None: chosen for the backend.
+      attention: implementation of attention. "xla" uses XLA operations. "pallas" uses the kernel
+        `kernels_pallas.tree_attention` on a TPU, which reads only the used slots of each row and needs no mask; on
+        other platforms it is the same as "xla". "auto" uses the kernel on a TPU if it compiles, for batches of at least
+        8 rows and for caches that XLA would read in blocks. Otherwise, "auto" uses XLA, or cuDNN on a GPU if that is
+        faster. Unlike "auto", "pallas" has no gradient, and its caches have up to 127 more slots. The kernel has not
+        run on a chip yet. "interpret" runs the kernel in Pallas' interpreter, for tests.
 
     Raises:
       MarsError: a feature layer does not exist, or `attention` is unknown.
@@ -466,9 +492,9 @@ def _language_model(
     sublayer_mask: Sublayers,
     draft_nodes: int,
 ) -> LanguageModel:
-    """Build `language_model`; cached, so that equal models share functions and a jitted caller compiles once.
+    """Build the functions of `language_model`. Equal arguments return the same functions, so jit compiles them once.
 
-    Recurrent layers keep the inputs of up to `draft_nodes` nodes.
+    `draft_nodes` is the number of nodes of the longest draft, whose inputs recurrent layers store.
     """
     if wrong := [layer for layer in feature_layers if not 0 <= layer < config.num_layers]:
         raise MarsError(
@@ -477,11 +503,11 @@ def _language_model(
     recurrent = config.delta.layers if config.delta else ()
 
     def init_cache(batch: int, slots: int) -> KVCache:
-        # On a CPU, round up to whole blocks. Blocks then start at the same slots in a buffer of any length, so sums
-        # keep their order. On a GPU, aligned rows of scores are faster.
+        # On CPUs and GPUs, round up to whole blocks. On a CPU, blocks then start at the same slots whatever the length,
+        # so the order of sums does not depend on it. On a GPU, aligned rows of scores are faster.
         kernel = form != "xla"
         if form == "auto":
-            # Few rows with short buffers never use the kernel.
+            # Small batches with short caches never use the kernel.
             kernel = on_tpu() and (batch >= KERNEL_ROWS or slots > TURN_SLOTS)
         if kernel:
             multiple = KERNEL_SLOTS
@@ -498,7 +524,7 @@ def _language_model(
     def unembed(params: PyTree, hidden: Array) -> Array:
         matrix = params["embed"] if config.tie_embeddings else params["unembed"]
         logits = dense(hidden, matrix, dtype=jnp.float32)
-        # Granite's `logits_scaling`.
+        # Granite's `logits_scaling` in transformers.
         if config.logit_divisor != 1:
             logits = logits / config.logit_divisor
         if config.logit_cap is not None:
@@ -517,7 +543,7 @@ def _language_model(
                 f"the mask has {len(mask)} layers and the model {config.num_layers}: give (attention, mlp) of each."
             )
         if not any(attends for attends, _ in mask):
-            raise MarsError("the mask leaves no attention: keep that of one layer at least.")
+            raise MarsError("the mask leaves no attention: keep the attention of at least one layer.")
         return _language_model(config, cache_dtype, feature_layers, prefill_chunk, form, mask, draft_nodes)
 
     def for_chains(nodes: int, chunk: int | None) -> LanguageModel:

@@ -1,7 +1,7 @@
-"""The table of a model's weights: path in params, checkpoint name and shape of each.
+"""Table of a model's weights, with the path in params, the checkpoint name and the shape of each weight.
 
-Initialisation, loading, saving and the report of missing or mis-shaped tensors all use this table. Matrices are
-[out, in], as in the checkpoints: see `layers.dense`.
+Initialisation, loading and saving use this table, and so does the report of tensors that are missing or have a wrong
+shape. Matrices are [out, in], as in the checkpoints; see `layers.dense`.
 """
 
 from __future__ import annotations
@@ -21,29 +21,33 @@ _DType = TypeVar("_DType", bound=DTypeLike)
 
 
 class Weight(NamedTuple):
-    """One row of the table."""
+    """One row of the table: a weight of the model."""
 
-    path: tuple[str | int, ...]  # ("layers", 3, "q") is params["layers"][3]["q"]; see `leaves` for experts
+    # ("layers", 3, "q") stands for params["layers"][3]["q"]; see `leaves` for experts
+    path: tuple[str | int, ...]
     name: str  # tensor name in a Hugging Face checkpoint
     shape: tuple[int, ...]
-    init: str  # "normal", "zeros" or "ones"
+    init: str  # initial values: "normal", "zeros" or "ones"
 
     def below(self, path: tuple[str | int, ...], name: str) -> Weight:
-        """Return this row as part of another table: put `path` before its path and `name` before its name."""
+        """Return a copy of this row with `path` prepended to its path, and `name` and a dot prepended to its name."""
         return self._replace(path=(*path, *self.path), name=f"{name}.{self.name}")
 
 
 _EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
-"""Checkpoint names of a layer's experts and of their gate, up and down projections, by family; default: Qwen's."""
+"""Checkpoint names of a layer's experts, and of their gate, up and down projections, by model family. Other families
+use the names of Qwen."""
 
 STACKED = ("gpt_oss",)
-"""Families whose experts have biases. Their files store all experts of a layer together (`hub.stacked_experts`)."""
+"""Families whose experts have biases, and whose files store all experts of a layer in one tensor
+(`hub.stacked_experts`)."""
 
 _NORMS = {
     "gemma2": ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     "glm4": ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
 }
-"""Checkpoint names of the norms after attention, before the MLP and after it, with `post_norms`; default: Gemma 2's."""
+"""Checkpoint names of the norms after attention, before the MLP and after the MLP, by model family, for models with
+`post_norms`. Other families use the names of Gemma 2."""
 
 
 def _matrix(key: str, name: str, out: int, inner: int, bias: bool) -> list[Weight]:
@@ -54,7 +58,7 @@ def _matrix(key: str, name: str, out: int, inner: int, bias: bool) -> list[Weigh
 
 
 def _experts(config: ModelConfig) -> list[Weight]:
-    """Return the rows of a layer's router and experts."""
+    """Return the table rows of a layer's router and experts."""
     c, size = config, config.expert_size or config.intermediate_size
     if c.family in STACKED:
         rows = _matrix("router", "mlp.router", c.num_experts, c.hidden_size, True)
@@ -87,7 +91,7 @@ def _experts(config: ModelConfig) -> list[Weight]:
 
 
 def _latent_attention(config: ModelConfig, latent: Latent) -> list[Weight]:
-    """Return the rows of a layer's latent attention."""
+    """Return the table rows of a layer with latent attention."""
 
     def norm(key: str, name: str, size: int) -> Weight:
         return Weight((key,), f"self_attn.{name}.weight", (size,), "ones")
@@ -107,7 +111,10 @@ def _latent_attention(config: ModelConfig, latent: Latent) -> list[Weight]:
 
 
 def _delta(config: ModelConfig) -> list[Weight]:
-    """Return the rows of gated DeltaNet. Qwen3-Next, unlike Qwen3.5, stores the projections of a key head together."""
+    """Return the table rows of a gated DeltaNet layer.
+
+    Qwen3-Next, unlike Qwen3.5, stores all projections of a key head in one tensor.
+    """
     delta, size = config.delta, config.hidden_size
     assert delta is not None
     keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
@@ -130,7 +137,13 @@ def _delta(config: ModelConfig) -> list[Weight]:
 
 
 def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None) -> list[Weight]:
-    """Return the rows of one layer, with paths and names relative to the layer; `width`: attention's input size."""
+    """Return the table rows of one layer, with paths and names relative to the layer.
+
+    Args:
+      config: the model's config.
+      index: index of the layer.
+      width: number of inputs of the query, key and value projections; default: `config.hidden_size`.
+    """
     c = config
     width = width or c.hidden_size
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -175,7 +188,7 @@ def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None)
 
 
 def weights(config: ModelConfig) -> tuple[Weight, ...]:
-    """Return the weight table of a config, in computation order.
+    """Return the table of all weights of a model, in the order in which a forward pass uses them.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
     >>> weights(config)[2].path, weights(config)[2].name, weights(config)[2].shape
@@ -204,13 +217,13 @@ _FUSED = {
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA,
 }
-"""Matrices that the checkpoints of a family store in one tensor."""
+"""For families that fuse matrices: the checkpoint name of each matrix, and of the tensor that contains it."""
 
 
 def stored_tensors(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
-    """Map each tensor of a checkpoint's files to the rows that it holds, concatenated along the outputs.
+    """Map each tensor of a checkpoint to the table rows that it contains, concatenated along the outputs.
 
-    The key has the name and shape of the tensor, and the path of its first row.
+    A key has the name and shape of the stored tensor, and the path of its first row.
 
     >>> config = ModelConfig(family="phi3", vocab_size=9, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=1)
     >>> [(tensor.name, tensor.shape) for tensor, rows in stored_tensors(config).items() if len(rows) == 2]
@@ -229,11 +242,11 @@ def stored_tensors(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
 
 
 def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
-    """Map each array of params to the table rows that it contains: the row itself, or its stacked experts.
+    """Map each array of params to the table rows that it contains: a single weight, or a stack of experts.
 
-    Rows whose path ends in a number are stacked: `("layers", 3, "expert_up", 5)` is
-    `params["layers"][3]["expert_up"][5]` of an array [experts, out, in], which can be split over its first axis. A
-    stack's row has the path and the shape of the array, and the name of its first row.
+    Rows whose path ends in a number are stacked. For example, `("layers", 3, "expert_up", 5)` stands for
+    `params["layers"][3]["expert_up"][5]`, in an array [experts, out, in] that can be sharded over its first axis. The
+    key of a stack has the path and shape of the array, and the name of its first row.
 
     >>> config = ModelConfig(vocab_size=9, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=1,
     ...                      num_experts=3, experts_per_token=2)
@@ -244,7 +257,7 @@ def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
 
 
 def stacked(table: Iterable[Weight]) -> dict[Weight, tuple[Weight, ...]]:
-    """Map each array of params to its rows of a table; see `leaves`."""
+    """Map each array of params to its rows in any table of weights; see `leaves`."""
     stacks: dict[tuple[str | int, ...], list[Weight]] = {}
     for row in table:
         path = row.path
@@ -261,7 +274,9 @@ def stacked(table: Iterable[Weight]) -> dict[Weight, tuple[Weight, ...]]:
 
 
 def build(config: ModelConfig, make: Callable[[Weight], Array]) -> PyTree:
-    """Build params with `make(row)` at each row's path: `{"embed", "layers": ({"q", ...}, ...), "norm", ...}`.
+    """Build the params of a model, with `make(row)` for each row of its table of weights.
+
+    The result has the structure `{"embed": ..., "layers": ({"q": ...}, ...), "norm": ...}`.
 
     >>> config = ModelConfig(vocab_size=9, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=1,
     ...                      num_experts=3, experts_per_token=2)
@@ -280,7 +295,10 @@ def build(config: ModelConfig, make: Callable[[Weight], Array]) -> PyTree:
 
 
 def dtype_of(row: Weight, dtype: _DType) -> _DType | str:
-    """Return `dtype`, but float32 for `score_bias`, because rounding it can change which experts are chosen.
+    """Return the dtype of a weight in a model of this dtype.
+
+    `score_bias` is always float32, because rounding it could change which experts are chosen. All other weights use
+    `dtype`.
 
     >>> dtype_of(Weight(("layers", 0, "score_bias"), "", (8,), "zeros"), "bfloat16")
     'float32'
@@ -293,22 +311,25 @@ def dtype_of(row: Weight, dtype: _DType) -> _DType | str:
 def random_rows(
     rows: Iterable[Weight], key: Array, dtype: DTypeLike, scale: float
 ) -> Callable[[Weight], Array]:
-    """Return a `make` for random weights: matrices are normal with standard deviation `scale`."""
+    """Return a function for `build` that makes random weights: normal matrices with standard deviation `scale`."""
     rows = tuple(rows)
     keys = dict(zip(rows, jax.random.split(key, len(rows)), strict=True))
 
     def make(row: Weight) -> Array:
         if row.init != "normal":
             return jnp.full(row.shape, int(row.init == "ones"), dtype_of(row, dtype))
-        # Drawn in float32, so that narrower dtypes get the same numbers, rounded.
+        # Sample in float32, so that narrower dtypes get the same numbers, rounded.
         return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
 
     return make
 
 
 def build_rows(rows: Iterable[Weight], make: Callable[[Weight], PyTree]) -> PyTree:
-    """Build params for any table: dicts for keys that are names, tuples for keys that are numbers."""
-    # Nested dicts first, even if the keys are numbers, because rows come in any order.
+    """Build params for any table of weights, with `make(row)` for each row.
+
+    Names in paths become keys of dicts, and numbers become indices of tuples.
+    """
+    # Build nested dicts first, even for numbers, because the rows may be in any order.
     params: dict[str | int, PyTree] = {}
     for row in rows:
         *parents, last = row.path
@@ -329,7 +350,11 @@ def build_rows(rows: Iterable[Weight], make: Callable[[Weight], PyTree]) -> PyTr
 
 
 def get(params: PyTree, path: tuple[str | int, ...]) -> PyTree:
-    """Return the leaf of params at a row's path; raise KeyError or IndexError if there is none."""
+    """Return the entry of params at the path of a table row.
+
+    Raises:
+      KeyError, IndexError: there is no such entry.
+    """
     for key in path:
         params = params[key]
     return params

@@ -1,4 +1,4 @@
-"""The rules: frozen pytrees `rule(evidence) -> (verdict, rule)`; see docs/rules.md."""
+"""Verification rules: frozen pytrees that are called as `rule(evidence) -> (verdict, rule)`; see docs/rules.md."""
 
 from kernels_pallas import MARGINS
 from mars_jax.core.rule import Evidence, LoadedRule, Rule, evidence, for_rows, node_stats

@@ -1,5 +1,7 @@
-"""Acceptance by a probability ratio. B batch, N nodes. Oracle: transformers' min-p warper, in
-tests/verify/test_edges.py."""
+"""Acceptance by the ratio of a token's probability to the best probability.
+
+Oracle: transformers' min-p warper (tests/verify/test_edges.py).
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from mars_jax.verify.relaxed import Relaxed
 @register("adaptive", paper="2609.02897")
 @struct.dataclass(kw_only=True)
 class Adaptive(Relaxed):
-    """Also accept tokens whose probability is a large enough share of the best token's.
+    """Also accept tokens whose probability is close enough to the best token's.
 
     AdaptiveSpec (arXiv 2609.02897): accept a drafted token x if p(x) / p(top1) > theta.
 
-    It is `mars(margin="gap", theta=-log(theta))` without the limit to the two best tokens. The rule is lossy;
-    for theta >= 1, including inf, it equals `base` bit for bit.
+    This rule equals `mars(margin="gap", theta=-log(theta))`, except that it is not limited to the two best tokens. It
+    is lossy. For theta >= 1, including inf, it equals `base` bit for bit.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -36,7 +38,7 @@ class Adaptive(Relaxed):
     [0, 1]
     """
 
-    # f32[] or [B]; share of max p above which a token is accepted
+    # f32[] or [B]; a token is accepted if its probability is above theta times the largest probability
     theta: Any = struct.setting(
         default=0.3,
         ranges=share("a number above 0 and at most 1, or inf, which is strict", ODDS),
@@ -46,7 +48,7 @@ class Adaptive(Relaxed):
     )
 
     def relaxable(self, evidence: Evidence) -> Array:
-        # p(x) / p(top1) = exp(z_x - z_1): the normaliser cancels.
+        # p(x) / p(top1) = exp(z_x - z_1), because the normaliser of the softmax cancels.
         return jnp.exp(-drafted.shortfall(evidence)) > self.theta[:, None]
 
 

@@ -1,6 +1,6 @@
-"""A rule's name with the settings that a user chose, as parsed from flags, files and benchmark arms.
+"""A rule as a user chooses it in flags, files or benchmark arms: its name, and its settings.
 
-`verify.load(choice.spec, target, **choice.settings)` builds the rule.
+Call `verify.load(choice.spec, target, **choice.settings)` to build the rule of a `RuleChoice`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from mars_jax.verify.own import find, is_own
 
 
 class Given(NamedTuple):
-    """The text of a setting and its name, as the user wrote them."""
+    """The value of a setting as a string, and the name of the setting in error messages."""
 
-    text: str  # as typed
-    shown: str  # such as --theta
+    text: str  # value, as the user wrote it
+    shown: str  # name in messages, such as --theta
 
 
 @dataclasses.dataclass(frozen=True)
 class RuleChoice:
-    """See `choose`."""
+    """A rule and the settings that a user chose for it; see `choose`."""
 
-    spec: str  # as for `find`
-    settings: Mapping[str, Any]  # given settings, as checked values
+    spec: str  # name of the rule; see `find`
+    settings: Mapping[str, Any]  # checked values of the settings that the user set
 
     @property
     def definition(self) -> Definition:
-        """The definition of the rule."""
+        """Definition of the rule."""
         return find(self.spec)
 
     @property
@@ -50,7 +50,7 @@ class RuleChoice:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Needs of the rule and its base, as listed in the table; `block` adds "chain".
+        """Needs of the rule and its base, as keys of `NEEDS`. The setting `block` adds "chain".
 
         >>> sorted(choose("mars", {"base": Given("rejection", "--base"), "block": Given("true", "--block")}).needs)
         ['chain', 'draft', 'q']
@@ -67,15 +67,15 @@ class RuleChoice:
 
     @property
     def options(self) -> dict[str, Setting]:
-        """Settings that users can give, including those of the base."""
+        """Settings that users can set, by name, including those of the base rule."""
         return self.definition.options(**self._structure())
 
     def settled(self) -> dict[str, Any]:
-        """Return all settings, with defaults for those that were not given."""
+        """Return the values of all settings, with defaults for those that the user did not set."""
         return self.definition.settle(self.settings)
 
     def as_json(self, *, but: Collection[str] = ()) -> JsonObject:
-        """Return the record of a run: the spec and all settings except `but`, with infinities as strings.
+        """Return the spec and all settings except `but`, for the JSON record of a run. Infinities become strings.
 
         >>> RuleChoice("rejection", {}).as_json()
         {'verify': 'rejection', 'settings': {'block': False}}
@@ -87,17 +87,17 @@ class RuleChoice:
         return {"verify": self.spec, "settings": settings}
 
     def but(self, **settings: Any) -> RuleChoice:
-        """Return the same rule with these settings changed.
+        """Return a copy of this choice with some settings changed.
 
         Raises:
-          MarsError: as for `Definition.settle`.
+          MarsError: as in `Definition.settle`.
         """
         changed = RuleChoice(self.spec, {**self.settings, **settings})
         changed.settled()
         return changed
 
     def setting(self, name: str) -> tuple[Setting, dict[str, Any]]:
-        """Return a setting and the structural choices that determine its range.
+        """Return a setting, and the values of the structural settings that determine its range.
 
         Raises:
           MarsError: there is no setting of that name.
@@ -110,26 +110,27 @@ class RuleChoice:
 
 
 def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
-    """Choose a rule by name, with settings as strings.
+    """Choose a rule by name, and parse and check its settings.
 
     Args:
-      spec: as for `find`.
-      given: settings by name.
+      spec: name of the rule; see `find`.
+      given: settings as strings, by name.
 
     Raises:
-      MarsError: no such rule; a setting that it does not have (the message lists rules that do); a value out of range.
+      MarsError: the rule does not exist, it does not have one of the settings (the message lists rules that have it),
+        or a value is out of range.
 
     >>> dict(choose("mars", {"theta": Given("0.8", "--theta")}).settings)
     {'theta': 0.8}
     """
     row = find(spec)
     settings: dict[str, Any] = {}
-    # Read choices first, because they determine the other settings and their ranges.
+    # Parse structural settings, which have choices, first: they determine the other settings and their ranges.
     for name in sorted(given, key=lambda name: not (name in row.settings and row.settings[name].choices)):
         choice = RuleChoice(spec, settings)
         setting_text, label = given[name]
         if name not in choice.options:
-            # The name of another rule's setting is not a typo.
+            # Suggest a similar name only if no rule has a setting of this name.
             is_known = any(name in other.settings for other in rules().values())
             suggestion = "" if is_known else did_you_mean(name, choice.options)
             raise MarsError(f"{label}{suggestion} does not apply to {not_in(choice, name)}.")
@@ -139,7 +140,7 @@ def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
 
 
 def not_in(choice: RuleChoice, name: str) -> str:
-    """Return the end of a message about a setting that does not apply: the reason and the fix.
+    """Return the end of an error message about a setting that does not apply to a rule: the reason and the fix.
 
     >>> not_in(RuleChoice("exact", {}), "tau")
     'the rule exact, which has no settings: leave it out, or verify with simulated'

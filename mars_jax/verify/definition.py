@@ -1,7 +1,8 @@
-"""Definitions of rules by name. The class of a rule is its definition: its fields declare its settings.
+"""Registry of rules: each rule has a name and a definition, which is derived from the rule's class.
 
-Flags, prompts-file keys, lists, pages and checks use the definitions. Rules from other packages are plugins: an entry
-point in the group `mars_jax.plugins` refers to a module that registers rules when it is imported.
+The fields of a class declare the settings of the rule. Flags, keys of prompts files, lists of rules and checks are
+derived from the definitions. Rules of other packages are plugins: an entry point in the group `mars_jax.plugins`
+refers to a module that registers rules when it is imported.
 
 Oracle: tests/verify/test_definition.py.
 """
@@ -23,28 +24,28 @@ T = TypeVar("T")
 NEEDS = {
     "draft": "a draft",
     "q": "the draft's true probabilities",
-    "chain": "chains, no trees",
-    "weights": "weights of its own, as NAME:PATH",
+    "chain": "a chain, not a tree",
+    "weights": "weights, given as NAME:PATH",
     "draft_hidden": "hidden states of the draft, if its head reads them",
     "long": "drafts of a fixed length: no ngram, no draft_stop",
 }
-"""Descriptions of the possible needs of a rule."""
+"""Possible needs of a rule, with their descriptions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Definition:
-    """A rule that users can name: a registered class, or a user's function that returns a rule."""
+    """Definition of a rule that users can select: a registered class, or a user's function that returns a rule."""
 
-    name: str  # contains no colon
-    make: Callable[..., Any]  # takes the settings as keywords
-    help: str  # one sentence without a period
+    name: str  # must not contain a colon
+    make: Callable[..., Any]  # returns the rule, given its settings as keyword arguments
+    help: str  # description: one sentence without a period
     lossless: bool = False  # whether the output follows the target's distribution
     needs: tuple[str, ...] = ()  # keys of NEEDS
-    paper: str = ""  # the source, such as an arXiv number
-    settings: Mapping[str, Setting]  # by name; the class's own settings precede inherited ones
+    paper: str = ""  # source of the rule, such as an arXiv number
+    settings: Mapping[str, Setting]  # settings by name; those that the class adds precede inherited ones
 
     def options(self, **chosen: Any) -> dict[str, Setting]:
-        """Return the rule's settings and those of its base.
+        """Return the settings of the rule and of its base, by name. `chosen` may contain the name of the base.
 
         >>> list(rule("mars").options(base="rejection"))
         ['theta', 'margin', 'base', 'max_relaxed_run', 'exact_prefix', 'block']
@@ -52,14 +53,14 @@ class Definition:
         options = dict(self.settings)
         if "base" in self.settings:
             base = chosen.get("base", self.settings["base"].default)
-            # A user's rule may have a setting of this name that is no rule.
+            # In a user's rule, the setting `base` may have another meaning.
             if base in _RULES:
                 for name, setting in _RULES[base].settings.items():
                     options.setdefault(name, setting)
         return options
 
     def setting(self, name: str, **chosen: Any) -> Setting:
-        """Return one of `options`.
+        """Return the setting with this name. `chosen` may contain the name of the base.
 
         Raises:
           MarsError: there is no setting of that name.
@@ -71,10 +72,10 @@ class Definition:
         return options[name]
 
     def structure(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rule's structural choices, checked, with defaults for those not in `settings`.
+        """Return the values of the structural settings, which are those with choices; missing ones get their defaults.
 
         Raises:
-          MarsError: there is no such choice.
+          MarsError: a value is not one of the choices.
         """
         structural_settings = {name: s for name, s in self.settings.items() if s.choices}
         for name in structural_settings.keys() & settings.keys():
@@ -82,15 +83,15 @@ class Definition:
         return {name: settings.get(name, s.default) for name, s in structural_settings.items()}
 
     def settle(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all settings: the given ones, checked, and the defaults of the others.
+        """Check the given settings and return the values of all settings, with defaults for the missing ones.
 
         Raises:
-          MarsError: an unknown name, a value out of range, or a required setting that is missing.
+          MarsError: a name is unknown, a value is out of range, or a required setting is missing.
 
         >>> rule("mars").settle({"theta": 0.8})["margin"]
         'ratio'
         """
-        # Choices determine the other settings and their ranges.
+        # Structural settings determine which other settings exist, and their ranges.
         structure = self.structure(settings)
         for name, value in settings.items():
             self.setting(name, **structure).check(value, **structure)
@@ -103,7 +104,7 @@ class Definition:
         return settled
 
     def as_json(self) -> JsonObject:
-        """Return the definition for `--list-rules --json`."""
+        """Return the definition as JSON, for `--list-rules --json`."""
         return {
             "name": self.name,
             "help": self.help,
@@ -119,11 +120,11 @@ _RULES: dict[str, Definition] = {}
 
 
 def register(name: str, *, paper: str = "") -> Callable[[type[T]], type[T]]:
-    """Return a decorator that makes a rule available by `name`. Lists show the first line of its docstring.
+    """Return a class decorator that registers a rule. Lists of rules show the first line of the class's docstring.
 
     Args:
-      name: without a colon.
-      paper: its source, such as an arXiv number.
+      name: name of the rule, without a colon.
+      paper: source of the rule, such as an arXiv number.
     """
 
     def add(cls: type[T]) -> type[T]:
@@ -143,18 +144,18 @@ def register(name: str, *, paper: str = "") -> Callable[[type[T]], type[T]]:
 
 
 def rules() -> Mapping[str, Definition]:
-    """Return the definitions of all rules by name, those of plugins last.
+    """Return the definitions of all registered rules, by name. Rules of plugins come last.
 
     >>> [*rules()][:3], "fly" in rules()
     (['exact', 'rejection', 'mars'], True)
     """
-    # Plugins register when they are imported.
+    # Plugins register their rules when they are imported.
     load_plugins()
     return {name: _RULES[name] for name in ("exact", "rejection", "mars")} | _RULES
 
 
 def rule(name: str) -> Definition:
-    """Return the definition of a rule. Looking up an unknown name loads the plugins first.
+    """Return the definition of a registered rule. If the name is unknown, load the plugins first.
 
     Raises:
       MarsError: there is no rule of that name.

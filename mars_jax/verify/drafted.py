@@ -1,8 +1,10 @@
-"""Statistics of each drafted token under the target's distribution at its parent, for rules that relax edges.
+"""Statistics of drafted tokens under the target's distribution at their parents, for rules that relax edges.
 
-B batch, N nodes, V vocabulary. By default they are computed from raw logits, that is, at temperature 1 regardless of
-the row's temperature. Entries of the root and of padding are garbage. Oracle: the transformers warpers, in
-tests/verify/test_edges.py.
+By default, the statistics are computed from raw logits, that is, at temperature 1 whatever the temperature of the row.
+The entries of the root and of padding are meaningless. Oracle: the logits warpers of transformers
+(tests/verify/test_edges.py).
+
+Dimensions: B batch, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from mars_jax.core.tree import at_parent
 
 
 def shortfall(evidence: Evidence) -> Array:
-    """Return f32[B, N]: log p(top1) - log p(x) in nats, for each drafted token x.
+    """Return log p(top1) - log p(x), in nats, for each drafted token x, f32[B, N].
 
     >>> import jax.numpy as jnp
     >>> from mars_jax.core.tree import chain
@@ -24,19 +26,22 @@ def shortfall(evidence: Evidence) -> Array:
     >>> shortfall(inputs)[:, 1].tolist()
     [0.5]
     """
-    # z_1 - z_x: the normaliser of the softmax cancels.
+    # The difference equals z_1 - z_x, because the normaliser of the softmax cancels.
     return at_parent(evidence.tree, evidence.stats.top1) - at_drafted(evidence.tree, evidence.logits)
 
 
 def log_prob(evidence: Evidence) -> Array:
-    """Return f32[B, N]: log p(x) in nats."""
-    # log p(x) = z_x - logsumexp(z), both at the parent of the node that holds x.
+    """Return log p(x), in nats, for each drafted token x, f32[B, N]."""
+    # log p(x) = z_x - logsumexp(z), both at the parent of x's node.
     log_sum_exp = node_stats(evidence.logits, logsumexp=True).logsumexp
     assert log_sum_exp is not None
     return at_drafted(evidence.tree, evidence.logits) - at_parent(evidence.tree, log_sum_exp)
 
 
 def preferred(evidence: Evidence, logits: Array) -> tuple[Array, Array]:
-    """Return the logits f32[B, N, V] at each node's parent, and bool[B, N, V]: tokens ranked above the drafted one."""
+    """Return the logits f32[B, N, V] at each node's parent, and a mask bool[B, N, V].
+
+    The mask is True for tokens whose logit is larger than the logit of the drafted token.
+    """
     parent_logits = at_parent(evidence.tree, logits)
     return parent_logits, parent_logits > at_drafted(evidence.tree, logits)[..., None]

@@ -1,6 +1,8 @@
-"""The lossless rule for drafts that are a deterministic function of the committed tokens.
+"""Lossless rule for drafts that are a deterministic function of the committed tokens.
 
-B batch, N nodes, V vocabulary. Oracle: exact enumeration and chi-square in tests/verify/.
+Oracle: exact enumeration and chi-square tests in tests/verify/.
+
+Dimensions: B batch, N nodes.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from mars_jax.verify.definition import register
 class Exact(Rule):
     """Accept a drafted token if it equals the target's own token.
 
-    The target chooses one token y per node, and the child that holds y is accepted. y is the argmax in a greedy row,
-    and otherwise a sample from the processed distribution. The rule is lossless for every draft that does not
-    depend on the target's noise: greedy chains, top-k trees, n-grams. `next_token` is y of the node where the walk
-    stops. The noise is a function of the position, so a seed produces the same tokens with every such draft, and
-    without a draft.
+    The target chooses one token y at each node, and a child is accepted if its token is y. In a greedy row, y is the
+    argmax; otherwise it is a sample from the processed distribution. If the walk stops at a node, its y becomes
+    `next_token`.
+
+    The rule is lossless for every draft that does not depend on the target's random numbers, such as greedy chains,
+    top-k trees and n-grams. These random numbers depend only on the row's key and the position, so a seed produces the
+    same tokens with every such draft, and without a draft.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax import verify
@@ -46,16 +50,16 @@ class Exact(Rule):
         return self.relax(evidence, None), self
 
     def relax(self, evidence: Evidence, allowed: Allowance | None) -> Verdict:
-        """Verify like `__call__`, but also take the edges in `allowed`, except where y is a stop token."""
+        """Verify like `__call__`, but also accept the edges in `allowed`, unless the target chose a stop token."""
         tree, controls = evidence.tree, evidence.controls
         y = target_tokens(evidence)
-        target_token = at_parent(tree, y)  # i32[B, N]: y at the parent, the token that a node must hold
+        target_token = at_parent(tree, y)  # i32[B, N]; y at the parent, which is the token of an exact node
         if allowed is not None:
-            # Without the relaxed edge the row would emit y, so a y that ends the output is never replaced.
+            # If the edge is not relaxed, the row emits y. A y that ends the output must not be replaced.
             allowed = allowed._replace(edges=allowed.edges & ~is_stop(target_token, controls.stop_tokens))
         path, num_accepted, relaxed = walk(tree, tree.tokens == target_token, allowed)
-        # The path repeats its last node, so its last entry is where the walk stopped: y there is the correction, or the
-        # bonus token if every drafted token was accepted.
+        # The last entry of the path is the node where the walk stopped. Its y corrects the rejected token, or is the
+        # bonus token if all drafted tokens were accepted.
         next_token = pick_one(y, path[:, -1])
         return Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
 
@@ -64,6 +68,6 @@ exact = Exact
 
 
 def target_tokens(evidence: Evidence) -> Array:
-    """Return i32[B, N]: the token y that the target chooses at each node."""
-    # Nodes at the same depth share their uniform, which is the one that autoregression would use at that position.
+    """Return the token y that the target chooses at each node, i32[B, N]."""
+    # Nodes at the same depth share a random number: the one that decoding without a draft would use at that position.
     return sample(evidence.keys, evidence.positions, evidence.logits, evidence.controls)

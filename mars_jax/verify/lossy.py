@@ -1,6 +1,6 @@
-"""Common parts of lossy rules: strict rows and the exact prefix.
+"""Base class of lossy rules, which handles strict rows and the exact prefix.
 
-B batch, N nodes. Oracle: tests/verify/test_rules.py.
+Oracle: tests/verify/test_rules.py. Dimensions: B batch, N nodes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mars_jax.verify.ranges import WHOLE
 
 @struct.dataclass(kw_only=True)
 class Lossy(Rule):
-    """Base class of lossy rules: the first `exact_prefix` generated tokens of a row follow its strict base.
+    """Base class of lossy rules. The first `exact_prefix` generated tokens of a row are verified strictly.
 
-    The default is 0, as in the papers. Under jailbreaks and prompt injection, lossy rules lose more robustness than
-    their benchmark scores suggest. One strict token restores most of it for Qwen3, but little for Llama-3 (Secure
-    Speculative Decoding, arXiv 2610.08678).
+    `exact_prefix` is 0 by default, as in the papers. Lossy rules make a model less robust against jailbreaks and prompt
+    injection than their benchmark scores suggest. With one strict token, Qwen3 regains most of its robustness, but
+    Llama-3 only a little (Secure Speculative Decoding, arXiv 2610.08678).
     """
 
     # i32[] or [B]; number of generated tokens at the start that are verified strictly
@@ -35,14 +35,14 @@ class Lossy(Rule):
     )
 
     def strict_edges(self, evidence: Evidence) -> Array:
-        """Return i32[B]: the depth down to which edges are strict; in strict rows, all edges are."""
-        # The edge to depth d emits new token `generated` + d, so the rest of the prefix ends at this depth.
+        """Return the depth down to which edges must be exact, i32[B]. In strict rows, all edges must be exact."""
+        # An edge to depth d emits generated token number `generated` + d, so the prefix ends at depth `remaining`.
         remaining = jnp.maximum(self.exact_prefix - evidence.generated, 0)
         return jnp.where(evidence.controls.strict, ALL_EDGES, remaining)
 
 
 def below_strict(evidence: Evidence) -> Array | bool:
-    """Return bool[B, N]: whether a span at its parent makes the edge into a node strict; False without spans."""
+    """Return whether the edge into each node is strict because of a span, bool[B, N]; False if there are no spans."""
     if evidence.strict_nodes is None:
         return False
     return at_parent(evidence.tree, evidence.strict_nodes)

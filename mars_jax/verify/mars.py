@@ -1,7 +1,8 @@
-"""Margin-aware verification: relax a strict rule at nodes where the target is nearly indifferent.
+"""Margin-aware verification: relax a strict rule if the target has no clear preference between its two best tokens.
 
-B batch, N nodes, V vocabulary. Oracle: a literal transcription of the paper's Algorithm 1 in
-tests/verify/test_mars.py.
+Oracle: a literal transcription of the paper's Algorithm 1 (tests/verify/test_mars.py).
+
+Dimensions: B batch, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,24 +25,25 @@ from mars_jax.verify.exact import Exact
 from mars_jax.verify.ranges import RATIOS, share
 from mars_jax.verify.relaxed import Relaxed, over
 
-# Thresholds that `calibrate` and `benchmark` try for a gap, from strict to loose.
+# Thresholds of the gap that `calibrate` and `benchmark` try, from strict to loose.
 GAPS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
 
 
 @register("mars", paper="2601.15498")
 @struct.dataclass(kw_only=True)
 class Mars(Relaxed):
-    """Also accept the target's runner-up where its two best tokens are nearly tied.
+    """Also accept the target's runner-up if its two best tokens are nearly tied.
 
-    MARS (arXiv 2601.15498): if the target's margin is low, accept its runner-up too.
+    MARS (arXiv 2601.15498): accept a drafted token that `base` rejects if it is one of the target's two best tokens,
+    and the margin between these two is low. The margin is computed from the raw float32 logits at the token's parent.
+    At temperature 0 over `exact()`, this is Algorithm 1 of the paper.
 
-    An edge that `base` rejects is accepted as relaxed if, at its parent, the margin of the two largest raw float32
-    target logits is low and the drafted token x is one of the two. At temperature 0 over `exact()` this is Algorithm 1
-    of the paper. Guards: never relax if x, the target's top token, or the token that `base` would emit instead is a
-    stop token of the row; relax nothing in a row with `strict` or among its first `exact_prefix` tokens; relax at most
-    `max_relaxed_run` consecutive edges; prefer an exact sibling. The rule is lossy by design; at theta = inf it equals
-    `base` bit for bit. The margin is computed from raw logits, so a sampled row may emit a token that top-k or top-p
-    excludes.
+    A token is never relaxed if it, the target's top token, or the token that `base` would emit instead is a stop token
+    of the row. Nothing is relaxed in a row with `strict` set, or among the first `exact_prefix` tokens. At most
+    `max_relaxed_run` consecutive tokens are relaxed. An exact sibling has priority.
+
+    The rule is lossy by design. At theta = inf, it equals `base` bit for bit. Because the margin is computed from raw
+    logits, a sampled row may emit a token that top-k or top-p excludes.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -52,7 +54,7 @@ class Mars(Relaxed):
     ([[True]], [1])
     """
 
-    # f32[] or [B]; threshold in the units of the margin; inf is strict
+    # f32[] or [B]; threshold of the margin, in the units that `margin` selects; inf is strict
     theta: Any = struct.setting(
         default=0.9,
         ranges={
@@ -62,15 +64,15 @@ class Mars(Relaxed):
             "gap": Range("a number above 0 for the margin gap (inf is strict)", 0, above=True, grid=GAPS),
         },
         by="margin",
-        help="how near a tie must be; inf never relaxes",
+        help="threshold of the margin; inf never relaxes",
         flag=True,
         kw_only=False,
     )
-    # Key of MARGINS; sets the units of theta
+    # Key of MARGINS; determines the units of theta
     margin: str = struct.setting(
         default="ratio",
         choices={"ratio": "second logit / best > theta", "gap": "nats between them < theta"},
-        help="the measure that is compared with theta",
+        help="measure of the margin, which is compared with theta",
         flag=True,
     )
 
@@ -79,25 +81,25 @@ class Mars(Relaxed):
         return over("mars" if self.margin == "ratio" else f"mars({self.margin})", self.base)
 
     def low(self, evidence: Evidence) -> Array:
-        # The paper's low margin at each node: z_2 / z_1 > theta. The gap is z_1 - z_2 < theta.
+        # The margin is low if z_2 / z_1 > theta (in the paper), or if z_1 - z_2 < theta (for the gap).
         stats = evidence.stats
         return MARGINS[self.margin](stats.top1, stats.top2, self.theta[:, None])
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
-        # One operation computes margins, guards and the walk, and returns the verdict of the general path. It supports
-        # strict rows and the exact prefix, but not spans.
+        # Over `exact`, one fused operation computes the margins, the guards and the walk, with the same verdict as
+        # `Relaxed.__call__`. It supports strict rows and the exact prefix, but not spans.
         if not isinstance(self.base, Exact) or evidence.strict_nodes is not None:
             return super().__call__(evidence)
         tree, logits, controls = evidence.tree, evidence.logits, evidence.controls
-        # The kernel computes the argmax itself, so a batch of greedy rows passes NO_TOKEN. A cond over two calls of the
-        # kernel would compile it twice.
+        # If all rows are greedy, pass NO_TOKEN, and the kernel uses its own argmax. A cond around two calls of the
+        # kernel would compile the kernel twice.
         y = if_greedy(
             controls,
             lambda: jnp.full(tree.tokens.shape, NO_TOKEN, jnp.int32),
             lambda: sample_processed(evidence.keys, evidence.positions, process(logits, controls)),
         )
         strict_edges = self.strict_edges(evidence)
-        # The kernel compares the margin with theta; see `kernels_pallas.margin.rule`.
+        # The kernel compares the margin with theta (see `kernels_pallas.margin.rule`).
         row_controls = AcceptControls(self.theta, strict_edges, self.max_relaxed_run, controls.stop_tokens)
         axes = vocabulary_axes(logits.shape[-1])
         accept = functools.partial(sharded_margin_accept, axis=axes) if axes else margin_accept

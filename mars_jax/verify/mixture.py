@@ -1,5 +1,9 @@
-"""Rejection against a mixture of target and draft. B batch, N nodes, V vocabulary. Oracle: transformers'
-`assistant_ensemble_weight`, in tests/verify/test_distributions.py."""
+"""Rejection sampling against a mixture of the target's and the draft's distributions.
+
+Oracle: transformers' `assistant_ensemble_weight` (tests/verify/test_distributions.py).
+
+Dimensions: B batch, N nodes, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +23,14 @@ from mars_jax.verify.retargeted import Retargeted
 @register("mixture", paper="2604.07622, with a static weight")
 @struct.dataclass(kw_only=True)
 class Mixture(Retargeted):
-    """Follow a mixture of target and draft, by rejection.
+    """Follow a mixture of the target's and the draft's distributions, by rejection sampling.
 
     DIVERSED with a static weight w (arXiv 2604.07622): the output follows v = w p + (1 - w) q.
 
-    Accept a drafted token x with probability min(1, v(x) / q(x)), else draw from norm((v - q)+) = norm((p - q)+). Both
-    p and q are taken after temperature and filters. At temperature 0 the rule is exact, whereas
-    `assistant_ensemble_weight` of transformers compares with the top token of the mixture at temperature 1. The
-    rule is lossy; at weight 1 it equals `rejection` bit for bit.
+    Accept a drafted token x with probability min(1, v(x) / q(x)). Otherwise, sample from norm((v - q)+), which equals
+    norm((p - q)+). Both p and q are distributions after temperature and filters. At temperature 0, the rule is exact,
+    whereas `assistant_ensemble_weight` of transformers compares with the top token of the mixture at temperature 1.
+    The rule is lossy. At weight 1, it equals `rejection` bit for bit.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -46,7 +50,7 @@ class Mixture(Retargeted):
     )
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
-        # log(w p + (1 - w) q), computed in log space; w = 1 makes the q term log(0) = -inf, so v is p bit for bit.
+        # Compute log(w p + (1 - w) q) in log space. For w = 1, the term of q is log(0) = -inf, so v is p bit for bit.
         weight = self.weight[:, None, None]
         return jnp.logaddexp(jnp.log(weight) + log_p, jnp.log1p(-weight) + log_q)
 

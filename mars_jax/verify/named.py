@@ -1,6 +1,6 @@
-"""Loading of rules by name: from the table, from a checkpoint, or from a user's file.
+"""Loading of rules by name: registered rules, rules with weights in a checkpoint, and rules in a user's file.
 
-Oracle: the classes themselves, in tests/verify/test_named.py.
+Oracle: rules that are constructed directly (tests/verify/test_named.py).
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from mars_jax.verify.own import find, is_own, split
 
 
 def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
-    """Load the rule named by `spec`, with its weights if any.
+    """Load a rule by name, including its weights if it has any.
 
     Args:
-      spec: a name of `verify.rules()`, followed by `:PATH` for a rule with weights; or FILE.py:NAME or
-        package.module:NAME, where NAME takes settings as keywords and returns a rule or a `LoadedRule`. The file is
-        executed.
-      target: from `mars_jax.load`; a head on its features must match its size, and is placed on its mesh.
-      **settings: by name, as `generate --list-rules` lists them; numbers are one value for all prompts or one per
-        prompt. `base` is a strict rule or its name; settings of the base, such as `block`, are accepted too.
+      spec: name of a rule in `verify.rules()`, followed by `:PATH` if the rule has weights; or a user's rule, as
+        FILE.py:NAME or package.module:NAME. NAME is then a function that accepts the settings as keyword arguments and
+        returns a rule or a `LoadedRule`. The file is executed.
+      target: target from `mars_jax.load`. If the rule has weights that read the target's features, they must match the
+        target's size, and they are placed on the target's mesh.
+      **settings: settings of the rule, as listed by `generate --list-rules`. A number applies to all prompts; an array
+        has one number per prompt. `base` is a strict rule or its name. Settings of the base, such as `block`, are
+        allowed, too.
 
     Raises:
-      MarsError: a name or setting is unknown, a value is out of range, or weights are missing or do not fit.
+      MarsError: a name or setting is unknown, a value is out of range, or weights are missing or do not match.
 
     >>> load("mars", margin="gap", theta=1.5).rule.margin
     'gap'
@@ -38,7 +40,7 @@ def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
     if is_own(spec):
         return _load_user_rule(spec, definition, settings)
     base = None
-    # A base may be a rule instead of its name. The rule's class checks it.
+    # `base` may be a rule object instead of a name. The class of the rule checks it.
     if "base" in definition.settings and callable(settings.get("base")):
         base = settings.pop("base")
     settled = definition.settle(settings)
@@ -46,7 +48,7 @@ def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
     if base is not None:
         keywords["base"] = base
     elif "base" in keywords:
-        # Settings that the rule itself does not have, such as `block`, are those of the base.
+        # Settings that the rule itself does not have, such as `block`, belong to the base.
         base_settings = {name: value for name, value in settled.items() if name not in definition.settings}
         keywords["base"] = load(keywords["base"], **base_settings).rule
     rule = definition.make(**keywords)
@@ -59,12 +61,12 @@ def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
 
 
 def _load_user_rule(spec: str, definition: Definition, settings: dict[str, Any]) -> LoadedRule:
-    """Call a user's factory with checked settings."""
+    """Check the settings, and call the user's function with them to build the rule."""
     factory = definition.make
     parameters = inspect.signature(factory).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name, value in settings.items():
-        # Parameters without a textual form, such as a base, are not settings of the definition and pass unchecked.
+        # Parameters whose value cannot be written as text, such as a base, are not settings. Do not check them.
         if name in definition.settings or not (open_ended or name in parameters):
             definition.setting(name).check(value)
     for name, setting in definition.settings.items():
@@ -90,7 +92,7 @@ def _load_user_rule(spec: str, definition: Definition, settings: dict[str, Any])
 
 
 def needs_q(rule: Rule) -> bool:
-    """Return whether a rule, or its base, verifies with the true q of a sampled draft.
+    """Return whether a rule or its base needs q, the probabilities from which the draft was sampled.
 
     >>> needs_q(load("mars", base="rejection").rule), needs_q(load("mars").rule)
     (True, False)

@@ -1,5 +1,10 @@
-"""Nucleus acceptance. B batch, N nodes. Oracles: transformers' top-p warper in tests/verify/test_edges.py, and the
-exact law of one step in tests/verify/test_distributions.py."""
+"""Nucleus acceptance.
+
+Oracles: transformers' top-p warper (tests/verify/test_edges.py), and the exact distribution of one step
+(tests/verify/test_distributions.py).
+
+Dimensions: B batch, N nodes.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +29,14 @@ from mars_jax.verify.relaxed import Relaxed, base_setting
 class Nucleus(Relaxed):
     """Also accept tokens in the nucleus of the target's distribution.
 
-    Nucleus acceptance (arXiv 2610.07822): accept a drafted token x if rejection does, u <= p(x) / q(x), or if x is
-    in the nucleus of p, that is, if the tokens more likely than x have a total probability below `mass`.
+    Nucleus acceptance (arXiv 2610.07822): accept a drafted token x if `rejection` accepts it, that is, if
+    u <= p(x) / q(x), or if x is in the nucleus of p. A token is in the nucleus if all tokens that are more likely have
+    a total probability below `mass`.
 
-    After a rejection the next token is drawn from norm((p - q)+) as usual, so one step deviates from the target's
-    distribution by a total variation of sum((q - p)+) over the nucleus. p is the distribution after temperature and
-    filters; at temperature 0 its nucleus is the top token, and the rule is exact. The rule is lossy; at `mass` = 0 it
-    equals `base` bit for bit.
+    After a rejection, the next token is drawn from norm((p - q)+) as usual. In one step, the total variation distance
+    from the target's distribution is therefore the sum of (q - p)+ over the nucleus. p is the distribution after
+    temperature and filters. At temperature 0, the nucleus contains only the top token, and the rule is exact. The rule
+    is lossy. At `mass` = 0, it equals `base` bit for bit.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -41,7 +47,7 @@ class Nucleus(Relaxed):
     [15, 50]
     """
 
-    # f32[] or [B]; from 0 to 1
+    # f32[] or [B]; probability mass of the nucleus, from 0 to 1
     mass: Any = struct.setting(
         default=0.9,
         ranges=Range("a probability, a number from 0 to 1", 0, 1, grid=HARMS),
@@ -53,9 +59,9 @@ class Nucleus(Relaxed):
     def relaxable(self, evidence: Evidence) -> Array:
         log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls), axis=-1)
         parent_log_p, is_likelier = drafted.preferred(evidence, log_p)
-        # f32[B, N]: the probability of the tokens more likely than x; x is in the nucleus if it is below `mass`.
+        # f32[B, N]; total probability of the tokens that are more likely than x.
         likelier_mass = jnp.sum(jnp.where(is_likelier, jnp.exp(parent_log_p), 0.0), axis=-1)
-        # A sum rounded below a mass of 1 must not admit tokens that the filters exclude.
+        # If `mass` is 1, rounding can make the sum smaller than 1. Do not accept tokens that the filters exclude.
         return (likelier_mass < self.mass[:, None]) & (at_drafted(evidence.tree, log_p) > -jnp.inf)
 
 

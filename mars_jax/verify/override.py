@@ -1,6 +1,6 @@
-"""Relaxation of rejection: relaxed edges override the stops of rejection, on chains and trees.
+"""Relaxation of `rejection`, on chains and trees: if the rule would stop, it may take a relaxed edge instead.
 
-B batch, N nodes, D depth. Oracle: tests/verify/test_mars.py and tests/verify/test_siblings.py.
+Oracle: tests/verify/test_mars.py and tests/verify/test_siblings.py. Dimensions: B batch, N nodes, D depth.
 """
 
 from __future__ import annotations
@@ -19,29 +19,35 @@ from mars_jax.core.tree import Allowance
 from mars_jax.core.types import DraftTree, Verdict
 
 Stretch = Callable[[Array], tuple[Array, Array]]
-"""Maps a start node i32[B], treated as the root, to the node where the rule stops and the token that it emits there."""
+"""A function that runs a rule from the start nodes i32[B], as if they were roots. It returns the nodes where the rule
+stops, and the tokens that it emits there, i32[B] each."""
 
 
 class _WalkState(NamedTuple):
-    """Loop carry: the progress of each row down the tree, [B] each except `relaxed`."""
+    """Loop carry: the progress of the walk in each row."""
 
-    start: Array  # i32; start node of the current stretch
-    stop: Array  # i32; the node where the rule stops
-    token: Array  # i32; the token that it emits there
-    run: Array  # i32; consecutive relaxed edges
-    spent: Array  # f32; cost of the relaxed edges so far
-    relaxed: Array  # bool[B, D]; edges taken as relaxed
+    start: Array  # i32[B]; node where the current stretch starts
+    stop: Array  # i32[B]; node where the rule stops
+    token: Array  # i32[B]; token that the rule emits there
+    run: Array  # i32[B]; number of consecutive relaxed edges up to `start`
+    spent: Array  # f32[B]; total cost of the relaxed edges so far
+    relaxed: Array  # bool[B, D]; edges that were relaxed
 
 
 def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) -> Verdict:
-    """Return the verdict of a rule that verifies a tree in stretches, joined by relaxed edges.
+    """Verify a draft in several stretches that are connected by relaxed edges.
 
-    When the rule stops, take the first child whose edge may be relaxed anyway, and restart the rule from it, so that
-    the tokens below are verified as a new draft.
+    When the rule stops, take the first outgoing edge that may be relaxed, and restart the rule at the child. The tokens
+    below the child are verified as a new draft.
+
+    Args:
+      evidence: evidence of the step.
+      stretch: runs the rule from a start node.
+      allowed: edges that may be relaxed; None: no edges.
     """
     tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
     batch, n = tree.tokens.shape
-    # The first stretch begins at the root. Without relaxed edges it is the whole walk.
+    # The first stretch begins at the root. Without relaxed edges, it is the whole walk.
     origin = jnp.zeros((batch,), jnp.int32)
     no_edges = jnp.zeros((batch, tree.max_depth), bool)
     stop, token = stretch(origin)
@@ -51,10 +57,10 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
     can_relax = allowed.edges & (tree.tokens >= 0)
 
     def override(walk: _WalkState) -> tuple[Array, Array, Array, Array]:
-        """Return whether to relax an edge bool[B], the child i32[B], the run before it, and the cost including it."""
-        # A child with the token that the rule emits anyway is not a relaxation.
+        """Return whether each row relaxes an edge, its child, the run before it, and the total cost including it."""
+        # If the rule emits the token of a child anyway, taking this edge is not a relaxation.
         children = can_relax & (tree.parents == walk.stop[:, None]) & (tree.tokens != walk.token[:, None])
-        # If the walk accepted an edge after the last relaxed one, a new run of relaxed edges begins.
+        # If the rule accepted an edge in the current stretch, a new run of relaxed edges begins.
         run = jnp.where(walk.stop > walk.start, 0, walk.run)
         may_relax = ~is_stop(walk.token, stop_tokens) & (run < allowed.max_run)
         if allowed.max_relaxed is not None:
@@ -62,7 +68,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
         children &= may_relax[:, None]
         if allowed.cost is not None and allowed.budget is not None:
             children &= walk.spent[:, None] + allowed.cost <= allowed.budget[:, None]
-        # The lowest id; n if no child qualifies. `child` is then clamped to a valid id and not used.
+        # Take the child with the lowest id. If there is none, `child` is n: clamp it to a valid id, which is not used.
         child = jnp.min(jnp.where(children, ids, n), axis=1)
         takes_edge, child = child < n, jnp.minimum(child, n - 1)
         spent = walk.spent if allowed.cost is None else walk.spent + pick_one(allowed.cost, child)
@@ -72,7 +78,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
         takes_edge, child, run, spent = override(walk)
         start = jnp.where(takes_edge, child, walk.start)
         stop, token = stretch(start)
-        # The relaxed edge begins at the previous stop, and edge d begins at depth d.
+        # The relaxed edge leaves the node of the previous stop, and edge d leaves a node of depth d.
         is_edge = jnp.arange(tree.max_depth, dtype=jnp.int32)[None] == _depth(tree, walk.stop)[:, None]
         return _WalkState(
             start=start,
@@ -83,15 +89,15 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
             relaxed=walk.relaxed | (takes_edge[:, None] & is_edge),
         )
 
-    # Each iteration takes one relaxed edge and one stretch in some rows; other rows are unchanged. There are at most D
-    # edges, so the loop terminates.
+    # In each iteration, at least one row takes a relaxed edge and a new stretch, and the other rows do not change. A
+    # path has at most D edges, so the loop terminates.
     initial_state = _WalkState(origin, stop, token, origin, jnp.zeros((batch,), jnp.float32), no_edges)
     final_state = jax.lax.while_loop(lambda walk: jnp.any(override(walk)[0]), continue_walk, initial_state)
     return _verdict(tree, final_state.stop, final_state.token, final_state.relaxed)
 
 
 def _depth(tree: DraftTree, node: Array) -> Array:
-    """Return i32[B]: the depth of node i32[B]."""
+    """Return the depth i32[B] of one node i32[B] per row."""
     if tree.is_chain:
         return node
     return pick_one(tree.depths, node)
@@ -102,7 +108,8 @@ def _verdict(tree: DraftTree, stop: Array, token: Array, relaxed: Array) -> Verd
     if tree.is_chain:
         path = jnp.minimum(jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None], stop[:, None])
         return Verdict(path=path, num_accepted=depth, next_token=token, relaxed=relaxed)
-    # Build the path upwards from the stop, entry D first; entries beyond the stop's depth repeat the stop node.
+    # Build the path from entry D down to entry 0. Entries beyond the depth of the stop repeat the stop node, and every
+    # other entry is the parent of the next entry.
     nodes = [stop]
     for entry in range(tree.max_depth, 0, -1):
         parent = pick_one(tree.parents, nodes[-1])

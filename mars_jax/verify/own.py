@@ -1,6 +1,6 @@
-"""Definitions of user rules, given by specs FILE.py:NAME or package.module:NAME.
+"""Definitions of user-defined rules, which are named FILE.py:NAME or package.module:NAME.
 
-Naming a file executes it as the user's code. No other operation executes it.
+A file is executed only if the user names it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _RANGES = {
 
 
 _TAKEN = {*REQUEST, "id", "prompt", "prompt_tokens"}
-"""Keys of a prompts-file row that already have a meaning."""
+"""Keys in a row of a prompts file that already have another meaning."""
 
 
 def split(spec: str) -> tuple[str, str]:
-    """Split a spec into the name of a registered rule and the path of its weights, "" if there is none.
+    """Split a spec into the name of a registered rule and the path of its weights, or "" if there is no path.
 
     >>> split("learned:some/folder"), split("mars")
     (('learned', 'some/folder'), ('mars', ''))
@@ -50,15 +50,16 @@ def is_own(spec: str) -> bool:
 
 
 def find(spec: str) -> Definition:
-    """Return the definition of a rule: a registered one, or one derived from the signature of a user's function.
+    """Return the definition of a rule. For a user's rule, derive the definition from the signature of the function.
 
     Args:
-      spec: a name of `rules()`, with `:PATH` for a rule with weights, or FILE.py:NAME or package.module:NAME. NAME
-        takes its settings as keywords: floats, ints, bools, strings, and `Literal` for a choice. Their types are read
-        from annotations or defaults.
+      spec: name of a rule in `rules()`, followed by `:PATH` if the rule has weights; or a user's rule, as FILE.py:NAME
+        or package.module:NAME. NAME is then a function whose keyword arguments are the settings: floats, ints, bools,
+        strings, and `Literal` for a choice. Their types come from annotations or defaults.
 
     Raises:
-      MarsError: no such rule, file or name; a function with a required argument that no flag can set.
+      MarsError: the rule, the file or the function does not exist, or the function has a required argument that no
+        flag can set.
 
     >>> find("mars").name
     'mars'
@@ -70,7 +71,7 @@ def find(spec: str) -> Definition:
         if ":" in spec and not (path and "weights" in definition.needs):
             raise MarsError(f"the rule is {spec}: {name} has no weights, so give only its name.")
         return definition
-    # The signature is the definition: there is no class to read fields from.
+    # A user's function has no fields, so its signature declares the settings.
     factory = load_function(spec)
     return Definition(
         name=spec.rpartition(":")[2],
@@ -81,7 +82,7 @@ def find(spec: str) -> Definition:
 
 
 def source_digest(spec: str) -> str | None:
-    """Return a digest of the file that defines a user's rule or judge, or None for a registered rule."""
+    """Return a digest of the file that defines a user's rule or judge. Return None for a registered rule."""
     if not is_own(spec):
         return None
     return user_code.spec_file_digest(spec)
@@ -90,7 +91,7 @@ def source_digest(spec: str) -> str | None:
 def _settings(spec: str, factory: Callable[..., Any]) -> list[Setting]:
     try:
         signature = inspect.signature(factory)
-        # Evaluation fails if an annotation exists only for type checkers.
+        # The evaluation fails if an annotation refers to a name that only type checkers import.
         with contextlib.suppress(Exception):
             signature = inspect.signature(factory, eval_str=True)
     except (TypeError, ValueError):
@@ -113,7 +114,7 @@ def _settings(spec: str, factory: Callable[..., Any]) -> list[Setting]:
 
 
 def _setting(parameter: inspect.Parameter) -> Setting | None:
-    """Return a keyword argument as a setting; None if no text can represent its value."""
+    """Return the setting of a keyword argument, or None if its value cannot be written as text."""
     default = parameter.default
     if default is parameter.empty:
         default = None
@@ -131,14 +132,14 @@ def _setting(parameter: inspect.Parameter) -> Setting | None:
         optional=parameter.default is None,
         ranges=_RANGES.get(kind, Range("a number")),
         choices=choices,
-        # Reserved names, such as temperature and seed, belong to the row and not to the rule.
+        # In a prompts file, reserved names such as temperature and seed are settings of the request, not of the rule.
         per_row=kind in _RANGES and parameter.name not in _TAKEN,
         help="",
     )
 
 
 def _kind(annotation: Any) -> tuple[type | None, dict[str, str]]:
-    """Return the type of an annotation and its choices; `float | None` is a float."""
+    """Return the type of an annotation, and its choices if it is a `Literal`; `float | None` counts as float."""
     if typing.get_origin(annotation) is typing.Literal:
         choice_names = typing.get_args(annotation)
         if all(isinstance(name, str) for name in choice_names):

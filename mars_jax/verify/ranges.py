@@ -1,4 +1,4 @@
-"""Ranges that several rules share, and the thresholds that `calibrate` and `benchmark` try, from strict to loose."""
+"""Ranges of settings, and thresholds that `calibrate` and `benchmark` try, from strict to loose; shared by rules."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ WHOLE = Range("a whole number of at least 0", 0, LARGEST_INT)
 
 
 def share(words: str, grid: tuple[float, ...]) -> Range:
-    """Return the range (0, 1] and inf."""
+    """Return the range of numbers in (0, 1], and inf."""
     return Range(words, 0, 1, above=True, inf=True, grid=grid)
 
 
 def nats(words: str, grid: tuple[float, ...]) -> Range:
-    """Return the range of finite numbers of at least 0."""
+    """Return the range of finite numbers that are at least 0."""
     return Range(words, 0, LARGEST_FLOAT, grid=grid)

@@ -1,8 +1,12 @@
-"""Speculative sampling with the true q of a sampled draft: token by token, or by blocks along chains.
+"""Speculative sampling: verify sampled drafts with the probabilities from which they were sampled.
 
-B batch, N nodes (K = N - 1 drafted), V vocabulary. p is the softmax of the processed target logits. q is the
-softmax of `tree.draft_logits`, or the one-hot of the drafted token if they are None. Oracle: exact enumeration of tiny
-vocabularies in tests/verify/test_rejection.py, and of trees in tests/verify/test_siblings.py.
+p is the softmax of the processed target logits. q is the softmax of `tree.draft_logits`, or the one-hot of the drafted
+token if `draft_logits` is None.
+
+Oracle: exact enumeration of tiny vocabularies (tests/verify/test_rejection.py) and of trees
+(tests/verify/test_siblings.py).
+
+Dimensions: B batch, N nodes, K = N - 1 drafted tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,9 +32,9 @@ from mars_jax.verify.override import overridden
 
 
 def block_setting() -> bool:
-    """Declare the field that selects block verification."""
+    """Declare the dataclass field that selects block verification."""
     return struct.setting(
-        default=False, kind=bool, help="by whole blocks, not by tokens; chains only", flag=True
+        default=False, kind=bool, help="verify whole blocks instead of tokens; chains only", flag=True
     )
 
 
@@ -39,13 +43,15 @@ def block_setting() -> bool:
 class Rejection(Rule):
     """Speculative sampling with the draft's true probabilities.
 
-    The output follows the target exactly, for any q.
+    The output follows the target's distribution exactly, for any q.
 
-    Token-wise (2211.17192, 2302.01318): accept x with probability min(1, p / q), else emit a sample of norm((p - q)+);
-    if all tokens are accepted, a sample of p follows. In a tree, siblings drawn without replacement are tried in order,
-    each against the residuals of p and q that earlier siblings left; see `siblings`. `block=True` (2403.10444) verifies
-    the block as a whole, along chains only, and in expectation never accepts fewer tokens. Padding nodes shorten the
-    draft. Rows at temperature 0 follow `exact`.
+    By tokens (arXiv 2211.17192, 2302.01318): accept a drafted token x with probability min(1, p(x) / q(x)), and
+    otherwise emit a sample of norm((p - q)+). If all tokens are accepted, emit a sample of p. In a tree, siblings are
+    drawn without replacement and tried in order, each against the residuals of p and q that remain after the siblings
+    before it (see `siblings`).
+
+    With `block=True` (arXiv 2403.10444), the drafted tokens of a chain are verified together. The expected number of
+    accepted tokens is then at least as large. Padding nodes shorten the draft. Rows at temperature 0 follow `exact`.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -55,7 +61,7 @@ class Rejection(Rule):
     ([1], [2])
     """
 
-    block: bool = block_setting()  # verify the block as a whole
+    block: bool = block_setting()  # verify all drafted tokens of a chain together
     lossless: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("draft", "q")
 
@@ -67,15 +73,16 @@ class Rejection(Rule):
         return self.relax(evidence, None), self
 
     def relax(self, evidence: Evidence, allowed: Allowance | None) -> Verdict:
-        """Verify like `__call__`, but when the rule stops, also take the next edge if `allowed` contains it.
+        """Verify like `__call__`, but when the rule stops, take an edge in `allowed` and continue.
 
-        The edge is not taken if the rule would emit a stop token instead. The rule restarts after the relaxed token and
-        verifies the tokens below as a new draft. With blocks, the stop already depended on those tokens, so they are no
-        longer samples from q. The new block is then only approximately lossless.
+        The edge is not taken if the rule would emit a stop token instead. The rule restarts after the relaxed token,
+        and verifies the tokens below as a new draft. With blocks, the verification of the new draft is only
+        approximately lossless: its tokens influenced where the first block stopped, so they are no longer samples from
+        q.
         """
         if self.block:
             check_chain(evidence.tree, self.name)
-        # For a one-hot p, acceptance with p / q and the residual reduce to `exact`, without sums over the vocabulary.
+        # In greedy rows, p is a one-hot, and rejection is the same as `exact`, which needs no sums over the vocabulary.
         return if_greedy(
             evidence.controls,
             lambda: Exact().relax(evidence, allowed),
@@ -87,7 +94,11 @@ rejection = Rejection
 
 
 def check_chain(tree: DraftTree, rule: str) -> None:
-    """Raise MarsError if the tree is not a chain."""
+    """Check that the draft is a chain.
+
+    Raises:
+      MarsError: the draft is a tree.
+    """
     if not tree.is_chain:
         raise MarsError(
             f"{rule} needs a chain of drafted tokens and got a tree: verify trees with exact() or rejection()."
@@ -95,25 +106,26 @@ def check_chain(tree: DraftTree, rule: str) -> None:
 
 
 def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, block: bool) -> Verdict:
-    """Verify a draft against the distribution of log_v, by rejection.
+    """Verify a draft by rejection sampling, so that the output follows a given distribution.
 
     Args:
       evidence: evidence of the step.
       log_v: f32[B, N, V]; processed logits of the distribution that the output must follow, such as the target's.
-      allowed: the edges that may be relaxed when the rule stops.
-      block: verify by blocks instead of token by token; chains only.
+      allowed: edges that may be relaxed when the rule stops; None: no edges.
+      block: verify by blocks instead of by tokens; chains only.
     """
-    # Acceptance and emission use different keys: the residual draw must not depend on the uniform that rejected.
+    # Use different keys to accept tokens and to sample the next token, because the sample from the residual must not
+    # depend on the random number that caused the rejection.
     accept_keys, draw_keys = jnp.unstack(jax.vmap(jax.random.split)(evidence.keys), axis=1)
     if not evidence.tree.is_chain:
         tree_stretch = siblings.sibling_stretch(evidence, log_v, accept_keys, draw_keys)
         return overridden(evidence, tree_stretch, allowed)
     ratios = _Ratios.of(evidence.tree, log_v)
 
-    # On a chain node ids are depths, so node `start` is at position `evidence.start + start`.
+    # In a chain, node ids are depths, so node `start` is at position `evidence.start + start`.
     def stretch(start: Array) -> tuple[Array, Array]:
         if block:
-            # A block's decision depends on all of its uniforms, so the next block must not reuse any of them.
+            # The decision about a block depends on all of its random numbers, so the next block must use new ones.
             block_keys = jax.vmap(jax.random.fold_in)(accept_keys, evidence.start + start)
             stop, scale = _block_stop(ratios, node_uniforms(block_keys, evidence.positions), start)
         else:
@@ -126,19 +138,19 @@ def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
 
 @dataclasses.dataclass(frozen=True)
 class _Ratios:
-    """Inputs of token-wise and block verification: p and q at the drafted tokens, and their distributions."""
+    """Distributions p and q along a chain, and the ratio p / q of each drafted token."""
 
     tree: DraftTree
-    length: Array  # i32[B]; drafted tokens before the first padding node
-    log_p: Array  # f32[B, N, V]; processed target logits, unnormalised
-    log_q: Array | None
+    length: Array  # i32[B]; number of drafted tokens before the first padding node
+    log_p: Array  # f32[B, N, V]; processed target logits, not normalised
+    log_q: Array | None  # f32[B, N, V]; draft logits, not normalised; None for a deterministic draft
     norm_p: Array  # f32[B, N]; logsumexp of log_p
-    norm_q: Array | None
+    norm_q: Array | None  # f32[B, N]; logsumexp of log_q
     ratio: Array  # f32[B, K]; entry i is p / q of the token of node i + 1, in [0, inf]
 
     @staticmethod
     def of(tree: DraftTree, log_p: Array) -> _Ratios:
-        """Compute the ratios of a chain's tokens under the processed logits f32[B, N, V]."""
+        """Compute the ratios of a chain, given the processed target logits f32[B, N, V]."""
         drafted = tree.tokens[:, 1:]
         nodes = jnp.broadcast_to(jnp.arange(drafted.shape[1], dtype=jnp.int32), drafted.shape)
         norm_p = jax.nn.logsumexp(log_p, axis=-1)
@@ -146,55 +158,62 @@ class _Ratios:
 
         def at_drafted(logits: Array, norm: Array) -> Array:
             drafted_logit = at_tokens(logits, nodes, jnp.maximum(drafted, 0))
-            # Row i of the logits predicts node i + 1, and the last row predicts no node, so use `norm[:, :-1]`, f32[B,
-            # K]. Clamp at log 1: if q were rounded above 1, a token with probability 1 could be rejected.
+            # The logits of node i predict the token of node i + 1, and the last logits predict no node, so drop the
+            # last norm. Limit the result to log 1: if q were rounded above 1, a token with probability 1 could be
+            # rejected.
             return jnp.minimum(drafted_logit - norm[:, :-1], 0.0)
 
-        # For a deterministic draft, q is 1 at the drafted token, so log p is log(p / q).
+        # In a deterministic draft, q is 1 for each drafted token, so log(p / q) is log p.
         log_ratio = at_drafted(log_p, norm_p)
         if log_q is not None:
             norm_q = jax.nn.logsumexp(log_q, axis=-1)
             log_ratio = log_ratio - at_drafted(log_q, norm_q)
-        # NaN marks a token of probability 0 under both p and q: reject it.
+        # The ratio is NaN if the token has probability 0 under both p and q. Replace it by 0, to reject the token.
         return _Ratios(
             tree, leading(drafted >= 0), log_p, log_q, norm_p, norm_q, jnp.nan_to_num(jnp.exp(log_ratio))
         )
 
     def p(self) -> Array:
-        """Return p at the nodes that predict drafted tokens, f32[B, K, V]."""
+        """Return the distributions p against which the drafted tokens are verified, f32[B, K, V]."""
         return jnp.exp(self.log_p[:, :-1] - self.norm_p[:, :-1, None])
 
     def q(self) -> Array:
-        """Return q at the same nodes, f32[B, K, V]."""
+        """Return the distributions q from which the drafted tokens were sampled, f32[B, K, V]."""
         if self.log_q is None or self.norm_q is None:
             ids = jnp.arange(self.log_p.shape[-1], dtype=jnp.int32)[None, None]
             return (self.tree.tokens[:, 1:, None] == ids).astype(jnp.float32)
         return jnp.exp(self.log_q[:, :-1] - self.norm_q[:, :-1, None])
 
     def residual(self, stop: Array, scale: Array) -> Array:
-        """Return weights f32[B, V] of the emitted token: (scale p - q)+ at node `stop`, or p after the last token."""
+        """Return the weights f32[B, V] from which the next token is sampled: (scale p - q)+ at node `stop`.
+
+        If all drafted tokens were accepted, the weights are p.
+        """
         p = jnp.exp(pick_one(self.log_p, stop) - pick_one(self.norm_p, stop)[:, None])
-        # The draft distribution q at the same node; one-hot if the next token was chosen without sampling.
+        # Compute q at the same node. For a deterministic draft, q is the one-hot of the drafted token.
         if self.log_q is None or self.norm_q is None:
             next_token = pick_one(following(self.tree), stop)
             q = (next_token[:, None] == jnp.arange(p.shape[-1], dtype=jnp.int32)[None]).astype(jnp.float32)
         else:
             q = jnp.exp(pick_one(self.log_q, stop) - pick_one(self.norm_q, stop)[:, None])
         weights = jnp.maximum(scale[:, None] * p - q, 0.0)
-        # After the last drafted token no token was rejected, and the bonus token is drawn from p. If p equals q up to
-        # rounding, the residual may vanish; then p itself is correct up to rounding.
+        # If no token was rejected, the bonus token is sampled from p. If p equals q up to rounding, the residual may be
+        # zero everywhere, and sampling from p is correct up to rounding.
         use_p = (stop >= self.length) | ~(jnp.sum(weights, axis=-1) > 0)
         return jnp.where(use_p[:, None], p, weights)
 
 
 def _token_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, Array]:
-    """Find the stop by token-wise rejection: Leviathan et al. 2211.17192, Algorithm 1; Chen et al. 2302.01318.
+    """Find the node where token-wise rejection stops (Leviathan et al., arXiv 2211.17192, Algorithm 1).
 
-    Returns (stop i32[B], scale of p f32[B]).
+    The same algorithm is in Chen et al., arXiv 2302.01318.
+
+    Returns:
+      The node i32[B], and the scale of p for the residual, f32[B].
     """
     edge = jnp.arange(ratios.ratio.shape[1], dtype=jnp.int32)[None]
-    # Edge i leads to node i + 1, and uses the uniform of that node's position. Since u < 1, u < p / q is equivalent to
-    # u < min(1, p / q).
+    # Edge i leads to node i + 1, and uses the random number u of that node's position. Since u < 1, the test u < p / q
+    # is equivalent to u < min(1, p / q).
     is_accepted = (uniforms[:, 1:] < ratios.ratio) & (edge < ratios.length[:, None])
     # The edges up to node `start` have been taken already.
     is_accepted = is_accepted | (edge < start[:, None])
@@ -202,32 +221,33 @@ def _token_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
 
 
 def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, Array]:
-    """Find the stop by block verification: Sun et al. 2403.10444, Algorithm 2.
+    """Find the node where block verification stops (Sun et al., arXiv 2403.10444, Algorithm 2).
 
-    r is the running min(r p / q, 1). Accept the longest prefix i with u_i < h_i, even if shorter ones fail.
+    Accept the longest prefix i with u_i < h_i, even if shorter prefixes fail this test.
 
-    Returns (stop i32[B], scale of p f32[B]).
+    Returns:
+      The node i32[B], and the scale of p for the residual, f32[B].
     """
     n = ratios.ratio.shape[1] + 1
     node = jnp.arange(n, dtype=jnp.int32)[None]
-    # r_i of the paper: the probability of keeping at least the first i drafted tokens, given these tokens. Node i holds
-    # the i-th, and r_0 = 1. In a stretch that begins at `start`, r is 1 up to that node.
+    # r_i of the paper is the probability of accepting at least the first i drafted tokens, given these tokens: r_0 = 1
+    # and r_i = min(r_(i - 1) p / q, 1) for the token of node i. In a stretch that begins at `start`, r_start = 1.
     r = [jnp.ones(start.shape, jnp.float32)]
     for i in range(n - 1):
         r.append(jnp.where(i < start, 1.0, jnp.minimum(r[-1] * ratios.ratio[:, i], 1.0)))
     r = jnp.stack(r, axis=1)  # f32[B, N]
-    # m_i of the paper, f32[B, K]: the mass of (r_i p - q)+ at the next token. Node N - 1 has no next token.
+    # m_i of the paper, f32[B, K], is the sum of (r_i p - q)+ over the next token. Node N - 1 has no next token.
     m = jnp.sum(jnp.maximum(r[:, :-1, None] * ratios.p() - ratios.q(), 0.0), axis=-1)
     m = jnp.pad(m, ((0, 0), (0, 1)))
-    # h_i = m_i / (m_i + 1 - r_i), and h_K = r_K at the last drafted token. 0 / 0 means that r = 1 and p = q: the prefix
-    # is certain to be accepted, and so is a longer one.
+    # h_i = m_i / (m_i + 1 - r_i), and h_K = r_K at the last drafted token. If h_i is 0 / 0, then r = 1 and p = q, so
+    # this prefix is certainly accepted, and so is a longer one.
     divisor = m + 1.0 - r
     h = jnp.where(
         node == ratios.length[:, None],
         r,
         jnp.where(divisor > 0, m / jnp.where(divisor > 0, divisor, 1.0), 1.0),
     )
-    # The longest prefix that passes; the start of the stretch always passes.
+    # Take the longest prefix that passes the test. The start of the stretch always passes.
     passes = (uniforms < h) & (node <= ratios.length[:, None]) & (node > start[:, None])
     stop = jnp.max(jnp.where(passes, node, start[:, None]), axis=1)
     return stop, pick_one(r, stop)

@@ -1,6 +1,8 @@
-"""Rules that relax edges: a strict rule plus the edges that it may take in addition.
+"""Base class of rules that relax a strict rule: they also accept some edges that the strict rule rejects.
 
-B batch, N nodes, V vocabulary. Oracle: tests/verify/test_rules.py, for every rule in the table.
+Oracle: tests/verify/test_rules.py, which tests every registered rule.
+
+Dimensions: B batch, N nodes, D depth.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ UNLIMITED_RUN = 1 << 30
 
 
 def base_setting(default: str = "exact") -> Any:
-    """Declare the field that selects the strict rule to relax."""
+    """Declare the dataclass field that selects the strict rule to relax."""
     return struct.setting(
         default=default,
         kind=str,
@@ -43,27 +45,28 @@ def base_setting(default: str = "exact") -> Any:
 class Relaxed(Lossy):
     """Base class of rules that accept some edges that a strict rule rejects. Subclass it to write such a rule.
 
-    A subclass defines `low`, the nodes at which the target's runner-up is as good as its top token, or `relaxable`, the
-    edges themselves. `max_relaxed_run` limits consecutive relaxed edges, and `max_relaxed` limits the relaxed edges per
-    step. `cost` and `spend` limit the total cost of the relaxed edges over a row's whole output; the remaining budget
-    is part of the rule's state.
+    A subclass defines either `low`, which returns the nodes where the target's runner-up is as good as its top token,
+    or `relaxable`, which returns the edges that may be relaxed. `max_relaxed_run` limits the number of consecutive
+    relaxed edges, and `max_relaxed` limits the relaxed edges per step. With `cost` and `spend`, a rule can limit the
+    total cost of the relaxed edges in the whole output of a row. The remaining budget is then part of the rule's state.
 
-    This class implements the guards: an exact sibling has priority; strict rows and spans, the exact prefix, padding,
-    tokens forbidden by a ban or a constraint, and stop tokens (the drafted token, the target's top token, or the token
-    that the base would emit) are never relaxed.
+    This class implements the guards. An exact sibling has priority over a relaxed one. Nothing is relaxed in strict
+    rows, in strict spans, and in the exact prefix. Padding, and tokens that a ban or a constraint forbids, are never
+    relaxed. No edge is relaxed if the drafted token, the target's top token, or the token that the base would emit is
+    a stop token.
     """
 
-    base: Any = base_setting()  # Exact or Rejection, or the name of one
-    # i32[] or [B]; maximum consecutive relaxed tokens
+    base: Any = base_setting()  # an Exact or Rejection object, or the name of the rule
+    # i32[] or [B]; maximum number of consecutive relaxed tokens
     max_relaxed_run: Any = struct.setting(
         default=UNLIMITED_RUN,
         kind=int,
         ranges=WHOLE,
-        help="relaxed tokens in a row that are allowed",
+        help="maximum number of consecutive relaxed tokens",
         word="any",
         flag=True,
     )
-    max_relaxed: Any = None  # i32[] or [B]; maximum relaxed tokens per step; None is unlimited
+    max_relaxed: Any = None  # i32[] or [B]; maximum number of relaxed tokens per step; None: no limit
     needs: ClassVar[tuple[str, ...]] = ("draft",)
 
     def __post_init__(self) -> None:
@@ -83,15 +86,16 @@ class Relaxed(Lossy):
         return over(type(self).__name__.lower(), self.base)
 
     def low(self, evidence: Evidence) -> Array:
-        """Return bool[B, N]: nodes where the target is nearly indifferent, so that its runner-up is acceptable."""
+        """Return a mask bool[B, N] of the nodes where the target's runner-up is acceptable as the next token."""
         raise MarsError(
             f"the rule {type(self).__name__} defines no relaxation: give it a method low or relaxable."
         )
 
     def relaxable(self, evidence: Evidence) -> Array:
-        """Return bool[B, N]: nodes whose incoming edge may be relaxed.
+        """Return a mask bool[B, N] of the nodes whose incoming edge may be relaxed.
 
-        By default, these nodes hold one of the target's two best tokens, and `low` is True at their parent.
+        By default, an edge may be relaxed if the node contains one of the target's two best tokens, and `low` is True
+        at its parent.
         """
         shape = evidence.tree.tokens.shape
         low_margin = _spread(self.low(evidence), shape)
@@ -99,28 +103,29 @@ class Relaxed(Lossy):
         return runner_up_edges(evidence, low_margin)
 
     def cost(self, evidence: Evidence) -> tuple[Array, Array] | None:
-        """Return the cost of relaxing the edge into each node, f32[B, N], and each row's remaining budget, f32[B].
+        """Return the cost of relaxing the edge into each node, f32[B, N], and the remaining budget of each row, f32[B].
 
-        None means no cost and no limit.
+        By default, return None: the total cost is not limited.
         """
         return None
 
     def spend(self, left: Array) -> Self:
-        """Return the rule with the remaining budget f32[B] after a step."""
+        """Return a copy of the rule with the budget f32[B] that remains after a step."""
         raise MarsError(
-            f"the rule {type(self).__name__} has a cost and keeps no budget: give it a method spend."
+            f"the rule {type(self).__name__} has a cost but keeps no budget: give it a method spend."
         )
 
     def guarded(self, evidence: Evidence) -> Array:
-        """Return bool[B, N]: the `relaxable` edges that pass the guards."""
+        """Return a mask bool[B, N] of the `relaxable` edges that pass the guards."""
         tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
-        # Guards test the edge into a node: its token x, and its parent, whose logits judge x.
-        # `strict` rows and the first `exact_prefix` tokens follow the base.
+        # Entry i of each mask describes the edge into node i: the drafted token x of the node, and the target's logits
+        # at the parent of the node. Strict rows and the first `exact_prefix` tokens follow the base.
         strict_edges = self.strict_edges(evidence)
         check_array(self, "strict_edges", strict_edges, "int32", tree.tokens.shape[:1])
         may_relax = (tree.depths > strict_edges[:, None]) & (tree.tokens >= 0)
-        # id1 is the target's top token, the one that a strict greedy walk would take instead of x.
-        # Relaxing a stop token would end an output that the target continues, or continue one that it ends.
+        # id1 is the target's top token, which a strict greedy walk would take instead of x. If x is a stop token,
+        # relaxing it would end an output that the target continues. If id1 is a stop token, relaxing x would continue
+        # an output that the target ends.
         may_relax &= ~is_stop(tree.tokens, stop_tokens) & ~at_parent(
             tree, is_stop(evidence.stats.id1, stop_tokens)
         )
@@ -135,11 +140,11 @@ class Relaxed(Lossy):
         guarded_edges = self.guarded(evidence)
         check_array(self, "guarded", guarded_edges, "bool", evidence.tree.tokens.shape)
         allowed = Allowance(guarded_edges, self.max_relaxed_run, cost, budget, self.max_relaxed)
-        # The base walks strictly. Before it stops, it takes an allowed edge, unless it would emit a stop token.
+        # The base verifies strictly. When it would stop, it takes an allowed edge, unless it would emit a stop token.
         verdict = self.base.relax(evidence, allowed)
         if cost is None or budget is None:
             return verdict, self
-        # f32[B, D]: edge d leads into path[d + 1].
+        # f32[B, D]; edge d leads to node path[d + 1].
         edge_cost = jnp.where(verdict.relaxed, pick(cost, verdict.path[:, 1:]), 0.0)
         next_rule = self.spend(budget - jnp.sum(edge_cost, axis=1))
         check_same_rule(self, "spend", next_rule)
@@ -159,7 +164,10 @@ class Relaxed(Lossy):
 
 
 def _spread(value: Array, shape: tuple[int, ...]) -> Array:
-    """Broadcast an array whose dimensions have the sizes of `shape` or 1; return any other value unchanged."""
+    """Broadcast an array to `shape` if each of its dimensions has the right size or size 1.
+
+    Return any other value unchanged.
+    """
     sizes = getattr(value, "shape", ())
     if len(sizes) == len(shape) and all(size in (1, full) for size, full in zip(sizes, shape, strict=True)):
         return jnp.broadcast_to(value, shape)
@@ -167,12 +175,15 @@ def _spread(value: Array, shape: tuple[int, ...]) -> Array:
 
 
 def over(name: str, base: Rule) -> str:
-    """Name a rule with its base; omit the default base `exact`."""
+    """Return the name of a rule, followed by the name of its base unless the base is `exact`."""
     return name if isinstance(base, Exact) else f"{name} over {base.name}"
 
 
 def runner_up_edges(evidence: Evidence, low: Array) -> Array:
-    """Return bool[B, N]: edges into one of the target's two best tokens, if `low` bool[B, N] at the parent."""
+    """Return a mask bool[B, N] of the edges that lead to one of the target's two best tokens at a low margin.
+
+    `low` bool[B, N] is True at nodes with a low margin. An edge is included if its parent is such a node.
+    """
     tree, stats = evidence.tree, evidence.stats
     # id1 and id2 are the target's top token and its runner-up at each node.
     is_top_two = (tree.tokens == at_parent(tree, stats.id1)) | (tree.tokens == at_parent(tree, stats.id2))

@@ -1,6 +1,8 @@
-"""Rejection against a distribution other than the target's.
+"""Base class of rules that use rejection sampling with a distribution other than the target's.
 
-B batch, N nodes, V vocabulary. Oracle: exact enumeration in tests/verify/test_distributions.py.
+Oracle: exact enumeration (tests/verify/test_distributions.py).
+
+Dimensions: B batch, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,27 +28,29 @@ from mars_jax.verify.rejection import Rejection, block_setting, check_chain, ver
 class Retargeted(Lossy):
     """Base class of rules that verify drafts by rejection against a distribution v instead of the target's p.
 
-    The output follows v. Subclass it to write a rule such as a mixture, lenience or a cascade of distributions: define
-    v in `target`. This class masks tokens of v that a constraint or a ban forbids, and uses p for strict rows, the
-    exact prefix, rows at temperature 0 and the token after the draft, which has no q. A tree must be sampled from its
-    q. If v depends on the drafted token, add "chain" to `needs`, because a tree node may have several.
+    The output follows v. Subclass it to write a rule such as a mixture, lenience, or a cascade of distributions, and
+    define v in the method `target`. This class excludes tokens from v that a constraint or a ban forbids. It uses p
+    instead of v in strict rows, in the exact prefix, in rows at temperature 0, and for the token after the draft, which
+    has no q. A draft tree must have been sampled from q. If v depends on the drafted token, add "chain" to `needs`,
+    because a node of a tree may have several children with different tokens.
     """
 
-    block: bool = block_setting()  # verify by blocks, along chains
+    block: bool = block_setting()  # verify by blocks; chains only
     needs: ClassVar[tuple[str, ...]] = ("draft", "q")
 
     @property
     def base(self) -> Rejection:
-        """The lossless rule for strict rows."""
+        """Lossless rule that strict rows follow."""
         return Rejection(block=self.block)
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
-        """Return log v, unnormalised, f32[B, N, V].
+        """Return log v, f32[B, N, V], which need not be normalised.
 
         Args:
-          log_p: f32[B, N, V]; normalised, of the processed target.
-          log_q: f32[B, N, V]; normalised, of the draft; -inf for tokens it cannot draw, one-hot for a deterministic
-            draft. At nodes without children it is log_p.
+          log_p: f32[B, N, V]; log probabilities of the target, after temperature and filters.
+          log_q: f32[B, N, V]; log probabilities of the draft. They are -inf for tokens that the draft cannot sample,
+            and for all tokens except the drafted one in a deterministic draft. At nodes without children, log_q is
+            log_p.
           evidence: evidence of the step.
         """
         raise MarsError(f"the rule {type(self).__name__} defines no target: give it a method target.")
@@ -62,10 +66,10 @@ class Retargeted(Lossy):
         is_greedy_row = is_greedy(evidence.controls)
 
         def retargeted() -> Verdict:
-            # p, after temperature and filters. v replaces it where the rule may deviate from the target.
+            # p is the target's distribution after temperature and filters. `follows_p` marks the nodes that use p, and
+            # all other nodes use v. The logits of a node verify its children, whose depth is larger by one.
             log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls))
             is_leaf = ~_has_children(evidence.tree)
-            # Node i judges the edges below it, whose depth is one larger.
             follows_p = evidence.tree.depths < self.strict_edges(evidence)[:, None]
             follows_p |= is_greedy_row[:, None] | is_leaf
             if evidence.strict_nodes is not None:
@@ -73,9 +77,9 @@ class Retargeted(Lossy):
             log_v = self.target(log_p, _log_q(evidence, is_leaf, log_p), evidence)
             check_array(self, "target", log_v, "floating", log_p.shape)
             if evidence.controls.guides is not None or evidence.controls.edits is not None:
-                # The draft may give probability to forbidden tokens, which v must not inherit from q.
+                # The draft may give forbidden tokens a positive probability. Exclude these tokens from v.
                 log_v = jnp.where(evidence.logits > -jnp.inf, log_v, -jnp.inf)
-                # If nothing is left of v, fall back to p.
+                # If v then excludes all tokens, use p.
                 is_empty = jnp.max(log_v, axis=-1, keepdims=True) == -jnp.inf
                 log_v = jnp.where(is_empty, log_p, log_v)
             return verify_draft(evidence, jnp.where(follows_p[..., None], log_p, log_v), None, self.block)
@@ -84,21 +88,21 @@ class Retargeted(Lossy):
 
 
 def _has_children(tree: DraftTree) -> Array:
-    """Return bool[B, N]: whether the node has a child that is not padding."""
+    """Return whether each node has a child that is not padding, bool[B, N]."""
     if tree.is_chain:
         return jnp.pad(tree.tokens[:, 1:] >= 0, ((0, 0), (0, 1)))
-    # bool[B, N, N], entry [b, i, j]: node j is a child of node i and not padding.
+    # Entry [b, i, j] of this bool[B, N, N] is True if node j is a child of node i, and not padding.
     node_ids = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None, :, None]
     return jnp.any((tree.parents[:, None] == node_ids) & (tree.tokens >= 0)[:, None], axis=2)
 
 
 def _log_q(evidence: Evidence, ends: Array, log_p: Array) -> Array:
-    """Return f32[B, N, V]: normalised log q at each node."""
+    """Return the log probabilities f32[B, N, V] of the draft at each node. `ends` marks nodes without children."""
     if evidence.tree.draft_logits is None:
-        # The one-hot of the token drafted after each node; NO_TOKEN matches no token.
+        # Use the one-hot of the token drafted after each node. NO_TOKEN matches no token.
         ids = jnp.arange(log_p.shape[-1], dtype=jnp.int32)[None, None]
         log_q = jnp.where(ids == following(evidence.tree)[..., None], 0.0, -jnp.inf)
     else:
         log_q = jax.nn.log_softmax(evidence.tree.draft_logits, axis=-1)
-    # Nodes without children have no q; log p is a placeholder, since v is not used at them.
+    # Nodes without children have no q. Use log p as a placeholder, because v is not used at these nodes.
     return jnp.where(ends[..., None], log_p, log_q)

@@ -1,7 +1,9 @@
-"""Rejection along a tree: siblings are tried in order, each against the residual of p.
+"""Rejection sampling in a tree: siblings are tried in order, each against the residual that remains of p.
 
-B batch, N nodes, V vocabulary. Oracle: exact enumeration of drafts, cells of the uniforms and emitted tokens, and a
-chi-square test of the whole rule, in tests/verify/test_siblings.py.
+Oracle: exact enumeration of the drafts, of the intervals of the random numbers and of the emitted tokens, and a
+chi-square test of the whole rule (tests/verify/test_siblings.py).
+
+Dimensions: B batch, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,26 +23,27 @@ from mars_jax.verify.override import Stretch
 
 
 class Residual(NamedTuple):
-    """Loop carry of the descent: the current node of each row and the residuals of p and q, [B, ...] each."""
+    """Loop carry of the descent: the current node of each row, and the residuals of p and q."""
 
-    node: Array  # i32[B]; the current node
-    tried: Array  # i32[B]; the last rejected child; `node` if there is none
+    node: Array  # i32[B]; current node
+    tried: Array  # i32[B]; child that was rejected last; equal to `node` if no child was rejected
     rank: Array  # i32[B]; number of rejected children
     p: Array  # f32[B, V]; residual of p, normalised
     q: Array  # f32[B, V]; residual of q, normalised; all 0 for a deterministic draft
 
 
 def sibling_stretch(evidence: Evidence, log_v: Array, accept_keys: Array, draw_keys: Array) -> Stretch:
-    """Return the stretch that descends a tree by rejection and draws a token where it stops; see `descend`.
+    """Return a function that descends a tree by rejection sampling, and samples a token where it stops.
 
     Args:
       evidence: evidence of the step.
       log_v: f32[B, N, V]; processed logits of the distribution that the output must follow.
-      accept_keys, draw_keys: key[B] each.
+      accept_keys: key[B]; random keys for accepting children.
+      draw_keys: key[B]; random keys for sampling the next token.
     """
 
     def uniform(rank: Array, depth: Array) -> Array:
-        # Siblings share their position, so fold in their rank to make their draws independent.
+        # Siblings have the same position. Fold in their rank, so that their random numbers are independent.
         keys = jax.vmap(jax.random.fold_in)(accept_keys, rank)
         return node_uniforms(keys, (evidence.start + depth)[:, None])[:, 0]
 
@@ -56,34 +59,35 @@ def sibling_stretch(evidence: Evidence, log_v: Array, accept_keys: Array, draw_k
 def descend(
     tree: DraftTree, log_v: Array, uniform: Callable[[Array, Array], Array], start: Array
 ) -> tuple[Array, Array]:
-    """Descend a tree whose siblings were drawn from q without replacement, in the order of their ids.
+    """Descend a tree by rejection sampling, for siblings that were drawn from q without replacement.
 
-    At a node with distributions p and q, accept the first child x if u <= p(x) / q(x). Otherwise replace p by
-    norm((p - q)+), remove x from q, normalise, and try the next child against these. If no child is accepted, draw the
-    token from the residual p. (SpecInfer 2305.09781, Algorithm 2, and EAGLE 2401.15077 for siblings without
-    replacement.)
+    Siblings are tried in the order of their ids. At a node with distributions p and q, accept the first child x if
+    u <= p(x) / q(x), for a random number u. Otherwise, replace p by norm((p - q)+), set q(x) to 0, normalise q, and try
+    the next child against these residuals. If no child is accepted, the next token must be drawn from the residual of
+    p. See SpecInfer (arXiv 2305.09781, Algorithm 2), and EAGLE (arXiv 2401.15077) for siblings without replacement.
 
-    Proof that the token follows p: a child x drawn from q is accepted or rejected as in speculative sampling, which is
-    correct if the step after a rejection yields a token from norm((p - q)+). Given that x was rejected, the next child
-    is a sample of q without x, so the same argument applies with the residuals, by induction; after the last child, the
-    token is drawn from the residual itself. Any number of children is therefore correct, provided that a child's
-    presence in the tree does not depend on its token. For a deterministic draft, q is the one-hot of each child in
-    turn, and the residual p excludes rejected tokens.
+    Proof that the emitted token follows p: a child x, drawn from q, is accepted or rejected as in speculative sampling.
+    This is correct if the token after a rejection follows norm((p - q)+). Given that x was rejected, the next child is
+    a sample of q without x, so the same argument applies to the residuals, by induction. After the last child, the
+    token is drawn from the residual itself. The proof holds for any number of children, provided that the presence of a
+    child in the tree does not depend on its token. For a deterministic draft, q is the one-hot of each child in turn,
+    and the residual of p excludes the rejected tokens.
 
     Args:
-      tree: the draft; the children of node i were drawn from softmax(draft_logits[:, i]), or are deterministic.
-      log_v: f32[B, N, V]; processed logits of the distribution that the output must follow, p above.
-      uniform: (number of previously rejected siblings i32[B], depth of the child i32[B]) -> u f32[B].
-      start: i32[B]; the node to start from.
+      tree: the draft. The children of node i were drawn from softmax(draft_logits[:, i]), or are deterministic.
+      log_v: f32[B, N, V]; processed logits of p, the distribution that the output must follow.
+      uniform: returns the random numbers u f32[B], given the number of siblings rejected before and the depth of the
+        child, i32[B] each.
+      start: i32[B]; node where the descent starts.
 
     Returns:
-      The node i32[B] where the descent stops, and the residual p there, f32[B, V].
+      The node i32[B] where the descent stops, and the residual f32[B, V] of p at this node.
     """
     n = tree.tokens.shape[1]
     ids = jnp.arange(n, dtype=jnp.int32)[None]
 
     def fresh(node: Array) -> Residual:
-        """Return the loop carry of rows that have just reached a node i32[B]: no child tried, p and q unchanged."""
+        """Return the loop carry of rows that have just reached a node i32[B], and have not tried any child."""
         p = jax.nn.softmax(pick_one(log_v, node))
         if tree.draft_logits is None:
             q = jnp.zeros_like(p)
@@ -92,29 +96,29 @@ def descend(
         return Residual(node=node, tried=node, rank=jnp.zeros_like(node), p=p, q=q)
 
     def next_child(carry: Residual) -> Array:
-        """Return i32[B]: the next untried child; n if there is none."""
+        """Return the next child to try, i32[B], or n if all children have been tried."""
         is_untried = (tree.parents == carry.node[:, None]) & (tree.tokens >= 0) & (ids > carry.tried[:, None])
         return jnp.min(jnp.where(is_untried, ids, n), axis=1)
 
     def try_child(carry: Residual) -> Residual:
         child = next_child(carry)
-        # i32[B], clamped to a valid id; results of rows without a child are discarded below.
+        # Clamp the id to a valid one. The results of rows without a child are discarded below.
         is_child, child = child < n, jnp.minimum(child, n - 1)
         token = jnp.maximum(pick_one(tree.tokens, child), 0)
         is_x = jnp.arange(carry.p.shape[-1], dtype=jnp.int32)[None] == token[:, None]
-        # A deterministic draft has drawn each child with probability 1, so its q is the one-hot of x.
+        # In a deterministic draft, each child was chosen with probability 1, so its q is the one-hot of x.
         q = carry.q
         if tree.draft_logits is None:
             q = jnp.where(is_x, 1.0, 0.0)
         p_x, q_x = _at_token(carry.p, token), _at_token(q, token)
-        # u < p / q without the division, as q may be 0. A token of probability 0 under both is rejected.
+        # Test u < p / q without a division, because q may be 0. A token with probability 0 under both is rejected.
         is_accepted = is_child & (uniform(carry.rank, pick_one(tree.depths, child)) * q_x < p_x)
-        # norm((p - q)+), against which the next sibling is tried.
+        # The next sibling is tried against norm((p - q)+).
         residual = jnp.maximum(carry.p - q, 0.0)
         residual_sum = jnp.sum(residual, axis=-1, keepdims=True)
-        # If p equals q up to rounding, the residual may vanish; then p itself is correct up to rounding.
+        # If p equals q up to rounding, the residual may be zero everywhere, and using p is correct up to rounding.
         p = jnp.where(residual_sum > 0, residual / jnp.where(residual_sum > 0, residual_sum, 1.0), carry.p)
-        # Without replacement: the next sibling was drawn from q without x.
+        # Siblings are drawn without replacement, so the next one was drawn from q without x.
         q_without_x = jnp.where(is_x, 0.0, carry.q)
         q_sum = jnp.sum(q_without_x, axis=-1, keepdims=True)
         rejected = Residual(
@@ -126,11 +130,11 @@ def descend(
         )
         return in_rows(is_child, in_rows(is_accepted, fresh(child), rejected), carry)
 
-    # Each iteration tries one child in every row that has one: at most N - 1 iterations, fewer for short walks.
+    # Each iteration tries one child in every row that has an untried one, so there are at most N - 1 iterations.
     final_carry = jax.lax.while_loop(lambda carry: jnp.any(next_child(carry) < n), try_child, fresh(start))
     return final_carry.node, final_carry.p
 
 
 def _at_token(weights: Array, token: Array) -> Array:
-    """Gather weights f32[B, V] at tokens i32[B]: f32[B]."""
+    """Return the weight f32[B] of one token i32[B] per row, from weights f32[B, V]."""
     return at_tokens(weights[:, None], jnp.zeros_like(token)[:, None], token[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Relaxed top-k acceptance. B batch, N nodes. Oracle: transformers' top-k warper, in tests/verify/test_edges.py."""
+"""Relaxed top-k acceptance. Oracle: transformers' top-k warper (tests/verify/test_edges.py)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mars_jax.verify.relaxed import Relaxed
 @register("topk", paper="TensorRT-LLM's relaxed acceptance")
 @struct.dataclass(kw_only=True)
 class TopK(Relaxed):
-    """Also accept the target's k best tokens if they are near the best one.
+    """Also accept the target's k best tokens if they are nearly as likely as the best one.
 
-    Accept a drafted token x if it is among the target's top `k` and log p(top1) - log p(x) <= delta.
+    Accept a drafted token x if it is among the target's top `k` tokens and log p(top1) - log p(x) <= delta.
 
-    This is the relaxed acceptance of TensorRT-LLM (its guide to DeepSeek-R1), which applies it only between the markers
-    of a thinking span; here it applies unless the row is strict. The rule is lossy; at `k` = 0 it equals `base` bit
-    for bit.
+    This is the relaxed acceptance of TensorRT-LLM (see its guide to DeepSeek-R1). TensorRT-LLM applies it only between
+    the markers of a thinking span; here it applies to the whole output unless the row is strict. The rule is lossy. At
+    `k` = 0, it equals `base` bit for bit.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -36,24 +36,24 @@ class TopK(Relaxed):
     [0, 1]
     """
 
-    # i32[] or [B]; 0 is strict
+    # i32[] or [B]; number of the target's best tokens that are acceptable; 0 is strict
     k: Any = struct.setting(
         default=10,
         kind=int,
         ranges=WHOLE,
-        help="how many of the target's best tokens are acceptable; 0 never relaxes",
+        help="number of the target's best tokens that are acceptable; 0 never relaxes",
         kw_only=False,
     )
-    # f32[] or [B]; nats
+    # f32[] or [B]; maximum distance of the log probability from the best one, in nats
     delta: Any = struct.setting(
         default=0.6,
         ranges=nats("a finite number of at least 0", NATS),
-        help="nats by which they may be less likely than the best one",
+        help="maximum difference of their log probability from the best token's, in nats",
     )
 
     def relaxable(self, evidence: Evidence) -> Array:
         _, is_likelier = drafted.preferred(evidence, evidence.logits)
-        # The rank of x is the number of likelier tokens, 0 for the top token; ties do not count against x.
+        # The rank of x is the number of tokens with a larger logit, so it is 0 for the top token.
         rank = jnp.sum(is_likelier, axis=-1, dtype=jnp.int32)
         return (rank < self.k[:, None]) & (drafted.shortfall(evidence) <= self.delta[:, None])
 

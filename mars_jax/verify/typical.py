@@ -1,4 +1,4 @@
-"""Typical acceptance. B batch, N nodes. Oracle: transformers' eta warper, in tests/verify/test_edges.py."""
+"""Typical acceptance. Oracle: transformers' eta warper (tests/verify/test_edges.py). Dimensions: B batch, N nodes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from mars_jax.verify.relaxed import Relaxed
 @register("typical", paper="2401.10774, section 2.3.1")
 @struct.dataclass(kw_only=True)
 class Typical(Relaxed):
-    """Also accept likely tokens, with a lower threshold where the target is unsure.
+    """Also accept likely tokens, with a lower threshold if the target is uncertain.
 
     Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): accept a drafted token x if
     p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy in nats.
 
-    The threshold is lower if the target is uncertain. p is the target's distribution at temperature 1, regardless of
-    the row's temperature, as for all margins here. The rule is lossy; at epsilon 1 and delta inf it equals `base` bit
-    for bit.
+    The threshold is lower if the target is uncertain. p is the target's distribution at temperature 1, whatever the
+    temperature of the row. The rule is lossy. At epsilon 1 and delta inf, it equals `base` bit for bit.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -44,18 +43,18 @@ class Typical(Relaxed):
     epsilon: Any = struct.setting(
         default=0.09,
         ranges=share("a probability, a number above 0 and at most 1, or inf, which is strict", ODDS),
-        help="probability that is always enough",
+        help="probability above which a token is always accepted",
         kw_only=False,
     )
     # f32[] or [B]; factor of exp(-entropy)
     delta: Any = struct.setting(
         default=0.3,
         ranges=Range("a number above 0; inf leaves it to epsilon", 0, above=True, grid=ODDS),
-        help="factor of exp(-entropy), a probability that is enough as well",
+        help="factor of exp(-entropy): a token is also accepted if its probability is above this product",
     )
 
     def relaxable(self, evidence: Evidence) -> Array:
-        # log(delta exp(-H)) = log(delta) - H, f32[B, N] at each node; the token x is judged at its parent.
+        # log(delta exp(-H)) = log(delta) - H, f32[B, N]. A drafted token is compared with the threshold at its parent.
         by_entropy = jnp.log(self.delta)[:, None] - entropy(evidence.logits)
         threshold = jnp.minimum(jnp.log(self.epsilon)[:, None], by_entropy)
         return drafted.log_prob(evidence) > at_parent(evidence.tree, threshold)

@@ -237,7 +237,7 @@ def test_shapes_and_blocks_that_the_kernel_does_not_take_are_refused(shape, dtyp
     [
         ("float32", {"implementation": "cuda"}, "implementation is 'cuda': expected None or one of"),
         ("float32", {"interpret": True}, "blocks and interpret belong to a kernel"),
-        ("float32", {"k_scale": jnp.ones((1, 32, 2))}, "keys and values have scales both or neither"),
+        ("float32", {"k_scale": jnp.ones((1, 32, 2))}, "only one of k_scale and v_scale is given"),
         ("int8", {}, "keys are int8 without scales"),
     ],
 )
