@@ -17,6 +17,7 @@ from jax.sharding import Mesh, Sharding
 
 from kernels_pallas.int4.xla import dequantised
 from mars_jax import assets
+from mars_jax.core.axes import parse_mesh
 from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
 from mars_jax.hub.config_json import is_mxfp4, read_directory, read_json
@@ -29,13 +30,12 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.quantized_files import dequantized_tensors, packing, unpacked_tensors
 from mars_jax.hub.stacked_experts import number_experts, split_experts
 from mars_jax.hub.stream import HostArray, read_array, to_params
-from mars_jax.mesh import hosts
-from mars_jax.mesh.axes import parse_mesh
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Int4, Quantized, bits_of
 from mars_jax.models.shardings import params_shardings
 from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import STACKED, Weight, build_rows, dtype_of, get, leaves, stored_tensors
+from mars_jax.utils import hosts
 from mars_jax.utils.errors import MarsError, check_switch, check_type, prefixed
 from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 

@@ -29,11 +29,11 @@ from mars_jax.cli.progress import progress, speed
 from mars_jax.hub.chat_template import bounded_templates
 from mars_jax.hub.conversation import as_conversation
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.mesh import hosts
 from mars_jax.serve.likelihood import score
 from mars_jax.serve.queue import longest_first
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.rows import RowFile, digest, plain
+from mars_jax.utils import hosts
 from mars_jax.utils.errors import MarsError, first_line
 from mars_jax.utils.settings import REQUEST
 from mars_jax.utils.types import JsonObject

@@ -33,11 +33,11 @@ from jax.sharding import AxisType, Mesh
 from jax.typing import ArrayLike
 
 from mars_jax import drafters
+from mars_jax.core.axes import name_axes
 from mars_jax.core.metrics import Metrics
 from mars_jax.core.types import LanguageModel, PyTree, Visible
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.integrations import bridge
-from mars_jax.mesh.axes import name_axes
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.models.config import Rope
 from mars_jax.models.shardings import params_shardings

@@ -15,10 +15,9 @@ import numpy as np
 
 from mars_jax.core.decoder import Decoder
 from mars_jax.drafters.sized import with_size, with_step_costs
-from mars_jax.mesh import hosts
 from mars_jax.models.config import ModelConfig
 from mars_jax.serve.prepare import STEPS, Prepared
-from mars_jax.utils import activity
+from mars_jax.utils import activity, hosts
 from mars_jax.utils.compilations import keep_bytes, kept_bytes
 from mars_jax.utils.version import __version__
 

@@ -39,11 +39,11 @@ from mars_jax.lab.folder import check_folder, check_writable, claim, joined_with
 from mars_jax.lab.training import data, dflash_training, distillation, eagle_training, features
 from mars_jax.lab.training.loop import Apprentice, fit
 from mars_jax.lab.training.objectives import divergence
-from mars_jax.mesh import hosts
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import language_model
 from mars_jax.serve.generation import generate
 from mars_jax.serve.rows import RowFile, digest, fingerprint, plain
+from mars_jax.utils import hosts
 from mars_jax.utils.errors import MarsError, say
 from mars_jax.utils.paths import expanded
 from mars_jax.utils.types import JsonObject

@@ -169,7 +169,7 @@ def open_study(
     from mars_jax.lab.evaluate.answers import check_problems
     from mars_jax.lab.evaluate.tasks.catalogue import read_problems
     from mars_jax.lab.folder import check_folder
-    from mars_jax.mesh import hosts
+    from mars_jax.utils import hosts
 
     keep_compilations()
     if hosts.is_first():
