@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from kernels_pallas.int4.xla import dequantised
-from mars_jax import assets
 from mars_jax.core.axes import parse_mesh
 from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
@@ -35,7 +34,7 @@ from mars_jax.models.quantize import Int4, Quantized, bits_of
 from mars_jax.models.shardings import params_shardings
 from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import STACKED, Weight, build_rows, dtype_of, get, leaves, stored_tensors
-from mars_jax.utils import hosts
+from mars_jax.utils import assets, hosts
 from mars_jax.utils.errors import MarsError, check_switch, check_type, prefixed
 from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 
@@ -105,7 +104,7 @@ def load(
     Weights are streamed to their devices: host memory holds one array of params at a time, not the whole model.
 
     Args:
-      name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name in `assets.catalogue`,
+      name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name in `utils.catalogue`,
         such as "qwen3-0.6b", or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
       dtype: "float32" or "bfloat16". None keeps the checkpoint's dtype: float16 becomes bfloat16, and a quantised GGUF
         file becomes float32, or bfloat16 if it has experts in MXFP4. For 4-bit AWQ, GPTQ and compressed-tensors, and

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import jax
 
-from mars_jax import assets, constraints
+from mars_jax import constraints
 from mars_jax.cli import remote
 from mars_jax.cli.flags import flag_of, part_of
 from mars_jax.cli.generate.applies import check_flags
@@ -33,7 +33,7 @@ from mars_jax.serve.likelihood import score
 from mars_jax.serve.queue import longest_first
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.rows import RowFile, digest, plain
-from mars_jax.utils import hosts
+from mars_jax.utils import assets, hosts
 from mars_jax.utils.errors import MarsError, first_line
 from mars_jax.utils.settings import REQUEST
 from mars_jax.utils.types import JsonObject

@@ -20,10 +20,10 @@ from typing import Any
 
 import mars_jax as mj
 from mars_jax import drafters
-from mars_jax.assets.catalogue import default_draft
 from mars_jax.cli.generate.job import SHORT
 from mars_jax.serve.requests import Request
 from mars_jax.serve.session import Session
+from mars_jax.utils.catalogue import default_draft
 from scripts import common
 from scripts.smollm2.margins import prompts
 from scripts.smollm2.tables import over_plain

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 import mars_jax as mj
-from mars_jax import assets, verify
+from mars_jax import verify
 from mars_jax.core.rule import LoadedRule
 from mars_jax.lab.evaluate import scoring
 from mars_jax.lab.evaluate.answers import prompt_tokens
@@ -37,6 +37,7 @@ from mars_jax.serve import likelihood
 from mars_jax.serve.requests import Completion, make_requests
 from mars_jax.serve.session import Session
 from mars_jax.serve.text import ends_in_loop
+from mars_jax.utils import assets
 from scripts import common
 from scripts.rules_compared.rules_report import key_of, report
 

@@ -30,12 +30,12 @@ import numpy as np
 from sacrebleu import sentence_chrf
 
 import mars_jax as mj
-from mars_jax import assets
 from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.serve import likelihood
 from mars_jax.serve.session import Session
+from mars_jax.utils import assets
 from scripts import common
 from scripts.rules_compared import eval_rules
 from scripts.rules_compared.eval_rules import BATCH, Arm, row_of, swept

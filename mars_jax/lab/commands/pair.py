@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mars_jax import assets
 from mars_jax.cli import flags
 from mars_jax.cli.flags import add_flags
 from mars_jax.cli.program import Parser, keep_compilations
@@ -16,6 +15,7 @@ from mars_jax.cli.rule_flags import add_rule_flags, choose_with_weights, given_s
 from mars_jax.drafters.registry import definitions, draft_words, parse_draft
 from mars_jax.drafters.tree_shapes import parse_tree
 from mars_jax.lab.theta import json_restored
+from mars_jax.utils import assets
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import DTYPES
 from mars_jax.utils.types import JsonObject
