@@ -35,7 +35,6 @@ from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.serve import likelihood
 from mars_jax.serve.session import Session
-from mars_jax.utils import assets
 from scripts import common
 from scripts.rules_compared import eval_rules
 from scripts.rules_compared.eval_rules import BATCH, Arm, row_of, swept
@@ -139,11 +138,11 @@ ANSWERED = {
 }
 STUDIES = {
     "model": Study(
-        target=assets.TARGET, draft=f"model:{assets.DRAFT}", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
+        target="tiny/target", draft="model:tiny/draft", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
         clocked="stories", extra_rules=True,
     ),
     "head": Study(
-        target=assets.TARGET, draft="eagle:tiny/eagle3", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
+        target="tiny/target", draft="eagle:tiny/eagle3", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
         clocked="stories",
     ),
     "smollm2": Study(
