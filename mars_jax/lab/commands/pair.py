@@ -24,7 +24,7 @@ from mars_jax.verify import RuleChoice
 if TYPE_CHECKING:
     from mars_jax.drafters import LoadedDrafter
     from mars_jax.hub.pretrained import Pretrained
-    from mars_jax.lab.evaluate.benchmark.run import Study
+    from mars_jax.lab.evaluate.benchmark.study import Study
     from mars_jax.lab.evaluate.tasks.problems import Problem
 
 ARITHMETIC_PROBLEMS = 200
@@ -201,7 +201,7 @@ def make_study(
     args: argparse.Namespace, target: Pretrained, problems: list[Problem], flag_names: Sequence[str]
 ) -> Study:
     """Return the `Study` that the flags describe. Those in `flag_names` and `non_default_flags` identify it."""
-    from mars_jax.lab.evaluate.benchmark.run import Study
+    from mars_jax.lab.evaluate.benchmark.study import Study
 
     settings = {name: json_restored(getattr(args, name)) for name in flag_names}
     return Study(args=args, target=target, problems=problems, names=settings | non_default_flags(args))
