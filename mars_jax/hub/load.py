@@ -8,14 +8,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from kernels_pallas.int4.xla import dequantised
 from mars_jax.core.axes import parse_mesh
 from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
@@ -186,9 +184,8 @@ def _widened(params: PyTree, config: ModelConfig, dtype: str) -> PyTree:
         if not isinstance(weight, Int4):
             return weight
         # Compute on the host: as a JAX operation, each step would compile a program for each shape.
-        fields: list[Any] = [np.asarray(field) for field in (weight.values, weight.scale, weight.offset)]
-        matrix = dequantised(*fields)
-        return jax.device_put(np.ascontiguousarray(matrix, jnp.dtype(dtype)))
+        matrix = jax.tree.map(np.asarray, weight).astype(dtype)
+        return jax.device_put(np.ascontiguousarray(matrix))
 
     return jax.tree.map(widen, params, is_leaf=lambda weight: isinstance(weight, Int4))
 
