@@ -60,9 +60,9 @@ from pathlib import Path
 import jax
 from IPython.display import Image, Markdown, display
 
+from mars_jax import MarsError
 from mars_jax.lab.commands.benchmark import main, parse
 from mars_jax.lab.recipes.needs import check_memory
-from mars_jax.utils.errors import MarsError
 
 OUTPUT = Path(os.environ.get("OUTPUT", "reproduce"))
 PROBLEMS = int(os.environ.get("PROBLEMS", "24"))  # per question set

@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # `as` marks a name as exported
     from mars_jax import contrib as contrib
     from mars_jax import drafters as drafters
     from mars_jax import hub as hub
-    from mars_jax import integrations as integrations
     from mars_jax import models as models
     from mars_jax import verify as verify
     from mars_jax.core import decode as decode

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parent.parent
 # The library, bottom to top: a module imports only from lines above its own, or from its own package.
 LAYERS = [
     "utils",
-    "mesh assets",
     "core",
     "constraints",
     "models",

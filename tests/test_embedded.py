@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax import assets
 from mars_jax.hub.files import resolve
 from mars_jax.lab.evaluate.scoring import score_answer
 from mars_jax.lab.evaluate.tasks.catalogue import read_arithmetic
+from mars_jax.utils import assets
 from tests.helpers import slow_but
 from tests.helpers.checkpoint_files import message
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax import assets, constraints, contrib, fake, hub
+from mars_jax import constraints, contrib, fake, hub
 from mars_jax.cli import commands
 from mars_jax.cli.generate.prompts import read_prompts
 from mars_jax.cli.program import PATHS
@@ -25,7 +25,7 @@ from mars_jax.hub.gguf_tokenizer import gguf_tokenizer
 from mars_jax.hub.heads.eagle_files import from_head_json
 from mars_jax.lab.evaluate.tasks import catalogue
 from mars_jax.models.config import ModelConfig
-from mars_jax.utils import limits
+from mars_jax.utils import assets, limits
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify import choose, rules
 

@@ -6,17 +6,17 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import pytest
 
 import mars_jax as mj
-from mars_jax import assets, hub
+from mars_jax import hub
 from mars_jax.core import fake
 from mars_jax.hub.tokenizer import read_plain, read_tokenizer
 from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.utils import assets
 from mars_jax.utils.errors import MarsError, MarsWarning
 from tests.helpers.checkpoint_files import message
 
@@ -31,7 +31,7 @@ TEXTS = (
 
 @pytest.mark.parametrize("name", ["target", "draft", "proxy"])
 def test_the_plain_tokenizer_is_that_of_transformers(name):
-    path = Path(assets.__file__).parent / "tiny" / name
+    path = assets.FOLDER / "tiny" / name
     direct, reference = read_plain(path), read_tokenizer(path)
     for text in TEXTS:
         ids = reference(text)["input_ids"]
@@ -82,7 +82,7 @@ class Mine(PreTrainedTokenizerFast): pass
 """
 
 
-EMBEDDED = Path(assets.__file__).parent / "tiny" / "draft"
+EMBEDDED = assets.FOLDER / "tiny" / "draft"
 
 
 @pytest.fixture

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mars_jax import assets, hub
-from mars_jax.assets import catalogue as models
+from mars_jax import hub
 from mars_jax.drafters.registry import draft_words, drafters_that, parse_draft
 from mars_jax.hub.families import FAMILIES
 from mars_jax.lab.planning.outlined_models import CONFIGS
+from mars_jax.utils import assets
+from mars_jax.utils import catalogue as models
 from tests.helpers.checkpoint_files import message
 from tests.helpers.sources import find_test
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_tables_do_not_load_jax():
-    code = "import sys, mars_jax.assets.catalogue, mars_jax.utils.settings; "
+    code = "import sys, mars_jax.utils.catalogue, mars_jax.utils.settings; "
     code += "assert not {'jax', 'numpy', 'flax'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mars_jax import assets
-from mars_jax.assets.catalogue import default_draft
 from mars_jax.drafters.registry import HEAD_EMBED, DraftSpec, drafters_that
+from mars_jax.utils import assets
+from mars_jax.utils.catalogue import default_draft
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import ATTENTION, BATCH, REQUEST, STORED_DTYPES
 from mars_jax.verify import RuleChoice

@@ -8,8 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import IO
 
-from mars_jax.assets.catalogue import MODELS, ModelRow, drafts_for
 from mars_jax.cli.program import Parser, command
+from mars_jax.utils.catalogue import MODELS, ModelRow, drafts_for
 
 _DESCRIPTION = """\
 List the models that have a short name. --target and --draft model:NAME take one wherever

@@ -19,9 +19,9 @@ from mars_jax.drafters.shared_tokens import shared_tokens
 from mars_jax.hub.converted import is_converted
 from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.mesh import hosts
 from mars_jax.models import ModelConfig
 from mars_jax.models.shardings import parse_mesh, replication_notes
+from mars_jax.utils import hosts
 from mars_jax.utils.errors import MarsError, first_line
 
 

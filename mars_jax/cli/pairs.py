@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from mars_jax.assets.catalogue import LOADS, MODELS, Pair, pairs
 from mars_jax.cli.model_list import print_columns
 from mars_jax.cli.program import Parser, command
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
+from mars_jax.utils.catalogue import LOADS, MODELS, Pair, pairs
 from mars_jax.utils.errors import MarsError, did_you_mean
 
 _DESCRIPTION = """\

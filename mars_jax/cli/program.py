@@ -184,7 +184,7 @@ def program(run: Callable[[Sequence[str], IO[str]], int | None], argv: Sequence[
         exit_code = _program(run, argv)
     # If JAX was never imported, this process has not joined any others.
     if exit_code and "jax" in sys.modules:
-        from mars_jax.mesh import hosts
+        from mars_jax.utils import hosts
 
         hosts.leave(exit_code)
     return exit_code
@@ -202,7 +202,7 @@ def _program(run: Callable[[Sequence[str], IO[str]], int | None], argv: Sequence
                 # JAX initialises its devices on first use, which can happen anywhere. If that failed, replace the error
                 # with a clear one.
                 if "jax" in sys.modules:
-                    from mars_jax.mesh import hosts
+                    from mars_jax.utils import hosts
 
                     hosts.check_devices()
                 raise

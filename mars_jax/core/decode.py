@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from mars_jax.core.axes import by_rows
 from mars_jax.core.decoder import Decoder as Decoder
 from mars_jax.core.decoder import speculative_decoder as speculative_decoder
 from mars_jax.core.donating import donating
@@ -24,7 +25,6 @@ from mars_jax.core.given import check_params, check_prompts, rows_of
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
 from mars_jax.core.rule import for_rows
 from mars_jax.core.types import DecodeState, Params, Prompts, StepInfo
-from mars_jax.mesh.axes import by_rows
 from mars_jax.utils.errors import check_count, check_type
 from mars_jax.utils.settings import LARGEST_INT
 

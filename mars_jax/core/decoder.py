@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core import cache as kv_cache
+from mars_jax.core.axes import by_rows
 from mars_jax.core.conditions import Conditions
 from mars_jax.core.controls import pad_controls
 from mars_jax.core.drafter import Drafter
@@ -34,7 +35,6 @@ from mars_jax.core.prefill import chunk_of, observing, prefill
 from mars_jax.core.rule import Rule, Structure, for_rows, structure
 from mars_jax.core.step import commit, emit, judge, propose, score_tree, step_keys
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, StepInfo
-from mars_jax.mesh.axes import by_rows
 from mars_jax.utils.errors import MarsError, check_count
 from mars_jax.utils.limits import TOP_LOG_PROBS
 

@@ -15,11 +15,11 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from mars_jax.core import axes as meshes
 from mars_jax.core.donating import check_held
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.guide import first_states
 from mars_jax.core.types import KEY_IMPL, Controls, DecodeState, LanguageModel, Params, Prompts, PyTree
-from mars_jax.mesh import axes as meshes
 from mars_jax.utils.errors import MarsError, check_type
 
 NO_ROW = -1

@@ -23,6 +23,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from mars_jax.core import struct
+from mars_jax.core.axes import map_devices, vocabulary_axes
 from mars_jax.core.controls import is_stop
 from mars_jax.core.pick import pick
 from mars_jax.core.types import (
@@ -36,7 +37,6 @@ from mars_jax.core.types import (
     Tables,
     Verdict,
 )
-from mars_jax.mesh.axes import map_devices, vocabulary_axes
 from mars_jax.utils.errors import MarsError
 
 FREE, DEAD = 0, 1

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax.mesh.axes import PyTree
+from mars_jax.core.axes import PyTree
 
 SMALL = 1 << 16
 """Maximum comparisons per row for which a TPU gathers by a one-hot comparison. A TPU gather works element by element

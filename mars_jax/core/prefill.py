@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mars_jax.core.axes import current, on_cpu, on_tpu, size_of
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
-from mars_jax.mesh.axes import current, on_cpu, on_tpu, size_of
 
 CHUNK, LONG_CHUNK, LONG = 64, 256, 1024
 """On a CPU: tokens per chunk, tokens per chunk for long buffers, and the buffer length that counts as long. A few dozen

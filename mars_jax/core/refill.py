@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mars_jax.core.axes import by_rows, over_rows
 from mars_jax.core.decode import check_given, check_number, ready
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.donating import donating
@@ -22,7 +23,6 @@ from mars_jax.core.metrics import DecodeStats, accumulate
 from mars_jax.core.metrics import zero_stats as zero_stats
 from mars_jax.core.pick import in_rows
 from mars_jax.core.types import DecodeState, Params, Prompts
-from mars_jax.mesh.axes import by_rows, over_rows
 from mars_jax.utils.errors import MarsError, check_type
 
 

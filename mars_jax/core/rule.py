@@ -17,12 +17,12 @@ from jax.typing import ArrayLike
 
 from kernels_pallas import MarginStats, margin_stats, sharded_margin_stats
 from mars_jax.core import struct
+from mars_jax.core.axes import vocabulary_axes
 from mars_jax.core.controls import make_controls
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.sampling import at_drafted
 from mars_jax.core.struct import settings_of
 from mars_jax.core.types import Controls, DraftTree, PyTree, Verdict, keys_from_seeds
-from mars_jax.mesh.axes import vocabulary_axes
 from mars_jax.utils.errors import MarsError, short_repr
 from mars_jax.utils.user_code import MODULES, described, failure, frames_in, is_user_module, location_of
 

@@ -17,9 +17,9 @@ from jax import Array
 
 import kernels_pallas
 from kernels_pallas import TopKEntries, sharded_top_k
+from mars_jax.core.axes import over_vocabulary
 from mars_jax.core.sums import total
 from mars_jax.core.types import Controls, DraftTree
-from mars_jax.mesh.axes import over_vocabulary
 
 T = TypeVar("T")
 

@@ -30,8 +30,8 @@ from mars_jax.drafters.grow import Growth, Level, grow
 from mars_jax.drafters.registry import register
 from mars_jax.drafters.shared_tokens import shared_tokens, translated
 from mars_jax.drafters.tree_shapes import ShapedDrafter
-from mars_jax.mesh import hosts
 from mars_jax.models.heads import widen
+from mars_jax.utils import hosts
 from mars_jax.utils.errors import check_count, check_switch, check_type
 
 

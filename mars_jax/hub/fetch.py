@@ -11,9 +11,8 @@ import hashlib
 import importlib.util
 from pathlib import Path
 
-from mars_jax import assets
-from mars_jax.assets.catalogue import MODELS, ModelRow, find_model_row
-from mars_jax.utils import activity
+from mars_jax.utils import activity, assets
+from mars_jax.utils.catalogue import MODELS, ModelRow, find_model_row
 from mars_jax.utils.errors import MarsError, did_you_mean, first_line
 
 _PATTERNS = ["*.json", "*.model", "*.jinja", "*.txt"]

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from mars_jax import assets
-from mars_jax.assets.catalogue import MODELS, find_model_row
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.fetch import cached, fetch_directory, fetch_file, installed
 from mars_jax.hub.gguf_file import is_gguf
 from mars_jax.hub.versions import check_version, version_of
+from mars_jax.utils import assets
+from mars_jax.utils.catalogue import MODELS, find_model_row
 from mars_jax.utils.errors import MarsError, did_you_mean, first_line
 from mars_jax.utils.limits import INDEX_BYTES, JSON_BYTES, SHARDS
 from mars_jax.utils.paths import expanded
@@ -79,7 +79,7 @@ class Tensor(NamedTuple):
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
     """Return the local directory or GGUF file of a checkpoint, after downloading it if it is only on the hub.
 
-    A checkpoint is a path, one of `mars_jax.assets`, a short name in `assets.catalogue`, or `owner/name` on the hub.
+    A checkpoint is a path, one of `utils.assets`, a short name in `utils.catalogue`, or `owner/name` on the hub.
     Only the required files are downloaded: a GGUF file, or the configs, the tokenizer and, if `weights`, the
     safetensors files of the repository, or its `.bin` files if it has no safetensors.
 

@@ -8,15 +8,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from kernels_pallas.int4.xla import dequantised
-from mars_jax import assets
+from mars_jax.core.axes import parse_mesh
 from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
 from mars_jax.hub.config_json import is_mxfp4, read_directory, read_json
@@ -29,13 +27,12 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.quantized_files import dequantized_tensors, packing, unpacked_tensors
 from mars_jax.hub.stacked_experts import number_experts, split_experts
 from mars_jax.hub.stream import HostArray, read_array, to_params
-from mars_jax.mesh import hosts
-from mars_jax.mesh.axes import parse_mesh
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Int4, Quantized, bits_of
 from mars_jax.models.shardings import params_shardings
 from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import STACKED, Weight, build_rows, dtype_of, get, leaves, stored_tensors
+from mars_jax.utils import assets, hosts
 from mars_jax.utils.errors import MarsError, check_switch, check_type, prefixed
 from mars_jax.utils.settings import BATCH, BITS, STORED_DTYPES, check_dtype
 
@@ -105,7 +102,7 @@ def load(
     Weights are streamed to their devices: host memory holds one array of params at a time, not the whole model.
 
     Args:
-      name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name in `assets.catalogue`,
+      name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name in `utils.catalogue`,
         such as "qwen3-0.6b", or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
       dtype: "float32" or "bfloat16". None keeps the checkpoint's dtype: float16 becomes bfloat16, and a quantised GGUF
         file becomes float32, or bfloat16 if it has experts in MXFP4. For 4-bit AWQ, GPTQ and compressed-tensors, and
@@ -187,9 +184,8 @@ def _widened(params: PyTree, config: ModelConfig, dtype: str) -> PyTree:
         if not isinstance(weight, Int4):
             return weight
         # Compute on the host: as a JAX operation, each step would compile a program for each shape.
-        fields: list[Any] = [np.asarray(field) for field in (weight.values, weight.scale, weight.offset)]
-        matrix = dequantised(*fields)
-        return jax.device_put(np.ascontiguousarray(matrix, jnp.dtype(dtype)))
+        matrix = jax.tree.map(np.asarray, weight).astype(dtype)
+        return jax.device_put(np.ascontiguousarray(matrix))
 
     return jax.tree.map(widen, params, is_leaf=lambda weight: isinstance(weight, Int4))
 

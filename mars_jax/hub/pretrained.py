@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from mars_jax.assets.catalogue import template_of
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.conversation import Turn as Turn
 from mars_jax.hub.conversation import as_conversation, as_turns
@@ -23,6 +22,7 @@ from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.tokenizer import TOKENIZER_FILES, catch_panics, on_all_cores, read_plain, read_tokenizer
 from mars_jax.models.config import ModelConfig
 from mars_jax.utils import errors
+from mars_jax.utils.catalogue import template_of
 from mars_jax.utils.errors import MarsError, check_count, check_switch, check_text, check_type
 from mars_jax.utils.limits import PREFIXES, PROMPT_BYTES
 
@@ -109,7 +109,7 @@ class Pretrained:
     def tokenizer(self) -> Any:
         """The transformers tokenizer of the checkpoint.
 
-        If the files of a model in `assets.catalogue` have no chat template, the tokenizer uses the one listed there.
+        If the files of a model in `utils.catalogue` have no chat template, the tokenizer uses the one listed there.
 
         Raises:
           MarsError: the tokenizer is absent or cannot be read.

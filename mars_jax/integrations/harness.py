@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import jax
 
-from mars_jax import assets, constraints
+import mars_jax as mj
 from mars_jax.cli import remote
 from mars_jax.cli.flags import flag_of, part_of
 from mars_jax.cli.generate.applies import check_flags
@@ -29,11 +29,11 @@ from mars_jax.cli.progress import progress, speed
 from mars_jax.hub.chat_template import bounded_templates
 from mars_jax.hub.conversation import as_conversation
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.mesh import hosts
 from mars_jax.serve.likelihood import score
 from mars_jax.serve.queue import longest_first
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.rows import RowFile, digest, plain
+from mars_jax.utils import assets, hosts
 from mars_jax.utils.errors import MarsError, first_line
 from mars_jax.utils.settings import REQUEST
 from mars_jax.utils.types import JsonObject
@@ -123,7 +123,7 @@ class MarsJax(TemplateLM):
             self._close()
             raise
         self._count, self._answered, self._ended = 0, 0, False
-        self._constraint = constraints.from_fields(
+        self._constraint = mj.constraints.from_fields(
             {"regex": args.regex, "choice": args.choice, "json_schema": args.json_schema}
         )
         self._max_gen_toks, self._seed = max_gen_toks, args.seed or 0
@@ -374,7 +374,7 @@ class MarsJax(TemplateLM):
         for index, request in enumerate(requests):
             context, options = cast(tuple[str, JsonObject], request.args)
             max_new_tokens, stop_strings, sampling = _options(options, self._max_gen_toks)
-            if self._constraint is not None and not any(name in sampling for name in constraints.KINDS):
+            if self._constraint is not None and not any(name in sampling for name in mj.constraints.KINDS):
                 sampling["constraint"] = self._constraint
             # Drop the beginning of a long context, to leave room for the new tokens.
             prompt_tokens = self.tok_encode(context)[-max(1, self.max_length - max_new_tokens) :]

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mars_jax import drafters
-from mars_jax import verify as rules
-from mars_jax.hub import load
-from mars_jax.serve.generation import generate
+import mars_jax as mj
 from mars_jax.serve.prepare import AnyRule
 from mars_jax.utils.errors import MarsError
 
@@ -62,9 +59,9 @@ class Generate:
         draft_options: dict[str, Any] | None = None,
         **settings: Any,
     ):
-        self.target = load(target, **(load_options or {}))
-        self.rule = rules.load(verify, self.target) if isinstance(verify, str) else verify
-        self.drafter = drafters.load(draft, self.target, **(draft_options or {}))
+        self.target = mj.load(target, **(load_options or {}))
+        self.rule = mj.verify.load(verify, self.target) if isinstance(verify, str) else verify
+        self.drafter = mj.drafters.load(draft, self.target, **(draft_options or {}))
         self.prompt, self.seed, self.settings = prompt, seed, settings
 
     def __call__(self, batch: Any) -> pyarrow.Table:
@@ -82,7 +79,7 @@ class Generate:
             batch = pyarrow.Table.from_pydict({name: list(column) for name, column in batch.items()})
         if clashes := [name for name in RESULTS if name in batch.column_names]:
             raise MarsError(f"the rows have a column '{clashes[0]}', which is a name of a result: rename it.")
-        completions = generate(
+        completions = mj.generate(
             self.target,
             self.drafter,
             self._column(batch, self.prompt),

@@ -32,15 +32,12 @@ from jax import Array
 from jax.sharding import AxisType, Mesh
 from jax.typing import ArrayLike
 
-from mars_jax import drafters
+import mars_jax as mj
+from mars_jax.core.axes import name_axes
 from mars_jax.core.metrics import Metrics
 from mars_jax.core.types import LanguageModel, PyTree, Visible
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.integrations import bridge
-from mars_jax.mesh.axes import name_axes
-from mars_jax.models import ModelConfig, language_model
-from mars_jax.models.config import Rope
-from mars_jax.models.shardings import params_shardings
 from mars_jax.serve.prepare import AnyRule, bucket, loaded_rule, prepared
 from mars_jax.serve.queue import Queue, Shares
 from mars_jax.serve.requests import Request, total_metrics
@@ -57,7 +54,7 @@ SAME = 2e-2
 deviation."""
 
 
-def config_of(actor: Any) -> ModelConfig:
+def config_of(actor: Any) -> mj.models.ModelConfig:
     """Return the config of one of Tunix's dense models: Qwen3, Qwen2 or Llama 3.
 
     Raises:
@@ -72,7 +69,7 @@ def config_of(actor: Any) -> ModelConfig:
         raise MarsError("the rollout's model is a mixture of experts: MarsRollout takes dense models.")
     # The setting for tied embeddings has a different name in each model.
     is_tied = getattr(actor_config, "use_tied_embedding", getattr(actor_config, "weight_tying", False))
-    return ModelConfig(
+    return mj.models.ModelConfig(
         family={"Qwen3": "qwen3", "Qwen2": "qwen2", "Llama3": "llama"}[family],
         vocab_size=actor_config.vocab_size,
         hidden_size=actor_config.embed_dim,
@@ -83,14 +80,14 @@ def config_of(actor: Any) -> ModelConfig:
         head_dim=actor_config.head_dim,
         max_positions=1 << 20,  # Tunix's configs do not specify a maximum
         norm_eps=actor_config.norm_eps,
-        rope=Rope(theta=float(actor_config.rope_theta)),
+        rope=mj.models.Rope(theta=float(actor_config.rope_theta)),
         tie_embeddings=bool(is_tied),
         qk_norm=family == "Qwen3",
         qkv_bias=family == "Qwen2",
     )
 
 
-def params_from_state(state: PyTree, config: ModelConfig) -> PyTree:
+def params_from_state(state: PyTree, config: mj.models.ModelConfig) -> PyTree:
     """Convert the nnx state of one of Tunix's models to our params, using only transposes and copies.
 
     Under `jax.jit` the result shares no memory with the state, so a trainer may donate its state.
@@ -158,7 +155,7 @@ class Rollout:
         tokenizer: Any,
         mesh: Mesh | None = None,
         rollout_config: Any = None,
-        drafter: drafters.AnyDrafter | Callable[[Pretrained], drafters.AnyDrafter] = "ngram",
+        drafter: mj.drafters.AnyDrafter | Callable[[Pretrained], mj.drafters.AnyDrafter] = "ngram",
         verify: AnyRule | None = None,
         batch_size: int | None = None,
         lossy: bool = False,
@@ -192,7 +189,7 @@ class Rollout:
         dtype = jax.tree.leaves(state)[0].dtype.name
         self._take = _taker(config, dtype, self._mesh)
         self._target = Pretrained.from_parts(
-            language_model(config, dtype=dtype),
+            mj.models.language_model(config, dtype=dtype),
             self._take(state),
             config=config,
             mesh=self._mesh,
@@ -200,7 +197,7 @@ class Rollout:
         )
         if callable(drafter):
             drafter = drafter(self._target)
-        self._drafter = drafters.loaded(drafter, self._target)
+        self._drafter = mj.drafters.loaded(drafter, self._target)
         if not lossy and (not rule.rule.lossless or self._drafter.drafter.trusts):
             raise MarsError(
                 f"the rule {rule.rule.name} with the drafter '{self._drafter.drafter.name}' is lossy: "
@@ -360,16 +357,16 @@ class Rollout:
 
 
 @functools.cache
-def _taker(config: ModelConfig, dtype: str, mesh: Mesh | None) -> Callable[[PyTree], PyTree]:
+def _taker(config: mj.models.ModelConfig, dtype: str, mesh: Mesh | None) -> Callable[[PyTree], PyTree]:
     """Return `params_from_state`, compiled, with a cast to `dtype` and, on a mesh, the shardings for decoding."""
 
     def take(state: PyTree) -> PyTree:
         return jax.tree.map(lambda x: x.astype(dtype), params_from_state(state, config))
 
-    return jax.jit(take, out_shardings=mesh and params_shardings(config, mesh))
+    return jax.jit(take, out_shardings=mesh and mj.sharding.params_shardings(config, mesh))
 
 
-def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
+def _config_that_computes_the_same(actor: Any, state: PyTree) -> mj.models.ModelConfig:
     """Return the config that reproduces the actor's logits on a short token sequence.
 
     Tunix 0.1.7 ignores the rotary base of the config and uses the default of its `apply_rope`, 1,000,000. So compare
@@ -390,9 +387,9 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
     causal_mask = jnp.tril(jnp.ones((1, count, count), bool))
     actor_logits = actor(ids, positions, None, causal_mask)[0].astype(jnp.float32)
 
-    def difference(candidate: ModelConfig) -> float:
+    def difference(candidate: mj.models.ModelConfig) -> float:
         """Return the largest difference of logits, relative to the standard deviation of the actor's."""
-        model = language_model(candidate, dtype=jax.tree.leaves(state)[0].dtype.name)
+        model = mj.models.language_model(candidate, dtype=jax.tree.leaves(state)[0].dtype.name)
 
         @jax.jit
         def logits(state: PyTree) -> Array:
@@ -404,7 +401,9 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
         max_difference = jnp.max(jnp.abs(logits(state) - actor_logits))
         return float(max_difference / (jnp.std(actor_logits) + 1e-6))
 
-    candidates = [dataclasses.replace(config, rope=Rope(theta=theta)) for theta in dict.fromkeys(rope_thetas)]
+    candidates = [
+        dataclasses.replace(config, rope=mj.models.Rope(theta=theta)) for theta in dict.fromkeys(rope_thetas)
+    ]
     min_difference, best_config = min(((difference(c), c) for c in candidates), key=lambda pair: pair[0])
     if not min_difference < 10 * SAME:
         raise MarsError(

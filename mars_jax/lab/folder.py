@@ -13,8 +13,8 @@ from typing import IO
 from mars_jax.cli import remote
 from mars_jax.cli.open_target import joined_processes
 from mars_jax.hub.durable import write_whole
-from mars_jax.mesh import hosts
 from mars_jax.serve.rows import Lock, RowFile, compare_settings, plain
+from mars_jax.utils import hosts
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
 from mars_jax.utils.version import __version__

@@ -23,10 +23,7 @@ from kernels_pallas.common import TWO_CORES
 from kernels_pallas.dispatch import kernel_on, kernel_or, whole_or_partitioned, with_gradient_of
 from kernels_pallas.tree_attention.shapes import attention_blocks
 from mars_jax.core import cache as kv_cache
-from mars_jax.core.cache import Int8Rows, Rows
-from mars_jax.core.sums import total
-from mars_jax.core.types import Visible
-from mars_jax.mesh.axes import (
+from mars_jax.core.axes import (
     axes_here,
     current,
     device_kind,
@@ -36,6 +33,9 @@ from mars_jax.mesh.axes import (
     on_gpu,
     on_tpu,
 )
+from mars_jax.core.cache import Int8Rows, Rows
+from mars_jax.core.sums import total
+from mars_jax.core.types import Visible
 from mars_jax.models.layers import soft_cap
 from mars_jax.utils.errors import MarsError
 

@@ -28,10 +28,10 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from mars_jax.core import struct
+from mars_jax.core.axes import axes_here, map_devices
 from mars_jax.core.cache import KVCache
 from mars_jax.core.prefill import chunk_of
 from mars_jax.core.types import LanguageModel, Visible
-from mars_jax.mesh.axes import axes_here, map_devices
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, rms_norm
 from mars_jax.utils.errors import MarsError

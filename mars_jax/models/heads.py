@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from mars_jax.core import cache as kv_cache
+from mars_jax.core.axes import map_devices, vocabulary_axes
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree, Visible
-from mars_jax.mesh.axes import map_devices, vocabulary_axes
 from mars_jax.models import layers
 from mars_jax.models.config import ModelConfig, Rope
 from mars_jax.models.weights import Weight, build_rows, random_rows

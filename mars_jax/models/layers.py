@@ -18,8 +18,8 @@ from jax.typing import DTypeLike
 from kernels_pallas.dispatch import kernel_on, with_gradient_of
 from kernels_pallas.int4 import xla as int4_xla
 from kernels_pallas.int4.shapes import supports_product
+from mars_jax.core import axes as mesh
 from mars_jax.core.sums import total
-from mars_jax.mesh import axes as mesh
 from mars_jax.models.quantize import Int4, Int8, Quantized
 
 ACTIVATIONS = {

@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 from kernels_pallas.common import block_width
 from kernels_pallas.dispatch import kernel_on, with_gradient_of
 from kernels_pallas.experts import xla as experts_xla
-from mars_jax.mesh.axes import expert_axes, map_devices
+from mars_jax.core.axes import expert_axes, map_devices
 from mars_jax.models.layers import ACTIVATIONS, clamped_swiglu, dense, dense_cpu, gated_mlp
 from mars_jax.models.quantize import Int8, Mxfp4
 

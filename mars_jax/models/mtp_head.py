@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core.axes import hold_whole
 from mars_jax.core.pick import pick
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree, Visible
-from mars_jax.mesh.axes import hold_whole
 from mars_jax.models.attention import attending
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import FeatureHead

@@ -18,9 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from mars_jax.core.types import PyTree
-from mars_jax.mesh import hosts
-from mars_jax.mesh.axes import (
+from mars_jax.core.axes import (
     AnyMesh,
     axes_of,
     check_named,
@@ -30,11 +28,13 @@ from mars_jax.mesh.axes import (
     size_of,
     state_shardings,
 )
+from mars_jax.core.types import PyTree
 from mars_jax.models import weights
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig, LayeredHead
 from mars_jax.models.quantize import Quantized, bits_of, form_of
 from mars_jax.models.weights import Weight, build_rows, get
+from mars_jax.utils import hosts
 from mars_jax.utils.errors import MarsError, check_type, first_line
 
 __all__ = [

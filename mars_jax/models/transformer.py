@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from mars_jax.core import cache as kv_cache
+from mars_jax.core.axes import alone, current, devices_of, hold_whole, in_order, map_devices, on_tpu
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
-from mars_jax.mesh.axes import alone, current, devices_of, hold_whole, in_order, map_devices, on_tpu
 from mars_jax.models import latent_attention, ring, weights
 from mars_jax.models.attention import BLOCK, FORMS, KERNEL_ROWS, KERNEL_SLOTS, TURN_SLOTS, Attend, attending
 from mars_jax.models.config import ModelConfig

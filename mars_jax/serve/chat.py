@@ -22,7 +22,6 @@ from mars_jax.core import decode
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.types import DecodeState, Params, Prompts
 from mars_jax.hub.pretrained import Pretrained, Turn
-from mars_jax.mesh.hosts import fetch
 from mars_jax.serve.prepare import AnyRule, Prepared, bucket, check_relaxes, of_mesh
 from mars_jax.serve.queue import Finished, Queue, Said
 from mars_jax.serve.requests import Completion, Options, Request, make_requests
@@ -30,6 +29,7 @@ from mars_jax.serve.session import Session
 from mars_jax.serve.sizes import with_costs
 from mars_jax.utils import activity
 from mars_jax.utils.errors import MarsError, check_type
+from mars_jax.utils.hosts import fetch
 
 WIDTH = 4096
 """Initial size of the token buffer, limited by the model's context. A longer row triggers another compilation; a larger

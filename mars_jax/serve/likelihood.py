@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mars_jax.core.axes import by_rows
 from mars_jax.core.rule import node_stats
 from mars_jax.core.types import LanguageModel, Visible
 from mars_jax.hub.pretrained import Pretrained, check_pretrained
-from mars_jax.mesh.axes import by_rows
-from mars_jax.mesh.hosts import fetch
 from mars_jax.serve.prepare import bucket, of_mesh
 from mars_jax.utils.errors import MarsError, check_count, short_repr
+from mars_jax.utils.hosts import fetch
 
 ROWS = 4
 """Rows per forward pass."""

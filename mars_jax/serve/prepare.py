@@ -22,6 +22,7 @@ from mars_jax.constraints.automaton import FIRST
 from mars_jax.constraints.batch_tables import Compiled, compiled, join_tables
 from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core import decode, refill, types
+from mars_jax.core.axes import size_of, state_shardings
 from mars_jax.core.controls import make_controls
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter
@@ -31,10 +32,9 @@ from mars_jax.core.metrics import DecodeStats, zero_stats
 from mars_jax.core.rule import LoadedRule, Rule, for_rows, structure, take_rows, user_errors
 from mars_jax.drafters.registry import drafters_that
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.mesh import hosts
-from mars_jax.mesh.axes import size_of, state_shardings
 from mars_jax.serve.programs import program
 from mars_jax.serve.requests import Request, check_request
+from mars_jax.utils import hosts
 from mars_jax.utils.errors import MarsError
 from mars_jax.verify import exact
 

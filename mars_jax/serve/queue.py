@@ -20,17 +20,17 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core import decode, refill
+from mars_jax.core.axes import size_of
 from mars_jax.core.given import NO_ROW
 from mars_jax.core.metrics import DecodeStats, accumulate
 from mars_jax.core.prefill import WIDE_CHUNK, chunk_of
 from mars_jax.core.types import DecodeState, PyTree, StepInfo
-from mars_jax.mesh.axes import size_of
-from mars_jax.mesh.hosts import fetch
 from mars_jax.serve.prepare import Prepared, of_mesh
 from mars_jax.serve.programs import program
 from mars_jax.serve.requests import Completion, Request, TokenLogProbs
 from mars_jax.serve.sizes import with_costs
 from mars_jax.serve.text import Rows, RowText, complete, token_log_probs
+from mars_jax.utils.hosts import fetch
 
 WAIT = 32
 """A batch of B rows refills after B // WAIT rows have finished, so that large batches do not stop at every step."""

@@ -31,9 +31,9 @@ from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
 from mars_jax.hub.durable import write_whole
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
-from mars_jax.mesh import hosts
-from mars_jax.mesh.hosts import fetch
+from mars_jax.utils import hosts
 from mars_jax.utils.errors import MarsError, shortened
+from mars_jax.utils.hosts import fetch
 from mars_jax.utils.types import JsonObject
 from mars_jax.utils.version import __version__
 

@@ -19,12 +19,12 @@ from jax import Array
 from jax.sharding import Sharding
 
 from mars_jax import drafters
+from mars_jax.core.axes import state_shardings
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.prefill import WIDE_CHUNK
 from mars_jax.core.rule import LoadedRule
 from mars_jax.core.types import DecodeState, Params
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.mesh.axes import state_shardings
 from mars_jax.serve.prepare import AnyRule, Prepared, loaded_rule, of_mesh, prepared
 from mars_jax.serve.queue import Finished, Queue, Said, longest_first
 from mars_jax.serve.requests import Completion, Request, Result, total_metrics

@@ -15,10 +15,9 @@ import numpy as np
 
 from mars_jax.core.decoder import Decoder
 from mars_jax.drafters.sized import with_size, with_step_costs
-from mars_jax.mesh import hosts
-from mars_jax.models.config import ModelConfig
+from mars_jax.hub.pretrained import OwnConfig
 from mars_jax.serve.prepare import STEPS, Prepared
-from mars_jax.utils import activity
+from mars_jax.utils import activity, hosts
 from mars_jax.utils.compilations import keep_bytes, kept_bytes
 from mars_jax.utils.version import __version__
 
@@ -59,7 +58,7 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
 def _costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> list[float]:
     """Return the costs that an earlier process saved; if there are none, measure them and save them."""
     # Save costs only in single-process runs, and only for a model that its config describes.
-    is_kept = jax.process_count() == 1 and isinstance(prepared.target.config, ModelConfig)
+    is_kept = jax.process_count() == 1 and not isinstance(prepared.target.config, OwnConfig)
     with contextlib.suppress(ValueError):  # the stored text is damaged
         costs = json.loads((is_kept and kept_bytes("draft_costs", cost_key)) or "[]")
         if len(costs) == len(prepared.drafter.params.costs):

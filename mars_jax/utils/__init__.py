@@ -1,1 +1,1 @@
-"""Helpers for all packages: errors, limits, settings, paths, users' code. Only `compilations` imports jax."""
+"""Helpers for all packages: errors, limits, settings, paths, user code. Only `compilations` and `hosts` import jax."""

@@ -15,10 +15,10 @@ from jax import Array
 
 from kernels_pallas import MARGINS, AcceptControls, margin_accept, sharded_margin_accept
 from mars_jax.core import struct
+from mars_jax.core.axes import vocabulary_axes
 from mars_jax.core.rule import Evidence
 from mars_jax.core.sampling import if_greedy, process, sample_processed
 from mars_jax.core.types import NO_TOKEN, Verdict
-from mars_jax.mesh.axes import vocabulary_axes
 from mars_jax.utils.settings import Range
 from mars_jax.verify.definition import register
 from mars_jax.verify.exact import Exact

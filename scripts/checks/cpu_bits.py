@@ -19,8 +19,6 @@ import numpy as np
 
 import mars_jax as mj
 from kernels_pallas.int4.xla import dequantised
-from mars_jax import drafters
-from mars_jax.hub.pretrained import Pretrained
 from mars_jax.models import quantize
 from mars_jax.models.config import ModelConfig, Rope
 from mars_jax.models.transformer import init_params, language_model
@@ -50,7 +48,7 @@ _SHAPES = ModelConfig(
 )
 
 
-def random_target(dtype: str) -> Pretrained:
+def random_target(dtype: str) -> mj.Pretrained:
     """Return a model with the shapes of Qwen2.5-0.5B, in a dtype."""
     params = init_params(_SHAPES, jax.random.key(0))
     floating = "bfloat16" if dtype == "bfloat16" else "float32"
@@ -69,7 +67,7 @@ def random_target(dtype: str) -> Pretrained:
                 return weight.astype(floating)
 
     model = language_model(_SHAPES, dtype=floating, cache_dtype="float32")
-    return Pretrained.from_parts(model, build_rows(leaves(_SHAPES), read), config=_SHAPES)
+    return mj.Pretrained.from_parts(model, build_rows(leaves(_SHAPES), read), config=_SHAPES)
 
 
 def main() -> None:
@@ -101,7 +99,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for turn in range(1 + args.turns):
         for dtype, target in targets.items():
             began = time.perf_counter()
-            mj.generate(target, drafters.none(), [prompt], **options)
+            mj.generate(target, mj.drafters.none(), [prompt], **options)
             if turn:  # the first turn compiles
                 seconds[dtype].append(args.new_tokens / (time.perf_counter() - began))
     best = max(map(statistics.median, seconds.values()))
@@ -116,7 +114,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     }
 
 
-def loss(target: Pretrained) -> float | None:
+def loss(target: mj.Pretrained) -> float | None:
     """Return nats per token of `TEXT`, or None if the model has no tokenizer."""
     if not target.has_tokenizer:
         return None

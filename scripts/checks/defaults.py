@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import mars_jax as mj
-from mars_jax import drafters
-from mars_jax.assets.catalogue import default_draft
+from mars_jax.cli.flags import draft_or_default
 from mars_jax.cli.generate.job import SHORT
 from mars_jax.serve.requests import Request
 from mars_jax.serve.session import Session
@@ -34,13 +33,13 @@ HEADS = {"smollm2": "eagle:smollm2/eagle3", "tiny/target": "eagle:tiny/eagle3"}
 CLOCKS = {"seconds": time.perf_counter, "processor_seconds": time.process_time}
 
 
-def arms_of(name: str, target: mj.Pretrained, lengths: Sequence[int]) -> dict[str, drafters.LoadedDrafter]:
+def arms_of(name: str, target: mj.Pretrained, lengths: Sequence[int]) -> dict[str, mj.drafters.LoadedDrafter]:
     """Return the arms: plain decoding, and the default draft and the head, each at adaptive and fixed lengths."""
-    arms = {"plain": drafters.load("none", target)}
-    for label, draft in {"default": default_draft(name, lambda _: True), "head": HEADS[name]}.items():
-        arms[label] = drafters.load(draft, target, num_draft_tokens=SHORT, draft_size="auto")
+    arms = {"plain": mj.drafters.load("none", target)}
+    for label, draft in {"default": draft_or_default(None, name), "head": HEADS[name]}.items():
+        arms[label] = mj.drafters.load(draft, target, num_draft_tokens=SHORT, draft_size="auto")
         for length in lengths:
-            arms[f"{label}, fixed {length}"] = drafters.load(draft, target, num_draft_tokens=length)
+            arms[f"{label}, fixed {length}"] = mj.drafters.load(draft, target, num_draft_tokens=length)
     return arms
 
 

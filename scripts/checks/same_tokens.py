@@ -58,38 +58,39 @@ def rules(target: Any) -> dict[str, Any]:
     """Return every rule of the table, over each of its bases, with its weights."""
     import jax
 
-    from mars_jax import contrib, verify
+    import mars_jax as mj
+    from mars_jax import contrib
     from mars_jax.contrib.models import indicator
 
     head = indicator.init_params(target.config.hidden_size, jax.random.key(0), width=8)
     loaded = {
-        "learned": verify.LoadedRule(contrib.learned(theta=0.4), head | {"bias": jax.numpy.asarray(-1.0)})
+        "learned": mj.verify.LoadedRule(contrib.learned(theta=0.4), head | {"bias": jax.numpy.asarray(-1.0)})
     }
-    for name, row in verify.rules().items():
+    for name, row in mj.verify.rules().items():
         if name == "learned":
             continue
         spec, settings = f"{name}:{WEIGHTS[name]}" if name in WEIGHTS else name, LOOSE.get(name, {})
-        loaded[name] = verify.load(spec, target, **settings)
+        loaded[name] = mj.verify.load(spec, target, **settings)
         if "base" in row.settings:
             default, strict = row.settings["base"].default, row.settings["base"].choices
             for base in strict.keys() - {default}:
-                loaded[f"{name} over {base}"] = verify.load(spec, target, base=base, **settings)
+                loaded[f"{name} over {base}"] = mj.verify.load(spec, target, base=base, **settings)
     table = contrib.context("position", (1.5, 0.5), edges=(2,))
     return loaded | {
-        "block": verify.load("rejection", block=True),
-        "mars over block": verify.load("mars", base="rejection", block=True, theta=0.6),
-        "mars gap": verify.load("mars", margin="gap", theta=1.0),
-        "mars by position": verify.LoadedRule(contrib.by_context("position", theta=0.6), table),
+        "block": mj.verify.load("rejection", block=True),
+        "mars over block": mj.verify.load("mars", base="rejection", block=True, theta=0.6),
+        "mars gap": mj.verify.load("mars", margin="gap", theta=1.0),
+        "mars by position": mj.verify.LoadedRule(contrib.by_context("position", theta=0.6), table),
     }
 
 
 def drafters(target: Any) -> dict[str, Any]:
-    from mars_jax import drafters
+    import mars_jax as mj
 
     def load(spec: str, **options: Any) -> Any:
-        return drafters.load(spec, target, **options)
+        return mj.drafters.load(spec, target, **options)
 
-    small, head, dynamic = "model:tiny/draft", "eagle:tiny/eagle3", drafters.Dynamic(4, 3, 12)
+    small, head, dynamic = "model:tiny/draft", "eagle:tiny/eagle3", mj.drafters.Dynamic(4, 3, 12)
     return {
         "none": load("none"),
         "ngram": load("ngram", num_draft_tokens=4),

@@ -34,7 +34,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from mars_jax.core.types import PyTree
+import mars_jax as mj
 from mars_jax.lab.commands.check import device_check, large
 from mars_jax.lab.commands.check.large import RandomPair, TimedArm
 from mars_jax.lab.planning.fit import product_weights
@@ -171,7 +171,7 @@ def joined_products() -> Iterator[None]:
         yield
 
 
-def join(params: PyTree) -> PyTree:
+def join(params: mj.types.PyTree) -> mj.types.PyTree:
     """Return a target's params with q|k|v and gate|up of each layer as one matrix."""
     layers = []
     for layer in params["layers"]:

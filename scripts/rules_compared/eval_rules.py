@@ -26,8 +26,6 @@ from typing import Any
 import numpy as np
 
 import mars_jax as mj
-from mars_jax import assets, verify
-from mars_jax.core.rule import LoadedRule
 from mars_jax.lab.evaluate import scoring
 from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.benchmark.arms import low_margin_sampling
@@ -188,8 +186,8 @@ class Pair:
 
     def __init__(self, learned: Path | None) -> None:
         self.learned = learned
-        self.target = mj.load(assets.TARGET, dtype="float32")
-        self.draft = mj.load(assets.DRAFT, dtype="float32")
+        self.target = mj.load("tiny/target", dtype="float32")
+        self.draft = mj.load("tiny/draft", dtype="float32")
         self._sessions: dict[tuple[str, bool], Session] = {}
 
     def session(self, draft: str, sampled: bool) -> Session:
@@ -199,19 +197,19 @@ class Pair:
             options: dict[str, Any] = {}
             if draft != "none":
                 shape = {"tree": TREE} if draft == "tree" else {"num_draft_tokens": CHAIN}
-                spec, options = f"model:{assets.DRAFT}", {"sample": sampled, "dtype": "float32"} | shape
+                spec, options = "model:tiny/draft", {"sample": sampled, "dtype": "float32"} | shape
             drafter = mj.drafters.load(spec, self.target, **options)
             self._sessions[draft, sampled] = Session(
                 target=self.target, drafter=drafter, batch_size=BATCH, log_probs=True
             )
         return self._sessions[draft, sampled]
 
-    def rule(self, arm: Arm) -> LoadedRule:
+    def rule(self, arm: Arm) -> mj.verify.LoadedRule:
         if arm.spec == "low margin":
-            return LoadedRule(low_margin_sampling(**arm.settings))
-        heads = {"learned": f"learned:{self.learned}", "diversed": f"diversed:{assets.DIVERSED}"}
+            return mj.verify.LoadedRule(low_margin_sampling(**arm.settings))
+        heads = {"learned": f"learned:{self.learned}", "diversed": "diversed:tiny/diversed"}
         spec = heads.get(arm.spec, arm.spec)
-        return verify.load(spec, self.target, **arm.settings)
+        return mj.verify.load(spec, self.target, **arm.settings)
 
 
 def row_of(pair: Pair, problem: Problem, completion: Completion, log_q: np.ndarray | None) -> dict[str, Any]:

@@ -21,8 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import mars_jax as mj
-from mars_jax import drafters
-from mars_jax.core.types import Visible
 from mars_jax.hub.files import resolve
 from scripts import common
 from scripts.smollm2 import margins
@@ -95,10 +93,10 @@ def in_float32(path: Path, converted: Path) -> None:
 def arms(target: Any, head: str) -> dict[str, Any]:
     """Return the drafters to compare, by name."""
     return {
-        "none": drafters.load("none", target),
-        "n-gram": drafters.load("ngram", target, num_draft_tokens=5),
-        "EAGLE-3 chain": drafters.load(f"eagle:{head}", target, num_draft_tokens=4),
-        "EAGLE-3 tree": drafters.load(f"eagle:{head}", target, tree=drafters.Dynamic(8, 4, 24)),
+        "none": mj.drafters.load("none", target),
+        "n-gram": mj.drafters.load("ngram", target, num_draft_tokens=5),
+        "EAGLE-3 chain": mj.drafters.load(f"eagle:{head}", target, num_draft_tokens=4),
+        "EAGLE-3 tree": mj.drafters.load(f"eagle:{head}", target, tree=mj.drafters.Dynamic(8, 4, 24)),
     }
 
 
@@ -121,7 +119,7 @@ def compare(
 
 def logits_of(target: Any, ids: list[int]) -> np.ndarray:
     tokens = jnp.asarray([ids], jnp.int32)
-    visible = Visible.causal(jnp.zeros((1,), jnp.int32), len(ids))
+    visible = mj.Visible.causal(jnp.zeros((1,), jnp.int32), len(ids))
     out = jax.jit(target.model.forward)(target.params, tokens, visible, target.model.init_cache(1, len(ids)))
     return np.asarray(target.model.unembed(target.params, out.hidden))[0]
 

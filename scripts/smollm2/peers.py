@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 
 import mars_jax as mj
-from mars_jax import drafters, verify
-from mars_jax.core.rule import LoadedRule
 from mars_jax.hub.files import resolve
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
@@ -126,14 +124,18 @@ def mars_jax_arms(
     target: mj.Pretrained, draft: str, batch: int, new: int
 ) -> dict[str, Callable[[Tokens], Tokens]]:
     """Return the arms of mars-jax, by name."""
-    pairs: dict[str, tuple[Any, Any]] = {"autoregression": (drafters.load("none", target), verify.exact())}
+    pairs: dict[str, tuple[Any, Any]] = {
+        "autoregression": (mj.drafters.load("none", target), mj.verify.exact())
+    }
     for length in (2, 3) if batch == 1 else (2,):
-        chain = drafters.load(draft, target, num_draft_tokens=length)
-        pairs[f"chain of {length}, exact"] = (chain, verify.exact())
-        pairs[f"chain of {length}, mars(0.9)"] = (chain, verify.mars(theta=0.9))
-    pairs["n-gram, exact"] = (drafters.load("ngram", target), verify.exact())
+        chain = mj.drafters.load(draft, target, num_draft_tokens=length)
+        pairs[f"chain of {length}, exact"] = (chain, mj.verify.exact())
+        pairs[f"chain of {length}, mars(0.9)"] = (chain, mj.verify.mars(theta=0.9))
+    pairs["n-gram, exact"] = (mj.drafters.load("ngram", target), mj.verify.exact())
     sessions = {
-        name: Session(target=target, drafter=drafter, loaded_rule=LoadedRule(rule), batch_size=batch)
+        name: Session(
+            target=target, drafter=drafter, loaded_rule=mj.verify.LoadedRule(rule), batch_size=batch
+        )
         for name, (drafter, rule) in pairs.items()
     }
 

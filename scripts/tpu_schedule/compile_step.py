@@ -23,7 +23,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from jax.sharding import Mesh
 
-from mars_jax import verify
+import mars_jax as mj
 from mars_jax.lab.planning.chips import topology
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.lab.planning.pair_programs import PlannedDraft, Programs, draft_of
@@ -64,7 +64,7 @@ def prepare(case: Case) -> Programs:
     mesh = Mesh(np.array(topology(case.topology).devices[: case.devices]), ("model",))
     draft = planned_draft(case.draft, config)
     return Programs(
-        config, draft, mesh, verify.mars(), batch=case.batch, context=case.context, dtype=case.dtype
+        config, draft, mesh, mj.verify.mars(), batch=case.batch, context=case.context, dtype=case.dtype
     )
 
 

@@ -236,8 +236,6 @@ def tau(args: argparse.Namespace) -> None:
     import numpy as np
 
     import mars_jax as mj
-    from mars_jax import drafters, verify
-    from mars_jax.drafters import Dynamic
     from mars_jax.serve.requests import make_requests
     from mars_jax.serve.session import Session
     from scripts.common import ratio_of_sums
@@ -250,7 +248,7 @@ def tau(args: argparse.Namespace) -> None:
         for file, count in zip(files, INSTRUCTIONS.values(), strict=True)
         for _, ids in margins.prompts(target, file, count, args.longest)
     ]
-    shapes = {"chain of 3": {"num_draft_tokens": 3}, "tree 10-8-60": {"tree": Dynamic(10, 8, 60)}}
+    shapes = {"chain of 3": {"num_draft_tokens": 3}, "tree 10-8-60": {"tree": mj.drafters.Dynamic(10, 8, 60)}}
     report = common.earlier_report(args.output) or {
         "prompts": len(prompts),
         "new_tokens": args.new_tokens,
@@ -260,7 +258,7 @@ def tau(args: argparse.Namespace) -> None:
     requests = {
         t: make_requests(target, prompts, temperature=t, max_new_tokens=args.new_tokens) for t in (0.0, 1.0)
     }
-    rules = {"exact": verify.exact(), "mars(0.9)": verify.mars(theta=0.9)}
+    rules = {"exact": mj.verify.exact(), "mars(0.9)": mj.verify.mars(theta=0.9)}
     cases = [("chain of 3", rule, t) for rule in rules for t in requests] + [("tree 10-8-60", "exact", 0.0)]
     for head in args.heads:
         figures = report["heads"].setdefault(Path(head).name if Path(head).exists() else head, {})
@@ -268,7 +266,7 @@ def tau(args: argparse.Namespace) -> None:
             name = f"{shape}, {rule}, temperature {t:g}"
             if name in figures:
                 continue
-            drafter = drafters.load(f"eagle:{head}", target, **shapes[shape])
+            drafter = mj.drafters.load(f"eagle:{head}", target, **shapes[shape])
             output = Session.of(target, drafter, rules[rule], batch_size=args.batch_size).decode(requests[t])
             counts = np.array([[len(x.tokens), x.metrics.steps] for x in output.completions], np.float64)
             figures[name] = common.stamp() | {"tau": ratio_of_sums(counts[:, 0], counts[:, 1])}

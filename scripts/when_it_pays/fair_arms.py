@@ -30,7 +30,6 @@ import numpy as np
 from sacrebleu import sentence_chrf
 
 import mars_jax as mj
-from mars_jax import assets
 from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.tasks.catalogue import read_problems
 from mars_jax.lab.evaluate.tasks.problems import Problem
@@ -139,11 +138,11 @@ ANSWERED = {
 }
 STUDIES = {
     "model": Study(
-        target=assets.TARGET, draft=f"model:{assets.DRAFT}", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
+        target="tiny/target", draft="model:tiny/draft", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
         clocked="stories", extra_rules=True,
     ),
     "head": Study(
-        target=assets.TARGET, draft="eagle:tiny/eagle3", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
+        target="tiny/target", draft="eagle:tiny/eagle3", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
         clocked="stories",
     ),
     "smollm2": Study(

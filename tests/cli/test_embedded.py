@@ -2,9 +2,9 @@
 
 import pytest
 
-from mars_jax import assets
 from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse
+from mars_jax.utils import assets
 from tests.cli.conftest import timeless
 
 

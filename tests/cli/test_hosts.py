@@ -15,8 +15,8 @@ import pytest
 
 from mars_jax import hub
 from mars_jax.cli.generate.command import main
-from mars_jax.mesh import hosts
 from mars_jax.models import ModelConfig, init_params
+from mars_jax.utils import hosts
 from mars_jax.utils.errors import MarsError
 
 ROOT = Path(__file__).parent.parent.parent

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from mars_jax import assets
-from mars_jax.assets.catalogue import MODELS, pairs
 from mars_jax.cli import commands
+from mars_jax.utils import assets
+from mars_jax.utils.catalogue import MODELS, pairs
 from tests.helpers.gguf_files import write
 
 

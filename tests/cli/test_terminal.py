@@ -4,6 +4,7 @@ import io
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_statistics_count_what_was_drafted():
     metrics = Metrics(
         steps=2, emitted=6, proposed=8, accepted_exact=3, accepted_relaxed=1, depth_histogram=(0, 1, 0, 1), regret=0.6
     )  # fmt: skip
-    text = statistics(metrics, 2.0, "mars", drafts=True)
+    text = statistics([types.SimpleNamespace(metrics=metrics)], 2.0, "mars", drafts=True)
     assert "6 tokens in 2.00 s, 3.0 tokens/s, 2 steps, rule mars" in text
     assert "tau 3.00 tokens per step with the correction or bonus token, 2.00 without" in text
     assert "drafted 8, accepted 4 (50.0%): 3 exact, 1 relaxed" in text

@@ -9,8 +9,8 @@ import pytest
 import mars_jax as mj
 from mars_jax import drafters, verify
 from mars_jax.contrib.drafters import elsewhere
+from mars_jax.core.axes import parse_mesh
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.mesh.axes import parse_mesh
 from mars_jax.models import ModelConfig, init_params, language_model
 from mars_jax.models.shardings import place
 from mars_jax.serve.requests import make_requests

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax import assets
 from mars_jax.contrib.drafters.system_files import System, save_system
 from mars_jax.drafters.registry import definition
+from mars_jax.utils import assets
 from tests.helpers.checkpoint_files import message
 
 PROMPTS = ["Once upon a time", "User: What is 3 plus 4?\nAssistant:"]

@@ -10,11 +10,11 @@ import pytest
 
 from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, refill
+from mars_jax.core.axes import parse_mesh
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.metrics import zero_stats
 from mars_jax.drafters.sized import sized, with_size
 from mars_jax.drafters.skipping import FEATURES
-from mars_jax.mesh.axes import parse_mesh
 from tests.helpers import committed, draft_input, every_drafter, slow_but
 from tests.helpers.every_drafter import BUFFER, CHUNK, ROWS, batch_of, check_same, made_of
 from tests.helpers.fake_drafters import TARGET

@@ -9,13 +9,13 @@ import pytest
 
 from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, refill
+from mars_jax.core.axes import parse_mesh
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
 from mars_jax.core.given import check_places
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import NO_TOKEN, Prompts, keys_from_seeds
 from mars_jax.drafters import Dynamic
-from mars_jax.mesh.axes import parse_mesh
 from mars_jax.utils.errors import MarsError
 from tests.helpers import NO_WEIGHTS, begin, committed, ragged, slow_but
 from tests.helpers.every_drafter import of_model

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 from mars_jax import drafters, verify
+from mars_jax.core import axes as mesh
 from mars_jax.core import decode, prefill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.fake import hash_model
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
-from mars_jax.mesh import axes as mesh
 from mars_jax.utils.errors import MarsError
 
 MODEL = hash_model(vocab_size=11)

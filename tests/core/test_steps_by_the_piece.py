@@ -7,9 +7,9 @@ import pytest
 
 from mars_jax import drafters, hub, verify
 from mars_jax.core import decode
-from mars_jax.mesh.axes import parse_mesh, state_shardings
-from mars_jax.mesh.hosts import put
+from mars_jax.core.axes import parse_mesh, state_shardings
 from mars_jax.utils.errors import MarsError
+from mars_jax.utils.hosts import put
 from tests.helpers import NO_WEIGHTS, begin, committed, ragged
 from tests.helpers.fake_drafters import SMALL, TARGET, VOCAB
 

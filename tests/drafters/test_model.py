@@ -10,13 +10,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mars_jax as mj
-from mars_jax import assets, drafters, verify
+from mars_jax import drafters, verify
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.types import keys_from_seeds
 from mars_jax.drafters import Dynamic
 from mars_jax.drafters.tree_shapes import parse_tree
+from mars_jax.utils import assets
 from mars_jax.utils.errors import MarsError, MarsWarning
 from tests.helpers import NO_WEIGHTS, begin, draft_input, logits_after, ragged
 from tests.helpers.drafted import check_best_children

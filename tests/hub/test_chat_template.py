@@ -7,9 +7,9 @@ from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
-from mars_jax.assets.catalogue import MODELS, template_of
 from mars_jax.hub import chat_template
 from mars_jax.hub.chat_template import BoundedEnvironment, bounded_templates
+from mars_jax.utils.catalogue import MODELS, template_of
 from tests.helpers.chat_templates import HOSTILE
 
 

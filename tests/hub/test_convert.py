@@ -15,7 +15,7 @@ import pytest
 import mars_jax as mj
 from mars_jax import hub
 from mars_jax.cli.convert import main
-from mars_jax.mesh import axes as mesh
+from mars_jax.core import axes as mesh
 from mars_jax.models import init_params
 from mars_jax.models import shardings as sharding
 from mars_jax.utils.errors import MarsError

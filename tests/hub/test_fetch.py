@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from mars_jax import assets, hub
-from mars_jax.assets.catalogue import MODELS, ModelRow
+from mars_jax import hub
 from mars_jax.hub.files import is_here, resolve
-from mars_jax.utils import activity
+from mars_jax.utils import activity, assets
+from mars_jax.utils.catalogue import MODELS, ModelRow
 from mars_jax.utils.errors import MarsError
 from tests.helpers.checkpoint_files import message
 from tests.helpers.gguf_files import write

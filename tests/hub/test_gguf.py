@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax import assets, hub
+from mars_jax import hub
 from mars_jax.drafters import Dynamic
 from mars_jax.drafters.asked import LoadedDrafter
 from mars_jax.drafters.eagle import eagle
@@ -23,6 +23,7 @@ from mars_jax.lab.training import eagle_training
 from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.models.quantize import Int4, Int8, Mxfp4
 from mars_jax.models.weights import build
+from mars_jax.utils import assets
 from mars_jax.utils.errors import MarsError
 from tests.helpers import slow_but
 from tests.helpers.gguf_blocks import file_of, random_blocks

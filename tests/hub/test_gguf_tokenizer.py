@@ -13,11 +13,12 @@ import sentencepiece
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from mars_jax import assets, hub
+from mars_jax import hub
 from mars_jax.hub import gguf_tokenizer
 from mars_jax.hub.gguf_file import read_gguf
 from mars_jax.hub.gguf_tokenizer import _SPLITS
 from mars_jax.hub.tokenizer import read_tokenizer
+from mars_jax.utils import assets
 from mars_jax.utils.errors import MarsError
 from tests.helpers.gguf_files import smollm2, write
 

@@ -3,18 +3,18 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax import assets, hub
+from mars_jax import hub
 from mars_jax.hub.load import find_tensors
+from mars_jax.utils import assets
 from mars_jax.utils.errors import MarsError
 from tests.helpers.gguf_files import our_logits, write
 
-EMBEDDED = Path(assets.__file__).parent / "tiny" / "target"
+EMBEDDED = assets.FOLDER / "tiny" / "target"
 TEXT = "Once upon a time, abcd"
 
 

@@ -7,9 +7,9 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from mars_jax import hub
+from mars_jax.core import axes as mesh
 from mars_jax.hub import stream
 from mars_jax.hub.files import Tensor
-from mars_jax.mesh import axes as mesh
 from mars_jax.models import init_params
 from mars_jax.models import shardings as sharding
 from mars_jax.models.quantize import Int8, quantize, quantize_4

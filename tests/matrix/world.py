@@ -20,9 +20,9 @@ from mars_jax.contrib.drafters.system_files import System, save_system
 from mars_jax.contrib.models import dflash_head, indicator, medusa_layers, mixer
 from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
+from mars_jax.core.axes import parse_mesh
 from mars_jax.drafters.registry import definitions
 from mars_jax.hub.heads.mtp_files import save_mtp
-from mars_jax.mesh.axes import parse_mesh
 from mars_jax.models import ModelConfig, eagle_head, init_params
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.heads import init_params as init_head

@@ -8,9 +8,9 @@ from jax.sharding import PartitionSpec as P
 
 from mars_jax import drafters, verify
 from mars_jax.core import decode
+from mars_jax.core.axes import name_axes, parse_mesh
 from mars_jax.core.controls import make_controls
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
-from mars_jax.mesh.axes import name_axes, parse_mesh
 from mars_jax.models import ModelConfig, init_params, language_model, shardings
 from mars_jax.utils.errors import MarsError
 from tests.helpers import committed, ragged

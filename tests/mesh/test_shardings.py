@@ -23,11 +23,11 @@ from mars_jax.contrib.models import dflash_head, medusa_layers
 from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core import decode, sampling
+from mars_jax.core.axes import by_rows
 from mars_jax.core.controls import make_controls
 from mars_jax.core.sampling import log_probs
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters import Dynamic
-from mars_jax.mesh.axes import by_rows
 from mars_jax.models import ModelConfig, eagle_head, init_params, language_model
 from mars_jax.models import shardings as sharding
 from mars_jax.models.config import Delta

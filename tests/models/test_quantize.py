@@ -7,8 +7,8 @@ import pytest
 
 from kernels_pallas.int4 import mosaic
 from mars_jax import hub
+from mars_jax.core.axes import by_rows, parse_mesh
 from mars_jax.core.types import Visible
-from mars_jax.mesh.axes import by_rows, parse_mesh
 from mars_jax.models import ModelConfig, eagle_head, language_model, layers
 from mars_jax.models.config import Delta, Rope
 from mars_jax.models.layers import dense, embed

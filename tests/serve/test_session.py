@@ -2,17 +2,17 @@
 
 import dataclasses
 import shutil
-from pathlib import Path
 
 import pytest
 
 import mars_jax as mj
-from mars_jax import assets, drafters
+from mars_jax import drafters
 from mars_jax.cli.progress import announce
 from mars_jax.serve.chat import Running
 from mars_jax.serve.prepare import Prepared
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
+from mars_jax.utils import assets
 from mars_jax.utils.errors import MarsWarning
 from tests.helpers import slow_but
 from tests.helpers.checkpoint_files import edit_config
@@ -84,7 +84,7 @@ SYSTEMS = ("sprinter", "trispec", "via_sd")
 
 @pytest.mark.parametrize("kind", slow_but([*DRAFTS, *SYSTEMS], "eagle", "sprinter"))
 def test_a_loaded_drafter_knows_its_trained_length(tmp_path, kind):
-    tiny = Path(assets.__file__).parent / "tiny"
+    tiny = assets.FOLDER / "tiny"
     directory = small = shutil.copytree(tiny / DRAFTS.get(kind, kind), tmp_path / kind)
     if kind in SYSTEMS:
         small = shutil.copytree(tiny / "draft", directory / "tiny" / "draft")

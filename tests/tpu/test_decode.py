@@ -9,8 +9,8 @@ pytest.importorskip(
     "libtpu", reason="TPU compilation needs libtpu: pip install 'mars-jax[test]' on Linux x86-64"
 )
 
+from mars_jax.core.axes import parse_mesh
 from mars_jax.lab.planning.chips import topology
-from mars_jax.mesh.axes import parse_mesh
 from mars_jax.models.attention import KERNEL_ROWS
 from tests.tpu import aot, decode_cases
 

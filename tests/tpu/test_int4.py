@@ -12,8 +12,8 @@ pytest.importorskip(
     "libtpu", reason="TPU compilation needs libtpu: pip install 'mars-jax[test]' on Linux x86-64"
 )
 
+from mars_jax.core.axes import by_rows
 from mars_jax.core.types import Visible
-from mars_jax.mesh.axes import by_rows
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.models.layers import dense
 from mars_jax.models.quantize import Int4

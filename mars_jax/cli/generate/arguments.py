@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from mars_jax import assets
 from mars_jax.cli import flags
 from mars_jax.cli.flags import add_flags, add_settings
 from mars_jax.cli.generate.prompts import logit_bias_of
@@ -17,6 +16,7 @@ from mars_jax.cli.program import Parser
 from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings, rule_and_file
 from mars_jax.drafters.registry import draft_words, drafters_that
 from mars_jax.drafters.tree_shapes import Dynamic, parse_tree
+from mars_jax.utils import assets
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import DTYPES, REQUEST
 from mars_jax.utils.types import JsonObject

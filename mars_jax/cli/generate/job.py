@@ -18,22 +18,19 @@ from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.cli.open_target import check_draft, check_file, open_drafter, open_target
 from mars_jax.cli.progress import busy
-from mars_jax.core.rule import LoadedRule
-from mars_jax.core.types import PyTree
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.mesh import hosts
 from mars_jax.models.quantize import Int4, Mxfp4
 from mars_jax.serve.queue import Finished, Said
 from mars_jax.serve.requests import Completion, Request, check_request, make_requests
 from mars_jax.serve.rows import plain
 from mars_jax.serve.session import Session, check_finite
-from mars_jax.utils import activity
+from mars_jax.utils import activity, hosts
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import DTYPES, REQUEST
-from mars_jax.utils.types import JsonObject
+from mars_jax.utils.types import JsonObject, PyTree
 from mars_jax.utils.user_code import load_function
 from mars_jax.utils.version import __version__
-from mars_jax.verify import RuleChoice
+from mars_jax.verify import LoadedRule, RuleChoice
 
 T = TypeVar("T")
 

@@ -21,18 +21,17 @@ from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
 from mars_jax.cli.progress import Show, announce, progress, speed
 from mars_jax.cli.rule_flags import FLAGS
-from mars_jax.core.rule import LoadedRule
 from mars_jax.drafters.registry import DraftSpec
 from mars_jax.hub.files import resolve
 from mars_jax.serve.queue import Finished, Said
-from mars_jax.serve.requests import Completion, Request, Result, TokenLogProbs, total_metrics
+from mars_jax.serve.requests import Completion, Request, Result, TokenLogProbs
 from mars_jax.serve.rows import RowFile, digest, fingerprint, plain, to_line
 from mars_jax.serve.session import Session
 from mars_jax.serve.text import ends_in_loop
 from mars_jax.utils.errors import MarsError, say
 from mars_jax.utils.settings import REQUEST
 from mars_jax.utils.types import JsonObject
-from mars_jax.verify import is_own, source_digest
+from mars_jax.verify import LoadedRule, is_own, source_digest
 
 REPEATS = 5
 """Timed runs per row of the comparison; the table shows their median."""
@@ -220,8 +219,7 @@ def _report(job: Job, seconds: float, *, colours: bool = False) -> None:
     screen.print()
     if colours and screen.color_system is not None:
         screen.print(legend(screen.width, trusts=job.trusts))
-    metrics = total_metrics(job.finished)
-    screen.print(statistics(metrics, seconds, job.session.rule_name, drafts=job.drafts))
+    screen.print(statistics(job.finished, seconds, job.session.rule_name, drafts=job.drafts))
     if job.refining is not None:
         screen.print(job.refining.describe())
     if job.simulated:

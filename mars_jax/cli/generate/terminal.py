@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import IO, TYPE_CHECKING, NoReturn
+from collections.abc import Sequence
+from typing import IO, NoReturn
 
 from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from mars_jax.core.metrics import Metrics
-    from mars_jax.serve.requests import Completion
+from mars_jax.serve.requests import Completion, total_metrics
 
 STYLES = {"exact": "green", "relaxed": "bold yellow", "trusted": "magenta", "corrected": "cyan"}
 """Styles of the tokens of a `Said`, by kind."""
@@ -104,8 +103,9 @@ def line_of(completion: Completion, *, drafts: bool, read: int) -> str:
     return f"{line}; read {read} of {len(completion.request.prompt_tokens)} prompt tokens"
 
 
-def statistics(metrics: Metrics, seconds: float, rule: str, *, drafts: bool) -> str:
+def statistics(completions: Sequence[Completion], seconds: float, rule: str, *, drafts: bool) -> str:
     """Return the totals of a run as lines of text."""
+    metrics = total_metrics(completions)
     rate = metrics.emitted / max(seconds, 1e-9)
     lines = [
         f"{metrics.emitted} tokens in {seconds:.2f} s, {rate:.1f} tokens/s, {metrics.steps} steps, rule {rule}"

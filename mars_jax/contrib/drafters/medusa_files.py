@@ -12,7 +12,6 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from mars_jax import assets
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
@@ -21,6 +20,7 @@ from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
 from mars_jax.hub.load import check_tensors, read_params, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
+from mars_jax.utils import assets
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import check_dtype
 

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core import cache as kv_cache
+from mars_jax.core.axes import hold_heads, hold_whole
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree, Visible
-from mars_jax.mesh.axes import hold_heads, hold_whole
 from mars_jax.models.attention import Attend, attending
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import Axes, LayeredHead, layers_like

@@ -4,5 +4,4 @@ import importlib
 import pkgutil
 
 for _module in pkgutil.iter_modules(__path__):
-    if not _module.name.endswith("_training"):
-        importlib.import_module(f"{__name__}.{_module.name}")
+    importlib.import_module(f"{__name__}.{_module.name}")

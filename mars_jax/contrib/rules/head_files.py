@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mars_jax import assets
 from mars_jax.contrib.models import indicator, mixer
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
@@ -21,6 +20,7 @@ from mars_jax.hub.files import tensors
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.save import write_directory
 from mars_jax.hub.values import of_its_kind
+from mars_jax.utils import assets
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.paths import check_path
 

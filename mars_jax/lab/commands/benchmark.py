@@ -203,7 +203,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.cli.open_target import check_file
     from mars_jax.lab.evaluate import scoring
     from mars_jax.lab.evaluate.benchmark import report
-    from mars_jax.lab.evaluate.benchmark.run import evaluate
+    from mars_jax.lab.evaluate.benchmark.study import evaluate
     from mars_jax.lab.pictures import check_installed
     from mars_jax.lab.training.online import open_refiner
 

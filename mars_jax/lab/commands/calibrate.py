@@ -176,8 +176,8 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
 def _study(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.lab import calibration
     from mars_jax.lab.folder import check_writable, open_rows, write_shared_json
-    from mars_jax.mesh import hosts
     from mars_jax.serve.rows import digest
+    from mars_jax.utils import hosts
     from mars_jax.verify import load
 
     if hosts.is_first():

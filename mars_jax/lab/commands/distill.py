@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from mars_jax import assets
 from mars_jax.cli.flags import HOSTS, Present, add_host_flags, flag_of
 from mars_jax.cli.program import Parser, command, keep_compilations
+from mars_jax.utils import assets
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import BATCH, REQUEST
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mars_jax import assets
 from mars_jax.cli import flags
 from mars_jax.cli.flags import add_flags
 from mars_jax.cli.program import Parser, keep_compilations
@@ -16,6 +15,7 @@ from mars_jax.cli.rule_flags import add_rule_flags, choose_with_weights, given_s
 from mars_jax.drafters.registry import definitions, draft_words, parse_draft
 from mars_jax.drafters.tree_shapes import parse_tree
 from mars_jax.lab.theta import json_restored
+from mars_jax.utils import assets
 from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import DTYPES
 from mars_jax.utils.types import JsonObject
@@ -24,7 +24,7 @@ from mars_jax.verify import RuleChoice
 if TYPE_CHECKING:
     from mars_jax.drafters import LoadedDrafter
     from mars_jax.hub.pretrained import Pretrained
-    from mars_jax.lab.evaluate.benchmark.run import Study
+    from mars_jax.lab.evaluate.benchmark.study import Study
     from mars_jax.lab.evaluate.tasks.problems import Problem
 
 ARITHMETIC_PROBLEMS = 200
@@ -169,7 +169,7 @@ def open_study(
     from mars_jax.lab.evaluate.answers import check_problems
     from mars_jax.lab.evaluate.tasks.catalogue import read_problems
     from mars_jax.lab.folder import check_folder
-    from mars_jax.mesh import hosts
+    from mars_jax.utils import hosts
 
     keep_compilations()
     if hosts.is_first():
@@ -201,7 +201,7 @@ def make_study(
     args: argparse.Namespace, target: Pretrained, problems: list[Problem], flag_names: Sequence[str]
 ) -> Study:
     """Return the `Study` that the flags describe. Those in `flag_names` and `non_default_flags` identify it."""
-    from mars_jax.lab.evaluate.benchmark.run import Study
+    from mars_jax.lab.evaluate.benchmark.study import Study
 
     settings = {name: json_restored(getattr(args, name)) for name in flag_names}
     return Study(args=args, target=target, problems=problems, names=settings | non_default_flags(args))

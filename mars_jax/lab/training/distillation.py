@@ -21,16 +21,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mars_jax.contrib.models import medusa_layers
 from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.contrib.teaching import Batch, Training, predict, teach
+from mars_jax.core.axes import names_of, size_of
 from mars_jax.core.types import PyTree
 from mars_jax.lab.training import data, features, objectives
 from mars_jax.lab.training.eagle_training import unembedding
 from mars_jax.lab.training.loop import Apprentice, fit, muon
 from mars_jax.lab.training.objectives import Divergence, cast, with_ids
-from mars_jax.mesh import hosts
-from mars_jax.mesh.axes import names_of, size_of
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import init_params
 from mars_jax.models.transformer import language_model
+from mars_jax.utils import hosts
 from mars_jax.utils.errors import MarsError
 
 

@@ -21,7 +21,7 @@ from jax import Array
 from mars_jax.cli.progress import progress
 from mars_jax.contrib.teaching import Loss, Training
 from mars_jax.core.types import PyTree
-from mars_jax.mesh import hosts
+from mars_jax.utils import hosts
 from mars_jax.utils.errors import MarsError
 
 CHECKPOINTS = "orbax"

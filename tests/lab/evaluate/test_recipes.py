@@ -6,7 +6,6 @@ import jax
 import pytest
 
 from mars_jax import hub
-from mars_jax.assets import catalogue
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.lab import recipes
 from mars_jax.lab.commands.benchmark import main, parse
@@ -14,6 +13,7 @@ from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.lab.recipes import needs
 from mars_jax.models import eagle_head
 from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.utils import catalogue
 from mars_jax.utils.errors import MarsError
 from tests.cli import conftest as checkpoints
 from tests.helpers.served import serving

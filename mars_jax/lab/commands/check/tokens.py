@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import jax
 
-from mars_jax import assets, drafters, hub, verify
+from mars_jax import drafters, hub, verify
 from mars_jax.core.rule import LoadedRule
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.likelihood import score
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
-from mars_jax.utils import activity
+from mars_jax.utils import activity, assets
 from mars_jax.utils.types import JsonObject
 
 PROMPTS = ("Once upon a time", "The little dog", "Anna went to the park because", "One day")

@@ -24,7 +24,7 @@ from mars_jax.lab.evaluate.answers import Decoding
 from mars_jax.lab.evaluate.benchmark import report
 from mars_jax.lab.evaluate.benchmark.arms import ALONE, Arm, make_arms
 from mars_jax.lab.evaluate.benchmark.rows import Recorder, by_task, turns_of
-from mars_jax.lab.evaluate.benchmark.run import Study
+from mars_jax.lab.evaluate.benchmark.study import Study
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import open_rows, write_shared, write_shared_json
 from mars_jax.lab.provenance import provenance

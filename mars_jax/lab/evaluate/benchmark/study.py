@@ -25,11 +25,10 @@ from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import open_rows, read_shared_json, write_shared_json
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.training.online import Refiner
-from mars_jax.mesh import hosts
 from mars_jax.serve.queue import Said
 from mars_jax.serve.rows import Row, digest, fingerprint
 from mars_jax.serve.session import Session
-from mars_jax.utils import activity
+from mars_jax.utils import activity, hosts
 from mars_jax.utils.types import JsonObject
 from mars_jax.utils.version import __version__
 from mars_jax.verify import source_digest

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+FOLDER = Path(__file__).parents[1] / "assets"
+"""The folder of their files."""
 TARGET = "tiny/target"
 """The default target of every command: about 12M parameters."""
 DRAFT = "tiny/draft"
@@ -31,4 +33,4 @@ def path(name: str) -> Path | None:
     >>> path("tiny/target").name, path("owner/model")
     ('target', None)
     """
-    return Path(__file__).parent / name if name in NAMES else None
+    return FOLDER / name if name in NAMES else None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from mars_jax import assets
+from mars_jax.utils import assets
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

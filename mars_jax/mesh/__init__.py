@@ -1,1 +1,0 @@
-"""Device meshes: axis roles, row shardings, and runs with several processes."""
