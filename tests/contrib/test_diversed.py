@@ -7,11 +7,11 @@ import pytest
 
 from mars_jax import contrib, verify
 from mars_jax.contrib.models import indicator, mixer
+from mars_jax.contrib.rules import diversed_training
 from mars_jax.contrib.rules.head_files import read_weights
 from mars_jax.contrib.teaching import forward_packed
 from mars_jax.core import tree as trees
 from mars_jax.core.rule import LoadedRule
-from mars_jax.lab.training import diversed_training
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
 from tests.helpers.checkpoint_files import message

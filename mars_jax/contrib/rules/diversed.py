@@ -27,7 +27,7 @@ class Diversed(Retargeted):
 
     DIVERSED (arXiv 2604.07622): the output follows v = w p + (1 - w) q, with w = sigmoid(head + `shift`) at each
     position, whereas `mixture` uses one weight throughout. The head's weights are `Params.verify`; see `models.mixer`
-    for its inputs and `lab.training.diversed_training` for its training. Lossy; at shift inf the weight is 1 and it
+    for its inputs and `contrib.rules.diversed_training` for its training. Lossy; at shift inf the weight is 1 and it
     equals `rejection` bit for bit.
 
     >>> Diversed(shift=1.0).name

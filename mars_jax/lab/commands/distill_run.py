@@ -24,6 +24,7 @@ from mars_jax.cli.progress import busy, progress
 from mars_jax.contrib.drafters import sprinter_training, via_sd_training
 from mars_jax.contrib.drafters.medusa_files import save_medusa
 from mars_jax.contrib.drafters.system_files import NGRAM, System, save_system
+from mars_jax.contrib.rules import diversed_training
 from mars_jax.contrib.teaching import Batch
 from mars_jax.core.types import PyTree
 from mars_jax.hub.durable import staging, sync, writing
@@ -35,14 +36,7 @@ from mars_jax.lab.evaluate.scoring import score_answer
 from mars_jax.lab.evaluate.tasks.catalogue import read_arithmetic, read_problems
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import check_folder, check_writable, claim, joined_with_folder
-from mars_jax.lab.training import (
-    data,
-    dflash_training,
-    distillation,
-    diversed_training,
-    eagle_training,
-    features,
-)
+from mars_jax.lab.training import data, dflash_training, distillation, eagle_training, features
 from mars_jax.lab.training.loop import Apprentice, fit
 from mars_jax.lab.training.objectives import divergence
 from mars_jax.models.config import ModelConfig

@@ -11,10 +11,11 @@ from safetensors.numpy import load_file
 
 import mars_jax as mj
 from mars_jax import hub
+from mars_jax.contrib.rules import diversed_training
 from mars_jax.core.axes import parse_mesh
 from mars_jax.lab.commands import distill, distill_run
 from mars_jax.lab.evaluate.tasks.catalogue import read_arithmetic
-from mars_jax.lab.training import data, distillation, diversed_training, eagle_training, features
+from mars_jax.lab.training import data, distillation, eagle_training, features
 from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.models import init_params
 from mars_jax.models.config import Delta, ModelConfig
