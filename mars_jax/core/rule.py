@@ -44,12 +44,12 @@ class Evidence:
 
     keys: Array  # key[B]; the same in every step: fold in the position, as `sampling.node_uniforms` does
     start: Array  # i32[B]; position of the root
-    prompt_length: Array  # i32[B]; tokens of the prompt
+    prompt_length: Array  # i32[B]; number of tokens in the prompt
     tree: DraftTree  # the draft, [B, N]
     # f32[B, N, V]; target logits before temperature, after the row's edits and constraint
     logits: Array
     hidden: Array  # [B, N, E]; hidden states of the target after its final norm
-    controls: Controls  # controls of the rows, [B]
+    controls: Controls  # per-request settings, [B] each
     params: PyTree = ()  # Params.verify
     # bool[B, N] or None; True if a span requires strict verification of the node's children; see `guide`
     strict_nodes: Array | None = None
