@@ -1,4 +1,4 @@
-"""Entry point of `python -m mars_jax COMMAND` and of the console script `mars-jax`."""
+"""Entry point of `python -m mars_jax` and of the console script `mars-jax`."""
 
 import os
 import sys
@@ -7,12 +7,12 @@ from mars_jax.cli import quiet, signals
 
 
 def main(*words: str) -> int:
-    """Run the command line, with these words placed before its arguments, and return the exit code."""
+    """Run the command that the command-line arguments specify, with `words` before them, and return the exit code."""
     _reserve()
-    signals.handle()  # imports are slow, and Ctrl-C must work during them
+    signals.handle()  # before the slow imports, so that Ctrl-C works during them
     quiet.quiet()
     quiet.quiet_duplicates()
-    # JAX's preemption service would replace the handler of SIGTERM.
+    # JAX's preemption service would replace our handler of SIGTERM.
     os.environ.setdefault("JAX_ENABLE_PREEMPTION_SERVICE", "false")
     from mars_jax.cli import commands
 
@@ -20,14 +20,14 @@ def main(*words: str) -> int:
 
 
 def _reserve() -> None:
-    """Open /dev/null for each closed stdin, stdout or stderr; otherwise another file would take over its number."""
+    """Open /dev/null in place of a closed stdin, stdout or stderr, so that no other file gets its descriptor."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     if sys.stdin is None:
         sys.stdin = open(0)  # noqa: SIM115
     if sys.stdout is None:
-        # Writing to a read-only file is an error, so output is not lost silently.
+        # Open stdout read-only, so that writing raises an error and output is not lost silently.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
         sys.stdout = open(1, "w")  # noqa: SIM115
     if sys.stderr is None:

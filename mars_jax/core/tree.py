@@ -145,7 +145,7 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
 def at_parent(tree: DraftTree, values: Array) -> Array:
     """Gather the value of each node's parent from per-node values [B, N, ...]. The root gets its own value."""
     if tree.is_chain:
-        return jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)  # a shift, because parents[i] == i - 1
+        return jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)  # parents[i] == i - 1
     return pick(values, jnp.maximum(tree.parents, 0))  # the root's parent, -1, becomes the root
 
 

@@ -159,7 +159,7 @@ class Controls:
     ([10, 10], [False, False])
     """
 
-    temperature: Array | None  # f32[B]; 0 for greedy decoding; None if all rows are greedy and sampling is not compiled
+    temperature: Array | None  # f32[B]; 0 is greedy; None if all rows are greedy and sampling is not compiled
     top_k: Array  # i32[B]; 0 disables the filter
     top_p: Array  # f32[B]; 1 disables the filter
     min_p: Array  # f32[B]; 0 disables the filter
@@ -168,7 +168,7 @@ class Controls:
     draft_stop: Array
     limit: Array  # i32[B]; maximum total number of tokens in prompt and output
     stop_tokens: Array  # i32[B, M]; padded with NO_TOKEN
-    edits: Edits | None = None  # edits of the target's logits from `edits.make_edits`; None adds no code to the step
+    edits: Edits | None = None  # edits from `edits.make_edits`; None adds no code to the step
     guides: GuideRows | None = None  # constraints and spans; None adds no code to the step
 
 
@@ -333,10 +333,10 @@ class LanguageModel(NamedTuple):
     # (cache, rows i32[b], new) -> cache: write the b rows of `new` to these rows, and ignore row numbers of B or more.
     # Only targets need this function, because the leaves of drafter states are always [B, ...].
     put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put_rows
-    prefill_chunk: int | None = None  # prompt tokens per forward pass; None for the default of `prefill.chunk_of`
-    # The next two fields are only set by recurrent models, whose cache cannot drop arbitrary tokens. (nodes,
-    # prefill_chunk or None) -> this model with a cache that can drop the tokens of the last forward pass over at most
-    # `nodes` nodes, and that has room for the last window of a prompt to end past the token buffer
+    prefill_chunk: int | None = None  # prompt tokens per forward pass; None for `prefill.chunk_of`
+    # The next two fields are only set by recurrent models, whose cache cannot drop arbitrary tokens.
+    # (nodes, prefill_chunk or None) -> this model with a cache that can drop the tokens of the last forward pass over up
+    # to `nodes` nodes, and that has room for the last window of a prompt to end past the token buffer
     for_chains: Callable[[int, int | None], LanguageModel] | None = None
     # (cache, count i32[B]) -> number of cached tokens, i32[B], that can be reused if only the first `count` are still
     # valid

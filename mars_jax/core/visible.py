@@ -33,8 +33,8 @@ class Visible:
     first: Array  # i32[B]; number of committed slots before the nodes
     positions: Array  # i32[B, N]; positions of the nodes
     slot: Array  # i32[B]; the rows of the nodes are written to slot .. slot + N - 1
-    seen: Array | None = None  # bool[B, N, R]; None if attention is causal: R == N, and node i attends to rows 0 .. i
-    seen_positions: Array | None = None  # i32[B, R]; positions of the rows; None if the rows are the nodes
+    seen: Array | None = None  # bool[B, N, R]; None for R == N and causal attention to rows 0 .. i
+    seen_positions: Array | None = None  # i32[B, R]; positions of rows; None if rows are the nodes
     # i32[B]; for a prompt, the number of nodes that are tokens; the nodes after them are padding. None if the nodes are
     # a draft. Only recurrent layers use this field.
     count: Array | None = None

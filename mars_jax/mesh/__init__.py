@@ -1,1 +1,1 @@
-"""Device meshes: axis roles, row shardings, and runs with several processes."""
+"""Device meshes: roles of mesh axes, shardings of rows, and decoding with several processes."""

@@ -1,1 +1,1 @@
-"""Helpers for all packages: errors, limits, settings, paths, users' code. Only `compilations` imports jax."""
+"""Utilities of all packages: errors, limits, settings, paths and users' code. Only `compilations` imports jax."""
