@@ -22,7 +22,7 @@ MODULES: set[str] = set()
 
 _PURPOSES = {
     "rule": "that makes a rule",
-    "judge": "of a prompt and an answer that gives a number from 0 to 1",
+    "judge": "of a prompt and an answer that returns a number from 0 to 1",
 }
 """Descriptions of users' functions for messages, by kind."""
 
@@ -107,7 +107,7 @@ def load_function(spec: str, kind: str = "rule") -> Callable[..., Any]:
     module = _from_file(source, kind) if source.endswith(".py") else _from_module(source, spec, kind)
     function = getattr(module, name, None)
     if not callable(function):
-        problem = "is nothing that can be called" if hasattr(module, name) else "is not in it"
+        problem = "is not callable" if hasattr(module, name) else "is not in it"
         raise MarsError(f"the {kind} is {spec}: {name} {problem}; name a function {_PURPOSES[kind]}.")
     return function
 
