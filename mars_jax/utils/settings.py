@@ -319,7 +319,7 @@ class RequestSettings:
         ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),
         help="take X from the logit of a token for every time that it is in the new text (default: off)",
     )
-    # seed of the request's random numbers; `make_requests` adds the index of the prompt
+    # seed of the request's random numbers; `make_requests` increments it for each request
     seed: int = setting(
         default=0,
         ranges=Range("a whole number from 0 to 4294967295", 0, 2**32 - 1),
