@@ -230,5 +230,7 @@ def from_fields(fields: Mapping[str, object]) -> Constraint | None:
     check_type("the constraints", fields, Mapping, "values by name")
     kinds = [kind for kind in KINDS if fields.get(kind) is not None]
     if len(kinds) > 1:
-        raise MarsError(f"{kinds[0]} and {kinds[1]} are both given: a text follows one, so leave one out.")
+        raise MarsError(
+            f"{kinds[0]} and {kinds[1]} are both given: a completion has only one, so remove one."
+        )
     return next((_FACTORIES[kind](fields[kind]) for kind in kinds), None)

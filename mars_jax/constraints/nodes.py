@@ -19,7 +19,7 @@ class TooLarge(MarsError):
 
     def __init__(self, why: str):
         super().__init__(
-            f"the constraint is too large ({why}): bound its repeats lower, or divide it into several requests."
+            f"the constraint is too large ({why}): lower the bounds of its repeats, or divide it into several requests."
         )
 
 

@@ -53,12 +53,12 @@ def parse_pattern(pattern: str, budget: WorkBudget | None = None) -> Node:
             tree = _parser.parse(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise MarsError(
-            f"the pattern {short_repr(pattern)} is no regular expression ({error}): correct it."
+            f"the pattern {short_repr(pattern)} is not a regular expression ({error}): correct it."
         ) from None
     try:
         return _Reader(pattern, tree.state.flags, budget).all_of(list(tree))
     except RecursionError:
-        raise MarsError(f"the pattern {short_repr(pattern)} is nested too deep: simplify it.") from None
+        raise MarsError(f"the pattern {short_repr(pattern)} is nested too deeply: simplify it.") from None
 
 
 class _Reader:
@@ -67,7 +67,7 @@ class _Reader:
 
     def _refuse(self, problem: str) -> MarsError:
         return MarsError(
-            f"the pattern {short_repr(self._pattern)} {problem}, which no automaton can follow: write it without."
+            f"the pattern {short_repr(self._pattern)} {problem}, which no automaton can represent: remove it."
         )
 
     def all_of(self, items: list[Any]) -> Node:

@@ -152,8 +152,8 @@ class _Writer:
         """Return the node for the values that a schema allows; `where` is its location for messages."""
         if depth > DEEPEST:
             raise MarsError(
-                f"the schema is deeper than {DEEPEST} at {where}, or refers to itself: write it out to the depth "
-                "that is wanted."
+                f"the schema is deeper than {DEEPEST} at {where}, or refers to itself: write it out to the "
+                "required depth."
             )
         keywords = _keywords(schema, where)
         self._budget.spend(
@@ -176,7 +176,7 @@ class _Writer:
             return self._one_of(keywords, where)
         kinds = _types(keywords.pop("type", None) or _type_of(keywords, where))
         allowed_names = set().union(*(_OF_TYPE[kind] for kind in kinds))
-        _only(keywords, allowed_names, f" beside the type {' or '.join(kinds)}", where)
+        _only(keywords, allowed_names, f" next to the type {' or '.join(kinds)}", where)
         type_nodes = []
         for kind in kinds:
             write: Callable[[JsonObject, str, int], Node] = getattr(self, f"_{kind}")
@@ -208,7 +208,7 @@ class _Writer:
     def _one_of(self, keywords: JsonObject, where: str) -> Node:
         """Return the node for the values that `const`, `enum` and `type` all allow."""
         listing_keywords = " and ".join(name for name in ("const", "enum") if name in keywords)
-        _only(keywords, {"const", "enum", "type"}, f" beside {listing_keywords}", where)
+        _only(keywords, {"const", "enum", "type"}, f" next to {listing_keywords}", where)
         values = keywords.get("enum", [keywords.get("const")])
         if "const" in keywords:
             # Compare the JSON of values, because in Python 1 == True and 1 == 1.0.
@@ -217,7 +217,7 @@ class _Writer:
         if "type" in keywords:
             values = [value for value in values if any(_is(value, kind) for kind in _types(keywords["type"]))]
         if not values:
-            raise MarsError(f"no value at {where} is of {' and '.join(keywords)} at once: correct one.")
+            raise MarsError(f"no value at {where} satisfies {' and '.join(keywords)}: correct one of them.")
         return Either(tuple(map(self._literal, values)))
 
     def _literal(self, value: Any) -> Node:
@@ -236,8 +236,8 @@ class _Writer:
             return json_text.string(*_least_and_most(keywords, "Length", where))
         if len(keywords) > 1:
             raise MarsError(
-                f"the string at {where} has {' and '.join(sorted(keywords))}: give one of them, since a text cannot "
-                "be held to both."
+                f"the string at {where} has {' and '.join(sorted(keywords))}: give only one of them, since they "
+                "cannot be enforced together."
             )
         pattern = json_text.FORMATS.get(keywords.get("format", ""), str(keywords.get("pattern")))
         return sequence(text('"'), json_text.in_string(parse_pattern(pattern, self._budget)), text('"'))
@@ -257,7 +257,7 @@ class _Writer:
     def _number(self, keywords: JsonObject, where: str, depth: int) -> Node:
         if keywords not in ({}, {"minimum": 0}):
             raise MarsError(
-                f"the number at {where} has {' and '.join(keywords)}: only a minimum of 0 can be held to; bound an "
+                f"the number at {where} has {' and '.join(keywords)}: only a minimum of 0 can be enforced; bound an "
                 "integer, or leave them out."
             )
         return json_text.POSITIVE_NUMBER if keywords else json_text.NUMBER
@@ -382,7 +382,7 @@ def _both(beside: JsonObject, schema: object, where: str) -> JsonObject:
     for key, partner in [(name, name) for name in keywords] + [*_PAIRS, *((b, a) for a, b in _PAIRS)]:
         if key in keywords and partner in beside and key != "type":
             raise MarsError(
-                f"the schema at {where} has {key!r} beside {partner!r} of the schema around it: write them as one."
+                f"the schema at {where} has {key!r} next to {partner!r} of the schema around it: write them as one."
             )
     if "type" in keywords and "type" in beside:
         # An integer is valid for both "integer" and "number".
@@ -390,7 +390,7 @@ def _both(beside: JsonObject, schema: object, where: str) -> JsonObject:
         shared_types = [kind for kind in _OF_TYPE if _within(kind, kinds) and _within(kind, outer)]
         if not shared_types:
             raise MarsError(
-                f"the schema at {where} has the type {' or '.join(kinds)} beside the type {' or '.join(outer)} of "
+                f"the schema at {where} has the type {' or '.join(kinds)} next to the type {' or '.join(outer)} of "
                 "the schema around it, and no value is of both: correct one of them."
             )
         keywords["type"] = shared_types
@@ -405,7 +405,7 @@ def _only(keywords: JsonObject, allowed: set[str], beside: str, where: str) -> N
     for name in keywords:
         if name not in allowed:
             raise MarsError(
-                f"the schema at {where} has {short_repr(name)}, which cannot be held to{beside}: leave it out, or "
+                f"the schema at {where} has {short_repr(name)}, which cannot be enforced{beside}: leave it out, or "
                 "check it afterwards."
             )
 

@@ -63,7 +63,7 @@ def token_table(automaton: Automaton, vocabulary: Vocabulary) -> TokenTable:
     alive = living(next, automaton.accepting)
     if not alive[FIRST]:
         raise MarsError(
-            "the constraint matches no text that this vocabulary's tokens can say: allow other characters."
+            "the constraint matches no text that this vocabulary's tokens can spell: allow other characters."
         )
     # Remove states from which bytes lead to an accepting state but no sequence of tokens does.
     if not alive[1:].all():

@@ -114,7 +114,7 @@ def _vocabulary(tokenizer: Any, size: int, _: tuple[str, str]) -> Vocabulary:
     decoders = [] if backend is None else _decoders(json.loads(backend.to_str()).get("decoder"))
     if "WordPiece" in decoders:
         raise MarsError(
-            "the tokenizer is a WordPiece, whose tokens are no pieces of text: constraints need another one."
+            "the tokenizer is a WordPiece, whose tokens are not pieces of text: constraints need another one."
         )
     as_bytes = _byte_level if "ByteLevel" in decoders else _piece
     added = {int(i): token for i, token in tokenizer.added_tokens_decoder.items()}

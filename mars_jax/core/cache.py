@@ -47,7 +47,7 @@ class Int8Rows:
         float_rows = rows.astype(jnp.float32)
         # One scale per token and head, f32[..., heads], so a new token never changes the rounding of earlier ones.
         scale = jnp.max(jnp.abs(float_rows), axis=-1) / 127
-        # A row of zeros has scale 0; divide it by 1 instead.
+        # A row of zeros has scale 0, so divide it by 1 instead.
         values = jnp.round(float_rows / jnp.where(scale == 0, 1.0, scale)[..., None])
         return Int8Rows(values=values.astype(jnp.int8), scale=scale)
 
@@ -64,7 +64,7 @@ class KVCache:
     """The logical axis of each dimension, from which a mesh derives its sharding; see `mesh.logical_axes`."""
 
     k: tuple[Rows, ...]  # each [B, S, kv_heads, head_dim]
-    v: tuple[Rows, ...]  # as k
+    v: tuple[Rows, ...]  # same shape as k
 
     @property
     def slots(self) -> int:
@@ -72,7 +72,7 @@ class KVCache:
 
 
 def init_cache(layers: int, shape: tuple[int, int, int, int], dtype: DTypeLike) -> KVCache:
-    """Allocate `layers` pairs of zeros of shape (batch, slots, kv_heads, head_dim), as `Int8Rows` if dtype is int8."""
+    """Allocate a cache of zeros for some layers, whose keys have the shape (batch, slots, kv_heads, head_dim)."""
 
     def zero_rows() -> Rows:
         zeros = jnp.zeros(shape, dtype)
@@ -115,7 +115,7 @@ def _write_rows(buffer: Array, rows: Array, start: Array) -> Array:
 
 
 def _is_short(buffer: Array) -> bool:
-    """Return whether each token's row has fewer than 128 values, the number of TPU lanes, as the int8 scales do.
+    """Return True if a token's row has fewer values than a TPU has lanes (128), as the scales of int8 rows do.
 
     A scatter or gather of such rows would pad each of them to 128 lanes and copy the whole buffer into that layout. A
     select over all slots keeps the layout that attention reads, with the slots along the lanes.

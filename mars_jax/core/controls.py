@@ -25,7 +25,7 @@ from mars_jax.utils.settings import LARGEST_INT, REQUEST, Range, Setting, by_nam
 _LIMIT = Setting(
     name="limit",
     kind=int,
-    help="most tokens of a row",
+    help="maximum number of tokens in a row",
     per_row=True,
     ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
 )
@@ -175,8 +175,8 @@ def pad_controls(controls: Controls, state: Controls) -> Controls:
     """Pad the stop tokens and the biased tokens of new rows to the widths of the running state.
 
     Raises:
-      MarsError: only one of the two has a temperature, edits or guides, or a new row has more stop tokens or biased
-        tokens than the state has room for.
+      MarsError: temperature, edits or guides are None only in the new rows or only in the state, or a new row has more
+        stop tokens or biased tokens than the state has room for.
     """
     for name, (field, fix) in _SAME_KIND.items():
         if jax.tree.structure(getattr(controls, name)) != jax.tree.structure(getattr(state, name)):

@@ -60,7 +60,7 @@ def start(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
     """Check the arguments and create a decoding state with the compiled `decoder.init`.
 
     Raises:
-      MarsError: see `Decoder.checked`.
+      MarsError: the prompts are invalid; see `Decoder.checked`.
     """
     check_given(decoder, params)
     return start_ready(decoder, params, ready(decoder, prompts))
@@ -72,9 +72,9 @@ def shapes(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
 
 
 def ready(decoder: Decoder, prompts: Prompts) -> Prompts:
-    """Check prompts on the host, where their values are concrete, and give the rule one parameter value per row.
+    """Check prompts on the host, where their values are concrete, and broadcast the rule's parameters to all rows.
 
-    Scalar parameters are broadcast, so that scalars and arrays use the same compiled program.
+    Scalar and array parameters then use the same compiled program.
     """
     check_prompts(prompts, decoder.vocab_size)
     return dataclasses.replace(prompts, rule=for_rows(prompts.rule, prompts.tokens.shape[0]))
@@ -89,7 +89,7 @@ def extend(
     a prompt of one token, because a draft head would start from the features of the row's earlier tokens.
 
     Args:
-      decoder, params: from `speculative_decoder`, and the weights.
+      decoder, params: the result of `speculative_decoder`, and the weights.
       state: a state from `start`, `run`, `stream` or this function; its rows may be finished or not.
       prompts: the full token sequence of every row, including the tokens that the state has already read.
 
@@ -142,7 +142,7 @@ def run(
     Every step either adds at least one token to an unfinished row or ends the row, so the loop terminates.
 
     Args:
-      decoder, params: from `speculative_decoder`, and the weights.
+      decoder, params: the result of `speculative_decoder`, and the weights.
       state: a state from `start`.
       record: also record how every new token was accepted, and its log-probabilities, in `DecodeStats.tokens`.
       max_steps: stop after at most this many steps, so that the caller can inspect the state and resume. The number is

@@ -388,7 +388,7 @@ def speculative_decoder(
         if target.with_features is None:
             raise MarsError(
                 f"the drafter '{drafter.name}' reads the outputs of the target's layers {drafter.reads}, and "
-                "this target gives none: set LanguageModel.with_features."
+                "this target provides none: set LanguageModel.with_features."
             )
         target = _with_features(target, drafter.reads)
     if target.for_chains is not None:

@@ -133,7 +133,7 @@ class Drafter:
         raise NotImplementedError
 
     def catch_up(self, params: Params, state: PyTree, tokens: Array, cached: Array, length: Array) -> PyTree:
-        """Return the drafter's state after tokens [cached, length) of each row were committed without a draft.
+        """Return the drafter's state after reading tokens [cached, length) of each row, which it has not read yet.
 
         `tokens` is i32[B, T], and `cached` and `length` are i32[B]. Override this method if the drafter has a cache
         that `observe` does not fill. It is called when a row continues with a new prompt, and after steps without a

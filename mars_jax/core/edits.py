@@ -1,7 +1,7 @@
 """Per-request edits of the target's logits: biases, banned tokens, repetition penalties and a minimum length.
 
 The edited logits define the target distribution, so the output of a lossless rule follows the edited distribution
-exactly. Penalties at a draft node include the drafted tokens on the path from the root to this node.
+exactly. Penalties at a draft node also count the drafted tokens on the path from the root to this node.
 
 Dimensions: B batch, N nodes, T token buffer, K biased tokens per row, V vocabulary.
 
@@ -101,7 +101,7 @@ def bias_of(
 
     Args:
       token: a token id from 0 to `vocab_size` - 1.
-      value: the bias: a finite number, or -inf.
+      value: the bias, which is a finite number or -inf.
       expected: description of a valid token, for the error message.
 
     Raises:

@@ -51,8 +51,7 @@ def check_recurrent(drafter: Drafter) -> None:
 
 
 def check_draft_model(model: LanguageModel) -> None:
-    """Raise MarsError if the model has recurrent layers: their state cannot drop rejected tokens, so it cannot
-    draft."""
+    """Raise MarsError if the model cannot draft because it has recurrent layers, which cannot drop tokens."""
     if model.for_chains is not None:
         raise MarsError(
             "the draft model has recurrent layers, whose state cannot drop rejected tokens: draft with ngram, or "
@@ -89,8 +88,8 @@ def check_prompts(prompts: Prompts, vocab_size: int) -> None:
     wrong = (np.arange(width)[None] < values[:, None]) & ((tokens < 0) | (tokens >= vocab_size))
     if np.any(wrong):
         raise MarsError(
-            f"a prompt has the token {tokens[wrong][0]}: expected ids of 0 to {vocab_size - 1}, as the target's own "
-            "tokenizer gives them."
+            f"a prompt has the token {tokens[wrong][0]}: expected ids of 0 to {vocab_size - 1}, as the target's "
+            "tokenizer returns them."
         )
 
 
@@ -196,7 +195,7 @@ def check_same(name: str, field: PyTree, expected: PyTree, *, rows: bool = True)
 def other_decoder(field: str) -> MarsError:
     """Return the error for a state that a different decoder has created."""
     return MarsError(
-        f"the field '{field}' of the state is not as this decoder makes it: give a state that began with the same "
+        f"the field '{field}' of the state does not match this decoder: use a state that was created with the same "
         "target, drafter, rule and width of the token buffer."
     )
 

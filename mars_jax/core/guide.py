@@ -50,7 +50,7 @@ class Guide:
     """The automata of a batch, and the current state of each row."""
 
     tables: Tables
-    group: Array  # i32[B]
+    group: Array  # i32[B]; row of `Tables.classes`
     state: Array  # i32[B]; the state after the last committed token
     stop_tokens: Array  # i32[B, M]; allowed in accepting states, and lead to FREE
 
@@ -106,8 +106,7 @@ class Guide:
         return words
 
     def _stops(self, states: Array) -> Iterator[tuple[Array, Array]]:
-        """Yield (stop token i32[B, 1, 1], True where it is allowed in states i32[B, P], bool[B, P, 1]) for each stop
-        token."""
+        """Yield every stop token i32[B, 1, 1] with bool[B, P, 1], True if it is allowed in states i32[B, P]."""
         for m in range(self.stop_tokens.shape[1]):
             stop = self.stop_tokens[:, m, None]
             is_allowed = self.moved(states, jnp.broadcast_to(stop, states.shape)) != DEAD
@@ -146,8 +145,7 @@ class Guide:
         return map_devices(local, (logits_spec, P()), logits_spec)(logits, words)
 
     def forced(self, states: Array) -> Array:
-        """Return the first token of the text that must follow each state, i32[B, P], or NO_TOKEN if no text is
-        forced."""
+        """Return the first token of the text that must follow each state, i32[B, P], or NO_TOKEN."""
         return self.tables.forced[states]
 
     def steered(self, tree: DraftTree, *, fill: bool) -> DraftTree:
@@ -216,8 +214,7 @@ class Followed(NamedTuple):
         return self.guide.moved(pick(self.states, verdict.path[:, -1:]), verdict.next_token[:, None])[:, 0]
 
     def ended(self, verdict: Verdict) -> Array:
-        """Return bool[B], True if a row must end after the accepted path: no token may follow, and it has no stop
-        tokens."""
+        """Return bool[B], True if no token may follow a row's accepted path, not even a stop token."""
         is_closed = self.guide.tables.closed[pick(self.states, verdict.path[:, -1:])[:, 0]]
         return is_closed & jnp.all(self.guide.stop_tokens < 0, axis=1)
 
@@ -287,8 +284,7 @@ def guide_of(kind: str, params: Params, state: DecodeState) -> Guide | None:
 
 
 def first_states(controls: Controls) -> GuideStates | None:
-    """Return copies of the initial automaton states of new rows, so that the state shares no buffer with the
-    controls."""
+    """Return the initial automaton states of new rows, as copies that share no buffer with the controls."""
     guides = controls.guides
     if guides is None:
         return None

@@ -55,11 +55,11 @@ class TokenRecord:
     top: TopLogProbs | None = None  # [B, T, n] each; n is `Decoder.top_log_probs`; None if n is 0
 
 
-# Compiled, so that one program allocates a separate buffer for each counter. A donated argument must not contain the
-# same buffer twice.
+# This function is jitted, so that one program allocates a separate buffer for each counter. A donated argument must not
+# contain the same buffer twice.
 @functools.partial(jax.jit, static_argnames=("batch", "max_depth", "record", "num_top"))
 def zero_stats(batch: int, max_depth: int, record: int | None = None, num_top: int = 0) -> DecodeStats:
-    """Return counters that are 0, for `batch` rows and draft trees of depth `max_depth`.
+    """Return counters of 0 for `batch` rows and draft trees of depth `max_depth`.
 
     If `record` is not None, it is the width T of a `TokenRecord`, whose field `top` has `num_top` tokens per position.
     """

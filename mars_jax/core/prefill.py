@@ -27,9 +27,9 @@ WIDE_CHUNK = 512
 560 tokens on a TPU v6e."""
 RING_CHUNK, RING_LONG = 2048, 4096
 """Tokens per chunk, summed over the rows, if the devices of a TPU mesh divide each chunk among them, and the minimum
-buffer length for such chunks. They are large enough for arithmetic to hide the communication (`models/ring.py`), but a
-short prompt would leave them mostly empty. Models without ring communication, such as mixtures of experts, do not
-benefit."""
+buffer length for such chunks. These chunks are large enough for arithmetic to hide the communication
+(`models/ring.py`), but a short prompt would leave them mostly empty. Models without ring communication, such as
+mixtures of experts, do not benefit."""
 
 
 def chunk_of(buffer: int = 0, rows: int = 1) -> int:
@@ -108,7 +108,7 @@ def prefill(
             # A recurrent state must not read a token twice, so windows never begin earlier. The cache has room past the
             # buffer.
             start = jnp.minimum(carry.next_start, jnp.maximum(first, count))
-        # i32[B, chunk_size]; each row's window has a different start.
+        # i32[B, chunk_size]; windows begin at different positions in different rows.
         window = jax.vmap(lambda row, begin: lax.dynamic_slice_in_dim(row, begin, chunk_size))(tokens, start)
         visible = Visible.causal(start, chunk_size)
         if is_recurrent:

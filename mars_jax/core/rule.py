@@ -261,7 +261,7 @@ EXPECTED = {
 
 @contextlib.contextmanager
 def user_errors(rule: Rule) -> Iterator[None]:
-    """Raise a MarsError from any exception that a user's rule raises in the `with` block.
+    """Convert any exception that a user's rule raises in the `with` block to a MarsError.
 
     Exceptions of the rules in this package are not changed.
     """
@@ -332,8 +332,7 @@ def check_array(
 
 
 def check_same_rule(rule: Rule, method: str, next_rule: object) -> None:
-    """Raise MarsError unless a method returned a rule of the same structure, with leaves of the same shapes and
-    dtypes."""
+    """Raise MarsError unless a method returned a rule with the structure, shapes and dtypes of `rule`."""
     if Structure.of(next_rule) != Structure.of(rule):
         expected = f"an object of type {type(rule).__name__} with the same structure"
         raise wrong_result(rule, method, described(next_rule), expected)
@@ -396,7 +395,7 @@ def for_rows(rule: PyTree, batch: int) -> PyTree:
 
 
 def take_rows(rule: PyTree, rows: Sequence[int] | Array | np.ndarray, count: int) -> PyTree:
-    """Select rows of a rule: the entries `rows` of every parameter that has one value for each of the `count` prompts.
+    """Select the entries `rows` of every parameter of a rule that has one value for each of `count` prompts.
 
     Raises:
       MarsError: a parameter has neither one value nor one value per prompt.

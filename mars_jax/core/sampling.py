@@ -46,8 +46,7 @@ def divisor(controls: Controls) -> Array:
 
 
 def if_greedy(controls: Controls, greedy: Callable[[], T], otherwise: Callable[[], T]) -> T:
-    """Call `greedy()` if every row is greedy, otherwise `otherwise()`. If the temperature is None, compile only
-    `greedy`."""
+    """Call `greedy()` if every row is greedy, else `otherwise()`; compile only `greedy` if the temperature is None."""
     if controls.temperature is None:
         return greedy()
     return jax.lax.cond(jnp.all(is_greedy(controls)), greedy, otherwise)
@@ -359,8 +358,7 @@ def _block(blocks: Array, block: Array) -> Array:
 
 
 def _quantile(weights: Array, target: Array) -> tuple[Array, Array]:
-    """Return the first index i32[...] whose cumulative weight exceeds `target`, and the total weight before this
-    index."""
+    """Return the first index i32[...] whose cumulative weight exceeds `target`, and the total weight before it."""
     n = weights.shape[-1]
     cumulative = jnp.cumsum(weights, axis=-1)
     # A parallel cumsum is not exactly monotone because of rounding, so exclude zero weights explicitly.

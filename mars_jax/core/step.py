@@ -313,8 +313,7 @@ def _most_probable(
 
 
 def _kinds(verdict: Verdict, place: Array, trusted: Array | None) -> Array:
-    """Return the kind of each emitted token, i32[B, D + 1]: TRUSTED, EXACT or RELAXED on the path, CORRECTED after
-    it."""
+    """Return the kinds of emitted tokens, i32[B, D + 1]: TRUSTED, EXACT or RELAXED on the path, then CORRECTED."""
     # Edge d leads to entry d. There are D edges, so the last entry has no edge and can only be CORRECTED.
     is_relaxed = jnp.pad(verdict.relaxed, ((0, 0), (0, 1)))
     draft_kind = jnp.where(is_relaxed, RELAXED, EXACT).astype(jnp.int32)

@@ -122,7 +122,7 @@ class Tracked:
     """The initial automaton state of each row, and the group that selects its token classes."""
 
     start: Array  # i32[B]; initial state; FREE for an unconstrained row
-    group: Array  # i32[B]
+    group: Array  # i32[B]; row of `Tables.classes`
 
 
 @struct.dataclass(kw_only=True)

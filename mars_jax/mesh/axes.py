@@ -64,14 +64,14 @@ def name_axes(**names: str | Sequence[str]) -> None:
     """
     for role, axis_names in names.items():
         if role not in AXES:
-            raise MarsError(f"'{role}' is no role of a mesh axis: expected {', '.join(AXES)}.")
+            raise MarsError(f"'{role}' is not a role of a mesh axis: expected {', '.join(AXES)}.")
         check_type(f"the name of the axis for {role}", axis_names, (str, Sequence), "a string, or several")
         for name in [axis_names] if isinstance(axis_names, str) else axis_names:
             check_type(f"the name of the axis for {role}", name, str, "a string")
             if _ROLES.get(name, role) != role:
                 raise MarsError(
-                    f"the mesh axis '{name}' is to be {role} and holds {_ROLES[name]} already: give the axes of your "
-                    "mesh other names."
+                    f"the mesh axis '{name}' cannot have the role {role}, because its role is {_ROLES[name]}: give the "
+                    "axis of your mesh another name."
                 )
             _ROLES[name] = role
 
@@ -134,7 +134,7 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
     num_devices = math.prod(axis_sizes.values())
     if num_devices > len(devices):
         raise MarsError(
-            f"the mesh {text} is of {num_devices} devices and there are {len(devices)}: make it smaller."
+            f"the mesh {text} needs {num_devices} devices and there are {len(devices)}: make it smaller."
         )
     mesh_shape = tuple(axis_sizes.values())
     try:

@@ -85,7 +85,7 @@ def connect(
             raise _no_listening(coordinator) from None
         raise MarsError(
             f"the processes of the run do not connect ({first_line(error)}): start all of them within {START} s with "
-            "one --coordinator, or take --num-processes 1 for a run of one."
+            "one --coordinator, or use --num-processes 1 for a single process."
         ) from None
 
 
@@ -113,8 +113,8 @@ def _can_listen(coordinator: str) -> bool:
 
 def _no_listening(coordinator: str | None) -> MarsError:
     return MarsError(
-        f"--coordinator is {coordinator}, where this machine cannot listen: name an address of process 0's machine and "
-        "a free port, or set JAX_COORDINATOR_BIND_ADDRESS to the local address for it."
+        f"--coordinator is {coordinator}, but this machine cannot listen on it: use an address of process 0's machine "
+        "and a free port, or set JAX_COORDINATOR_BIND_ADDRESS to the local address for it."
     )
 
 

@@ -281,43 +281,43 @@ class RequestSettings:
     temperature: float = setting(
         default=0.0,
         ranges=Range("a finite number of at least 0 (0 is greedy)", 0, LARGEST_FLOAT),
-        help="0 is greedy (default: 0)",
+        help="sampling temperature; 0 is greedy (default: 0)",
     )
     # sample from this many of the most probable tokens; 0 disables the filter
     top_k: int = setting(
         default=0,
         ranges=Range("a whole number of at least 0 (0 is off)", 0, LARGEST_INT),
-        help="sample among the N best tokens (default: off)",
+        help="sample from the N most probable tokens (default: off)",
     )
     # sample from the most probable tokens up to this total probability; 1 disables the filter
     top_p: float = setting(
         default=1.0,
         ranges=Range("a number above 0 and at most 1 (1 is off)", 0, 1, above=True),
-        help="sample among the top X of probability (default: off)",
+        help="sample from the most probable tokens with a total probability of X (default: off)",
     )
     # drop tokens below this fraction of the highest probability; 0 disables the filter
     min_p: float = setting(
         default=0.0,
         ranges=Range("a number between 0 and 1 (0 is off)", 0, 1),
-        help="drop tokens below X times the best probability (default: off)",
+        help="drop tokens below X times the highest probability (default: off)",
     )
     # penalty on tokens that are in the prompt or the completion; 1 disables it
     repetition_penalty: float = setting(
         default=1.0,
         ranges=Range("a finite number above 0 (1 is off)", 0, LARGEST_FLOAT, above=True),
-        help="divide positive and multiply negative logits of tokens that are in prompt or text by X (default: off)",
+        help="divide positive and multiply negative logits of tokens in the prompt or output by X (default: off)",
     )
     # penalty on tokens that are in the completion; 0 disables it
     presence_penalty: float = setting(
         default=0.0,
         ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),
-        help="take X from the logit of every token that is in the new text (default: off)",
+        help="subtract X from the logit of every token that is in the output (default: off)",
     )
     # penalty on a token for each occurrence in the completion; 0 disables it
     frequency_penalty: float = setting(
         default=0.0,
         ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),
-        help="take X from the logit of a token for every time that it is in the new text (default: off)",
+        help="subtract X from the logit of a token for every occurrence in the output (default: off)",
     )
     # seed of the request's random numbers; `make_requests` increments it for each request
     seed: int = setting(
@@ -329,26 +329,26 @@ class RequestSettings:
     max_new_tokens: int = setting(
         default=256,
         ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
-        help="most tokens per prompt (default: 256)",
+        help="maximum number of new tokens per prompt (default: 256)",
     )
     # stop tokens are banned until the completion has this many tokens; stop strings are not
     min_new_tokens: int = setting(
         default=0,
         ranges=Range("a whole number of at least 0 (0 is off)", 0, LARGEST_INT),
-        help="no stop token before N new tokens (default: off)",
+        help="allow stop tokens only after N new tokens (default: off)",
     )
     # True disables relaxed acceptance
     strict: bool = setting(
         default=False,
         per_row=True,
-        help="switch the rule's relaxation off",
+        help="disable the rule's relaxed acceptance",
     )
     # see `Controls.draft_stop`
     draft_stop: float = setting(
         default=math.inf,
         ranges=Range("a number of at least 0 (inf is off)", 0),
-        help="draft nothing after a token where a model, eagle, medusa or dflash is unsure: where the square root of "
-        "its entropy in nats, or a DSpark head's chance of a rejection, is above X (default: inf, which is off)",
+        help="stop drafting after a token at which model, eagle, medusa or dflash is unsure: the square root of the "
+        "draft's entropy in nats, or a DSpark head's rejection probability, is above X (default: inf, which is off)",
     )
 
 
@@ -364,29 +364,29 @@ def _count(name: str, most: int, help: str) -> Setting:
 
 
 BATCH = by_name(
-    _count("batch_size", BATCH_ROWS, "prompts decoded at once (default: 1 to stream, else 8)"),
+    _count("batch_size", BATCH_ROWS, "number of prompts decoded at once (default: 1 if streaming, else 8)"),
     _count(
         "num_draft_tokens",
         DRAFT_TOKENS,
-        "tokens drafted in a row (default: 5, by ngram 8); heads draft a tree, or for rejection a chain as long as "
-        "they can; 3 for a mixture of experts",
+        "length of drafted chains (default: 5, or 8 for ngram; at most 3 for a mixture of experts). By default, heads "
+        "draft a tree, or with rejection the longest chain that they can",
     ),
-    _count("refine_every", 2**16, "with --refine: completions between two updates (default: 32)"),
+    _count("refine_every", 2**16, "with --refine: number of completions between updates (default: 32)"),
     _count(
         "samples",
         SAMPLES,
-        "completions of each prompt, which follow each other; they need a temperature (default: 1)",
+        "number of completions of each prompt, one after another; more than 1 need a temperature (default: 1)",
     ),
     _count(
         "top_log_probs",
         TOP_LOG_PROBS,
-        "with --json or --output: also the target's N most probable tokens in place of every token",
+        "with --json or --output: report the target's N most probable tokens at the position of every token",
     ),
     _count(
         "prefill_chunk",
         2**16,
-        "prompt tokens read at a time, by target and draft model (default: on a CPU 64, or 256 in long buffers; "
-        "elsewhere 512)",
+        "number of prompt tokens that target and draft model read at a time (default: 64 on a CPU, or 256 for long "
+        "buffers; 512 on accelerators)",
     ),
 )
 """The settings of a batch by name."""
