@@ -60,7 +60,7 @@ class Guide:
         return self.tables.classes.shape[1]
 
     def moved(self, states: Array, tokens: Array) -> Array:
-        """Return the states i32[B, P] that follow `states` i32[B, P] after reading `tokens` i32[B, P].
+        """Return the automaton states, i32[B, P], after reading `tokens` i32[B, P] in `states` i32[B, P].
 
         A forbidden token leads to DEAD. Padding (NO_TOKEN) leads to FREE, because no token after it is used.
         """

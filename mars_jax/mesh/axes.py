@@ -170,7 +170,7 @@ def current() -> AbstractMesh | None:
 
 
 def device_kind() -> str:
-    """Return the kind of device for which the current program is traced, under jax's name.
+    """Return the kind of device, as named by jax, for which the current program is traced.
 
     These are the devices of the current mesh, or else the default devices. The devices of an abstract mesh, which
     `plan` uses, need not be on this machine.
@@ -304,7 +304,8 @@ def _spec(x: Array, axes: Axes, mesh: AnyMesh, *, rows: bool = True) -> P:
     def of(name: str | None, size: int) -> tuple[str, ...] | None:
         if name is None or (name == "rows" and not rows):
             return None
-        # Indivisible rows are an error, which `check_rows` raises. Other indivisible axes are replicated.
+        # If the number of rows is not divisible by the number of devices, `check_rows` raises an error. Other axes are
+        # replicated in this case.
         if name == "rows":
             return names_of("data", mesh) or None
         return axes_of(name, size, mesh) or None
@@ -314,7 +315,7 @@ def _spec(x: Array, axes: Axes, mesh: AnyMesh, *, rows: bool = True) -> P:
 
 
 def _hold(x: Array, axes: Axes | None) -> Array:
-    """Constrain an array to the sharding of its logical axes; indivisible dimensions are replicated."""
+    """Constrain an array to the sharding of its logical axes, and replicate all other dimensions."""
     mesh = _ready()
     if not axes or mesh is None or not mesh.auto_axes:
         return x
@@ -322,10 +323,10 @@ def _hold(x: Array, axes: Axes | None) -> Array:
 
 
 def hold_heads(buffer: PyTree) -> PyTree:
-    """Shard the keys or values of a layer, [B, S, K, ...], by heads, or replicate them if the heads are indivisible.
+    """Shard keys or values [B, S, K, ...] by heads, or replicate them if the number of devices does not divide K.
 
-    Without this constraint, XLA would shard indivisible heads over some devices of an axis, and move the whole buffer
-    between devices.
+    Without this constraint, XLA would shard the heads over some of the devices in the second case, and move the whole
+    buffer between devices.
     """
     return jax.tree.map(lambda x: _hold(x, (None, None, "kv_heads")), buffer)
 
@@ -404,8 +405,8 @@ def in_order(axes: Sequence[str]) -> bool:
 
 
 def expert_axes(experts: int, size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the mesh axes that shard the experts in the current trace, and those that shard the hidden units of an
-    expert."""
+    """Return the mesh axes that shard the experts in the current trace, and those that shard an expert's hidden
+    units."""
     mesh = _ready()
     if mesh is None:
         return (), ()
