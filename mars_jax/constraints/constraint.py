@@ -135,7 +135,7 @@ def json_schema(
       compact: True for no spaces after commas and colons.
 
     Raises:
-      MarsError: this is not a schema, or the schema contains a keyword that an automaton cannot enforce.
+      MarsError: the argument is not a schema, or the schema contains a keyword that an automaton cannot enforce.
 
     >>> json_schema({"enum": [1, "a"]}).automaton.matches('"a"')
     True

@@ -64,8 +64,7 @@ def integers(low: int | None, high: int | None) -> Node:
 
 @functools.lru_cache(maxsize=1024)
 def _naturals(low: int, high: int | None) -> Node:
-    """Return the node for the integers from `low` >= 0 to `high`; None allows as many digits as `low` has, at least
-    18."""
+    """Return the node for the integers from `low` >= 0 to `high`; None allows 18 digits, or as many as `low` has."""
     if high is None:
         high = 10 ** max(18, len(str(low))) - 1
     alternatives: list[Node] = []

@@ -1,4 +1,4 @@
-"""Conversion of JSON schemas to automata, which accept the output of `json.dumps` for all values that a schema allows.
+"""Conversion of JSON schemas to automata, which accept JSON in the format of `json.dumps`.
 
 Source: JSON Schema 2020-12, and keywords of earlier drafts with the same meaning. Tested against the package
 `jsonschema` (tests/constraints/test_schema.py).

@@ -26,7 +26,7 @@ def check_path(path: str | os.PathLike[str], shown: str = "the path") -> None:
 
     >>> check_path("runs/a\\0b", "--output")
     Traceback (most recent call last):
-    mars_jax.utils.errors.MarsError: --output 'runs/a\\x00b' contains a NUL character, which no path can contain: remove it.
+    mars_jax.utils.errors.MarsError: --output 'runs/a\\x00b' contains a NUL character, which no path can: remove it.
     """
     text = os.fspath(path)
     quoted_path = f"{shown} '{shortened(text, 80)}'"
@@ -35,7 +35,7 @@ def check_path(path: str | os.PathLike[str], shown: str = "the path") -> None:
     except UnicodeEncodeError:
         raise MarsError(f"{quoted_path} is not valid Unicode: rename the file.") from None
     if b"\0" in path_bytes:
-        raise MarsError(f"{quoted_path} contains a NUL character, which no path can contain: remove it.")
+        raise MarsError(f"{quoted_path} contains a NUL character, which no path can: remove it.")
     if len(path_bytes) > PATH_BYTES or max(map(len, path_bytes.split(b"/"))) > NAME_BYTES:
         raise MarsError(
             f"{quoted_path} is too long: expected at most {PATH_BYTES:,} bytes, and {NAME_BYTES} for each name in it."
