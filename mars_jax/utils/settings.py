@@ -281,7 +281,7 @@ class RequestSettings:
     temperature: float = setting(
         default=0.0,
         ranges=Range("a finite number of at least 0 (0 is greedy)", 0, LARGEST_FLOAT),
-        help="sampling temperature; 0 is greedy (default: 0)",
+        help="sampling temperature, 0 for greedy (default: 0)",
     )
     # sample from this many of the most probable tokens; 0 disables the filter
     top_k: int = setting(
@@ -293,7 +293,7 @@ class RequestSettings:
     top_p: float = setting(
         default=1.0,
         ranges=Range("a number above 0 and at most 1 (1 is off)", 0, 1, above=True),
-        help="sample from the most probable tokens with a total probability of X (default: off)",
+        help="sample from the top X of probability mass (default: off)",
     )
     # drop tokens below this fraction of the highest probability; 0 disables the filter
     min_p: float = setting(
@@ -364,12 +364,12 @@ def _count(name: str, most: int, help: str) -> Setting:
 
 
 BATCH = by_name(
-    _count("batch_size", BATCH_ROWS, "number of prompts decoded at once (default: 1 if streaming, else 8)"),
+    _count("batch_size", BATCH_ROWS, "prompts decoded at once (default: 1 if streaming, else 8)"),
     _count(
         "num_draft_tokens",
         DRAFT_TOKENS,
-        "length of drafted chains (default: 5, or 8 for ngram; at most 3 for a mixture of experts). By default, heads "
-        "draft a tree, or with rejection the longest chain that they can",
+        "length of drafted chains (default: 5, or 8 for ngram); at most 3 by default for a mixture of experts; heads "
+        "draft a tree by default, or with rejection the longest chain that they can",
     ),
     _count("refine_every", 2**16, "with --refine: number of completions between updates (default: 32)"),
     _count(
