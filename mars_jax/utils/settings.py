@@ -293,7 +293,7 @@ class RequestSettings:
     top_p: float = setting(
         default=1.0,
         ranges=Range("a number above 0 and at most 1 (1 is off)", 0, 1, above=True),
-        help="sample from the top X of probability mass (default: off)",
+        help="sample from the top X of probability (default: off)",
     )
     # drop tokens below this fraction of the highest probability; 0 disables the filter
     min_p: float = setting(
@@ -364,7 +364,7 @@ def _count(name: str, most: int, help: str) -> Setting:
 
 
 BATCH = by_name(
-    _count("batch_size", BATCH_ROWS, "prompts decoded at once (default: 1 if streaming, else 8)"),
+    _count("batch_size", BATCH_ROWS, "prompts decoded at once (default: 1 to stream, else 8)"),
     _count(
         "num_draft_tokens",
         DRAFT_TOKENS,
