@@ -1,4 +1,4 @@
-"""Entry point of `python -m mars_jax` and of the console script `mars-jax`."""
+"""Entry point of `python -m mars_jax COMMAND` and of the console script `mars-jax`."""
 
 import os
 import sys
@@ -7,9 +7,9 @@ from mars_jax.cli import quiet, signals
 
 
 def main(*words: str) -> int:
-    """Run the command that the command-line arguments specify, with `words` before them, and return the exit code."""
+    """Run the command line, with these words placed before its arguments, and return the exit code."""
     _reserve()
-    signals.handle()  # before the slow imports, so that Ctrl-C works during them
+    signals.handle()  # imports are slow, and Ctrl-C must work during them
     quiet.quiet()
     quiet.quiet_duplicates()
     # JAX's preemption service would replace our handler of SIGTERM.
