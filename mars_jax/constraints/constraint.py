@@ -132,7 +132,7 @@ def json_schema(
     Args:
       schema: the schema as an object, as JSON, or as the path of a JSON file. Properties are written in the schema's
         order.
-      compact: True for no spaces after commas and colons.
+      compact: if True, spaces after commas and colons are not allowed.
 
     Raises:
       MarsError: the argument is not a schema, or the schema contains a keyword that an automaton cannot enforce.

@@ -128,7 +128,7 @@ def schema_automaton(schema: object, *, compact: bool = False) -> Automaton:
 
     Args:
       schema: a schema from `parsed`.
-      compact: True for no spaces after commas and colons, as in `json.dumps(..., separators=(",", ":"))`.
+      compact: if True, spaces after commas and colons are not allowed, as in `json.dumps(..., separators=(",", ":"))`.
 
     Raises:
       MarsError: a part of the schema is invalid or cannot be enforced. The message contains its location.

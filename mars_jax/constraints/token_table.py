@@ -79,7 +79,8 @@ def token_table(automaton: Automaton, vocabulary: Vocabulary) -> TokenTable:
 
 
 def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
-    """Return the next states u16[S, C], and the class of every token, u16[V]."""
+    """Compute the next state of every state for each class of tokens, u16[S, C], and the class of every token,
+    u16[V]."""
     num_states, num_classes = automaton.next.shape
     byte_next = np.ascontiguousarray(automaton.next.T).astype(np.uint16)  # [K, S]
     token_bytes, lengths = vocabulary.bytes_and_lengths

@@ -83,7 +83,7 @@ class Vocabulary:
 
 @functools.cache
 def _alphabet() -> dict[str, int]:
-    """Return the map of GPT-2 from the characters of a byte-level vocabulary to bytes."""
+    """Return the map from characters to bytes that byte-level vocabularies use, as defined by GPT-2."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode  # slow to import
 
     return {character: byte for byte, character in bytes_to_unicode().items()}

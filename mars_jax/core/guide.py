@@ -52,7 +52,7 @@ class Guide:
     tables: Tables
     group: Array  # i32[B]; row of `Tables.classes`
     state: Array  # i32[B]; the state after the last committed token
-    stop_tokens: Array  # i32[B, M]; allowed in accepting states, and lead to FREE
+    stop_tokens: Array  # i32[B, M]; stop tokens, which accepting states allow and which lead to FREE
 
     @property
     def vocab(self) -> int:
