@@ -61,7 +61,8 @@ if TYPE_CHECKING:  # `as` marks a name as exported
     sharding = _shardings
 
 
-# Public names by the module that defines them. They load on first use, so that `import mars_jax` stays light.
+# Public names by defining module. A module is imported when one of its names is first used, so that `import mars_jax`
+# is fast.
 _NAMES = {
     "core.controls": ("make_controls",),
     "core.decode": ("run", "stream"),
@@ -94,7 +95,7 @@ _MODULES = {
 __all__ = sorted([*_HOME, *_MODULES])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-if not TYPE_CHECKING:  # with `__getattr__` a type checker would accept any name
+if not TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any name
 
     def __getattr__(name: str):
         if name in _HOME:

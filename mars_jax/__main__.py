@@ -15,7 +15,7 @@ def main(*words: str) -> int:
     signals.handle()  # imports are slow, and Ctrl-C must work during them
     quiet.quiet()
     quiet.quiet_duplicates()
-    # JAX's preemption service would replace the handler of SIGTERM.
+    # JAX's preemption service would replace our handler of SIGTERM.
     os.environ.setdefault("JAX_ENABLE_PREEMPTION_SERVICE", "false")
     from mars_jax.cli import commands
 
@@ -23,14 +23,14 @@ def main(*words: str) -> int:
 
 
 def _reserve() -> None:
-    """Open /dev/null for each closed stdin, stdout or stderr; otherwise another file would take over its number."""
+    """Open /dev/null in place of a closed stdin, stdout or stderr, so that no other file gets its descriptor."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     if sys.stdin is None:
         sys.stdin = open(0)  # noqa: SIM115
     if sys.stdout is None:
-        # Writing to a read-only file is an error, so output is not lost silently.
+        # Open stdout read-only, so that writing raises an error and output is not lost silently.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
         sys.stdout = open(1, "w")  # noqa: SIM115
     if sys.stderr is None:

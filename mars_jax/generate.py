@@ -1,7 +1,7 @@
-"""`python -m mars_jax.generate`: continue prompts from the command line.
+"""Entry point of `python -m mars_jax.generate`, which completes prompts from the command line.
 
-This module has the same name as the function `mars_jax.generate`, and importing it replaces the function in the
-package. The module is therefore callable and acts as that function.
+This module has the same name as the function `mars_jax.generate`, and importing the module replaces the function in the
+package. The module is therefore callable and behaves like the function.
 """
 
 import sys

@@ -1,7 +1,8 @@
-"""Constraints on a completion: patterns, JSON schemas, choices, allow lists; and spans that limit relaxation.
+"""Constraints on completions (patterns, JSON schemas, choices, allowed tokens), and spans that limit relaxation.
 
-A constraint does not depend on a model. `compiled` compiles constraints for a vocabulary into tables, which the step
-reads on the device; see `core.guide`. `spans` define the parts of a completion that a lossy rule may relax.
+A constraint does not depend on a model. `compiled` compiles constraints to tables for a vocabulary, which the decoding
+step reads on the device; see `core.guide`. The module `spans` defines the parts of a completion in which a lossy rule
+may relax.
 
 >>> from mars_jax import constraints
 >>> constraints.regex(r"-?[0-9]+").automaton.matches("-12")
@@ -33,10 +34,11 @@ __all__ = [
     "vocabulary",
 ]
 
-# Imported on first access, because their modules import jax, which checking a flag does not need.
+# These names are imported when they are first used, because their modules import jax, which is not needed to check
+# flags.
 _HOME = {"GuideRows": "core.types", "GuideTables": "core.types", "compiled": "constraints.batch_tables"}
 
-if not TYPE_CHECKING:  # with a module `__getattr__` a type checker accepts any name
+if not TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any name
 
     def __getattr__(name: str):
         if name not in _HOME:

@@ -1,11 +1,11 @@
-"""Compilation of nodes to a deterministic automaton over UTF-8 bytes, minimised if that is cheap.
+"""Compilation of regular expressions, given as nodes, to deterministic automata over UTF-8 bytes.
 
-S states; state 0 is dead and state 1 is the initial state. Oracle: `re.fullmatch`
-(tests/constraints/test_automaton.py).
+State 0 is dead, and state 1 is the initial state. Small automata are minimised. Dimensions: S states, K byte classes.
+Tested against `re.fullmatch` (tests/constraints/test_automaton.py).
 
-Sources: Thompson's construction, the subset construction, and Moore's minimisation, as in Hopcroft, Motwani and
-Ullman, "Introduction to Automata Theory", chapters 3 and 4; ranges of UTF-8 as in Russ Cox, "Regular Expression
-Matching in the Wild".
+Sources: Thompson's construction, the subset construction and Moore's minimisation as in Hopcroft, Motwani and Ullman,
+"Introduction to Automata Theory", chapters 3 and 4. UTF-8 ranges as in Russ Cox, "Regular Expression Matching in the
+Wild".
 """
 
 from __future__ import annotations
@@ -20,48 +20,49 @@ from mars_jax.utils.errors import MarsError
 
 DEAD, FIRST = 0, 1
 MOST_STATES = 32_000
-"""Maximum states of an automaton: state numbers are u16, and all constraints of a batch share them."""
+"""Maximum number of states of an automaton. State numbers are u16, and all constraints of a batch share these
+numbers."""
 _MOST_STEPS = 5_000_000
-"""Maximum steps of the subset construction, which also bounds the total size of the sets."""
+"""Maximum number of steps of the subset construction. It also limits the total size of the subsets."""
 _MINIMISED = 6_000
 _ROUNDS = 400
 
 Bytes = tuple[tuple[int, int], ...]
-"""A sequence of byte ranges, one for each byte."""
+"""Ranges (lowest, highest) of consecutive bytes, one range per byte."""
 
 
 class Automaton(NamedTuple):
-    """A deterministic automaton over bytes. `next[DEAD]` is DEAD; every other state can reach an accepting state."""
+    """A deterministic automaton over bytes. An accepting state can be reached from every state except DEAD."""
 
-    next: np.ndarray  # i32[S, K]; next state by byte class
-    classes: np.ndarray  # u8[256]; class of every byte
-    accepting: np.ndarray  # bool[S]
+    next: np.ndarray  # i32[S, K]; next state for each class of bytes
+    classes: np.ndarray  # u8[256]; class of each byte
+    accepting: np.ndarray  # bool[S]; True if the text may end in this state
 
     def run(self, data: bytes, state: int = FIRST) -> int:
-        """Return the state after these bytes."""
+        """Return the state after reading some bytes."""
         for byte in data:
             state = int(self.next[state, self.classes[byte]])
         return state
 
     def matches(self, text: str) -> bool:
-        """Return whether the automaton accepts the whole text."""
+        """Return True if the automaton accepts the whole text."""
         return bool(self.accepting[self.run(text.encode())])
 
     def begins(self, data: bytes) -> bool:
-        """Return whether some accepted text begins with these bytes."""
+        """Return True if some accepted text begins with these bytes."""
         return self.run(data) != DEAD
 
 
 @functools.lru_cache(maxsize=4096)
 def utf8(ranges: Ranges) -> tuple[Bytes, ...]:
-    """Return the UTF-8 encodings of code points as sequences of byte ranges.
+    """Return the UTF-8 encodings of ranges of code points, as sequences of byte ranges.
 
     >>> utf8(((97, 122), (0x7f, 0x80)))
     (((97, 122),), ((127, 127),), ((194, 194), (128, 128)))
     """
     sequences: list[Bytes] = []
     for low, high in ranges:
-        # A character takes one to four bytes. Divide each range where this number changes.
+        # A character has one to four bytes. Split each range at the code points at which this number changes.
         for length_low, length_high in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):
             if max(low, length_low) <= min(high, length_high):
                 sequences += _split(chr(max(low, length_low)).encode(), chr(min(high, length_high)).encode())
@@ -69,25 +70,26 @@ def utf8(ranges: Ranges) -> tuple[Bytes, ...]:
 
 
 def _split(low: bytes, high: bytes) -> list[Bytes]:
-    """Return byte-range sequences for all encodings from `low` to `high`, which have equal lengths."""
+    """Return sequences of byte ranges for all encodings from `low` to `high`, which must have the same length."""
     lowest, highest = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
-    # All continuation bytes are free: one sequence covers the range.
+    # If all values of the continuation bytes are included, one sequence is sufficient.
     if low[1:] == lowest and high[1:] == highest:
         return [((low[0], high[0]), *(((0x80, 0xBF),) * len(lowest)))]
     if low[0] == high[0]:
         return [((low[0], low[0]), *suffix) for suffix in _split(low[1:], high[1:])]
-    # Divide at a lead byte: the first part ends with the highest continuation bytes, the second begins with the lowest.
+    # Split at a lead byte. The first part ends with the highest continuation bytes, and the second begins with the
+    # lowest.
     last_lead = high[0] - 1 if low[1:] == lowest else low[0]
     return [*_split(low, bytes([last_lead]) + highest), *_split(bytes([last_lead + 1]) + lowest, high)]
 
 
 class _Pieces:
-    """A nondeterministic automaton under construction."""
+    """A nondeterministic automaton that is built from nodes."""
 
     def __init__(self):
         self._budget = WorkBudget()
-        self.free: list[list[int]] = []  # epsilon steps
-        self.byte: list[list[tuple[int, int, int]]] = []  # (low, high, to)
+        self.free: list[list[int]] = []  # epsilon transitions of each state
+        self.byte: list[list[tuple[int, int, int]]] = []  # (lowest byte, highest byte, next state)
 
     def state(self) -> int:
         self._budget.spend(1)
@@ -96,10 +98,10 @@ class _Pieces:
         return len(self.free) - 1
 
     def add(self, node: Node, start: int) -> int:
-        """Add a node that begins in `start`; return the state in which it ends."""
+        """Add the states of a node that begins in the state `start`, and return the state in which the node ends."""
         if isinstance(node, Chars):
             end = self.state()
-            # Sequences with the same suffix share the states of that suffix.
+            # Byte sequences with the same suffix share the states of this suffix.
             suffix_ends: dict[Bytes, int] = {(): end}
             for sequence in utf8(node.ranges):
                 self._tail(sequence, start, suffix_ends)
@@ -111,7 +113,8 @@ class _Pieces:
         if isinstance(node, Either):
             end = self.state()
             for part in node.parts:
-                # A branch begins in a separate state, so that a loop in it does not lead into the other branches.
+                # Each branch begins in a separate state, so that a loop in one branch does not lead to the other
+                # branches.
                 begin = self.state()
                 self.free[start].append(begin)
                 self.free[self.add(part, begin)].append(end)
@@ -121,19 +124,19 @@ class _Pieces:
 
     def _repeat(self, node: Repeat, start: int) -> int:
         if not _is_nonempty(node.part):
-            return start  # repetitions of the empty string need no states
+            return start  # repeating the empty string needs no states
         for _ in range(node.least):
             start = self.add(node.part, start)
         if node.most is None:
             loop = self.state()
             self.free[start].append(loop)
             self.free[self.add(node.part, loop)].append(loop)
-            # Leave the loop through a separate state, so that no later node can lead back into it.
+            # Leave the loop through a separate state, so that later nodes cannot lead back into the loop.
             end = self.state()
             self.free[loop].append(end)
             return end
         end = self.state()
-        # Each of these repetitions can be skipped by a step from its start to the end.
+        # Each optional repetition can be skipped with a transition from its start to the end.
         for _ in range(node.most - node.least):
             self.free[start].append(end)
             start = self.add(node.part, start)
@@ -150,7 +153,7 @@ class _Pieces:
 
 
 def _is_nonempty(node: Node) -> bool:
-    """Return whether a node is anything but the empty string. Repeating the empty string leaves it empty.
+    """Return True unless a node matches only the empty string.
 
     >>> _is_nonempty(Repeat(Sequence(()), 9, None)), _is_nonempty(Either(()))
     (False, True)
@@ -163,7 +166,7 @@ def _is_nonempty(node: Node) -> bool:
 
 
 def automaton(node: Node) -> Automaton:
-    """Return the deterministic automaton for a node.
+    """Compile a node to a deterministic automaton.
 
     Raises:
       TooLarge: the automaton has too many states.
@@ -177,7 +180,7 @@ def automaton(node: Node) -> Automaton:
     pieces = _Pieces()
     start_state = pieces.state()
     end_state = pieces.add(node, start_state)
-    # Bytes between two neighbouring ends of ranges lead from every state to the same states: they form one class.
+    # All bytes between two neighbouring ends of ranges lead to the same states, so they form one class.
     range_ends = {0, 256}
     for byte_steps in pieces.byte:
         for low, high, _ in byte_steps:
@@ -190,7 +193,7 @@ def automaton(node: Node) -> Automaton:
 def _subsets(
     pieces: _Pieces, first: int, last: int, classes: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Run the subset construction: return next i32[S, K] and accepting bool[S]."""
+    """Run the subset construction, and return the transitions i32[S, K] and the accepting states bool[S]."""
     class_steps = [
         [(int(classes[low]), int(classes[high]) + 1, to) for low, high, to in steps] for steps in pieces.byte
     ]
@@ -198,7 +201,7 @@ def _subsets(
     budget = WorkBudget(_MOST_STEPS, "steps from state to state")
 
     def closed(states: frozenset[int]) -> frozenset[int]:
-        """Return the epsilon closure of `states`, reduced to `last` and the states with byte steps."""
+        """Return the epsilon closure of some states, without states that have no byte transitions, except `last`."""
         reached_states, todo = set(states), list(states)
         while todo:
             for next_state in pieces.free[todo.pop()]:
@@ -209,9 +212,9 @@ def _subsets(
         return frozenset(s for s in reached_states if class_steps[s] or s == last)
 
     start_set = closed(frozenset([first]))
-    # A constraint that matches nothing has an empty start, which is DEAD.
+    # If a constraint matches nothing, its initial set is empty, which is the state DEAD.
     set_ids = {start_set: FIRST, frozenset(): DEAD}
-    state_of: dict[frozenset[int], int] = {}  # numbers of closed sets, by the set before its closure
+    state_of: dict[frozenset[int], int] = {}  # state number of each set's closure, by the set
     todo = [start_set]
     next_rows = [[DEAD] * count, [DEAD] * count]
     accepting = [False, last in start_set]
@@ -241,20 +244,20 @@ def _subsets(
 
 
 def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Automaton:
-    """Remove states that cannot reach acceptance; merge equivalent states and equivalent byte classes."""
+    """Remove states that cannot reach an accepting state, and merge equivalent states and equivalent byte classes."""
     alive = living(next, accepting)
     if not alive[FIRST]:
         raise MarsError("the constraint matches no text at all: correct it.")
     next = np.where(alive[next], next, DEAD)
     next[~alive] = DEAD
     labels = _alike(next, accepting, alive)
-    # The first state of each label represents it. Labels are numbered in the order of these states, so that states 0
-    # and 1 keep their numbers.
+    # The first state with each label represents all states with this label. Number the labels in the order of these
+    # states, so that states 0 and 1 keep their numbers.
     _, first_states, labels = np.unique(labels, return_index=True, return_inverse=True)
     label_order = np.argsort(first_states)
     representatives = first_states[label_order]
     merged_next = np.argsort(label_order)[labels.reshape(-1)[next[representatives]]]
-    # Byte classes with equal columns lead every state to the same states.
+    # Byte classes with equal columns are equivalent.
     class_columns, column_of_class = np.unique(merged_next, axis=1, return_inverse=True)
     return Automaton(
         next=class_columns.astype(np.int32),
@@ -264,8 +267,8 @@ def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Au
 
 
 def living(next: np.ndarray, accepting: np.ndarray) -> np.ndarray:
-    """Return bool[S]: the states that can reach an accepting state."""
-    # Search backwards from the accepting states, over edges sorted by their targets.
+    """Return bool[S], True for states from which an accepting state can be reached."""
+    # Search backwards from the accepting states, along transitions that are sorted by their targets.
     alive = accepting.copy()
     sources, targets = np.repeat(np.arange(len(next)), next.shape[1]), next.reshape(-1)
     by_target = np.argsort(targets, kind="stable")
@@ -282,21 +285,21 @@ def living(next: np.ndarray, accepting: np.ndarray) -> np.ndarray:
 
 
 def _alike(next: np.ndarray, accepting: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """Return labels i64[S], equal for equivalent states if they are cheap to find."""
+    """Return labels i64[S], which are equal for equivalent states if the automaton is small."""
     state_labels = np.where(alive, np.arange(len(next)), DEAD)
     if len(next) > _MINIMISED:
         return state_labels
-    # Three labels at first: 0 for dead states, 2 for accepting ones, 1 for all others.
+    # Start with three labels: 0 for dead states, 2 for accepting states and 1 for all others.
     labels = accepting.astype(np.int64) + alive
     num_labels = len(np.unique(labels))
     for _ in range(_ROUNDS):
-        # Two states remain equivalent if their labels and the labels of their next states are equal. The keys are
-        # compared as bytes, which is faster than `np.unique` over an axis.
+        # Two states remain equivalent if their labels and the labels of their next states are equal. Compare the keys
+        # as bytes, which is faster than `np.unique` over an axis.
         keys = np.concatenate([labels[:, None], labels[next]], axis=1).astype(np.int32)
         key_bytes = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1] * 4))).reshape(-1)
         labels = np.unique(key_bytes, return_inverse=True)[1].reshape(-1)
         if (new_num_labels := int(labels.max()) + 1) == num_labels:
             return labels
         num_labels = new_num_labels
-    # States with one label may still differ after the last round, so each living state keeps its own label.
+    # States with the same label may still differ after the last round, so use a separate label for each state.
     return state_labels

@@ -1,7 +1,8 @@
-"""Joined tables of a batch's constraints, in the form that the step reads. Oracle: tests/core/test_guide.py.
+"""Construction of the tables that the decoding step reads, from the constraints of a batch.
 
-S states, C classes, G groups, R bit rows, W words, V vocabulary. Sizes grow in powers of two, so that different
-constraints of similar sizes do not trigger recompilation of the step.
+The sizes of the tables are rounded up to powers of two, so that different constraints of similar sizes do not trigger
+recompilation of the step. Dimensions: S states, C classes, G groups, R bit rows, W words, V vocabulary. Tests:
+tests/core/test_guide.py.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from mars_jax.core.guide import BITS, DEAD, FREE
 from mars_jax.core.types import NO_TOKEN, Tables, Tracked
 
 MOST_BYTES = 1 << 30
-"""Maximum bytes per device for the token masks of a batch's constraints."""
+"""Maximum size in bytes, on each device, of the token masks of a batch's constraints."""
 
 
 class Compiled(NamedTuple):
-    """Constraints in the form that the step reads."""
+    """Constraints compiled to tables that the decoding step reads."""
 
     tables: Tables  # for `Params.guides`
-    starts: dict[Hashable, tuple[int, int]]  # first state and group of each table, by constraint or other key
+    starts: dict[Hashable, tuple[int, int]]  # initial state and group by constraint or other key
 
     def rows(self, keys: Sequence[Hashable], states: Sequence[int] | None = None) -> Tracked:
-        """Return the initial states of a batch's rows.
+        """Return the initial states and groups of a batch's rows, for `Controls.guides`.
 
         Args:
-          keys: for each row, a constraint or another key of `starts`; None: no constraint.
-          states: for each row, the state of its table in which it begins; default: the initial state.
+          keys: for each row, a constraint or another key of `starts`, or None for no constraint.
+          states: for each row, the state of its own table in which the row begins. Default: the initial state.
         """
         start_states, row_groups = np.full(len(keys), FREE, np.int32), np.zeros(len(keys), np.int32)
         for row, key in enumerate(keys):
@@ -49,14 +50,14 @@ class Compiled(NamedTuple):
 
 
 def compiled(constraints: Sequence[Constraint | None], vocabulary: Vocabulary) -> Compiled:
-    """Compile each distinct constraint once and join the tables.
+    """Compile each distinct constraint once, and join their tables into one.
 
     Args:
-      constraints: one per row; None: a row without a constraint.
-      vocabulary: vocabulary of the model's tokenizer.
+      constraints: one constraint per row, or None for a row without a constraint.
+      vocabulary: the vocabulary of the model's tokenizer.
 
     Raises:
-      MarsError: as for `Constraint.table`, or the tables together are too large.
+      MarsError: a constraint has no table (see `Constraint.table`), or all tables together are too large.
 
     >>> voc = Vocabulary(tokens=(None, b"a", b"b", b"ab"))
     >>> made = compiled([Constraint("regex", "ab+"), None], voc)
@@ -74,10 +75,10 @@ def _compiled(constraints: tuple[Constraint, ...], vocabulary: Vocabulary) -> Co
 
 
 def join_tables(tables: Mapping[Hashable, TokenTable], vocab: int) -> Compiled:
-    """Join several tables into one. State 0 of each table becomes DEAD; the others are numbered consecutively.
+    """Join several tables into one. State 0 of each table becomes DEAD, and the other states are renumbered.
 
     Raises:
-      MarsError: the tables together are too large.
+      MarsError: all tables together are too large.
     """
     num_states = 2 + sum(len(t.next) - 1 for t in tables.values())
     if num_states > 1 << 16:
@@ -86,14 +87,14 @@ def join_tables(tables: Mapping[Hashable, TokenTable], vocab: int) -> Compiled:
     padded_classes = _bucket(max((t.next.shape[1] for t in tables.values()), default=1), 32)
     padded_groups = _bucket(len(tables) + 1, 4)
     next = np.full((padded_states, padded_classes), DEAD, np.uint16)
-    # Rows without a constraint stay in the state FREE, of group 0.
+    # Rows without a constraint stay in the state FREE and use group 0.
     next[FREE] = FREE
     classes = np.zeros((padded_groups, vocab), np.uint16)
     row_of_state = np.zeros(padded_states, np.int32)
     accepting, closed, strict = (np.zeros(padded_states, bool) for _ in range(3))
     forced = np.full(padded_states, NO_TOKEN, np.int32)
     accepting[FREE] = True
-    bit_rows = {_bit_row(np.ones(vocab, bool)): 0}  # numbers of distinct rows; row 0 allows every token
+    bit_rows = {_bit_row(np.ones(vocab, bool)): 0}  # index of each distinct bit row; row 0 allows every token
     starts: dict[Hashable, tuple[int, int]] = {}
     offset = 2
     for group, (key, table) in enumerate(tables.items(), start=1):
@@ -106,7 +107,7 @@ def join_tables(tables: Mapping[Hashable, TokenTable], vocab: int) -> Compiled:
         accepting[state_slice] = table.accepting[1:]
         strict[state_slice] = table.strict[1:]
         forced[state_slice] = table.forced[1:]
-        # A closed state accepts the text so far and allows no further token, so the row ends.
+        # In a closed state the output may end and no further token is allowed, so the row ends.
         closed[state_slice] = (table.accepting & ~table.allowed.any(axis=1))[1:]
         # States with the same allowed tokens share a row of bits.
         patterns, pattern_of_state = np.unique(table.allowed[1:], axis=0, return_inverse=True)
@@ -140,7 +141,7 @@ def _bucket(count: int, least: int) -> int:
 
 
 def _bit_row(allowed: np.ndarray) -> bytes:
-    """Return a row bool[V] as bits: bit k of word j is token k W + j."""
+    """Pack a row bool[V] of token flags into bits, where bit k of word j represents token k W + j."""
     width = math.ceil(len(allowed) / BITS)
     padded_allowed = np.zeros(BITS * width, bool)
     padded_allowed[: len(allowed)] = allowed

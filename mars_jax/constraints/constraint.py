@@ -1,4 +1,4 @@
-"""Output constraints, independent of the model. Oracle: `re` and `jsonschema`."""
+"""Output constraints that do not depend on a model. Tested against `re` and `jsonschema`."""
 
 from __future__ import annotations
 
@@ -25,37 +25,38 @@ from mars_jax.utils.types import JsonObject
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-    """A constraint on a completion; see `regex`, `json_schema`, `choice` and `tokens`. Hashable."""
+    """A hashable constraint on a completion, created by `regex`, `json_schema`, `choice` or `tokens`."""
 
     kind: str
-    content: Any  # a string, or a tuple of strings or of token ids, depending on `kind`
+    content: Any  # a string, a tuple of strings or a tuple of token ids, depending on `kind`
     compact: bool = False
-    # Lossy rules may also relax constrained tokens. Not compared, because tables do not depend on it.
+    # True if lossy rules may relax constrained tokens. Ignored in comparisons, because tables do not depend on it.
     relax: bool = dataclasses.field(default=False, compare=False)
 
     def relaxed(self) -> Constraint:
-        """Return the constraint with relaxing enabled: the structure of a completion is kept, its values may change."""
+        """Return a copy that lets lossy rules relax constrained tokens. The output still satisfies the constraint."""
         return dataclasses.replace(self, relax=True)
 
     @property
     def automaton(self) -> Automaton:
-        """Automaton over the bytes of a completion; a `tokens` constraint has no automaton.
+        """The automaton over the bytes of a completion. Constraints of the kind `tokens` have no automaton.
 
         Raises:
-          MarsError: as for its factory.
+          MarsError: the constraint is invalid, as described at the function that creates it, or its kind is `tokens`.
         """
         return _automaton(self)
 
     def table(self, vocabulary: Vocabulary) -> TokenTable:
-        """Return the table for a vocabulary.
+        """Compile the constraint to a table for a vocabulary.
 
         Raises:
-          MarsError: these tokens cannot spell any text that the constraint allows, or its table would be too large.
+          MarsError: the tokens of the vocabulary cannot spell any text that the constraint allows, or the table would
+            be too large.
         """
         return _table(self, vocabulary)
 
     def as_json(self) -> JsonObject:
-        """Return the constraint for reports, under the name that prompts files use."""
+        """Return the constraint as JSON for reports, under its key in prompts files."""
         content = self.content
         if self.kind == "json_schema":
             content = json.loads(content)
@@ -89,7 +90,7 @@ def _allow_list(ids: tuple[int, ...], size: int) -> TokenTable:
         raise MarsError(f"the constraint allows the token {bad_ids[0]}, and there are {size}: leave it out.")
     token_classes = np.zeros(size, np.uint16)
     token_classes[list(ids)] = 1
-    # State 0 is dead. State 1 accepts, and allowed tokens (class 1) stay in it.
+    # State 0 is dead. State 1 is accepting, and the allowed tokens (class 1) do not leave it.
     return TokenTable(
         next=np.asarray([[0, 0], [0, FIRST]], np.uint16),
         classes=token_classes,
@@ -100,19 +101,21 @@ def _allow_list(ids: tuple[int, ...], size: int) -> TokenTable:
 
 
 def _checked(constraint: Constraint) -> Constraint:
-    """Return the constraint after building its automaton, so that errors are raised when the constraint is created."""
+    """Return the constraint after building its automaton, so that errors are raised when a constraint is created."""
     constraint.automaton  # noqa: B018
     return constraint
 
 
 def regex(pattern: str) -> Constraint:
-    """Allow completions that match a regular expression as a whole, as in `re.fullmatch`.
+    """Return a constraint that allows only completions that fully match a regular expression, as `re.fullmatch` does.
 
     Args:
-      pattern: pattern in the syntax of Python's `re`, without look-around, back-references or inner anchors.
+      pattern: pattern in the syntax of Python's `re`. It must not contain look-around, back-references or inner
+        anchors.
 
     Raises:
-      MarsError: not a regular expression, an unsupported construct, or an automaton that would be too large.
+      MarsError: the pattern is not a regular expression, contains an unsupported construct, or needs an automaton that
+        is too large.
 
     >>> regex(r"[0-9]{4}-[0-9]{2}").automaton.matches("2026-11")
     True
@@ -124,21 +127,22 @@ def regex(pattern: str) -> Constraint:
 def json_schema(
     schema: Mapping[str, object] | str | os.PathLike[str], *, compact: bool = False
 ) -> Constraint:
-    """Allow JSON values that match a schema, as `json.dumps` writes them, with properties in the schema's order.
+    """Return a constraint that allows only JSON values that match a schema, in the format of `json.dumps`.
 
     Args:
-      schema: an object, its JSON, or the path of a file that contains the JSON.
-      compact: write no spaces after commas and colons.
+      schema: the schema as an object, as JSON, or as the path of a JSON file. Properties are written in the schema's
+        order.
+      compact: if True, spaces after commas and colons are not allowed.
 
     Raises:
-      MarsError: not a schema, or a schema with a keyword that an automaton cannot enforce.
+      MarsError: the argument is not a schema, or the schema contains a keyword that an automaton cannot enforce.
 
     >>> json_schema({"enum": [1, "a"]}).automaton.matches('"a"')
     True
     """
     is_text = isinstance(schema, str | os.PathLike)
     schema_text = os.fspath(schema) if is_text else _written(schema)
-    # The JSON of a schema begins with a brace, or is `true`. Any other string is a path.
+    # The JSON of a schema is `true` or begins with a brace. Every other string is a path.
     if is_text and not schema_text.lstrip().startswith("{") and schema_text.strip() != "true":
         try:
             schema_text = read_text(schema_text, JSON_BYTES)
@@ -156,7 +160,7 @@ def json_schema(
 def _written(schema: object) -> str:
     try:
         return json.dumps(schema, allow_nan=False)
-    # The object is not JSON, or it contains a number without a JSON form, such as NaN.
+    # The object is not JSON, or it contains a number that JSON cannot represent, such as NaN.
     except (TypeError, ValueError) as error:
         raise MarsError(f"the schema cannot be written as JSON ({error}): correct it.") from None
     except RecursionError:
@@ -164,7 +168,7 @@ def _written(schema: object) -> str:
 
 
 def _listed(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the entries of an iterable; () for any other value, including an array without axes."""
+    """Return the entries of an iterable, or () for any other value, such as an array without dimensions."""
     try:
         return tuple(values)
     except TypeError:
@@ -172,10 +176,10 @@ def _listed(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def choice(texts: Iterable[str]) -> Constraint:
-    """Allow exactly one of these strings.
+    """Return a constraint that allows only these strings.
 
     Raises:
-      MarsError: there are no strings, one is empty or not valid Unicode, or there are too many.
+      MarsError: there are no strings or too many, or a string is empty or not valid Unicode.
 
     >>> choice(["yes", "no"]).automaton.matches("no")
     True
@@ -187,10 +191,10 @@ def choice(texts: Iterable[str]) -> Constraint:
 
 
 def tokens(ids: Iterable[int]) -> Constraint:
-    """Allow any number of these tokens and no others; stop tokens end the completion as usual.
+    """Return a constraint that allows only these tokens, any number of times. Stop tokens end the completion as usual.
 
     Raises:
-      MarsError: there are no tokens, or one is not a token id.
+      MarsError: there are no tokens, or an entry is not a token id.
 
     >>> tokens([5, 7]).content
     (5, 7)
@@ -215,10 +219,10 @@ KINDS = tuple(_FACTORIES)
 
 
 def from_fields(fields: Mapping[str, object]) -> Constraint | None:
-    """Return the constraint that named values, such as a request's fields, define: at most one of `KINDS`.
+    """Return the constraint that the fields of a request define, or None. At most one field may be in `KINDS`.
 
     Raises:
-      MarsError: two constraints are given, or as for the factory.
+      MarsError: the fields define two constraints, or an invalid constraint.
 
     >>> from_fields({"regex": "a+"}).kind, from_fields({})
     ('regex', None)
@@ -226,5 +230,7 @@ def from_fields(fields: Mapping[str, object]) -> Constraint | None:
     check_type("the constraints", fields, Mapping, "values by name")
     kinds = [kind for kind in KINDS if fields.get(kind) is not None]
     if len(kinds) > 1:
-        raise MarsError(f"{kinds[0]} and {kinds[1]} are both given: a text follows one, so leave one out.")
+        raise MarsError(
+            f"{kinds[0]} and {kinds[1]} are both given: a completion has only one, so remove one."
+        )
     return next((_FACTORIES[kind](fields[kind]) for kind in kinds), None)

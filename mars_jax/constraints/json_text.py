@@ -1,6 +1,6 @@
-"""JSON values as nodes, in the form that `json.dumps` writes, with number bounds and string formats.
+"""Nodes for JSON values in the format of `json.dumps`, with bounds of numbers and formats of strings.
 
-Oracle: `json` and `jsonschema` (tests/constraints/test_schema.py).
+Tested against `json` and `jsonschema` (tests/constraints/test_schema.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from mars_jax.constraints import nodes
 from mars_jax.constraints.nodes import Chars, Either, Node, Repeat, ranges_of, sequence, text
 from mars_jax.constraints.pattern import parse_pattern
 
-# Allow \u with four digits, except surrogates: JSON counts a surrogate pair as one character, a pattern as two.
+# Allow \u with four digits except for surrogates, because JSON counts a surrogate pair as one character but a pattern
+# would count two.
 _CHARACTER = parse_pattern(
     r'[^\x00-\x1f"\\]|\\["\\/bfnrt]|\\u([0-9a-cA-CefEF][0-9a-fA-F]|[dD][0-7])[0-9a-fA-F]{2}'
 )
@@ -34,28 +35,28 @@ FORMATS = {
     "ipv4": rf"({_OCTET}\.){{3}}{_OCTET}",
     "email": r"[a-z0-9._+\-]{1,40}@[a-z0-9]([a-z0-9\-]{0,30}[a-z0-9])?(\.[a-z]{2,12}){1,3}",
 }
-"""Patterns of string formats by JSON Schema name."""
+"""Regular expressions of string formats, by their names in JSON Schema."""
 
 
 def string(least: int = 0, most: int | None = None) -> Node:
-    """Return the node for a string of `least` to `most` characters; None means no bound."""
+    """Return the node for a JSON string of `least` to `most` characters; None sets no maximum."""
     return sequence(text('"'), Repeat(_CHARACTER, least, most), text('"'))
 
 
 def integers(low: int | None, high: int | None) -> Node:
-    """Return the node for whole numbers from `low` to `high`, as JSON writes them; None means no bound.
+    """Return the node for the integers from `low` to `high` in JSON; None means no limit.
 
     >>> from mars_jax.constraints.automaton import automaton
     >>> made = automaton(integers(-3, 120))
     >>> [n for n in range(-200, 200) if made.matches(str(n))] == list(range(-3, 121))
     True
     """
-    # A negative number is a minus sign and its absolute value, which is at most -low.
+    # A negative number consists of a minus sign and its absolute value, which is at most -low.
     alternatives: list[Node] = []
     if high is None or high >= 0:
         alternatives.append(_naturals(max(low or 0, 0), high))
     if low is None or low < 0:
-        # Leave out -0: the absolute value is at least 1, or at least -high if `high` is negative.
+        # Exclude -0: the absolute value is at least 1, or at least -high if `high` is negative.
         min_absolute = max(1, -(high or 0))
         alternatives.append(sequence(text("-"), _naturals(min_absolute, low and -low)))
     return Either(tuple(alternatives))
@@ -63,7 +64,7 @@ def integers(low: int | None, high: int | None) -> Node:
 
 @functools.lru_cache(maxsize=1024)
 def _naturals(low: int, high: int | None) -> Node:
-    """Return the node for whole numbers from `low` >= 0 to `high`; None allows 18 digits, or more if `low` has more."""
+    """Return the node for the integers from `low` >= 0 to `high`; None allows 18 digits, or as many as `low` has."""
     if high is None:
         high = 10 ** max(18, len(str(low))) - 1
     alternatives: list[Node] = []
@@ -74,10 +75,11 @@ def _naturals(low: int, high: int | None) -> Node:
 
 
 def _same_length(low: str, high: str) -> Node:
-    """Return the node for numbers from `low` to `high`, which have the same number of digits."""
+    """Return the node for the numbers from `low` to `high`, two strings with the same number of digits."""
     if set(low) <= {"0"} and set(high) <= {"9"}:
         return Repeat(_DIGIT, len(low), len(low))
-    # Split by the leading digit. If it is strictly between those of the bounds, all other digits are free.
+    # Split by the leading digit. If it is strictly between the leading digits of the bounds, the other digits may have
+    # any value.
     zeros, nines = "0" * (len(low) - 1), "9" * (len(low) - 1)
     first_code, last_code = ord(low[0]), ord(high[0])
     if first_code == last_code:
@@ -96,11 +98,11 @@ def _same_length(low: str, high: str) -> Node:
 _SHORT = {0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t", 0x22: '"', 0x5C: "\\"}
 _ESCAPED = {code: text(f"\\u{code:04x}") for code in range(0x20)}
 _ESCAPED |= {code: text(f"\\{letter}") for code, letter in _SHORT.items()}
-"""Characters that a JSON string must escape, as `json.dumps` writes them."""
+"""Nodes for the characters that a JSON string must escape, as in `json.dumps`."""
 
 
 def in_string(node: Node) -> Node:
-    """Return the node for a pattern's matches inside a JSON string, as `json.dumps` escapes them."""
+    """Return the node for the matches of a pattern inside a JSON string, escaped as in `json.dumps`."""
     if isinstance(node, Chars):
         return _char_in_string(node.ranges)
     if isinstance(node, Repeat):
@@ -113,6 +115,6 @@ def _char_in_string(ranges: nodes.Ranges) -> Node:
     parts = [escape for code, escape in _ESCAPED.items() if any(low <= code <= high for low, high in ranges)]
     if not parts:
         return Chars(ranges)
-    # The members of `ranges` that need no escape: everything except non-members and escaped characters.
+    # The characters in `ranges` that need no escape: all characters except those outside of `ranges` and escaped ones.
     unescaped = nodes.complement(ranges_of([*nodes.complement(ranges), *((code, code) for code in _ESCAPED)]))
     return Either((*parts, Chars(unescaped)))

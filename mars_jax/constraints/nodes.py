@@ -1,4 +1,4 @@
-"""Nodes of a regular expression over code points, which describe a set of strings. Oracle: Python's `re`."""
+"""Nodes of regular expressions over code points. Each node describes a set of strings. Tested against Python's `re`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple, Union
 from mars_jax.utils.errors import MarsError, short_repr
 
 MOST_PIECES = 150_000
-"""Maximum pieces of a constraint under construction: parts of a schema or pattern, and states before minimisation."""
+"""Maximum number of pieces of a constraint, which are parts of a schema or pattern and states before minimisation."""
 LARGEST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 Ranges = tuple[tuple[int, int], ...]
-"""Code points as sorted, non-adjacent ranges with inclusive ends."""
+"""A set of code points, as sorted and non-adjacent ranges with inclusive ends."""
 
 
 class TooLarge(MarsError):
@@ -19,18 +19,18 @@ class TooLarge(MarsError):
 
     def __init__(self, why: str):
         super().__init__(
-            f"the constraint is too large ({why}): bound its repeats lower, or divide it into several requests."
+            f"the constraint is too large ({why}): lower the bounds of its repeats, or divide it into several requests."
         )
 
 
 class WorkBudget:
-    """Limit on the work spent on a constraint, so that none takes forever."""
+    """Limit on the work for one constraint, so that a large constraint does not take forever."""
 
     def __init__(self, limit: int = MOST_PIECES, unit: str = "pieces"):
         self._limit, self._unit, self._spent = limit, unit, 0
 
     def spend(self, count: int) -> None:
-        """Deduct `count` from the budget, before doing the work.
+        """Deduct `count` units from the budget before doing the work.
 
         Raises:
           TooLarge: the budget is exhausted.
@@ -41,7 +41,7 @@ class WorkBudget:
 
 
 class Chars(NamedTuple):
-    """A character from these ranges."""
+    """One character from any of these ranges."""
 
     ranges: Ranges
 
@@ -59,7 +59,7 @@ class Either(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """A part repeated at least `least` and at most `most` times; None is no limit."""
+    """A part that is repeated `least` to `most` times; None sets no maximum."""
 
     part: Node
     least: int
@@ -70,13 +70,13 @@ Node = Union[Chars, Sequence, Either, Repeat]  # noqa: UP007, because annotation
 
 
 def ranges_of(parts: list[tuple[int, int]]) -> Ranges:
-    """Sort and merge ranges, and remove surrogates, which valid text cannot contain.
+    """Sort and merge ranges of code points, and remove surrogates, which valid text cannot contain.
 
     >>> ranges_of([(98, 99), (97, 97), (120, 122)])
     ((97, 99), (120, 122))
     """
     first_surrogate, last_surrogate = _SURROGATES
-    # The parts of each range below and above the surrogates; empty ones are dropped.
+    # Take the parts of each range below and above the surrogates. Empty parts are dropped below.
     parts = [(low, min(high, first_surrogate - 1)) for low, high in parts] + [
         (max(low, last_surrogate + 1), high) for low, high in parts
     ]
@@ -90,7 +90,7 @@ def ranges_of(parts: list[tuple[int, int]]) -> Ranges:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """Return all other code points.
+    """Return all code points that are not in `ranges`, except surrogates.
 
     >>> complement(((0, 9), (11, LARGEST)))
     ((10, 10),)
@@ -104,7 +104,7 @@ def text(literal: str) -> Node:
     """Return the node for a literal string.
 
     Raises:
-      MarsError: the string contains a lone surrogate, so UTF-8 cannot encode it.
+      MarsError: the string contains a surrogate and cannot be encoded as UTF-8.
     """
     codes = [ord(c) for c in literal]
     if any(_SURROGATES[0] <= code <= _SURROGATES[1] for code in codes):
@@ -113,10 +113,10 @@ def text(literal: str) -> Node:
 
 
 def optional(part: Node) -> Node:
-    """Return the node for an optional part."""
+    """Return the node for a part that may be absent."""
     return Repeat(part, 0, 1)
 
 
 def sequence(*parts: Node) -> Node:
-    """Return the node for a concatenation of parts."""
+    """Return the node for the concatenation of some parts."""
     return Sequence(parts)

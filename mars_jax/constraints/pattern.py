@@ -1,9 +1,9 @@
-"""Regular expressions as nodes, parsed by Python's parser, so that they have the semantics of `re.fullmatch`.
+"""Conversion of regular expressions to nodes, with Python's parser and the semantics of `re.fullmatch`.
 
-Oracle: `re.fullmatch` (tests/constraints/test_automaton.py).
+Tested against `re.fullmatch` (tests/constraints/test_automaton.py).
 
-`re._parser` is private to Python. It is the parser that `re.compile` uses, and its output has had the same form since
-Python 2. Only this module uses it.
+`re._parser`, the parser of `re.compile`, is private, but its output has had the same structure since Python 2. Only
+this module uses it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _REFUSED = {
 
 
 def parse_pattern(pattern: str, budget: WorkBudget | None = None) -> Node:
-    """Return the nodes of a pattern that must match the whole string.
+    """Parse a pattern that must match a whole string, and return its node.
 
     Args:
-      pattern: pattern in the syntax of Python's `re`.
-      budget: budget of the constraint that contains the pattern.
+      pattern: regular expression in the syntax of Python's `re`.
+      budget: work budget of the constraint that contains the pattern.
 
     Raises:
-      MarsError: not a regular expression, or one that no automaton can represent.
+      MarsError: the pattern is not a regular expression, or no automaton can represent it.
       TooLarge: the pattern exceeds the budget.
 
     >>> parse_pattern("ab").parts[0].ranges
@@ -49,16 +49,16 @@ def parse_pattern(pattern: str, budget: WorkBudget | None = None) -> Node:
     budget.spend(len(pattern))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about syntax that may change in a later Python
+            warnings.simplefilter("ignore")  # ignore warnings about syntax that may change
             tree = _parser.parse(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise MarsError(
-            f"the pattern {short_repr(pattern)} is no regular expression ({error}): correct it."
+            f"the pattern {short_repr(pattern)} is not a regular expression ({error}): correct it."
         ) from None
     try:
         return _Reader(pattern, tree.state.flags, budget).all_of(list(tree))
     except RecursionError:
-        raise MarsError(f"the pattern {short_repr(pattern)} is nested too deep: simplify it.") from None
+        raise MarsError(f"the pattern {short_repr(pattern)} is nested too deeply: simplify it.") from None
 
 
 class _Reader:
@@ -67,11 +67,11 @@ class _Reader:
 
     def _refuse(self, problem: str) -> MarsError:
         return MarsError(
-            f"the pattern {short_repr(self._pattern)} {problem}, which no automaton can follow: write it without."
+            f"the pattern {short_repr(self._pattern)} {problem}, which no automaton can represent: remove it."
         )
 
     def all_of(self, items: list[Any]) -> Node:
-        # The pattern must match the whole string, so anchors at its ends are redundant.
+        # The pattern must match the whole string, so anchors at its beginning and end are redundant.
         while items and _is_anchor(items[0], "AT_BEGINNING", "AT_BEGINNING_STRING"):
             items = items[1:]
         while items and _is_anchor(items[-1], "AT_END", "AT_END_STRING"):
@@ -100,7 +100,7 @@ class _Reader:
         if name == "BRANCH":
             return Either(tuple(self.sequence(branch) for branch in argument[1]))
         if name == "SUBPATTERN":
-            # Inline flags, as in `(?i:...)`, apply only inside the group.
+            # Inline flags, as in `(?i:...)`, apply only within the group.
             _, add, drop, items = argument
             return _Reader(self._pattern, (self._flags | add) & ~drop, self._budget).sequence(items)
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
@@ -110,7 +110,7 @@ class _Reader:
                 most = None
             return nodes.Repeat(self.sequence(items), least, most)
         if name == "FAILURE":
-            # Python 3.13 parses `(?!)`, which matches nothing, into this.
+            # Python 3.13 parses `(?!)`, which matches nothing, as FAILURE.
             return Either(())
         raise self._refuse(f"has {name.lower()}")
 
@@ -136,7 +136,7 @@ class _Reader:
         return complement(members) if is_negated else members
 
     def _cased(self, ranges: list[tuple[int, int]]) -> Ranges:
-        """Add the characters that differ only in case, if the pattern ignores case."""
+        """Add characters that differ only in case, if the pattern ignores case."""
         if not self._flags & re.IGNORECASE:
             return ranges_of(ranges)
         variants = list(ranges_of(ranges))
@@ -153,13 +153,13 @@ def _is_anchor(item: Any, *names: str) -> bool:
 
 @functools.cache
 def _all_characters() -> str:
-    """Return all code points of valid text: all except surrogates."""
+    """Return a string of all code points except surrogates."""
     return "".join(map(chr, [*range(0xD800), *range(0xE000, nodes.LARGEST + 1)]))
 
 
 @functools.cache
 def _partners(ascii_flag: int) -> tuple[list[int], list[list[tuple[int, int]]]]:
-    """Return the cased code points, and for each one the code points that match it when `re` ignores case."""
+    """Return all cased code points, and for each of them the code points that match it if `re` ignores case."""
     cased = "".join(c for c in _all_characters() if c != c.lower() or c != c.upper())
     flags = re.IGNORECASE | ascii_flag
     # A cased character has no special meaning in a pattern, so `c` needs no escape.
@@ -172,7 +172,7 @@ _LETTERS = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 
 @functools.cache
 def _category(name: str, ascii_flag: int) -> list[tuple[int, int]]:
-    """Return the code points that Python's `re` assigns to a category."""
+    """Return the ranges of code points that Python's `re` assigns to a character category."""
     class_escape = _LETTERS[name.removeprefix("CATEGORY_").removeprefix("UNI_").removeprefix("NOT_")]
     single_ranges = [(ord(c), ord(c)) for c in re.findall(class_escape, _all_characters(), ascii_flag)]
     ranges = ranges_of(single_ranges)

@@ -1,11 +1,11 @@
-"""JSON schemas as nodes, which match the output of `json.dumps` for the values that a schema allows.
+"""Conversion of JSON schemas to automata, which accept JSON in the format of `json.dumps`.
 
-Source: JSON Schema 2020-12, and keywords of earlier drafts with the same meaning. Oracle: the `jsonschema` package
-(tests/constraints/test_schema.py).
+Source: JSON Schema 2020-12, and keywords of earlier drafts with the same meaning. Tested against the package
+`jsonschema` (tests/constraints/test_schema.py).
 
-The automaton is stricter than the schema if that helps a model: it allows one form of white space, properties only in
-the schema's order, and no properties that the schema does not list. An unknown keyword, or an unsupported combination
-of keywords, raises an error and is never ignored.
+The automaton is stricter than the schema, which helps a model: it allows only one way to place white space, requires
+properties in the schema's order, and allows no properties that the schema does not list. Unknown keywords and
+unsupported combinations of keywords raise an error and are never ignored.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mars_jax.utils.errors import MarsError, short_repr
 from mars_jax.utils.types import JsonObject
 
 DEEPEST = 24
-"""Maximum depth of nested schemas. A recursive schema exceeds every limit."""
+"""Maximum depth of nested schemas. A recursive schema always exceeds this limit."""
 MOST_NESTED = 100
-"""Maximum depth of nested lists and objects in a schema's JSON; Python can parse a few hundred levels."""
+"""Maximum depth of nested lists and objects in the JSON of a schema. Python can parse a few hundred levels."""
 MOST_DIGITS = 100
-"""Maximum digits of an integer's bounds; the number of nodes is quadratic in the number of digits."""
+"""Maximum number of digits in the bounds of an integer. The number of nodes is quadratic in the number of digits."""
 ANY_DEPTH = 2
-"""Maximum depth of nested objects and arrays in a value that the schema does not describe."""
+"""Maximum depth of nested objects and arrays in a value that may be any JSON value."""
 
 _NOTES = {
     "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly",
@@ -46,7 +46,7 @@ _OF_TYPE = {
 }
 _KNOWN = {"$ref", "allOf", "anyOf", "const", "enum", "type"}.union(*_OF_TYPE.values())
 _PAIRS = (("properties", "additionalProperties"), ("prefixItems", "items"))
-"""Pairs of keywords that change each other's meaning."""
+"""Pairs of keywords, each of which depends on the other one."""
 _PYTHON_TYPES = {
     "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
     "null": type(None),
@@ -89,14 +89,14 @@ _VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
         f"one of {', '.join(json_text.FORMATS)}, or a pattern",
     ),
 }
-"""Checks of keyword values, and the expected values for messages."""
+"""For each keyword, a function that checks its value, and a description of valid values for messages."""
 
 
 def parsed(schema_text: str) -> Any:
     """Parse the JSON of a schema.
 
     Raises:
-      MarsError: not JSON, or nested too deeply to be processed recursively.
+      MarsError: the text is not JSON, or is nested too deeply.
 
     >>> parsed('{"type": "null"}')
     {'type': 'null'}
@@ -107,7 +107,7 @@ def parsed(schema_text: str) -> Any:
         raise MarsError(f"the schema is not JSON ({error}): correct it.") from None
     except RecursionError:
         raise too_deep() from None
-    # Count the levels with a loop, because recursion fails on deep input.
+    # Count the levels with a loop, because recursion would fail for deep input.
     level_parts = [schema_value]
     for _ in range(MOST_NESTED):
         containers = [part for part in level_parts if isinstance(part, list)]
@@ -124,14 +124,14 @@ def too_deep() -> MarsError:
 
 
 def schema_automaton(schema: object, *, compact: bool = False) -> Automaton:
-    """Return the automaton for a schema.
+    """Compile a schema to an automaton over bytes.
 
     Args:
       schema: a schema from `parsed`.
-      compact: no spaces after commas and colons, as in `json.dumps(..., separators=(",", ":"))`.
+      compact: if True, spaces after commas and colons are not allowed, as in `json.dumps(..., separators=(",", ":"))`.
 
     Raises:
-      MarsError: a part of the schema is invalid or cannot be enforced; the message gives the location.
+      MarsError: a part of the schema is invalid or cannot be enforced. The message contains its location.
 
     >>> made = schema_automaton({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
     >>> made.matches('{"n": 12}'), made.matches("{}")
@@ -149,11 +149,11 @@ class _Writer:
         self._any = [self._anything(depth) for depth in range(ANY_DEPTH + 1)]
 
     def value(self, schema: object, where: str, depth: int) -> Node:
-        """Return the node for the values that a schema at a location allows."""
+        """Return the node for the values that a schema allows; `where` is its location for messages."""
         if depth > DEEPEST:
             raise MarsError(
-                f"the schema is deeper than {DEEPEST} at {where}, or refers to itself: write it out to the depth "
-                "that is wanted."
+                f"the schema is deeper than {DEEPEST} at {where}, or refers to itself: write it out to the "
+                "required depth."
             )
         keywords = _keywords(schema, where)
         self._budget.spend(
@@ -164,7 +164,7 @@ class _Writer:
             return self._any[ANY_DEPTH]
         for name in ("$ref", "allOf", "anyOf"):
             if name in keywords:
-                # The other keywords apply to every alternative.
+                # The other keywords of the schema apply to every alternative.
                 alternatives = self._alternatives(name, keywords.pop(name), where)
                 return Either(
                     tuple(
@@ -176,7 +176,7 @@ class _Writer:
             return self._one_of(keywords, where)
         kinds = _types(keywords.pop("type", None) or _type_of(keywords, where))
         allowed_names = set().union(*(_OF_TYPE[kind] for kind in kinds))
-        _only(keywords, allowed_names, f" beside the type {' or '.join(kinds)}", where)
+        _only(keywords, allowed_names, f" next to the type {' or '.join(kinds)}", where)
         type_nodes = []
         for kind in kinds:
             write: Callable[[JsonObject, str, int], Node] = getattr(self, f"_{kind}")
@@ -196,7 +196,7 @@ class _Writer:
     def _referenced(self, reference: str, where: str) -> object:
         subschema = self._root
         for part in filter(None, reference[1:].split("/")):
-            # A JSON pointer writes / as ~1 and ~ as ~0. Decode ~1 first, so that ~01 becomes ~1 (RFC 6901).
+            # In a JSON pointer, ~1 stands for / and ~0 for ~. Decode ~1 first, so that ~01 becomes ~1 (RFC 6901).
             part = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(subschema, Mapping) or part not in subschema:
                 raise MarsError(
@@ -206,18 +206,18 @@ class _Writer:
         return subschema
 
     def _one_of(self, keywords: JsonObject, where: str) -> Node:
-        """Return the node for listed values: those that const, enum and type all allow."""
+        """Return the node for the values that `const`, `enum` and `type` all allow."""
         listing_keywords = " and ".join(name for name in ("const", "enum") if name in keywords)
-        _only(keywords, {"const", "enum", "type"}, f" beside {listing_keywords}", where)
+        _only(keywords, {"const", "enum", "type"}, f" next to {listing_keywords}", where)
         values = keywords.get("enum", [keywords.get("const")])
         if "const" in keywords:
-            # Compare as JSON, because in Python 1 == True and 1 == 1.0.
+            # Compare the JSON of values, because in Python 1 == True and 1 == 1.0.
             const_json = json.dumps(keywords["const"], sort_keys=True)
             values = [value for value in values if json.dumps(value, sort_keys=True) == const_json]
         if "type" in keywords:
             values = [value for value in values if any(_is(value, kind) for kind in _types(keywords["type"]))]
         if not values:
-            raise MarsError(f"no value at {where} is of {' and '.join(keywords)} at once: correct one.")
+            raise MarsError(f"no value at {where} satisfies {' and '.join(keywords)}: correct one of them.")
         return Either(tuple(map(self._literal, values)))
 
     def _literal(self, value: Any) -> Node:
@@ -236,8 +236,8 @@ class _Writer:
             return json_text.string(*_least_and_most(keywords, "Length", where))
         if len(keywords) > 1:
             raise MarsError(
-                f"the string at {where} has {' and '.join(sorted(keywords))}: give one of them, since a text cannot "
-                "be held to both."
+                f"the string at {where} has {' and '.join(sorted(keywords))}: give only one of them, since they "
+                "cannot be enforced together."
             )
         pattern = json_text.FORMATS.get(keywords.get("format", ""), str(keywords.get("pattern")))
         return sequence(text('"'), json_text.in_string(parse_pattern(pattern, self._budget)), text('"'))
@@ -246,7 +246,7 @@ class _Writer:
         for name, bound in keywords.items():
             if type(bound) is not int or abs(bound) >= 10**MOST_DIGITS:
                 raise _unexpected(name, bound, where, f"a whole number of at most {MOST_DIGITS} digits")
-        # Inclusive bounds: `i` is 1 for the exclusive keyword.
+        # Compute inclusive bounds: `i` is 1 for the exclusive keyword.
         low = max((keywords[name] + i for i, name in enumerate(_LOWS) if name in keywords), default=None)
         high = min((keywords[name] - i for i, name in enumerate(_HIGHS) if name in keywords), default=None)
         if low is not None and high is not None and low > high:
@@ -257,7 +257,7 @@ class _Writer:
     def _number(self, keywords: JsonObject, where: str, depth: int) -> Node:
         if keywords not in ({}, {"minimum": 0}):
             raise MarsError(
-                f"the number at {where} has {' and '.join(keywords)}: only a minimum of 0 can be held to; bound an "
+                f"the number at {where} has {' and '.join(keywords)}: only a minimum of 0 can be enforced; bound an "
                 "integer, or leave them out."
             )
         return json_text.POSITIVE_NUMBER if keywords else json_text.NUMBER
@@ -265,7 +265,7 @@ class _Writer:
     def _array(self, keywords: JsonObject, where: str, depth: int) -> Node:
         least, maximum = _least_and_most(keywords, "Items", where)
         prefix_schemas = keywords.get("prefixItems", [])
-        # An array with prefixItems has no further items unless `items` is given.
+        # An array with `prefixItems` has no further items unless `items` is given.
         item_schema = keywords.get("items", not prefix_schemas)
         first = [
             self.value(prefix_schema, f"{where}/prefixItems/{i}", depth + 1)
@@ -277,7 +277,8 @@ class _Writer:
                     f"minItems at {where} is {least}, and prefixItems and items describe {len(first)}: describe all."
                 )
             return sequence(text("["), *self._separated(first), text("]"))
-        # Further items follow those at fixed positions. Without fixed items and a minimum, the array may be empty.
+        # The items of `prefixItems` come first, then any further items. The array may be empty if there are neither
+        # `prefixItems` nor a minimum.
         item_node = self.value(item_schema, f"{where}/items", depth + 1)
         leading_nodes = first or [item_node]
         if maximum is not None:
@@ -297,7 +298,8 @@ class _Writer:
                     "properties, or leave it out."
                 )
         if not properties:
-            # By default, an object without `properties` may have any, and one with empty `properties` has none.
+            # By default, an object without `properties` may have any properties, and an object with empty `properties`
+            # has none.
             extra_schema = keywords.get("additionalProperties", properties is None)
             if extra_schema is False:
                 return text("{}")
@@ -315,10 +317,10 @@ class _Writer:
         return sequence(text("{"), members, text("}"))
 
     def _members(self, pairs: list[tuple[Node, bool]]) -> Node:
-        """Return the node for one or more of an object's members, in order and separated by commas.
+        """Return the node for one or more members of an object, in order and separated by commas.
 
-        The first member that is present is in the first or in the second half. Splitting by halves needs n log n nodes
-        for n members.
+        The first member that is present is in the first or the second half of the members. This recursion needs n log n
+        nodes for n members.
         """
         if len(pairs) == 1:
             return pairs[0][0]
@@ -337,7 +339,7 @@ class _Writer:
         return sequence(text("{"), optional(self._some(member)), text("}"))
 
     def _anything(self, depth: int) -> Node:
-        """Return the node for any value, with objects and arrays nested up to `depth`."""
+        """Return the node for any JSON value with at most `depth` levels of nested objects and arrays."""
         options = [json_text.string(), json_text.NUMBER, json_text.BOOLEAN, json_text.NULL]
         if depth:
             inner = self._anything(depth - 1)
@@ -345,7 +347,7 @@ class _Writer:
         return Either(tuple(options))
 
     def _some(self, part: Node) -> Node:
-        """Return the node for one or more parts separated by commas."""
+        """Return the node for one or more repetitions of a part, separated by commas."""
         return sequence(part, Repeat(self._after_comma(part), 0, None))
 
     def _separated(self, parts: list[Node]) -> list[Node]:
@@ -356,7 +358,7 @@ class _Writer:
 
 
 def _keywords(schema: object, where: str) -> JsonObject:
-    """Return the keywords of a schema that constrain a value, after checking their values."""
+    """Check the keywords of a schema, and return those that constrain a value."""
     if schema is True:
         return {}
     if not isinstance(schema, Mapping):
@@ -374,21 +376,21 @@ def _unexpected(name: str, value: object, where: str, expected: str) -> MarsErro
 
 
 def _both(beside: JsonObject, schema: object, where: str) -> JsonObject:
-    """Merge a schema with the keywords next to its reference or list (`beside`): values must satisfy both."""
+    """Merge a schema with the keywords next to the `$ref`, `allOf` or `anyOf` that contains it (`beside`)."""
     keywords = _keywords(schema, where)
-    # If both sides have a keyword, its values must be intersected. Only `type` is supported, below.
+    # Values must satisfy both. A keyword in both would need an intersection, which is only supported for `type`, below.
     for key, partner in [(name, name) for name in keywords] + [*_PAIRS, *((b, a) for a, b in _PAIRS)]:
         if key in keywords and partner in beside and key != "type":
             raise MarsError(
-                f"the schema at {where} has {key!r} beside {partner!r} of the schema around it: write them as one."
+                f"the schema at {where} has {key!r} next to {partner!r} of the schema around it: write them as one."
             )
     if "type" in keywords and "type" in beside:
-        # An integer satisfies both "integer" and "number".
+        # An integer is valid for both "integer" and "number".
         kinds, outer = _types(keywords["type"]), _types(beside["type"])
         shared_types = [kind for kind in _OF_TYPE if _within(kind, kinds) and _within(kind, outer)]
         if not shared_types:
             raise MarsError(
-                f"the schema at {where} has the type {' or '.join(kinds)} beside the type {' or '.join(outer)} of "
+                f"the schema at {where} has the type {' or '.join(kinds)} next to the type {' or '.join(outer)} of "
                 "the schema around it, and no value is of both: correct one of them."
             )
         keywords["type"] = shared_types
@@ -403,13 +405,13 @@ def _only(keywords: JsonObject, allowed: set[str], beside: str, where: str) -> N
     for name in keywords:
         if name not in allowed:
             raise MarsError(
-                f"the schema at {where} has {short_repr(name)}, which cannot be held to{beside}: leave it out, or "
+                f"the schema at {where} has {short_repr(name)}, which cannot be enforced{beside}: leave it out, or "
                 "check it afterwards."
             )
 
 
 def _type_of(keywords: JsonObject, where: str) -> str:
-    """Infer the type of a schema without a type from its keywords."""
+    """Infer the type of values from the keywords of a schema without `type`."""
     kinds = [kind for kind, names in _OF_TYPE.items() if names & keywords.keys()]
     if len(kinds) != 1 and kinds != ["integer", "number"]:
         raise MarsError(f"the schema at {where} has {' and '.join(keywords)} and no type: give one.")
@@ -417,7 +419,7 @@ def _type_of(keywords: JsonObject, where: str) -> str:
 
 
 def _is(value: object, kind: str) -> bool:
-    """Return whether a value has a JSON Schema type: 1.0 is an integer, and true is not a number.
+    """Return True if a value has a type of JSON Schema, in which 1.0 is an integer and true is not a number.
 
     >>> _is(1.0, "integer"), _is(True, "integer"), _is(1, "number")
     (True, False, True)
@@ -430,7 +432,7 @@ def _is(value: object, kind: str) -> bool:
 
 
 def _part(name: object) -> str:
-    """Return a name as part of a location in messages."""
+    """Return a name as a part of a location for messages."""
     return name if isinstance(name, str) and len(name) <= 60 else short_repr(name)
 
 

@@ -1,6 +1,6 @@
-"""Spans of text between an opening and a closing string, which limit the tokens that a lossy rule may relax.
+"""Spans of text between an opening and a closing string, which determine the tokens that a lossy rule may relax.
 
-S states. Oracle: a text search in Python (tests/constraints/test_token_table.py).
+Dimensions: S states. Tested against a text search in Python (tests/constraints/test_token_table.py).
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ NAMED = {
     "code": ("```", "```"),
     "tool": ("<tool_call>", "</tool_call>"),
 }
-"""Opening and closing strings of spans by name. The span `json` extends from a bracket to its closing bracket."""
+"""Opening and closing strings of spans, by name. The span `json` extends from a bracket to its closing bracket."""
 DEEPEST_JSON = 32
 _BETWEEN = "..."
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tags:
-    """Tracker of a span between two strings; the state is (inside, number of bytes read of the next string)."""
+    """Tracker of a span between two strings, with the state (inside the span, bytes read of the next string)."""
 
     opening: bytes
     closing: bytes
 
     @property
     def bytes(self) -> bytes:
-        """The bytes that the tracker distinguishes; all others are equivalent."""
+        """The bytes that the tracker distinguishes. All other bytes are equivalent."""
         return self.opening + self.closing
 
     def step(self, state: tuple[int, int], byte: int) -> tuple[int, int]:
         inside, num_read = state
         tag = {0: self.opening, 1: self.closing}[inside]
         read_bytes = tag[:num_read] + bytes([byte])
-        # Length of the longest suffix of the bytes read that is a prefix of the awaited string.
+        # The length of the longest suffix of `read_bytes` that is a prefix of the next string.
         num_read = next(
             n for n in range(len(read_bytes), -1, -1) if tag.startswith(read_bytes[len(read_bytes) - n :])
         )
@@ -51,7 +51,7 @@ class _Tags:
 
 @dataclasses.dataclass(frozen=True)
 class _Json:
-    """Tracker of JSON; the state is (depth, mode): mode 0 outside strings, 1 in a string, 2 after a backslash in it."""
+    """Tracker of JSON with the state (depth, mode). Modes: 0 outside of strings, 1 in a string, 2 after a backslash."""
 
     bytes: bytes = b'{}[]"\\'
 
@@ -62,11 +62,11 @@ class _Json:
         if mode == 1:
             return depth, {ord('"'): 0, ord("\\"): 2}.get(byte, 1)
         if byte in b"{[":
-            # Deeper brackets are not counted, to keep the number of states finite.
+            # Deeper brackets are not counted, so that the number of states is finite.
             return min(depth + 1, DEEPEST_JSON), 0
         if byte in b"}]":
             return max(depth - 1, 0), 0
-        # Outside of brackets, a quotation mark does not begin a JSON string.
+        # A quotation mark outside of all brackets does not begin a JSON string.
         return depth, int(depth > 0 and byte == ord('"'))
 
 
@@ -85,10 +85,10 @@ def _tracker(name: str) -> _Tags | _Json:
 
 
 def checked_spans(spans: str | Iterable[str]) -> tuple[str, ...]:
-    """Return one or several spans as a checked tuple.
+    """Check one or several spans, and return them as a tuple.
 
     Raises:
-      MarsError: an entry is not a span.
+      MarsError: an entry is not a valid span.
 
     >>> checked_spans("think"), checked_spans(["<a>...</a>", "json"])
     (('think',), ('<a>...</a>', 'json'))
@@ -104,22 +104,22 @@ def checked_spans(spans: str | Iterable[str]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """Spans for lossy rules, which relax only inside `relax_in`, if any are given, and never inside `strict_in`."""
+    """Spans for lossy rules, which relax only inside `relax_in` (if this is not empty) and never inside `strict_in`."""
 
     relax_in: tuple[str, ...] = ()
     strict_in: tuple[str, ...] = ()
 
     @functools.cached_property
     def followed(self) -> tuple[Automaton, np.ndarray]:
-        """The automaton over bytes, which accepts every text, and bool[S], its strict states."""
+        """An automaton over bytes, which accepts every text, and bool[S], True for its strict states."""
         names = (*self.relax_in, *self.strict_in)
         trackers = [_tracker(name) for name in names]
         tag_bytes = sorted(set(b"".join(t.bytes for t in trackers)))
         classes = np.zeros(256, np.uint8)
         classes[tag_bytes] = np.arange(1, len(tag_bytes) + 1)
         other_byte = next(b for b in range(256) if b not in tag_bytes)
-        # The product automaton of the trackers, explored from its initial state. Bytes that no tracker distinguishes
-        # are class 0.
+        # Build the product automaton of the trackers, starting from its initial state. Bytes that no tracker
+        # distinguishes are in class 0.
         start = ((0, 0),) * len(trackers)
         state_ids, todo, next_rows = {start: FIRST}, [start], [[0] * (len(tag_bytes) + 1)]
         for states in todo:
@@ -140,7 +140,7 @@ class Spans:
         return Automaton(np.asarray(next_rows, np.int32), classes, accepting), np.asarray(is_strict, bool)
 
     def table(self, vocabulary: Vocabulary) -> TokenTable:
-        """Return the table for a vocabulary; special tokens are read as the text of their names."""
+        """Return the table for a vocabulary, in which the text of a special token is its name."""
         return _table(self, vocabulary)
 
 
@@ -149,5 +149,5 @@ def _table(spans: Spans, vocabulary: Vocabulary) -> TokenTable:
     automaton, strict = spans.followed
     byte_table = token_table(automaton, vocabulary.with_marks())
     next = byte_table.next.copy()
-    next[:, 0] = np.arange(len(next))  # a token without text keeps the state
+    next[:, 0] = np.arange(len(next))  # a token without text does not change the state
     return byte_table._replace(next=next, strict=strict, forced=np.full(len(next), NO_TOKEN, np.int32))

@@ -1,10 +1,12 @@
-"""Conversion of an automaton over bytes to one over tokens: the next state of every state for each token class.
+"""Conversion of an automaton over bytes to an automaton over the tokens of a vocabulary.
 
-S states (0 dead, 1 initial), C token classes (class 0 leads to the dead state), V vocabulary. Oracle: every token's
-bytes run through the automaton one by one (tests/constraints/test_token_table.py).
+State 0 is dead, and state 1 is the initial state. Tokens of class 0 lead to the dead state. Dimensions: S states, C
+token classes, V vocabulary. Tested against an automaton that reads the bytes of every token one by one
+(tests/constraints/test_token_table.py).
 
-Two tokens are in the same class if they lead every state to the same next state. Classes are computed byte by byte.
-Token prefixes fall into few classes, so each class is composed with each byte once, regardless of the number of tokens.
+Two tokens are in the same class if they lead from every state to the same next state. Classes are computed byte by
+byte. The prefixes of tokens form few classes, so each class is combined with each next byte only once, regardless of
+the number of tokens.
 """
 
 from __future__ import annotations
@@ -20,47 +22,50 @@ from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.utils.errors import MarsError
 
 NO_TOKEN = -1
-"""Equal to `core.types.NO_TOKEN`, repeated because that module imports jax, which checking flags does not need."""
+"""The same as `core.types.NO_TOKEN`. It is repeated here because that module imports jax, which is not needed to check
+flags."""
 MOST_ENTRIES = 1 << 26
-"""Maximum entries of a table next u16[S, C]: 128 MiB. Composing this many takes a few seconds."""
+"""Maximum number of entries of a table `next` u16[S, C], which is 128 MiB. Computing so many entries takes a few
+seconds."""
 MOST_FORCED = 32
-"""Maximum bytes of forced text that determine the next token of a state."""
+"""Maximum number of bytes of forced text that are read to determine the next token of a state."""
 
 
 class TokenTable(NamedTuple):
     """A constraint as an automaton over the tokens of one vocabulary."""
 
-    next: np.ndarray  # u16[S, C]
-    classes: np.ndarray  # u16[V]
-    accepting: np.ndarray  # bool[S]
-    forced: np.ndarray  # i32[S]; next token if the text is forced, otherwise NO_TOKEN
-    strict: np.ndarray  # bool[S]; states in which rules may not relax, see `constraints.spans`
+    next: np.ndarray  # u16[S, C]; next state for each class of tokens
+    classes: np.ndarray  # u16[V]; class of each token
+    accepting: np.ndarray  # bool[S]; True if the text may end in this state
+    forced: np.ndarray  # i32[S]; first token of the text that must follow, or NO_TOKEN if no text is forced
+    strict: np.ndarray  # bool[S]; True if rules must not relax in this state, see `constraints.spans`
 
     @property
     def allowed(self) -> np.ndarray:
-        """bool[S, C]; the token classes that each state allows."""
+        """bool[S, C], True if a state allows a class of tokens."""
         return self.next != DEAD
 
     def run(self, tokens: Sequence[int], state: int = FIRST) -> int:
-        """Return the state after these tokens."""
+        """Return the state after reading some tokens."""
         for token in tokens:
             state = int(self.next[state, self.classes[token]])
         return state
 
 
 def token_table(automaton: Automaton, vocabulary: Vocabulary) -> TokenTable:
-    """Return the table of an automaton for a vocabulary.
+    """Convert an automaton over bytes to a table for a vocabulary.
 
     Raises:
-      MarsError: the table would be too large, or these tokens cannot spell any text that the automaton accepts.
+      MarsError: the table would be too large, or the tokens of the vocabulary cannot spell any text that the automaton
+        accepts.
     """
     next, classes = _classes(automaton, vocabulary)
     alive = living(next, automaton.accepting)
     if not alive[FIRST]:
         raise MarsError(
-            "the constraint matches no text that this vocabulary's tokens can say: allow other characters."
+            "the constraint matches no text that this vocabulary's tokens can spell: allow other characters."
         )
-    # Bytes can lead from a state to acceptance even if no sequence of whole tokens does. Remove such states.
+    # Remove states from which bytes lead to an accepting state but no sequence of tokens does.
     if not alive[1:].all():
         next = np.where(alive[next], next, DEAD).astype(np.uint16)
         next[~alive] = DEAD
@@ -74,7 +79,8 @@ def token_table(automaton: Automaton, vocabulary: Vocabulary) -> TokenTable:
 
 
 def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
-    """Return next u16[S, C], and the class of every token u16[V]."""
+    """Compute the next state of every state for each class of tokens, u16[S, C], and the class of every token,
+    u16[V]."""
     num_states, num_classes = automaton.next.shape
     byte_next = np.ascontiguousarray(automaton.next.T).astype(np.uint16)  # [K, S]
     token_bytes, lengths = vocabulary.bytes_and_lengths
@@ -92,12 +98,12 @@ def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, 
 
     dead_map = number(np.zeros(num_states, np.uint16))
     identity_map = number(np.arange(num_states, dtype=np.uint16))
-    # The class of each token's first `position` bytes: a map from every state to its next state.
+    # The class of each token's first `position` bytes. A class is a map from every state to its next state.
     token_maps = np.full(len(lengths), identity_map, np.int64)
     composed_maps: dict[int, int] = {}
     for position in range(token_bytes.shape[1]):
         unfinished = np.flatnonzero((lengths > position) & (token_maps != dead_map))
-        # A prefix class and the class of the next byte determine the class of the longer prefix.
+        # The class of a prefix and the class of the next byte determine the class of the longer prefix.
         pairs = token_maps[unfinished] * num_classes + automaton.classes[token_bytes[unfinished, position]]
         unique_pairs, pair_index = np.unique(pairs, return_inverse=True)
         pair_maps = np.empty(len(unique_pairs), np.int64)
@@ -109,7 +115,7 @@ def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, 
         token_maps[unfinished] = pair_maps[pair_index.reshape(-1)]
     token_maps[lengths == 0] = dead_map
     used_maps, classes = np.unique(np.concatenate([[dead_map], token_maps]), return_inverse=True)
-    # `dead_map` has number 0, so it is class 0.
+    # `dead_map` has the number 0, so it becomes class 0.
     next = np.stack([state_maps[i] for i in used_maps.tolist()], axis=1)
     return next, classes.reshape(-1)[1:].astype(np.uint16)
 
@@ -117,10 +123,10 @@ def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, 
 def _forced(
     automaton: Automaton, next: np.ndarray, classes: np.ndarray, vocabulary: Vocabulary
 ) -> np.ndarray:
-    """Return i32[S]: the tokenizer's first token for the bytes that must follow, otherwise NO_TOKEN."""
+    """Return the first token of the text that must follow each state, i32[S], or NO_TOKEN if no text is forced."""
     bytes_per_class = np.bincount(automaton.classes, minlength=automaton.next.shape[1])
     is_open = automaton.next != DEAD
-    # States in which exactly one byte can follow, and the text cannot end.
+    # True for states in which exactly one byte can follow and the text cannot end.
     is_single = (is_open @ bytes_per_class == 1) & ~automaton.accepting
     byte_of_class = np.zeros(automaton.next.shape[1], np.int64)
     byte_of_class[automaton.classes] = np.arange(256)

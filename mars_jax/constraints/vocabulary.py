@@ -1,6 +1,6 @@
-"""Bytes of a tokenizer's tokens, for byte-level tokenizers and sentencepiece with or without byte fallback.
+"""The bytes of a tokenizer's tokens, for byte-level tokenizers and sentencepiece with or without byte fallback.
 
-V vocabulary. Oracle: the tokenizer's decoding (tests/constraints/test_token_table.py).
+Dimensions: V vocabulary. Tested against the tokenizer's decoding (tests/constraints/test_token_table.py).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """Tokens as bytes. A special token is not text and has no bytes; `marks` contains its name."""
+    """The tokens of a tokenizer as bytes. Special tokens have no bytes; `marks` contains their names."""
 
-    tokens: tuple[bytes | None, ...]  # [V]; None is a special token, or an id without a token
+    tokens: tuple[bytes | None, ...]  # [V]; None for special tokens and for ids without a token
     marks: tuple[tuple[int, bytes], ...] = ()  # ids and names of special tokens
-    # Function from text to token ids, which tokenizes the text as a continuation; None: spell greedily with the longest
-    # tokens.
+    # Function that tokenizes a text as a continuation and returns token ids. None to spell text greedily with the
+    # longest tokens.
     encode: Callable[[str], list[int]] | None = None
 
     @functools.cached_property
     def bytes_and_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """u8[V, L] and i32[V]: padded bytes of every token, and their count; 0 for a token without text."""
+        """The padded bytes of every token, u8[V, L], and their number, i32[V], which is 0 for tokens without text."""
         pieces = [token or b"" for token in self.tokens]
         lengths = np.asarray(list(map(len, pieces)), np.int32)
         padded_bytes = np.zeros((len(pieces), max(1, int(lengths.max(initial=0)))), np.uint8)
@@ -43,14 +43,15 @@ class Vocabulary:
         return padded_bytes, lengths
 
     def with_marks(self) -> Vocabulary:
-        """Return the vocabulary with the names of special tokens as their text, because spans may be marked by them."""
+        """Return a vocabulary in which the names of special tokens are their text, because a span may begin with such a
+        token."""
         marks = dict(self.marks)
         return Vocabulary(tokens=tuple(marks.get(i, token) for i, token in enumerate(self.tokens)))
 
     def spell(self, data: bytes) -> list[int]:
-        """Return token ids that spell these bytes, as the tokenizer would; forced text is drafted with them."""
+        """Return the token ids with which the tokenizer would spell some bytes. They are used to draft forced text."""
         if self.encode is not None:
-            # Drop an incomplete character at the end, which the tokenizer cannot encode.
+            # Remove an incomplete character at the end, which the tokenizer cannot encode.
             text = data.decode("utf-8", errors="ignore")
             ids = self.encode(text)
             spelled_bytes = b"".join(self.tokens[i] or b"" for i in ids if i < len(self.tokens))
@@ -59,7 +60,7 @@ class Vocabulary:
         return self._longest(data)
 
     def _longest(self, data: bytes) -> list[int]:
-        # Take the longest token at each position. Stop where no token fits; a prefix is enough for a draft.
+        # Use the longest token at each position. Stop if no token fits, because a prefix is enough for a draft.
         ids, position = [], 0
         while position < len(data):
             ends = range(min(len(data), position + self._most), position, -1)
@@ -72,7 +73,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _by_bytes(self) -> dict[bytes, int]:
-        # If several ids have the same bytes, keep the lowest: it is written last.
+        # If several ids have the same bytes, keep the lowest id, which is written last.
         return {token: i for i, token in reversed(list(enumerate(self.tokens))) if token}
 
     @functools.cached_property
@@ -82,7 +83,7 @@ class Vocabulary:
 
 @functools.cache
 def _alphabet() -> dict[str, int]:
-    """Return GPT-2's map from the characters of a byte-level vocabulary to bytes."""
+    """Return the map from characters to bytes that byte-level vocabularies use, as defined by GPT-2."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode  # slow to import
 
     return {character: byte for byte, character in bytes_to_unicode().items()}
@@ -92,17 +93,18 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     """Return the vocabulary of a transformers tokenizer.
 
     Args:
-      tokenizer: a tokenizer whose tokens are pieces of text: byte-level, sentencepiece with or without byte fallback.
-      size: V of the model; ids past the tokenizer's have no text.
+      tokenizer: a tokenizer whose tokens are pieces of text: byte-level, or sentencepiece with or without byte
+        fallback.
+      size: V of the model. Ids past the tokenizer's vocabulary have no text.
 
     Raises:
-      MarsError: a tokenizer whose tokens are not pieces of text.
+      MarsError: the tokenizer's tokens are not pieces of text.
     """
-    # These are part of the cache key, because a user may add tokens to a tokenizer or make them special.
+    # The added and special tokens are part of the cache key, because users may change them.
     added_tokens = str(tokenizer.added_tokens_decoder), str(getattr(tokenizer, "all_special_ids", ()))
     try:
         return _vocabulary(tokenizer, size, added_tokens)
-    except TypeError:  # a tokenizer that cannot be hashed
+    except TypeError:  # the tokenizer cannot be hashed
         return _vocabulary.__wrapped__(tokenizer, size, added_tokens)
 
 
@@ -112,7 +114,7 @@ def _vocabulary(tokenizer: Any, size: int, _: tuple[str, str]) -> Vocabulary:
     decoders = [] if backend is None else _decoders(json.loads(backend.to_str()).get("decoder"))
     if "WordPiece" in decoders:
         raise MarsError(
-            "the tokenizer is a WordPiece, whose tokens are no pieces of text: constraints need another one."
+            "the tokenizer is a WordPiece, whose tokens are not pieces of text: constraints need another one."
         )
     as_bytes = _byte_level if "ByteLevel" in decoders else _piece
     added = {int(i): token for i, token in tokenizer.added_tokens_decoder.items()}
@@ -121,7 +123,7 @@ def _vocabulary(tokenizer: Any, size: int, _: tuple[str, str]) -> Vocabulary:
     tokens: list[bytes | None] = [None] * size
     marks = []
     for piece, i in tokenizer.get_vocab().items():
-        # Added tokens are stored as plain text, and other tokens in the tokenizer's alphabet.
+        # Added tokens are stored as plain text, and other tokens are stored in the alphabet of the tokenizer.
         data = str(added[i]).encode() if i in added else as_bytes(piece)
         if not data or not 0 <= i < size:
             continue
@@ -133,7 +135,7 @@ def _vocabulary(tokenizer: Any, size: int, _: tuple[str, str]) -> Vocabulary:
 
 
 def _decoders(decoder: JsonObject | None) -> list[str]:
-    """Return the names of a decoder and of its parts."""
+    """Return the types of a tokenizer's decoder and of its parts."""
     if not decoder:
         return []
     return [decoder["type"], *(name for part in decoder.get("decoders", ()) for name in _decoders(part))]
@@ -153,12 +155,12 @@ def _piece(piece: str) -> bytes:
 
 
 def _inside(tokenizer: Any) -> Callable[[str], list[int]]:
-    """Return a function that tokenizes a text as a continuation, without a leading space or special token."""
+    """Return a function that tokenizes a text as a continuation, without adding a leading space or special tokens."""
 
     def ids(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    # Put a line break in front, because no tokenizer of these families merges it with the text that follows.
+    # Tokenize the text after a line break, which no tokenizer of these families merges with the text that follows.
     line_break_ids = ids("\n")
 
     def encode(text: str) -> list[int]:

@@ -1,1 +1,1 @@
-"""The decoding step and its dependencies: the part users embed. Imports only jax, numpy and kernels_pallas."""
+"""The decoding step and its state, loops and interfaces: the part of the library that users embed in their programs."""

@@ -1,10 +1,10 @@
-"""Device meshes: the roles of their axes, and the mesh for which a program is being traced.
+"""Device meshes: the roles of mesh axes, and functions that use the mesh of the current trace.
 
-Oracle: the same program on one device (tests/mesh/test_shardings.py).
+Tested against the same program on one device (tests/mesh/test_shardings.py).
 
-Axes have one of three roles: `data` shards rows of the batch; `model` shards heads, hidden units and vocabulary;
-`expert` shards the experts of a mixture. A mesh may have any of these axes, under these names or names registered by
-`name_axes`.
+Each axis has one of three roles: `data` shards the rows of a batch; `model` shards heads, hidden units and the
+vocabulary; `expert` shards the experts of a mixture of experts. A mesh may have any of these axes, with these names or
+names that `name_axes` has registered.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "experts": ("expert", "model"),
     "expert_hidden": ("model",),
 }
-"""Roles of mesh axes for each logical axis, outermost first. A size that does not divide over all of them is sharded
-over fewer axes."""
+"""Roles of the mesh axes that shard each logical axis, outermost first. A logical axis is sharded over fewer mesh axes
+if its size is not divisible by the number of devices."""
 
 AXES = ("data", "model", "expert")
-"""The roles; each is also the default name of its axis."""
+"""The roles of mesh axes. Each role is also the default name of its axis."""
 
-_ROLES: dict[str, str] = {name: name for name in AXES}  # axis name -> role; entries are never removed
+_ROLES: dict[str, str] = {name: name for name in AXES}  # role of each axis name; entries are never removed
 
 
 def name_axes(**names: str | Sequence[str]) -> None:
-    """Register additional names for mesh axes, such as a trainer's `("fsdp", "tp")`, for this process.
+    """Register additional names for mesh axes in this process, such as `("fsdp", "tp")` of a training library.
 
-    Repeating a call is harmless. Names are never removed, so compiled programs stay valid.
+    A call may be repeated. Names are never removed, so compiled programs remain valid.
 
     Args:
-      **names: role (one of `AXES`) = the name of an axis, or several names that share the role, outermost first.
+      **names: maps a role (one of `AXES`) to the name of an axis, or to several names with this role, outermost first.
 
     Raises:
-      MarsError: the role does not exist, or the name already has a different role.
+      MarsError: a role does not exist, or a name already has a different role.
 
     >>> name_axes(data="fsdp", model="tp")
     >>> axes_of("heads", 8, AbstractMesh((2, 4), ("fsdp", "tp")))
@@ -64,20 +64,20 @@ def name_axes(**names: str | Sequence[str]) -> None:
     """
     for role, axis_names in names.items():
         if role not in AXES:
-            raise MarsError(f"'{role}' is no role of a mesh axis: expected {', '.join(AXES)}.")
+            raise MarsError(f"'{role}' is not a role of a mesh axis: expected {', '.join(AXES)}.")
         check_type(f"the name of the axis for {role}", axis_names, (str, Sequence), "a string, or several")
         for name in [axis_names] if isinstance(axis_names, str) else axis_names:
             check_type(f"the name of the axis for {role}", name, str, "a string")
             if _ROLES.get(name, role) != role:
                 raise MarsError(
-                    f"the mesh axis '{name}' is to be {role} and holds {_ROLES[name]} already: give the axes of your "
-                    "mesh other names."
+                    f"the mesh axis '{name}' cannot have the role {role}, because its role is {_ROLES[name]}: give the "
+                    "axis of your mesh another name."
                 )
             _ROLES[name] = role
 
 
 def check_named(mesh: AnyMesh) -> None:
-    """Raise MarsError for an axis without a role, over which all arrays would be replicated."""
+    """Raise MarsError if a mesh axis has no role. All arrays would be replicated over such an axis."""
     for name, size in mesh.shape.items():
         if size > 1 and name not in _ROLES:
             raise MarsError(
@@ -87,14 +87,14 @@ def check_named(mesh: AnyMesh) -> None:
 
 
 def names_of(role: str, mesh: AnyMesh | None) -> tuple[str, ...]:
-    """Return the mesh axes of a role that have more than one device, outermost first."""
+    """Return the names of the mesh axes with this role and more than one device, outermost first."""
     if mesh is None:
         return ()
     return tuple(name for name, size in mesh.shape.items() if size > 1 and _ROLES.get(name) == role)
 
 
 def size_of(role: str, mesh: AnyMesh | None) -> int:
-    """Return the number of devices along the mesh axes of a role; 1 without a mesh.
+    """Return the number of devices along the mesh axes with this role, or 1 without a mesh.
 
     >>> size_of("data", AbstractMesh((2, 4), ("data", "model")))
     2
@@ -105,14 +105,14 @@ def size_of(role: str, mesh: AnyMesh | None) -> int:
 
 
 def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
-    """Build the mesh described by `--mesh` over the first devices, with axes of type Auto.
+    """Build the mesh that the value of `--mesh` describes, from the first devices, with axes of type Auto.
 
     Args:
-      text: axes with their sizes, outermost first, such as "data=2,model=4".
-      devices: devices to choose from; default: all of `jax.devices()`.
+      text: the axes and their sizes, outermost first, such as "data=2,model=4".
+      devices: the available devices. Default: `jax.devices()`.
 
     Raises:
-      MarsError: an axis does not exist, or the mesh needs more devices than available.
+      MarsError: an axis does not exist, or the mesh needs more devices than are available.
 
     >>> dict(parse_mesh("model=1").shape)
     {'model': 1}
@@ -121,7 +121,7 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
     axis_sizes: dict[str, int] = {}
     for axis_text in text.split(","):
         name, _, size_text = (piece.strip() for piece in axis_text.partition("="))
-        # int() refuses more than 4,300 digits; nine are plenty for a number of devices.
+        # `int` raises an error for more than 4,300 digits, and nine digits are enough for a number of devices.
         is_whole = size_text.isascii() and size_text.isdigit() and len(size_text) < 10
         if name not in _ROLES or name in axis_sizes or not is_whole or not int(size_text):
             raise MarsError(
@@ -134,11 +134,11 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
     num_devices = math.prod(axis_sizes.values())
     if num_devices > len(devices):
         raise MarsError(
-            f"the mesh {text} is of {num_devices} devices and there are {len(devices)}: make it smaller."
+            f"the mesh {text} needs {num_devices} devices and there are {len(devices)}: make it smaller."
         )
     mesh_shape = tuple(axis_sizes.values())
     try:
-        # On a TPU, place neighbours along an axis next to each other on the slice, for the shapes that jax supports.
+        # On a TPU, place neighbours along an axis next to each other on the slice, if jax supports the shape.
         device_grid = mesh_utils.create_device_mesh(mesh_shape, devices[:num_devices])
     except (NotImplementedError, ValueError, AssertionError):
         device_grid = np.array(devices[:num_devices]).reshape(mesh_shape)
@@ -153,14 +153,15 @@ def axes_of(logical: str, size: int, mesh: AnyMesh, *, without: tuple[str, ...] 
     (('model',), ())
     """
     axes = [name for role in RULES[logical] for name in names_of(role, mesh) if name not in without]
-    # Drop the innermost axes until the size divides over the remaining ones. The array is replicated over dropped axes.
+    # Drop the innermost axes until the size is divisible by the number of devices along the remaining axes. The array
+    # is replicated over the dropped axes.
     while axes and size % math.prod(mesh.shape[name] for name in axes):
         axes.pop()
     return tuple(axes)
 
 
 def current() -> AbstractMesh | None:
-    """Return the mesh of the current trace, as set by `jax.set_mesh` and `by_rows`; None for one device."""
+    """Return the mesh of the current trace, which `jax.set_mesh` or `by_rows` has set, or None for a single device."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return None
@@ -169,43 +170,45 @@ def current() -> AbstractMesh | None:
 
 
 def device_kind() -> str:
-    """Return jax's name for the device kind that the current trace targets: that of the mesh, or else the default.
+    """Return the kind of device, as named by jax, for which the current program is traced.
 
-    A plan traces for an abstract mesh, whose devices are not on this machine.
+    These are the devices of the current mesh, or else the default devices. The devices of an abstract mesh, which
+    `plan` uses, need not be on this machine.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     return device.device_kind
 
 
 def on_cpu() -> bool:
-    """Return whether the current trace targets a CPU."""
+    """Return True if the current program is traced for a CPU."""
     return device_kind() == "cpu"
 
 
 def on_tpu() -> bool:
-    """Return whether the current trace targets a TPU."""
+    """Return True if the current program is traced for a TPU."""
     return device_kind().startswith("TPU")
 
 
 def on_gpu() -> bool:
-    """Return whether the current trace targets a GPU."""
+    """Return True if the current program is traced for a GPU."""
     return not (on_cpu() or on_tpu())
 
 
 def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Map `function(params, *rows)` over the `data` axis of the mesh for which it is traced.
+    """Map `function(params, *rows)` over the `data` axis of the current mesh.
 
-    All arrays of `rows` and of the result have B as their first dimension, which is sharded over `data`. Rows are
-    independent, so `data` needs no communication, and a loop ends on each device when its own rows are done. XLA
-    partitions the other axes according to the sharding of the weights. Without a mesh this is `function` itself.
+    The first dimension of all arrays in `rows` and in the result is B, which is sharded over `data`. Rows are
+    independent, so devices along `data` need not communicate, and a loop ends on each device when its own rows are
+    done. XLA partitions the program over the other axes according to the sharding of the weights. Without a mesh,
+    `function` is called directly.
 
     Raises (when called):
-      MarsError: B does not divide over `data`.
+      MarsError: B is not divisible by the number of devices along `data`.
     """
 
     @functools.wraps(function)
     def call(params: PyTree, *rows: PyTree) -> PyTree:
-        # Arrays with explicit shardings bring their own mesh, whether or not one is set.
+        # Arrays with explicit shardings contain their mesh, even if no mesh is set.
         meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves((params, rows))]
         explicit_mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
         if explicit_mesh is not None:
@@ -218,11 +221,11 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
             return _map_nodes(_hold, function(params, *rows))
 
         data_axes = names_of("data", mesh)
-        # No mesh axis shards rows, or an outer `by_rows` has already mapped them.
+        # True if no mesh axis shards rows, or an outer `by_rows` has already mapped these axes.
         if not set(data_axes) - set(mesh.manual_axes):
             return with_shardings(params, *rows)
         check_rows(jax.tree.leaves(rows)[0].shape[0], mesh)
-        # check_vma is not needed: no result is replicated over `data`.
+        # No result is replicated over `data`, so check_vma is not needed.
         mapped_function = jax.shard_map(
             with_shardings,
             in_specs=(P(), *[P(data_axes)] * len(rows)),
@@ -236,7 +239,7 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def over_rows(count: Array) -> Array:
-    """Sum a per-device count over the shards of the rows, when traced inside `by_rows`."""
+    """Sum a count of each device over all shards of the rows, inside `by_rows`."""
     mesh = current()
     data_axes = names_of("data", mesh)
     if mesh is None or not data_axes or set(data_axes) - set(mesh.manual_axes):
@@ -245,7 +248,7 @@ def over_rows(count: Array) -> Array:
 
 
 def check_rows(batch: int, mesh: AnyMesh) -> None:
-    """Raise MarsError if the rows do not divide over the mesh's axis `data`."""
+    """Raise MarsError if the number of rows is not divisible by the size of the mesh axis `data`."""
     num_shards = size_of("data", mesh)
     if batch % num_shards:
         raise MarsError(
@@ -257,26 +260,27 @@ Axes = tuple[str | None, ...]
 
 
 def logical_axes(x: object) -> Axes | None:
-    """Return the logical axis (a key of `RULES`) of each dimension of a container's arrays; None if it declares none.
+    """Return the logical axis of each dimension of the arrays in a container, or None if the container declares none.
 
-    A cache that shards its arrays by more than their rows declares an attribute of this name.
+    Logical axes are keys of `RULES`. A cache declares them in an attribute `logical_axes` if its arrays are sharded by
+    more than their rows.
     """
     return getattr(x, "logical_axes", None)
 
 
 def row_specs(tree: PyTree, mesh: AnyMesh) -> PyTree:
-    """Return partition specs that shard dimension 0 by rows; a container may declare further sharded dimensions."""
+    """Return partition specs that shard the rows (dimension 0), and other dimensions if a container declares them."""
     return _map_nodes(lambda x, axes: _spec(x, axes or ("rows",), mesh), tree)
 
 
 def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
-    """Return `NamedSharding`s for a `DecodeState`, or for any tree of arrays whose first axis is the rows of the batch.
+    """Return the `NamedSharding`s of a `DecodeState`, or of any tree of arrays whose first axis is the batch.
 
     Args:
-      state: arrays or shapes. Caches also shard their heads, by their own specs.
+      state: arrays or their shapes. A cache may declare further sharded axes, such as its heads.
 
     Raises:
-      MarsError: the number of rows is not divisible by the mesh's axis `data`.
+      MarsError: the number of rows is not divisible by the size of the mesh axis `data`, or a mesh axis has no role.
     """
 
     check_named(mesh)
@@ -286,7 +290,7 @@ def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
 
 
 def _map_nodes(function: Callable[[Array, Axes | None], PyTree], tree: PyTree) -> PyTree:
-    """Map `function(array, logical axes of its container)` over every array."""
+    """Apply `function(array, logical axes of its container)` to every array of a tree."""
 
     def node(x: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: function(leaf, logical_axes(x)), x)
@@ -295,12 +299,13 @@ def _map_nodes(function: Callable[[Array, Axes | None], PyTree], tree: PyTree) -
 
 
 def _spec(x: Array, axes: Axes, mesh: AnyMesh, *, rows: bool = True) -> P:
-    """Return the partition spec of an array; `rows` is False if `by_rows` has already sharded them."""
+    """Return the partition spec of an array; `rows` is False if `by_rows` has already sharded the rows."""
 
     def of(name: str | None, size: int) -> tuple[str, ...] | None:
         if name is None or (name == "rows" and not rows):
             return None
-        # `check_rows` raises for rows that do not divide, whereas other axes are then replicated.
+        # If the number of rows is not divisible by the number of devices, `check_rows` raises an error. Other axes are
+        # replicated in this case.
         if name == "rows":
             return names_of("data", mesh) or None
         return axes_of(name, size, mesh) or None
@@ -310,7 +315,7 @@ def _spec(x: Array, axes: Axes, mesh: AnyMesh, *, rows: bool = True) -> P:
 
 
 def _hold(x: Array, axes: Axes | None) -> Array:
-    """Constrain an array to the sharding of its logical axes; dimensions that do not divide are replicated."""
+    """Constrain an array to the sharding of its logical axes, and replicate all other dimensions."""
     mesh = _ready()
     if not axes or mesh is None or not mesh.auto_axes:
         return x
@@ -318,9 +323,10 @@ def _hold(x: Array, axes: Axes | None) -> Array:
 
 
 def hold_heads(buffer: PyTree) -> PyTree:
-    """Shard a layer's keys or values [B, S, K, ...] by heads, or replicate them if the heads do not divide.
+    """Shard keys or values [B, S, K, ...] by heads, or replicate them if the number of devices does not divide K.
 
-    Without this, XLA shards indivisible heads over part of an axis, and moves the whole buffer between devices.
+    Without this constraint, XLA would shard the heads over some of the devices in the second case, and move the whole
+    buffer between devices.
     """
     return jax.tree.map(lambda x: _hold(x, (None, None, "kv_heads")), buffer)
 
@@ -328,16 +334,16 @@ def hold_heads(buffer: PyTree) -> PyTree:
 def hold_whole(x: Array) -> Array:
     """Replicate activations [B, N, E] over the devices of `model`.
 
-    Without this, XLA may shard them by E to match a later matmul and gather them again in every layer, or shard a
-    concatenation by exchanging its parts.
+    Without this constraint, XLA may shard activations by E to match a later matmul and gather them again in every
+    layer, or exchange data between devices to shard a concatenation.
     """
     return _hold(x, (None,) * x.ndim)
 
 
 def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
-    """Call `function` with the axes of an explicit mesh switched to Auto, as `jax.sharding.auto_axes` does.
+    """Call `function` with the axes of an explicit mesh changed to Auto, as `jax.sharding.auto_axes` does.
 
-    Shardings of the results follow `row_specs` and are known only after tracing.
+    The results are resharded by `row_specs` after tracing, when their shapes are known.
     """
     auto_mesh = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
     with jax.sharding.use_abstract_mesh(auto_mesh):
@@ -347,22 +353,22 @@ def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: Py
 
 
 def _ready() -> AbstractMesh | None:
-    """Return the mesh inside `by_rows`, where the other axes may be mapped by hand; None elsewhere."""
+    """Return the current mesh if other axes may be mapped manually, that is, inside `by_rows`; otherwise None."""
     mesh = current()
     data_axes = set(names_of("data", mesh))
-    # Exactly the axes of the rows must be mapped: fewer are mapped outside of `by_rows`, and more in `map_devices`.
+    # Exactly the axes of the rows must be mapped: outside of `by_rows` they are not, and in `map_devices` all axes are.
     if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) != data_axes:
         return None
     return mesh
 
 
 def vocabulary_axes(vocab: int) -> tuple[str, ...]:
-    """Return the mesh axes that shard logits of `vocab` tokens in the current trace; () if they are replicated."""
+    """Return the mesh axes that shard logits over `vocab` tokens in the current trace; () if logits are replicated."""
     return axes_here("vocab", vocab) or ()
 
 
 def devices_of(logical: str, size: int) -> int:
-    """Return the number of shards of a logical axis of this size in the current trace; 1 without a mesh."""
+    """Return the number of shards of a logical axis of this size in the current trace, or 1 without a mesh."""
     mesh = _ready()
     if mesh is None:
         return 1
@@ -372,7 +378,7 @@ def devices_of(logical: str, size: int) -> int:
 def axes_here(logical: str, size: int) -> tuple[str, ...] | None:
     """Return the mesh axes that shard a logical axis of this size in the current trace; () if it is replicated.
 
-    Return None if nothing is mapped by hand: on one device, or if XLA partitions the rows.
+    Return None on a single device, or outside of `by_rows`, where axes cannot be mapped manually.
     """
     mesh = _ready()
     if mesh is None:
@@ -381,10 +387,10 @@ def axes_here(logical: str, size: int) -> tuple[str, ...] | None:
 
 
 def alone(logical: str, size: int) -> tuple[str, ...]:
-    """Return the mesh axes that shard a logical axis if the mesh does not shard rows, otherwise ().
+    """Return the mesh axes that shard a logical axis, or () if the mesh also shards rows.
 
-    Devices may communicate in a loop that ends with its rows only if the rows are not sharded: on CPUs, a transfer to
-    one device waits for all devices.
+    If rows are sharded, a loop may end at different steps on different devices. The devices must then not communicate
+    inside the loop, because on CPUs a transfer to one device waits for all devices.
     """
     mesh = _ready()
     if mesh is None or names_of("data", mesh):
@@ -393,40 +399,42 @@ def alone(logical: str, size: int) -> tuple[str, ...]:
 
 
 def in_order(axes: Sequence[str]) -> bool:
-    """Return whether `axes` follow the order of the current mesh: `lax.ppermute` numbers devices in that order."""
+    """Return True if `axes` are in the order of the current mesh, in which `lax.ppermute` numbers the devices."""
     mesh = _ready()
     return mesh is not None and tuple(axes) == tuple(name for name in mesh.axis_names if name in axes)
 
 
 def expert_axes(experts: int, size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the mesh axes that shard the experts in the current trace, and those that shard their hidden units."""
+    """Return the mesh axes that shard the experts in the current trace, and those that shard an expert's hidden
+    units."""
     mesh = _ready()
     if mesh is None:
         return (), ()
     shard_axes = axes_of("experts", experts, mesh)
-    # Axes that do not shard the experts shard the matrices within an expert.
+    # The remaining axes shard the matrices within each expert.
     return shard_axes, axes_of("expert_hidden", size, mesh, without=shard_axes)
 
 
 def map_devices(
     function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree = REPLICATED
 ) -> Callable[..., PyTree]:
-    """Apply `jax.shard_map` over all mesh axes except that of the rows; by default results are replicated."""
+    """Apply `jax.shard_map` over all mesh axes except those of the rows. By default, results are replicated."""
     mesh = jax.sharding.get_abstract_mesh()
     free = set(mesh.axis_names) - set(mesh.manual_axes)
-    # check_vma cannot infer that values computed on every device from the same gathered arrays are equal.
+    # Disable check_vma, which cannot infer that results are equal if every device computes them from the same gathered
+    # arrays.
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False)
 
 
 def over_vocabulary(
     local: Callable[..., PyTree], unsharded: Callable[..., PyTree], logits: Array, *others: PyTree
 ) -> PyTree:
-    """Call `unsharded(logits, *others)`, or `local(axes, shard, *others)` per device if the vocabulary is sharded.
+    """Call `unsharded(logits, *others)`, or `local(axes, shard, *others)` on each device if the vocabulary is sharded.
 
     Args:
-      local: gets the mesh axes of the vocabulary and its device's shard of logits [..., V]; must return equal results
-        on all devices.
-      unsharded: computes the same for an unsharded vocabulary.
+      local: function of the mesh axes that shard the vocabulary and of this device's shard of the logits. It must
+        return equal results on all devices.
+      unsharded: function that computes the same result if the vocabulary is not sharded.
       logits: [..., V].
       others: arrays that are replicated over the devices.
     """

@@ -1,6 +1,7 @@
 """Key-value cache: allocation, writes for one forward pass, and moves of a tree's accepted rows.
 
-Oracle: a cache rebuilt from only the committed tokens (tests/core/test_cache.py). B batch, S slots, N nodes.
+Tested against a cache that is rebuilt from only the committed tokens (tests/core/test_cache.py). Dimensions: B batch, S
+slots, N nodes.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from mars_jax.utils.types import PyTree
 class Int8Rows:
     """Keys or values quantized symmetrically to int8, with one scale per token and head (absmax maps to 127).
 
-    Every reader gets the quantized values, even in the step that writes them. Attention to a token is therefore the
-    same while it is a draft node and after it is committed.
+    Attention always reads the quantized values, even in the step that writes them. A token therefore contributes the
+    same to attention before and after it is committed.
     """
 
     values: Array  # i8[B, S, kv_heads, head_dim]; in [-127, 127]
@@ -46,7 +47,7 @@ class Int8Rows:
         float_rows = rows.astype(jnp.float32)
         # One scale per token and head, f32[..., heads], so a new token never changes the rounding of earlier ones.
         scale = jnp.max(jnp.abs(float_rows), axis=-1) / 127
-        # A row of zeros has scale 0; divide it by 1 instead.
+        # A row of zeros has scale 0, so divide it by 1 instead.
         values = jnp.round(float_rows / jnp.where(scale == 0, 1.0, scale)[..., None])
         return Int8Rows(values=values.astype(jnp.int8), scale=scale)
 
@@ -63,7 +64,7 @@ class KVCache:
     """The logical axis of each dimension, from which a mesh derives its sharding; see `mesh.logical_axes`."""
 
     k: tuple[Rows, ...]  # each [B, S, kv_heads, head_dim]
-    v: tuple[Rows, ...]  # as k
+    v: tuple[Rows, ...]  # same shape as k
 
     @property
     def slots(self) -> int:
@@ -71,7 +72,7 @@ class KVCache:
 
 
 def init_cache(layers: int, shape: tuple[int, int, int, int], dtype: DTypeLike) -> KVCache:
-    """Allocate `layers` pairs of zeros of shape (batch, slots, kv_heads, head_dim), as `Int8Rows` if dtype is int8."""
+    """Allocate a cache of zeros for some layers, whose keys have the shape (batch, slots, kv_heads, head_dim)."""
 
     def zero_rows() -> Rows:
         zeros = jnp.zeros(shape, dtype)
@@ -83,14 +84,14 @@ def init_cache(layers: int, shape: tuple[int, int, int, int], dtype: DTypeLike) 
 
 
 def write_slots(buffer: PyTree, rows: Array, start: Array) -> PyTree:
-    """Write rows [B, N, ...] into buffer [B, S, ...] at slots `start[b] .. start[b] + N - 1`, in place under jit.
+    """Write rows [B, N, ...] to slots `start[b] .. start[b] + N - 1` of a buffer [B, S, ...], in place under jit.
 
-    All of these slots must exist. `Int8Rows` quantizes the rows first.
+    The last slot must be within the buffer. If the buffer is an `Int8Rows`, the rows are quantized first.
     """
     if isinstance(buffer, Int8Rows):
         return jax.tree.map(lambda b, r: write_slots(b, r, start), buffer, Int8Rows.of(rows))
     rows = rows.astype(buffer.dtype)
-    # A batch of one row needs one slice update, but neither a loop nor a scatter.
+    # A batch of one row needs only one slice update, without a loop or a scatter.
     if buffer.shape[0] == 1:
         return lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis=1)
     tpu_write = _write_short if _is_short(buffer) else _write_rows
@@ -104,7 +105,8 @@ def _write_slices(buffer: Array, rows: Array, start: Array) -> Array:
 
 def _write_rows(buffer: Array, rows: Array, start: Array) -> Array:
     """Write B * N rows with one scatter; a TPU would lower slice updates to a loop over the batch."""
-    # Node i of row b goes to buffer[b, start[b] + i]: distinct places in increasing order, which the flags promise.
+    # Node i of row b is written to buffer[b, start[b] + i]. These indices are unique and sorted, as the flags below
+    # state.
     batch_row = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
     slot = start[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
     return buffer.at[batch_row, slot].set(
@@ -113,18 +115,18 @@ def _write_rows(buffer: Array, rows: Array, start: Array) -> Array:
 
 
 def _is_short(buffer: Array) -> bool:
-    """Return whether a row (such as the scales of a token's heads) is shorter than the 128 lanes of a TPU.
+    """Return True if a token's row has fewer values than a TPU has lanes (128), as the scales of int8 rows do.
 
-    Scattering or gathering such rows would pad them to 128 lanes and copy the whole buffer into that layout. A select
-    over all slots keeps the slots in the lanes, the layout that attention reads.
+    A scatter or gather of such rows would pad each of them to 128 lanes and copy the whole buffer into that layout. A
+    select over all slots keeps the layout that attention reads, with the slots along the lanes.
     """
     return buffer.ndim == 3 and buffer.shape[2] < 128
 
 
 def _write_short(buffer: Array, rows: Array, start: Array) -> Array:
     slot = start[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
-    # Select over the whole buffer and write back every slot, which is cheap because the rows are short. At most one
-    # node targets a slot, so the sum over nodes copies its value unchanged.
+    # Rewrite every slot of the buffer with a select, which is cheap because the rows are short. At most one node is
+    # written to each slot, so the sum over nodes has one nonzero term and copies it exactly.
     is_target = _one_hot(buffer, slot)
     written_rows = jnp.sum(jnp.where(is_target, rows[:, :, None], 0), axis=1, dtype=buffer.dtype)
     return jnp.where(jnp.any(is_target, axis=1), written_rows, buffer)
@@ -139,12 +141,12 @@ def _take_rows(buffer: Array, slot: Array) -> Array:
 
 
 def _one_hot(buffer: Array, slot: Array) -> Array:
-    """Return bool[B, N, S, 1]: the one-hot encoding of slot i32[B, N] over the S slots."""
+    """Return the one-hot encoding of `slot` i32[B, N] over the S slots of the buffer, as bool[B, N, S, 1]."""
     return (slot[..., None] == jnp.arange(buffer.shape[1], dtype=jnp.int32)[None, None])[..., None]
 
 
 def slots(cache: PyTree) -> int:
-    """Return S of a cache. All its leaves must be [B, S, ...], as for every function in this module.
+    """Return S, the number of slots of a cache. Every leaf must be [B, S, ...], as in all functions of this module.
 
     >>> slots(init_cache(1, (2, 8, 1, 4), jnp.float32))
     8
@@ -153,19 +155,19 @@ def slots(cache: PyTree) -> int:
 
 
 def commit_path(cache: PyTree, start: Array, path: Array) -> PyTree:
-    """Move the rows of the accepted path to the slots that a chain would have used.
+    """Move the cache rows of the accepted path to consecutive slots, as if the draft had been a chain.
 
-    Node j was written to slot `start + j`; the node at depth d of the path must end in slot `start + d`. The
-    root is already in place, so at most D rows move. Keys were rotated at position `start + depth`, so a moved
-    row needs no correction. Rows past the accepted depth are garbage and never read.
+    The forward pass wrote node j to slot `start + j`, but the node at depth d of the path belongs in slot `start + d`.
+    The root is already in place, so at most D rows move. Keys were rotated by their final position, `start + depth`, so
+    moved rows need no correction. Slots past the accepted depth contain garbage that is never read.
 
     Args:
-      cache: the cache after the tree's forward; every leaf [B, S, ...].
+      cache: the cache after the forward pass over the tree; every leaf is [B, S, ...].
       start: i32[B]; slot of the root.
       path: i32[B, D + 1]; node ids from the root.
     """
-    # i32[B, D]: the slot of the node at depth d + 1. All rows are read before any is written. Past the accepted depth
-    # the path repeats its last node; those copies land in slots that the next step overwrites.
+    # i32[B, D]: entry d is the current slot of the path's node at depth d + 1. All rows are read before any is written.
+    # Past the accepted depth the path repeats its last node, and the next step overwrites those copies.
     source_slots = start[:, None] + path[:, 1:]
 
     def move(buffer: Array) -> Array:
@@ -177,9 +179,9 @@ def commit_path(cache: PyTree, start: Array, path: Array) -> PyTree:
 
 
 def put_rows(cache: PyTree, rows: Array, new: PyTree) -> PyTree:
-    """Replace rows i32[b] of the cache with the rows of `new`, in place under jit; the first axis of every leaf is B.
+    """Replace the batch rows `rows` i32[b] of a cache with those of `new`, in place under jit.
 
-    Entries of B or more are dropped. Row numbers must be unique.
+    The first axis of every leaf is the batch. Row numbers must be unique; those of B or more are ignored.
 
     >>> old, new = jnp.zeros((3, 2)), jnp.ones((2, 2))
     >>> put_rows(old, jnp.asarray([2, 3]), new)[:, 0].tolist()

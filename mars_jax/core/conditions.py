@@ -1,7 +1,8 @@
-"""Conditions that a request sets in addition to the rule: edits of the logits, constraints and spans.
+"""Conditions that a request can add to the rule: edits of the logits, constraints and spans.
 
-B batch, N nodes, V vocabulary. Each of the three is None if no row uses it, and then adds nothing to the program.
-Oracle: transformers' processors, and autoregression (tests/core/test_edits.py, tests/core/test_guide.py).
+Each of the three is None if no row uses it, and then adds nothing to the compiled program. Dimensions: B batch, N
+nodes, V vocabulary. Tested against the logits processors of transformers, and against autoregression
+(tests/core/test_edits.py, tests/core/test_guide.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mars_jax.core.types import DecodeState, DraftTree, Edits, GuideStates, Para
 
 
 class Conditions(NamedTuple):
-    """The conditions of a step, at the last committed token of each row."""
+    """The conditions of all rows in one step, with automata in their states after the last committed token."""
 
     edits: Edits | None
     constraint: Guide | None
@@ -25,30 +26,30 @@ class Conditions(NamedTuple):
 
     @classmethod
     def of(cls, params: Params, state: DecodeState) -> Conditions:
-        """Return the conditions of a state; `params` holds the automata's tables.
+        """Collect the conditions of a decoding state, with the tables of their automata from `params`.
 
         Raises:
-          MarsError: rows have a constraint or a span, but `params` has no tables for it.
+          MarsError: the rows have a constraint or a span, but `params` contains no tables for it.
         """
         constraint, span = guide_of("constraint", params, state), guide_of("span", params, state)
         return cls(state.controls.edits, constraint, span)
 
     def steered(self, tree: DraftTree, *, fill: bool) -> DraftTree:
-        """Remove the nodes that the constraint forbids from a draft; see `Guide.steered`."""
+        """Remove the tokens that the constraint forbids from a draft; see `Guide.steered`."""
         if self.constraint is None:
             return tree
         return self.constraint.steered(tree, fill=fill)
 
     def at(self, tree: DraftTree) -> Nodes:
-        """Return the conditions at the nodes of a tree."""
-        # `x and f(x)` is None for a condition that no row uses.
+        """Evaluate the conditions at every node of a draft tree."""
+        # A condition that no row uses is None, and `x and f(x)` keeps it None.
         return Nodes(
             self.edits, self.constraint and self.constraint.on(tree), self.span and self.span.on(tree)
         )
 
 
 class Nodes(NamedTuple):
-    """Conditions at the nodes of a tree."""
+    """The conditions at every node of a draft tree."""
 
     edits: Edits | None
     constraint: Followed | None
@@ -56,7 +57,7 @@ class Nodes(NamedTuple):
 
     @property
     def strict(self) -> Array | None:
-        """bool[B, N]: nodes below which a span forbids relaxed acceptance; None without spans."""
+        """bool[B, N], True if a span forbids relaxed acceptance of the node's children; None without spans."""
         return self.span and self.span.strict
 
     def on(self, raw: Array, tree: DraftTree, state: DecodeState) -> Array:
@@ -73,14 +74,14 @@ class Nodes(NamedTuple):
         return logits
 
     def ended(self, verdict: Verdict) -> Array | None:
-        """Return bool[B]: whether the constraint allows no token after the accepted path; None without a constraint."""
+        """Return bool[B], True if the constraint allows no token after the accepted path; None without a constraint."""
         return self.constraint and self.constraint.ended(verdict)
 
     def after(self, verdict: Verdict, state: DecodeState) -> GuideStates | None:
-        """Advance the automata of live rows by the tokens of a step; None without automata."""
+        """Return the automaton states after the tokens of a step, or None if no row has an automaton."""
         if state.guides is None:
             return None
-        # Each automaton reads the accepted path and `next_token`; rows that are done keep their state.
+        # Each automaton reads the accepted path and `next_token`. Finished rows keep their states.
         next_states = GuideStates(
             constraint=self.constraint and self.constraint.after(verdict),
             span=self.span and self.span.after(verdict),

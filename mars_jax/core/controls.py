@@ -1,4 +1,7 @@
-"""Per-request settings of a batch, with validation. Oracle: tests/core/test_sampling.py. B batch, M stop tokens."""
+"""Construction and validation of per-request settings.
+
+Dimensions: B batch, M stop tokens. Tests: tests/core/test_sampling.py.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ from mars_jax.utils.settings import LARGEST_INT, REQUEST, Range, Setting, by_nam
 _LIMIT = Setting(
     name="limit",
     kind=int,
-    help="most tokens of a row",
+    help="maximum number of tokens in a row",
     per_row=True,
     ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
 )
 _SETTINGS = REQUEST | by_name(_LIMIT)
 
 PerRow = ArrayLike | Sequence[float]
-"""A setting: one value for all rows, or one per row."""
+"""Type of a setting: one value for all rows, or one value per row."""
 
 
 def make_controls(
@@ -44,23 +47,24 @@ def make_controls(
     draft_stop: PerRow = math.inf,
     stop_tokens: Array | Iterable[int] | Iterable[Iterable[int]] = (),
 ) -> Controls:
-    """Build `Controls` for `batch` requests; every setting is one value for all rows or one per row (shape [B]).
+    """Build the `Controls` of a batch; every setting is either one value for all rows or one value per row, [B].
 
     Args:
-      batch: B.
-      limit: maximum number of tokens, prompt and output together.
-      temperature: 0 is greedy. None makes every row greedy at compile time: the program contains no sampling and
-        compiles faster.
-      top_k: 0 is off.
-      top_p: 1 is off.
-      min_p: 0 is off.
-      strict: True replaces a lossy rule by its lossless base in this row.
-      draft_stop: threshold on the square root of the draft's entropy in nats; drafting stops after a node that exceeds
-        it (SVIP, arXiv 2411.18462). inf is off.
-      stop_tokens: ids for all rows, or one sequence of ids per row; padded with `NO_TOKEN` to a common M >= 1.
+      batch: B, the number of rows.
+      limit: maximum total number of tokens in the prompt and the output.
+      temperature: sampling temperature; 0 selects greedy decoding. None makes every row greedy at compile time, so that
+        the program contains no sampling code and compiles faster.
+      top_k: sample from this many of the most probable tokens; 0 disables the filter.
+      top_p: sample from the smallest set of tokens with at least this total probability; 1 disables the filter.
+      min_p: drop tokens below this fraction of the highest probability; 0 disables the filter.
+      strict: True makes the row use the lossless base of a lossy rule.
+      draft_stop: threshold on the square root of the draft's entropy in nats. Drafting stops after a node that exceeds
+        it (SVIP, arXiv 2411.18462). inf disables it.
+      stop_tokens: token ids that end any row, or one sequence of ids per row. They are padded with `NO_TOKEN` to a
+        common M >= 1.
 
     Raises:
-      MarsError: a value is out of range or has the wrong shape. Traced values are not checked.
+      MarsError: a value is out of range or has the wrong shape. The values of traced arrays are not checked.
 
     >>> make_controls(2, limit=64, temperature=[0.0, 0.7], stop_tokens=[[2], [2, 13]]).stop_tokens.tolist()
     [[2, -1], [2, 13]]
@@ -83,7 +87,7 @@ def make_controls(
 
 
 def is_stop(tokens: Array, stop_tokens: Array) -> Array:
-    """Return bool[B, ...]: whether tokens i32[B, ...] are among the row's stop tokens i32[B, M]; NO_TOKEN never is.
+    """Return bool[B, ...], True for tokens i32[B, ...] in their row's stop tokens i32[B, M]; False for NO_TOKEN.
 
     >>> is_stop(jnp.asarray([[2, 7, -1]]), jnp.asarray([[2, -1]])).tolist()
     [[True, False, False]]
@@ -93,7 +97,7 @@ def is_stop(tokens: Array, stop_tokens: Array) -> Array:
 
 
 def one_per_row(name: str, value: PerRow, batch: int, dtype: DTypeLike) -> Array:
-    """Broadcast a setting, given once or once per row, to dtype[batch].
+    """Broadcast a setting, which is one value or one value per row, to an array dtype[batch].
 
     Raises:
       MarsError: the value has the wrong type or shape, or is out of range.
@@ -101,7 +105,7 @@ def one_per_row(name: str, value: PerRow, batch: int, dtype: DTypeLike) -> Array
     if isinstance(value, Tracer):
         return jnp.broadcast_to(value.astype(dtype), (batch,))
     _SETTINGS[name].check(value)
-    with np.errstate(over="ignore"):  # beyond float32, a number counts as inf
+    with np.errstate(over="ignore"):  # numbers beyond the range of float32 become inf
         typed_value = np.asarray(value, dtype)
     if typed_value.shape not in ((), (batch,)):
         raise MarsError(
@@ -126,7 +130,7 @@ def _stop_tokens(value: Any, batch: int) -> Array:
         raise MarsError(
             f"stop_tokens is {short_repr(value)}: expected a sequence of token ids, or one for each row."
         ) from None
-    # Token ids that are not inside further sequences form one sequence, which applies to all rows.
+    # A flat sequence of token ids applies to all rows.
     if not any(getattr(row, "ndim", isinstance(row, list | tuple | range)) for row in sequences):
         sequences = [sequences] * batch
     if len(sequences) != batch:
@@ -141,7 +145,7 @@ def _stop_tokens(value: Any, batch: int) -> Array:
 
 
 def _row_of_ids(row: object) -> np.ndarray:
-    """Return i32[M]: the stop tokens of one row."""
+    """Convert the stop tokens of one row to an array of integers."""
     try:
         ids = np.asarray(row)
     except ValueError:  # lists of different lengths
@@ -163,15 +167,16 @@ _SAME_KIND = {
         "both the same kinds of guides; a row without one begins in the state 0",
     ),
 }
-"""Fields that may be None, which changes the compiled step. The rows and the state must agree on which are None."""
+"""Fields of `Controls` that may be None, which changes the compiled step. New rows and the state must have None in the
+same fields."""
 
 
 def pad_controls(controls: Controls, state: Controls) -> Controls:
-    """Pad the stop tokens and biased tokens of new rows to the widths of the state.
+    """Pad the stop tokens and the biased tokens of new rows to the widths of the running state.
 
     Raises:
-      MarsError: either the rows or the state lack a temperature, edits or guides that the other has, or the rows have
-        more tokens than the state has room for.
+      MarsError: temperature, edits or guides are None only in the new rows or only in the state, or a new row has more
+        stop tokens or biased tokens than the state has room for.
     """
     for name, (field, fix) in _SAME_KIND.items():
         if jax.tree.structure(getattr(controls, name)) != jax.tree.structure(getattr(state, name)):

@@ -1,7 +1,7 @@
-"""Decoding loops: `run` on the device and `stream` from the host, plus compiled `start` and `extend`.
+"""Decoding loops (`run` on the device, `stream` on the host), and compiled versions of `Decoder.init` and `extend`.
 
-B batch, D depth, T token buffer. Oracle: greedy autoregression of the same model, token for token
-(tests/core/test_decode.py).
+Dimensions: B batch, D draft depth, T token buffer. Tested token by token against greedy autoregression of the same
+model (tests/core/test_decode.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ABSENT = object()
 def check_given(
     decoder: object, params: object, state: object = _ABSENT, *, max_steps: object = None, **_: object
 ) -> None:
-    """Raise MarsError unless these are a decoder, its weights, a state, and a whole number of steps."""
+    """Raise MarsError unless the arguments are a decoder, its weights, a decoding state, and a number of steps."""
     check_type("the decoder", decoder, Decoder, "the result of speculative_decoder")
     check_params(params)
     if state is not _ABSENT:
@@ -44,7 +44,7 @@ def check_given(
 
 
 def check_number(name: str, value: object, least: int = 1) -> None:
-    """Raise MarsError unless `value` is a count of steps or rows that fits i32: a Python integer or an array i32[]."""
+    """Raise MarsError unless `value` is a scalar integer array, or an int from `least` to the largest int32."""
     is_array = isinstance(value, Array | np.ndarray)
     if not (is_array and value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)):
         check_count(name, value, least, LARGEST_INT)
@@ -52,29 +52,29 @@ def check_number(name: str, value: object, least: int = 1) -> None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def start_ready(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
-    """Call `decoder.init` for prompts from `ready`."""
+    """Call the compiled `decoder.init` on prompts that `ready` has returned."""
     return decoder.init(params, prompts)
 
 
 def start(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
-    """Check the arguments and call the compiled `decoder.init`. Each rule parameter is one value or one per row.
+    """Check the arguments and create a decoding state with the compiled `decoder.init`.
 
     Raises:
-      MarsError: see `Decoder.checked`.
+      MarsError: the prompts are invalid; see `Decoder.checked`.
     """
     check_given(decoder, params)
     return start_ready(decoder, params, ready(decoder, prompts))
 
 
 def shapes(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
-    """Return the `jax.ShapeDtypeStruct`s of the state that `start` returns for these arguments."""
+    """Return the shapes and dtypes of the state that `start` would return, as a tree of `jax.ShapeDtypeStruct`."""
     return start_ready.eval_shape(decoder, params, ready(decoder, prompts))
 
 
 def ready(decoder: Decoder, prompts: Prompts) -> Prompts:
-    """Check prompts on the host, where their values are concrete, and broadcast the rule's parameters to rows.
+    """Check prompts on the host, where their values are concrete, and broadcast the rule's parameters to all rows.
 
-    Each rule parameter gets one value per row, so that a scalar and an array compile to the same program.
+    Scalar and array parameters then use the same compiled program.
     """
     check_prompts(prompts, decoder.vocab_size)
     return dataclasses.replace(prompts, rule=for_rows(prompts.rule, prompts.tokens.shape[0]))
@@ -83,19 +83,19 @@ def ready(decoder: Decoder, prompts: Prompts) -> Prompts:
 def extend(
     decoder: Decoder, params: Params, state: DecodeState, prompts: Prompts
 ) -> tuple[DecodeState, Array]:
-    """Check the arguments and call the compiled `decoder.extend`. `state` is donated.
+    """Check the arguments and continue every row with a new prompt, using the compiled `decoder.extend`.
 
-    Use `insert` instead for a failed row, whose cache may hold non-finite values, and for a one-token prompt, for which
-    a draft head would start from the features of the row's previous tokens.
+    `state` is donated. Use `refill` instead for a failed row, because its cache may contain non-finite values, and for
+    a prompt of one token, because a draft head would start from the features of the row's earlier tokens.
 
     Args:
-      decoder, params: from `speculative_decoder`, and the weights.
-      state: B rows, done or not, from `start`, `run`, `stream` or this function.
-      prompts: the full token sequence of every row, including the part that was already read.
+      decoder, params: the result of `speculative_decoder`, and the weights.
+      state: a state from `start`, `run`, `stream` or this function; its rows may be finished or not.
+      prompts: the full token sequence of every row, including the tokens that the state has already read.
 
     Returns:
-      The state, which decodes the same tokens as `start` on these prompts, and i32[B], the number of tokens read per
-      prompt.
+      The state, which decodes the same tokens as `start` would on these prompts, and the number of tokens read in each
+      row, i32[B].
 
     >>> from mars_jax import drafters, fake, make_controls, verify
     >>> from mars_jax.core.types import keys_from_seeds
@@ -104,7 +104,7 @@ def extend(
     >>> text = jnp.asarray([[3, 1, 4] + [0] * 29], jnp.int32)
     >>> prompts = lambda text, n, limit: Prompts(text, jnp.asarray([n]), make_controls(1, limit=limit), rule, keys)
     >>> state, _ = run(decoder, Params(()), start(decoder, Params(()), prompts(text, 3, 8)))
-    >>> text = state.tokens.at[:, 8:10].set(5)  # the conversation so far, and a turn of two tokens
+    >>> text = state.tokens.at[:, 8:10].set(5)  # the conversation so far, and a new turn of two tokens
     >>> state, num_read = extend(decoder, Params(()), state, prompts(text, 10, 16))
     >>> num_read.tolist()
     [2]
@@ -125,7 +125,7 @@ class _Decoding(NamedTuple):
 
     state: DecodeState
     stats: DecodeStats
-    steps_left: Array | None  # i32[]; None: no bound
+    steps_left: Array | None  # i32[]; None if the number of steps is not limited
 
 
 @donating(2, check=check_given, static_argnames="record")
@@ -137,19 +137,19 @@ def run(
     record: bool = False,
     max_steps: int | Array | None = None,
 ) -> tuple[DecodeState, DecodeStats]:
-    """Step until every row is done, in one `lax.while_loop` on the device. `state` is donated.
+    """Run decoding steps until every row is done, in one `lax.while_loop` on the device. `state` is donated.
 
-    Each step adds at least one token to every live row or ends the row, so the loop terminates.
+    Every step either adds at least one token to an unfinished row or ends the row, so the loop terminates.
 
     Args:
-      decoder, params: from `speculative_decoder`, and the weights.
-      state: from `start`.
-      record: also record the origin of every new token in `DecodeStats.tokens`.
-      max_steps: i32[]; stop after at most this many steps, so that the caller can inspect the state and resume. It is
-        traced, so changing the number does not trigger recompilation. None: no bound.
+      decoder, params: the result of `speculative_decoder`, and the weights.
+      state: a state from `start`.
+      record: also record how every new token was accepted, and its log-probabilities, in `DecodeStats.tokens`.
+      max_steps: stop after at most this many steps, so that the caller can inspect the state and resume. The number is
+        traced, so changing it does not trigger recompilation. None sets no limit.
 
     Returns:
-      The final state and the per-row counters of these steps.
+      The final state, and the counters of each row over these steps.
     """
 
     def loop(inputs: tuple[Params, Array | None], state: DecodeState) -> tuple[DecodeState, DecodeStats]:
@@ -163,39 +163,39 @@ def run(
                 return _Decoding(state, stats, steps_left)
 
         def keep_going(carry: _Decoding) -> Array:
-            # Finished rows keep stepping, but change nothing; see `Decoder.step`.
+            # Finished rows still take part in every step, but their tokens do not change.
             any_live = ~jnp.all(carry.state.done)
             return any_live if carry.steps_left is None else any_live & (carry.steps_left > 0)
 
         batch, buffer = rows_of(state), state.tokens.shape[1]
         record_width = buffer if record else None
         stats = zero_stats(batch, decoder.max_depth, record=record_width, num_top=decoder.top_log_probs)
-        # The whole state is the carry, so XLA updates the caches in place from step to step.
+        # The whole state is the loop carry, so XLA updates the caches in place.
         final_carry = lax.while_loop(keep_going, body, _Decoding(state, stats, max_steps))
         return final_carry.state, final_carry.stats
 
     if max_steps is not None:
         max_steps = jnp.asarray(max_steps, jnp.int32)
-    # On a mesh each device loops over its own rows, and stops when they are done.
+    # On a mesh, each device runs the loop for its own rows and stops when these rows are done.
     return by_rows(loop)((params, max_steps), state)
 
 
 @donating(2, check=check_given)
 def jitted_step(decoder: Decoder, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-    """Call the compiled `decoder.step`. `state` is donated."""
+    """Run one step with the compiled `decoder.step`. `state` is donated."""
     return decoder.step(params, state)
 
 
 AHEAD = 2
-"""Steps that `stream` dispatches ahead of the flags the host has read: one to keep the accelerator busy while the host
-processes an earlier step, and one more to absorb host delays."""
+"""Number of steps that `stream` dispatches before the host reads the done flags: one to keep the accelerator busy while
+the host processes an earlier step, and one more to absorb delays of the host."""
 
 
 def look_ahead(state: DecodeState) -> int:
-    """Return the default value of `ahead`: 0 for a state on a CPU, else `AHEAD`.
+    """Return the default of `stream`'s argument `ahead`: 0 if the state is on a CPU, otherwise `AHEAD`.
 
-    On a CPU the call returns only after the step is computed (measured with jax 0.10), so dispatching ahead only
-    costs time.
+    On a CPU, a dispatched step blocks until it is computed (measured with jax 0.10), so dispatching ahead only costs
+    time.
     """
     return 0 if next(iter(state.done.devices())).platform == "cpu" else AHEAD
 
@@ -203,19 +203,20 @@ def look_ahead(state: DecodeState) -> int:
 def stream(
     decoder: Decoder, params: Params, state: DecodeState, *, ahead: int | None = None
 ) -> Iterator[tuple[DecodeState, StepInfo]]:
-    """Step in a Python loop and yield `(state, info)` after each step. `state` is donated: use the yielded one.
+    """Run decoding steps in a Python loop and yield `(state, info)` after each step.
 
-    The host reads the done flags `ahead` steps late, so that the device need not wait for the host. As a result,
-    `ahead` more steps are yielded after the last row has ended. They emit nothing and change no token, length, flag or
-    rule. The number of steps depends only on the tokens, not on timing, so the processes of a multi-host run agree.
+    `state` is donated, so use the yielded state afterwards. The host reads the done flags `ahead` steps late, so that
+    the device need not wait for the host. The loop therefore yields `ahead` more steps after the last row has ended.
+    These steps emit no tokens and leave the lengths, flags and rules unchanged. The number of steps depends only on the
+    tokens and not on timing, so all processes of a multi-host run take the same number of steps.
 
     Args:
       decoder, params, state: as for `run`.
-      ahead: 0 waits for each step before starting the next one, and yields no steps past the end. Default:
-        `look_ahead(state)`.
+      ahead: number of steps by which the host lags. 0 waits for each step before starting the next one, and yields no
+        steps past the end. Default: `look_ahead(state)`.
 
     Returns:
-      An iterator over (state after the step, `StepInfo` of the step).
+      An iterator over pairs of the state after a step and the `StepInfo` of the step.
 
     Raises:
       MarsError: `ahead` is below 0, or the state was already donated.
@@ -224,9 +225,9 @@ def stream(
     if ahead is None:
         ahead = look_ahead(state)
     check_count("ahead", ahead, 0)
-    # `done_flags[0]` belongs to the state `ahead` steps ago: its copy to the host has had that long to arrive.
+    # `done_flags[0]` belongs to the state of `ahead` steps ago, so its copy has usually reached the host already.
     done_flags = collections.deque([_all_done(state)])
-    # For the first `ahead` steps no flag is read, so that the queue of dispatched steps fills up.
+    # No flag is read during the first `ahead` steps, so that the queue of dispatched steps fills up.
     while len(done_flags) <= ahead or not bool(done_flags.popleft()):
         state, info = jitted_step(decoder, params, state)
         done_flags.append(_all_done(state))
@@ -234,9 +235,9 @@ def stream(
 
 
 def _all_done(state: DecodeState) -> Array:
-    """Return bool[], whether all rows are done, and start copying it to the host.
+    """Compute whether all rows are done, as bool[], and start copying this flag to the host.
 
-    It is a separate array, because the next step donates the arrays of the state.
+    The flag is a separate array, because the next step donates the arrays of the state.
     """
     all_done = jnp.all(state.done)
     all_done.copy_to_host_async()

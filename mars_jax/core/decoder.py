@@ -1,7 +1,7 @@
-"""The decoder: pure functions of a state that combine a target, a drafter and a rule. Start here.
+"""The decoder, which combines a target, a drafter and a rule into pure functions of a state. Read this module first.
 
-B batch, N nodes, D depth, T token buffer, V vocabulary. Oracle: greedy autoregression of the same model, token for
-token (tests/core/test_decode.py).
+Dimensions: B batch, N nodes, D draft depth, T token buffer, V vocabulary. Tested token by token against greedy
+autoregression of the same model (tests/core/test_decode.py).
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from mars_jax.utils.limits import TOP_LOG_PROBS
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A target, a drafter and the structure of a rule, from `speculative_decoder`.
+    """A target, a drafter and the structure of a rule, combined by `speculative_decoder`.
 
-    Its methods are pure: jit and donate at the outermost edge, or use `run`, `stream`, `refill` and `extend`. Equal
-    decoders share compiled programs, so a decoder may be rebuilt wherever it is needed.
+    The methods are pure functions. Apply `jax.jit` and donate the state in your outermost function, or call `run`,
+    `stream`, `refill` and `extend`, which do this. Equal decoders share compiled programs, so a decoder may be rebuilt
+    wherever it is needed.
 
     >>> from mars_jax import drafters, fake, make_controls, verify
     >>> from mars_jax.core.types import keys_from_seeds
@@ -60,35 +61,36 @@ class Decoder:
 
     target: LanguageModel  # the model to sample from
     drafter: Drafter  # proposes the draft trees
-    rule_structure: Structure  # static part of the rule; its parameters are in the state
-    prefill_chunk: int | None = None  # prompt tokens per forward of the target; see `prefill.chunk_of`
-    top_log_probs: int = 0  # number of most probable tokens that `StepInfo.top` reports; 0: no `top`
+    rule_structure: Structure  # the static part of the rule; the rule's parameters are in the state
+    prefill_chunk: int | None = None  # prompt tokens per forward pass of the target; see `prefill.chunk_of`
+    top_log_probs: int = 0  # number of most probable tokens in `StepInfo.top`; 0 if `top` is None
 
     @property
     def max_depth(self) -> int:
-        """D: a step adds 1 to D + 1 tokens to a row."""
+        """D, the maximum number of drafted tokens on a path; a step adds at most D + 1 tokens to a row."""
         return self.drafter.max_depth
 
     @property
     def vocab_size(self) -> int:
-        """V of the target."""
+        """V, the size of the target's vocabulary."""
         return self.target.vocab_size
 
     def init(self, params: Params, prompts: Prompts) -> DecodeState:
-        """Create a state by reading prompts. Their width is T, the token buffer for prompt and output together.
+        """Read the prompts and return the initial state.
+
+        The width of the prompts is T, the size of the token buffer for prompt and output together.
 
         Raises:
-          MarsError: see `checked`.
+          MarsError: the prompts are invalid; see `checked`.
         """
         check_params(params)
         return by_rows(self._read)(params, self.checked(prompts))
 
     def step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-        """Advance every live row by 1 to D + 1 tokens: propose, score, judge, update, emit, commit.
+        """Advance every unfinished row by 1 to D + 1 tokens: propose, score, judge, update, emit, commit.
 
         Raises:
-          MarsError: `params` is not a `Params`, or `state` is not a `DecodeState` or was created under a different
-            rule.
+          MarsError: `params` is not a `Params`, or `state` is not a `DecodeState` of a decoder with the same rule.
         """
         check_params(params)
         self._check_state(state)
@@ -102,18 +104,19 @@ class Decoder:
         prompts: Prompts,
         read: DecodeState | None = None,
     ) -> DecodeState:
-        """Restart some rows of a running state with new prompts; the other rows stay bitwise unchanged.
+        """Restart some rows of a running state with new prompts, and leave the other rows bitwise unchanged.
 
         Args:
-          params, state: of this decoder; the state has B rows.
-          rows: i32[b]; the row for each prompt, each at most once, or -1 for none. On a mesh with data=d, both `rows`
-            and the state are split into d equal parts, and the i-th part of `rows` may only contain rows in the i-th
-            part of the state.
-          prompts: b prompts, at most T wide.
-          read: a state of b rows that has already read these prompts; only on a mesh that does not shard rows.
+          params, state: the weights, and a state of this decoder with B rows.
+          rows: i32[b]; the row of the state for each prompt, or -1 to skip the prompt. Rows must not repeat. On a mesh
+            with data=d, both `rows` and the state are split into d equal parts, and the i-th part of `rows` may only
+            contain rows in the i-th part of the state.
+          prompts: b prompts, whose arrays are at most T wide.
+          read: a state of b rows that has already read these prompts. Allowed only if the mesh does not shard rows.
 
         Raises:
-          MarsError: see `checked`; or rows are out of range or repeated, or a state belongs to a different decoder.
+          MarsError: the prompts are invalid (see `checked`), rows are out of range or repeated, or a state belongs to a
+            different decoder.
         """
         check_params(params)
         prompts = self.checked(prompts)
@@ -125,7 +128,7 @@ class Decoder:
         self._check_state(read)
         self._check_cache(read)
         prompts = dataclasses.replace(prompts, tokens=read.tokens, length=read.length)
-        # Map -1 to the index past the end, which scatter drops.
+        # Replace -1 by the index past the end, which scatter drops.
         return self._put(
             state, jnp.where(rows < 0, rows_of(state), rows), begun(prompts, read.cache, read.draft)
         )
@@ -133,20 +136,20 @@ class Decoder:
     def extend(self, params: Params, state: DecodeState, prompts: Prompts) -> tuple[DecodeState, Array]:
         """Continue every row with a new prompt, such as a conversation with one more turn.
 
-        The longest common prefix of a row's committed tokens and its new prompt stays in the caches, and only the
-        tokens after it are read. Callers therefore need not mark the new part. If a chat template renders an earlier
-        turn differently, the prefix is shorter. A key or value depends only on its own and earlier tokens, so the state
-        equals that of `init` up to rounding.
+        The caches keep the longest common prefix of a row's committed tokens and its new prompt, and only the tokens
+        after this prefix are read. Callers therefore need not specify which tokens are new. If a chat template renders
+        an earlier turn differently, the common prefix is shorter. A key or value depends only on its own token and
+        earlier tokens, so the returned state equals that of `init` up to rounding.
 
         Args:
-          params, state: of this decoder; the state has B rows.
-          prompts: one for each row, at most T wide: the full token sequence, including the part that was already read.
+          params, state: the weights, and a state of this decoder with B rows.
+          prompts: the full token sequence of every row, including the tokens that were already read; at most T wide.
 
         Returns:
-          The state, and i32[B], the number of tokens read from each prompt.
+          The state, and the number of tokens read from each prompt, i32[B].
 
         Raises:
-          MarsError: see `checked`; or the state belongs to a different decoder.
+          MarsError: the prompts are invalid (see `checked`), or the state belongs to a different decoder.
         """
         check_params(params)
         batch, buffer = rows_of(state), state.tokens.shape[1]
@@ -160,12 +163,12 @@ class Decoder:
         return by_rows(self._extend)(params, state, _pad_tokens(prompts, buffer))
 
     def checked(self, prompts: Prompts) -> Prompts:
-        """Check prompts, broadcast the rule's parameters to rows, and copy all arrays, since loops donate the state.
+        """Check prompts, broadcast the rule's parameters to one value per row, and copy all arrays.
 
         Raises:
-          MarsError: the rule has a different structure, the keys' generator is not that of `keys_from_seeds`, or arrays
-            have the wrong shape or dtype. If values are concrete: a length is outside 1 .. t, or a token is outside the
-            vocabulary; see `core.given`.
+          MarsError: the rule's structure differs from this decoder's, the keys use another generator than
+            `keys_from_seeds`, or an array has the wrong shape or dtype. Concrete values are also checked: every length
+            must be from 1 to the width of the prompts, and every token in the vocabulary.
         """
         check_prompts(prompts, self.target.vocab_size)
         if structure(prompts.rule) != self.rule_structure:
@@ -184,14 +187,14 @@ class Decoder:
     def _step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
         draft_keys, verify_keys = step_keys(state)
         conditions = Conditions.of(params, state)
-        # Draft a tree of cheap guesses whose root, node 0, is the last committed token.
+        # Draft a tree of cheap guesses below its root, node 0, which is the last committed token.
         tree, draft = propose(self.drafter, params, state, conditions, draft_keys)
         nodes = conditions.at(tree)
-        # One forward of the target gives p(. | the tokens up to node i) for every node i at once.
+        # One forward pass of the target computes p(. | tokens up to node i) for all nodes i at once.
         scores = score_tree(self.drafter, self.target, params, state, tree, nodes)
-        # Walk down from the root to the last accepted node. A correction or bonus token follows it.
+        # Walk down from the root to the last accepted node. The target's correction or bonus token follows this node.
         verdict, rule, num_trusted = judge(params, state, tree, scores, nodes, verify_keys)
-        # A drafter that reads the target gets the target's output over the tree, and keeps the accepted path's part.
+        # Update the drafter's state. A drafter that reads the target's features caches those of the accepted path.
         with jax.named_scope("update"):
             draft = self.drafter.update(params, draft, tree, verdict, scores.output, state.length)
         with jax.named_scope("emit"):
@@ -205,7 +208,7 @@ class Decoder:
                 nodes.ended(verdict),
                 self.top_log_probs,
             )
-        # The forward has cached the whole tree; move the accepted path to where a chain would have been written.
+        # The forward pass has cached the whole tree. Move the accepted path to consecutive cache slots.
         next_state = commit(
             self.target,
             state,
@@ -225,10 +228,11 @@ class Decoder:
             self.target,
             params.target,
             prompts.tokens,
-            # Cache [0, length - 1): the prompt's last token is the root of the first step, and that step caches it.
+            # Cache the tokens [0, length - 1). The prompt's last token is the root of the first step, which caches it.
             jnp.zeros_like(prompts.length),
             prompts.length - 1,
-            # The N nodes of a draft are written from slot `length - 1` on, even when the buffer is full.
+            # The cache needs N extra slots: a step writes the N nodes of a draft from slot `length - 1` on, even if the
+            # token buffer is full.
             self.target.init_cache(batch, buffer + self.drafter.num_nodes),
             self._init_draft(params, prompts.tokens, prompts.length),
             observing(self.drafter, params, prompts.tokens, prompts.length),
@@ -237,14 +241,15 @@ class Decoder:
         return begun(prompts, cache, draft)
 
     def _init_draft(self, params: Params, tokens: Array, length: Array) -> PyTree:
-        """Return the drafter's state before it has read its target."""
+        """Return the drafter's state before it has read any output of the target."""
         if self.target.for_chains is not None and self.drafter.reads is not None:
-            # A window of a recurrent target may end past the buffer (see `prefill`), and a head reads whole windows.
+            # A prefill window of a recurrent target may end past the token buffer (see `prefill`), and a head reads
+            # whole windows.
             tokens = jnp.pad(tokens, ((0, 0), (0, self.target.prefill_chunk or chunk_of())))
         return self.drafter.init(params, tokens, length)
 
     def _read_into(self, params: Params, state: DecodeState, rows: Array, prompts: Prompts) -> DecodeState:
-        """Read prompts into rows i32[b] of the state."""
+        """Read the prompts and write the results to the given rows of the state, i32[b]."""
         batch, buffer = state.tokens.shape
         prompt_width = prompts.tokens.shape[1]
         if prompt_width > buffer:
@@ -266,25 +271,27 @@ class Decoder:
         return by_rows(insert_shard)(params, state, ids, rows, _pad_tokens(prompts, buffer))
 
     def _extend(self, params: Params, state: DecodeState, prompts: Prompts) -> tuple[DecodeState, Array]:
-        """Implement `extend` for prompts as wide as the token buffer."""
+        """Implement `extend` for prompts that are as wide as the token buffer."""
         tokens, length = prompts.tokens, prompts.length
         self._check_cache(state)
         check_same("draft", state.draft, jax.eval_shape(self._init_draft, params, tokens, length))
-        # i32[B]: the length of the longest common prefix of the committed tokens and the new prompt.
+        # Compute the length of the longest common prefix of the committed tokens and the new prompt, i32[B].
         position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        # Past its length, either buffer holds garbage.
+        # Entries past the length of either sequence are garbage.
         is_same = (tokens == state.tokens) & (position < jnp.minimum(state.length, length)[:, None])
         num_common = leading(is_same)
-        # A draft head's entry for the last common token depends on the token after it, so a coupled drafter rereads
-        # that one token.
+        # A draft head's cache entry for the last common token depends on the token after it, so a drafter that reads
+        # the target rereads this one token.
         reread = int(self.drafter.reads is not None)
-        # The last committed token is not cached. Nor will be the prompt's last token, which is the root of the next
-        # step. So keep the target's cache up to `first_unread`, and read [first_unread, length - 1).
+        # The cache does not contain the last committed token. It will not contain the prompt's last token either,
+        # because that token is the root of the next step. So keep the target's cache up to `first_unread`, and read
+        # [first_unread, length - 1).
         first_unread = jnp.minimum(num_common - reread, jnp.minimum(state.length - 1, length - 1 - reread))
         first_unread = jnp.maximum(first_unread, 0)
         if self.target.keep is not None:
             first_unread = self.target.keep(state.cache, first_unread)
-        # A draft model's cache lags by one more token, because draft models feed their last two tokens in every step.
+        # The cache of a draft model is one token shorter, because a draft model feeds its last two tokens in every
+        # step.
         draft = self.drafter.catch_up(params, state.draft, tokens, jnp.maximum(num_common - 2, 0), length)
         cache, draft = prefill(
             self.target,
@@ -300,18 +307,18 @@ class Decoder:
         return begun(prompts, cache, draft), jnp.maximum(length - 1 - first_unread, 0)
 
     def _put(self, state: DecodeState, rows: Array, new: DecodeState) -> DecodeState:
-        """Put the rows of `new` into rows i32[b] of the state; indices past the end are dropped."""
+        """Write the rows of `new` to the given rows of the state, i32[b], and ignore row numbers past the end."""
         self._check_cache(state)
         for name in ("tokens", "draft", "rule"):
             check_same(name, getattr(state, name), getattr(new, name), rows=False)
-        # Only the target knows the layout of its cache. All other leaves are [B, ...].
+        # The layout of the cache depends on the target. All other leaves are [B, ...].
         cache = self.target.put(state.cache, rows, new.cache)
         state_without_cache = dataclasses.replace(state, cache=())
         state_without_cache = kv_cache.put_rows(state_without_cache, rows, dataclasses.replace(new, cache=()))
         return dataclasses.replace(state_without_cache, cache=cache)
 
     def _check_state(self, state: DecodeState) -> None:
-        """Raise MarsError unless `state` is a `DecodeState` whose rule has this decoder's structure."""
+        """Raise MarsError unless `state` is a `DecodeState` whose rule has the structure of this decoder's rule."""
         rows_of(state)
         if structure(state.rule) != self.rule_structure:
             raise other_decoder("rule")
@@ -324,7 +331,7 @@ class Decoder:
 
 
 def _pad_tokens(prompts: Prompts, buffer: int) -> Prompts:
-    """Widen the prompts to the token buffer."""
+    """Pad the prompts to the width of the token buffer."""
     padding = buffer - prompts.tokens.shape[1]
     return dataclasses.replace(prompts, tokens=jnp.pad(prompts.tokens, ((0, 0), (0, padding))))
 
@@ -339,21 +346,21 @@ def speculative_decoder(
 ) -> Decoder:
     """Build a speculative decoder (Leviathan et al. 2211.17192) from any drafter and any rule.
 
-    Only the structure of `verify` is used: rules that differ only in parameters give equal decoders. The parameters are
-    passed in `Prompts`.
+    The decoder stores only the structure of `verify`, so rules that differ only in their parameters result in equal
+    decoders. The parameters are passed in `Prompts`.
 
     Args:
       target: the model to sample from.
-      drafter: proposes the draft trees; `drafters.none()` for plain autoregression.
+      drafter: the drafter that proposes tokens; `drafters.none()` results in plain autoregression.
       verify: the rule, which decides how much of a draft is accepted; see `mars_jax.verify`.
-      prefill_chunk: prompt tokens per prefill forward of the target. Default: `target.prefill_chunk`, or else
-        `prefill.chunk_of` for the backend. A draft model uses its own `prefill_chunk`.
-      top_log_probs: number of the target's most probable tokens that each step reports as `StepInfo.top`.
+      prefill_chunk: prompt tokens per forward pass of the target during prefill. Default: `target.prefill_chunk` if
+        set, otherwise `prefill.chunk_of`. A draft model uses its own `prefill_chunk`.
+      top_log_probs: number of the target's most probable tokens that each step reports in `StepInfo.top`.
 
     Raises:
-      MarsError: the drafter's vocabulary differs from the target's, or it needs features that the target does not
-        provide; the target has recurrent layers and the drafter drafts trees; `verify` is not a rule; prefill_chunk
-        is below 1; top_log_probs is below 0, or above `TOP_LOG_PROBS` or the vocabulary.
+      MarsError: the drafter's vocabulary differs from the target's, or the drafter reads features that the target does
+        not provide; the target has recurrent layers and the drafter drafts trees; `verify` is not a rule; or
+        `prefill_chunk` or `top_log_probs` is out of range.
 
     Example:
       >>> from mars_jax import drafters, fake, verify
@@ -381,7 +388,7 @@ def speculative_decoder(
         if target.with_features is None:
             raise MarsError(
                 f"the drafter '{drafter.name}' reads the outputs of the target's layers {drafter.reads}, and "
-                "this target gives none: set LanguageModel.with_features."
+                "this target provides none: set LanguageModel.with_features."
             )
         target = _with_features(target, drafter.reads)
     if target.for_chains is not None:
@@ -392,6 +399,6 @@ def speculative_decoder(
 
 @functools.lru_cache(maxsize=64)
 def _with_features(target: LanguageModel, layers: tuple[int, ...]) -> LanguageModel:
-    """Return the same object for equal arguments, so that compiled programs are reused."""
+    """Return `target.with_features(layers)`; equal arguments return the same object, so that programs are reused."""
     assert target.with_features is not None
     return target.with_features(layers)

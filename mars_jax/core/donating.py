@@ -1,6 +1,6 @@
-"""Jitted functions that donate arguments: they keep the types of the function and report reuse of an argument.
+"""Jitted functions that donate arguments, with the types of the original function and an error for reused arguments.
 
-Oracle: donated states and weights (tests/test_wrong_types.py).
+Tests: tests/test_wrong_types.py, with donated states and weights.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ R = TypeVar("R")
 
 
 class Donating(Generic[P, R]):
-    """A function compiled by `jax.jit` that donates some of its arguments. It has the methods of a jitted function.
+    """A function compiled by `jax.jit` that donates some of its arguments, with the methods of a jitted function.
 
     Raises (when called):
-      MarsError: one of the arguments was already donated.
+      MarsError: an argument was already donated to an earlier call.
     """
 
     def __init__(self, function: Callable[P, R], check: Callable[..., None] | None = None, **options: Any):
@@ -38,7 +38,7 @@ class Donating(Generic[P, R]):
         try:
             return self._jitted(*args, **kwargs)
         except (RuntimeError, ValueError):
-            # jaxlib does not name the argument whose buffer is gone, so find it among the leaves.
+            # jaxlib does not name the argument whose buffer was deleted, so search the leaves of all arguments.
             arguments = inspect.signature(self.__wrapped__).bind(*args, **kwargs).arguments
             for name, value in arguments.items():
                 for x in jax.tree.leaves(value):
@@ -52,9 +52,10 @@ class Donating(Generic[P, R]):
 def donating(
     *donated: int, check: Callable[..., None] | None = None, **options: Any
 ) -> Callable[[Callable[P, R]], Donating[P, R]]:
-    """Return a decorator that compiles a function with a static argument 0 (a decoder) and donates these arguments.
+    """Return a decorator that compiles a function whose argument 0, a decoder, is static, and donates these arguments.
 
-    `check` is called first, with the same arguments, and raises if a type is wrong.
+    The compiled function first calls `check` with its arguments. `check` raises an error if an argument has a wrong
+    type.
 
     >>> @donating(1)
     ... def double(decoder, x):
@@ -67,7 +68,7 @@ def donating(
 
 
 def check_held(x: object, name: str, by: str) -> None:
-    """Raise MarsError if the array `x`, part of argument `name`, was already donated."""
+    """Raise MarsError if `x`, an array in the argument `name` of the function `by`, was already donated."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
         raise MarsError(
             f"the {name} given to {by} was donated before, to a function that reuses its memory: continue with the "

@@ -1,6 +1,7 @@
-"""The interface of drafters: pure functions that propose a tree and update their state from its verdict.
+"""The interface of drafters: pure functions that propose draft trees and update the drafter's state.
 
-Oracle: none, the module has no logic. B batch, T token buffer, N tree nodes, D tree depth, n tokens per chunk.
+The module contains no logic to test. Dimensions: B batch, T token buffer, N tree nodes, D tree depth, n tokens per
+chunk.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from mars_jax.core.types import Controls, DraftTree, ForwardOutput, Params, PyTr
 
 @struct.dataclass(kw_only=True)
 class DraftInput:
-    """The input of `Drafter.propose`. New fields can be added without changing any drafter's signature."""
+    """The input of `Drafter.propose`. It is a struct, so that new fields do not change the signature of any drafter."""
 
     keys: Array  # key[B]; different in every step
-    tokens: Array  # i32[B, T]; committed below `length`
-    length: Array  # i32[B]; committed tokens
-    controls: Controls  # controls of the rows, [B]
-    guide: Guide | None = None  # the rows' constraint; nodes that it forbids are removed from the draft
-    # Whether the rule reads `DraftTree.hidden`; a drafter without hidden states omits it.
+    tokens: Array  # i32[B, T]; the first `length` tokens of a row are committed
+    length: Array  # i32[B]; number of committed tokens
+    controls: Controls  # per-request settings, [B] each
+    guide: Guide | None = None  # the constraint; forbidden nodes will be removed from the draft
+    # True if the rule reads `DraftTree.hidden`. A drafter without hidden states leaves that field None.
     hidden: bool = struct.field(pytree_node=False, default=False)
 
 
 class Drafter:
-    """A source of draft trees: pure methods over a state whose leaves are [B, ...].
+    """The base class of drafters: pure methods that draft trees, and a state whose leaves are [B, ...].
 
-    Subclasses are frozen dataclasses of hashable fields, so that equal drafters share their compiled programs. A chain
-    drafter must define `max_depth` and `propose`, and if it has state, also `init` and `update`.
+    Subclasses are frozen dataclasses with hashable fields, so that equal drafters share compiled programs. A drafter of
+    chains must define `max_depth` and `propose`. A drafter with state must also define `init` and `update`.
 
     Example: a stateless drafter that repeats the last token.
 
@@ -53,49 +54,49 @@ class Drafter:
     """
 
     max_depth: int
-    """D, the longest path below the root."""
+    """D, the maximum depth of a draft: the number of drafted tokens on its longest path."""
     vocab_size: int | None = None
-    """Size of the target's vocabulary; None: the drafter drafts only tokens of the row."""
+    """Size of the target's vocabulary; None if the drafter only copies tokens of the row."""
     reads: tuple[int, ...] | None = None
-    """Target layers whose outputs are passed to `observe` and `update`; if empty, they get the final hidden state.
-    None: the drafter does not read its target."""
+    """Target layers whose outputs are passed to `observe` and `update`. An empty tuple passes only the final hidden
+    states. None means that the drafter does not read its target."""
     stops: bool = False
-    """Respects `Controls.draft_stop`."""
+    """True if the drafter respects `Controls.draft_stop`."""
     sparse: bool = False
-    """Its chains are often all padding. If no row has a draft, a CPU forwards only the root."""
+    """True if drafts often contain only padding. If no row has a draft, a CPU computes only the root."""
     trusts: bool = False
-    """Its trees may have `trusted` nodes, so no rule is lossless with it."""
+    """True if the drafter's trees may contain `trusted` nodes. No rule is lossless with such a drafter."""
     resizes: bool = False
-    """Drafts chains of any length from the same state; see `resized`."""
+    """True if the drafter can draft chains of any length from the same state; see `resized`."""
 
     @property
     def num_nodes(self) -> int:
-        """N, including the root. By default the draft is a chain."""
+        """N, the number of nodes including the root. The default is that of a chain."""
         return self.max_depth + 1
 
     @property
     def name(self) -> str:
-        """Name in reports and messages."""
+        """Name of the drafter in reports and messages."""
         return f"{type(self).__name__.lower()}({self.max_depth})"
 
     @property
     def lags(self) -> bool:
-        """True if the drafter overrides `catch_up`, which reads the tokens of steps without a draft."""
+        """True if the drafter overrides `catch_up` to read tokens that were committed without a draft."""
         return type(self).catch_up is not Drafter.catch_up
 
     def resized(self, length: int) -> Drafter:
-        """Return this drafter, which must have `resizes` set, with a different chain length (`num_draft_tokens`)."""
+        """Return a copy of this drafter with a different chain length (`num_draft_tokens`). `resizes` must be True."""
         return dataclasses.replace(self, num_draft_tokens=length)  # pyright: ignore[reportArgumentType]
 
     def init(self, params: Params, tokens: Array, length: Array) -> PyTree:
-        """Return the state for prompts of `length` i32[B] in tokens i32[B, T].
+        """Return the drafter's initial state for prompts in `tokens` i32[B, T], whose lengths are `length` i32[B].
 
-        If the target has recurrent layers and `reads` is set, the buffer is wider, with room for a chunk past T.
+        If the target has recurrent layers and `reads` is not None, the array is wider by one prefill chunk.
         """
         return ()
 
     def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
-        """Return a tree whose root is the last committed token, and the new state."""
+        """Return a draft tree, whose root is the last committed token, and the drafter's new state."""
         raise NotImplementedError
 
     def update(
@@ -107,34 +108,35 @@ class Drafter:
         output: ForwardOutput,
         length: Array,
     ) -> PyTree:
-        """Return the state after a verdict.
+        """Return the drafter's state after the rule has verified a draft.
 
         Args:
-          params, state, tree, verdict: inputs and results of the step.
-          output: the target's output over the tree.
-          length: i32[B]; the length before the step.
+          params, state, tree, verdict: the weights, the state after drafting, the draft, and the rule's verdict on the
+            draft.
+          output: the target's output at the nodes of the tree.
+          length: i32[B]; number of committed tokens before the step.
         """
         return state
 
     def observe(
         self, params: Params, state: PyTree, tokens: Array, first: Array, length: Array, output: ForwardOutput
     ) -> PyTree:
-        """Return the state after the target's forward on a chunk of the prompt. Called only if `reads` is not None.
+        """Return the drafter's state after the target has read a chunk of the prompt. Only called if `reads` is set.
 
         Args:
-          params, state: weights, and the drafter's state.
-          tokens: i32[B, T], the prompts.
-          first: i32[B]; the chunk's n positions begin here. Ignore those from `length` - 1 on.
-          length: i32[B]; the length of the prompts.
-          output: the target's output over the chunk.
+          params, state: the weights and the drafter's state.
+          tokens: i32[B, T]; the prompts.
+          first: i32[B]; the first of the chunk's n positions. Ignore positions from `length` - 1 on.
+          length: i32[B]; lengths of the prompts.
+          output: the target's output at the positions of the chunk.
         """
         raise NotImplementedError
 
     def catch_up(self, params: Params, state: PyTree, tokens: Array, cached: Array, length: Array) -> PyTree:
-        """Return the state after the tokens i32[B, T] from `cached` i32[B] up to `length` i32[B] were committed.
+        """Return the drafter's state after reading tokens [cached, length) of each row, which it has not read yet.
 
-        Override this method if the drafter has a cache that `observe` does not fill. It is called when a row continues
-        with a new prompt, and after steps without a draft. By default, a drafter without `reads` calls `init` on the
-        whole row.
+        `tokens` is i32[B, T], and `cached` and `length` are i32[B]. Override this method if the drafter has a cache
+        that `observe` does not fill. It is called when a row continues with a new prompt, and after steps without a
+        draft. By default, a drafter without `reads` calls `init` on the whole row.
         """
         return state if self.reads is not None else self.init(params, tokens, length)

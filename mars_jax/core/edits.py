@@ -1,13 +1,14 @@
-"""Per-request edits of the target's logits: biases, banned tokens, penalties on repeated tokens, a minimum length.
+"""Per-request edits of the target's logits: biases, banned tokens, repetition penalties and a minimum length.
 
-The edited logits define the target distribution that rules verify, so a lossless rule stays lossless. Penalties at a
-draft node count the drafted tokens on its branch. B batch, N nodes, T token buffer, K biased tokens per row, V
-vocabulary.
+The edited logits define the target distribution, so the output of a lossless rule follows the edited distribution
+exactly. Penalties at a draft node also count the drafted tokens on the path from the root to this node.
 
-Sources: the bias, the repetition penalty and the minimum length are those of transformers
-(`SequenceBiasLogitsProcessor`, then `RepetitionPenaltyLogitsProcessor`; CTRL, arXiv 1909.05858;
-`MinNewTokensLengthLogitsProcessor`). The presence and frequency penalties are those of OpenAI's API.
-Oracles: these processors, and autoregression (tests/core/test_edits.py).
+Dimensions: B batch, N nodes, T token buffer, K biased tokens per row, V vocabulary.
+
+Sources: the bias, the repetition penalty (CTRL, arXiv 1909.05858) and the minimum length are those of transformers:
+`SequenceBiasLogitsProcessor`, `RepetitionPenaltyLogitsProcessor` and `MinNewTokensLengthLogitsProcessor`. The presence
+and frequency penalties are those of OpenAI's API. Tested against these processors, and against autoregression
+(tests/core/test_edits.py).
 """
 
 from __future__ import annotations
@@ -38,19 +39,20 @@ def make_edits(
     min_new_tokens: PerRow = 0,
     width: int = 1,
 ) -> Edits:
-    """Build `Edits` for `Controls.edits`; each penalty is one value for all rows or one per row.
+    """Build the `Edits` of a batch; every setting is either one value for all rows or one value per row.
 
     Args:
-      batch: B.
-      logit_bias: mapping of token ids to logit offsets, one for all rows or one per row; -inf bans a token.
-      repetition_penalty: 1 is off.
-      presence_penalty: 0 is off.
-      frequency_penalty: 0 is off.
-      min_new_tokens: number of new tokens before the first stop token; 0 is off.
-      width: minimum K, so that batches with fewer biased tokens share a compiled program.
+      batch: B, the number of rows.
+      logit_bias: mapping from token ids to numbers that are added to their logits; -inf bans a token.
+      repetition_penalty: divides the positive logits of tokens in the prompt and the output, and multiplies the
+        negative ones; 1 disables it.
+      presence_penalty: subtracted from the logit of every token in the output; 0 disables it.
+      frequency_penalty: subtracted from the logit of a token once for every occurrence in the output; 0 disables it.
+      min_new_tokens: number of new tokens before a stop token is allowed; 0 disables it.
+      width: minimum K. Batches with at most this many biased tokens per row share a compiled program.
 
     Returns:
-      bias_tokens i32[B, K], bias f32[B, K], repetition, presence and frequency f32[B], and min_new_tokens i32[B].
+      The edits, for `Controls.edits`.
 
     Raises:
       MarsError: a value is out of range.
@@ -95,12 +97,12 @@ def make_edits(
 def bias_of(
     token: Any, value: Any, vocab_size: int = LARGEST_INT, expected: str = "a token id"
 ) -> tuple[int, float]:
-    """Validate an entry of a logit bias and convert it to Python numbers.
+    """Validate one entry of a logit bias and convert it to Python numbers.
 
     Args:
-      token: from 0 to `vocab_size` - 1.
-      value: finite, or -inf.
-      expected: description of `token` for the message.
+      token: a token id from 0 to `vocab_size` - 1.
+      value: the bias, which is a finite number or -inf.
+      expected: description of a valid token, for the error message.
 
     Raises:
       MarsError: a value has the wrong type or is out of range.
@@ -113,7 +115,7 @@ def bias_of(
     if isinstance(value, np.generic | np.ndarray | Array) and value.ndim == 0:
         value = value.item()
     is_token = type(token) is int and 0 <= token < vocab_size
-    # NaN fails the comparison too.
+    # The comparison also rejects NaN.
     is_bias = isinstance(value, int | float) and not isinstance(value, bool) and value <= LARGEST_FLOAT
     if not is_token or not is_bias:
         raise MarsError(
@@ -132,14 +134,14 @@ def edited(
     length: Array,
     stop_tokens: Array,
 ) -> Array:
-    """Apply the edits of each row to the logits of a tree's nodes, f32[B, N, V].
+    """Apply each row's edits to the target's logits f32[B, N, V] at the nodes of a draft tree.
 
     Args:
-      logits: f32[B, N, V]; the target's logits.
-      edits: edits of the rows.
-      tree: the draft; its root is the last committed token.
-      tokens: i32[B, T]; committed below `length`.
-      prompt_length, length: i32[B].
+      logits: f32[B, N, V]; the target's raw logits.
+      edits: the edits of the batch.
+      tree: the draft, whose root is the last committed token.
+      tokens: i32[B, T]; the first `length` tokens of a row are committed.
+      prompt_length, length: i32[B]; numbers of tokens in the prompt, and in the prompt and output together.
       stop_tokens: i32[B, S]; padded with NO_TOKEN.
     """
     vocab = logits.shape[-1]
@@ -152,29 +154,30 @@ def edited(
 
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     committed = place < length[:, None]
-    # f32[B, V] each: token counts of the prompt and of the output. Presence and frequency penalties count only the
-    # output; the repetition penalty counts both.
+    # f32[B, V] each: how often every token occurs in the prompt and in the output. The presence and frequency penalties
+    # use only the output; the repetition penalty uses both.
     prompt_counts = scatter_add(tokens, (committed & (place < prompt_length[:, None])).astype(jnp.float32))
     output_counts = scatter_add(tokens, (committed & (place >= prompt_length[:, None])).astype(jnp.float32))
-    # bool[B, N, N]: the drafted tokens on the branch from the root's child to the node itself. They precede the token
-    # that the node predicts. The root is committed, so `output_counts` or `prompt_counts` counts it.
+    # bool[B, N, N]: entry [b, i, j] is True if node j is on the path to node i, including i itself and excluding the
+    # root. These drafted tokens precede the token that node i predicts. The root is committed, so the counts above
+    # include it.
     branch = ancestors(tree.parents, tree.max_depth).at[:, :, 0].set(False)
     drafted_one_hot = jax.nn.one_hot(tree.tokens, vocab, dtype=jnp.float32)
-    # f32[B, N, V]: counts in the output followed by the node's branch.
+    # f32[B, N, V]: token counts in the output and the path to each node.
     counts = output_counts[:, None] + jnp.einsum("bij,bjv->biv", branch.astype(jnp.float32), drafted_one_hot)
 
     def per_row(values: Array) -> Array:
         return values[:, None, None]
 
-    # The order is that of transformers' processors: bias, penalties, minimum length.
+    # Apply the edits in the order of transformers: bias, penalties, minimum length.
     z = logits.astype(jnp.float32) + scatter_add(edits.bias_tokens, edits.bias)[:, None]
-    # The CTRL penalty as transformers applies it: a value above 1 lowers logits of either sign.
+    # The CTRL penalty as in transformers: a value above 1 lowers both positive and negative logits.
     is_repeated = (counts > 0) | (prompt_counts > 0)[:, None]
     repetition_factor = jnp.where(z < 0, per_row(edits.repetition), 1 / per_row(edits.repetition))
     z = jnp.where(is_repeated, z * repetition_factor, z)
     z = z - jnp.where(counts > 0, per_row(edits.presence), 0.0)
     z = z - per_row(edits.frequency) * counts
-    # i32[B, N]: the number of new tokens before the one that the node predicts.
+    # i32[B, N]: the number of output tokens that precede the token predicted by each node.
     num_generated = (length - prompt_length)[:, None] + jnp.sum(branch, axis=-1, dtype=jnp.int32)
     is_early = num_generated < edits.min_new_tokens[:, None]
     is_stop = scatter_add(stop_tokens, jnp.ones(stop_tokens.shape, jnp.float32)) > 0

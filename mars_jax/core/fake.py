@@ -1,7 +1,7 @@
-"""A language model without weights, for tests: its logits are a hash of the visible tokens.
+"""A language model without weights for tests. Its logits are a hash of the visible tokens.
 
-The hash covers the tokens and positions *in the cache* that the mask makes visible to a node, so a wrong mask,
-position, slot or rollback changes the logits. The idea is from mctx: a fake model that makes tests exact.
+The hash covers the tokens and positions *in the cache* that a node may attend to. A wrong mask, position, slot or
+rollback therefore changes the logits. The idea of a fake model that makes tests exact comes from mctx.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, V
 
 
 def _mix(x: Array) -> Array:
-    """Scramble u32 bijectively (the finaliser of MurmurHash3, public domain)."""
+    """Hash u32 values bijectively, with the finalizer of MurmurHash3 (public domain)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
@@ -24,14 +24,14 @@ def _mix(x: Array) -> Array:
 
 @functools.lru_cache
 def hash_model(*, vocab_size: int, seed: int = 0, scale: float = 2.0, agree: float = 0.0) -> LanguageModel:
-    """Return a model whose logits, about uniform in `[0, 2 * scale)`, depend on every visible token and position.
+    """Return a model whose logits depend on every visible token and position.
 
     Args:
-      vocab_size: V.
-      seed: models with different seeds disagree.
-      scale: half the range of the logits.
-      agree: weight in [0, 1] of a component that all seeds share. With a high value the target accepts many drafted
-        tokens, as it does with a good small draft model.
+      vocab_size: V, the size of the vocabulary.
+      seed: selects the hash function, so that models with different seeds disagree.
+      scale: half the range of the logits, which are roughly uniform in `[0, 2 * scale)`.
+      agree: weight in [0, 1] of a component of the logits that is the same for all seeds. With a high weight, one such
+        model accepts many tokens that another one drafts, as in a real pair of a target and a draft model.
 
     >>> hash_model(vocab_size=7).vocab_size
     7
@@ -50,7 +50,7 @@ def hash_model(*, vocab_size: int, seed: int = 0, scale: float = 2.0, agree: flo
         cached_token = k[:, None, :, 0, 0].astype(jnp.uint32)
         cached_position = v[:, None, :, 0, 0].astype(jnp.uint32)
         slot_hash = _mix(cached_token * jnp.uint32(2654435761) ^ _mix(cached_position + jnp.uint32(1)))
-        # Sums of u32 wrap around, so the hash of a set of slots does not depend on their order.
+        # Sums of u32 wrap around, so the sum over the visible slots does not depend on their order.
         hash_sum = jnp.sum(jnp.where(mask, slot_hash, jnp.uint32(0)), axis=2, dtype=jnp.uint32)
         hidden = _mix(hash_sum ^ _mix(positions.astype(jnp.uint32)))[:, :, None]
         return ForwardOutput(hidden=hidden, features=(), cache=KVCache(k=(k,), v=(v,)))
@@ -60,7 +60,7 @@ def hash_model(*, vocab_size: int, seed: int = 0, scale: float = 2.0, agree: flo
 
         def noise(salt: int) -> Array:
             bits = _mix(hidden ^ _mix(ids * jnp.uint32(0x9E3779B9) + jnp.uint32(salt)))
-            # The upper 24 bits are exact in float32, and uniform in [0, 2**24).
+            # Keep the upper 24 bits, which float32 represents exactly; they are uniform in [0, 2**24).
             return (bits >> 8).astype(jnp.float32) * jnp.float32(2 * scale / 2**24)
 
         return agree * noise(0) + (1 - agree) * noise(seed + 1)

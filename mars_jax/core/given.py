@@ -1,8 +1,8 @@
-"""Validation of a decoder's inputs, shared by `init`, `insert` and `extend`.
+"""Validation of the inputs of `Decoder.init`, `insert` and `extend`.
 
-Shapes and dtypes are always checked. Values are checked only if they are concrete, which excludes tracers and arrays
-that another process partly holds. B state rows, b prompts, t prompt width, T token buffer.
-Oracle: a table of invalid inputs (tests/core/test_given.py).
+Shapes and dtypes are always checked. Values are checked only if this process can read them, so not if an array is
+traced or partly stored on another host. Dimensions: B state rows, b prompts, t prompt width, T token buffer. Tested on
+a table of invalid inputs (tests/core/test_given.py).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mars_jax.core.types import KEY_IMPL, Controls, DecodeState, LanguageModel, 
 from mars_jax.utils.errors import MarsError, check_type
 
 NO_ROW = -1
-"""An entry of `rows` that pads the sub-batch: its prompt is dropped."""
+"""An entry of `rows` in `Decoder.insert` whose prompt is padding and is ignored."""
 
 
 def check_pair(target: object, drafter: Drafter) -> None:
-    """Raise MarsError unless these are a `LanguageModel` and a `Drafter`, both without weights."""
+    """Raise MarsError unless `target` is a `LanguageModel` and `drafter` a hashable `Drafter`."""
     expected = "a LanguageModel, such as the field model of the result of mars_jax.load"
     check_type("the target", target, LanguageModel, expected)
     expected = "a Drafter, such as the field drafter of the result of mars_jax.drafters.load"
@@ -42,7 +42,7 @@ def check_pair(target: object, drafter: Drafter) -> None:
 
 
 def check_recurrent(drafter: Drafter) -> None:
-    """Raise MarsError if a target with recurrent layers cannot verify the drafter's drafts."""
+    """Raise MarsError if the drafter drafts trees, which a target with recurrent layers cannot verify."""
     if drafter.num_nodes != drafter.max_depth + 1:
         raise MarsError(
             f"the drafter '{drafter.name}' drafts trees, and the target has recurrent layers, which verify only "
@@ -51,7 +51,7 @@ def check_recurrent(drafter: Drafter) -> None:
 
 
 def check_draft_model(model: LanguageModel) -> None:
-    """Raise MarsError if a model cannot draft because its cache cannot drop tokens."""
+    """Raise MarsError if the model cannot draft because it has recurrent layers, which cannot drop tokens."""
     if model.for_chains is not None:
         raise MarsError(
             "the draft model has recurrent layers, whose state cannot drop rejected tokens: draft with ngram, or "
@@ -60,12 +60,12 @@ def check_draft_model(model: LanguageModel) -> None:
 
 
 def check_params(params: object) -> None:
-    """Raise MarsError unless `params` is a `Params`."""
+    """Raise MarsError unless `params` is an instance of `Params`."""
     check_type("params", params, Params, "Params(target=..., draft=...), the weights of both")
 
 
 def check_prompts(prompts: Prompts, vocab_size: int) -> None:
-    """Raise MarsError unless prompts are a `Prompts` with token ids i32[b, t] and lengths i32[b] from 1 to t."""
+    """Raise MarsError unless `prompts` has valid token ids i32[b, t] and lengths i32[b] from 1 to t."""
     check_type("prompts", prompts, Prompts, "Prompts(tokens, length, controls, rule, keys)")
     tokens, lengths = prompts.tokens, prompts.length
     _check_whole("prompts", tokens, 2, "token ids i32[b, t], each prompt left-aligned in a row of its own")
@@ -80,21 +80,21 @@ def check_prompts(prompts: Prompts, vocab_size: int) -> None:
         raise MarsError(
             f"a prompt has the length {values[wrong][0]}: expected 1 to {width}, the width of the prompts array."
         )
-    # Tokens may be traced, or on other hosts, even if lengths are not.
+    # The tokens may be traced or on other hosts even if the lengths are not.
     if not _is_seen(tokens):
         return
     tokens = np.asarray(tokens)
-    # Tokens past a prompt's length are padding and may hold anything.
+    # Tokens past the length of a prompt are padding and may have any value.
     wrong = (np.arange(width)[None] < values[:, None]) & ((tokens < 0) | (tokens >= vocab_size))
     if np.any(wrong):
         raise MarsError(
-            f"a prompt has the token {tokens[wrong][0]}: expected ids of 0 to {vocab_size - 1}, as the target's own "
-            "tokenizer gives them."
+            f"a prompt has the token {tokens[wrong][0]}: expected ids of 0 to {vocab_size - 1}, as the target's "
+            "tokenizer returns them."
         )
 
 
 def check_settings(controls: Controls, keys: Array, count: int) -> None:
-    """Raise MarsError unless controls and keys have `count` rows, and the keys' generator is `KEY_IMPL`."""
+    """Raise MarsError unless the controls and keys have `count` rows, and the keys are of the generator `KEY_IMPL`."""
     check_type("controls", controls, Controls, f"the result of make_controls({count})")
     for path, leaf in jax.tree_util.tree_leaves_with_path(controls):
         if np.shape(leaf)[:1] != (count,):
@@ -117,7 +117,7 @@ def check_settings(controls: Controls, keys: Array, count: int) -> None:
 
 
 def check_places(rows: Array, count: int, batch: int) -> None:
-    """Raise MarsError unless `rows` i32[b] are unique rows of the state, each on the device that holds its prompt."""
+    """Raise MarsError unless `rows` i32[b] are distinct rows of the state, each on the same device as its prompt."""
     _check_whole("rows", rows, 1, f"i32[{count}], the row of the state for each prompt, or {NO_ROW} for none")
     if rows.shape[0] != count:
         raise MarsError(
@@ -135,7 +135,8 @@ def check_places(rows: Array, count: int, batch: int) -> None:
         raise MarsError(
             f"rows are {ids.tolist()}: expected each of 0 to {batch - 1} at most once, or {NO_ROW} for none."
         )
-    # Prompts and rows are sharded over `data` in equal parts, and a device can only write its own rows.
+    # The prompts and the state's rows are split equally over the mesh axis `data`, and a device can only write its own
+    # rows.
     prompt_part = np.arange(count) // (count // parts)
     if np.any((ids != NO_ROW) & (ids // (batch // parts) != prompt_part)):
         raise MarsError(
@@ -145,13 +146,13 @@ def check_places(rows: Array, count: int, batch: int) -> None:
 
 
 def begun(prompts: Prompts, cache: PyTree, draft: PyTree) -> DecodeState:
-    """Return the initial state of rows that have read their prompts; the prompts are as wide as the token buffer."""
+    """Return the state after prefill. The prompts must be as wide as the token buffer."""
     length = prompts.length
     return DecodeState(
         tokens=prompts.tokens,
-        # This counts the prompt's last token, which is the root of the first draft: committed, but not cached.
+        # The length includes the prompt's last token, the root of the first draft, which is committed but not cached.
         length=length,
-        # Copy, because a donated state must not contain the same buffer twice.
+        # Make a copy, because a donated state must not contain the same buffer twice.
         prompt_length=jnp.copy(length),
         done=length >= jnp.minimum(prompts.controls.limit, prompts.tokens.shape[1]),
         failed=jnp.zeros(length.shape, bool),
@@ -165,20 +166,20 @@ def begun(prompts: Prompts, cache: PyTree, draft: PyTree) -> DecodeState:
 
 
 def rows_of(state: Any) -> int:
-    """Return the number of rows of a state; raise MarsError if it is not a `DecodeState`."""
+    """Return the number of rows of a state. Raise MarsError if it is not a `DecodeState`, or was already donated."""
     check_type("state", state, DecodeState, "the result of decode.start or Decoder.init")
     check_held(state.tokens, "state", "this function")
     return state.tokens.shape[0]
 
 
 def check_same(name: str, field: PyTree, expected: PyTree, *, rows: bool = True) -> None:
-    """Raise MarsError if a state field's structure, shape or dtype differs from those that this decoder creates.
+    """Raise MarsError if a field of the state has another structure, shape or dtype than this decoder creates.
 
     Args:
-      name: name of the field.
+      name: name of the field, for the message.
       field: value of the field.
-      expected: arrays or shapes that this decoder creates.
-      rows: False to ignore the first dimension of each array, the number of rows.
+      expected: the arrays or shapes that this decoder would create.
+      rows: if False, ignore the first dimension of each array, the number of rows.
     """
 
     first_dim = 0 if rows else 1
@@ -192,9 +193,9 @@ def check_same(name: str, field: PyTree, expected: PyTree, *, rows: bool = True)
 
 
 def other_decoder(field: str) -> MarsError:
-    """Return the error for a state field that a different decoder created."""
+    """Return the error for a state that a different decoder has created."""
     return MarsError(
-        f"the field '{field}' of the state is not as this decoder makes it: give a state that began with the same "
+        f"the field '{field}' of the state does not match this decoder: use a state that was created with the same "
         "target, drafter, rule and width of the token buffer."
     )
 
@@ -207,5 +208,5 @@ def _check_whole(name: str, value: object, ndim: int, expected: str) -> None:
 
 
 def _is_seen(value: Array) -> bool:
-    """Return whether this process can read the values of an array."""
+    """Return True if this process can read the values of an array."""
     return not isinstance(value, Tracer) and not (isinstance(value, Array) and not value.is_fully_addressable)

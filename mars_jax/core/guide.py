@@ -1,14 +1,15 @@
-"""Token automata on the device: which tokens may follow (constraints), and where rules may relax (spans).
+"""Token automata on the device, for constraints on the output and for spans that limit relaxed acceptance.
 
-A constraint masks the target's logits at every node before the rule reads them, so every rule respects it, and a
-lossless rule is lossless for the masked target. A span marks the nodes at which a lossy rule is strict.
+A constraint masks the target's logits at every node before the rule reads them. Every rule therefore respects the
+constraint, and a lossless rule samples from the masked target distribution. A span marks the nodes at which a lossy
+rule must be strict.
 
-B batch, N nodes, S states, C token classes, G groups, R bit rows, W words per row, V vocabulary, U draft vocabulary,
-M stop tokens.
-Oracles: transformers with a masking processor, and enumeration (tests/core/test_guide.py).
+Dimensions: B batch, N nodes, P entries per row, S states, C token classes, G groups, R bit rows, W words per bit row, V
+vocabulary, U draft vocabulary, M stop tokens. Tested against transformers with a masking logits processor, and against
+enumeration (tests/core/test_guide.py).
 
-All constraints of a batch share one set of tables; each row has a state and a group of token classes. State 0 is free:
-any token may follow. State 1 is dead: none may.
+All constraints of a batch share one set of tables. Each row of the batch has a state and a group, which selects its map
+from tokens to classes. In state 0 (FREE) every token is allowed; in state 1 (DEAD) no token is.
 """
 
 from __future__ import annotations
@@ -41,85 +42,86 @@ from mars_jax.utils.errors import MarsError
 
 FREE, DEAD = 0, 1
 BITS = 32
-"""Bits per word. Bit k of word j is token k W + j, so one shift of all words by k unpacks W consecutive tokens."""
+"""Bits per word. Bit k of word j represents token k W + j, so shifting all words by k unpacks W consecutive tokens."""
 
 
 @struct.dataclass(kw_only=True)
 class Guide:
-    """An automaton and the state of each row of a batch."""
+    """The automata of a batch, and the current state of each row."""
 
     tables: Tables
-    group: Array  # i32[B]
-    state: Array  # i32[B]; after the last committed token
-    stop_tokens: Array  # i32[B, M]; allowed in accepting states; any token may follow them
+    group: Array  # i32[B]; row of `Tables.classes`
+    state: Array  # i32[B]; the state after the last committed token
+    stop_tokens: Array  # i32[B, M]; stop tokens, which accepting states allow and which lead to FREE
 
     @property
     def vocab(self) -> int:
-        """V of the target."""
+        """V, the size of the target's vocabulary."""
         return self.tables.classes.shape[1]
 
     def moved(self, states: Array, tokens: Array) -> Array:
-        """Return i32[B, P]: the states after tokens i32[B, P] in states i32[B, P].
+        """Return the automaton states, i32[B, P], after reading `tokens` i32[B, P] in `states` i32[B, P].
 
-        A forbidden token leads to DEAD. Padding (NO_TOKEN) leads to FREE, since no token below it is used.
+        A forbidden token leads to DEAD. Padding (NO_TOKEN) leads to FREE, because no token after it is used.
         """
         tables = self.tables
-        # Padding reads the class of token 0; its result is replaced at the end.
+        # Padding uses the class of token 0 here; its next state is replaced at the end.
         token_class = tables.classes.at[self.group[:, None], jnp.maximum(tokens, 0)].get(mode="clip")
         transitions = tables.next.at[states, token_class.astype(jnp.int32)]
         next_states = transitions.get(mode="promise_in_bounds").astype(jnp.int32)
         is_stop_token = is_stop(tokens, self.stop_tokens)
-        # A stop token without text (class 0) leaves the state unchanged; any other stop token advances it by its text.
+        # A stop token without text (class 0) leaves the state unchanged. Any other stop token first advances the state
+        # by its text.
         may_end = tables.accepting[jnp.where(token_class == 0, states, next_states)]
         next_states = jnp.where(is_stop_token, jnp.where(may_end & (states != DEAD), FREE, DEAD), next_states)
         return jnp.where(tokens < 0, FREE, next_states)
 
     def along(self, tree: DraftTree) -> Array:
-        """Return i32[B, N]: the state after each node of a tree; DEAD from the first forbidden token on."""
+        """Return the state after each node of a tree, i32[B, N]; DEAD from the first forbidden token of a path on."""
         if tree.is_chain:
-            # On a chain, node i follows node i - 1, so each move reads the state before it.
+            # In a chain, node i follows node i - 1, so each state is computed from the previous one.
             states = [self.state[:, None]]
             for i in range(1, tree.tokens.shape[1]):
                 states.append(self.moved(states[-1], tree.tokens[:, i : i + 1]))
             return jnp.concatenate(states, axis=1)
         states = jnp.broadcast_to(self.state[:, None], tree.tokens.shape)
         parents = jnp.maximum(tree.parents, 0)
-        # Parents precede children, so one pass per depth reaches every node.
+        # Compute the states level by level, from the states of the parents.
         for depth in range(1, tree.max_depth + 1):
             states = jnp.where(tree.depths == depth, self.moved(pick(states, parents), tree.tokens), states)
         return states
 
     def words(self, states: Array) -> Array:
-        """Return u32[B, P, W]: bit masks of the tokens that may follow states i32[B, P], including stop tokens."""
-        # Many states allow the same tokens and share a row of bits.
+        """Return bit masks u32[B, P, W] of the tokens that are allowed in states i32[B, P], including stop tokens."""
+        # States that allow the same tokens share a row of bits.
         words = self.tables.bits[self.tables.rows[states]]
         num_words = words.shape[-1]
         word_index = jnp.arange(num_words, dtype=jnp.int32)[None, None]
         for stop_token, is_allowed in self._stops(states):
-            # The bit of token t is bit t // W of word t % W. The tables are shared by rows with other stop tokens, so
-            # the bit is set or cleared here.
+            # Token t is bit t // W of word t % W. Rows with different stop tokens share the tables, so set or clear the
+            # bits of a row's stop tokens here.
             is_stop_word = (word_index == stop_token % num_words) & (stop_token >= 0)
             bit = jnp.uint32(1) << (jnp.maximum(stop_token, 0) // num_words).astype(jnp.uint32)
             words = jnp.where(is_stop_word, jnp.where(is_allowed, words | bit, words & ~bit), words)
         return words
 
     def _stops(self, states: Array) -> Iterator[tuple[Array, Array]]:
-        """Yield each stop token i32[B, 1, 1] and whether it may follow states i32[B, P]: bool[B, P, 1]."""
+        """Yield every stop token i32[B, 1, 1] with bool[B, P, 1], True if it is allowed in states i32[B, P]."""
         for m in range(self.stop_tokens.shape[1]):
             stop = self.stop_tokens[:, m, None]
             is_allowed = self.moved(states, jnp.broadcast_to(stop, states.shape)) != DEAD
             yield stop[..., None], is_allowed[..., None]
 
     def masked(self, logits: Array, states: Array, *, ids: Callable[[], Array] | None = None) -> Array:
-        """Set logits f32[B, P, V] in states i32[B, P] to -inf for forbidden tokens.
+        """Set the logits f32[B, P, V] of tokens that are forbidden in states i32[B, P] to -inf.
 
         Args:
-          logits: over the target's vocabulary, or f32[B, P, U] over a draft vocabulary.
-          states: DEAD masks nothing, since logits below a dead node are never read.
-          ids: function that returns the target's token ids i32[U] of the draft vocabulary. Without `Tables.narrow`,
-            every draft level gathers U single bits.
+          logits: logits over the target's vocabulary, or f32[B, P, U] over a draft vocabulary.
+          states: automaton states. DEAD masks nothing, because logits below a dead node are never read.
+          ids: function that returns the target's token id of every draft token, i32[U]. It is called only if
+            `Tables.narrow` is not set; every draft level then gathers U single bits.
         """
-        # The tables have separate bit rows for the draft vocabulary.
+        # Use the bit rows for the draft vocabulary if the tables contain them.
         if ids is not None and (narrow := self.tables.narrow) is not None:
             may_follow = _unpacked(narrow.bits[self.tables.rows[states]])[..., : logits.shape[-1]]
             for stop, is_allowed in self._stops(states):
@@ -134,7 +136,7 @@ class Guide:
             return lax.platform_dependent(words, logits, cpu=_mask_by_words, default=_mask)
 
         def local(part: Array, words: Array) -> Array:
-            # Each device masks its own shard of the vocabulary.
+            # Each device unpacks all bits and masks its own shard of the vocabulary.
             size = part.shape[-1]
             first = lax.axis_index(axes) * size
             return jnp.where(lax.dynamic_slice_in_dim(_unpacked(words), first, size, axis=-1), part, -jnp.inf)
@@ -143,29 +145,29 @@ class Guide:
         return map_devices(local, (logits_spec, P()), logits_spec)(logits, words)
 
     def forced(self, states: Array) -> Array:
-        """Return i32[B, P]: the token that must follow each state, or NO_TOKEN."""
+        """Return the first token of the text that must follow each state, i32[B, P], or NO_TOKEN."""
         return self.tables.forced[states]
 
     def steered(self, tree: DraftTree, *, fill: bool) -> DraftTree:
-        """Replace the forbidden nodes of a draft, and the nodes below them, by padding.
+        """Replace the forbidden nodes of a draft, and all nodes below them, by padding.
 
-        A sampled draft stays unchanged. The masked target gives a forbidden node probability 0, so a rule that
-        reads q rejects it losslessly; removing the node would change q.
+        A sampled draft stays unchanged, because removing a node would change its distribution q. The masked target
+        assigns probability 0 to a forbidden node, so a rule that uses q rejects the node and stays lossless.
 
         Args:
           tree: the draft.
-          fill: replace drafted tokens by forced ones. Only for chains of stateless drafters: a cache would miss tokens
-            that the drafter did not draft.
+          fill: replace drafted tokens by forced tokens. Use this only for chains of stateless drafters, because the
+            cache of a drafter does not contain tokens that it did not draft.
         """
         if tree.draft_logits is not None:
             return tree
-        # Below a forbidden node every state is DEAD, so this replaces whole subtrees.
+        # Every state below a forbidden node is DEAD, so this replaces whole subtrees.
         if not tree.is_chain:
             return dataclasses.replace(
                 tree, tokens=jnp.where(self.along(tree) == DEAD, NO_TOKEN, tree.tokens)
             )
-        # Loop carries along the chain, i32[B, 1] and bool[B, 1]: the state after the token of the previous column, and
-        # whether all previous columns hold tokens.
+        # These are updated along the chain: the state after the previous token, i32[B, 1], and whether all previous
+        # tokens are valid, bool[B, 1].
         state, is_valid = self.state[:, None], jnp.ones_like(self.state[:, None], bool)
         follows_draft = is_valid
         columns = [tree.tokens[:, :1]]
@@ -173,67 +175,68 @@ class Guide:
             token = tree.tokens[:, i : i + 1]
             if fill:
                 forced = jnp.where(is_valid, self.forced(state), NO_TOKEN)
-                # Once a forced token differs from the drafted one, the rest of the draft has lost its context.
+                # Once a forced token differs from the drafted one, the remaining drafted tokens no longer fit their
+                # context.
                 follows_draft &= (forced < 0) | (token == forced)
                 token = jnp.where(forced >= 0, forced, jnp.where(follows_draft, token, NO_TOKEN))
             next_state = self.moved(state, token)
             is_valid &= (token >= 0) & (next_state != DEAD)
-            # Below padding every node is padding, whose state is FREE.
+            # All nodes below padding are padding, whose state is FREE.
             state = jnp.where(is_valid, next_state, FREE)
             columns.append(jnp.where(is_valid, token, NO_TOKEN))
         tokens = jnp.concatenate(columns, axis=1)
-        # A filled-in token is not trusted, because the drafter did not draft it.
+        # A forced token is not trusted, because the drafter did not draft it.
         trusted = None if tree.trusted is None else tree.trusted & (tokens == tree.tokens)
         return dataclasses.replace(tree, tokens=tokens, trusted=trusted)
 
     def on(self, tree: DraftTree) -> Followed:
-        """Follow the guide along the nodes of a tree."""
+        """Advance the automata along the paths of a draft tree."""
         return Followed(self, self.along(tree))
 
 
 class Followed(NamedTuple):
-    """A guide at the nodes of a tree."""
+    """A guide with its states at every node of a draft tree."""
 
     guide: Guide
     states: Array  # i32[B, N]; see `Guide.along`
 
     def masked(self, logits: Array) -> Array:
-        """Set logits f32[B, N, V] to -inf for forbidden tokens."""
+        """Set the logits f32[B, N, V] of forbidden tokens to -inf."""
         return self.guide.masked(logits, self.states)
 
     @property
     def strict(self) -> Array:
-        """bool[B, N]: nodes below which rules must not relax."""
+        """bool[B, N], True if rules must not relax the acceptance of the node's children."""
         return self.guide.tables.strict[self.states]
 
     def after(self, verdict: Verdict) -> Array:
-        """Return i32[B]: the state after the accepted path and `next_token`."""
+        """Return the state of each row after the accepted path and `next_token`, i32[B]."""
         return self.guide.moved(pick(self.states, verdict.path[:, -1:]), verdict.next_token[:, None])[:, 0]
 
     def ended(self, verdict: Verdict) -> Array:
-        """Return bool[B]: whether a row must end after the path: its state is closed, and it has no stop tokens."""
+        """Return bool[B], True if no token may follow a row's accepted path, not even a stop token."""
         is_closed = self.guide.tables.closed[pick(self.states, verdict.path[:, -1:])[:, 0]]
         return is_closed & jnp.all(self.guide.stop_tokens < 0, axis=1)
 
 
 def _bits(words: Array) -> Array:
-    """Unpack words u32[..., W] into bool[..., 32, W]."""
+    """Unpack the bits of words u32[..., W] into bool[..., 32, W]."""
     shift = jnp.arange(BITS, dtype=jnp.uint32).reshape((1,) * (words.ndim - 1) + (BITS, 1))
     return ((words[..., None, :] >> shift) & jnp.uint32(1)) != 0
 
 
 def _unpacked(words: Array) -> Array:
-    """Unpack words u32[..., W] into bool[..., 32 W], in the order of token ids."""
+    """Unpack the bits of words u32[..., W] into bool[..., 32 W], in the order of token ids."""
     return _bits(words).reshape(*words.shape[:-1], -1)
 
 
 def _mask(words: Array, logits: Array) -> Array:
-    """Set logits f32[..., V] to -inf where the bit in words u32[..., W] is 0."""
+    """Set the logits f32[..., V] whose bit in `words` u32[..., W] is 0 to -inf."""
     return jnp.where(_unpacked(words)[..., : logits.shape[-1]], logits, -jnp.inf)
 
 
 def _mask_by_words(words: Array, logits: Array) -> Array:
-    """Compute `_mask` on logits reshaped to [..., 32, W], which a CPU loops over without index arithmetic."""
+    """Compute `_mask` with logits reshaped to [..., 32, W], so that a CPU needs no index arithmetic in its loops."""
     if logits.shape[-1] != BITS * words.shape[-1]:
         return _mask(words, logits)
     logits_by_word = logits.reshape(*words.shape[:-1], BITS, words.shape[-1])
@@ -242,15 +245,16 @@ def _mask_by_words(words: Array, logits: Array) -> Array:
 
 @jax.jit
 def narrowed(tables: Tables, ids: Array) -> Tables:
-    """Add the bit masks of a draft vocabulary to the tables; `ids` i32[U] are its tokens' ids in the target.
+    """Add bit masks for a draft vocabulary to the tables; `ids` i32[U] are the target's ids of the draft tokens.
 
-    A draft level then reads one row of bits instead of gathering U single bits, which is slow on a TPU.
+    Each draft level can then read one row of bits. Gathering U single bits instead is slow on a TPU.
     """
     num_words = (ids.shape[0] + BITS - 1) // BITS
     shift = jnp.arange(BITS, dtype=jnp.uint32)[:, None]
 
     def of_row(words: Array) -> Array:
-        # Bit k of word j is draft token k W + j, as in `BITS`: row k of the reshaped bits holds bit k of every word.
+        # As described at `BITS`, bit k of word j represents draft token k W + j, so row k of the reshaped array
+        # contains bit k of every word.
         bits = jnp.pad(_unpacked(words)[ids], (0, BITS * num_words - ids.shape[0])).reshape(BITS, num_words)
         return jnp.sum(bits.astype(jnp.uint32) << shift, axis=0, dtype=jnp.uint32)
 
@@ -258,10 +262,10 @@ def narrowed(tables: Tables, ids: Array) -> Tables:
 
 
 def guide_of(kind: str, params: Params, state: DecodeState) -> Guide | None:
-    """Return the guide "constraint" or "span" of a step; None if no row uses it.
+    """Return the guide of a kind ("constraint" or "span") for one step; None if no row uses it.
 
     Raises:
-      MarsError: rows use it, but `params` has no tables for it.
+      MarsError: some rows use it, but `params` contains no tables for it.
     """
     rows = getattr(state.controls.guides, kind, None)
     if rows is None:
@@ -273,14 +277,14 @@ def guide_of(kind: str, params: Params, state: DecodeState) -> Guide | None:
             "returns."
         )
     stop_tokens = state.controls.stop_tokens
-    # A span does not restrict where the output may end.
+    # A span does not restrict stop tokens.
     if kind == "span":
         stop_tokens = jnp.full_like(stop_tokens[:, :1], NO_TOKEN)
     return Guide(tables=tables, group=rows.group, state=getattr(state.guides, kind), stop_tokens=stop_tokens)
 
 
 def first_states(controls: Controls) -> GuideStates | None:
-    """Return the initial automaton states of new rows, copied so that no buffer is shared."""
+    """Return the initial automaton states of new rows, as copies that share no buffer with the controls."""
     guides = controls.guides
     if guides is None:
         return None

@@ -1,6 +1,6 @@
-"""Metrics of a decode: counters carried in the device loop, and their summary on the host.
+"""Decoding metrics: per-row counters that are updated on the device, and their summary on the host.
 
-B batch, D tree depth. Oracle: a recount of the `StepInfo` of a streamed run (tests/core/test_decode.py).
+Dimensions: B batch, D tree depth. Tested against counts over the `StepInfo` of every step (tests/core/test_decode.py).
 """
 
 from __future__ import annotations
@@ -21,46 +21,47 @@ from mars_jax.core.types import NO_KIND, NO_TOKEN, TRUSTED, StepInfo, TopLogProb
 from mars_jax.utils.errors import MarsError, check_type, short_repr
 
 COUNTERS = ("steps", "emitted", "proposed", "accepted_exact", "accepted_relaxed", "accepted_trusted")
-"""Counters of `DecodeStats`, which `Metrics` sums over rows."""
+"""Names of the counters in `DecodeStats` that `Metrics` sums over rows."""
 
 
 @struct.dataclass(kw_only=True)
 class DecodeStats:
-    """Per-row counters over the steps in which the row was live. A pytree: `run` carries it in its loop."""
+    """Counters of each row over the steps before it was done. A pytree that `run` carries in its loop."""
 
-    steps: Array  # i32[B]; target forwards
-    emitted: Array  # i32[B]
-    proposed: Array  # i32[B]; drafted nodes, excluding padding
+    steps: Array  # i32[B]; forward passes of the target
+    emitted: Array  # i32[B]; new tokens
+    proposed: Array  # i32[B]; drafted tokens, excluding padding
     accepted_exact: Array  # i32[B]; emitted draft tokens that the strict rule accepts
     accepted_relaxed: Array  # i32[B]; emitted draft tokens that only the relaxed rule accepts
-    accepted_trusted: Array  # i32[B]; emitted draft tokens that were accepted without a test
-    depth_histogram: Array  # i32[B, D + 1]; steps by number of draft tokens emitted
-    regret: Array  # f32[B]; sum over emitted tokens of z1 - z[token], nats
+    accepted_trusted: Array  # i32[B]; emitted draft tokens that were trusted, so that no rule verified them
+    depth_histogram: Array  # i32[B, D + 1]; number of steps that emitted 0, 1, ..., D draft tokens
+    regret: Array  # f32[B]; sum over emitted tokens of (largest logit - logit of the token), nats
     tokens: TokenRecord | None = None  # only with `record`
 
 
 SCORES = ("regret", "log_prob", "temperature_log_prob", "processed_log_prob")
-"""Fields of `TokenRecord` with one float per token."""
+"""Names of the fields of `TokenRecord` with one float per token."""
 
 
 @struct.dataclass(kw_only=True)
 class TokenRecord:
-    """A record of each new token. Entry [b, t] of each field describes `DecodeState.tokens[b, t]`; see `StepInfo`."""
+    """Information about each new token: entry [b, t] describes `DecodeState.tokens[b, t]`; see `StepInfo`."""
 
-    kind: Array  # i32; NO_KIND for tokens of the prompt or of unrecorded steps
-    regret: Array  # f32, like the following fields; 0 if `kind` is NO_KIND
+    kind: Array  # i32; NO_KIND for tokens of the prompt and of steps without recording
+    regret: Array  # f32, as are the next three fields; 0 if `kind` is NO_KIND
     log_prob: Array
     temperature_log_prob: Array
     processed_log_prob: Array
-    top: TopLogProbs | None = None  # [B, T, n] each; only if `Decoder.top_log_probs` is n
+    top: TopLogProbs | None = None  # [B, T, n] each; n is `Decoder.top_log_probs`; None if n is 0
 
 
-# Jitted, so that one program allocates all counters in separate buffers: a donated argument must not repeat a buffer.
+# This function is jitted, so that one program allocates a separate buffer for each counter. A donated argument must not
+# contain the same buffer twice.
 @functools.partial(jax.jit, static_argnames=("batch", "max_depth", "record", "num_top"))
 def zero_stats(batch: int, max_depth: int, record: int | None = None, num_top: int = 0) -> DecodeStats:
-    """Return zero counters for `batch` rows and trees of depth `max_depth`.
+    """Return counters of 0 for `batch` rows and draft trees of depth `max_depth`.
 
-    `record` is the T of `TokenRecord`, and `num_top` the n of its `top`.
+    If `record` is not None, it is the width T of a `TokenRecord`, whose field `top` has `num_top` tokens per position.
     """
     token_record = None
     if record is not None:
@@ -80,27 +81,27 @@ def zero_stats(batch: int, max_depth: int, record: int | None = None, num_top: i
 
 
 def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats:
-    """Add one step to the counters. Draft tokens cut off by a stop token or a limit do not count as accepted.
+    """Add one step to the counters. Draft tokens after a stop token or past the limit do not count as accepted.
 
     Args:
       stats: counters before the step.
-      info: information about the step.
-      length: i32[B]; committed tokens after the step.
+      info: the result of the step.
+      length: i32[B]; number of committed tokens after the step.
     """
-    # A live row emits a token in every step; a row that is done emits none.
+    # A row that emits no token has finished, or ends in this step without a token.
     is_live = info.num_emitted > 0
-    # A stop token or the limit may cut the path before its end.
+    # A stop token or the limit may truncate the accepted path.
     num_accepted = jnp.minimum(info.verdict.num_accepted, info.num_emitted)
     depth = info.verdict.relaxed.shape[1]
-    # Edge d leads to emitted token d, so the first `num_accepted` edges are those whose tokens were emitted.
+    # Edge d of the path leads to emitted token d, so the tokens of the first `num_accepted` edges were emitted.
     edge = jnp.arange(depth, dtype=jnp.int32)[None]
     num_relaxed = jnp.sum(info.verdict.relaxed & (edge < num_accepted[:, None]), axis=1, dtype=jnp.int32)
     num_trusted = jnp.sum(info.kind == TRUSTED, axis=1, dtype=jnp.int32)
-    # One-hot over 0 .. D accepted tokens; steps of finished rows are not counted.
+    # The one-hot encoding of the number of accepted tokens, 0 .. D. Steps of finished rows are not counted.
     depth_one_hot = (jnp.arange(depth + 1, dtype=jnp.int32)[None] == num_accepted[:, None]) & is_live[:, None]
     token_record = stats.tokens
     if token_record is not None:
-        # The tokens of this step are at [length - num_emitted, length) of the buffer.
+        # The tokens of this step are at positions [length - num_emitted, length).
         step_record = TokenRecord(**{f.name: getattr(info, f.name) for f in dataclasses.fields(TokenRecord)})
         token_record = append(token_record, length - info.num_emitted, step_record, info.num_emitted)
     return DecodeStats(
@@ -118,7 +119,9 @@ def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """Totals over some rows. `tau` counts the correction or bonus token, as in the MARS paper; other engines may not.
+    """Totals over some rows of a batch.
+
+    `tau` includes the correction or bonus token, as in the MARS paper. Other engines may report it without this token.
 
     >>> m = Metrics(steps=2, emitted=6, proposed=8, accepted_exact=3, accepted_relaxed=1,
     ...             depth_histogram=(0, 1, 0, 1, 0), regret=0.5)
@@ -126,14 +129,14 @@ class Metrics:
     (3.0, 2.0, 0.25)
     """
 
-    steps: int  # target forwards, one per row and step
+    steps: int  # forward passes of the target, counted once per row
     emitted: int  # new tokens
     proposed: int  # drafted tokens
-    accepted_exact: int  # drafted tokens that the strict rule accepts
-    accepted_relaxed: int  # drafted tokens that only the relaxed rule accepts
-    depth_histogram: tuple[int, ...]  # steps by number of draft tokens accepted
-    regret: float  # total, nats
-    accepted_trusted: int = 0  # drafted tokens that were accepted without a test
+    accepted_exact: int  # accepted draft tokens that the strict rule accepts
+    accepted_relaxed: int  # accepted draft tokens that only the relaxed rule accepts
+    depth_histogram: tuple[int, ...]  # number of steps that accepted 0, 1, ..., D draft tokens
+    regret: float  # sum over new tokens, nats
+    accepted_trusted: int = 0  # draft tokens that were trusted, so that no rule verified them
 
     @property
     def accepted(self) -> int:
@@ -141,36 +144,36 @@ class Metrics:
 
     @property
     def tau(self) -> float:
-        """Tokens per target forward, including the correction or bonus token."""
+        """New tokens per forward pass of the target, including the correction or bonus token."""
         return self.emitted / max(self.steps, 1)
 
     @property
     def tau_without_bonus(self) -> float:
-        """Draft tokens accepted per target forward."""
+        """Accepted draft tokens per forward pass of the target."""
         return self.accepted / max(self.steps, 1)
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of drafted nodes that were accepted."""
+        """Fraction of the drafted tokens that were accepted."""
         return self.accepted / max(self.proposed, 1)
 
     @property
     def relaxed_share(self) -> float:
-        """Share of accepted draft tokens that only the relaxed rule accepts."""
+        """Fraction of the accepted draft tokens that only the relaxed rule accepts."""
         return self.accepted_relaxed / max(self.accepted, 1)
 
     @property
     def regret_per_token(self) -> float:
-        """Mean of z1 - z[token] over emitted tokens, nats."""
+        """Mean over new tokens of (largest logit - logit of the token), nats."""
         return self.regret / max(self.emitted, 1)
 
 
 def summarize(stats: DecodeStats, rows: int | slice | Sequence[int] = slice(None)) -> Metrics:
-    """Sum `stats` over `rows` (an index, a slice or a list of indices into the batch) on the host."""
+    """Sum the counters over some rows (an index, a slice or a list of indices into the batch) on the host."""
     check_type("stats", stats, DecodeStats, "the counters that mars_jax.run returns")
     num_rows = stats.steps.shape[0]
     try:
-        # NumPy also accepts None and bools, with another meaning.
+        # NumPy also accepts None and bools as indices, but with a different meaning.
         if rows is None or isinstance(rows, bool):
             raise TypeError
         np.empty(num_rows)[rows]

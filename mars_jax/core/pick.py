@@ -1,6 +1,7 @@
-"""Row-wise gather and scatter in the form that is fastest on each platform, and helpers that select and append rows.
+"""Row-wise gather and scatter, each implemented in the fastest way for the platform, and related helpers.
 
-Oracle: `jnp.take_along_axis` (tests/core/test_pick.py). B batch, M values per row, P places per row.
+Dimensions: B batch, M values per row, P indices per row. Tested against `jnp.take_along_axis`
+(tests/core/test_pick.py).
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from jax import Array, lax
 from mars_jax.core.axes import PyTree
 
 SMALL = 1 << 16
-"""Maximum comparisons per row for which a TPU gathers by a one-hot comparison. A TPU gather works element by element
-and compiles to four instructions, including those that prepare the indices; the comparison fuses into one."""
+"""Maximum number of comparisons per row for which a TPU gathers by comparing indices. A TPU gather processes one
+element at a time and compiles to four instructions, including those that prepare the indices. The comparison fuses into
+one instruction."""
 
 
 def pick(values: Array, places: Array) -> Array:
-    """Gather values [B, M, ...] at places i32[B, P], each in [0, M): [B, P, ...].
+    """Gather `values` [B, M, ...] at the indices `places` i32[B, P] of each row, which must be in [0, M).
 
     >>> pick(jnp.asarray([[5, 6, 7]]), jnp.asarray([[2, 0]])).tolist()
     [[7, 5]]
@@ -31,7 +33,7 @@ def pick(values: Array, places: Array) -> Array:
 
 
 def pick_one(values: Array, place: Array) -> Array:
-    """Gather values [B, M, ...] at one place per row, i32[B]: [B, ...].
+    """Gather `values` [B, M, ...] at one index per row, `place` i32[B].
 
     >>> pick_one(jnp.asarray([[5, 6, 7]]), jnp.asarray([2])).tolist()
     [7]
@@ -40,7 +42,7 @@ def pick_one(values: Array, place: Array) -> Array:
 
 
 def leading(flags: Array) -> Array:
-    """Count the leading True entries of flags bool[B, M]: i32[B].
+    """Count the leading True entries in each row of `flags` bool[B, M].
 
     >>> leading(jnp.asarray([[True, True, False, True]])).tolist()
     [2]
@@ -49,14 +51,14 @@ def leading(flags: Array) -> Array:
 
 
 def in_rows(rows: Array, if_true: PyTree, if_false: PyTree) -> PyTree:
-    """Select rows from two pytrees of arrays [B, ...]: from `if_true` if rows bool[B] is True, else from `if_false`.
+    """Select each row from `if_true` or `if_false`, two pytrees of arrays [B, ...], depending on `rows` bool[B].
 
     >>> in_rows(jnp.asarray([True, False]), jnp.asarray([[1, 1], [1, 1]]), jnp.asarray([[2, 2], [2, 2]])).tolist()
     [[1, 1], [2, 2]]
     """
 
     def choose(if_true: Array, if_false: Array) -> Array:
-        # A leaf that the step did not change is the same object in both trees and needs no select.
+        # An unchanged leaf is the same object in both trees and needs no select.
         if if_true is if_false:
             return if_true
         return jnp.where(rows.reshape((-1,) + (1,) * (if_true.ndim - 1)), if_true, if_false)
@@ -65,14 +67,14 @@ def in_rows(rows: Array, if_true: PyTree, if_false: PyTree) -> PyTree:
 
 
 def append(buffers: PyTree, length: Array, new: PyTree, count: Array) -> PyTree:
-    """Write the first `count` i32[B] entries of `new` [B, P] into arrays [B, T] from position `length` i32[B] on.
+    """Write the first `count` i32[B] entries of `new` [B, P] to arrays [B, T], from position `length` i32[B].
 
     >>> append(jnp.asarray([[7, 8, 0, 0]]), jnp.asarray([2]), jnp.asarray([[9, 5]]), jnp.asarray([1])).tolist()
     [[7, 8, 9, 0]]
     """
     buffer_size, new_width = (jax.tree.leaves(x)[0].shape[1] for x in (buffers, new))
     offset = jnp.arange(new_width, dtype=jnp.int32)[None]
-    # Entries past `count` map past the end, where scatter drops them.
+    # Entries past `count` get an index past the end, which scatter drops.
     targets = jnp.where(offset < count[:, None], length[:, None] + offset, buffer_size)
     put = jax.vmap(lambda row, targets, new: row.at[targets].set(new, mode="drop"))
     return jax.tree.map(lambda buffer, new: put(buffer, targets, new), buffers, new)
@@ -83,17 +85,17 @@ def _gather(values: Array, places: Array) -> Array:
 
 
 def _compare(values: Array, places: Array) -> Array:
-    # bool[B, P, M], which then gets one dimension of size 1 for each trailing dimension of the values.
+    # A one-hot array bool[B, P, M], with one more dimension of size 1 for each trailing dimension of the values.
     one_hot = places[:, :, None] == jnp.arange(values.shape[1], dtype=places.dtype)[None, None]
     one_hot = one_hot.reshape(one_hot.shape + (1,) * (values.ndim - 2))
     if values.dtype == bool:
         return jnp.any(one_hot & values[:, None], axis=2)
-    # Only one term of each sum can be nonzero, so the value is exact, even if other values are NaN.
+    # Each sum has at most one nonzero term, so it is exact, even if other values are NaN.
     return jnp.sum(jnp.where(one_hot, values[:, None], 0), axis=2, dtype=values.dtype)
 
 
 def scatter_integers(size: int, places: Array, values: Array) -> Array:
-    """Scatter integer values [B, P] into zeros [B, size] at places i32[B, P], which are distinct and in [0, size).
+    """Scatter integers [B, P] into zeros [B, size] at the indices `places` i32[B, P], distinct and in [0, size).
 
     >>> scatter_integers(4, jnp.asarray([[2, 0]]), jnp.asarray([[7, 5]])).tolist()
     [[5, 0, 7, 0]]
@@ -113,6 +115,6 @@ def _scatter(places: Array, values: Array, size: int) -> Array:
 
 
 def _compare_put(places: Array, values: Array, size: int) -> Array:
-    # bool[B, size, P]; places are distinct, so each sum has at most one nonzero term.
+    # A one-hot array bool[B, size, P]. Indices are distinct, so each sum has at most one nonzero term.
     one_hot = places[:, None, :] == jnp.arange(size, dtype=places.dtype)[None, :, None]
     return jnp.sum(jnp.where(one_hot, values[:, None], 0), axis=2, dtype=values.dtype)

@@ -1,7 +1,7 @@
-"""Prefill: fill a model's cache from ragged prompts, in chunks of a fixed shape.
+"""Prefill: fill a model's cache from prompts of different lengths, in chunks of a fixed size.
 
-Oracle: one forward over the whole prompt (tests/core/test_decode.py, tests/core/test_extend.py). B batch, T token
-buffer, S slots.
+Dimensions: B batch, T token buffer. Tested against a single forward pass over the whole prompt
+(tests/core/test_decode.py, tests/core/test_extend.py).
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
 
 CHUNK, LONG_CHUNK, LONG = 64, 256, 1024
-"""On a CPU: tokens per chunk, tokens per chunk for long buffers, and the buffer length that counts as long. A few dozen
-tokens are already compute-bound, and small chunks waste little on a short prompt; larger chunks read a long cache less
-often."""
+"""Chunk sizes on a CPU: tokens per chunk, tokens per chunk for long buffers, and the length from which a buffer is
+long. A chunk of a few dozen tokens is already compute-bound, and small chunks waste little time on a short prompt.
+Larger chunks read a long cache less often."""
 WIDE_CHUNK = 512
-"""Tokens per chunk on accelerators, where reading the weights takes as long as the arithmetic of 166 (v5p) to 560 (v6e)
-tokens."""
+"""Tokens per chunk on accelerators. Reading the weights takes as long as the arithmetic for 166 tokens on a TPU v5p and
+560 tokens on a TPU v6e."""
 RING_CHUNK, RING_LONG = 2048, 4096
-"""Tokens per chunk over all rows, if the devices of a TPU mesh share the chunk, so that arithmetic hides the
-communication (`models/ring.py`); and the minimum buffer length for such chunks, which short prompts would leave mostly
-empty. Models without ring communication, such as mixtures of experts, do not benefit."""
+"""Tokens per chunk, summed over the rows, if the devices of a TPU mesh divide each chunk among them, and the minimum
+buffer length for such chunks. These chunks are large enough for arithmetic to hide the communication
+(`models/ring.py`), but a short prompt would leave them mostly empty. Models without ring communication, such as
+mixtures of experts, do not benefit."""
 
 
 def chunk_of(buffer: int = 0, rows: int = 1) -> int:
-    """Return the number of tokens per prefill forward for a buffer length and number of rows, on the current devices.
+    """Return the number of prompt tokens per forward pass, given the length of the token buffer and the number of rows.
 
-    The default `buffer` suits extensions of any length, because their new part is usually short.
+    Use the default `buffer` to extend existing rows, because usually only a few of their tokens are new.
 
     >>> chunk_of(256) if on_cpu() else 64
     64
@@ -51,9 +52,9 @@ def chunk_of(buffer: int = 0, rows: int = 1) -> int:
 class _Reading(NamedTuple):
     """Loop carry of `prefill`."""
 
-    next_start: Array  # i32[B]; the cache holds the tokens before it
+    next_start: Array  # i32[B]; first token of each row that is not in the cache yet
     cache: PyTree
-    state: PyTree  # result of `observe` so far
+    state: PyTree  # result of the latest call of `observe`
 
 
 def prefill(
@@ -68,23 +69,26 @@ def prefill(
     *,
     chunk: int | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Cache the tokens `first[b] .. count[b] - 1` of each row, window by window; return the cache and the state.
+    """Add the tokens `first[b] .. count[b] - 1` of each row to the cache, and return the cache and the state.
 
-    Each row's window begins where its cache ends. The number of windows is a traced value, so prompts of any length
-    share one compilation. Slots past `count[b]` hold garbage that is never read.
+    The tokens are read in windows of a fixed size. Each row's next window begins at its first token that is not cached.
+    The number of windows is traced, so prompts of all lengths share one compiled program. Slots from `count[b]` on
+    contain garbage that is never read.
 
     Args:
       model, params: the model whose cache is filled.
       tokens: i32[B, T].
-      first: i32[B], at least 0; the cache holds the tokens before it.
-      count: i32[B]; a row is complete if `first >= count`.
-      cache: with at least T slots.
-      state: initial value of a fold over the outputs.
-      observe: the fold, `state = observe(state, start i32[B], output)`; the output covers the positions from `start`
-        on. Windows are passed in order. The last one may slide back to stay inside the buffer, and then repeats
-        positions. Complete rows get windows past their end until all rows are complete. Windows of recurrent
-        models do not slide back: the last one may end past the buffer, and complete rows get windows without tokens.
-      chunk: tokens per forward. Default: the model's `prefill_chunk`, or else `chunk_of`.
+      first: i32[B], at least 0; number of tokens in each row that are already in the cache.
+      count: i32[B]; number of tokens in each row that must be in the cache afterwards. A row with `first >= count` is
+        already complete.
+      cache: the model's cache, with at least T slots.
+      state: initial state that `observe` updates, such as a drafter's state.
+      observe: function that is called after every window, as in `state = observe(state, start, output)`. `start` i32[B]
+        is the first position of each row's window. Windows are passed in order. The last window may begin earlier to
+        stay inside the buffer; it then repeats positions. Complete rows get windows past their end until all rows are
+        complete. For recurrent models, the last window may instead end past the buffer, and complete rows get windows
+        without tokens.
+      chunk: tokens per window. Default: the model's `prefill_chunk` if set, otherwise `chunk_of`.
     """
     buffer = tokens.shape[1]
     chunk_size = min(chunk or model.prefill_chunk or chunk_of(buffer, len(tokens)), buffer)
@@ -96,13 +100,15 @@ def prefill(
         tokens = jnp.pad(tokens, ((0, 0), (0, chunk_size)))
 
     def body(carry: _Reading) -> _Reading:
-        # Slide the last window back to stay inside the buffer. Tokens fed twice produce the same keys, since a key
-        # depends only on its own and earlier tokens. Later steps overwrite the slots past the end of a row.
+        # The last window begins earlier if it would extend past the buffer. Tokens that are read twice produce the same
+        # keys, because a key depends only on its own token and earlier ones. Later steps overwrite the slots past the
+        # end of a row.
         start = jnp.minimum(carry.next_start, buffer - chunk_size)
         if is_recurrent:
-            # A state must not read a token twice, so windows do not slide back. The cache has room past the buffer.
+            # A recurrent state must not read a token twice, so windows never begin earlier. The cache has room past the
+            # buffer.
             start = jnp.minimum(carry.next_start, jnp.maximum(first, count))
-        # i32[B, chunk_size]; each row has its own start.
+        # i32[B, chunk_size]; windows begin at different positions in different rows.
         window = jax.vmap(lambda row, begin: lax.dynamic_slice_in_dim(row, begin, chunk_size))(tokens, start)
         visible = Visible.causal(start, chunk_size)
         if is_recurrent:
@@ -111,7 +117,7 @@ def prefill(
         state = carry.state if observe is None else observe(carry.state, start, output)
         return _Reading(start + chunk_size, output.cache, state)
 
-    # Complete rows keep running until all rows are complete; their windows write garbage past their end.
+    # The loop processes complete rows until all rows are complete. Their windows write garbage past their end.
     end = lax.while_loop(lambda carry: jnp.any(carry.next_start < count), body, _Reading(first, cache, state))
     return end.cache, end.state
 
@@ -119,9 +125,9 @@ def prefill(
 def observing(
     drafter: Drafter, params: Params, tokens: Array, length: Array
 ) -> Callable[[PyTree, Array, ForwardOutput], PyTree] | None:
-    """Return the fold by which a drafter reads the target's outputs on tokens i32[B, T] of `length` i32[B].
+    """Return the argument `observe` of `prefill` that lets a drafter read the target's outputs on the prompts.
 
-    Return None for a drafter that does not read its target.
+    `tokens` are i32[B, T], and `length` is i32[B]. Return None for a drafter that does not read its target.
     """
     if drafter.reads is None:
         return None

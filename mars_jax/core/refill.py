@@ -1,6 +1,6 @@
-"""Continuous batching: step until some rows have ended, put new prompts into their rows, and continue.
+"""Continuous batching: decode until some rows are done, replace them by new prompts, and continue.
 
-B rows of the state, b new rows, T token buffer. Oracle: each row decoded in a batch of one
+Dimensions: B rows of the state, b new rows, T token buffer. Tested against decoding each row in a batch of one
 (tests/core/test_insert.py).
 """
 
@@ -31,8 +31,8 @@ class _Advancing(NamedTuple):
 
     state: DecodeState
     stats: DecodeStats
-    steps: Array  # i32[]; taken so far
-    num_done: Array  # i32[]; rows that were done after the last step, on all devices
+    steps: Array  # i32[]; number of steps so far
+    num_done: Array  # i32[]; number of rows on all devices that are done
 
 
 def _check(
@@ -53,18 +53,19 @@ def advance(
     ended: int | Array = 1,
     most: int | Array = 2**30,
 ) -> tuple[DecodeState, DecodeStats, Array]:
-    """Step until `ended` more rows or all rows are done, for at most `most` steps. `state` and `stats` are donated.
+    """Run decoding steps until `ended` more rows are done. `state` and `stats` are donated.
 
-    On a mesh the devices sum their counts of finished rows after every step, with one scalar psum.
+    The loop also ends when all rows are done, or after `most` steps. On a mesh, the devices add up their counts of
+    finished rows after every step, with a psum of one number.
 
     Args:
       decoder, params, state: as for `decode.run`.
-      stats: counters of the rows so far, from `metrics.zero_stats`.
-      ended: i32[]; number of rows, at least 1.
-      most: i32[]; number of steps, at least 1.
+      stats: counters to update, from `metrics.zero_stats` or an earlier call.
+      ended: i32[]; number of further rows that must be done before the loop ends, at least 1.
+      most: i32[]; maximum number of steps, at least 1.
 
     Returns:
-      The state, the counters, and the number of steps (target forwards) as i32[B], the same in every row.
+      The state, the counters, and the number of steps as i32[B], which is the same for every row.
     """
 
     def loop(
@@ -77,13 +78,13 @@ def advance(
         def count_done(state: DecodeState) -> Array:
             return over_rows(jnp.sum(state.done, dtype=jnp.int32))
 
-        # The psum in the loop body needs all devices, so every device must leave the loop after the same step. Counts
-        # therefore cover the rows of all devices. Rows that are already done, such as padding rows, do not count
-        # towards `ended`.
+        # All devices must leave the loop after the same step, because each psum in the loop body waits for all of them.
+        # The counts therefore include the rows of all devices. Rows that are already done, such as padding rows, do not
+        # count towards `ended`.
         num_done_goal = jnp.minimum(count_done(state) + ended, total_rows)
 
         def keep_going(carry: _Advancing) -> Array:
-            # If every row is done at the start, `num_done_goal` is already reached.
+            # If every row is done at the start, the loop ends immediately.
             return (carry.num_done < num_done_goal) & (carry.steps < max_steps)
 
         def body(carry: _Advancing) -> _Advancing:
@@ -109,9 +110,9 @@ def refill(
     prompts: Prompts,
     read: DecodeState | None = None,
 ) -> tuple[DecodeState, DecodeStats]:
-    """Check the arguments, call the compiled `decoder.insert`, and reset the rows' counters.
+    """Replace some rows by new prompts with the compiled `decoder.insert`, and reset their counters.
 
-    `state` and `stats` are donated.
+    The arguments are checked first. `state` and `stats` are donated.
 
     Args:
       decoder, params, state, stats: as for `advance`.
@@ -144,12 +145,12 @@ def _refill(
             f"stats are counters of other rows or of another drafter: begin with zero_stats({batch}, "
             f"{decoder.max_depth}), the rows of the state and the decoder's max_depth."
         )
-    # bool[B]; an entry of -1 matches no row.
+    # bool[B], True for replaced rows; an entry of -1 matches no row.
     is_new = jnp.any(jnp.arange(batch, dtype=jnp.int32)[:, None] == rows[None], axis=1)
     return state, in_rows(is_new, empty, stats)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def end(state: DecodeState, rows: Array) -> DecodeState:
-    """Mark the rows bool[B] of a state as done. `state` is donated."""
+    """Mark the rows for which `rows` bool[B] is True as done. `state` is donated."""
     return dataclasses.replace(state, done=state.done | rows)

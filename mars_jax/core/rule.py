@@ -1,6 +1,6 @@
-"""The interface of rules, their input `Evidence`, and rules as pytrees: static structure and per-row parameters.
+"""The interface of verification rules, their input `Evidence`, and functions that handle rules as pytrees.
 
-B batch, N nodes, V vocabulary, E hidden size. Oracle: tests/verify/test_rules.py.
+Dimensions: B batch, N nodes, V vocabulary, E hidden size. Tests: tests/verify/test_rules.py.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ from mars_jax.utils.user_code import MODULES, described, failure, frames_in, is_
 
 @struct.dataclass(kw_only=True)
 class Evidence:
-    """The input of a rule in one step. New fields can be added without changing any rule's signature.
+    """The input of a rule in one step. It is a struct, so that new fields do not change the signature of any rule.
 
-    Row i of the logits is p(. | the tokens up to node i), so a node's token is judged by the logits of its parent. In
-    the example, the target's top token after the root is 1, which node 1 holds; after node 1 it is 3, but node 2 holds
-    2.
+    Row i of the logits is p(. | tokens up to node i), so a node's token is judged by the logits of its parent. In the
+    example, the target's most probable token after the root is 1, the token of node 1. After node 1 it is 3, but the
+    token of node 2 is 2.
 
     >>> from mars_jax.core.tree import at_parent, chain
     >>> tree = chain(jnp.asarray([[0, 1, 2]], jnp.int32))
     >>> inputs = evidence(tree, jnp.asarray([[[0.0, 9.0, 0.0, 0.0], [0.0, 0.0, 1.0, 8.0], [0.0] * 4]]))
-    >>> (tree.tokens == at_parent(tree, inputs.stats.id1)).tolist()  # the root has no parent and is not judged
+    >>> (tree.tokens == at_parent(tree, inputs.stats.id1)).tolist()  # the root is not judged
     [[False, True, False]]
     """
 
-    keys: Array  # key[B]; constant over a row's life: fold in the position, as `sampling.node_uniforms` does
+    keys: Array  # key[B]; the same in every step: fold in the position, as `sampling.node_uniforms` does
     start: Array  # i32[B]; position of the root
-    prompt_length: Array  # i32[B]; tokens of the prompt
+    prompt_length: Array  # i32[B]; number of tokens in the prompt
     tree: DraftTree  # the draft, [B, N]
-    # f32[B, N, V]; target logits before temperature, with the edits and the constraint of the row applied
+    # f32[B, N, V]; target logits before temperature, after the row's edits and constraint
     logits: Array
     hidden: Array  # [B, N, E]; hidden states of the target after its final norm
-    controls: Controls  # controls of the rows, [B]
+    controls: Controls  # per-request settings, [B] each
     params: PyTree = ()  # Params.verify
-    # bool[B, N] or None; a span makes the edges below these nodes strict, see `guide`
+    # bool[B, N] or None; True if a span requires strict verification of the node's children; see `guide`
     strict_nodes: Array | None = None
 
     @property
     def positions(self) -> Array:
-        """i32[B, N]: the absolute position of every node."""
+        """i32[B, N], the position of every node in the token sequence."""
         return self.start[:, None] + self.tree.depths
 
     @property
     def generated(self) -> Array:
-        """i32[B]: the number of tokens generated before this step, not counting the prompt."""
+        """i32[B], the number of tokens generated before this step, excluding the prompt."""
         return self.start + 1 - self.prompt_length
 
     @property
     def stats(self) -> MarginStats:
-        """The two largest raw logits of every node and their ids, [B, N] each. XLA merges repeated computations."""
+        """The two largest logits of every node and their token ids, [B, N] each. XLA merges repeated computations."""
         return node_stats(self.logits)
 
 
 def node_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
-    """Compute margin statistics per node, [B, N] each, of logits f32[B, N, V], possibly sharded over the vocabulary."""
+    """Compute the margin statistics of each node, [B, N] each, from logits f32[B, N, V] that may be sharded over V."""
     axes = vocabulary_axes(logits.shape[-1])
     if axes:
         return sharded_margin_stats(logits, axis=axes, logsumexp=logsumexp)
@@ -79,7 +79,7 @@ def node_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
 
 
 def impossible(evidence: Evidence) -> Array:
-    """Return bool[B, N]: nodes whose token has a logit of -inf at their parent; never the root or padding.
+    """Return bool[B, N], True if a node's token has a logit of -inf at the node's parent; False for root and padding.
 
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.asarray([[[0.0, -jnp.inf], [0.0, 0.0]]])
@@ -91,12 +91,13 @@ def impossible(evidence: Evidence) -> Array:
 
 
 def evidence(tree: DraftTree, logits: Array, *, seeds: ArrayLike | None = None, **fields: Any) -> Evidence:
-    """Build `Evidence` by hand, to call a rule outside of a step.
+    """Build an `Evidence` to call a rule outside of a decoding step.
 
     Args:
-      tree, logits: fields of the evidence.
-      seeds: u32[B]; default: 0, 1, 2, ...
-      **fields: other fields of `Evidence`, or arguments of `make_controls`; default: greedy rows that start at 0.
+      tree, logits: the draft, and the target's logits at its nodes.
+      seeds: u32[B]; one seed per row. Default: 0, 1, 2, ...
+      **fields: other fields of `Evidence`, or arguments of `make_controls`. By default, rows are greedy and the root is
+        at position 0.
 
     >>> from mars_jax.core.tree import chain
     >>> inputs = evidence(chain(jnp.asarray([[0, 1]], jnp.int32)), jnp.zeros((1, 2, 4)), temperature=0.7)
@@ -120,16 +121,17 @@ def evidence(tree: DraftTree, logits: Array, *, seeds: ArrayLike | None = None, 
 
 
 ALL_EDGES = np.iinfo(np.int32).max
-"""A depth that no edge exceeds: `strict_edges` of a row whose edges are all strict."""
+"""The largest depth: the value of `strict_edges` for a row whose edges are all strict."""
 _VALUES = (bool, int, float, str, list, tuple, np.ndarray, np.generic, Array)
 
 
 class Rule:
-    """A verification rule: a frozen pytree (`struct.dataclass`) that maps `Evidence` to a `Verdict` and the next rule.
+    """The base class of verification rules, which map `Evidence` to a `Verdict` and an updated rule.
 
-    Its structure (which rule, which margin, which base) is static and determines the compiled program. Its parameters
-    are leaves, one value or one per row; in a step they are [B]. A rule keeps state per row by returning a changed copy
-    of itself. The attributes below are defaults; subclasses override them with class attributes or properties.
+    A rule is a frozen pytree, declared with `struct.dataclass`. Its structure (such as the class, the margin and the
+    base) is static and determines the compiled program. Its parameters are leaves with one value or one value per row;
+    in a step they are [B]. A rule stores its state of each row in its leaves and returns an updated copy of itself. The
+    attributes below are defaults, which subclasses override with class attributes or properties.
 
     >>> import dataclasses
     >>> from mars_jax import verify
@@ -147,71 +149,72 @@ class Rule:
     ('onetoken', False)
     """
 
-    lossless: ClassVar[bool] = False  # whether the output follows the target's distribution
-    needs: ClassVar[tuple[str, ...]] = ()  # required inputs, keys of `verify.NEEDS`
+    lossless: ClassVar[bool] = False  # True if the output follows the target's distribution
+    needs: ClassVar[tuple[str, ...]] = ()  # names of required inputs, keys of `verify.NEEDS`
     base: Any = None  # the strict rule that this rule relaxes, if any
-    exact_prefix: Any = 0  # number of generated tokens at the start that are verified strictly
+    exact_prefix: Any = 0  # number of tokens at the start of the output that are verified strictly
 
     def __post_init__(self) -> None:
-        """Check the settings and convert numbers to strongly typed leaves, [] or [B].
+        """Check the settings, and convert numbers to arrays of shape [] or [B] with a fixed dtype.
 
         Raises:
           MarsError: a value is out of range.
         """
         settings = settings_of(type(self))
         chosen_structure = {name: getattr(self, name) for name, s in settings.items() if s.choices}
-        # Choices first, because they determine the ranges of numbers.
+        # Check choices first, because they determine the ranges of numbers.
         for name, setting in sorted(settings.items(), key=lambda item: not item[1].choices):
             value = getattr(self, name)
-            # The class that declares a base checks it. Other libraries may rebuild pytrees with placeholders as leaves.
+            # Skip rules, because the class that declares a base rule checks it. Skip unknown types, because other
+            # libraries may rebuild a pytree with placeholders as leaves.
             is_checkable = setting.choices or value is None or isinstance(value, _VALUES)
             if isinstance(value, Rule) or not is_checkable:
                 continue
             setting.check(value, **chosen_structure)
             if setting.per_row:
                 dtype = {int: np.int32, float: np.float32}[setting.kind]
-                # A JAX array may be traced or on a device, so NumPy must not read it.
+                # NumPy must not read a JAX array, which may be traced or on a device.
                 typed_value = value.astype(dtype) if isinstance(value, Array) else np.asarray(value, dtype)
                 object.__setattr__(self, name, typed_value)
 
     @property
     def name(self) -> str:
-        """Name in reports."""
+        """Name of the rule in reports."""
         return type(self).__name__.lower()
 
     def check_drafter(self, drafter: Drafter) -> None:
-        """Raise MarsError if the rule cannot verify this drafter's drafts."""
+        """Raise MarsError if the rule cannot verify the drafts of this drafter."""
 
     def strict_edges(self, evidence: Evidence) -> Array:
-        """Return i32[B]: the depth down to which edges are strict; in strict rows, all edges are."""
+        """Return the depth down to which a row's edges are verified strictly, i32[B]; `ALL_EDGES` in strict rows."""
         return jnp.where(evidence.controls.strict, np.int32(ALL_EDGES), np.int32(0))
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
-        """Return the verdict on a draft, and the rule with its updated state."""
+        """Return the verdict on a draft, and a copy of the rule with updated state."""
         raise MarsError(f"the rule {self.name} has no method __call__: define one.")
 
 
 class LoadedRule(NamedTuple):
-    """A rule and its weights, which go into `Params.verify`."""
+    """A rule and its weights, which are passed in `Params.verify`."""
 
     rule: Rule  # without its weights
-    params: PyTree = ()  # its weights, which it reads as `Evidence.params`
+    params: PyTree = ()  # the weights, which the rule reads from `Evidence.params`
 
 
 class Structure(NamedTuple):
-    """The structure of a pytree with the classes of its nodes.
+    """The structure of a pytree, including the classes of its nodes.
 
-    jaxlib compares dataclasses only by their fields. Without the classes, rules of different classes could share a
-    compiled program.
+    jaxlib compares dataclasses only by their fields. Without the classes, different rules could share a compiled
+    program.
     """
 
     treedef: Any
-    kinds: tuple[Any, ...]  # (class of the node or None, kinds of each child)
+    kinds: tuple[Any, ...]  # the class of the root or None, then the `kinds` of each child
 
     @classmethod
     def of(cls, tree: PyTree) -> Structure:
         def kinds(treedef: Any) -> tuple[Any, ...]:
-            # None for a leaf, else (class of the node, its static fields).
+            # `data` is None for a leaf, otherwise (class of the node, its static fields).
             data = treedef.node_data()
             return (data and data[0], *map(kinds, treedef.children()))
 
@@ -220,10 +223,10 @@ class Structure(NamedTuple):
 
 
 def structure(rule: object) -> Structure:
-    """Return the static part of a rule, which determines the compiled program: its pytree structure, hashable.
+    """Return the pytree structure of a rule, which is hashable and determines the compiled program.
 
     Raises:
-      MarsError: `rule` is not a rule, or not a pytree of numbers.
+      MarsError: `rule` is not a rule, or has leaves that are not numbers.
 
     >>> from mars_jax import verify
     >>> structure(verify.mars(theta=0.5)) == structure(verify.mars(theta=0.9))
@@ -253,14 +256,14 @@ EXPECTED = {
     "cost": "(f32[B, N], f32[B]) or None",
     "spend": "the rule with its new budget",
 }
-"""Expected results of the methods and properties of a rule."""
+"""Descriptions, for messages, of the values that the methods and properties of a rule must return."""
 
 
 @contextlib.contextmanager
 def user_errors(rule: Rule) -> Iterator[None]:
-    """Chain a MarsError to any exception that a user's rule raises in the block.
+    """Convert any exception that a user's rule raises in the `with` block to a MarsError.
 
-    Exceptions of this package's rules pass unchanged.
+    Exceptions of the rules in this package are not changed.
     """
     try:
         yield
@@ -280,13 +283,13 @@ def user_errors(rule: Rule) -> Iterator[None]:
 
 
 def decide(rule: Rule, evidence: Evidence) -> tuple[Verdict, Rule]:
-    """Return `rule(evidence)`, checked.
+    """Call a rule and check its results.
 
     Raises:
-      MarsError: the rule did not return a verdict and the next rule, or raised an exception; see `user_errors`.
+      MarsError: the rule did not return a valid verdict and an updated rule, or a user's rule raised an exception.
     """
     with user_errors(rule):
-        # A user's rule may return anything.
+        # A user's rule may return a value of any type.
         rule_result: object = rule(evidence)
     if not (isinstance(rule_result, tuple) and len(rule_result) == 2 and isinstance(rule_result[0], Verdict)):
         raise wrong_result(rule, "__call__", described(rule_result))
@@ -313,11 +316,11 @@ def check_array(
     """Raise MarsError unless a method of a rule returned an array of this shape and dtype.
 
     Args:
-      rule, method: the rule and the method that returned the value.
-      value: the result, or a part of it.
-      dtype: "floating" for any floating dtype.
-      shape: expected shape.
-      place: description of the array's place in the result, for the message.
+      rule, method: the rule, and the name of the method that returned the value.
+      value: the returned value, or a part of it.
+      dtype: the expected dtype; "floating" allows any floating-point dtype.
+      shape: the expected shape.
+      place: text for the message that identifies a part of the returned value.
     """
     is_array = isinstance(value, Array | np.ndarray | np.generic) and value.shape == shape
     if dtype == "floating":
@@ -329,7 +332,7 @@ def check_array(
 
 
 def check_same_rule(rule: Rule, method: str, next_rule: object) -> None:
-    """Raise MarsError unless a method returned the rule with parameters of the same shapes and dtypes."""
+    """Raise MarsError unless a method returned a rule with the structure, shapes and dtypes of `rule`."""
     if Structure.of(next_rule) != Structure.of(rule):
         expected = f"an object of type {type(rule).__name__} with the same structure"
         raise wrong_result(rule, method, described(next_rule), expected)
@@ -347,7 +350,7 @@ def _path_name(path: jax.tree_util.KeyPath) -> str:
 
 
 def wrong_result(rule: Rule, method: str, returned: str, expected: str | None = None) -> MarsError:
-    """Return the error for a rule method that returned a value of the wrong kind."""
+    """Return the error for a method of a rule that returned a value of a wrong type, shape or dtype."""
     function = getattr(type(rule), method)
     return MarsError(
         f"the rule {type(rule).__name__} fails in {location_of(function)}: {method} returned {returned}; expected "
@@ -356,14 +359,14 @@ def wrong_result(rule: Rule, method: str, returned: str, expected: str | None = 
 
 
 def for_rows(rule: PyTree, batch: int) -> PyTree:
-    """Broadcast every parameter of a rule to an array [batch, ...]; floats become f32 and whole numbers i32.
+    """Broadcast every parameter of a rule to an array [batch, ...], as float32 or int32.
 
     Args:
-      rule: parameters are scalars, the same for all rows, or arrays [batch, ...].
-      batch: B.
+      rule: the rule. Each parameter is a scalar, which applies to all rows, or an array [batch, ...].
+      batch: B, the number of rows.
 
     Raises:
-      MarsError: a parameter has any other shape.
+      MarsError: a parameter has another shape.
 
     >>> from mars_jax import verify
     >>> for_rows(verify.mars(theta=0.5), 3).theta.tolist()
@@ -385,17 +388,17 @@ def for_rows(rule: PyTree, batch: int) -> PyTree:
                 f"{_path_name(path)} of the rule has shape {value.shape}: expected one number, or one for each of "
                 f"the {batch} rows."
             )
-        # Host values are broadcast in NumPy, which compiles nothing.
+        # Host values are broadcast with NumPy, so that nothing is compiled.
         return value if isinstance(value, Array) else jax.device_put(value, may_alias=False)
 
     return jax.tree_util.tree_map_with_path(broadcast, rule)
 
 
 def take_rows(rule: PyTree, rows: Sequence[int] | Array | np.ndarray, count: int) -> PyTree:
-    """Select some `rows` of a rule for `count` prompts, in every parameter that has one value per prompt.
+    """Select the entries `rows` of every parameter of a rule that has one value for each of `count` prompts.
 
     Raises:
-      MarsError: a parameter has neither one value nor `count` values.
+      MarsError: a parameter has neither one value nor one value per prompt.
 
     >>> from mars_jax import verify
     >>> take_rows(verify.mars(theta=[0.5, 0.9]), [1], 2).theta.tolist()

@@ -1,7 +1,8 @@
-"""The parts of a step: propose, score_tree, judge, emit, commit. `Decoder.step` runs them in order.
+"""The parts of a decoding step: propose, score_tree, judge, emit and commit. `Decoder.step` calls them in this order.
 
-All are pure functions. B batch, N nodes, D depth, T token buffer, V vocabulary. Oracles: greedy autoregression of the
-same model, token for token (tests/core/test_decode.py), and a node-by-node `cut` in Python (tests/core/test_cut.py).
+All of them are pure functions. Dimensions: B batch, N nodes, D draft depth, T token buffer, V vocabulary. Tested token
+by token against greedy autoregression of the same model (tests/core/test_decode.py), and against a version of `cut`
+that loops over the nodes in Python (tests/core/test_cut.py).
 """
 
 from __future__ import annotations
@@ -42,28 +43,28 @@ from mars_jax.core.types import (
 
 
 def step_keys(state: DecodeState) -> tuple[Array, Array]:
-    """Return the keys of a step, (draft key[B], verify key[B]).
+    """Return the PRNG keys of a step: one per row for drafting and one per row for verification, key[B] each.
 
-    The target's draws depend only on the position, so that a row produces the same tokens in any batch and under any
-    deterministic draft. Draws of the draft differ in every step.
+    Random numbers for verification depend only on the position, so that a row produces the same tokens in any batch and
+    with any deterministic draft. Random numbers for drafting differ in every step.
     """
     draft_keys, verify_keys = jnp.unstack(jax.vmap(jax.random.split)(state.keys), axis=1)
-    # The target's key is constant, and each draw folds in its position. The draft's key folds in the length, which
-    # grows in every step of a live row, so that no two drafts share their noise.
+    # The verification key is constant, and each draw folds in its position. The draft key folds in the length, which
+    # grows in every step of an unfinished row, so that no two drafts use the same random numbers.
     return jax.vmap(jax.random.fold_in)(draft_keys, state.length), verify_keys
 
 
 def propose(
     drafter: Drafter, params: Params, state: DecodeState, conditions: Conditions, keys: Array
 ) -> tuple[DraftTree, PyTree]:
-    """Return the draft under the last committed token, and the drafter's state after drafting it.
+    """Draft a tree below the last committed token, and return it with the drafter's new state.
 
-    A constraint edits the draft: forbidden tokens become padding, and forced tokens are filled in.
+    If there is a constraint, forbidden tokens become padding, and forced tokens are filled in.
 
     Args:
-      drafter, params, state: inputs of the step.
-      conditions: conditions at the last committed tokens.
-      keys: key[B]; keys for drawing the draft.
+      drafter, params, state: the drafter, the weights and the state before the step.
+      conditions: the edits, constraint and span of every row.
+      keys: key[B]; PRNG keys for drafting.
     """
     inputs = DraftInput(
         keys=keys,
@@ -73,37 +74,38 @@ def propose(
         guide=conditions.constraint,
         hidden="draft_hidden" in state.rule.needs,
     )
-    # The profiler and the planner find the parts of a step by these named scopes.
+    # The profiler and the planner identify the parts of a step by these named scopes.
     with jax.named_scope("draft"):
         tree, draft = drafter.propose(params, state.draft, inputs)
-        # Fill in forced tokens only for stateless drafters: a cache would miss tokens it did not draft.
+        # Fill in forced tokens only for stateless drafters, because a drafter's cache lacks tokens that it did not
+        # draft.
         return conditions.steered(tree, fill=not jax.tree.leaves(draft)), draft
 
 
 class Scores(NamedTuple):
-    """The target's output over a tree."""
+    """The target's output at the nodes of a draft tree."""
 
     output: ForwardOutput  # hidden states, features and cache
     raw: Array  # f32[B, N, V]; raw logits
-    logits: Array  # f32[B, N, V]; after edits and constraints; the array `raw` if there are none
+    logits: Array  # f32[B, N, V]; after edits and constraints; the same array as `raw` if there are none
 
 
 def score_tree(
     drafter: Drafter, target: LanguageModel, params: Params, state: DecodeState, tree: DraftTree, nodes: Nodes
 ) -> Scores:
-    """Run one forward of the target over the tree: row i of the logits is p(. | the tokens up to node i).
+    """Run one forward pass of the target over a draft tree. Row i of the logits is p(. | tokens up to node i).
 
-    If a `sparse` drafter has drafted nothing in any row, a CPU forwards only the root, and the logits of the padding
-    are 0. On an accelerator the padding costs next to nothing, so only the full forward is compiled.
+    If a `sparse` drafter has not drafted a token in any row, a CPU computes only the root, and the logits of padding
+    are 0. On an accelerator the padding costs almost nothing, so only the full forward pass is compiled.
 
     Args:
-      drafter: the drafter of the tree.
-      target, params, state: inputs of the step; the root is at `state.length - 1`, where the cache ends.
+      drafter: the drafter that has drafted the tree.
+      target, params, state: the target, the weights and the state before the step. The root is at position
+        `state.length - 1`, the first one that is not cached.
       tree: the draft.
-      nodes: the conditions at the tree's nodes.
+      nodes: the conditions at the nodes of the tree.
     """
-    # The root, token `length - 1`, is committed but not cached: its forward writes its cache row and computes p(. |
-    # committed tokens).
+    # The root is committed but not cached. This forward pass writes its cache row and computes p(. | committed tokens).
     root_position = state.length - 1
 
     def forward(tree: DraftTree) -> tuple[ForwardOutput, Array]:
@@ -112,15 +114,16 @@ def score_tree(
 
     def forward_root() -> tuple[ForwardOutput, Array]:
         output, raw = forward(chain(tree.tokens[:, :1]))
-        # Both branches of a cond must return the same shapes: pad [B, 1, ...] to [B, N, ...], where N = D + 1 since
-        # the draft is a chain. The cache already has the full shape; only its row for the root is new.
+        # Both branches of a `cond` must return the same shapes, so pad [B, 1, ...] to [B, N, ...]. N is D + 1, because
+        # the draft is a chain. The cache already has the full shape, and only its row of the root has changed.
         root_outputs = (output._replace(cache=()), raw)
         root_outputs = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, tree.max_depth), (0, 0))), root_outputs)
         return root_outputs[0]._replace(cache=output.cache), root_outputs[1]
 
     with jax.named_scope("target"):
         if drafter.sparse and tree.max_depth > 0:
-            is_empty = ~jnp.any(tree.tokens[:, 1:] != NO_TOKEN)  # bool[], over all rows on this device
+            # bool[]; True if no row on this device has a draft.
+            is_empty = ~jnp.any(tree.tokens[:, 1:] != NO_TOKEN)
             output, raw = lax.platform_dependent(
                 is_empty,
                 cpu=lambda is_empty: lax.cond(is_empty, forward_root, lambda: forward(tree)),
@@ -134,17 +137,18 @@ def score_tree(
 def judge(
     params: Params, state: DecodeState, tree: DraftTree, scores: Scores, nodes: Nodes, keys: Array
 ) -> tuple[Verdict, PyTree, Array | None]:
-    """Decide how many drafted tokens to accept.
+    """Apply the rule to a draft, and return its verdict on which tokens to accept.
 
-    Under `mars` this is Algorithm 1 of arXiv 2601.15498: `state.rule` walks down the tree using the target's logits.
+    With the rule `mars` this is Algorithm 1 of arXiv 2601.15498, which walks down the tree using the target's logits.
 
     Args:
-      params, state, tree, scores, nodes: inputs and intermediate results of the step.
-      keys: key[B]; keys for drawing from the target.
+      params, state, tree, scores, nodes: the weights, the state before the step, the draft, the target's output, and
+        the conditions at the nodes.
+      keys: key[B]; PRNG keys for verification.
 
     Returns:
-      The verdict, the updated rule, and the number of trusted tokens, i32[B], or None if the drafter has no trusted
-      nodes.
+      The verdict, the updated rule, and the number of trusted tokens that were accepted, i32[B], or None if the drafter
+      does not mark trusted nodes.
     """
     evidence = Evidence(
         keys=keys,
@@ -163,30 +167,30 @@ def judge(
             verdict, rule = decide(state.rule, evidence)
         else:
             verdict, rule, num_trusted = judge_after_trusted(state.rule, evidence)
-        # Edits and a constraint may set logits to -inf. A lossless rule never accepts a token of probability 0, so only
-        # lossy rules need the cut.
+        # Edits and constraints may set logits to -inf. A lossless rule never accepts a token of probability 0, so only
+        # the verdicts of lossy rules need to be truncated.
         if not state.rule.lossless and (nodes.edits is not None or nodes.constraint is not None):
             verdict = cut(verdict, evidence)
         return verdict, rule, num_trusted
 
 
 def cut(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Truncate the verdict at the first `impossible` node, and draw the next token there from the target.
+    """Truncate a verdict before the first forbidden token, and sample the next token from the target instead.
 
-    Bans and constraints therefore hold under any rule, including randomized and user-written ones, and a step still
-    adds a token. A `next_token` with a logit of -inf is also replaced by a draw from the target. Lossless rules choose
-    no such node or token.
+    Bans and constraints therefore hold for all rules, including randomized rules and users' rules, and a step still
+    adds a token. A `next_token` with a logit of -inf is also replaced by a sample from the target. Lossless rules never
+    choose such nodes or tokens.
     """
     accepted, position = verdict.num_accepted, jnp.arange(verdict.path.shape[1], dtype=jnp.int32)[None]
-    # Edge d leads from path[d] to path[d + 1]; only the first `accepted` of them were taken.
+    # Edge d leads from path[d] to path[d + 1]. The rule accepted only the first `accepted` edges.
     is_wrong_edge = pick(impossible(evidence), verdict.path[:, 1:]) & (position[:, :-1] < accepted[:, None])
     num_accepted = jnp.minimum(leading(~is_wrong_edge), accepted)
     last = pick(verdict.path, num_accepted[:, None])  # i32[B, 1]
-    # Draws are keyed by position, so this is the token that autoregression would draw there.
+    # Random numbers depend on the position, so this is the token that autoregression would sample there.
     target_token = sample(
         evidence.keys, pick(evidence.positions, last), pick(evidence.logits, last), evidence.controls
     )[:, 0]
-    # A rule may choose a next token that the request forbids: its logit at the last node is -inf.
+    # True if the rule chose a next token that the request forbids, so that its logit at the last node is -inf.
     is_forbidden = at_tokens(evidence.logits, last, verdict.next_token[:, None])[:, 0] == -jnp.inf
     return dataclasses.replace(
         verdict,
@@ -207,43 +211,44 @@ def emit(
     ended: Array | None = None,
     num_top: int = 0,
 ) -> tuple[DecodeState, StepInfo]:
-    """Append the accepted path and `next_token`, cut at the first stop token and at the limit.
+    """Append the accepted tokens and `next_token` to each row, up to the first stop token and the limit.
 
     Args:
-      state: before the step.
+      state: the state before the step.
       tree: the draft.
-      verdict: the rule's verdict.
-      logits: f32[B, N, V]; raw target logits.
-      decided: f32[B, N, V]; target logits with edits and constraints, from which the rule decided.
-      trusted: i32[B]; number of tokens accepted without a test, or None if the drafter has no trusted nodes.
-      ended: bool[B]; the row's constraint allows no token after the path. None without a constraint.
-      num_top: n of `StepInfo.top`; 0 for none.
+      verdict: the rule's verdict on the draft.
+      logits: f32[B, N, V]; the target's raw logits.
+      decided: f32[B, N, V]; the target's logits after edits and constraints, which the rule used.
+      trusted: i32[B]; number of accepted trusted tokens, or None if the drafter does not mark trusted nodes.
+      ended: bool[B]; True if the row's constraint allows no token after the accepted path. None without a constraint.
+      num_top: number of most probable tokens in `StepInfo.top`; 0 for none.
 
     Returns:
-      The state with the new tokens (its cache, draft and rule unchanged), and the `StepInfo`.
+      The state with the new tokens but the old cache, drafter state and rule, and the `StepInfo`.
     """
     buffer = state.tokens.shape[1]
-    # Entry d of `emitted` is the token after d accepted ones: D drafted tokens and `next_token` make D + 1.
+    # Entry d of `emitted` follows d accepted tokens. There are D + 1 entries: at most D drafted tokens, and
+    # `next_token`.
     entry = jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None]  # i32[1, D + 1]
     emitted = step_tokens(tree, verdict)
 
-    # Broken weights produce a non-finite top logit. Stop the row instead of emitting token 0. Non-finite logits off the
-    # accepted path are harmless: no decision depends on them.
+    # Broken weights produce a non-finite largest logit. Stop the row instead of emitting token 0. Non-finite logits
+    # outside of the accepted path are harmless, because no decision depends on them.
     top_logit = pick(jnp.max(logits, axis=-1), verdict.path)  # f32[B, D + 1]
     is_broken = jnp.any(~jnp.isfinite(top_logit), axis=1) & ~state.done
     if state.controls.edits is not None:  # edits may ban every token
         top_decided = pick(jnp.max(decided, axis=-1), verdict.path)
         all_banned = jnp.any(~jnp.isfinite(top_decided), axis=1)
-        # At the end of a constraint no token is allowed either, but that is not a failure.
+        # It is not a failure that no token is allowed at the end of a constraint.
         if ended is not None:
             all_banned &= ~ended
         is_broken |= all_banned & ~state.done
 
     # Never write past the end of the buffer, even if the limit is larger.
     free_slots = jnp.minimum(state.controls.limit, buffer) - state.length
-    # `next_token` is entry `num_accepted`; later entries are padding.
+    # `next_token` is entry `num_accepted`. Later entries are padding.
     is_stop_entry = is_stop(emitted, state.controls.stop_tokens) & (entry <= verdict.num_accepted[:, None])
-    # The number of tokens up to and including the first stop token; D + 1 if there is none.
+    # The number of entries up to and including the first stop token; D + 1 if there is none.
     until_stop = jnp.min(jnp.where(is_stop_entry, entry + 1, entry.shape[1]), axis=1)
     num_emitted = jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_stop), free_slots)
     if ended is not None:  # the constraint allows no `next_token`
@@ -254,12 +259,13 @@ def emit(
     length = state.length + num_emitted
 
     lossless = state.rule.lossless and trusted is None
-    # Node d of the path predicts entry d: its row of logits is p(. | the tokens before that entry).
+    # Node d of the path predicts entry d, so its row of logits is p(. | tokens before entry d).
     emitted_logit = at_tokens(logits, verdict.path, jnp.maximum(emitted, 0))
     path_logits = path_decided = pick(logits, verdict.path)
     path_log_probs = log_probs(path_logits, emitted, state.controls, lossless)
     if decided is not logits:
-        # Edits and constraints change the sampling distribution; the other log-probabilities stay those of the model.
+        # Edits and constraints affect only `processed_log_prob`. The other log-probabilities are those of the unedited
+        # model.
         path_decided = pick(decided, verdict.path)
         decided_log_probs = log_probs(path_decided, emitted, state.controls, lossless)
         path_log_probs = path_log_probs._replace(processed_log_prob=decided_log_probs.processed_log_prob)
@@ -289,7 +295,7 @@ def emit(
 def _most_probable(
     logits: Array, decided: Array, controls: Controls, count: int, lossless: bool, written: Array
 ) -> TopLogProbs:
-    """Return the `count` most probable tokens at the nodes of the path, whose logits are f32[B, D + 1, V]."""
+    """Return the `count` most probable tokens at each node of the path, from their logits f32[B, D + 1, V]."""
     tokens, log_prob = top_log_probs(logits, count)
     processed_tokens, processed_log_prob = top_log_probs(process(decided, controls), count)
     if not lossless:
@@ -307,8 +313,8 @@ def _most_probable(
 
 
 def _kinds(verdict: Verdict, place: Array, trusted: Array | None) -> Array:
-    """Return i32[B, D + 1]: TRUSTED, then EXACT or RELAXED on the path, CORRECTED after it."""
-    # Edge d of the D edges leads to entry d; the last entry has no edge, so it can only be CORRECTED.
+    """Return the kinds of emitted tokens, i32[B, D + 1]: TRUSTED, EXACT or RELAXED on the path, then CORRECTED."""
+    # Edge d leads to entry d. There are D edges, so the last entry has no edge and can only be CORRECTED.
     is_relaxed = jnp.pad(verdict.relaxed, ((0, 0), (0, 1)))
     draft_kind = jnp.where(is_relaxed, RELAXED, EXACT).astype(jnp.int32)
     if trusted is not None:
@@ -328,20 +334,20 @@ def commit(
     rule: PyTree,
     guides: PyTree,
 ) -> DecodeState:
-    """Return the state after a step.
+    """Assemble the state after a step, and move the cache rows of the accepted path.
 
     Args:
-      target: the owner of the cache; only trees have rows to move.
-      state: before the step.
-      emitted: from `emit`, with the new tokens.
+      target: the target, which can move rows of its cache.
+      state: the state before the step.
+      emitted: the state that `emit` returned, with the new tokens.
       tree, verdict: the draft and its verdict.
-      cache: after the forward.
-      draft, rule, guides: after the verdict.
+      cache: the target's cache after the forward pass.
+      draft, rule, guides: the states of the drafter, rule and automata after the verdict.
     """
     with jax.named_scope("commit"):
-        # Node i of a chain is at depth i, so its row is already in place.
+        # In a chain, node i is at depth i, so its cache row is already in place.
         if not tree.is_chain:
             cache = target.commit(cache, state.length - 1, verdict.path)
-    # Rows that are done still run the step; their rule state must not change.
+    # Finished rows still take part in the step, but their rule state must not change.
     rule = in_rows(state.done, state.rule, rule)
     return dataclasses.replace(emitted, cache=cache, draft=draft, rule=rule, guides=guides)

@@ -1,8 +1,8 @@
-"""Frozen dataclasses that are pytrees, registered with JAX directly.
+"""Frozen dataclasses that are registered with JAX as pytrees.
 
-They are compatible with `flax.struct.dataclass` in both directions: a user's rule may be either, and may derive from
-ours. This avoids importing Flax, which takes a quarter as long as importing the decoding step. Oracle: `flax.struct`
-(tests/core/test_struct.py).
+They are compatible with `flax.struct.dataclass`: a user's rule may use either decorator, and may derive from a class in
+this package. Flax is not imported, because that takes a quarter of the time needed to import the decoding step. Tested
+against `flax.struct` (tests/core/test_struct.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def field(*, pytree_node: bool = True, **options: Any) -> Any:
-    """Declare a field; with `pytree_node=False` it is static: part of the structure, hashable, and not a leaf.
+    """Declare a dataclass field; with `pytree_node=False` it is static, not a leaf, and must be hashable.
 
     Example:
       >>> @dataclass
@@ -39,16 +39,16 @@ def dataclass(cls: type[T], **options: Any) -> type[T]: ...
 def dataclass(cls: None = None, **options: Any) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(field_specifiers=(field, setting, dataclasses.field), frozen_default=True)
 def dataclass(cls: type[T] | None = None, **options: Any) -> type[T] | Callable[[type[T]], type[T]]:
-    """Create a frozen dataclass whose fields are children of a pytree, with a method `replace(**changes)`.
+    """Create a frozen dataclass that is a pytree, with a method `replace(**changes)`.
 
-    JAX rebuilds trees without calling `__post_init__`, since their leaves may be placeholders.
+    JAX rebuilds instances without calling `__post_init__`, because the leaves may be placeholders.
 
     Args:
       cls: the class to decorate.
-      **options: for `dataclasses.dataclass`, such as `kw_only`.
+      **options: options of `dataclasses.dataclass`, such as `kw_only`.
 
     Returns:
-      The class, registered with JAX; without `cls`, a decorator.
+      The class, registered with JAX. If `cls` is None, a decorator.
     """
     if cls is None:
         return lambda cls: dataclass(cls, **options)
@@ -68,7 +68,7 @@ def dataclass(cls: type[T] | None = None, **options: Any) -> type[T] | Callable[
         leaves, aux = flatten(value)
         return list(zip(map(jax.tree_util.GetAttrKey, data_names), leaves, strict=True)), aux
 
-    # `register_dataclass` would call the constructor, and with it `__post_init__`.
+    # A class from `register_dataclass` would be rebuilt with its constructor, which calls `__post_init__`.
     def unflatten(aux: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
         value = object.__new__(frozen)
         for name, part in zip((*static, *data_names), (*aux, *leaves), strict=True):

@@ -1,4 +1,4 @@
-"""Sums whose bits do not depend on the number of rows. Oracle: `math.fsum`."""
+"""Sums whose rounding does not depend on the number of rows. Tested against `math.fsum`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from jax import Array, lax
 
 
 def total(x: Array) -> Array:
-    """Sum x f32[..., n] over its last axis: f32[...]. On a CPU, a row's sum does not depend on the number of rows.
+    """Sum `x` f32[..., n] over its last axis. On a CPU, the rounding of a sum does not depend on the number of rows.
 
-    On a CPU, XLA leaves the order of a sum to LLVM, whose order depends on the number of rows. The forward of a draft
-    would then differ in its last bits from the forward of a single token. A matrix product with ones has no fixed
-    order either.
+    On a CPU, LLVM chooses the order of the additions in an XLA sum, and this order depends on the number of rows. With
+    such sums, a forward pass over a draft would differ in its last bits from a forward pass over one token. A matrix
+    product with ones does not have a fixed order either.
 
     >>> total(jnp.ones((2, 3))).tolist()
     [3.0, 3.0]
@@ -26,7 +26,7 @@ def _sum(x: Array) -> Array:
 
 @jax.custom_jvp
 def _by_halves(x: Array) -> Array:
-    """Add the second half to the first until one value remains; explicit additions are never reordered."""
+    """Add the second half to the first until one value remains. The compiler does not reorder these additions."""
     while (width := x.shape[-1]) > 1:
         half = (width + 1) // 2
         second = x[..., half:]
@@ -38,5 +38,6 @@ def _by_halves(x: Array) -> Array:
 
 @_by_halves.defjvp
 def _by_halves_jvp(primals, tangents):
-    # A sum is linear, so its tangent is a plain sum; transposing the slices would produce a chain of pads.
+    # A sum is linear, so the tangent of the sum is the sum of the tangents. The default derivative would transpose the
+    # slices above to a chain of pads.
     return _by_halves(*primals), _sum(*tangents)

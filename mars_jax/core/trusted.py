@@ -1,10 +1,11 @@
-"""Drafts with trusted tokens: a prefix of the draft is accepted without a test, and the rule verifies the remainder.
+"""Verification of drafts whose first tokens are trusted, that is, accepted without verification.
 
-B batch, N nodes, V vocabulary. Oracle: a loop in Python over the same models in tests/contrib/test_cascade.py.
+Dimensions: B batch, N nodes, V vocabulary. Tested against a Python loop over the same models
+(tests/contrib/test_cascade.py).
 
-A rule never judges trusted tokens. Its evidence starts after them, as if they were already committed. Every rule, its
-guards and its state therefore work unchanged, and the probability ratios of rejection sampling and block verification
-start after the trusted tokens.
+A rule never verifies trusted tokens. Its evidence begins after them, as if they were already committed. All rules, with
+their guards and states, therefore work unchanged, and the probability ratios of rejection sampling and block
+verification begin after the trusted tokens.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from mars_jax.utils.errors import MarsError
 
 
 def count_trusted(evidence: Evidence, rule: Rule) -> Array:
-    """Count the trusted tokens to accept, i32[B].
+    """Count the trusted tokens that will be accepted in each row, i32[B].
 
-    The count is 0 in strict rows and during the rule's `exact_prefix`. It covers a prefix of the draft that ends before
-    the first untrusted node, stop token (which only the target may emit) or token that the request forbids.
+    The count is 0 in strict rows and within the rule's `exact_prefix`. Otherwise the trusted prefix of the draft ends
+    before the first untrusted node, stop token (which only the target may emit) or forbidden token.
     """
     tree = evidence.tree
     assert tree.trusted is not None
-    # bool[B, N]; the root is committed and not counted.
+    # bool[B, N]; the root is committed and is not counted.
     is_trusted = tree.trusted & (tree.tokens >= 0) & ~is_stop(tree.tokens, evidence.controls.stop_tokens)
     is_trusted &= at_drafted(tree, evidence.logits) > -jnp.inf
     if evidence.strict_nodes is not None:
@@ -44,10 +45,13 @@ def count_trusted(evidence: Evidence, rule: Rule) -> Array:
 
 
 def judge_after_trusted(rule: Rule, evidence: Evidence) -> tuple[Verdict, Rule, Array]:
-    """Apply a rule after the trusted tokens, and return (verdict on the whole draft, rule, trusted count i32[B]).
+    """Accept the trusted tokens, and let the rule verify the tokens after them.
+
+    Returns:
+      The verdict on the whole draft, the updated rule, and the number of trusted tokens i32[B].
 
     Raises:
-      MarsError: the draft is not a chain, or the verdict is a subclass with extra arrays.
+      MarsError: the draft is not a chain, or the verdict is an instance of a subclass of `Verdict`.
     """
     tree = evidence.tree
     if not tree.is_chain:
@@ -60,19 +64,20 @@ def judge_after_trusted(rule: Rule, evidence: Evidence) -> tuple[Verdict, Rule, 
             "return a plain Verdict, or use a drafter without trust."
         )
     num_accepted = count + verdict.num_accepted
-    # Edge d of the whole draft is edge d - count of the rule's draft. The first `count` edges are trusted, not relaxed.
+    # Edge d of the whole draft is edge d - count of the draft that the rule verified. The first `count` edges are
+    # trusted and not relaxed.
     edge = jnp.arange(tree.max_depth, dtype=jnp.int32)[None] - count[:, None]
     relaxed = pick(verdict.relaxed, jnp.maximum(edge, 0)) & (edge >= 0)
-    # The draft is a chain: node d is at depth d, and past its end the path repeats its last node.
+    # In a chain, node d is at depth d. The path repeats its last node after its end.
     path = jnp.minimum(jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None], num_accepted[:, None])
     return dataclasses.replace(verdict, path=path, num_accepted=num_accepted, relaxed=relaxed), rule, count
 
 
 def _after_trusted(evidence: Evidence, count: Array) -> Evidence:
-    """Shift the evidence so that the last trusted node becomes the root."""
+    """Shift the evidence of each row by `count` nodes, so that the last trusted node becomes the root."""
     tree = evidence.tree
-    # i32[B, N]: node i of the shifted tree is node i + count. Counts differ between rows, so shapes stay unchanged and
-    # nodes past the end become padding; values gathered for them are never read.
+    # i32[B, N]: node i of the shifted tree is node i + count of the original tree. Counts differ between rows, so the
+    # shapes do not change, and nodes past the end become padding. The values gathered for padding are never read.
     source_node = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None] + count[:, None]
     last_node = tree.tokens.shape[1] - 1
 
@@ -82,7 +87,7 @@ def _after_trusted(evidence: Evidence, count: Array) -> Evidence:
     shifted_tree: DraftTree = dataclasses.replace(
         tree,
         tokens=jnp.where(source_node <= last_node, shift(tree.tokens), NO_TOKEN),
-        # `jax.tree.map` leaves a field that is None unchanged.
+        # `jax.tree.map` keeps None unchanged.
         draft_logits=jax.tree.map(shift, tree.draft_logits),
         trusted=None,
     )

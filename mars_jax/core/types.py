@@ -1,7 +1,7 @@
-"""Containers, protocols and constants shared by all modules. Oracle: none, the module has no logic.
+"""Containers, protocols and constants that all modules share. The module contains no logic to test.
 
-Dimensions: B batch, N tree nodes, D tree depth, T token buffer, S cache slots, V vocabulary, E hidden size,
-M stop tokens.
+Dimensions: B batch, N tree nodes, D tree depth, T token buffer, S cache slots, V vocabulary, E hidden size, M stop
+tokens.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import PyTree as PyTree
 
 ROOT = 0
-"""Index of the root node of every tree: the last committed token."""
+"""Index of the root of every draft tree, which is the last committed token."""
 NO_NODE = -1
-"""Parent of the root."""
+"""Parent index of the root, which has no parent."""
 NO_TOKEN = -1
-"""Token of a padding node, or of an unused entry of `Controls.stop_tokens`. Never accepted, never emitted."""
+"""Token id of padding in a draft tree or in `Controls.stop_tokens`. It is never accepted or emitted."""
 
 EXACT, RELAXED, CORRECTED, TRUSTED = 0, 1, 2, 3
-"""Kinds of emitted tokens: a draft token that the strict rule accepts, one that only the relaxed rule accepts, the
-target's token that ends a step (correction or bonus), and a draft token that was accepted without a test."""
+"""Kinds of emitted tokens: a draft token that the strict rule accepts, a draft token that only the relaxed rule
+accepts, the target's token at the end of a step (correction or bonus), and a draft token that was accepted without
+verification."""
 NO_KIND = -1
-"""Kind of an entry that was not emitted."""
+"""Kind of an entry without an emitted token."""
 
 
 @struct.dataclass(kw_only=True)
 class DraftTree:
-    """Drafted tokens as a tree whose parents precede their children.
+    """Drafted tokens as a tree, in which parents precede their children.
 
-    Node 0 is the last committed token. A chain is `parents[:, i] == i - 1`; plain autoregression is one node.
-    Padding nodes carry `NO_TOKEN` and are never accepted.
+    Node 0 is the last committed token. In a chain, `parents[:, i] == i - 1`. Plain autoregression uses a tree with one
+    node. The token of a padding node is `NO_TOKEN`, which is never accepted.
 
-    In the example, the root token 4 has children 1 and 2, and 1 has the child 5; node 4 is padding.
+    In the example, the root has the token 4, its children have the tokens 1 and 2, and node 1 has a child with the
+    token 5. Node 4 is padding.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax.core.tree import ancestors
@@ -55,77 +57,77 @@ class DraftTree:
     [True, True, False, True, False]
     """
 
-    tokens: Array  # i32[B, N]; NO_TOKEN is padding
+    tokens: Array  # i32[B, N]; NO_TOKEN at padding nodes
     parents: Array  # i32[B, N]; parents[:, 0] == NO_NODE and 0 <= parents[:, i] < i
     depths: Array  # i32[B, N]; depths[:, 0] == 0
-    # f32[B, N, V] or None: the processed logits (see `sampling.process`) that the children of node i were drawn from:
-    # softmax(draft_logits[b, i]) is the true q to compare with the target's p at node i. None: the draft is a
-    # deterministic function of the committed tokens.
+    # f32[B, N, V] or None: the processed logits (see `sampling.process`) from which the children of node i were
+    # sampled. softmax(draft_logits[b, i]) is the true q, which rules compare with the target's p at node i. None if the
+    # draft is a deterministic function of the committed tokens.
     draft_logits: Array | None = None
-    # bool[B, N] or None: a prefix of the nodes of a chain that are accepted without a test, because a model cheaper
-    # than the target confirmed them; see `core.trusted`.
+    # bool[B, N] or None: True for the first nodes of a chain that are accepted without verification by the target,
+    # because a cheaper model has verified them; see `core.trusted`.
     trusted: Array | None = None
-    # [B, N, F] or None: the drafter's hidden state at each node, for drawing its children. Set only if the rule needs
-    # it and the drafter has it; arbitrary at nodes without children.
+    # [B, N, F] or None: the drafter's hidden states from which the children of each node were predicted. Set only if
+    # the rule reads them and the drafter has them. Arbitrary at nodes without children.
     hidden: Array | None = None
-    # f32[B] or None: the fraction of tested tokens that the drafter expects to be accepted, if it can estimate that per
-    # draft; see `drafters.sized`.
+    # f32[B] or None: the drafter's estimate of the fraction of verified tokens that will be accepted, if it can
+    # estimate this for each draft; see `drafters.sized`.
     expected: Array | None = None
     max_depth: int = struct.field(pytree_node=False)  # D
-    is_chain: bool = struct.field(pytree_node=False)  # each node is the child of the one before
+    is_chain: bool = struct.field(pytree_node=False)  # True if each node is the child of the previous node
 
 
 @struct.dataclass(kw_only=True)
 class Edits:
-    """Per-row edits of the target's logits. A repetition penalty of 1 is off; the others are off at 0."""
+    """Per-row edits of the target's logits. A repetition penalty of 1 and 0 in the other fields have no effect."""
 
     bias_tokens: Array  # i32[B, K]; padded with NO_TOKEN
     bias: Array  # f32[B, K]; added to the logits of these tokens; -inf bans a token
     repetition: (
-        Array  # f32[B]; divides positive and multiplies negative logits of tokens in prompt and output
+        Array  # f32[B]; divides positive and multiplies negative logits of tokens in the prompt or output
     )
     presence: Array  # f32[B]; subtracted from the logit of every token in the output
-    frequency: Array  # f32[B]; subtracted once for each occurrence in the output
-    min_new_tokens: Array  # i32[B]; stop tokens are banned before this many new tokens
+    frequency: Array  # f32[B]; subtracted from a token's logit once for each occurrence in the output
+    min_new_tokens: Array  # i32[B]; stop tokens are banned until the output has this many tokens
 
 
 @struct.dataclass(kw_only=True)
 class Narrow:
     """Bit masks over a drafter's reduced vocabulary of U tokens."""
 
-    ids: Array  # i32[U]; the target's id of each draft token
-    bits: Array  # u32[R, ceil(U / 32)]; like `Tables.bits`
+    ids: Array  # i32[U]; the target's token id of each draft token
+    bits: Array  # u32[R, ceil(U / 32)]; in the format of `Tables.bits`
 
 
 @struct.dataclass(kw_only=True)
 class Tables:
-    """Automata over tokens, built by `constraints.compiled`. Tables of equal shapes share compiled programs.
+    """Automata over tokens, built by `constraints.compiled`. Tables with the same shapes share compiled programs.
 
-    S states, C token classes, G groups, R bit rows, W words per row.
+    Dimensions: S states, C token classes, G groups, R bit rows, W words per bit row.
     """
 
-    next: Array  # u16[S, C]; the next state
-    classes: Array  # u16[G, V]; class of each token; class 0 has no transitions
-    bits: Array  # u32[R, W]; bit masks of the tokens that may follow
-    rows: Array  # i32[S]; each state's row of `bits`
-    forced: Array  # i32[S]; the token to write if the continuation is forced, else NO_TOKEN
-    accepting: Array  # bool[S]; the output may end here
-    closed: Array  # bool[S]; the output may end here, and no token may follow
-    strict: Array  # bool[S]; for spans: rules must not relax here
-    narrow: Narrow | None = None  # masks over the drafter's own vocabulary, if any; see `guide.narrowed`
+    next: Array  # u16[S, C]; next state for each class of tokens
+    classes: Array  # u16[G, V]; class of each token; 0 if the token has no text or is never allowed
+    bits: Array  # u32[R, W]; bit masks of allowed tokens
+    rows: Array  # i32[S]; row of `bits` for each state
+    forced: Array  # i32[S]; first token of the text that must follow, or NO_TOKEN if no text is forced
+    accepting: Array  # bool[S]; True if the output may end in this state
+    closed: Array  # bool[S]; True if the output may end in this state and no token is allowed
+    strict: Array  # bool[S]; for spans: True if rules must not relax in this state
+    narrow: Narrow | None = None  # masks for a drafter with a reduced vocabulary; see `guide.narrowed`
 
 
 @struct.dataclass(kw_only=True)
 class Tracked:
-    """The initial state of each row of a batch, and its group of token classes."""
+    """The initial automaton state of each row, and the group that selects its token classes."""
 
     start: Array  # i32[B]; initial state; FREE for an unconstrained row
-    group: Array  # i32[B]
+    group: Array  # i32[B]; row of `Tables.classes`
 
 
 @struct.dataclass(kw_only=True)
 class GuideTables:
-    """The constraint and span tables of a batch, stored as `Params.guides`. A field is None if no row uses it."""
+    """The tables of a batch's constraints and spans, stored in `Params.guides`. A field is None if no row uses it."""
 
     constraint: Tables | None = None
     span: Tables | None = None
@@ -133,7 +135,7 @@ class GuideTables:
 
 @struct.dataclass(kw_only=True)
 class GuideRows:
-    """Each row's start state in the tables, stored as `Controls.guides`. A field that is None is not compiled."""
+    """The initial automaton states of the rows, stored in `Controls.guides`. A field is None if no row uses it."""
 
     constraint: Tracked | None = None
     span: Tracked | None = None
@@ -141,7 +143,7 @@ class GuideRows:
 
 @struct.dataclass(kw_only=True)
 class GuideStates:
-    """The states that the rows have reached, stored as `DecodeState.guides`."""
+    """The current automaton states of the rows, stored in `DecodeState.guides`."""
 
     constraint: Array | None = None  # i32[B]
     span: Array | None = None  # i32[B]
@@ -149,32 +151,33 @@ class GuideStates:
 
 @struct.dataclass(kw_only=True)
 class Controls:
-    """The settings that may differ between requests of one batch without recompiling. Build them with `make_controls`.
+    """Settings that may differ between the requests of a batch without recompilation, built by `make_controls`.
 
     >>> from mars_jax import make_controls
-    >>> controls = make_controls(2, limit=64, temperature=[0.0, 0.7], top_k=10)  # a greedy row and a sampled one
+    >>> controls = make_controls(2, limit=64, temperature=[0.0, 0.7], top_k=10)  # one greedy row and one sampled row
     >>> controls.top_k.tolist(), controls.strict.tolist()
     ([10, 10], [False, False])
     """
 
-    temperature: Array | None  # f32[B]; 0 is greedy; None: all rows are greedy, and sampling is not compiled
-    top_k: Array  # i32[B]; 0 is off
-    top_p: Array  # f32[B]; 1 is off
-    min_p: Array  # f32[B]; 0 is off
-    strict: Array  # bool[B]; True replaces a lossy rule by its lossless base in this row
-    # f32[B]; drafting stops after a node where the square root of the draft's entropy is above it; inf is off
+    temperature: Array | None  # f32[B]; 0 is greedy; None if all rows are greedy and sampling is not compiled
+    top_k: Array  # i32[B]; 0 disables the filter
+    top_p: Array  # f32[B]; 1 disables the filter
+    min_p: Array  # f32[B]; 0 disables the filter
+    strict: Array  # bool[B]; True makes the row use the lossless base of a lossy rule
+    # f32[B]; drafting stops after a node at which the square root of the draft's entropy exceeds this; inf disables it
     draft_stop: Array
-    limit: Array  # i32[B]; maximum tokens of prompt and output together
+    limit: Array  # i32[B]; maximum total number of tokens in prompt and output
     stop_tokens: Array  # i32[B, M]; padded with NO_TOKEN
-    edits: Edits | None = None  # edits of the target's logits, see `edits.make_edits`; None compiles none
-    guides: GuideRows | None = None  # constraints and spans; None compiles none
+    edits: Edits | None = None  # edits from `edits.make_edits`; None adds no code to the step
+    guides: GuideRows | None = None  # constraints and spans; None adds no code to the step
 
 
 @struct.dataclass(kw_only=True)
 class Verdict:
-    """The accepted path down the tree, and the token that the target adds.
+    """The accepted path through a draft tree, and the token that the target adds after it.
 
-    In the example, a chain drafts 1, 5 and 9 after 4. The target accepts 1 and replaces 5 by 2, so 9 is discarded.
+    In the example, the tokens 1, 5 and 9 are drafted after 4. The target accepts 1 and replaces 5 by 2, so 9 is
+    discarded.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax.core.tree import chain, walk
@@ -185,15 +188,15 @@ class Verdict:
     ([[0, 1, 1, 1]], [1])
     """
 
-    path: Array  # i32[B, D + 1]; node ids from the root; past num_accepted it repeats the last node
-    num_accepted: Array  # i32[B]; edges walked
-    next_token: Array  # i32[B]; correction or bonus token
-    relaxed: Array  # bool[B, D]; edges that only the relaxed rule accepts
+    path: Array  # i32[B, D + 1]; node ids from the root on; repeats the last accepted node after num_accepted
+    num_accepted: Array  # i32[B]; number of accepted tokens
+    next_token: Array  # i32[B]; the target's correction or bonus token
+    relaxed: Array  # bool[B, D]; True for edges of the path that only the relaxed rule accepts
 
 
 @struct.dataclass
 class Prompts:
-    """The prompts of b rows, with the settings, rule and key for decoding each.
+    """The prompts of b rows, each with its settings, rule parameters and PRNG key.
 
     >>> from mars_jax import make_controls, verify
     >>> tokens, length = jax.numpy.ones((2, 32), "int32"), jax.numpy.asarray([3, 5])
@@ -202,19 +205,19 @@ class Prompts:
     [3, 5]
     """
 
-    tokens: Array  # i32[b, t]; left-aligned
-    length: Array  # i32[b]; 1 to t
-    controls: Controls  # controls of b rows
-    rule: PyTree  # a rule of the decoder's structure; each parameter is one value or one per row
+    tokens: Array  # i32[b, t]; token ids, left-aligned
+    length: Array  # i32[b]; number of tokens in each prompt, 1 to t
+    controls: Controls  # per-request settings, [b] each
+    rule: PyTree  # a rule with the decoder's rule structure; each parameter is one value or one value per row
     keys: Array  # key[b], from `keys_from_seeds`
 
 
 @struct.dataclass(kw_only=True)
 class DecodeState:
-    """State of the decoding loop: exactly the inputs of the next step. The first dimension of every leaf is B.
+    """State of the decoding loop: everything that the next step needs. The first dimension of every leaf is B.
 
-    The example has a prompt of three tokens in a buffer of six. Its last token is the root of the first draft, and not
-    yet cached.
+    The example has a prompt of three tokens in a buffer of six. The last token of the prompt is the root of the first
+    draft and is not cached yet.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax import make_controls, verify
@@ -227,24 +230,25 @@ class DecodeState:
     """
 
     tokens: Array  # i32[B, T]; tokens[b, :length[b]] are committed
-    length: Array  # i32[B]; committed tokens, including the prompt
-    prompt_length: Array  # i32[B]; tokens of the prompt
-    done: Array  # bool[B]; the row is finished
-    failed: Array  # bool[B]; the row stopped because the target's logits were not finite
-    cache: PyTree  # opaque to all but the target's `LanguageModel`
+    length: Array  # i32[B]; number of committed tokens, including the prompt
+    prompt_length: Array  # i32[B]; number of tokens in the prompt
+    done: Array  # bool[B]; True if the row has finished
+    # bool[B]; True if the row stopped because the target's logits were not finite or all tokens were banned
+    failed: Array
+    cache: PyTree  # the target's cache; only functions of its `LanguageModel` may access it
     draft: PyTree  # the drafter's state; leaves [B, ...]
-    controls: Controls  # controls of the rows
-    rule: PyTree  # the rule; its parameters and state are [B, ...]
-    keys: Array  # key[B]; constant: a row's randomness is a function of its key and of positions
-    guides: GuideStates | None = None  # states of the automata in `Controls.guides`
+    controls: Controls  # per-request settings, [B] each
+    rule: PyTree  # the rule, whose parameters and state are [B, ...]
+    keys: Array  # key[B]; constant: the random numbers of a row depend on its key and on positions
+    guides: GuideStates | None = None  # current states of the automata in `Controls.guides`
 
 
 @struct.dataclass(kw_only=True)
 class StepInfo:
-    """Information about one step that the next step does not need. Finished rows have `num_emitted == 0`.
+    """Results of one step that the next step does not need. Finished rows have `num_emitted == 0`.
 
-    In the example, 1 and 0 are drafted for the row in `DecodeState`'s example. The target accepts 1 and replaces 0 by
-    2, which is `CORRECTED`.
+    In the example, the tokens 1 and 0 are drafted for the row in the example of `DecodeState`. The target accepts 1 and
+    replaces 0 by 2, whose kind is `CORRECTED`.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax import make_controls, verify
@@ -262,53 +266,53 @@ class StepInfo:
     """
 
     verdict: Verdict  # the rule's verdict
-    emitted: Array  # i32[B, D + 1]; NO_TOKEN from num_emitted on
-    num_emitted: Array  # i32[B]; new tokens
-    num_proposed: Array  # i32[B]; drafted nodes that are not padding
+    emitted: Array  # i32[B, D + 1]; new tokens; NO_TOKEN from num_emitted on
+    num_emitted: Array  # i32[B]; number of new tokens
+    num_proposed: Array  # i32[B]; number of drafted tokens, excluding padding
     kind: Array  # i32[B, D + 1]; EXACT, RELAXED, CORRECTED or TRUSTED; NO_KIND from num_emitted on
-    # The next four fields are in nats, one value per emitted token; 0 from num_emitted on.
-    regret: Array  # f32[B, D + 1]; z1 - z[token], of the raw target
-    log_prob: Array  # f32[B, D + 1]; log softmax(z)[token], of the raw target
-    # f32[B, D + 1]; log softmax(z / T)[token] over the whole vocabulary, the log-probability used by RL libraries; at
-    # T = 0, log_prob
+    # The next four fields have one value in nats per emitted token, and 0 from num_emitted on.
+    regret: Array  # f32[B, D + 1]; max(z) - z[token], for the target's raw logits z
+    log_prob: Array  # f32[B, D + 1]; log softmax(z)[token], for the target's raw logits z
+    # f32[B, D + 1]; log softmax(z / T)[token] over the whole vocabulary, the log-probability that RL libraries use;
+    # equal to log_prob at temperature T = 0
     temperature_log_prob: Array
-    # f32[B, D + 1]; log-probability under the distribution that the token was drawn from, after the filters; NaN in
+    # f32[B, D + 1]; log-probability under the distribution from which the token was sampled, after the filters; NaN in
     # non-strict rows of a lossy rule, whose output does not follow p
     processed_log_prob: Array
-    top: TopLogProbs | None = None  # only if `Decoder.top_log_probs` is positive
+    top: TopLogProbs | None = None  # None if `Decoder.top_log_probs` is 0
 
 
 class TopLogProbs(NamedTuple):
-    """The target's n most probable tokens at each emitted token's position; NO_TOKEN and 0 from num_emitted on."""
+    """The target's n most probable tokens at the position of each emitted token; NO_TOKEN and 0 from num_emitted on."""
 
-    tokens: Array  # i32[B, D + 1, n]; of the raw target, most probable first
+    tokens: Array  # i32[B, D + 1, n]; by the target's raw logits z, most probable first
     log_prob: Array  # f32[B, D + 1, n]; log softmax(z) of these tokens
-    processed_tokens: Array  # i32[B, D + 1, n]; of the distribution that the token was drawn from
-    # f32[B, D + 1, n]; -inf for tokens that the filters exclude; NaN where `StepInfo.processed_log_prob` is
+    processed_tokens: Array  # i32[B, D + 1, n]; in the distribution from which the token was sampled
+    # f32[B, D + 1, n]; -inf for tokens that the filters exclude; NaN if `StepInfo.processed_log_prob` is NaN
     processed_log_prob: Array
 
 
 class Params(NamedTuple):
-    """Weights of both models and of the rule, and automaton tables; always an argument, never closed over."""
+    """Weights of the target, drafter and rule, and automaton tables. Pass them as an argument, not in a closure."""
 
     target: PyTree  # weights of the target
-    draft: PyTree = ()  # weights of the drafter, in its own format
-    verify: PyTree = ()  # weights of the rule, which it reads as `Evidence.params`
+    draft: PyTree = ()  # weights of the drafter, in the drafter's format
+    verify: PyTree = ()  # weights of the rule, which the rule reads from `Evidence.params`
     guides: GuideTables | None = None  # tables of the automata in `Controls.guides`
 
 
 class ForwardOutput(NamedTuple):
-    hidden: Array  # [B, N, E]; after the final norm; the input of `unembed`
-    # [B, N, E] each: outputs of the requested layers, for target-coupled drafters
+    hidden: Array  # [B, N, E]; hidden states after the final norm, the input of `unembed`
+    # [B, N, E] each: outputs of the requested layers, for drafters that read the target
     features: tuple[Array, ...]
-    cache: PyTree  # including the rows of these nodes
+    cache: PyTree  # the cache, including the rows of these nodes
 
 
 class LanguageModel(NamedTuple):
-    """A decoder-only model as pure functions over a params pytree.
+    """A decoder-only language model, as pure functions of a pytree of weights.
 
-    The cache is opaque to all other code. The defaults of `slots`, `commit` and `put` work for every cache whose leaves
-    are [B, S, ...].
+    Only these functions access the cache. The default functions `slots`, `commit` and `put` work for every cache whose
+    leaves are [B, S, ...].
     """
 
     init_cache: Callable[[int, int], PyTree]  # (batch, slots) -> cache
@@ -317,39 +321,41 @@ class LanguageModel(NamedTuple):
     forward: Callable[[PyTree, Array, Visible, PyTree], ForwardOutput]
     unembed: Callable[[PyTree, Array], Array]  # (params, hidden [B, N, E]) -> f32[B, N, V]
     vocab_size: int  # V
-    # Only drafters that are coupled to their target use the next two.
+    # The next two fields are only used by drafters that read their target.
     embed: Callable[[PyTree, Array], Array] | None = None  # (params, tokens i32[B, N]) -> [B, N, E]
-    # layers -> the model that returns their outputs
+    # layers -> this model, with `ForwardOutput.features` set to the outputs of these layers
     with_features: Callable[[tuple[int, ...]], LanguageModel] | None = None
-    # flags (attention, mlp) per layer -> the model without the parts whose flag is False, with its own cache
+    # flags (attention, mlp) per layer -> this model without the parts whose flag is False, with a separate cache
     with_layers: Callable[[tuple[tuple[bool, bool], ...]], LanguageModel] | None = None
     slots: Callable[[PyTree], int] = kv_cache.slots  # cache -> S
     # (cache, start i32[B], path i32[B, D + 1]) -> cache: move the rows of an accepted path to consecutive slots
     commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit_path
-    # (cache, rows i32[b], new) -> cache: put the b rows of `new` into these rows; row numbers of B or more are dropped.
-    # Only targets need it: drafter states always have [B, ...] leaves.
+    # (cache, rows i32[b], new) -> cache: write the b rows of `new` to these rows, and ignore row numbers of B or more.
+    # Only targets need this function, because the leaves of drafter states are always [B, ...].
     put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put_rows
-    prefill_chunk: int | None = None  # prompt tokens per forward; None: see `prefill.chunk_of`
-    # Only recurrent models set the next two fields, because their cache cannot drop arbitrary tokens.
-    # (nodes, prefill_chunk or None) -> this model with a cache that can drop the tokens of the last forward, if it had
-    # up to `nodes` nodes, and that has room for a prompt's last window to end past the buffer
+    prefill_chunk: int | None = None  # prompt tokens per forward pass; None for `prefill.chunk_of`
+    # The next two fields are only set by recurrent models, whose cache cannot drop arbitrary tokens.
+    # (nodes, prefill_chunk or None) -> this model with a cache that can drop the tokens of the last forward pass, if it
+    # had at most `nodes` nodes, and that has room for the last window of a prompt to end past the token buffer
     for_chains: Callable[[int, int | None], LanguageModel] | None = None
-    # (cache, count i32[B]) -> number of tokens that the cache can keep, i32[B], if only the first `count` stay valid
+    # (cache, count i32[B]) -> number of cached tokens, i32[B], that can be reused if only the first `count` are still
+    # valid
     keep: Callable[[PyTree, Array], Array] | None = None
 
 
 KEY_IMPL = "threefry2x32"
-"""The generator of row keys. With other generators, such as `rbg`, a row's random numbers depend on its batch."""
+"""The PRNG implementation of row keys. With others, such as `rbg`, the random numbers of a row would depend on the
+batch."""
 
 
 def keys_from_seeds(seeds: Array) -> Array:
-    """Make one PRNG key per row: seeds u32[B] or i32[B] -> key[B], of `threefry2x32` regardless of JAX's default.
+    """Create one `threefry2x32` PRNG key per row, regardless of JAX's default, from seeds u32[B] or i32[B].
 
     Returns:
-      key[B]; `Prompts.keys`.
+      key[B], for `Prompts.keys`.
 
     Raises:
-      MarsError: seeds are not a one-dimensional array of whole numbers.
+      MarsError: `seeds` is not a one-dimensional array of integers.
 
     >>> keys_from_seeds(jax.numpy.arange(3)).shape
     (3,)

@@ -1,6 +1,7 @@
-"""Attention pattern of nodes, described without a dense mask. B batch, N nodes, R rows, S cache slots.
+"""Attention patterns of nodes, described without a dense mask.
 
-Oracle: masks built slot by slot in Python (tests/core/test_visible.py).
+Dimensions: B batch, N nodes, R rows, S cache slots. Tested against masks that are built slot by slot in Python
+(tests/core/test_visible.py).
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from mars_jax.core import struct
 
 @struct.dataclass(kw_only=True)
 class Visible:
-    """The slots that each of N nodes may attend to, and the slots to which the nodes' own rows are written.
+    """The cache slots to which each of N nodes attends, and the slots to which the rows of the nodes are written.
 
-    Every slot before `first` is committed, holds the token of the same position, and is visible to all nodes. Row r is
-    slot `first + r`; node i attends to it if `seen[b, i, r]`. A slot that is visible to no node is never read. Kernels
-    use this form directly; `dense` builds the mask for all other code.
+    Every slot before `first` is committed, contains the token at the same position, and is visible to all nodes. Row r
+    is slot `first + r`, and node i attends to it if `seen[b, i, r]` is True. A slot that no node attends to is never
+    read. Kernels use this description directly; `dense` builds the mask for other code.
 
-    In the example, one token is committed, and the root of a draft has two children, which do not attend to each other.
+    In the example, one token is cached, and the root of a draft has two children, which do not attend to each other.
 
     >>> seen = jnp.asarray([[[True, False, False], [True, True, False], [True, False, True]]])
     >>> slot = jnp.asarray([1], jnp.int32)
@@ -29,30 +30,31 @@ class Visible:
     [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
     """
 
-    first: Array  # i32[B]; number of committed slots
+    first: Array  # i32[B]; number of committed slots before the nodes
     positions: Array  # i32[B, N]; positions of the nodes
-    slot: Array  # i32[B]; the nodes' rows are written at slot .. slot + N - 1
-    seen: Array | None = None  # bool[B, N, R]; None: causal, R == N and node i attends to rows 0 .. i
-    seen_positions: Array | None = None  # i32[B, R]; positions of the rows; None: the rows are the nodes
-    # i32[B]; number of leading nodes that are tokens of a prompt, the others are padding; None: the nodes are a draft.
-    # Only recurrent layers use this field.
+    slot: Array  # i32[B]; the rows of the nodes are written to slot .. slot + N - 1
+    seen: Array | None = None  # bool[B, N, R]; None for R == N and causal attention to rows 0 .. i
+    seen_positions: Array | None = None  # i32[B, R]; positions of rows; None if rows are the nodes
+    # i32[B]; for a prompt, the number of nodes that are tokens; the nodes after them are padding. None if the nodes are
+    # a draft. Only recurrent layers use this field.
     count: Array | None = None
-    # i32[B, N]; document of each node, if rows start at slot 0 and hold several documents, which `seen` separates.
-    # None: a row is one sequence. Only recurrent layers use this field.
+    # i32[B, N]; index of each node's document, if a row contains several documents that `seen` separates and starts at
+    # slot 0. None if each row is one sequence. Only recurrent layers use this field.
     documents: Array | None = None
 
     @staticmethod
     def causal(first: Array, n: int) -> Visible:
-        """Describe n consecutive tokens after the committed ones: token i has position and slot `first + i`."""
+        """Return the causal pattern of n consecutive tokens. Token i has the position and slot `first + i`."""
         positions = first[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
         return Visible(first=first, positions=positions, slot=first)
 
     def dense(self, slots: int, window: int | None = None) -> Array:
-        """Build the attention mask bool[B, N, S] over a cache of `slots` slots.
+        """Build the attention mask bool[B, N, S] for a cache.
 
         Args:
-          slots: S.
-          window: mask keys that are `window` or more positions before the query; None masks none.
+          slots: S, the number of slots in the cache.
+          window: size of the sliding window: mask keys that are `window` or more positions before the query. None
+            disables this.
 
         >>> Visible.causal(jnp.asarray([1], jnp.int32), 2).dense(4)[0].astype(int).tolist()
         [[1, 1, 0, 0], [1, 1, 1, 0]]

@@ -1,4 +1,4 @@
-"""Registry of long-running activities, so that a command can report its progress. Does not import jax."""
+"""A registry of long-running activities, from which a command reports its progress. Does not import jax."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass
 class Activity:
-    """One running activity; `detail` may change while it runs."""
+    """One running activity. Its `detail` may change while it runs."""
 
     name: str
     detail: str = ""
@@ -22,7 +22,7 @@ _running: list[Activity] = []
 
 @contextlib.contextmanager
 def doing(name: str) -> Iterator[Activity]:
-    """Register the enclosed block, or the decorated function, as a running activity."""
+    """Register the body of a `with` statement, or a decorated function, as a running activity."""
     activity = Activity(name)
     _running.append(activity)
     try:
@@ -32,7 +32,7 @@ def doing(name: str) -> Iterator[Activity]:
 
 
 def describe() -> str:
-    """Describe the running activities, outermost first, each name once; those without a detail show their run time.
+    """Describe the running activities, outermost first. Activities without a detail are shown with their running time.
 
     >>> with doing("prompts") as prompts, doing("compiling"), doing("compiling"):
     ...     prompts.detail = "3 of 9"
@@ -40,7 +40,7 @@ def describe() -> str:
     'prompts: 3 of 9; compiling ... (0 s)'
     """
     text_by_name = {}
-    # Copy the list, because the heartbeat calls this in another thread while activities start and end.
+    # Copy the list, because the heartbeat thread calls this function while activities start and end.
     for activity in list(_running):
         name = activity.name
         if activity.detail:

@@ -1,6 +1,6 @@
-"""Persistent cache of compiled programs, and of other results that take long to compute, in the same folder.
+"""A folder that caches compiled programs, and other results that take long to compute.
 
-Oracle: a second process's folder (tests/core/test_compilations.py).
+Tests: tests/core/test_compilations.py, with the cache of a second process.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from mars_jax.utils.errors import MarsError, check_type
 from mars_jax.utils.paths import kept
 
 _JAX_MIN_SECONDS = 1.0
-"""JAX's default minimum compile time in seconds: faster compilations are not cached."""
+"""JAX's default for the minimum compilation time in seconds. Programs that compile faster are not cached."""
 
 
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
-    """Cache compiled programs in a folder, so that later processes load them; for notebooks and jobs.
+    """Cache compiled programs in a folder, so that later processes can load them. Use this in notebooks and jobs.
 
-    The package's commands enable the cache themselves. It applies to all compilations after the call.
+    The commands of this package enable the cache by default. The cache applies to all compilations after the call.
 
     Args:
-      path: the folder, which may be in a bucket (gs://...); default: the folder JAX is already configured to use, for
-        example by JAX_COMPILATION_CACHE_DIR, else `mars_jax/compiled` in the user's cache folder.
+      path: the folder, which may be in a bucket (gs://...). Default: the folder that JAX is configured to use, for
+        example by JAX_COMPILATION_CACHE_DIR, otherwise `mars_jax/compiled` in the user's cache folder.
 
     Returns:
-      The folder.
+      The path of the folder.
 
     Raises:
-      MarsError: no folder is given, and the user has no home.
+      MarsError: `path` is None, and the user has no home folder.
 
     >>> enable_compilation_cache("/tmp/compiled")  # doctest: +SKIP
     '/tmp/compiled'
@@ -43,7 +43,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
     configured_folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     min_seconds = jax.config.jax_persistent_cache_min_compile_time_secs  # pyright: ignore[reportAttributeAccessIssue]
     if min_seconds == _JAX_MIN_SECONDS:
-        # Startup compiles many small programs in less than a second each; JAX would cache none of them by default.
+        # At startup, many small programs compile in less than a second each. By default, JAX would not cache them.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if path is None and configured_folder is not None:
         return configured_folder
@@ -54,13 +54,13 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
         path = cache_folder / "mars_jax" / "compiled"
     path = os.fspath(path)
     jax.config.update("jax_compilation_cache_dir", path)
-    # JAX reads the configured folder only at its first compilation, unless the cache is reset.
+    # JAX reads the configured folder only at the first compilation, unless the cache is reset.
     compilation_cache.reset_cache()
     return path
 
 
 def _kept_path(folder: str, key: tuple[object, ...]) -> Path | None:
-    """Return the path of a result; None if programs are not cached, or are cached in a bucket."""
+    """Return the path of a cached result, or None if programs are not cached or are cached in a bucket."""
     cache_root = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if cache_root is None or "://" in cache_root:
         return None
@@ -69,11 +69,11 @@ def _kept_path(folder: str, key: tuple[object, ...]) -> Path | None:
 
 
 def kept_bytes(folder: str, *key: object) -> bytes | None:
-    """Return the bytes that an earlier call, perhaps of another process, kept under a key; None if there are none.
+    """Return the bytes that `keep_bytes` stored under a key, perhaps in another process, or None if there are none.
 
     Args:
-      folder: name of a folder inside the folder of compiled programs.
-      key: everything that the bytes depend on. Each object's `repr` must be the same in every process.
+      folder: name of a folder within the folder of compiled programs.
+      key: everything that the bytes depend on. The `repr` of each object must be the same in every process.
     """
     path = _kept_path(folder, key)
     try:
@@ -83,11 +83,12 @@ def kept_bytes(folder: str, *key: object) -> bytes | None:
 
 
 def keep_bytes(compute: Callable[[], bytes], folder: str, *key: object) -> None:
-    """If programs are cached, keep the bytes that `compute` returns; `folder` and `key` are as for `kept_bytes`."""
+    """Store the bytes that `compute` returns under a key, as for `kept_bytes`, unless programs are not cached."""
     path = _kept_path(folder, key)
     if path is None:
         return
-    # Several processes may write the same file at once. If that fails, its bytes are computed again next time.
+    # Write to a separate file and rename it, because several processes may write the same file at once. If this fails,
+    # the bytes are computed again next time.
     staged_path = path.with_name(f"{path.name}.{os.getpid()}.part")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

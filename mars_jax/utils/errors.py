@@ -1,4 +1,4 @@
-"""The exception for bad input, the warning for probable mistakes, and helpers that format them."""
+"""The exception for invalid input, the warning for probable mistakes, and helpers that check values."""
 
 import contextlib
 import difflib
@@ -12,25 +12,25 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 LONGEST = 20_000
-"""Maximum characters of a message."""
+"""Maximum length of a message in characters."""
 
 
 class MarsError(Exception):
-    """Bad input, described in one sentence that contains the argument, its value and the fix.
+    """Error for invalid input, whose message is one sentence with the argument, its value and a fix.
 
-    It does not derive from ValueError, so code that rewords the ValueErrors of other libraries passes it on unchanged.
+    It does not derive from ValueError, so that code that rewords the ValueErrors of other libraries does not catch it.
     """
 
     def __str__(self) -> str:
         text = super().__str__()
         if len(text) > LONGEST:  # a quoted value may be megabytes long
             text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
-        return printable(text)  # messages quote untrusted files, templates and paths
+        return printable(text)  # messages contain text from untrusted files, templates and paths
 
 
 @contextlib.contextmanager
 def prefixed(prefix: str) -> Iterator[None]:
-    """Prepend a prefix and a colon to the message of a MarsError.
+    """Prepend a prefix and a colon to the message of a MarsError that is raised in the `with` block.
 
     >>> with prefixed("'a'"):
     ...     raise MarsError("it is empty.")
@@ -44,12 +44,12 @@ def prefixed(prefix: str) -> Iterator[None]:
 
 
 class MarsWarning(UserWarning):
-    """A probable mistake in the input, in one sentence; decoding continues."""
+    """Warning about a probable mistake in the input. Decoding continues."""
 
 
 def warn(sentence: str) -> None:
-    """Issue a MarsWarning that points to the caller of this package."""
-    # Count the frames inside this package, so that the warning shows the caller's line.
+    """Issue a MarsWarning for the line of user code that called this package."""
+    # Skip the frames of this package, so that the warning shows the line of the caller.
     frame, stack_level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mars_jax."):
         frame, stack_level = frame.f_back, stack_level + 1
@@ -57,18 +57,18 @@ def warn(sentence: str) -> None:
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""errno values of a failed write: disk full, over quota, file too large, read-only."""
+"""`errno` values of failed writes: disk full, quota exceeded, file too large, read-only file system."""
 
 
 def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None) -> MarsError | None:
-    """Return the error to raise if a write failed on a full disk or a file limit; None for any other reason.
+    """Return the MarsError to raise if `error` was caused by a full disk or a limit on files, otherwise None.
 
-    Libraries wrap the OSError in other types and keep its text. Only explicit causes (`raise ... from error`) are
-    searched: a bug in the code that handles a full disk must keep its traceback.
+    Libraries may wrap an OSError in another type but keep its text. Only explicit causes (`raise ... from error`) are
+    searched, so that a bug in the code that handles a full disk keeps its traceback.
 
     Args:
       error: an error from any library.
-      path: path for the message if the error contains no file name.
+      path: path to name in the message if the error contains no file name.
 
     >>> print(unwritable(ValueError("RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']"), "out"))
     cannot write to 'out': No space left on device; make room, or choose another path.
@@ -88,7 +88,7 @@ def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None)
 
 
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
-    """Raise MarsError unless `value` is an instance of `kinds`; `expected` describes them.
+    """Raise MarsError unless `value` is an instance of `kinds`, which `expected` describes.
 
     >>> check_type("the text", 3, str, "a text")
     Traceback (most recent call last):
@@ -99,7 +99,7 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], expecte
 
 
 def check_count(name: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Raise MarsError unless `value` is a whole number, not a bool, of at least `least` and at most `most`, if given.
+    """Raise MarsError unless `value` is an integer (and not a bool) from `least` to `most`; None sets no maximum.
 
     >>> check_count("batch_size", 0.5)
     Traceback (most recent call last):
@@ -113,7 +113,7 @@ def check_count(name: str, value: object, least: int = 1, most: int | None = Non
 
 
 def check_text(name: str, value: object) -> None:
-    """Raise MarsError unless `value` is a string that UTF-8 can encode, that is, without lone surrogates.
+    """Raise MarsError unless `value` is a string that can be encoded as UTF-8.
 
     >>> check_text("the prompt", 5)
     Traceback (most recent call last):
@@ -128,14 +128,14 @@ def check_text(name: str, value: object) -> None:
 
 
 def check_switch(name: str, value: Any) -> None:
-    """Raise MarsError unless `value` is a bool of Python, NumPy or JAX."""
+    """Raise MarsError unless `value` is a Python, NumPy or JAX bool."""
     is_array = getattr(value, "dtype", None) == "bool" and not value.shape
     if not isinstance(value, bool) and not is_array:
         raise MarsError(f"{name} is {short_repr(value)}: expected True or False.")
 
 
 def short_repr(value: object) -> str:
-    """Format a value for a message in at most 100 characters: its repr, or the type of an arbitrary object.
+    """Format a value for a message in at most 100 characters, by its `repr` or, for most objects, its type.
 
     >>> short_repr("ab"), short_repr(object()), len(short_repr("a" * 1000))
     ("'ab'", 'of type object', 100)
@@ -143,11 +143,11 @@ def short_repr(value: object) -> str:
     type_text = f"of type {type(value).__name__}"
     if not isinstance(value, numbers.Number | str | bytes | list | tuple | dict | set | type(None)):
         return type_text
-    if isinstance(value, int) and value.bit_length() > 999:  # Python refuses to format thousands of digits
+    if isinstance(value, int) and value.bit_length() > 999:  # Python cannot format thousands of digits
         return f"a number of {value.bit_length()} bits"
     try:
         text = repr(value)
-    except ValueError:  # such a number inside a list
+    except ValueError:  # a huge number inside a list
         return type_text
     if "\n" in text:  # an array inside a list
         return type_text
@@ -155,7 +155,7 @@ def short_repr(value: object) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Cut a text to at most `most` characters, the last three of them dots.
+    """Shorten a text to at most `most` characters, with three dots at the end if it was longer.
 
     >>> shortened("abcdef", 6), shortened("abcdefg", 6)
     ('abcdef', 'abc...')
@@ -166,7 +166,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Format a suggestion of the valid name closest to a mistyped one; "" if none is close.
+    """Return a suggestion of the valid name that is most similar to a mistyped name, or "" if no name is similar.
 
     >>> did_you_mean("--temprature", ["--temperature", "--theta"])
     ' (did you mean --temperature?)'
@@ -178,7 +178,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape unprintable characters, since a terminal would execute escape sequences in untrusted text.
+    """Escape unprintable characters, so that a terminal does not execute escape sequences in untrusted text.
 
     >>> printable("lm_head\\x1b[2J")
     'lm_head\\\\x1b[2J'
@@ -187,12 +187,12 @@ def printable(text: str) -> str:
 
 
 def say(sentence: str) -> None:
-    """Print a sentence to stderr, with unprintable characters escaped."""
+    """Print a sentence to stderr with unprintable characters escaped."""
     print(printable(sentence), file=sys.stderr, flush=True)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error message, or the error's type if it is empty.
+    """Return the first line of an error message, or the name of the error's type if the message is empty.
 
     >>> first_line(ValueError("..the file is bad.\\nsee above")), first_line(OSError())
     ('..the file is bad', 'OSError')

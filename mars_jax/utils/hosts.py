@@ -1,7 +1,7 @@
-"""Decoding with several processes: `jax.distributed`, and arrays that are sharded over processes.
+"""Decoding with several processes: startup with `jax.distributed`, and arrays that are sharded over processes.
 
-Every process runs the same program on the same prompts; only the first one prints. Oracle: one process with all devices
-(tests/cli/test_hosts.py).
+Every process runs the same program on the same prompts, but only the first process prints. Tested against a single
+process with all devices (tests/cli/test_hosts.py).
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ from mars_jax.utils.errors import MarsError, first_line
 from mars_jax.utils.types import PyTree
 
 HEARTBEAT = 20
-"""Seconds without a heartbeat after which a process is considered dead, and the others exit."""
+"""Seconds without a heartbeat after which a process is considered dead and the other processes exit."""
 START = 120
-"""Seconds to wait for the other processes at startup."""
+"""Seconds that a process waits at startup for the other processes."""
 
 
 def connect(
     coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-    """Join the other processes of this run. Call it before any other use of JAX.
+    """Connect to the other processes of this run. Call this function before any other use of JAX.
 
-    Leave out the arguments on Cloud TPU, Slurm and other clusters that JAX detects. The call has no effect if JAX
-    detects no other processes, if `num_processes` is 1, or if the processes are already connected.
+    Omit the arguments on Cloud TPU, Slurm and other clusters that JAX detects. The call has no effect if JAX does not
+    detect a cluster, if `num_processes` is 1, or if the processes are already connected.
 
     Args:
-      coordinator: "host:port" of process 0, which listens at this address only. Set JAX_COORDINATOR_BIND_ADDRESS to
-        listen on a different one, for example if the other processes reach process 0 under a different name.
+      coordinator: "host:port" of process 0, which listens only on this address. Set JAX_COORDINATOR_BIND_ADDRESS to
+        listen on a different address, for example if the other processes use a different name for the host of process
+        0.
       num_processes: number of processes in the run.
       process_id: index of this process.
 
     Raises:
-      MarsError: the arguments contradict each other, or the other processes do not answer within two minutes.
+      MarsError: some but not all of the arguments are set, the address is not available, or the other processes do not
+        connect within two minutes.
     """
     arguments = {"coordinator": coordinator, "num-processes": num_processes, "process-id": process_id}
-    # Do not initialise a single Slurm task: JAX would use only one of its GPUs.
+    # Do not initialise JAX for a single Slurm task, because JAX would then use only one of the GPUs.
     is_single_task = coordinator is None and os.environ.get("SLURM_NTASKS") == "1"
     if num_processes == 1 or is_single_task or jax.distributed.is_initialized():
         return
@@ -63,14 +65,16 @@ def connect(
             coordinator,
             num_processes,
             process_id,
-            # By default JAX listens on all addresses of the machine, and any peer that reaches the port can join.
+            # By default JAX listens on all addresses of the machine, so that any machine that can reach the port could
+            # join.
             coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator),
             initialization_timeout=START,
             heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=HEARTBEAT,
         )
-    except Exception as error:  # jaxlib's own errors from gRPC, in addition to ValueError and RuntimeError
-        # JAX detects no cluster, or is already in use and therefore runs as a single process.
+    except Exception as error:  # jaxlib raises its own gRPC errors, ValueError and RuntimeError
+        # These messages mean that JAX detects no cluster, or that JAX was already used and therefore runs as a single
+        # process.
         single_process_messages = (
             "coordinator_address should be defined",
             "must be called before any JAX calls",
@@ -81,14 +85,14 @@ def connect(
             raise _no_listening(coordinator) from None
         raise MarsError(
             f"the processes of the run do not connect ({first_line(error)}): start all of them within {START} s with "
-            "one --coordinator, or take --num-processes 1 for a run of one."
+            "one --coordinator, or use --num-processes 1 for a single process."
         ) from None
 
 
 def _can_listen(coordinator: str) -> bool:
-    """Return whether this machine can listen on an address; True if it cannot be resolved, so that JAX reports it.
+    """Return True if this machine can listen on an address, or if the address cannot be resolved, which JAX reports.
 
-    Check this in advance, because jaxlib may crash if its server cannot start.
+    Check the address in advance, because jaxlib may crash if its server cannot start.
     """
     host, _, port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator).rpartition(":")
     try:
@@ -97,7 +101,7 @@ def _can_listen(coordinator: str) -> bool:
         return True
     for family, kind, protocol, _, address in addresses:
         with socket.socket(family, kind, protocol) as probe:
-            # Connections of an earlier run in TIME_WAIT do not prevent a server from listening.
+            # A server can listen even if connections of an earlier run are still in TIME_WAIT.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(address)
@@ -109,18 +113,18 @@ def _can_listen(coordinator: str) -> bool:
 
 def _no_listening(coordinator: str | None) -> MarsError:
     return MarsError(
-        f"--coordinator is {coordinator}, where this machine cannot listen: name an address of process 0's machine and "
-        "a free port, or set JAX_COORDINATOR_BIND_ADDRESS to the local address for it."
+        f"--coordinator is {coordinator}, but this machine cannot listen on it: use an address of process 0's machine "
+        "and a free port, or set JAX_COORDINATOR_BIND_ADDRESS to the local address for it."
     )
 
 
 def check_devices() -> None:
-    """Raise MarsError if JAX cannot start the devices in JAX_PLATFORMS. Call it after `connect`."""
+    """Raise MarsError if JAX cannot initialise the devices of JAX_PLATFORMS. Call this function after `connect`."""
     try:
         jax.devices()
-    # JAX raises an AssertionError without a message if there is no plugin for a platform.
+    # If there is no plugin for a platform, JAX raises an AssertionError without a message.
     except (RuntimeError, AssertionError) as error:
-        # Drop the advice that JAX appends to its message.
+        # Remove the advice that JAX appends to its message.
         reason = first_line(error).partition(". (set JAX_PLATFORMS")[0]
         if not str(error):
             reason = "no plugin for them"
@@ -132,9 +136,9 @@ def check_devices() -> None:
 
 
 def leave(code: int) -> None:
-    """Exit this process immediately if the run has several, so that the others notice and exit as well.
+    """In a run with several processes, exit immediately, so that the other processes notice and also exit.
 
-    A normal exit would wait for the others, which may be waiting for this process.
+    A normal exit would wait for the other processes, which may themselves be waiting for this process.
     """
     if "jax" in sys.modules and jax.distributed.is_initialized() and jax.process_count() > 1:
         sys.stdout.flush()
@@ -143,15 +147,15 @@ def leave(code: int) -> None:
 
 
 def is_first() -> bool:
-    """Return whether this process is the one that prints and writes."""
+    """Return True in the process that prints and writes files."""
     return jax.process_index() == 0
 
 
 def check_equal(value: object, name: str) -> None:
-    """Raise MarsError if a value differs between processes, which would make them wait for each other forever."""
+    """Raise MarsError if a value differs between processes, because they might then wait for each other forever."""
     if jax.process_count() == 1:
         return
-    # Compare checksums, because a gather needs arrays of the same shape in all processes.
+    # Compare checksums, because a gather requires arrays of the same shape in all processes.
     checksums = multihost_utils.process_allgather(np.asarray(zlib.crc32(repr(value).encode()), np.uint32))
     if len(set(checksums.tolist())) > 1:
         raise MarsError(f"the processes were given different {name}: start all of them with the same.")
@@ -175,10 +179,10 @@ def broadcast(value: int) -> int:
 
 
 def broadcast_bytes(data: bytes) -> bytes:
-    """Return the first process's bytes in every process. The arguments of the others are ignored."""
+    """Return the first process's bytes in every process. The arguments of the other processes are ignored."""
     if jax.process_count() == 1:
         return data
-    # A broadcast needs the same shape in all processes, so send the length first.
+    # A broadcast requires the same shape in all processes, so send the length first.
     buffer = np.zeros(broadcast(len(data)), np.uint8)
     if is_first():
         buffer[:] = np.frombuffer(data, np.uint8)
@@ -186,12 +190,12 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 
 def put(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Apply `jax.device_put` to arrays that every process holds, including onto devices of several processes."""
+    """Place arrays that every process has on devices, which may belong to several processes."""
 
     def one(x: jax.Array | np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
         if sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
-        # NumPy has no dtype for keys, so place their data.
+        # NumPy has no dtype for PRNG keys, so place the key data instead.
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             key_data = one(jax.random.key_data(x), sharding)
             return jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(x))
@@ -202,7 +206,7 @@ def put(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """Apply `jax.device_get`, including to arrays sharded over processes; all processes must then call it."""
+    """Copy arrays to the host. If an array is sharded over processes, all processes must call this function."""
 
     def one(x: PyTree) -> PyTree:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:

@@ -1,61 +1,66 @@
-"""Upper bounds on values from users and files, each checked once, on input.
+"""Upper limits on values from users and files. Each limit is checked once, when the value is read.
 
-Every bound is above the sizes of published models and real prompts, and low enough that rejecting a larger value takes
-less than 1.5 GB and 5 seconds. SECURITY.md lists them; oracle: tests/test_limits.py.
+Every limit is above the sizes of published models and real prompts, and low enough that rejecting a larger value takes
+less than 1.5 GB and 5 seconds. SECURITY.md lists the limits. Tests: tests/test_limits.py.
 """
 
 from __future__ import annotations
 
 NAME_BYTES = 255
-"""One name in a path: NAME_MAX of common file systems."""
+"""Length of one name in a path, as NAME_MAX of common file systems."""
 PATH_BYTES = 4095
-"""A path: PATH_MAX of Linux, minus the terminating NUL."""
+"""Length of a path, as PATH_MAX of Linux without the terminating NUL."""
 FILE_BYTES = 1 << 34
-"""A file of training text or prompts: 16 GiB, below the apparent size of some sparse or damaged files."""
+"""Size of a file of training text or prompts: 16 GiB. Some sparse or damaged files appear to be larger."""
 DATASET_FILES = 10_000
-"""Files and folders in a dataset's folder; the whole folder is listed."""
+"""Number of files and folders in the folder of a dataset, all of which are listed."""
 JSON_BYTES = 16 << 20
-"""A JSON file, or the header of a safetensors file. Parsed nested lists take 30 times the memory of their text."""
+"""Size of a JSON file or of the header of a safetensors file. Nested lists take 30 times the memory of their text."""
 INDEX_BYTES = 24 << 20
-"""The index of a checkpoint's shards: about 14 MB for Qwen3-235B in 4 bits."""
+"""Size of the index of a checkpoint's shards. That of Qwen3-235B in 4 bits has about 14 MB."""
 SHARDS = 10_000
-"""Files listed in the index of a checkpoint."""
+"""Number of files that the index of a checkpoint lists."""
 TOKENIZER_BYTES = 48 << 20
-"""A file of a tokenizer: Gemma's tokenizer.json takes 33 MB."""
+"""Size of a tokenizer's file. Gemma's tokenizer.json has 33 MB."""
 GGUF_HEADER_BYTES = 32 << 20
-"""The metadata and tensor table of a GGUF file: Gemma's take 19 MB."""
+"""Size of the metadata and tensor table of a GGUF file. Those of Gemma have 19 MB."""
 TOKEN_BYTES = 1024
-"""One token of a GGUF vocabulary. The tokenizer tries every split of it. Published tokens are up to 256 bytes long."""
+"""Length of a token in a GGUF vocabulary, which the tokenizer splits in every possible way. Published tokens have at
+most 256 bytes."""
 LAYERS = 1024
-"""Layers of a model: Llama 3.1 405B has 126."""
+"""Number of layers in a model. Llama 3.1 405B has 126."""
 EXPERTS = 65_536
-"""Experts of a model, over all layers: Kimi K2 has 23,424."""
+"""Number of experts in all layers of a model. Kimi K2 has 23,424."""
 DIMENSION = 1 << 24
-"""A width, vocabulary size, or number of heads: the largest vocabulary has 262,208 tokens."""
+"""A width, a vocabulary size or a number of heads. The largest published vocabulary has 262,208 tokens."""
 POSITIONS = 2**31 - 1
-"""Positions of a context, which are int32."""
+"""Number of positions in a context. Positions are int32."""
 LINE_BYTES = 16 << 20
-"""A line of a prompts file: a prompt of `PROMPT_BYTES`, escaped."""
+"""Length of a line in a prompts file: a prompt of `PROMPT_BYTES` with JSON escapes."""
 PROMPT_BYTES = 8 << 20
-"""A prompt, or a rendered conversation, before it is encoded: two million English tokens."""
+"""Length of a prompt or a rendered conversation before tokenization: about two million tokens of English text."""
 PREFIXES = (1 << 19, 1 << 21)
-"""Lengths of prefixes of a long prompt to encode first, so that a prompt far above the limit is rejected before all of
-it is encoded (a tokenizer uses 400 bytes per token)."""
+"""Lengths of the prefixes of a long prompt that are tokenized first. A prompt with far too many tokens is then rejected
+before all of it is tokenized, which takes 400 bytes of memory per token."""
 TEMPLATE_BYTES = 96 << 10
-"""A chat template: the longest published ones take about 30 KB."""
+"""Length of a chat template. The longest published templates have about 30 KB."""
 TEMPLATE_SECONDS = 4
-"""Processor time to render a chat template once: a conversation of 8 MiB takes less than 1 s."""
+"""Processor time in seconds for rendering a chat template. A conversation of 8 MiB takes less than 1 second."""
 TEMPLATE_SIZE = 1 << 27
-"""Characters of all values that a chat template creates in one rendering; a list item counts as 64."""
+"""Total number of characters in all values that one rendering of a chat template creates. A list item counts as 64
+characters."""
 DRAFT_TOKENS = 128
-"""Tokens of a drafted chain. Each one is a node of the target's forward pass, whose cost grows beyond this."""
+"""Number of tokens in a drafted chain. Each token is a node of the target's forward pass, which costs more beyond this
+limit."""
 TREE_NODES = 1024
-"""Nodes of a draft tree, for the same reason."""
+"""Number of nodes in a draft tree, which are all part of the target's forward pass."""
 BATCH_ROWS = 1 << 16
-"""Prompts decoded at once."""
+"""Number of prompts that are decoded in one batch."""
 TOP_LOG_PROBS = 100
-"""Most probable tokens reported for each new token. Each is an entry in memory and in a row of the output."""
+"""Number of most probable tokens that are reported for each new token. Each of them takes space in memory and in the
+output file."""
 SAMPLES = 1 << 16
-"""Completions of one prompt. Each is a separate request."""
+"""Number of completions of one prompt. Each completion is a separate request."""
 NGRAM_TOKENS = 64
-"""Tokens of the longest suffix that an n-gram drafter searches for; each token costs one pass over the row."""
+"""Length in tokens of the longest suffix that an n-gram drafter searches for. Each token costs one pass over the
+row."""

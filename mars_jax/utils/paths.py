@@ -1,6 +1,6 @@
-"""Paths and files given by users: validity, `~`, folders kept between runs, and reading of regular files.
+"""Functions that check and expand paths from users, locate cache folders, and read regular files.
 
-A pipe or a device is rejected, since reading it may never end.
+Pipes and devices are rejected, because reading them may never end.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from mars_jax.utils.limits import FILE_BYTES, NAME_BYTES, PATH_BYTES
 
 
 def check_path(path: str | os.PathLike[str], shown: str = "the path") -> None:
-    """Raise MarsError for an invalid path, before a system call fails with a bare OSError.
+    """Raise MarsError if a path is invalid, because a system call would fail with a less helpful OSError.
 
     Args:
-      path: the path to check.
+      path: path to check.
       shown: name of the argument in the message.
 
     >>> check_path("runs/a\\0b", "--output")
     Traceback (most recent call last):
-    mars_jax.utils.errors.MarsError: --output 'runs/a\\x00b' holds a NUL character, which no path can: remove it.
+    mars_jax.utils.errors.MarsError: --output 'runs/a\\x00b' contains a NUL character, which no path can: remove it.
     """
     text = os.fspath(path)
     quoted_path = f"{shown} '{shortened(text, 80)}'"
@@ -35,7 +35,7 @@ def check_path(path: str | os.PathLike[str], shown: str = "the path") -> None:
     except UnicodeEncodeError:
         raise MarsError(f"{quoted_path} is not valid Unicode: rename the file.") from None
     if b"\0" in path_bytes:
-        raise MarsError(f"{quoted_path} holds a NUL character, which no path can: remove it.")
+        raise MarsError(f"{quoted_path} contains a NUL character, which no path can: remove it.")
     if len(path_bytes) > PATH_BYTES or max(map(len, path_bytes.split(b"/"))) > NAME_BYTES:
         raise MarsError(
             f"{quoted_path} is too long: expected at most {PATH_BYTES:,} bytes, and {NAME_BYTES} for each name in it."
@@ -43,10 +43,10 @@ def check_path(path: str | os.PathLike[str], shown: str = "the path") -> None:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Expand a leading `~` or `~user` of a path to the home folder.
+    """Replace a leading `~` or `~user` of a path by the home folder.
 
     Raises:
-      MarsError: there is no such user, its home is not known, or `check_path` rejects the path.
+      MarsError: the user does not exist, the home folder is unknown, or the path is invalid (see `check_path`).
 
     >>> expanded("a/~b").parts
     ('a', '~b')
@@ -62,9 +62,9 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def kept(variable: str, *usual: str) -> Path | None:
-    """Return the folder in an environment variable, or else the default folder below the user's home.
+    """Return the folder that an environment variable contains, or else a default folder in the user's home.
 
-    Return None if the home is unknown, for example in a container whose user has no name and no HOME.
+    Return None if the home folder is unknown, for example in a container whose user has no name and no HOME variable.
 
     >>> kept("HOME", ".cache") == Path.home()
     True
@@ -78,19 +78,19 @@ def kept(variable: str, *usual: str) -> Path | None:
 
 
 def open_file(path: str | os.PathLike[str], max_bytes: int = FILE_BYTES) -> IO[bytes]:
-    """Open a regular file, or a link to one.
+    """Open a regular file, or a link to a regular file, for reading in binary mode.
 
     Args:
       path: path of the file.
-      max_bytes: maximum size.
+      max_bytes: maximum size of the file in bytes.
 
     Raises:
       MarsError: the path is invalid.
-      OSError: there is no such file, it cannot be read, it is too large, or it is a directory, a pipe or a device;
-        `strerror` describes the reason.
+      OSError: the file does not exist, cannot be read, is too large, or is a directory, a pipe or a device. `strerror`
+        describes the reason.
     """
     check_path(path)
-    # Without O_NONBLOCK, opening a pipe would wait for a writer.
+    # Without O_NONBLOCK, opening a pipe would block until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     status, error_args = os.fstat(descriptor), None
     if stat.S_ISDIR(status.st_mode):
@@ -106,13 +106,13 @@ def open_file(path: str | os.PathLike[str], max_bytes: int = FILE_BYTES) -> IO[b
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int = FILE_BYTES) -> bytes:
-    """Read a regular file; arguments and errors are those of `open_file`."""
+    """Read the bytes of a regular file, with the arguments and errors of `open_file`."""
     with open_file(path, max_bytes) as file:
         return file.read()
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int = FILE_BYTES) -> str:
-    """Read a regular file as text; arguments and errors are those of `open_file`.
+    """Read a regular file as UTF-8 text, with the arguments and errors of `open_file`.
 
     Raises:
       UnicodeDecodeError: the file is not UTF-8.
@@ -121,17 +121,17 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = FILE_BYTES) -> str:
 
 
 def unpacked(path: str | os.PathLike[str]) -> bytes:
-    """Read a regular file, decompressing it if its name ends in .xz or .gz.
+    """Read a regular file, and decompress it if its name ends in .xz or .gz.
 
     Raises:
-      OSError: see `open_file`; or the decompressed data exceeds `FILE_BYTES`.
+      OSError: the file cannot be read (see `open_file`), or the decompressed data has more than `FILE_BYTES` bytes.
       EOFError, lzma.LZMAError, zlib.error: a compressed file is damaged or truncated.
     """
     decompress = {".xz": lzma.open, ".gz": gzip.open}.get(Path(path).suffix)
     if decompress is None:
         return read_bytes(path)
     with open_file(path) as packed_file, decompress(packed_file, "rb") as file:
-        # One byte past the limit shows that the data is too large. A small archive may expand to any size.
+        # A small archive may expand to any size. Reading one byte more than the limit shows that the data is too large.
         content = file.read(FILE_BYTES + 1)
     if len(content) > FILE_BYTES:
         raise OSError(errno.EFBIG, f"it holds more than {FILE_BYTES:,} bytes")

@@ -1,6 +1,6 @@
-"""Plugins: modules that register rules and drafters when they are imported.
+"""Loading of plugins, which are modules that register rules and drafters when they are imported.
 
-Each plugin is an entry point in the group `mars_jax.plugins`; `contrib` is one of them.
+Each plugin is an entry point in the group `mars_jax.plugins`. `mars_jax.contrib` is one of them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import functools
 import importlib.metadata
 
 GROUP = "mars_jax.plugins"
-"""Group of the entry points."""
+"""Name of the entry-point group."""
 
 
 @functools.cache
 def load_plugins() -> None:
-    """Import all plugins, once."""
+    """Import all plugins, unless an earlier call has done so."""
     for plugin in importlib.metadata.entry_points(group=GROUP):
         plugin.load()

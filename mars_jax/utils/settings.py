@@ -1,6 +1,6 @@
-"""Settings as data: name, type, range and default of each, with descriptions for messages. Does not import jax.
+"""Declarations of settings: their names, types, ranges, defaults and descriptions. Does not import jax.
 
-Oracle: tests/test_tables.py.
+Tests: tests/test_tables.py.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mars_jax.utils.limits import BATCH_ROWS, DRAFT_TOKENS, SAMPLES, TOP_LOG_PRO
 from mars_jax.utils.types import JsonObject
 
 LARGEST_INT = 2**31 - 1
-"""Maximum of integer settings. The device stores integers as int32 and other numbers as float32."""
+"""Largest value of an integer setting. Devices store integers as int32 and other numbers as float32."""
 LARGEST_FLOAT = 3e38
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, with a description. NaN is in no range.
+    """A range of numbers from `low` to `high`, with a description. No range contains NaN.
 
     >>> share = Range("a number above 0 and at most 1", 0, 1, above=True)
     >>> 1.0 in share, 0.0 in share, math.nan in share
@@ -35,50 +35,51 @@ class Range:
     words: str  # description
     low: float = -math.inf  # minimum
     high: float = math.inf  # maximum
-    above: bool = False  # excludes `low` itself
-    inf: bool = False  # includes math.inf, even if it exceeds `high`
-    grid: tuple[float, ...] = ()  # values worth trying, from strict to loose
+    above: bool = False  # True if `low` is excluded
+    inf: bool = False  # True if math.inf is included, even if `high` is finite
+    grid: tuple[float, ...] = ()  # values that are worth trying, from strict to loose
 
     def __contains__(self, value: float) -> bool:
-        # A comparison with NaN is False, so every range excludes NaN.
+        # Comparisons with NaN are False, so no range contains NaN.
         above_low = value > self.low or (value == self.low and not self.above)
         return above_low and (value <= self.high or (self.inf and value == math.inf))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting of a request or of a rule.
+    """A setting of a request, a batch or a rule.
 
-    `ranges` is one range, or one for each value of the choice named by `by`. For example, the threshold of mars has a
-    different unit for each margin.
+    `ranges` is either one range, or one range for each value of the setting that `by` names. For example, the threshold
+    of `mars` has a different unit for each margin.
 
-    Settings with `choices`, bools, and numbers that are not `per_row` are structural: they determine the compiled
-    program. Numbers that are `per_row` are values on the device, one for all rows or one per row.
+    Settings with `choices`, bools, and numbers that are not `per_row` are structural, that is, they determine the
+    compiled program. Numbers that are `per_row` are stored on the device, as one value for all rows or one value per
+    row.
     """
 
     name: str
     kind: type  # float, int, bool or str
     help: str
-    default: Any = None  # None: required, unless it is optional
+    default: Any = None  # None if a value is required or optional
     optional: bool = False
     ranges: Range | Mapping[str, Range] = Range("a number")
     by: str | None = None
     choices: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> description
-    per_row: bool = False  # rows of a prompts file may set it
-    flag: bool = False  # has a command-line flag; other settings are passed with --rule-option
-    word: str | None = None  # describes the default, if the number is not self-explanatory
+    per_row: bool = False  # True if each row may have a different value
+    flag: bool = False  # True if the setting has a command-line flag; others are passed with --rule-option
+    word: str | None = None  # description of the default, if the number needs one
 
     @property
     def metavar(self) -> str:
-        """Name of the value in the help text."""
+        """Placeholder for the value in the help text."""
         return "N" if self.kind is int else "X"
 
     def range(self, **structural: object) -> Range:
-        """Return the range for the given structural choices."""
+        """Return the range of the setting, given the structural settings on which it may depend."""
         return self.ranges if isinstance(self.ranges, Range) else self.ranges[str(structural[self.by or ""])]
 
     def expected(self, **structural: object) -> str:
-        """Describe the allowed values."""
+        """Describe the allowed values, for messages."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         words_by_type = {bool: "true or false", str: "a text"}
@@ -86,7 +87,7 @@ class Setting:
 
     @property
     def default_words(self) -> str:
-        """Description of the default."""
+        """Description of the default, for the help text."""
         if self.default is None:
             return "none" if self.optional else "must be given"
         return self.word or format(self.default, "g" if self.kind is float else "").lower()
@@ -95,16 +96,16 @@ class Setting:
         """Raise MarsError unless `value` is valid. Traced values are not checked.
 
         Args:
-          value: a number or a choice, or an array or a list with one of them per row.
-          shown: name of the setting in the message; default: `name`.
-          structural: the structural choices that ranges depend on.
+          value: one value, or an array or list with one value per row.
+          shown: name of the setting in the message. Default: `name`.
+          structural: the structural settings on which the range may depend.
 
         >>> Setting(name="top_k", kind=int, help="", ranges=Range("at least 0", 0), per_row=True).check([0, 5])
         """
         items = _each(value)
         is_sequence = isinstance(value, list | tuple) or getattr(value, "ndim", 0)
         if is_sequence and (self.choices or not self.per_row):
-            items = [value]  # a structural setting has one value for all rows
+            items = [value]  # a structural setting has only one value
         for item in items:
             if not self._is_valid(item, structural):
                 text = f"{item:g}" if type(item) is float else short_repr(item)
@@ -125,16 +126,16 @@ class Setting:
             return False
         if self.kind is int and isinstance(value, float) and not value.is_integer():
             return False
-        # Python can compare a huge integer with a float, but cannot convert it to a float.
+        # Python can compare a huge integer with a float but cannot convert it to a float.
         if self.kind is float and isinstance(value, int) and abs(value) > LARGEST_FLOAT:
             return False
         return value in self.range(**structural)
 
     def from_text(self, text: str, *, shown: str | None = None, **structural: object) -> Any:
-        """Parse the value of a command-line flag.
+        """Parse the text of a command-line flag.
 
         Raises:
-          MarsError: the text does not have the setting's type, or is out of range.
+          MarsError: the text cannot be converted to the setting's type, or the value is out of range.
 
         >>> Setting(name="theta", kind=float, help="").from_text("inf")
         inf
@@ -147,7 +148,7 @@ class Setting:
         return self._valid(value, text, shown, structural)
 
     def from_json(self, value: object, **structural: object) -> Any:
-        """Convert a JSON value from a prompts file, or an option of `generate`, to the setting's type.
+        """Convert a JSON value of a prompts file, or an argument of `generate`, to the setting's type.
 
         Raises:
           MarsError: the value has the wrong type, or is out of range.
@@ -155,7 +156,7 @@ class Setting:
         >>> Setting(name="temperature", kind=float, help="").from_json(1)
         1.0
         """
-        # JSON may write 1.0 as 1. Compare types exactly, since a Python bool is an int.
+        # JSON may contain 1 for 1.0. Compare types exactly, because a Python bool is an int.
         if self.kind is float and type(value) is int and abs(value) <= LARGEST_FLOAT:
             value = float(value)
         return self._valid(value, short_repr(value), None, structural)
@@ -166,7 +167,7 @@ class Setting:
         return value
 
     def as_json(self) -> JsonObject:
-        """Describe the setting for `--list-rules --json`, with non-finite numbers as strings."""
+        """Describe the setting as JSON for `--list-rules --json`. Non-finite numbers are strings."""
 
         def range_as_json(limits: Range) -> JsonObject:
             low, high = (x if math.isfinite(x) else str(x) for x in (limits.low, limits.high))
@@ -186,8 +187,8 @@ class Setting:
 
 
 def _each(value: Any) -> list[Any]:
-    """Flatten an array, a list or a single number into a list of numbers; a traced value yields an empty list."""
-    # A value can be traced only if JAX has been imported.
+    """Flatten an array, a list or a number to a list of numbers. For a traced value, return an empty list."""
+    # Values cannot be traced unless JAX has been imported.
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(value, jax.core.Tracer):
         return []
@@ -196,13 +197,13 @@ def _each(value: Any) -> list[Any]:
     if not isinstance(value, list | tuple):
         return [value]
     part_lengths = {len(part) if isinstance(part, list | tuple) else None for part in value}
-    if len(part_lengths) > 1:  # ragged lists are not an array
+    if len(part_lengths) > 1:  # a list of lists with different lengths
         return [value]
     return [item for part in value for item in _each(part)]
 
 
 def by_name(*settings: Setting) -> dict[str, Setting]:
-    """Index settings by name, in order."""
+    """Return a dictionary of settings by name, in the order of the arguments."""
     return {setting.name: setting for setting in settings}
 
 
@@ -216,14 +217,16 @@ def setting(
     choices: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Any:
-    """Declare a field of a dataclass that users may set by a flag, in a prompts file or as an argument.
+    """Declare a dataclass field that users may set with a flag, in a prompts file or as an argument.
 
-    In a rule, numbers are leaves of the pytree, one for all rows or one per row; choices and booleans are static.
+    In a rule, numbers are leaves of the pytree, with one value for all rows or one value per row. Choices and bools are
+    static.
 
     Args:
-      help, ranges, default, choices, **options: as in `Setting`. A field without a default must be given.
-      kind: as in `Setting`; default: str if there are choices, the type of a whole or boolean default, else float.
-      kw_only: whether the constructor accepts the field only as a keyword argument.
+      help, ranges, default, choices, **options: see `Setting`. A field without a default is required.
+      kind: see `Setting`. Default: str if there are choices, the type of the default if it is a bool or an int,
+        otherwise float.
+      kw_only: True if the field is a keyword-only argument of the constructor.
 
     Example:
       >>> @dataclasses.dataclass
@@ -238,7 +241,7 @@ def setting(
         kind = type(default) if isinstance(default, bool | int) else float
     is_leaf = kind in (float, int)
     declared_setting = Setting(
-        name="",  # known once the class exists: `settings_of`
+        name="",  # `settings_of` sets the name, which is not known yet
         kind=kind,
         help=help,
         default=None if default is dataclasses.MISSING else default,
@@ -255,9 +258,9 @@ def setting(
 
 @functools.cache
 def settings_of(cls: type) -> dict[str, Setting]:
-    """Return the settings that a class's fields declare, by name: its own settings before inherited ones."""
+    """Return the settings that the fields of a class declare, by name. Inherited settings are last."""
     setting_fields = {f.name: f for f in dataclasses.fields(cls) if "setting" in f.metadata}
-    # `dataclasses.fields` lists inherited fields first, and the MRO begins with the class itself.
+    # `dataclasses.fields` lists inherited fields first, but the MRO begins with the class itself.
     ordered_names = [name for owner in cls.__mro__ for name in inspect.get_annotations(owner)]
     return {
         name: dataclasses.replace(setting_fields[name].metadata["setting"], name=name)
@@ -268,90 +271,91 @@ def settings_of(cls: type) -> dict[str, Setting]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestSettings:
-    """The numbers and switches of a request.
+    """The numeric and boolean settings of a request.
 
-    Each field defines its key in prompts files, its checks, its default and, except `strict`, its flag.
+    Each field defines a key of prompts files, its checks and its default. Each field except `strict` also defines a
+    flag.
     """
 
-    # 0 is greedy
+    # sampling temperature; 0 selects greedy decoding
     temperature: float = setting(
         default=0.0,
         ranges=Range("a finite number of at least 0 (0 is greedy)", 0, LARGEST_FLOAT),
-        help="0 is greedy (default: 0)",
+        help="sampling temperature, 0 for greedy (default: 0)",
     )
-    # sample only from this many of the most probable tokens; 0 is off
+    # sample from this many of the most probable tokens; 0 disables the filter
     top_k: int = setting(
         default=0,
         ranges=Range("a whole number of at least 0 (0 is off)", 0, LARGEST_INT),
-        help="sample among the N best tokens (default: off)",
+        help="sample from the N most probable tokens (default: off)",
     )
-    # sample among the best tokens up to this total probability; 1 is off
+    # sample from the most probable tokens up to this total probability; 1 disables the filter
     top_p: float = setting(
         default=1.0,
         ranges=Range("a number above 0 and at most 1 (1 is off)", 0, 1, above=True),
-        help="sample among the top X of probability (default: off)",
+        help="sample from the top X of probability (default: off)",
     )
-    # drop tokens below this multiple of the best probability; 0 is off
+    # drop tokens below this fraction of the highest probability; 0 disables the filter
     min_p: float = setting(
         default=0.0,
         ranges=Range("a number between 0 and 1 (0 is off)", 0, 1),
-        help="drop tokens below X times the best probability (default: off)",
+        help="drop tokens below X times the highest probability (default: off)",
     )
-    # 1 is off; for tokens in the prompt and the completion
+    # penalty on tokens that are in the prompt or the completion; 1 disables it
     repetition_penalty: float = setting(
         default=1.0,
         ranges=Range("a finite number above 0 (1 is off)", 0, LARGEST_FLOAT, above=True),
-        help="divide positive and multiply negative logits of tokens that are in prompt or text by X (default: off)",
+        help="divide positive and multiply negative logits of tokens in the prompt or output by X (default: off)",
     )
-    # 0 is off; for tokens in the completion
+    # penalty on tokens that are in the completion; 0 disables it
     presence_penalty: float = setting(
         default=0.0,
         ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),
-        help="take X from the logit of every token that is in the new text (default: off)",
+        help="subtract X from the logit of every token that is in the output (default: off)",
     )
-    # 0 is off; for each occurrence of a token in the completion
+    # penalty on a token for each occurrence in the completion; 0 disables it
     frequency_penalty: float = setting(
         default=0.0,
         ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),
-        help="take X from the logit of a token for every time that it is in the new text (default: off)",
+        help="subtract X from the logit of a token for every occurrence in the output (default: off)",
     )
-    # seed of the request's draws; `make_requests` increments it, so that requests draw differently
+    # seed of the request's random numbers; `make_requests` increments it for each request
     seed: int = setting(
         default=0,
         ranges=Range("a whole number from 0 to 4294967295", 0, 2**32 - 1),
         help="prompt i draws with seed N + i (default: 0)",
     )
-    # maximum length of the completion
+    # maximum number of tokens in the completion
     max_new_tokens: int = setting(
         default=256,
         ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
-        help="most tokens per prompt (default: 256)",
+        help="maximum number of new tokens per prompt (default: 256)",
     )
-    # stop tokens are banned before this length; stop strings are not
+    # stop tokens are banned until the completion has this many tokens; stop strings are not
     min_new_tokens: int = setting(
         default=0,
         ranges=Range("a whole number of at least 0 (0 is off)", 0, LARGEST_INT),
-        help="no stop token before N new tokens (default: off)",
+        help="allow stop tokens only after N new tokens (default: off)",
     )
-    # a lossy rule relaxes no token
+    # True disables relaxed acceptance
     strict: bool = setting(
         default=False,
         per_row=True,
-        help="switch the rule's relaxation off",
+        help="disable the rule's relaxed acceptance",
     )
     # see `Controls.draft_stop`
     draft_stop: float = setting(
         default=math.inf,
         ranges=Range("a number of at least 0 (inf is off)", 0),
-        help="draft nothing after a token where a model, eagle, medusa or dflash is unsure: where the square root of "
-        "its entropy in nats, or a DSpark head's chance of a rejection, is above X (default: inf, which is off)",
+        help="stop drafting after a token at which model, eagle, medusa or dflash is unsure: the square root of the "
+        "draft's entropy in nats, or a DSpark head's rejection probability, is above X (default: inf, which is off)",
     )
 
 
 REQUEST = settings_of(RequestSettings)
-"""The settings of a request, by name. A row of a prompts file may set each of them."""
+"""The settings of a request by name. Each row of a prompts file may set them."""
 FILTERS = ("top_k", "top_p", "min_p")
-"""Settings that affect only sampling; off by default."""
+"""Names of the settings that filter tokens for sampling. All of them are off by default."""
 
 
 def _count(name: str, most: int, help: str) -> Setting:
@@ -364,40 +368,40 @@ BATCH = by_name(
     _count(
         "num_draft_tokens",
         DRAFT_TOKENS,
-        "tokens drafted in a row (default: 5, by ngram 8); heads draft a tree, or for rejection a chain as long as "
-        "they can; 3 for a mixture of experts",
+        "length of drafted chains (default: 5, or 8 for ngram); at most 3 by default for a mixture of experts; heads "
+        "draft a tree by default, or with rejection the longest chain that they can",
     ),
-    _count("refine_every", 2**16, "with --refine: completions between two updates (default: 32)"),
+    _count("refine_every", 2**16, "with --refine: number of completions between updates (default: 32)"),
     _count(
         "samples",
         SAMPLES,
-        "completions of each prompt, which follow each other; they need a temperature (default: 1)",
+        "number of completions of each prompt, one after another; more than 1 need a temperature (default: 1)",
     ),
     _count(
         "top_log_probs",
         TOP_LOG_PROBS,
-        "with --json or --output: also the target's N most probable tokens in place of every token",
+        "with --json or --output: report the target's N most probable tokens at the position of every token",
     ),
     _count(
         "prefill_chunk",
         2**16,
-        "prompt tokens read at a time, by target and draft model (default: on a CPU 64, or 256 in long buffers; "
-        "elsewhere 512)",
+        "number of prompt tokens that target and draft model read at a time (default: 64 on a CPU, or 256 for long "
+        "buffers; 512 on accelerators)",
     ),
 )
-"""Settings of a batch."""
+"""The settings of a batch by name."""
 STORED_DTYPES = ("float32", "bfloat16", "int8")
-"""Dtypes of keys and values, and of weights in a conversion."""
+"""Dtypes of keys and values in caches, and of converted weights."""
 DTYPES = (*STORED_DTYPES, "int4")
 """Dtypes of weights."""
 BITS = {"int8": 8, "int4": 4}
-"""Bits per weight of the quantised dtypes."""
+"""Bits per weight of each quantised dtype."""
 ATTENTION = ("auto", "xla", "pallas")
-"""Forms of a target's attention that a user can choose; see `models.language_model`."""
+"""Implementations of the target's attention that users can choose; see `models.language_model`."""
 
 
 def check_dtype(dtype: str | None, *, shown: str = "dtype", known: Sequence[str] = DTYPES) -> None:
-    """Raise MarsError for an unknown dtype of weights or of a cache; None is the default.
+    """Raise MarsError if a dtype of weights or of a cache is unknown. None stands for the default.
 
     >>> check_dtype("bfloat16")
     """

@@ -1,8 +1,8 @@
-"""Aliases of types that several packages use."""
+"""Type aliases that several packages use."""
 
 from typing import Any
 
 JsonObject = dict[str, Any]
 """A parsed JSON object."""
 PyTree = Any
-"""A tree of arrays."""
+"""A JAX pytree of arrays."""

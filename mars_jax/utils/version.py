@@ -1,3 +1,3 @@
-"""The version of the package."""
+"""The version number of the package."""
 
 __version__ = "0.2.0"

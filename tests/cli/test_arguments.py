@@ -31,7 +31,7 @@ def test_a_value_out_of_range_is_named(refused, argument):
         (["--margin", "wide", "x"], "--margin is wide: expected one of ratio, gap"),
         (["--rule-option", "theta", "x"], "--rule-option is theta: expected NAME=VALUE"),
         (["--chat", "--template-arg", "x", "The"], "--template-arg is 'x': expected NAME=VALUE"),
-        (["--regex", "a(", "x"], "the pattern 'a(' is no regular expression"),
+        (["--regex", "a(", "x"], "the pattern 'a(' is not a regular expression"),
         (["--rule-option", "theta=2", "x"], "--rule-option theta is 2: expected a number above 0"),
         (["--rule-option", "fast=2", "x"], "--rule-option fast does not apply to the rule mars, which has"),
         (["--rule-option", "theta=1", "--theta", "1", "x"], "--rule-option theta=1 is given twice, also as"),

@@ -178,8 +178,8 @@ def test_the_first_process_listens_where_it_was_told_and_nowhere_else():
 @pytest.mark.slow
 def test_an_address_of_another_machine_is_refused_by_the_first_process():
     _, err = start([*FIRST, "192.0.2.1:4567", "hello"]).communicate(timeout=60)
-    problem = "--coordinator is 192.0.2.1:4567, where this machine cannot listen"
-    assert err.startswith(f"error: {problem}: name an address of process 0's")
+    problem = "--coordinator is 192.0.2.1:4567, but this machine cannot listen on it"
+    assert err.startswith(f"error: {problem}: use an address of process 0's")
 
 
 @pytest.mark.slow

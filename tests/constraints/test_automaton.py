@@ -42,8 +42,8 @@ def test_a_pattern_matches_what_re_matches(pattern):
 @pytest.mark.parametrize(
     ("pattern", "sentence"),
     [
-        ("a(", r"the pattern 'a\(' is no regular expression"),
-        (r"(a)\1", "refers back to a group, which no automaton can follow"),
+        ("a(", r"the pattern 'a\(' is not a regular expression"),
+        (r"(a)\1", "refers back to a group, which no automaton can represent"),
         ("(?=a)b", "looks ahead or behind"),
         (r"a\bb", "has an anchor or a word boundary inside"),
         ("(?>a*)b", "has an atomic group"),

@@ -40,12 +40,12 @@ def test_what_python_writes_can_be_said(schema, values):
 @pytest.mark.parametrize(
     ("schema", "sentence"),
     [
-        ({"type": "object", "minProperties": 2}, "has 'minProperties', which cannot be held to"),
-        ({"oneOf": [{}]}, "'oneOf', which cannot be held to|has no type"),
+        ({"type": "object", "minProperties": 2}, "has 'minProperties', which cannot be enforced"),
+        ({"oneOf": [{}]}, "'oneOf', which cannot be enforced|has no type"),
         ({"type": "int"}, "type at # is 'int': expected one of array"),
         ({"$ref": "#/$defs/x"}, "there is no such schema"),
         ({"$ref": "#"}, "deeper than 24 at #, or refers to itself"),
-        ({"type": "number", "maximum": 3}, "has maximum: only a minimum of 0 can be held to"),
+        ({"type": "number", "maximum": 3}, "has maximum: only a minimum of 0 can be enforced"),
         ({"type": "string", "format": "hostname"}, "format at # is 'hostname': expected one of date"),
         ({"type": "string", "maxLength": 1, "minLength": 2}, "less than minLength"),
         ({"const": "\ud800"}, "is not valid Unicode"),

@@ -85,7 +85,7 @@ def test_an_allow_list_is_the_pattern_of_its_letters(words):
 def test_a_text_that_no_token_says_gets_a_sentence():
     words = Vocabulary(tokens=(None, b"a", b"ab"))
     assert token_table(automaton(parse_pattern("aab|c")), words).run([1, 2]) > 0
-    with pytest.raises(MarsError, match="matches no text that this vocabulary's tokens can say"):
+    with pytest.raises(MarsError, match="matches no text that this vocabulary's tokens can spell"):
         constraints.regex("ba").table(words)
     with pytest.raises(MarsError, match="allows the token 7, and there are 3"):
         constraints.tokens([7]).table(words)

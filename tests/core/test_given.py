@@ -176,7 +176,7 @@ def test_a_state_of_another_decoder_is_refused(entry, field):
     decoder = decode.speculative_decoder(TARGET, drafter, rule)
     shapes = decode.shapes(decoder, NO_WEIGHTS, prompts_of(ROWS, BUFFER, rule))
     foreign = jax.tree.map(zeros, getattr(shapes, field))
-    with pytest.raises(MarsError, match=f"the field '{field}' of the state is not as this decoder makes it"):
+    with pytest.raises(MarsError, match=f"the field '{field}' of the state does not match this decoder"):
         call(entry, state=lambda state: dataclasses.replace(state, **{field: foreign}))
 
 
@@ -213,7 +213,7 @@ STEPPING = {
 @pytest.mark.parametrize("function", STEPPING)
 def test_a_lossless_decoder_refuses_a_state_under_a_lossy_rule(function):
     decoder = decode.speculative_decoder(TARGET, DRAFTERS["ngram"], EXACT, prefill_chunk=8)
-    with pytest.raises(MarsError, match="the field 'rule' of the state is not as this decoder makes it"):
+    with pytest.raises(MarsError, match="the field 'rule' of the state does not match this decoder"):
         STEPPING[function](decoder, NO_WEIGHTS, state())
 
 

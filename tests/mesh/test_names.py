@@ -53,9 +53,9 @@ def test_an_axis_without_a_role_is_an_error():
         shardings.params_shardings(CONFIG, mesh)
     with jax.set_mesh(mesh), pytest.raises(MarsError, match="'stage' of 2 devices has no role"):
         decoded(init_params(CONFIG, jax.random.key(0)))
-    with pytest.raises(MarsError, match="'data' is to be model and holds data"):
+    with pytest.raises(MarsError, match="'data' cannot have the role model, because its role is data"):
         name_axes(model="data")
-    with pytest.raises(MarsError, match="'rows' is no role"):
+    with pytest.raises(MarsError, match="'rows' is not a role"):
         name_axes(rows="data")
     name_axes(model="parts")
     assert parse_mesh("data=2,parts=2").shape == {"data": 2, "parts": 2}

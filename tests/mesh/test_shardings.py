@@ -372,7 +372,7 @@ def test_experts_are_divided_whole_before_their_hidden_units(axes, up, down):
         ("data=2,tensor=4", "expected axes among data, model, expert"),
         ("data=2,data=4", "each once"),
         ("model", "number of devices"),
-        ("data=3,model=4", "of 12 devices and there are 8"),
+        ("data=3,model=4", "needs 12 devices and there are 8"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(text, sentence):

@@ -78,7 +78,7 @@ def test_a_name_of_the_table_is_its_factory():
         ("learned:nowhere", {}, "there is no readable config.json in 'nowhere' (No such file"),
         ("nowhere.py:gate", {}, "the file of a rule 'nowhere.py' cannot be read (No such file"),
         ("no.such.module:gate", {}, "the rule is no.such.module:gate: the module 'no.such.module' cannot be imported"),
-        ("mars_jax.verify:MARGINS", {}, "the rule is mars_jax.verify:MARGINS: MARGINS is nothing that can be called"),
+        ("mars_jax.verify:MARGINS", {}, "the rule is mars_jax.verify:MARGINS: MARGINS is not callable"),
     ],
 )  # fmt: skip
 def test_a_bad_name_or_setting_gets_one_sentence(spec, settings, expected):
@@ -127,7 +127,7 @@ def test_a_users_module_is_found_in_the_current_folder(tmp_path, monkeypatch):
         ("gate", {"kind": "c"}, "kind is 'c': expected one of a, b."),
         ("needy", {}, "the rule needy needs a level: give a number."),
         ("unsayable", {}, "unsayable: its argument 'table' has no default"),
-        ("NOTHING", {}, "NOTHING is nothing that can be called"),
+        ("NOTHING", {}, "NOTHING is not callable"),
     ],
 )
 def test_a_users_rule_and_settings_are_checked(rules_file, name, settings, expected):
