@@ -76,7 +76,7 @@ def number_experts(files: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, 
 
 
 def _expert(tensor: Tensor, expert: int, start: int, size: int) -> Tensor:
-    """Return `size` rows of an expert's matrix."""
+    """Return a tensor of `size` rows of one expert's matrix, from row `start` on."""
 
     def read(first: int, last: int) -> np.ndarray:
         return tensor.rows(expert, expert + 1)[0, start + first : start + last]
@@ -85,7 +85,7 @@ def _expert(tensor: Tensor, expert: int, start: int, size: int) -> Tensor:
 
 
 def _rows(tensor: Tensor, rows: slice, *, transposed: bool = False) -> Tensor:
-    """Return some rows of each expert's matrix, which is stored as [in, out] if `transposed`."""
+    """Return a tensor of some rows of each expert's matrix, which is stored as [in, out] if `transposed`."""
 
     def read(first: int, last: int) -> np.ndarray:
         stored = tensor.rows(first, last)
