@@ -30,8 +30,8 @@ class ModelRow:
     copies_pay: bool = False  # True if n-grams are faster than all of `drafts`, as measured
 
     def is_called(self, name: str) -> bool:
-        """Return whether `name` is this row's name, its repository, or a path that ends in one of them or in a file of
-        it."""
+        """Return whether `name` is the row's name, its repository, or a path that ends in one of those or in its
+        file."""
         path, base_name = PurePath(name), self.repository.rpartition("/")[2].lower().removesuffix("-gguf")
         # The hub's cache stores a checkpoint in models--OWNER--NAME/snapshots/COMMIT.
         cached_names = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]

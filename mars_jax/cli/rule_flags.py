@@ -44,7 +44,7 @@ def add_rule_flags(
         else:
             group.add_argument(flag, metavar="NAME" if setting.choices else setting.metavar, help=help_text)
     option_help = (
-        "any setting of the rule; may be given several times; settings of your own rule are arguments"
+        "any setting of the rule; may be given several times; for your own rule, an argument of its function"
     )
     add_flags(group, {"--rule-option NAME=VALUE ...": option_help})
 
