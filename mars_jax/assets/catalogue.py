@@ -42,7 +42,7 @@ class ModelRow:
 
 
 class Head(NamedTuple):
-    """A published head."""
+    """A published draft head."""
 
     target: str  # short name
     layout: str  # layout of its files

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _answer(argv: Sequence[str], out: IO[str]) -> None:
-    """Print the help or the version of `mars-jax`, or refuse an unknown command."""
+    """Print the help or the version of `mars-jax`, or raise MarsError for an unknown command."""
     name, *_ = argv or ["--help"]
     if name in ("-h", "--help"):
         print("usage: mars-jax COMMAND [flags]; each command explains its flags with --help\n", file=out)

@@ -23,7 +23,7 @@ SAMPLING = tuple(name for name in REQUEST if name not in ("strict", "draft_stop"
 
 
 def flag_of(name: str) -> str:
-    """Return the flag for a Python name.
+    """Return the flag that corresponds to a Python name.
 
     >>> flag_of("top_k")
     '--top-k'
@@ -48,7 +48,7 @@ def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 def add_flags(group: argparse._ActionsContainer, helps: Mapping[str, str], **options: Any) -> None:
-    """Add flags that have the same options.
+    """Add several flags that have the same argparse options.
 
     Args:
       group: a parser, or one of its groups.
@@ -164,7 +164,7 @@ def part_of(text: str) -> slice:
 
 
 HOSTS = ("coordinator", "num_processes", "process_id")
-"""The flags of `add_host_flags`."""
+"""Names of the arguments that `add_host_flags` adds."""
 
 
 def add_host_flags(parser: argparse.ArgumentParser) -> None:

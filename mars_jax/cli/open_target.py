@@ -127,7 +127,7 @@ def check_draft(target: Pretrained, draft: DraftSpec) -> None:
 
 @contextlib.contextmanager
 def joined_processes(args: argparse.Namespace, rows: object, out: IO[str]) -> Iterator[IO[str]]:
-    """Join the other processes of a run with a mesh, and yield the output stream of this process.
+    """Join the other processes of a run if it has a mesh, and yield the output stream of this process.
 
     Raises:
       MarsError: see `hosts.connect`; or flags or prompts differ between processes; or another process failed.

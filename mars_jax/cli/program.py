@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
       short: names of the arguments that `--help` shows; `--help-all` then shows all. None: `--help` shows all.
-      options: options for argparse.
+      options: further arguments of `argparse.ArgumentParser`.
     """
 
     def __init__(self, *, short: Collection[str] | None = None, add_help: bool = True, **options: Any):
@@ -157,7 +157,7 @@ def command(
 ) -> int:
     """Run `run(parse(argv), stdout)`; return its exit code (0 for None), or that of the error that it raised.
 
-    `parse` may print, as for --help. `run` writes the result to stdout.
+    `parse` may print to stdout, as for --help. `run` writes the result to stdout.
     """
 
     def parsed(argv: Sequence[str], out: IO[str]) -> int | None:

@@ -100,7 +100,7 @@ def stoppable() -> Iterator[threading.Event]:
     try:
         yield _state.interrupt_event
     finally:
-        if _state.writing is not None:  # wait until the signals of the block are read
+        if _state.writing is not None:  # wait until all signals of the block have been read
             _state.marked.clear()
             os.write(_state.writing, bytes([_MARK]))
             _state.marked.wait()  # `_watch` has set `interrupt_event` to None: the next Ctrl-C ends the process
@@ -143,7 +143,8 @@ def _end(number: signal.Signals) -> None:
     try:
         last_line = _WORDS[number]
         actions = list(_state.actions)  # a copy, because the main thread may remove an action
-        # The first of the two threads runs the action, which may take long. A second signal ends the process at once.
+        # The first of the two threads runs the action, which may take a long time. A second signal ends the process at
+        # once.
         if _state.ending.acquire(blocking=False) and actions:
             try:
                 last_line += actions[-1]()

@@ -108,7 +108,7 @@ class _Hooks(NodeTransformer):
     visit_Macro = visit_CallBlock = visit_For
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
-        return nodes.Const(node.data, lineno=node.lineno)  # constants are counted, template data is not
+        return nodes.Const(node.data, lineno=node.lineno)  # count the text, as for any constant
 
 
 def _filtered(node: nodes.Expr, name: str) -> nodes.Node:

@@ -71,7 +71,7 @@ def from_json(data: JsonObject, generation: JsonObject | None = None) -> ModelCo
     missing = [key for key in required if type(data.get(key)) is not int]
     if missing:
         raise MarsError(f"config.json has no number for {', '.join(missing)}: use the original config.")
-    check_parts(data["num_hidden_layers"])  # before lists of this length are created
+    check_parts(data["num_hidden_layers"])  # check before creating lists of this length
     key = FAMILIES[family].activation
     activation = value_or_default(data, key, defaults.get(key, "silu"))
     if activation not in _ACTIVATIONS:

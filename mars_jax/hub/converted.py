@@ -45,12 +45,12 @@ class Conversion(NamedTuple):
 
 
 def is_converted(directory: Path) -> bool:
-    """Return whether a directory holds a finished conversion."""
+    """Return whether a directory contains a finished conversion."""
     return (directory / MANIFEST).is_file()
 
 
 def file_name(array: Weight) -> str:
-    """Return the name of the file that holds an array of params."""
+    """Return the name of the file that stores an array of params."""
     return ".".join(map(str, array.path)) + ".safetensors"
 
 
@@ -59,7 +59,7 @@ def restore_params(
 ) -> tuple[PyTree, str]:
     """Load a conversion's params onto their devices, and return them with their floating-point dtype.
 
-    Each process reads the parts for its own devices, and checks its share of the files.
+    Each process reads only the parts for its own devices, and verifies the checksums of its share of the files.
 
     Args:
       directory: directory of the conversion.

@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 class Family(NamedTuple):
-    """The fields that are specific to one architecture."""
+    """Readers, writers and defaults of the fields that are specific to one architecture."""
 
     architecture: str
     parts: tuple[Part, ...]
@@ -89,7 +89,7 @@ def _windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]
 
 
 def _types(has_window: Iterable[bool]) -> list[str]:
-    """Return the type of each layer."""
+    """Return the type of each layer, given whether it has a window."""
     return [_SLIDING if flag else _FULL for flag in has_window]
 
 
@@ -144,7 +144,7 @@ def _read_qwen_experts(data: JsonObject) -> Fields:
     step, mlp_only = count(data, "decoder_sparse_step", 1), data.get("mlp_only_layers") or ()
     # `decoder_sparse_step` counts layers from 1, `mlp_only_layers` from 0.
     dense = tuple(i for i in range(data["num_hidden_layers"]) if (i + 1) % step or i in mlp_only)
-    experts = data.get("num_local_experts", data["num_experts"])  # transformers 5, else 4
+    experts = data.get("num_local_experts", data["num_experts"])  # key of transformers 5, else of 4
     return {"num_experts": experts, "expert_size": data["moe_intermediate_size"], "dense_layers": dense}
 
 
@@ -160,7 +160,7 @@ def _write_qwen_experts(config: ModelConfig) -> JsonObject:
 
 
 def _read_delta(data: JsonObject) -> Fields:
-    """Read the fields that Qwen3-Next and Qwen3.5 share. By default, three of four layers are gated DeltaNet."""
+    """Read the fields that Qwen3-Next and Qwen3.5 share. By default, three of every four layers use gated DeltaNet."""
     layers, every = range(data["num_hidden_layers"]), count(data, "full_attention_interval", 4)
     kinds = data.get("layer_types") or [_FULL if (i + 1) % every == 0 else _LINEAR for i in layers]
     if unknown := sorted(set(kinds) - {_FULL, _LINEAR}):
@@ -183,7 +183,7 @@ def _write_delta(config: ModelConfig) -> JsonObject:
 
 
 def _read_gemma(data: JsonObject, every: int) -> Fields:
-    """Read the fields that Gemma 2 and 3 share. All layers except every `every`-th one have a window."""
+    """Read the fields that Gemma 2 and 3 share. Every `every`-th layer has full attention; all others have a window."""
     if data.get("use_bidirectional_attention"):
         raise MarsError("use_bidirectional_attention is not supported: only causal models are.")
     layers, scalar = range(data["num_hidden_layers"]), float(data["query_pre_attn_scalar"])
@@ -328,7 +328,7 @@ def _write_attention_multiplier(config: ModelConfig) -> JsonObject:
 
 
 def _read_olmo3(data: JsonObject) -> Fields:
-    """Read OLMo 3's fields: OLMo 2 with windows in three of four layers. Layers with a window have an unscaled rope."""
+    """Read OLMo 3's fields: OLMo 2 with a window in three of every four layers, whose rope is not scaled."""
     kinds = data.get("layer_types") or _types((i + 1) % 4 != 0 for i in range(data["num_hidden_layers"]))
     full, sliding = _by_layer_type(data)
     ropes = {"rope": read_rope(full, theta=5e5), "local_rope": read_rope(sliding, theta=5e5)}

@@ -97,7 +97,7 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pa
 
 
 def is_here(name_or_path: str | os.PathLike[str]) -> bool:
-    """Return whether `resolve` needs no network: the checkpoint is a path, or complete in a package or the hub's cache.
+    """Return whether a checkpoint is available offline: as a path, in a package, or complete in the hub's cache.
 
     >>> is_here("tiny/target"), is_here("./nowhere")
     (True, False)
@@ -117,7 +117,7 @@ def is_here(name_or_path: str | os.PathLike[str]) -> bool:
 def _is_whole(directory: Path) -> bool:
     """Return whether a downloaded checkpoint has all of its weights; an interrupted download leaves only some."""
     files = [file.name for file in directory.iterdir() if file.is_file()]
-    # As in `tensors`, an index counts only if the single file is absent.
+    # As in `tensors`, ignore an index if there is also a single file with all weights.
     for index in (name for name in files if name.endswith(".index.json")):
         if index.removesuffix(".index.json") not in files:
             return bool(_shards(directory, index, _weight_map(directory, index)))
@@ -302,7 +302,7 @@ def _bin(path: Path) -> dict[str, Tensor]:
         except Exception as error:  # torch raises anything from EOFError to UnpicklingError
             reason = first_line(error).partition(". ")[0]
             raise MarsError(f"'{path}' is damaged or unsafe ({reason}): download it again.") from None
-    # A .bin file may hold any other value, or tensors without rows to read: sparse, nested, or without data (meta).
+    # A .bin file may contain any other value, or tensors that have no rows to read: sparse, nested or meta tensors.
     if not isinstance(state, dict) or not all(
         isinstance(name, str)
         and isinstance(value, torch.Tensor)

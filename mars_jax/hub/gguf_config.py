@@ -305,7 +305,7 @@ def _granite(file: GGUFFile, data: JsonObject) -> JsonObject:
 def _olmo(file: GGUFFile, data: JsonObject) -> JsonObject:
     if window := file.of_model("attention.sliding_window"):
         fields: JsonObject = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window}
-        # Unlike for other architectures, llama.cpp's converter writes the attention_factor of config.json itself.
+        # Only for this architecture, llama.cpp's converter copies the attention_factor of config.json unchanged.
         attention_factor = _decimal(file.of_model("rope.scaling.attn_factor"))
         if data["rope_scaling"] and attention_factor is not None:
             fields["rope_scaling"] = data["rope_scaling"] | {"attention_factor": attention_factor}

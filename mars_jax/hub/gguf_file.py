@@ -107,7 +107,7 @@ class GGUFFile:
         return values.reshape(len(data), *shape[1:])
 
     def stored(self, name: str, first: int, last: int) -> np.ndarray:
-        """Return the stored bytes of rows of a tensor, u8[last - first, bytes]; a vector is one row.
+        """Return the stored bytes of rows of a tensor, u8[last - first, bytes]; a vector counts as one row.
 
         Raises:
           MarsError: the rows cannot be read, or the file changed after its header was read.
@@ -162,7 +162,7 @@ def gguf_parts(path: Path) -> list[Path]:
 
 @cached_by_version(gguf_parts)
 def read_gguf(path: Path) -> GGUFFile:
-    """Open a file, or all parts of a split file. The first part holds the metadata; every part holds some tensors.
+    """Open a file, or all parts of a split file: the first part contains the metadata, each part some of the tensors.
 
     Raises:
       MarsError: the `gguf` package is not installed; a file is truncated, corrupt or not GGUF; or parts of a split file
@@ -180,7 +180,7 @@ def read_gguf(path: Path) -> GGUFFile:
     numbers = [(values.get("split.no", 0), values.get("split.count") or 1) for values, _ in headers]
     values = headers[0][0]
     tensors = {name: tensor for _, part_tensors in headers for name, tensor in part_tensors.items()}
-    # The joined dict keeps one of several tensors with the same name, so count them per part as well.
+    # The joined dict keeps only one of several tensors with the same name, so count the tensors of each part as well.
     total = sum(len(part_tensors) for _, part_tensors in headers)
     expected = total
     if len(parts) > 1:
@@ -231,7 +231,7 @@ class _Header:
         if (version := self._number("I")) not in (2, 3):
             raise ValueError(f"it has version {version}, and only 2 and 3 are supported")
         num_tensors, num_values = self._number(), self._number()
-        # A comprehension evaluates the key before the value, which is the order in the file: key, type, value.
+        # A dict comprehension evaluates the key before the value, which is the order in the file: key, type, value.
         values = {self._text().decode(): self._value(self._number("I")) for _ in range(num_values)}
         entries = [self._entry() for _ in range(num_tensors)]
         alignment = values.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)

@@ -1,6 +1,6 @@
 """The tensors of a GGUF file under their Hugging Face names, dequantised a few rows at a time.
 
-4-bit blocks (Q4_0, Q4_1 and Q4_K) are converted to the form of `models.quantize.Int4`. Their format is defined in
+4-bit blocks (Q4_0, Q4_1 and Q4_K) are converted to the layout of `models.quantize.Int4`. Their format is defined in
 ggml-org/ggml: `block_q4_0`, `block_q4_1` and `block_q4_K` of ggml-common.h, and `get_scale_min_k4` of ggml-quants.c. A
 block of 32 weights consists of a float16 scale d, in Q4_1 also a float16 minimum m, and 16 bytes: byte j holds weight j
 in its low half and weight j + 16 in its high half.
@@ -38,7 +38,7 @@ _KINDS = ("Q4_0", "Q4_1", "Q4_K")
 _MOST_BITS = 5
 """Bits per weight of Q4_1 including scales, the maximum over 4-bit kinds."""
 _DERIVED = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
-"""Tensors whose values are in the config."""
+"""Tensors whose values are part of the config."""
 _INTERLEAVED = {"granite", "llama", "mistral3", "smollm3"}
 """Architectures whose queries and keys llama.cpp stores interleaved, to rotate adjacent dimensions. The hub's layout
 rotates halves."""

@@ -37,7 +37,7 @@ class OwnConfig(NamedTuple):
 
 
 Prompt = str | Sequence[Turn]
-"""A string, or a conversation."""
+"""A prompt: a string, or a conversation as a sequence of turns."""
 
 
 def check_pretrained(target: object) -> None:

@@ -138,7 +138,7 @@ def _check_forward(directory: Path, config: JsonObject) -> None:
 
 
 def _gptq_format(config: JsonObject) -> str:
-    """Return the format: "gptq" (stored zeros are one less), "gptq_v2" (they are exact), or an unsupported one."""
+    """Return the name of the format: "gptq" (stores zeros minus 1), "gptq_v2" (stores exact zeros), or any other."""
     return str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
 
 

@@ -112,7 +112,7 @@ def _settings(data: JsonObject, base: str) -> JsonObject:
     """Merge the rope settings of config.json, which may list a setting in several places.
 
     Raises:
-      MarsError: two places list different values.
+      MarsError: two places set different values for the same setting.
     """
     top_level = {"rope_theta": data.get(base)} | {key: data.get(key) for key in _OUTSIDE}
     settings: JsonObject = {}

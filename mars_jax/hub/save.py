@@ -99,7 +99,7 @@ def save(
         for tensor, parts in stored_tensors(config).items()
     }
     data = to_json(config, dtype=arrays["model.embed_tokens.weight"].dtype.name)
-    # A family may lack a key for some field. Reading the file back shows whether all fields survive.
+    # A family may have no key for some field, so read the contents back and compare.
     if from_json(data) != config:
         raise MarsError(f"the family '{config.family}' cannot express this config: choose another family.")
     return write_directory(target, fuse_experts(arrays), data)

@@ -10,7 +10,7 @@ fused matrix are output i of gate and of up:
 | MXFP4, exponents of the blocks' scales | `_scales` u8[X, 2M, G] | `_scales` u8[X, E, G] |
 | biases | `_bias` [X, 2M] | `_bias` [X, E] |
 
-Qwen3.5 stores `gate_up_proj` [X, 2M, E], whose first M rows are those of gate, and `down_proj` [X, E, M].
+Qwen3.5 stores `gate_up_proj` [X, 2M, E], whose first M rows belong to gate, and `down_proj` [X, E, M].
 
 MXFP4: OCP Microscaling Formats, version 1.0. Oracle: transformers' `integrations/mxfp4.py`, `modeling_gpt_oss.py`
 and `modeling_qwen3_5_moe.py`.

@@ -26,7 +26,7 @@ def count(data: JsonObject, key: str, default: int) -> int:
     """Return a key's value, a whole number of at least 1; `default`, which may be 0, if the key is absent or null.
 
     Raises:
-      MarsError: the value is anything else.
+      MarsError: the value is not a whole number of at least 1.
     """
     value = data.get(key)
     if value is None:
@@ -40,7 +40,7 @@ def config_token_ids(data: JsonObject, key: str, file: str) -> tuple[int, ...]:
     """Return a key's value, one token id or a list of them, as a tuple; () if the key is absent or null.
 
     Raises:
-      MarsError: the value is anything else. The message names `file`.
+      MarsError: the value is neither a token id nor a list of them. The message names `file`.
 
     >>> config_token_ids({"eos_token_id": [1, 106]}, "eos_token_id", "config.json")
     (1, 106)

@@ -200,7 +200,7 @@ def _check_shapes(
 
 
 def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> None:
-    """Test a model against the contract of this module, with a dozen random tokens. This takes seconds.
+    """Test a model against the contract of this module with a dozen random tokens, in a few seconds.
 
     The test compares one forward pass over all tokens with passes over parts of them, over a tree in which two nodes
     share a position, with swapped and replaced rows, and with junk in all masked slots of the cache.

@@ -141,7 +141,7 @@ class MarsJax(TemplateLM):
 
     @property
     def rank(self) -> int:
-        """Rank 0. The harness reads this property after the last answer, which then closes the file of rows.
+        """The rank, which is 0. The harness reads it after the last answer, and this read closes the file of rows.
 
         Raises:
           Answered: the run is only a part.
@@ -175,7 +175,8 @@ class MarsJax(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: the beginning-of-sequence token, or else the end-of-text token."""
+        """The token that precedes a text without context: the beginning-of-sequence token, or else the end-of-text
+        token."""
         bos_token_id = self._target.config.bos_token_id
         return self.eot_token_id if bos_token_id is None else bos_token_id
 
@@ -193,7 +194,7 @@ class MarsJax(TemplateLM):
         """Select the template for later `apply_chat_template` calls, and return it for the harness's record of a run.
 
         Args:
-          chat_template: True for the tokenizer's own, the name of one of several, or False for none.
+          chat_template: True for the tokenizer's default template, the name of one of its templates, or False for none.
 
         Raises:
           MarsError: the tokenizer has no such template.
@@ -332,7 +333,8 @@ class MarsJax(TemplateLM):
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation of its context, and whether greedy decoding generates it."""
+        """Return the log-likelihood of each continuation given its context, and whether greedy decoding generates
+        it."""
         score_chunk, chunk_size = super().loglikelihood, CHUNK * (self._session.batch_size or 1)
 
         # Answer in chunks, so that the rows of one chunk are written before the next chunk is scored.
@@ -350,7 +352,7 @@ class MarsJax(TemplateLM):
 
         def answer(numbers: Sequence[int]) -> Iterator[float]:
             for i in numbers:
-                # Leave room in every window for one token of context before the scored ones.
+                # Leave room in every window for one token of context before the scored tokens.
                 windows = utils.get_rolling_token_windows(
                     token_list=self.tok_encode(requests[i].args[0], add_special_tokens=False),
                     prefix_token=self.prefix_token_id,

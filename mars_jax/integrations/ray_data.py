@@ -68,7 +68,7 @@ class Generate:
         self.prompt, self.seed, self.settings = prompt, seed, settings
 
     def __call__(self, batch: Any) -> pyarrow.Table:
-        """Return the batch with the columns of its completions.
+        """Continue the prompts of a batch, and return the batch with additional columns.
 
         Args:
           batch: `pyarrow.Table`, or columns by name.

@@ -213,7 +213,7 @@ class Rollout:
     def generate(self, prompts: Sequence[str], rollout_config: Any, **kwargs: Any) -> Any:
         """Sample a completion of each prompt; see Tunix's `BaseRollout.generate`.
 
-        Tokens include the stop token. The pad token is never sampled, because learners mask it. Draws depend on
+        Tokens include the stop token. The pad token is never sampled, because learners mask it. Samples depend on
         `rollout_config.seed`, the number of earlier calls, and the index of a prompt.
         """
         del kwargs
@@ -361,7 +361,7 @@ class Rollout:
 
 @functools.cache
 def _taker(config: ModelConfig, dtype: str, mesh: Mesh | None) -> Callable[[PyTree], PyTree]:
-    """Return `params_from_state`, compiled, with a cast to `dtype` and, on a mesh, the shardings for decoding."""
+    """Return a compiled `params_from_state` that casts to `dtype` and, on a mesh, shards the params for decoding."""
 
     def take(state: PyTree) -> PyTree:
         return jax.tree.map(lambda x: x.astype(dtype), params_from_state(state, config))
@@ -372,8 +372,8 @@ def _taker(config: ModelConfig, dtype: str, mesh: Mesh | None) -> Callable[[PyTr
 def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
     """Return the config that reproduces the actor's logits on a short token sequence.
 
-    Tunix 0.1.7 ignores the rotary base of the config and uses the default of its `apply_rope`, 1,000,000. So compare
-    both bases, and choose the one with the closer logits.
+    Tunix 0.1.7 ignores the rotary base of the config and uses the default of its `apply_rope`, 1,000,000. This function
+    therefore compares both bases, and chooses the one with the closer logits.
 
     Raises:
       MarsError: the logits differ too much with both bases.
@@ -391,7 +391,7 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
     actor_logits = actor(ids, positions, None, causal_mask)[0].astype(jnp.float32)
 
     def difference(candidate: ModelConfig) -> float:
-        """Return the largest difference of logits, relative to the standard deviation of the actor's."""
+        """Return the largest difference of logits, relative to the standard deviation of the actor's logits."""
         model = language_model(candidate, dtype=jax.tree.leaves(state)[0].dtype.name)
 
         @jax.jit

@@ -24,7 +24,7 @@ class Choices(NamedTuple):
 
 
 def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
-    """Resolve the defaults that depend on other flags.
+    """Check the combination of flags, and resolve the defaults that depend on other flags.
 
     Raises:
       MarsError: a flag does not apply in combination with the others. The message contains the fix.

@@ -274,7 +274,7 @@ def make_job_requests(
     after hours of work.
 
     Raises:
-      MarsError: the model cannot process a prompt. The message contains its line.
+      MarsError: the model cannot process a prompt. The message includes the prompt's line.
     """
     names = [*REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS]
     flags = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
@@ -307,7 +307,7 @@ def _tokens(
     """Yield the token ids of each prompt. Each chunk is tokenized on all cores.
 
     Raises:
-      MarsError: a prompt cannot be tokenized; the message contains its line.
+      MarsError: a prompt cannot be tokenized. The message includes the prompt's line.
     """
     encode_options = {"chat": args.chat, "system": args.system, "template_args": args.template_args}
     with activity.doing("tokenizing") as running_activity:

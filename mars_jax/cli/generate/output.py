@@ -218,7 +218,7 @@ def _text(job: Job, request: Request) -> str:
 
 
 def _report(job: Job, seconds: float, *, colours: bool = False) -> None:
-    """Print totals on stderr."""
+    """Print the totals of a run on stderr."""
     screen = console(sys.stderr)
     screen.print()
     if colours and screen.color_system is not None:
@@ -256,7 +256,7 @@ def recorded(args: argparse.Namespace, rows: Sequence[PromptRow]) -> JsonObject:
 
 
 def _is_default(name: str, value: object) -> bool:
-    # Compare by identity: 0 equals False, but is a setting.
+    # Compare by identity, because 0 equals False but is a valid setting.
     return value is None or value is False or (name in _DEFAULTS and value == _DEFAULTS[name])
 
 

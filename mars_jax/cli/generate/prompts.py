@@ -69,7 +69,7 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     and their ids are read.
 
     Args:
-      path: path or URL of the file; or a dataset on the hub as OWNER/NAME[:CONFIG[:SPLIT]]; or a dataset's folder.
+      path: path or URL of the file; or a dataset on the hub as OWNER/NAME[:CONFIG[:SPLIT]]; or the folder of a dataset.
       rule: the rule, whose settings rows may override.
 
     Raises:
@@ -192,7 +192,7 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
                 continue
             try:
                 yield _from_fields(_json_object(text, row), row, rule)
-            except RecursionError:  # in the JSON parser or in the checks
+            except RecursionError:  # raised by the JSON parser or by the checks
                 raise row.error("it is nested too deeply: give flatter values.") from None
 
 
@@ -298,7 +298,7 @@ def _unknown(name: str, rule: RuleChoice, keys: Sequence[str]) -> str:
 
 
 def _checked(row: PromptRow) -> PromptRow:
-    """Return the row after checks that need no tokenizer, so that a bad prompt is refused before anything loads."""
+    """Check a prompt before anything is loaded, as far as this is possible without a tokenizer, and return its row."""
     if row.prompt is None:
         if row.messages is None and not row.tokens:
             raise row.error("prompt_tokens is empty: give at least one token id.")

@@ -166,7 +166,7 @@ class Talk:
         self._count = 0  # number of answers
 
     def compile(self) -> None:
-        """Compile the pair's step before the first answer."""
+        """Compile a decoding step before the first answer."""
         with busy("compiling"):
             self._running.compile(self._job.requests[0])
 
@@ -187,7 +187,7 @@ class Talk:
         self._screen.print(sentence, style=style, soft_wrap=False)
 
     def takes(self, ask: Callable[[str], str]) -> bool:
-        """Read one line and answer it. Return False at the end of the input."""
+        """Read one line and answer it. Return False to end the session."""
         try:
             with signals.raising():
                 line = ask(PROMPT)

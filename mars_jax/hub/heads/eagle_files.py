@@ -84,7 +84,7 @@ def save_eagle(
     layout: str = "eagle",
     verifier: str | None = None,
 ) -> Path:
-    """Write a head in a published layout; other arguments, result and errors are those of `hub.save`.
+    """Write a head in a published layout. All other arguments, the result and the errors are as for `hub.save`.
 
     Args:
       layout: "eagle" (SafeAILab, SpecForge and SGLang) or "speculators".
@@ -168,8 +168,8 @@ def layer_config(data: JsonObject, shapes: Iterable[str]) -> ModelConfig:
     Raises:
       MarsError: the layer has a sliding window, or `hub.config.from_json` does not support it.
     """
-    # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM both mean LlamaForCausalLM. If the name consists only of
-    # EAGLE's, model_type decides.
+    # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM both mean LlamaForCausalLM. If the name contains no other
+    # architecture, model_type decides.
     architecture = re.sub(r"eagle-?\d?", "", first_architecture(data) or "", flags=re.IGNORECASE)
     if not architecture.endswith("ForCausalLM"):
         architecture = None

@@ -315,7 +315,7 @@ def save_head(
     overwrite: bool,
     verifier: str | None,
 ) -> Path:
-    """Write a head in one of `layouts`. `to_json` makes config.json; other arguments are those of `hub.save_eagle`."""
+    """Write a head in one of `layouts`; `to_json` makes config.json. Other arguments are as for `hub.save_eagle`."""
     if layout not in layouts:
         raise MarsError(f"layout {layout!r} is not known: expected one of {', '.join(layouts)}.")
     target = free_directory(path, overwrite=overwrite)
