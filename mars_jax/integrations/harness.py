@@ -175,7 +175,7 @@ class MarsJax(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that precedes a text without context: the beginning-of-sequence token, or else the end-of-text
+        """The token that precedes text without context: the beginning-of-sequence token, or else the end-of-text
         token."""
         bos_token_id = self._target.config.bos_token_id
         return self.eot_token_id if bos_token_id is None else bos_token_id
@@ -333,8 +333,7 @@ class MarsJax(TemplateLM):
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation given its context, and whether greedy decoding generates
-        it."""
+        """Return each continuation's log-likelihood given its context, and whether greedy decoding generates it."""
         score_chunk, chunk_size = super().loglikelihood, CHUNK * (self._session.batch_size or 1)
 
         # Answer in chunks, so that the rows of one chunk are written before the next chunk is scored.
