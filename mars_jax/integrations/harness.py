@@ -175,8 +175,7 @@ class MarsJax(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that precedes text without context: the beginning-of-sequence token, or else the end-of-text
-        token."""
+        """The token before text without context: the beginning-of-sequence token, or else the end-of-text token."""
         bos_token_id = self._target.config.bos_token_id
         return self.eot_token_id if bos_token_id is None else bos_token_id
 
