@@ -127,7 +127,9 @@ def _tree_help() -> str:
 
 def _add_rule(command_parser: Parser) -> None:
     group = command_parser.add_argument_group("rule", description=_OWN)
-    add_rule_flags(group, default="exact, or mars with --compare, a rule setting, or neither --target nor --draft")
+    add_rule_flags(
+        group, default="exact, or mars with --compare, a rule setting, or neither --target nor --draft"
+    )
     listings = {
         "--list-rules": "print the table of rules, and nothing else",
         "--list-drafters": "print the table of drafters, and nothing else",
