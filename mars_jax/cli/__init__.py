@@ -1,1 +1,1 @@
-"""Shared parts of the command lines: flags, prompts files, rows of JSON, resumable output and the terminal."""
+"""The command lines: flags, prompts files, JSON rows, resumable output and output on a terminal."""

@@ -1,4 +1,4 @@
-"""The commands by name, and their parsers."""
+"""The commands by name, and functions that run them and return their parsers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ COMMANDS = {
     "benchmark": "measure a pair of models: speed, acceptance and quality, with controls",
     "calibrate": "choose theta from held-out prompts, with a bound on its risk",
     "distill": "train a draft model, or EAGLE or Medusa heads, for a target",
-    "models": "list the models that have a short name, and which of them are here",
-    "pairs": "say what can draft for a model",
-    "convert": "convert a checkpoint once to another dtype, also int8 and int4",
+    "models": "list the models that have a short name, and which of them are on this machine",
+    "pairs": "list the drafts that can be used with a model",
+    "convert": "convert a checkpoint to another dtype, such as int8 or int4",
     "plan": "compile a decode step for TPU slices ahead of time, without a TPU",
-    "check": "check kernels, tokens and speed on the device that is there",
+    "check": "check kernels, tokens and speed on the device of this machine",
     "lm_eval": "run lm-evaluation-harness with drafts and rules",
 }
 _HOME = {
@@ -31,7 +31,7 @@ _HOME = {
     "lm_eval": "mars_jax.integrations.lm_eval",
     **{name: f"mars_jax.lab.commands.{name}" for name in ("benchmark", "calibrate", "distill", "plan")},
 }
-"""Modules of the commands. They are strings, so that the library does not import `lab`."""
+"""Module of each command, as a string, so that the library does not import `lab`."""
 
 
 def parser_of(name: str) -> Parser | None:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _answer(argv: Sequence[str], out: IO[str]) -> None:
-    """Print the help or the version of `mars-jax`, or refuse an unknown command."""
+    """Print the help or the version of `mars-jax`, or raise MarsError for an unknown command."""
     name, *_ = argv or ["--help"]
     if name in ("-h", "--help"):
         print("usage: mars-jax COMMAND [flags]; each command explains its flags with --help\n", file=out)

@@ -17,16 +17,16 @@ from mars_jax.utils.settings import DTYPES
 
 _DESCRIPTION = """\
 Convert a checkpoint once to the dtype to decode with, so that it loads without casting.
-On several hosts each process then reads only the parts of its own devices, for any mesh.
-One array of weights is in memory at a time. Every load compares checksums of the files.
+On several hosts, each process then reads only the shards of its own devices, for any mesh.
+Only one array of weights is in memory at a time. Every load verifies the files' checksums.
 """
 _EPILOG = """\
 examples:
   mars-jax convert Qwen/Qwen3-235B-A22B /data/qwen3-235b --dtype int8
   python -m mars_jax.generate --target /data/qwen3-235b --mesh expert=8 "Hello"
 
-DST gets its name only when it is complete. After a kill, start the command again; it removes
-what was left. Figures go to stderr; bad input ends with exit code 2.
+DST gets its name only when it is complete. After a kill, run the same command again; it
+removes the partial files. Figures go to stderr; bad input ends with exit code 2.
 """
 
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    # jax is imported only from here on.
+    # Import jax only here, because parsing the flags does not need it.
     import jax
 
     from mars_jax import hub

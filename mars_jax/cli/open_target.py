@@ -33,8 +33,8 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
     """
     if args.no_check and not is_converted(sketch.path):
         raise MarsError(
-            f"--no-check does not apply to '{args.target}', which is no conversion and holds no checksums: leave it "
-            "out."
+            f"--no-check does not apply to '{args.target}', which is not a conversion and has no checksums: leave "
+            "it out."
         )
     return hub.load(
         args.target,
@@ -108,8 +108,8 @@ def check_draft(target: Pretrained, draft: DraftSpec) -> None:
       MarsError: see `hub.outline` and `shared_tokens`; or the draft does not exist.
     """
     path = draft.path
-    # A head is compared with the target when its weights load. For now it only has to exist, and its checkpoint on
-    # the hub is downloaded without the weights.
+    # A head is compared with the target when its weights are loaded. Here, check only that it exists, and download its
+    # checkpoint from the hub without the weights.
     if draft.kind != "model":
         if draft.checkpoint:
             resolve(draft.checkpoint, weights=False)
@@ -119,7 +119,7 @@ def check_draft(target: Pretrained, draft: DraftSpec) -> None:
     shared_vocab = shared_tokens(target, hub.outline(path))
     if shared_vocab is not None:
         print(
-            f"note: '{path}' has another tokenizer and drafts the {shared_vocab.count:,} of the target's "
+            f"note: '{path}' has a different tokenizer and drafts the {shared_vocab.count:,} of the target's "
             f"{target.config.vocab_size:,} tokens that it shares.",
             file=sys.stderr,
         )
@@ -127,7 +127,7 @@ def check_draft(target: Pretrained, draft: DraftSpec) -> None:
 
 @contextlib.contextmanager
 def joined_processes(args: argparse.Namespace, rows: object, out: IO[str]) -> Iterator[IO[str]]:
-    """Join the other processes of a run with a mesh, and yield the output stream of this process.
+    """Join the other processes of a run if it has a mesh, and yield the output stream of this process.
 
     Raises:
       MarsError: see `hosts.connect`; or flags or prompts differ between processes; or another process failed.
@@ -143,7 +143,7 @@ def joined_processes(args: argparse.Namespace, rows: object, out: IO[str]) -> It
             hosts.check_equal((shared_flags, rows), "flags or prompts")
             yield output_stream
     except jax.errors.JaxRuntimeError as error:
-        # A collective raises this error if another process of the run has died.
+        # A collective operation raises this error if another process of the run has died.
         if jax.process_count() == 1:
             raise
         raise MarsError(
@@ -158,7 +158,7 @@ def _output_of_process(out: IO[str]) -> Iterator[IO[str]]:
         yield out
         return
     # The duplicate still writes to the user's stdout. The original descriptor is redirected to stderr, because C
-    # libraries write to it directly, below `sys.stdout`.
+    # libraries write to it directly, bypassing `sys.stdout`.
     with os.fdopen(os.dup(out.fileno()), "w", encoding="utf-8") as stdout_copy:
         os.dup2(2, out.fileno())  # Gloo (CPU collectives) prints its connections
         if hosts.is_first():

@@ -1,4 +1,4 @@
-"""`mars-jax pairs`: a list of drafts for a model."""
+"""`mars-jax pairs`: list the drafts for a model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mars_jax.utils.catalogue import LOADS, MODELS, Pair, pairs
 from mars_jax.utils.errors import MarsError, did_you_mean
 
 _DESCRIPTION = """\
-Say which published heads and small models can draft for a target, the one to try first
-first, and how far that is proven here.
+List the published heads and small models that can draft for a target, best first, and how
+well each pair is tested.
 """
 _EPILOG = """\
 examples:
@@ -36,8 +36,8 @@ def parser() -> Parser:
     """Return the parser."""
     command_parser = Parser(prog="mars-jax pairs", description=_DESCRIPTION, epilog=_EPILOG)
     target_help = (
-        "short name, owner/name on the Hugging Face hub, or a checkpoint whose file or directory has the published "
-        "name, or a GGUF file with it in its metadata (default: all targets)"
+        "short name, owner/name on the Hugging Face hub, or a checkpoint that is recognised by the name of its file or "
+        "directory, or by the metadata of its GGUF file (default: all targets)"
     )
     command_parser.add_argument("target", metavar="TARGET", nargs="?", help=target_help)
     command_parser.add_argument("--json", action="store_true", help="print one JSON array")
@@ -50,12 +50,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _pairs_of_file(path: Path) -> list[Pair]:
-    """Return the pairs of a GGUF file. The metadata names the model, so the file may have any name."""
+    """Return the pairs of a GGUF file, which is identified by its metadata and may have any file name."""
     if not is_gguf(path):
         return []
     file = read_gguf(path)
     parts = [file.get(f"general.{key}", "") for key in ("basename", "size_label", "finetune")]
-    # Some files have only the full name. In files of a base model, the key finetune may be empty or wrong.
+    # Some files contain only the full name. In files of a base model, the key finetune may be empty or wrong.
     names = ("-".join(filter(None, parts)), "-".join(filter(None, parts[:2])), file.get("general.name", ""))
     pair_lists = (pairs(name.replace(" ", "-")) for name in names if name)
     return next(filter(None, pair_lists), [])
@@ -67,7 +67,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
         suggestion = did_you_mean(args.target, MODELS)
         raise MarsError(
             f"no head and no small model is known for '{args.target}'{suggestion}: draft with ngram, self or a "
-            "small model with its tokenizer, or train one by mars-jax distill."
+            "small model with its tokenizer, or train one with mars-jax distill."
         )
     if args.json:
         print(json.dumps([pair._asdict() for pair in matching_pairs], indent=2), file=out)

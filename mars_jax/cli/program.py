@@ -1,4 +1,4 @@
-"""The frame of every command: parser, exit codes, one-line errors for bad input, and the compilation cache."""
+"""Code that all commands share: parser, exit codes, one-line errors for bad input, and the compilation cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 PATHS = ("PATH", "FILE", "DIR", "SRC", "DST", "TARGET")
-"""Metavars of arguments whose value is a path, or a name that may be one."""
+"""Metavars of arguments whose value is or may be a path."""
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
       short: names of the arguments that `--help` shows; `--help-all` then shows all. None: `--help` shows all.
-      options: options for argparse.
+      options: further arguments of `argparse.ArgumentParser`.
     """
 
     def __init__(self, *, short: Collection[str] | None = None, add_help: bool = True, **options: Any):
@@ -85,14 +85,14 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def kinds(self) -> dict[str, Parser]:
-        """Return the parsers of its subcommands, by their names."""
+        """Return the parsers of the subcommands, by name."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 return dict(action.choices)
         return {}
 
     def groups(self) -> dict[str, argparse._ArgumentGroup]:
-        """Return the non-empty argument groups, by their titles."""
+        """Return the argument groups that are not empty, by title."""
         return {str(group.title): group for group in self._action_groups if group._group_actions}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -157,7 +157,7 @@ def command(
 ) -> int:
     """Run `run(parse(argv), stdout)`; return its exit code (0 for None), or that of the error that it raised.
 
-    `parse` may print, as for --help. `run` writes the result to stdout.
+    `parse` may print to stdout, as for --help. `run` writes the result to stdout.
     """
 
     def parsed(argv: Sequence[str], out: IO[str]) -> int | None:
@@ -193,14 +193,14 @@ def program(run: Callable[[Sequence[str], IO[str]], int | None], argv: Sequence[
 def _program(run: Callable[[Sequence[str], IO[str]], int | None], argv: Sequence[str]) -> int:
     stdout = sys.stdout
     try:
-        # Output of libraries must not mix with the result.
+        # Redirect stdout, because output of libraries must not mix with the result.
         with contextlib.redirect_stdout(sys.stderr), _one_line_warnings():
             _check_switch()
             try:
                 return run(argv, stdout) or 0
             except (RuntimeError, AssertionError):
-                # JAX initialises its devices on first use, which can happen anywhere. If that failed, replace the error
-                # with a clear one.
+                # JAX initialises its devices on first use, which can happen anywhere. If the initialisation failed,
+                # replace the error with a clear one.
                 if "jax" in sys.modules:
                     from mars_jax.utils import hosts
 
@@ -208,8 +208,8 @@ def _program(run: Callable[[Sequence[str], IO[str]], int | None], argv: Sequence
                 raise
             finally:
                 try:
-                    # Flush now. If the flush at the exit of Python failed, it would print several lines and change
-                    # the exit code.
+                    # Flush now, because a failed flush at the exit of Python prints several lines and changes the exit
+                    # code.
                     stdout.flush()
                 except OSError as error:
                     _discard(stdout)
@@ -225,8 +225,8 @@ def _program(run: Callable[[Sequence[str], IO[str]], int | None], argv: Sequence
     except BrokenPipeError:
         return BROKEN_PIPE
     except (Exception, SystemExit) as error:
-        # SystemExit in a user's file is an error. After --help it comes from argparse, and is raised again below.
-        # Keep tracebacks of bugs in this package.
+        # A SystemExit from a user's file is an error; one from argparse, after --help, is raised again below. Keep
+        # tracebacks of bugs in this package.
         user_failure = user_code.failure(error, user_code.frames_in(user_code.MODULES, error))
         if user_failure is not None:
             _say(f"error: {user_failure}.")
@@ -277,13 +277,13 @@ def keep_compilations() -> None:
     from mars_jax.utils.compilations import enable_compilation_cache
 
     is_default = jax.config.jax_compilation_cache_dir is None  # pyright: ignore[reportAttributeAccessIssue]
-    with contextlib.suppress(MarsError):  # the user has no home folder
+    with contextlib.suppress(MarsError):  # raised if the user has no home folder
         folder = enable_compilation_cache()
         if is_default:
             keep_programs(folder)
 
 
 def _discard(out: IO[str]) -> None:
-    """Send the flush at exit to /dev/null, because stdout cannot be written."""
+    """Redirect a stream that cannot be written to /dev/null, so that the flush at exit succeeds."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())

@@ -15,7 +15,7 @@ Show = Callable[[int, int | None, str], None]
 """Function that reports progress: (number done, total if known, additional text)."""
 
 SECONDS = 30.0
-"""Seconds between two lines if stderr is not a terminal."""
+"""Seconds between two progress lines if stderr is not a terminal."""
 WINDOW = 600.0
 """Seconds of recent work from which the remaining time is estimated. One batch may take minutes."""
 
@@ -24,7 +24,7 @@ WINDOW = 600.0
 def heartbeat() -> Iterator[None]:
     """Print the current activities every `SECONDS` if stderr is not a terminal.
 
-    A thread prints them, because compilations block the main thread for minutes.
+    A separate thread prints them, because compilations can block the main thread for minutes.
     """
     if sys.stderr.isatty():
         yield
@@ -34,7 +34,7 @@ def heartbeat() -> Iterator[None]:
     def beat() -> None:
         while not end_event.wait(SECONDS):
             if text := activity.describe():
-                with contextlib.suppress(OSError, ValueError):  # stderr is full or closed
+                with contextlib.suppress(OSError, ValueError):  # stderr is a full or closed pipe
                     print(text, file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
@@ -47,7 +47,7 @@ def heartbeat() -> Iterator[None]:
 
 
 class _Activities:
-    """Text of a spinner, which rich renders repeatedly."""
+    """Text of a spinner, updated each time that rich renders it."""
 
     def __rich__(self) -> str:
         return activity.describe()
@@ -68,10 +68,10 @@ def busy(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(name: str, *, bar: bool = True) -> Iterator[Show]:
-    """Yield a function that reports progress to the heartbeat and to a bar, which disappears at the end.
+    """Yield a function that reports progress to the heartbeat and to a progress bar, which disappears at the end.
 
     Args:
-      name: name of the items that are counted.
+      name: plural name of the items that are counted.
       bar: False if stdout shows the results as they arrive, so that a terminal needs no bar.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -118,7 +118,7 @@ def announce(runs: str, seconds: float) -> None:
 
 
 def speed(emitted: int, steps: int, seconds: float) -> str:
-    """Format tokens per second and tau. Rows that were read from a file have no run time.
+    """Format tokens per second and tau. If all rows were read from a file, there is no time to report.
 
     >>> speed(40, 20, 2.0), speed(40, 20, 0.0)
     ('20 tokens/s, tau 2.00', 'read from the file')

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 _QUIET = {
-    # Level 3 shows only fatal errors: XLA logs alarms about slow compilations as errors.
+    # Level 3 shows only fatal errors, because XLA logs alarms about slow compilations as errors.
     "TF_CPP_MIN_LOG_LEVEL": "3",
-    # huggingface_hub's bars would overwrite ours, which show the same download.
+    # huggingface_hub's progress bars would overwrite ours, which show the same downloads.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 _NO_TPU = {
-    # Without a TPU, libtpu prints five lines because it does not find its host. These are the values of a machine with
-    # one chip. Only libtpu reads them, and JAX still chooses a different device.
+    # Without a TPU, libtpu prints five lines because it cannot find its host. These values describe a machine with one
+    # chip. Only libtpu reads them, and JAX still chooses a different device.
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
@@ -47,7 +47,7 @@ def quiet_duplicates() -> None:
 
 
 def may_have_tpu(root: Path = Path("/")) -> bool:
-    """Return whether this machine may have a TPU. If so, libtpu must find its host, even if it prints messages.
+    """Return whether this machine may have a TPU. If so, libtpu must look for its host, even if it prints messages.
 
     Args:
       root: root of the file system, for tests.

@@ -1,4 +1,4 @@
-"""Files in object stores, given by URL: gs://, s3://, hf:// and all other protocols of fsspec."""
+"""Reading of files from object stores by URL: gs://, s3://, hf:// and all other protocols of fsspec."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def refuse(path: str | os.PathLike[str], flag: str) -> None:
-    """Raise MarsError if a path that must be local is a URL, or a URL that `Path` has converted.
+    """Raise MarsError if a path that must be local is a URL, possibly with a slash removed by `Path`.
 
     >>> refuse("runs/evidence", "--output")
     """
@@ -31,7 +31,7 @@ def refuse(path: str | os.PathLike[str], flag: str) -> None:
 
 
 def read_remote(url: str) -> bytes:
-    """Return the content of a file in a store.
+    """Return the contents of a remote file.
 
     Raises:
       FileNotFoundError: there is no such file.

@@ -1,4 +1,4 @@
-"""Flags of a rule, for all commands that take one, and printed tables of rules and drafters."""
+"""Flags that select a rule and its settings, for all commands, and printed tables of rules and drafters."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OWN = "FILE.py:NAME or package.module:NAME"
 def add_rule_flags(
     group: argparse._ActionsContainer, *, default: str = "mars", instead: Collection[str] = ()
 ) -> None:
-    """Add --verify, --rule-option, and a flag for each setting in the table that has one.
+    """Add --verify, --rule-option, and a flag for each rule setting that has one in the table.
 
     Args:
       group: a parser, or one of its groups.
       default: default rule, for the help.
-      instead: settings that get no flag, because the command sets them in a different way.
+      instead: settings to leave out, because the command sets them in a different way.
     """
     specs = ", ".join(f"{row.name}:PATH" if "weights" in row.needs else row.name for row in rules().values())
     verify_help = (
@@ -37,14 +37,14 @@ def add_rule_flags(
     for name, settings in _flags().items():
         if name in instead:
             continue
-        # Rules that share a setting agree on its type, so the first rule determines the form of the flag.
+        # All rules with this setting agree on its type, so take the type from the first one.
         flag, help_text, (_, setting) = flag_of(name), _help(name, settings), settings[0]
         if setting.kind is bool:
             group.add_argument(flag, action="store_const", const="true", help=help_text)
         else:
             group.add_argument(flag, metavar="NAME" if setting.choices else setting.metavar, help=help_text)
     option_help = (
-        "any setting of the rule, once or more; those of a rule of your own are the arguments of its function"
+        "any setting of the rule; may be given several times; for your own rule, an argument of its function"
     )
     add_flags(group, {"--rule-option NAME=VALUE ...": option_help})
 
@@ -66,7 +66,7 @@ def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) ->
     """Return the chosen rule, and the `mars-jax calibrate` file that theta refers to, or None if theta is not a file.
 
     Args:
-      spec: spec of the rule; None means the file's rule, or else the default.
+      spec: spec of the rule; None selects the file's rule, or else the default.
       given: settings of the rule, from `given_settings`.
       default: spec of the default rule.
 
@@ -118,11 +118,11 @@ def _flags() -> dict[str, list[tuple[str, Setting]]]:
 
 
 FLAGS = ("verify", *_flags())
-"""Names of the parsed flags that determine the rule."""
+"""Names of the parsed arguments that determine the rule."""
 
 
 def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
-    """Return the help text of a setting, for the rules that use it. Rules with the same meaning share one text."""
+    """Return the help text of a setting. Rules that give the setting the same meaning share one entry."""
     rules_by_text: dict[str, list[str]] = {}
     for rule, setting in settings:
         # The short help ends at the first semicolon, so the choices and the default go before it.
@@ -134,7 +134,7 @@ def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
         rules_by_text.setdefault(text + semicolon + details, []).append(rule)
     help_text = "; ".join(f"{', '.join(rules)}: {text}" for text, rules in rules_by_text.items())
     if name == "theta":
-        help_text += "; or a file that calibrate wrote, with which its rule goes"
+        help_text += "; or a file that calibrate wrote, which also selects its rule"
     # argparse applies % formatting to help texts.
     return help_text.replace("%", "%%")
 
@@ -155,7 +155,7 @@ def print_rules(out: IO[str], *, as_json: bool, spec: str | None) -> None:
         for setting in row.settings.values():
             print(_lines(f"  {setting.name}: {_described(setting)}"), file=out)
         print(file=out)
-    print(f"A rule of your own is named as {OWN}.", file=out)
+    print(f"Name a rule of your own as {OWN}.", file=out)
 
 
 def _lines(text: str) -> str:

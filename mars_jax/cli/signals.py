@@ -29,8 +29,8 @@ class _State:
     """State that the threads share with the main thread."""
 
     def __init__(self) -> None:
-        self.writing: int | None = None  # write end of the pipe; None without `handle`
-        self.terminal: list[Any] | None = None  # attributes of stdin
+        self.writing: int | None = None  # write end of the pipe; None before `handle`
+        self.terminal: list[Any] | None = None  # terminal attributes of stdin
         self.interrupt_event: threading.Event | None = None  # event that the next Ctrl-C sets
         self.raises = False  # whether Ctrl-C raises KeyboardInterrupt in the main thread
         self.actions: list[Callable[[], str]] = []  # actions of the enclosing `ending` blocks
@@ -56,7 +56,7 @@ def handle() -> None:
     signal.set_wakeup_fd(_state.writing, warn_on_full_buffer=False)
     for number in signal_numbers:
         signal.signal(number, _on_signal)
-    # Keep the terminal's settings, which `readline` changes while it reads a line. stdin need not be a terminal.
+    # Save the terminal's settings, which `readline` changes while it reads a line. stdin may not be a terminal.
     with contextlib.suppress(termios.error):
         _state.terminal = termios.tcgetattr(0)
     for _ in range(2):  # the second thread reads signals that arrive while the first one ends the process
@@ -100,7 +100,7 @@ def stoppable() -> Iterator[threading.Event]:
     try:
         yield _state.interrupt_event
     finally:
-        if _state.writing is not None:  # wait until the signals of the block are read
+        if _state.writing is not None:  # wait until all signals of the block have been read
             _state.marked.clear()
             os.write(_state.writing, bytes([_MARK]))
             _state.marked.wait()  # `_watch` has set `interrupt_event` to None: the next Ctrl-C ends the process
@@ -122,8 +122,8 @@ def raising() -> Iterator[None]:
 
 def _watch(reading: int) -> None:
     while True:
-        # Read and react in one turn. Otherwise both threads could read a Ctrl-C before either sets the event, and the
-        # second Ctrl-C would have no effect.
+        # Hold the lock while reading a signal and handling it. Otherwise both threads could read a Ctrl-C before either
+        # sets the event, and the second Ctrl-C would have no effect.
         with _state.turn:
             # Python writes the number of each signal as one byte.
             number = os.read(reading, 1)[0]
@@ -143,7 +143,8 @@ def _end(number: signal.Signals) -> None:
     try:
         last_line = _WORDS[number]
         actions = list(_state.actions)  # a copy, because the main thread may remove an action
-        # The first of the two threads runs the action, which may take long. A second signal ends the process at once.
+        # The first of the two threads runs the action, which may take a long time. A second signal ends the process at
+        # once.
         if _state.ending.acquire(blocking=False) and actions:
             try:
                 last_line += actions[-1]()

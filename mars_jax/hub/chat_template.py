@@ -2,8 +2,8 @@
 
 transformers runs them in Jinja's sandbox. The sandbox protects Python's internals but limits neither memory nor time:
 `{{ 'x' * 10**10 }}` takes 10 GB, and three nested loops over `range(99999)` never finish. `BoundedEnvironment` limits
-the processor time of one rendering, the memory of the values that it creates, and the operands of one operation.
-Oracle: the sandbox itself (tests/hub/test_chat_template.py).
+the CPU time of each rendering, the total size of the values that it creates, and the size of the operands of each
+operation. Oracle: the sandbox itself (tests/hub/test_chat_template.py).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from mars_jax.utils.limits import PROMPT_BYTES, TEMPLATE_BYTES, TEMPLATE_SECONDS
 _NUMBER_BITS = 1 << 16
 """Maximum size of an integer in bits. The time of a multiplication grows with the square of the size."""
 _ITEM = 64
-"""Size of a list item in characters."""
+"""Size in characters that `_size` counts for every value that is not a string."""
 _COUNT = 1 << 24
-"""Maximum integer that may be used as a count or a width."""
+"""Largest integer that a template may use as a repeat count or a width."""
 _LINEAR = (
     *("startswith", "endswith", "find", "index", "count", "split", "partition"),
     *("removeprefix", "removesuffix", "default", "d", "truncate", "map", "select", "reject"),
@@ -44,12 +44,12 @@ _REFUSED = (
 )
 """Functions and filters that may take unbounded time even for small arguments."""
 _WIDTH = re.compile(r"\d{7,}|%[-+ #0]*[\d.]*\*|\{[^{}]*:[^{}]*\{")
-"""A field width in a format string that is at least a million, or is itself an argument."""
+"""Pattern of a field width in a format string that is a million or more, or that is itself an argument."""
 
 
 def _size(value: object) -> int:
     """Return the size of a nested value in characters; an item that occurs twice counts twice."""
-    # A loop in place of recursion: a template can nest lists deeper than Python can recurse.
+    # Use a loop instead of recursion, because a template can nest lists deeper than Python's recursion limit.
     size, pending = 0, [value]
     while pending and size <= TEMPLATE_SIZE:
         item = pending.pop()
@@ -82,11 +82,11 @@ def _factor(operand: object) -> int:
 
 
 class _Hooks(NodeTransformer):
-    """A transformer that inserts filters at nodes without a hook in the environment: literals, `~`, loops, macros."""
+    """A transformer that adds filters to nodes for which the environment has no hook: literals, `~`, loops, macros."""
 
     def visit_List(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
-        # The targets of an assignment, as in `{% set a, b = pair %}`, are a tuple too, but not a value.
+        # The targets of an assignment, as in `{% set a, b = pair %}`, are also a tuple node, but they create no value.
         if getattr(node, "ctx", "load") == "store":
             return node
         return _filtered(node, " new")
@@ -95,12 +95,12 @@ class _Hooks(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        # `a ~ b` becomes `[a, b]|join`: the environment wraps every filter, and has no hook for `~`.
+        # Rewrite `a ~ b` as `[a, b]|join`, because the environment wraps every filter but has no hook for `~`.
         return _filtered(nodes.List(node.nodes, lineno=node.lineno), "join")
 
     def visit_For(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
         self.generic_visit(node)
-        # An empty output at the head of the body checks the time in every iteration or call.
+        # An empty output at the start of the body checks the time in every iteration or call.
         empty = nodes.Const("", lineno=node.lineno)
         node.body.insert(0, nodes.Output([_filtered(empty, " new")], lineno=node.lineno))
         return node
@@ -108,7 +108,7 @@ class _Hooks(NodeTransformer):
     visit_Macro = visit_CallBlock = visit_For
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
-        return nodes.Const(node.data, lineno=node.lineno)  # constants are counted, template data is not
+        return nodes.Const(node.data, lineno=node.lineno)  # count the text, as for any constant
 
 
 def _filtered(node: nodes.Expr, name: str) -> nodes.Node:
@@ -137,7 +137,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.finalize = pass_context(lambda context, value: self._new(value))
         # Assign a new dict, because the overlay shares the old one with transformers' environment.
         self.filters = {name: self._limited(function, name) for name, function in self.filters.items()}
-        # Jinja does not fold constants at compile time through a filter that takes the context.
+        # Make the filter take the context, which keeps Jinja from folding constants at compile time.
         self.filters[" new"] = pass_context(lambda context, value: self._new(value))
         self._start()
         return super().compile(_Hooks().visit(self.parse(source)), *args, **options)
@@ -168,7 +168,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if name == "sum":
             arguments = [value, *arguments]
         if name not in _LINEAR and arguments:
-            # `join` writes the separator once per item, so only their number counts.
+            # `join` writes the separator once per item, so only the number of items matters.
             if name == "join" and isinstance(value, Sequence):
                 value = len(value)
             product = max(1, _factor(value)) * sum(map(_factor, arguments))
@@ -177,7 +177,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _limited(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wrap a filter to check its operands and count its result."""
-        first = int(hasattr(function, "jinja_pass_arg"))  # the index of the value: 1 after the context
+        first = int(hasattr(function, "jinja_pass_arg"))  # index of the value: 1 if the context comes first
 
         @functools.wraps(function)
         def limited(*args: Any, **options: Any) -> Any:
@@ -205,7 +205,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps `str.format`
         name, owner = getattr(method, "__name__", ""), getattr(method, "__self__", None)
         if name in _REFUSED or isinstance(owner, str | bytes | int):
-            # Measuring an iterator would consume it. For `separator.join(items)`, the items are the value.
+            # Turn iterators into lists, because measuring an iterator would consume it. For `separator.join(items)`,
+            # the items are the value.
             args = tuple(list(item) if isinstance(item, Iterator) else item for item in args)
             value, *arguments = (args[0], owner) if name == "join" and args else (owner, *args)
             named = [item for key, item in options.items() if key not in ("_loop_vars", "_block_vars")]
@@ -228,7 +229,8 @@ _replacing = threading.RLock()
 def bounded_templates() -> Iterator[None]:
     """Make transformers render chat templates in a `BoundedEnvironment`, one thread at a time.
 
-    This replaces a function of transformers, because that function has no argument for the environment.
+    Inside the context, a private function of transformers is replaced, because it accepts no environment as an
+    argument.
     """
     module: Any = importlib.import_module("transformers.utils.chat_template_utils")
     with _replacing:

@@ -1,4 +1,4 @@
-"""Conversion between config.json of a Hugging Face checkpoint and ModelConfig.
+"""Conversion between the config.json of a Hugging Face checkpoint and a ModelConfig.
 
 Oracle: the config classes of transformers 5.
 """
@@ -28,7 +28,7 @@ _ACTIVATIONS = {
 
 
 def first_architecture(data: JsonObject) -> str | None:
-    """Return the first of `architectures`, which some files list as a string instead of a list."""
+    """Return the first entry of `architectures`, which is a string instead of a list in some files."""
     architectures = data.get("architectures") or None
     if isinstance(architectures, list):
         return architectures[0]
@@ -64,14 +64,14 @@ def from_json(data: JsonObject, generation: JsonObject | None = None) -> ModelCo
     data = text_part(data)
     family = _family(data)
     defaults = FAMILIES[family].defaults
-    # The default is not merged into `data`, where it could contradict rope_parameters.
+    # Do not merge this default into `data`, where it could contradict rope_parameters.
     theta = defaults.get("rope_theta", 10000.0)
     data = {key: value for key, value in defaults.items() if key != "rope_theta"} | data
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [key for key in required if type(data.get(key)) is not int]
     if missing:
         raise MarsError(f"config.json has no number for {', '.join(missing)}: use the original config.")
-    check_parts(data["num_hidden_layers"])  # before lists of this length are created
+    check_parts(data["num_hidden_layers"])  # check before creating lists of this length
     key = FAMILIES[family].activation
     activation = value_or_default(data, key, defaults.get(key, "silu"))
     if activation not in _ACTIVATIONS:
@@ -97,7 +97,7 @@ def from_json(data: JsonObject, generation: JsonObject | None = None) -> ModelCo
         "bos_token_id": next(iter(bos), None),
         "eos_token_ids": tuple(dict.fromkeys(eos)),
     }
-    # The family's fields replace the general ones. Gemma 3 has two ropes, and reads them itself.
+    # The family's fields replace the general ones. For families with two ropes, `read` returns both.
     fields |= FAMILIES[family].read(data)
     if "rope" not in fields:
         fields["rope"] = read_rope(data, theta=theta)

@@ -33,16 +33,16 @@ def convert(
     overwrite: bool = False,
     progress: Callable[[int], None] = lambda size: None,
 ) -> Path:
-    """Write a checkpoint that `load` restores onto any mesh, with each process reading only its devices' parts.
+    """Convert a checkpoint into a directory that loads onto any mesh, with each process reading only its own shards.
 
     The config, generation config and tokenizer are copied. Only one array of params is in memory at a time. The
-    directory appears under its name once it is complete and on disk.
+    directory gets its final name only when it is complete and on disk.
 
     Args:
       source: directory, GGUF file, or `owner/name` on the Hugging Face hub.
       destination: new or empty directory.
       dtype: as for `load`, except that None dequantises packed matrices other than experts in MXFP4.
-      overwrite: replace the destination if it is itself a conversion.
+      overwrite: whether to replace a destination that is itself a conversion.
       progress: called with the number of bytes written since the last call.
 
     Returns:
@@ -92,7 +92,8 @@ def convert(
         sync_directory(new_directory)
         # Check again: during a long conversion, another process may have written to the destination.
         _check_free(target, overwrite)
-        # `os.rename` cannot replace a directory that is not empty. `staging` deletes the old one at the end.
+        # Move an old directory away first, because `os.rename` cannot replace a directory that is not empty. `staging`
+        # deletes the old directory at the end.
         if target.exists():
             os.rename(target, staged / "old")
         os.rename(new_directory, target)
@@ -107,7 +108,7 @@ def _to_bytes(fields: Sequence[HostArray]) -> bytes:
     tensors = {}
     for name, field in zip(FIELDS, fields, strict=False):
         [array] = field.parts.values()  # without a sharding there is one part
-        # safetensors has no dtype for int4.
+        # Store int4 as int8, because safetensors has no dtype for int4.
         tensors[name] = array.astype(np.int8) if array.dtype == jnp.int4 else array
     return save(tensors)
 
@@ -124,9 +125,9 @@ def _check_free(target: Path, overwrite: bool) -> None:
 
 
 def _copy_files(source: Path, place: Path, dtype: str, *, packed: bool) -> None:
-    """Copy all files except the weights, such as the tokenizer and template; set the new dtype in config.json.
+    """Copy all files except the weights, such as the tokenizer and the template, and set the new dtype in config.json.
 
-    Also remove its `quantization_config`, unless `packed`: experts stay in MXFP4.
+    If `packed` is False, also remove `quantization_config` from config.json. If it is True, experts stay in MXFP4.
     """
     for file in sorted(source.iterdir()):
         # Leave out config.json, which is rewritten below, and the index, whose shards are not copied.

@@ -24,10 +24,11 @@ from mars_jax.utils import settings
 from mars_jax.utils.errors import MarsError, first_line
 
 MANIFEST = "conversion.json"
-"""The file that is written last: a directory without it is not a conversion."""
+"""Name of the manifest. It is written last, so a directory without it is not a conversion."""
 WEIGHTS = "weights"
 FIELDS = ("values", "scale", "offset")
-"""Tensors in a file: `values`; in 8 bits also `scale`; in 4 bits all three."""
+"""Names of the tensors in a file: `values`; for 8-bit and MXFP4 matrices also `scale`; for other 4-bit matrices all
+three."""
 
 
 class Conversion(NamedTuple):
@@ -39,17 +40,17 @@ class Conversion(NamedTuple):
 
     @property
     def stored(self) -> str:
-        """The dtype that `convert` was called with: "int8" or "int4" for quantised matrices, else `dtype`."""
+        """The conversion's dtype in the terms of `convert`: "int8" or "int4" for quantised matrices, else `dtype`."""
         return next((name for name, bits in settings.BITS.items() if bits == self.bits), self.dtype)
 
 
 def is_converted(directory: Path) -> bool:
-    """Return whether a directory holds a finished conversion."""
+    """Return whether a directory contains a finished conversion."""
     return (directory / MANIFEST).is_file()
 
 
 def file_name(array: Weight) -> str:
-    """Return the name of the file that holds an array of params."""
+    """Return the name of the file that stores an array of params."""
     return ".".join(map(str, array.path)) + ".safetensors"
 
 
@@ -58,21 +59,21 @@ def restore_params(
 ) -> tuple[PyTree, str]:
     """Load a conversion's params onto their devices, and return them with their floating-point dtype.
 
-    Each process reads the parts for its own devices, and checks its share of the files.
+    Each process reads only the parts for its own devices, and verifies the checksums of its share of the files.
 
     Args:
       directory: directory of the conversion.
       config: config of the model.
       dtype: as for `hub.load`.
-      shardings: shardings of the params.
-      check: compare the checksum of each file.
+      shardings: tree of shardings with the structure of the params; None for JAX's default device.
+      check: whether to verify the checksum of each file.
 
     Raises:
       MarsError: the conversion cannot be cast to `dtype`, is damaged, or does not fit its config.
     """
     conversion = read_manifest(directory)
     stored = conversion.stored
-    # Loading casts only between floating-point dtypes. It neither rounds weights nor restores rounded ones.
+    # Loading casts only between floating-point dtypes. It neither quantises nor dequantises weights.
     if dtype not in (None, stored) and (dtype in settings.BITS or stored in settings.BITS):
         raise MarsError(
             f"'{directory}' was converted to {stored} and the dtype is {dtype}: leave it out, or convert with --dtype "

@@ -1,4 +1,4 @@
-"""Atomic writes of files and directories, under a temporary name until everything is on disk."""
+"""Atomic writes of files and directories: they have a temporary name until all of their data is on disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def writing(target: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def refuse_url(path: str | os.PathLike[str]) -> None:
-    """Raise MarsError if a path is a URL, before `Path` removes one of its slashes."""
+    """Raise MarsError if a path is a URL. Call this before `Path(path)`, which would drop one of the slashes."""
     if "://" in os.fspath(path):
         raise MarsError(f"'{path}' is a URL: name a local directory, and copy it to the store afterwards.")
 
@@ -39,7 +39,7 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
 def check_place(target: str | os.PathLike[str]) -> None:
     """Create the parent directory of `target`, and check that it is writable.
 
-    The check writes a temporary directory, since permissions are not enough: for root, /proc appears to be writable.
+    The check creates a temporary directory, because permission bits are not enough: to root, /proc appears writable.
 
     Raises:
       MarsError: the parent cannot be created or is not writable.
@@ -52,7 +52,7 @@ def check_place(target: str | os.PathLike[str]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a directory, are on disk."""
+    """Flush a file, or the entries of a directory, to disk."""
     # A directory can be opened only for reading, which is enough for fsync.
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -62,7 +62,7 @@ def sync(path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until all files in a directory and its subdirectories are on disk."""
+    """Flush all files in a directory and its subdirectories to disk."""
     for folder, _, files in os.walk(directory):
         for name in files:
             sync(Path(folder, name))
@@ -84,12 +84,12 @@ def write_whole(path: Path, text: str) -> None:
         raise
     # The text is on disk before the rename, so a crash leaves either the old file or the new one.
     staged.replace(path)
-    # The new name is on disk only after the directory is.
+    # The rename is on disk only after the directory has been flushed too.
     sync(path.parent)
 
 
 def staging_path(target: Path) -> Path:
-    """Return the temporary name of a directory that is being written."""
+    """Return the temporary path under which a directory is written."""
     return target.parent / f".{target.name}.writing"
 
 
@@ -97,7 +97,7 @@ def staging_path(target: Path) -> Path:
 def staging(target: Path) -> Iterator[Path]:
     """Yield an empty directory next to `target`, on the same file system, and delete it at the end.
 
-    Files that a killed process left in it are deleted first.
+    Files that a killed process left there are deleted first.
     """
     place = staging_path(target)
     shutil.rmtree(place, ignore_errors=True)

@@ -20,26 +20,26 @@ Fields = dict[str, Any]
 """Fields of ModelConfig by name."""
 
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
-"""Layer types: attention with and without a window, and a recurrent layer."""
+"""Layer types: sliding-window attention, full attention, and gated DeltaNet (recurrent)."""
 
 
 class Part(NamedTuple):
-    """A reader of some fields from config.json, and a writer of the keys that it reads."""
+    """A pair of functions: `read` returns a few fields of config.json, and `write` returns the keys that store them."""
 
     read: Callable[[JsonObject], Fields] = lambda data: {}
     write: Callable[[ModelConfig], JsonObject] = lambda config: {}
 
 
 class Family(NamedTuple):
-    """The fields that are specific to one architecture."""
+    """Readers, writers and defaults of the fields that are specific to one architecture."""
 
     architecture: str
     parts: tuple[Part, ...]
-    defaults: JsonObject  # values of keys that config.json omits
-    activation: str = "hidden_act"  # key of the activation
+    defaults: JsonObject  # values of keys that config.json may omit
+    activation: str = "hidden_act"  # config.json's key of the activation function
 
     def read(self, data: JsonObject) -> Fields:
-        """Return the fields of a config.json; a later part replaces those of an earlier one."""
+        """Return the fields of a config.json. If two parts read the same field, the later part takes precedence."""
         return {field: value for part in self.parts for field, value in part.read(data).items()}
 
     def write(self, config: ModelConfig) -> JsonObject:
@@ -53,7 +53,7 @@ def _fixed(**fields: bool) -> Part:
 
 
 def _keys(**keys: str) -> Part:
-    """Return a part whose fields have the values of these keys."""
+    """Return a part that copies each field from the given key of config.json."""
     return Part(
         lambda data: {field: _converted(field, data.get(key)) for field, key in keys.items()},
         lambda config: {key: getattr(config, field) for field, key in keys.items()},
@@ -61,7 +61,7 @@ def _keys(**keys: str) -> Part:
 
 
 def _converted(field: str, value: Any) -> Any:
-    """Return a value of config.json with the type of a field: JSON has 1 for 1.0 and null for false."""
+    """Convert a value of config.json to the type of a field: JSON may have 1 instead of 1.0, and null for false."""
     default = getattr(ModelConfig, field)
     if isinstance(default, bool):
         return bool(value)
@@ -71,7 +71,7 @@ def _converted(field: str, value: Any) -> Any:
 
 
 def _rope(fraction: float, *, interleaved: bool = False) -> Part:
-    """Return the part for a rope that by default rotates this fraction of each head."""
+    """Return the part for a rotary embedding that by default rotates this fraction of each head."""
     return Part(
         lambda data: {
             "rope": dataclasses.replace(read_rope(data, fraction=fraction), interleaved=interleaved)
@@ -89,7 +89,7 @@ def _windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]
 
 
 def _types(has_window: Iterable[bool]) -> list[str]:
-    """Return the type of each layer."""
+    """Return the type of each layer, given whether it has a window."""
     return [_SLIDING if flag else _FULL for flag in has_window]
 
 
@@ -110,7 +110,7 @@ def _write_types(config: ModelConfig) -> JsonObject:
 
 
 def _optional_windows(data: JsonObject, has_window: Iterable[bool]) -> Fields:
-    """Read windows by `layer_types`, or by default in some layers; none unless `use_sliding_window`."""
+    """Read the window of each layer if `use_sliding_window` is set; `has_window` replaces a missing `layer_types`."""
     window = data.get("sliding_window")
     if not data.get("use_sliding_window") or window is None:
         return {"windows": (None,) * data["num_hidden_layers"]}
@@ -142,9 +142,9 @@ def _read_qwen3_moe_window(data: JsonObject) -> Fields:
 def _read_qwen_experts(data: JsonObject) -> Fields:
     """Read the experts of Qwen. Both `decoder_sparse_step` and `mlp_only_layers` select layers without experts."""
     step, mlp_only = count(data, "decoder_sparse_step", 1), data.get("mlp_only_layers") or ()
-    # Layers count from 1 in `decoder_sparse_step` and from 0 in `mlp_only_layers`.
+    # `decoder_sparse_step` counts layers from 1, `mlp_only_layers` from 0.
     dense = tuple(i for i in range(data["num_hidden_layers"]) if (i + 1) % step or i in mlp_only)
-    experts = data.get("num_local_experts", data["num_experts"])  # transformers 5, else 4
+    experts = data.get("num_local_experts", data["num_experts"])  # key of transformers 5, else of 4
     return {"num_experts": experts, "expert_size": data["moe_intermediate_size"], "dense_layers": dense}
 
 
@@ -153,14 +153,14 @@ def _write_qwen_experts(config: ModelConfig) -> JsonObject:
         "use_sliding_window": any(config.windows),
         "num_experts": config.num_experts,
         "moe_intermediate_size": config.expert_size or config.intermediate_size,
-        # A step of 1 excludes no layer, because `mlp_only_layers` already lists all dense ones.
+        # Write a step of 1, which excludes no layer, because `mlp_only_layers` already lists all dense layers.
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(config.dense_layers),
     }
 
 
 def _read_delta(data: JsonObject) -> Fields:
-    """Read the fields that Qwen3-Next and Qwen3.5 share. By default, three of four layers are gated DeltaNet."""
+    """Read the fields that Qwen3-Next and Qwen3.5 share. By default, three of every four layers use gated DeltaNet."""
     layers, every = range(data["num_hidden_layers"]), count(data, "full_attention_interval", 4)
     kinds = data.get("layer_types") or [_FULL if (i + 1) % every == 0 else _LINEAR for i in layers]
     if unknown := sorted(set(kinds) - {_FULL, _LINEAR}):
@@ -183,9 +183,9 @@ def _write_delta(config: ModelConfig) -> JsonObject:
 
 
 def _read_gemma(data: JsonObject, every: int) -> Fields:
-    """Read the fields that Gemma 2 and 3 share. All layers except every `every`-th one have a window."""
+    """Read the fields that Gemma 2 and 3 share. Every `every`-th layer has full attention; all others have a window."""
     if data.get("use_bidirectional_attention"):
-        raise MarsError("use_bidirectional_attention is not supported: only models that read forwards are.")
+        raise MarsError("use_bidirectional_attention is not supported: only causal models are.")
     layers, scalar = range(data["num_hidden_layers"]), float(data["query_pre_attn_scalar"])
     kinds = data.get("layer_types") or _types((i + 1) % every != 0 for i in layers)
     if not 0 < scalar < math.inf:  # in a ModelConfig, 0 means the width of a head
@@ -202,9 +202,9 @@ def _write_gemma(config: ModelConfig) -> JsonObject:
 
 
 def _read_gemma3(data: JsonObject) -> Fields:
-    """Read Gemma 3's fields. Rope is set per layer type (transformers 5) or by `rope_local_base_freq` (4)."""
+    """Read Gemma 3's fields. transformers 5 sets the rope per layer type, transformers 4 by `rope_local_base_freq`."""
     if data.get("attn_logit_softcapping") is not None:
-        raise MarsError("attn_logit_softcapping means nothing in Gemma 3: set it to null.")
+        raise MarsError("attn_logit_softcapping has no effect in Gemma 3: set it to null.")
     full, sliding = _by_layer_type(data)
     pattern = count(data, "sliding_window_pattern", count(data, "_sliding_window_pattern", 6))
     return _read_gemma(data, pattern) | {
@@ -219,7 +219,7 @@ def _write_gemma3(config: ModelConfig) -> JsonObject:
 
 
 def _by_layer_type(data: JsonObject) -> tuple[JsonObject, JsonObject]:
-    """Return `data` with the rope settings of full layers, and with those of layers with a window."""
+    """Return `data` twice: with the rope settings of full-attention layers, and with those of sliding-window layers."""
     nested = data.get("rope_parameters") or {}
     unexpected = [key for key, value in nested.items() if value is not None and key not in (_SLIDING, _FULL)]
     if unexpected:
@@ -230,7 +230,7 @@ def _by_layer_type(data: JsonObject) -> tuple[JsonObject, JsonObject]:
 
 
 def _read_growing_queries(data: JsonObject) -> Fields:
-    """Read Ministral 3's rope: YaRN, with queries that grow with the length of the text."""
+    """Read Ministral 3's rope: YaRN, with queries that are scaled up at later positions."""
     rope = read_rope(data, theta=1e6)
     growth = (data.get("rope_parameters") or data.get("rope_scaling") or {}).get("llama_4_scaling_beta")
     if growth is None:
@@ -248,7 +248,7 @@ def _write_trained_length(config: ModelConfig) -> JsonObject:
 
 
 def _read_shared_experts(data: JsonObject) -> Fields:
-    """Read the sizes of DeepSeek-V3's experts. The first layers have no experts."""
+    """Read the sizes of DeepSeek-V3's experts. The first `first_k_dense_replace` layers have none."""
     size = count(data, "moe_intermediate_size", 0)
     return {
         "expert_size": size,
@@ -263,7 +263,7 @@ def _write_shared_experts(config: ModelConfig) -> JsonObject:
         "moe_intermediate_size": size,
         "n_shared_experts": config.shared_expert_size // size,
         "first_k_dense_replace": len(config.dense_layers),
-        "num_nextn_predict_layers": 0,  # an MTP module is not part of the model
+        "num_nextn_predict_layers": 0,  # an MTP module is not saved with the model
     }
 
 
@@ -305,9 +305,9 @@ def _write_latent(config: ModelConfig) -> JsonObject:
 
 
 def _read_nope_layers(data: JsonObject) -> Fields:
-    """Read SmolLM3's fields: every fourth layer has no rotary embedding (arXiv 2501.18795)."""
+    """Read SmolLM3's fields: by default, every fourth layer has no rotary embedding (arXiv 2501.18795)."""
     layers, interval = range(data["num_hidden_layers"]), count(data, "no_rope_layer_interval", 4)
-    # A list has 0 for the layers without rotary embedding.
+    # `no_rope_layers` has a 0 for each layer without rotary embedding.
     rope_flags = data.get("no_rope_layers") or [(i + 1) % interval != 0 for i in layers]
     nope_layers = tuple(i for i in layers if not rope_flags[i])
     return {"nope_layers": nope_layers} | _optional_windows(data, (i in nope_layers for i in layers))
@@ -328,7 +328,7 @@ def _write_attention_multiplier(config: ModelConfig) -> JsonObject:
 
 
 def _read_olmo3(data: JsonObject) -> Fields:
-    """Read OLMo 3's fields: OLMo 2 with windows in three of four layers. Layers with a window have an unscaled rope."""
+    """Read OLMo 3's fields: OLMo 2 with a window in three of every four layers, whose rope is not scaled."""
     kinds = data.get("layer_types") or _types((i + 1) % 4 != 0 for i in range(data["num_hidden_layers"]))
     full, sliding = _by_layer_type(data)
     ropes = {"rope": read_rope(full, theta=5e5), "local_rope": read_rope(sliding, theta=5e5)}
@@ -337,7 +337,7 @@ def _read_olmo3(data: JsonObject) -> Fields:
 
 def _write_olmo3(config: ModelConfig) -> JsonObject:
     full, local = config.rope, config.local_rope or config.rope
-    # Without settings by layer type, transformers 5 ignores rope_theta in layers with a window.
+    # Write settings by layer type, without which transformers 5 ignores rope_theta in sliding-window layers.
     ropes = {
         _FULL: {"rope_type": "default", "rope_theta": full.theta} | (write_scaling(full) or {}),
         _SLIDING: {"rope_type": "default", "rope_theta": local.theta},
@@ -426,7 +426,7 @@ _ROUTED = _keys(experts_per_token="num_experts_per_tok", normalize_experts="norm
 _LOCAL_EXPERTS = _keys(num_experts="num_local_experts", experts_per_token="num_experts_per_tok")
 _SHARED_EXPERT = _keys(shared_expert_size="shared_expert_intermediate_size")
 _NO_PADDING = Part(write=lambda config: {"pad_token_id": None})
-"""The default is a token of the published vocabulary, which a smaller one lacks."""
+"""Part that writes no padding token. The default of transformers is a token id that a smaller vocabulary lacks."""
 # The multipliers of muP (arXiv 2203.03466).
 _MULTIPLIERS = _keys(embedding_multiplier="embedding_multiplier", residual_multiplier="residual_multiplier")
 _LOGIT_DIVISOR = _keys(logit_divisor="logits_scaling")
@@ -444,7 +444,7 @@ _GATED = _fixed(norm_plus_one=True, attention_gate=True)
 _DELTA_PARTS = (*_QWEN3_PARTS, _GATED, _rope(0.25), Part(_read_delta, _write_delta))
 _DELTA_MOE_PARTS = (*_QWEN_EXPERTS, _SHARED_EXPERT, *_DELTA_PARTS)
 _PHI_PARTS = (_WINDOW, _rope(1.0), Part(write=_write_trained_length), _NO_PADDING)
-# GLM-4: neighbours are rotated, in half of each head.
+# GLM-4 rotates pairs of adjacent dimensions, in half of each head.
 _GLM_PARTS = (_QKV_BIAS, _rope(0.5, interleaved=True), _NO_PADDING)
 # DeepSeek-V3's experts and router (arXiv 2412.19437).
 _SIGMOID_ROUTED = (
@@ -459,7 +459,7 @@ _GLM_MOE_PARTS = (*_SIGMOID_ROUTED, _QKV_BIAS, _keys(qk_norm="use_qk_norm"), _ro
 _DEEPSEEK_PARTS = (*_SIGMOID_ROUTED, Part(_read_latent, _write_latent))
 _SMOLLM_PARTS = (*_LLAMA_PARTS, Part(_read_nope_layers, _write_nope_layers), _NO_PADDING)
 _GRANITE_PARTS = (*_LLAMA_PARTS, _MULTIPLIERS, _LOGIT_DIVISOR, _ATTENTION_MULTIPLIER)
-# Norms only after attention and MLP, and over all heads of queries and keys.
+# OLMo 2 has norms only after attention and MLP, and its query and key norms span all heads.
 _OLMO_PARTS = (_BIASES, _fixed(pre_norms=False, post_norms=True, whole_qk_norm=True))
 _SINKS = _fixed(attention_sinks=True)
 _GPT_OSS_PARTS = (_BIASES, _SINKS, _LOCAL_EXPERTS, Part(_read_gpt_oss, _write_gpt_oss))
@@ -499,7 +499,7 @@ FAMILIES: dict[str, Family] = {
 _TEXT_MODELS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
 _TEXT_MODELS |= {"qwen3_5_moe": "qwen3_5_moe_text"}
 WITH_IMAGES = ("gemma3_text", "ministral3", "mistral", "qwen3_5_text", "qwen3_5_moe_text")
-"""Families of text models whose checkpoints may also have a vision model."""
+"""Families of text models whose checkpoints may also contain a vision model."""
 
 
 def text_part(data: JsonObject) -> Fields:
@@ -514,7 +514,7 @@ def text_part(data: JsonObject) -> Fields:
     outer = {key: value for key, value in data.items() if key != "text_config"}
     family = text.get("model_type", text_model)
     # The outer stop tokens belong to the model; those in text_config are only defaults of its config class.
-    # transformers writes the outer `tie_word_embeddings` even where only the text model's own value counts.
+    # transformers writes an outer `tie_word_embeddings` even if only the text model's value counts.
     tied = {key: text[key] for key in ("tie_word_embeddings",) if key in text}
-    # Without `architectures`, which name the whole model, the text model's type decides.
+    # Drop `architectures`, which describes the whole model, so that the text model's type selects the family.
     return text | outer | tied | {"model_type": family, "architectures": None}

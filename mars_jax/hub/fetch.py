@@ -33,7 +33,9 @@ def installed(row: ModelRow) -> Path:
 
 
 def cached(repository: str, file: str | None) -> Path | None:
-    """Return a file in the hub's cache, or the directory of config.json if `file` is None, without network access.
+    """Return the path of a cached file, or of a cached checkpoint if `file` is None; None if it is not cached.
+
+    This function does not access the network.
 
     Raises:
       ValueError: the name of the repository is invalid.
@@ -41,7 +43,7 @@ def cached(repository: str, file: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     cached_path = try_to_load_from_cache(repository, file or "config.json")
-    if not isinstance(cached_path, str):  # a sentinel if the repository is known to lack the file
+    if not isinstance(cached_path, str):  # None, or a sentinel if the repository is known to lack the file
         return None
     if not file:
         return Path(cached_path).parent
@@ -64,7 +66,7 @@ def fetch_file(row: ModelRow) -> Path:
         with activity.doing(f"checking {row.file}"), open(path, "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
         if digest != row.sha256:
-            # `path` is a symbolic link to the data in the cache.
+            # `path` is a symbolic link to the data in the cache, so delete both.
             path.resolve().unlink(missing_ok=True)
             path.unlink(missing_ok=True)
             raise MarsError(
@@ -84,8 +86,8 @@ def fetch_directory(repository: str, *, weights: bool) -> Path:
     path = _fetch(repository, [*_PATTERNS, *patterns], repository)
     if not (path / "config.json").is_file():
         raise MarsError(
-            f"'{repository}' on the Hugging Face hub has no config.json: of a repository of GGUF files run hf download "
-            f"{repository} FILE, and give the path that it prints."
+            f"'{repository}' on the Hugging Face hub has no config.json: for a repository of GGUF files, run hf "
+            f"download {repository} FILE, and give the path that it prints."
         )
     return path
 
@@ -96,7 +98,8 @@ def _fetch(repository: str, patterns: list[str], download_argument: str) -> Path
     Raises:
       MarsError: the download fails and the cache has no copy.
     """
-    # This downloads single files too: without a network, hf_hub_download retries for half a minute and prints messages.
+    # Use `snapshot_download` for single files too: without a network, hf_hub_download retries for half a minute and
+    # prints messages.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
 
@@ -141,7 +144,7 @@ def _weight_patterns(repository: str) -> list[str]:
 
     try:
         files = [sibling.rfilename for sibling in HfApi().model_info(repository).siblings or ()]
-    except Exception:  # offline: a cached snapshot may still serve
+    except Exception:  # offline: a cached snapshot may still be enough
         return ["model*.safetensors", "pytorch_model*.bin"]
     # Only the top level counts, because subfolders may hold other formats of the model.
     if any(file.endswith(".safetensors") and "/" not in file for file in files):

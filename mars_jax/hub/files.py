@@ -50,10 +50,10 @@ class Tensor(NamedTuple):
 
     shape: tuple[int, ...]
     rows: Callable[[int, int], np.ndarray]  # (first, last) -> [last - first, ...], along the first axis
-    # For a 4-bit matrix: read the `models.quantize.Int4` fields of some rows, outputs last; None for other tensors.
+    # Reads the `models.quantize.Int4` fields of some rows, outputs last; None if the tensor is not a 4-bit matrix.
     blocks: Callable[[int, int], tuple[np.ndarray, ...]] | None = None
     group: int | None = None  # inputs per scale of a 4-bit matrix
-    # Keep the matrix at 8 bits or more: the file stores other matrices at 4, but its author chose more for this one.
+    # True to keep at least 8 bits, because the file has 4-bit matrices but stores this one at more bits.
     wider: bool = False
 
     def read(self) -> np.ndarray:
@@ -79,9 +79,9 @@ class Tensor(NamedTuple):
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
     """Return the local directory or GGUF file of a checkpoint, after downloading it if it is only on the hub.
 
-    A checkpoint is a path, one of `utils.assets`, a short name in `utils.catalogue`, or `owner/name` on the hub.
-    Only the required files are downloaded: a GGUF file, or the configs, the tokenizer and, if `weights`, the
-    safetensors files of the repository, or its `.bin` files if it has no safetensors.
+    A checkpoint is given by a path, a name in `utils.assets` or `utils.catalogue`, or `owner/name` on the hub. Only
+    the required files are downloaded: a GGUF file, or the configs, the tokenizer and, if `weights`, the safetensors
+    files of the repository, or its `.bin` files if it has no safetensors.
 
     Raises:
       MarsError: there is no such directory or file, or the download fails.
@@ -97,7 +97,7 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pa
 
 
 def is_here(name_or_path: str | os.PathLike[str]) -> bool:
-    """Return whether `resolve` works offline: a path, or a complete checkpoint in a package or in the hub's cache.
+    """Return whether a checkpoint is available offline: as a path, in a package, or complete in the hub's cache.
 
     >>> is_here("tiny/target"), is_here("./nowhere")
     (True, False)
@@ -117,11 +117,11 @@ def is_here(name_or_path: str | os.PathLike[str]) -> bool:
 def _is_whole(directory: Path) -> bool:
     """Return whether a downloaded checkpoint has all of its weights; an interrupted download leaves only some."""
     files = [file.name for file in directory.iterdir() if file.is_file()]
-    # As in `tensors`, an index counts only if the single file is absent.
+    # As in `tensors`, ignore an index if there is also a single file with all weights.
     for index in (name for name in files if name.endswith(".index.json")):
         if index.removesuffix(".index.json") not in files:
             return bool(_shards(directory, index, _weight_map(directory, index)))
-    # Without its index, a shard does not show how many others there are.
+    # Without an index, shards do not count, because some of them may be missing.
     return any(name.endswith((".safetensors", ".bin", ".pt")) and "-of-" not in name for name in files)
 
 
@@ -238,7 +238,11 @@ def _quantised(name: str, path: Path, dtype: object) -> MarsError:
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
-    """Read with `np.fromfile`: safetensors maps the file, so its pages would count as memory of this process."""
+    """Return the tensors of a safetensors file.
+
+    Rows are read with `np.fromfile`: safetensors would map the file, whose pages would then count as memory of this
+    process.
+    """
     from safetensors import SafetensorError, safe_open
 
     version = version_of(path)
@@ -255,7 +259,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         raise MarsError(f"'{path}' is truncated or corrupt ({error}): download it again.") from None
 
     def tensor(name: str, entry: JsonObject) -> Tensor:
-        # The data begins after the 8 bytes of the header's size and the header.
+        # The data follows the header and the 8 bytes that store the header's size.
         shape, begin = tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
         width = math.prod(shape[1:])
 
@@ -298,7 +302,7 @@ def _bin(path: Path) -> dict[str, Tensor]:
         except Exception as error:  # torch raises anything from EOFError to UnpicklingError
             reason = first_line(error).partition(". ")[0]
             raise MarsError(f"'{path}' is damaged or unsafe ({reason}): download it again.") from None
-    # A .bin file may hold any other value, or tensors without rows to read: sparse, nested, or without data (meta).
+    # A .bin file may contain any other value, or tensors that have no rows to read: sparse, nested or meta tensors.
     if not isinstance(state, dict) or not all(
         isinstance(name, str)
         and isinstance(value, torch.Tensor)

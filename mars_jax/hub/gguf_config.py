@@ -22,7 +22,7 @@ from mars_jax.utils.errors import MarsError, prefixed
 from mars_jax.utils.types import JsonObject
 
 ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",  # also Mistral, whose metadata is the same, and with experts Mixtral
+    "llama": "LlamaForCausalLM",  # also Mistral, with the same metadata, and Mixtral, which has experts
     "qwen2": "Qwen2ForCausalLM",  # also MiMo, without its MTP module
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -42,31 +42,32 @@ ARCHITECTURES = {
     "gpt-oss": "GptOssForCausalLM",
 }
 _STOPS = ("eos", "eot", "eom")
-"""Tokens that end a completion, a turn and a message."""
+"""Names in the metadata of the tokens that end a text, a turn and a message."""
 _27B = {"gemma2": 46, "gemma3": 62}
-"""Number of layers of the 27B models. They scale scores by hidden size / heads, which no metadata key records."""
+"""Number of layers of the 27B models, by architecture. Their query scale is hidden size / heads, which no metadata key
+records."""
 _WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}
 """Period of the layers without a sliding window, as in llama.cpp and `hub.families`."""
 _GATING = {"glm4moe": 2, "gpt-oss": 3}
 """llama.cpp's gating functions: 2 is sigmoid, 3 is softmax over the chosen experts. Default: 1, softmax over all."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
-    "rope.dimension_sections": (0,),  # rotation by position in an image
+    "rope.dimension_sections": (0,),  # rotary sections for positions in images
     "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_beta_fast": (32,),
     "rope.scaling.yarn_beta_slow": (1,),
     "rope.scaling.yarn_ext_factor": (1, -1),
     "rope.scaling.yarn_log_multiplier": (0,),
 }
-"""Neutral values of metadata keys that would change these architectures' forward pass and are not implemented.
+"""Values of metadata keys that leave the forward pass unchanged. Other values of these keys are not supported.
 
-`_neutral` adds keys whose neutral values depend on the model. Source: `llama_model::load_hparams` of llama.cpp. It
-reads other keys, such as Granite's `residual_scale`, only for some architectures; `_FAMILIES` converts those.
+`_neutral` adds keys whose neutral values depend on the model. Source: `llama_model::load_hparams` of llama.cpp.
+llama.cpp reads other keys, such as Granite's `residual_scale`, only for some architectures; `_FAMILIES` converts those.
 """
 
 
 def read_gguf_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
-    """Read a GGUF file's config, and the dtype of its matrices, or None if they are quantised or their dtypes differ.
+    """Read a GGUF file's config, and the dtype of its matrices: None if they are quantised or have several dtypes.
 
     Raises:
       MarsError: the architecture is not supported, or metadata is absent or inconsistent.
@@ -82,7 +83,7 @@ def read_gguf_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
         _check_forward(file, config)
     kinds = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
     if packs_experts(file):
-        return config, "bfloat16"  # as for the checkpoint on the hub
+        return config, "bfloat16"  # the dtype of gpt-oss on the hub
     # llama.cpp keeps vectors, routers, convolutions and the biases of experts in float32 in files of any type.
     matrices = {
         tensor.kind.name
@@ -101,13 +102,13 @@ def packs_experts(file: GGUFFile) -> bool:
 
 
 def gguf_to_json(file: GGUFFile) -> JsonObject:
-    """Return the contents of config.json that can be derived from a file."""
+    """Return the contents of config.json that can be derived from a GGUF file."""
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
         raise MarsError("it has no tensor token_embd.weight: download it again.")
     hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
     head_dim = _number(file, "attention.key_length")
-    # llama.cpp's default for files without `attention.key_length`.
+    # As in llama.cpp, derive the head size if a file has no `attention.key_length`.
     if head_dim is None and hidden and heads:
         head_dim = hidden // heads
     # `block_count` includes the blocks of MTP modules.
@@ -136,7 +137,7 @@ def gguf_to_json(file: GGUFFile) -> JsonObject:
     }
     if experts := file.of_model("expert_count"):
         data |= {
-            # One key for Qwen, one for Mixtral and gpt-oss, and one for GLM-4.5.
+            # Qwen, Mixtral (with gpt-oss) and GLM-4.5 use different keys for the number of experts.
             **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts),
             "num_experts_per_tok": file.of_model("expert_used_count"),
             "moe_intermediate_size": file.of_model("expert_feed_forward_length"),
@@ -191,7 +192,7 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         neutral["attention.recurrent_layers"] = (is_recurrent,)
         del neutral["rope.dimension_sections"]  # a token of text has the same position in each section
     if config.rope.query_growth:
-        # Ministral 3's mscale and mscale_all_dim: with them, YaRN does not scale cos and sin.
+        # Ministral 3's mscale equals its mscale_all_dim, so its YaRN does not scale cos and sin.
         neutral["rope.scaling.yarn_log_multiplier"] = (1,)
     # With YaRN, the factor is part of the config (see `_scaling`).
     if config.rope.kind != "yarn":
@@ -205,7 +206,7 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
-    """Return whether a value, or every value of a list over layers, is neutral within float32 rounding."""
+    """Return whether a value, or each value of a list with one per layer, is neutral up to float32 rounding."""
     if value in neutral:
         return True
     numbers = [number for number in neutral if not isinstance(number, list)]
@@ -231,7 +232,7 @@ def _gemma(file: GGUFFile, data: JsonObject) -> JsonObject:
 def _ministral(file: GGUFFile, data: JsonObject) -> JsonObject:
     growth = _decimal(file.of_model("attention.temperature_scale") or None)
     if growth is None:
-        return {"architectures": ["LlamaForCausalLM"]}  # the same forward pass without a window
+        return {"architectures": ["LlamaForCausalLM"]}  # the same forward pass, without a window
     scaling = data["rope_scaling"] or {}
     return {"rope_scaling": scaling | {"attention_factor": 1.0, "llama_4_scaling_beta": growth}}
 
@@ -252,7 +253,7 @@ def _qwen_moe(file: GGUFFile, data: JsonObject) -> JsonObject:
     return {
         "qkv_bias": data["attention_bias"],
         "shared_expert_intermediate_size": file.of_model("expert_shared_feed_forward_length"),
-        # No key records it; llama.cpp's graphs differ by architecture.
+        # No key records this setting, which llama.cpp chooses by architecture.
         "norm_topk_prob": file.architecture == "qwen3moe",
     }
 
@@ -296,7 +297,7 @@ def _granite(file: GGUFFile, data: JsonObject) -> JsonObject:
     names = {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"}
     names |= {"logits_scaling": "logit_scale"}
     multipliers = {key: _decimal(file.of_model(name) or None) for key, name in names.items()}
-    # Without an attention scale, llama.cpp divides by sqrt(head_dim).
+    # Without an attention scale, llama.cpp divides scores by sqrt(head_dim).
     scale = _decimal(file.of_model("attention.scale") or data["head_dim"] ** -0.5)
     return multipliers | {"attention_multiplier": scale, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
 
@@ -304,7 +305,7 @@ def _granite(file: GGUFFile, data: JsonObject) -> JsonObject:
 def _olmo(file: GGUFFile, data: JsonObject) -> JsonObject:
     if window := file.of_model("attention.sliding_window"):
         fields: JsonObject = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window}
-        # Unlike for other architectures, llama.cpp's converter writes the attention_factor of config.json itself.
+        # Only for this architecture, llama.cpp's converter copies the attention_factor of config.json unchanged.
         attention_factor = _decimal(file.of_model("rope.scaling.attn_factor"))
         if data["rope_scaling"] and attention_factor is not None:
             fields["rope_scaling"] = data["rope_scaling"] | {"attention_factor": attention_factor}
@@ -320,7 +321,7 @@ _FAMILIES |= {"qwen2moe": _qwen_moe, "qwen3moe": _qwen_moe, "qwen35": _delta, "q
 
 
 def _number(file: GGUFFile, key: str, default: int | None = None) -> int | None:
-    """Return a size. If the file lists one per layer, all must be equal."""
+    """Return a size from the metadata. If the file lists one size per layer, all of them must be equal."""
     value = file.of_model(key, default)
     if isinstance(value, list):
         if len(set(value)) != 1:
@@ -377,7 +378,7 @@ def _vector(file: GGUFFile, name: str) -> list[float]:
 def _llama3(file: GGUFFile) -> JsonObject:
     """Infer the parameters of Llama 3's rope scaling from `rope_freqs.weight`, the divisor of each frequency.
 
-    The factor is the largest divisor. All published models share the other parameters of Llama 3.1.
+    The factor is the largest divisor. The other parameters are those of Llama 3.1, which all published models share.
 
     Raises:
       MarsError: these parameters do not reproduce the divisors in the file.

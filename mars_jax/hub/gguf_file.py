@@ -1,8 +1,8 @@
 """Reader for the metadata and tensors of GGUF files, the format of llama.cpp. It runs no code from the file.
 
-Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3. The file is read, not mapped. The reader of the package gguf maps
-the file, so its pages count as memory of this process, and keeps two arrays per token. Oracle: the package's writer and
-its `dequantize` (tests/hub/test_gguf.py).
+Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3. The file is read, not memory-mapped. The reader in the package
+gguf maps the file, so that its pages count as memory of this process, and creates two arrays per token. Oracle: the
+package's writer and its `dequantize` (tests/hub/test_gguf.py).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """`struct` codes of the number types in the metadata."""
 _TEXT, _LIST = 8, 9
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
-"""File name of a part of a split file (llama.cpp, `llama_split_path`)."""
+"""Pattern of the file name of one part of a split file (llama.cpp, `llama_split_path`)."""
 
 
 class GGUFTensor(NamedTuple):
-    """A tensor in a file."""
+    """A tensor in a GGUF file."""
 
     shape: tuple[int, ...]  # rows first, as in numpy
     kind: GGMLQuantizationType
@@ -75,7 +75,7 @@ class GGUFFile:
 
     @property
     def architecture(self) -> str:
-        """Name of the architecture, such as "llama": the prefix of the metadata that describes the model."""
+        """Name of the architecture, such as "llama". It is also the prefix of the keys that describe the model."""
         return str(self.get("general.architecture", ""))
 
     def of_model(self, key: str, default: Any = None) -> Any:
@@ -99,15 +99,15 @@ class GGUFFile:
             values = gguf.dequantize(data, kind)
         except NotImplementedError:
             raise MarsError(
-                f"tensor {name} of '{self.path}' is of type {kind.name}, which the package gguf does not read: take "
-                "a file of another quantisation."
+                f"tensor {name} of '{self.path}' is of type {kind.name}, which the package gguf does not support: "
+                "use a file with a different quantisation."
             ) from None
         if is_vector:
             return values.reshape(-1)[first:last]
         return values.reshape(len(data), *shape[1:])
 
     def stored(self, name: str, first: int, last: int) -> np.ndarray:
-        """Return the stored bytes of rows of a tensor, u8[last - first, bytes]; a vector is one row.
+        """Return the stored bytes of rows of a tensor, u8[last - first, bytes]; a vector counts as one row.
 
         Raises:
           MarsError: the rows cannot be read, or the file changed after its header was read.
@@ -119,7 +119,7 @@ class GGUFFile:
                 file.seek(begin + first * width)
                 data = np.fromfile(file, np.uint8, (last - first) * width)
             check_version(path, version)
-            # A truncated file gives fewer bytes, and `reshape` then raises ValueError.
+            # If the file is truncated, there are fewer bytes, and `reshape` raises ValueError.
             return data.reshape(last - first, width)
         except (OSError, ValueError) as error:
             raise MarsError(f"tensor {name} of '{path}' cannot be read ({error}).") from None
@@ -134,12 +134,12 @@ def _decoded(value: Any) -> Any:
 
 
 def _size(count: int, kind: GGMLQuantizationType) -> int:
-    """Return the size in bytes of `count` numbers."""
+    """Return the size in bytes of `count` numbers of a type."""
     import gguf
 
     block, size = gguf.GGML_QUANT_SIZES[kind]
     if count % block:
-        raise ValueError(f"a row of {count} is no number of blocks of {block}")
+        raise ValueError(f"a row of {count} numbers does not consist of whole blocks of {block}")
     return count // block * size
 
 
@@ -162,7 +162,7 @@ def gguf_parts(path: Path) -> list[Path]:
 
 @cached_by_version(gguf_parts)
 def read_gguf(path: Path) -> GGUFFile:
-    """Open a file, or all parts of a split file. The first part holds the metadata; every part holds some tensors.
+    """Open a file, or all parts of a split file: the first part contains the metadata, each part some of the tensors.
 
     Raises:
       MarsError: the `gguf` package is not installed; a file is truncated, corrupt or not GGUF; or parts of a split file
@@ -176,11 +176,11 @@ def read_gguf(path: Path) -> GGUFFile:
             "one folder."
         )
     headers = [_read_header(part) for part in parts]
-    # A file that was never split has no such keys. llama-gguf-split sets the count to 0 when it merges parts.
+    # A file that was never split lacks these keys. llama-gguf-split sets split.count to 0 when it merges parts.
     numbers = [(values.get("split.no", 0), values.get("split.count") or 1) for values, _ in headers]
     values = headers[0][0]
     tensors = {name: tensor for _, part_tensors in headers for name, tensor in part_tensors.items()}
-    # The joined dict keeps one of several tensors with the same name, so count them per part as well.
+    # The joined dict keeps only one of several tensors with the same name, so count the tensors of each part as well.
     total = sum(len(part_tensors) for _, part_tensors in headers)
     expected = total
     if len(parts) > 1:
@@ -215,7 +215,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 
 
 class _Header:
-    """A sequential reader of a file's header. A damaged count never makes it read past the end of the file."""
+    """A sequential reader of a file's header. A damaged count cannot make it read past the end of the file."""
 
     def __init__(self, file: BinaryIO, path: Path, version: Version):
         self._file, self._size, self._at = file, os.fstat(file.fileno()).st_size, 0
@@ -225,18 +225,18 @@ class _Header:
         """Return the metadata, with strings as bytes, and the tensors."""
         import gguf
 
-        # Magic number, version, counts, then key-value pairs, tensor entries and, after padding, the data.
+        # A file contains a magic number, a version, counts, key-value pairs, tensor entries, padding and the data.
         if self._take(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         if (version := self._number("I")) not in (2, 3):
-            raise ValueError(f"it is of version {version}, and 2 and 3 can be read")
+            raise ValueError(f"it has version {version}, and only 2 and 3 are supported")
         num_tensors, num_values = self._number(), self._number()
-        # A comprehension evaluates the key before the value, which is the order in the file: key, type, value.
+        # A dict comprehension evaluates the key before the value, which is the order in the file: key, type, value.
         values = {self._text().decode(): self._value(self._number("I")) for _ in range(num_values)}
         entries = [self._entry() for _ in range(num_tensors)]
         alignment = values.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1:
-            raise ValueError(f"its general.alignment is {alignment!r} in place of a positive integer")
+            raise ValueError(f"its general.alignment is {alignment!r} instead of a positive integer")
         # The data begins at the next multiple of the alignment.
         data = -(-self._at // alignment) * alignment
         tensors = {}
@@ -247,7 +247,7 @@ class _Header:
             _size(math.prod(shape[-1:]), tensor.kind)
             self._check(tensor.begin + _size(math.prod(shape), tensor.kind))
         if len(values) != num_values or len(tensors) != num_tensors:
-            raise ValueError("it has two values of one key, or two tensors of one name")
+            raise ValueError("it has two values for one key, or two tensors with one name")
         return values, tensors
 
     def _check(self, end: int) -> None:
@@ -268,7 +268,7 @@ class _Header:
         return self._take(self._number())
 
     def _texts(self, count: int) -> list[bytes]:
-        """Return strings as `_text` does, but faster: a vocabulary has hundreds of thousands of them."""
+        """Read strings like `_text`, but faster, because a vocabulary has hundreds of thousands of them."""
         read, unpack, texts = self._file.read, struct.Struct("<Q").unpack, []
         limit = min(self._size, GGUF_HEADER_BYTES)
         for _ in range(count):
@@ -286,7 +286,7 @@ class _Header:
         if kind == _LIST:
             inner, count = self._number("I"), self._number()
             if inner == _LIST:
-                raise ValueError("it holds a list of lists, which no reader of GGUF takes")
+                raise ValueError("it holds a list of lists, which no GGUF reader supports")
             if inner in _NUMBERS:
                 code = f"<{count}{_NUMBERS[inner]}"
                 return list(struct.unpack(code, self._take(count * struct.calcsize(_NUMBERS[inner]))))
@@ -298,7 +298,7 @@ class _Header:
         return self._number(_NUMBERS[kind])
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Return name, shape, type and offset of a tensor."""
+        """Read the entry of one tensor: its name, shape, type and offset."""
         name = self._text().decode()
         # GGUF lists the contiguous dimension first.
         shape = tuple(self._number() for _ in range(self._number("I")))

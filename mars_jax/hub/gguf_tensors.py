@@ -1,16 +1,16 @@
 """The tensors of a GGUF file under their Hugging Face names, dequantised a few rows at a time.
 
-4-bit blocks (Q4_0, Q4_1 and Q4_K) are converted to the form of `models.quantize.Int4`. Their format is defined in
+4-bit blocks (Q4_0, Q4_1 and Q4_K) are converted to the layout of `models.quantize.Int4`. Their format is defined in
 ggml-org/ggml: `block_q4_0`, `block_q4_1` and `block_q4_K` of ggml-common.h, and `get_scale_min_k4` of ggml-quants.c. A
-block of 32 weights is a float16 scale d, in Q4_1 also a float16 minimum m, and 16 bytes: byte j holds weight j in its
-low half and weight j + 16 in its high half.
+block of 32 weights consists of a float16 scale d, in Q4_1 also a float16 minimum m, and 16 bytes: byte j holds weight j
+in its low half and weight j + 16 in its high half.
 
 In Q4_K, eight blocks share two float16 factors, which multiply the 6-bit integer scales and offsets of the blocks;
 32 bytes hold one block in their low halves and the next one in their high halves. The scale in Q4_K is a product, and
 rounding it to float16 adds a relative error of at most 2^-11. In Q4_0 and Q4_1 no weight is rounded again.
 
-A block of MXFP4 (`block_mxfp4`) is the exponent of its scale and 16 bytes, whose halves are ordered as in Q4_0.
-Oracles: transformers reading the same files, and `dequantize` of the package gguf (tests/hub/test_gguf.py).
+A block of MXFP4 (`block_mxfp4`) consists of the exponent of its scale and 16 bytes, whose halves are ordered as in
+Q4_0. Oracles: transformers reading the same files, and `dequantize` of the package gguf (tests/hub/test_gguf.py).
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ _KINDS = ("Q4_0", "Q4_1", "Q4_K")
 _MOST_BITS = 5
 """Bits per weight of Q4_1 including scales, the maximum over 4-bit kinds."""
 _DERIVED = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
-"""Tensors whose values are in the config."""
+"""Tensors whose values are part of the config."""
 _INTERLEAVED = {"granite", "llama", "mistral3", "smollm3"}
 """Architectures whose queries and keys llama.cpp stores interleaved, to rotate adjacent dimensions. The hub's layout
 rotates halves."""
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _EXPERT = re.compile(r"(?<=\.experts)\.(\d+)")
 _NAME = re.compile(r"(.+?)(?:[._](weight|bias))?")
-"""Name of a tensor on the hub: the name that the package gguf maps, and its suffix; "weight" if it has none."""
+"""Pattern of a tensor's name on the hub: the name that the package gguf maps, and an optional suffix (default
+"weight")."""
 
 
 def gguf_tensors(path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
@@ -93,7 +94,8 @@ def _split(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
         if has_modules and block is not None and int(block[1]) >= config.num_layers:
             continue
         is_stack = stem.endswith("_exps") and len(inner) == 2 and rows == config.num_experts
-        # A part may begin at any row: a row of a matrix consists of whole blocks, and vectors are in float32.
+        # A matrix can be split at any row, because its rows consist of whole blocks. A vector can be split only in
+        # float32.
         has_rows = inner or tensor.kind.name == "F32"
         if is_stack and config.family != "gpt_oss":
             for i in range(rows):
@@ -113,7 +115,7 @@ def _split(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
 
 
 def _gguf_name(names: TensorNameMap, name: str) -> str:
-    """Return the name in a GGUF file, after `_split`, of the tensor with this name on the hub."""
+    """Convert a tensor's name on the hub to its name in a GGUF file, after `_split`."""
     match = _NAME.fullmatch(_EXPERT.sub("", name).replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias"))
     assert match is not None
     stem, kind = match.groups(default="weight")
@@ -158,7 +160,7 @@ def _value_heads(delta: Delta) -> np.ndarray:
 def _row_order(name: str, delta: Delta) -> np.ndarray | None:
     """Return the stored row of each row of a tensor; None if the rows have no value heads."""
     query_key_rows, size = 2 * delta.key_heads * delta.key_dim, delta.value_dim
-    # For each tensor: the first row of its value heads, and the number of rows of a head.
+    # For each tensor: the first row of its value heads, and the number of rows per head.
     value_rows = {
         "attn_qkv": (query_key_rows, size),
         "ssm_conv1d": (query_key_rows, size),
@@ -201,7 +203,7 @@ def _halves(read: Callable[[int, int], np.ndarray], size: int, first: int, last:
 
     A head's row i is stored at 2i, and row `size // 2 + i` at 2i + 1.
     """
-    # Read whole heads.
+    # Extend the range to whole heads.
     begin, end = first // size * size, -(-last // size) * size
     stored = read(begin, end)
     # [heads, pair, half] -> [heads, half, pair]
@@ -221,12 +223,12 @@ def _blocks(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.nda
     """
     rows = len(data)
     if kind == "Q4_K":
-        # A super-block of 144 bytes: factors d and dmin, scales and minimums in 12 bytes, then 8 blocks of 32 weights.
+        # A super-block has 144 bytes: factors d and dmin, scales and minimums in 12 bytes, then 8 blocks of 32 weights.
         shared = data.reshape(-1, 144)
         factors = np.ascontiguousarray(shared[:, :4]).view(np.float16).astype(np.float32)
         low, mid, high = (shared[:, 4 + i : 8 + i] for i in (0, 4, 8))
-        # Scales and minimums of blocks 0 to 3, then 4 to 7. The latter store their two upper bits in the unused upper
-        # bits of the former.
+        # Unpack scales and minimums, first of blocks 0 to 3, then of blocks 4 to 7, whose two upper bits are stored in
+        # the unused upper bits of the former.
         steps = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
         minimums = np.concatenate([mid & 63, high >> 4 | mid >> 6 << 4], axis=-1)
         pairs = shared[:, 16:].reshape(-1, 4, 32)
@@ -270,7 +272,7 @@ def _read_mxfp4(
     blocks = stored(first, last).reshape(last - first, outputs, -1, 1 + _BLOCK_SIZE // 2)
     scale, pairs = blocks[..., 0], blocks[..., 1:]
     codes = _halves_of_bytes(pairs).reshape(*scale.shape, _BLOCK_SIZE)
-    # `Mxfp4` stores two neighbours in a byte.
+    # `Mxfp4` stores two adjacent weights in each byte.
     values = codes[..., ::2] | codes[..., 1::2] << 4
     return values.reshape(last - first, outputs, -1), scale
 

@@ -26,11 +26,11 @@ Value = TypeVar("Value")
 Build = Callable[[GGUFFile, dict[str, tuple[int, int]]], "tuple[Tokenizer, bool]"]
 """Function that builds a tokenizer from the (id, type) of each token; see `_byte_level`."""
 
-# Types of tokens.
+# Types of tokens in the metadata.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's symbol for a space
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-"""Special tokens: their names in transformers, and in the metadata."""
+"""Names of the special tokens in transformers, and in the metadata."""
 
 
 class _Split(NamedTuple):
@@ -42,7 +42,7 @@ class _Split(NamedTuple):
     bos: bool = False  # default of `tokenizer.ggml.add_bos_token`
 
 
-# Alternatives, in order: contractions, words, numbers, punctuation, and white space.
+# The alternatives are, in order: contractions, words, numbers, punctuation, and white space.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 # Llama 3 and Qwen 2 share these parts, and differ in the pattern for digits that goes between them.
@@ -99,7 +99,7 @@ def plain_tokenizer(file: GGUFFile) -> Tokenizer:
     code = Path(__file__).read_bytes()
     key = (code, tokenizers.__version__, file.digest("tokenizer."))
     if (kept := kept_bytes("tokenizers", *key)) is not None:
-        with contextlib.suppress(Exception):  # a damaged file: tokenizers raises nothing narrower
+        with contextlib.suppress(Exception):  # tokenizers raises plain Exception for a damaged file
             return tokenizers.Tokenizer.from_buffer(kept)
     tokenizer = _build(file)
     keep_bytes(lambda: tokenizer.to_str().encode(), "tokenizers", *key)
@@ -139,11 +139,11 @@ def _build(file: GGUFFile) -> Tokenizer:
             "it again, or give prompts as token ids."
         )
     types = file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    # Unused tokens only pad the embeddings.
+    # Leave out unused tokens, which only pad the embeddings.
     kinds = {token: (i, types[i]) for i, token in enumerate(tokens) if types[i] != _UNUSED}
     builders: dict[str, Build] = {"gpt2": _byte_level, "llama": _sentencepiece}
     tokenizer, bos = _look_up(file, "tokenizer.ggml.model", builders)(file, kinds)
-    # These tokens are matched before the text is split into words. Special ones are left out of decoded text.
+    # Added tokens are matched before the text is split into words. Special ones are left out of decoded text.
     tokenizer.add_tokens(
         [
             AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
@@ -169,7 +169,7 @@ def _build(file: GGUFFile) -> Tokenizer:
 
 
 def _look_up(file: GGUFFile, key: str, table: Mapping[str, Value]) -> Value:
-    """Return the entry of a table for a value of the metadata.
+    """Look up the value of a metadata key in a table, and return the entry.
 
     Raises:
       MarsError: the table has no such entry.
@@ -177,8 +177,8 @@ def _look_up(file: GGUFFile, key: str, table: Mapping[str, Value]) -> Value:
     name = file.get(key)
     if name not in table:
         raise MarsError(
-            f"'{file.path}' has {name!r} as its {key}, and the known ones are {', '.join(table)}: take the checkpoint "
-            "in the Hugging Face layout, or give prompts as token ids."
+            f"'{file.path}' has {name!r} as its {key}, and the supported ones are {', '.join(table)}: use the "
+            "checkpoint in the Hugging Face layout, or give prompts as token ids."
         )
     return table[name]
 
@@ -188,7 +188,7 @@ def _byte_level(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Toke
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     split = _look_up(file, "tokenizer.ggml.pre", _SPLITS)
-    # The byte-level alphabet has no space, so the space separates the two tokens of a merge.
+    # A space separates the two tokens of a merge, because the byte-level alphabet has no space.
     merges = [tuple(pair.split(" ")) for pair in file.get("tokenizer.ggml.merges")]
     vocab = {token: i for token, (i, _) in kinds.items()}
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=split.ignore_merges))
@@ -208,7 +208,8 @@ def _sentencepiece(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[T
 
     scores = file.get("tokenizer.ggml.scores")
     pieces = {token: i for token, (i, kind) in kinds.items() if kind == _NORMAL}
-    # Every split of a piece into two pieces is a merge. Its priority is the score of the result, then the lower id.
+    # Every split of a piece into two pieces is a merge. Merges are sorted by the score of the merged piece, highest
+    # first, then by its id.
     merges = sorted(
         (-scores[i], i, piece[:cut], piece[cut:])
         for piece, i in pieces.items()

@@ -104,23 +104,24 @@ def load(
     Args:
       name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name in `utils.catalogue`,
         such as "qwen3-0.6b", or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
-      dtype: "float32" or "bfloat16". None keeps the checkpoint's dtype: float16 becomes bfloat16, and a quantised GGUF
-        file becomes float32, or bfloat16 if it has experts in MXFP4. For 4-bit AWQ, GPTQ and compressed-tensors, and
-        GGUF files with experts in MXFP4, None also keeps a layer's matrix packed if the file packs it in groups of
-        neighbouring inputs. All other weights of these files get a floating-point dtype: matrices with GPTQ's
-        `desc_act`, experts not in MXFP4, embeddings and unpacked matrices. "int8" rounds matrices to 8 bits per weight
-        (`models.quantize`) and keeps everything else in the checkpoint's dtype. "int4" rounds matrices of layers to 4
-        bits, and embeddings and experts to 8. Matrices that a file stores at 4 bits (GGUF's Q4_0, Q4_1 and Q4_K, AWQ,
-        GPTQ without `desc_act`, compressed-tensors' pack-quantized, experts in MXFP4) are not rounded again. Matrices
-        that such a GGUF file stores at more bits are rounded to 8. On a CPU without a mesh or shardings, 4-bit matrices
-        other than experts in MXFP4 are dequantised, because products with them are slower there. They stay packed if
-        the whole model would then take more than half of the free memory.
+      dtype: "float32" or "bfloat16". None keeps the checkpoint's dtype, except that float16 becomes bfloat16, and a
+        quantised GGUF file becomes float32, or bfloat16 if it has experts in MXFP4. In 4-bit AWQ, GPTQ and
+        compressed-tensors checkpoints, and in GGUF files with experts in MXFP4, None also keeps the matrices of layers
+        packed if each quantisation group consists of adjacent inputs. All other weights of these checkpoints get a
+        floating-point dtype: matrices with GPTQ's `desc_act`, experts not in MXFP4, embeddings and unpacked matrices.
+        "int8" rounds matrices to 8 bits per weight (`models.quantize`) and keeps everything else in the checkpoint's
+        dtype. "int4" rounds matrices of layers to 4 bits, and embeddings and experts to 8. Matrices that a file already
+        stores at 4 bits (GGUF's Q4_0, Q4_1 and Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized,
+        experts in MXFP4) are not rounded again, and matrices that such a GGUF file stores at more bits are rounded to
+        8. On a CPU without a mesh or shardings, 4-bit matrices other than experts in MXFP4 are dequantised, because
+        products with them are slower there. They stay packed if the dequantised model would take more than half of the
+        free memory.
       mesh: devices to shard the weights over: a mesh with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a string such as "data=2,model=4"; see `mars_jax.models.shardings`. `generate` then shards the
         batch over `data`.
       shardings: tree of `jax.sharding.Sharding` with the structure of params, for a custom placement; default: derived
         from the mesh, or JAX's default device without one. Each process reads the parts for its own devices.
-      check: compare the checksum of each file of a conversion. Other checkpoints have no checksums.
+      check: whether to verify the checksum of each file of a conversion. Other checkpoints have no checksums.
       cache_dtype: dtype of keys and values: "float32", "bfloat16", or "int8", which stores 8 bits per number and
         a scale for each token and head. The default is the dtype of the weights, but float32 on a CPU, where XLA would
         widen the whole bfloat16 cache at every step.
@@ -183,7 +184,7 @@ def _widened(params: PyTree, config: ModelConfig, dtype: str) -> PyTree:
     def widen(weight: jax.Array | Quantized) -> jax.Array | Quantized:
         if not isinstance(weight, Int4):
             return weight
-        # Compute on the host: as a JAX operation, each step would compile a program for each shape.
+        # Compute on the host, because JAX would compile a program for each operation and shape.
         matrix = jax.tree.map(np.asarray, weight).astype(dtype)
         return jax.device_put(np.ascontiguousarray(matrix))
 
@@ -198,7 +199,7 @@ def free_bytes() -> int:
         return 0
     free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
     group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # without a limit, the text is "max"
+    with contextlib.suppress(OSError, ValueError):  # without a limit, the file contains "max"
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         free = min(free, limit - used)
     return free
@@ -221,7 +222,7 @@ def resolve_dtype(requested: str | None, stored: str | None) -> tuple[str, int |
 
 
 def listed(names: list[str]) -> str:
-    """Format a list of names: the first three, and the number of remaining ones."""
+    """Format a list of names: the first three, and the number of the others."""
     text = ", ".join(names[:3])
     if len(names) > 3:
         text += f" and {len(names) - 3} more"
@@ -259,7 +260,7 @@ def check_tensors(
       directory: for error messages.
       grouped: the tensors, from `collect`.
       table: the expected weights.
-      harmless: function whose result is true for a name to ignore if it is not in the table.
+      harmless: function that returns whether to ignore a tensor that is not in the table, given its name.
 
     Raises:
       MarsError: tensors are missing, unexpected, mis-shaped or duplicated. The message lists them.
@@ -279,7 +280,7 @@ def check_tensors(
         "tensors are missing": [row.name for key, row in table.items() if key not in grouped],
         "have the wrong shape": misshaped,
         "are not part of the architecture": extra,
-        "are there twice, and which one is meant is not said": twice,
+        "are duplicated, so it is unclear which one to use": twice,
     }
     summaries = [f"{len(names)} {problem} ({listed(names)})" for problem, names in problems.items() if names]
     if summaries:
@@ -313,7 +314,7 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     mtp_modules = tuple(match[1] for name in grouped if (match := _MTP.match(name)))
 
     def harmless(name: str) -> bool:
-        # Files may store a copy of a tied embedding as lm_head, a vision model, and MTP modules.
+        # Files may also contain a copy of a tied embedding as lm_head, a vision model, and MTP modules.
         tied = config.tie_embeddings and name == "lm_head.weight"
         of_images = config.family in WITH_IMAGES and _IMAGES.search(name)
         of_mtp = name.startswith(mtp_modules) or (config.delta is not None and name.startswith("mtp."))
@@ -347,7 +348,7 @@ def read_leaf(
     Args:
       directory: for error messages.
       named_tensors: result of `find_tensors`.
-      leaf, rows: an entry of `weights.leaves`.
+      leaf, rows: an item of `weights.leaves`: one array of params, and the weights that it consists of.
       dtype, bits, keep_packed, sharding: as for `read_params`.
     """
     parts = [named_tensors[row.name] for row in rows]
@@ -381,7 +382,7 @@ def read_params(
     Args:
       directory: for error messages.
       named_tensors: (name in the files, tensor) pairs by the names of weights.
-      table: the rows of each array of params, as in `weights.leaves`.
+      table: the weights that each array of params consists of, as in `weights.leaves`.
       dtype: floating-point dtype of the params.
       bits: bits per weight of the matrices; see `quantize.bits_of`.
       keep_packed: keep matrices at 4 bits if the checkpoint packs them, and everything else in `dtype`.
@@ -393,6 +394,6 @@ def read_params(
         arrays = read_leaf(
             directory, named_tensors, leaf, rows, dtype, bits, keep_packed=keep_packed, sharding=sharding
         )
-        # Wait, so that host memory never holds two arrays.
+        # Wait for the transfer, so that host memory never holds two arrays at once.
         params[leaf] = jax.block_until_ready(to_params(arrays, dtype))
     return build_rows(params, params.__getitem__)

@@ -1,4 +1,4 @@
-"""A checkpoint together with its tokenizer."""
+"""`Pretrained`: a model together with its weights, its config and its tokenizer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class OwnConfig(NamedTuple):
 
 
 Prompt = str | Sequence[Turn]
-"""A string, or a conversation."""
+"""A prompt: a string, or a conversation as a sequence of turns."""
 
 
 def check_pretrained(target: object) -> None:
@@ -75,7 +75,7 @@ class Pretrained:
           model: the functions of the model.
           params: the weights, in any pytree that the functions accept.
           tokenizer: a transformers tokenizer; None if prompts and completions are token ids.
-          config: config of a model from `mars_jax.models`. Drafters that are trained for their target read it.
+          config: config of a model from `mars_jax.models`. Drafters that are trained for a specific target need it.
           max_positions: maximum length of prompt and completion together, if there is no config.
           stop_tokens: ids that end a completion, if there is no config; default: the tokenizer's end-of-text token.
           mesh: mesh that params are sharded over.
@@ -102,7 +102,7 @@ class Pretrained:
         return Pretrained(name, model, params, model_config, Path(os.devnull), mesh, tokenizer)
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
-        """Return a context for tracing and running programs over these params: `jax.set_mesh` if there is a mesh."""
+        """Return a context manager for tracing and running programs over these params: `jax.set_mesh` for a mesh."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @functools.cached_property
@@ -138,7 +138,7 @@ class Pretrained:
             return None
         if self._plain is not None:
             return self._plain.token_to_id(name)
-        # The tokenizer may be from another library, or its vocabulary may have no unknown token.
+        # A tokenizer of another library may lack these methods. One without an unknown token raises TypeError.
         with contextlib.suppress(AttributeError, TypeError):
             token = self.tokenizer.convert_tokens_to_ids(name)
             if self.tokenizer.convert_ids_to_tokens(token) == name:
@@ -156,7 +156,7 @@ class Pretrained:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Ids that end a completion: those in the config, otherwise the tokenizer's."""
+        """Ids that end a completion: those in the config or, if it lists none, the tokenizer's end-of-text token."""
         if self.config.eos_token_ids or not self.has_tokenizer:
             return self.config.eos_token_ids
         eos = self.tokenizer.eos_token_id
@@ -167,7 +167,7 @@ class Pretrained:
         """Ids that end an answer in a chat: `stop_tokens`, and the tokenizer's end-of-text and end-of-turn tokens.
 
         The end-of-turn token is the special token that the chat template writes directly after an assistant's message,
-        such as <|im_end|>. Some checkpoints list it in none of their configs.
+        such as <|im_end|>. Some checkpoints do not list it in any of their configs.
         """
         if not self.has_tokenizer:
             return self.stop_tokens
@@ -180,7 +180,7 @@ class Pretrained:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         special = {token.content: i for i, token in added.items() if token.special}
         ends = [token for token in special if token and chat_ending.startswith(token)]
-        # One special token may begin with another, so take the longest that fits.
+        # One special token may be a prefix of another, so take the longest match.
         ids = [special[token] for token in sorted(ends, key=len)[-1:]]
         if self.tokenizer.eos_token_id is not None:
             ids.append(int(self.tokenizer.eos_token_id))
@@ -194,7 +194,7 @@ class Pretrained:
         system: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return token ids of a string or a conversation. If `chat`, encode a string as a user turn.
+        """Return the token ids of a string or a conversation. If `chat` is True, a string is encoded as a user turn.
 
         Raises:
           MarsError: the prompt is empty, or `encode_chat` rejects it.
@@ -239,10 +239,10 @@ class Pretrained:
         system: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return token ids of a conversation, ending at the point where the model's answer begins.
+        """Return the token ids of a conversation, up to the point where the model's answer begins.
 
         Args:
-          turns: each with a `role` and `content`. If the last one is the assistant's, the model continues it.
+          turns: dicts with a `role` and `content`. If the last turn is the assistant's, the model continues it.
           system: content of a system turn to prepend, if the turns do not begin with one.
           template_args: variables of the template, such as `{"enable_thinking": False}`.
 
@@ -256,7 +256,7 @@ class Pretrained:
         check_type("template_args", template_args, (Mapping, type(None)), "variables of the template by name")
         continues = turns[-1]["role"] == "assistant"
 
-        # Not `functools.partial`: template_args could then override these arguments.
+        # Do not use `functools.partial`, because template_args could then override these arguments.
         def apply(**form: bool) -> Any:
             return tokenizer.apply_chat_template(
                 turns,
@@ -304,7 +304,7 @@ class Pretrained:
                     encoded = self.tokenizer(list(prompts))["input_ids"]
                 else:
                     encoded = [encoding.ids for encoding in self._plain.encode_batch(prompts)]
-        # An empty prompt or encoding is an error, which `encode` reports.
+        # `encode` reports the error if a prompt or its encoding is empty.
         if len(encoded) != len(prompts) or not all(encoded) or not all(prompts):
             return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]
         self._warn_of_second_bos(prompts, encoded)

@@ -20,7 +20,7 @@ group of inputs is a block with one output:
 | | scales | made by |
 |---|---|---|
 | fp8 with blocks | `NAME.weight_scale_inv` [out / b, in / b], b by `weight_block_size` | DeepSeek-V3, Qwen3 in FP8 |
-| fp8 of a whole matrix | `NAME.weight_scale` [] | AutoFP8 |
+| fp8 with one scale | `NAME.weight_scale` [] | AutoFP8 |
 | `float-quantized`, `int-quantized` | `NAME.weight_scale` [out, 1], [1], or by blocks or groups | compressed-tensors |
 
 These formats also describe how to round activations, keys and values. mars-jax does not round them, so it ignores their
@@ -78,7 +78,8 @@ def packing(directory: Path) -> JsonObject | None:
     """Return the `quantization_config` of a checkpoint with packed 4-bit matrices; None for any other checkpoint.
 
     Raises:
-      MarsError: this form of the method is not supported, the forward pass rotates activations, or weights are sparse.
+      MarsError: this variant of the method is not supported, the forward pass rotates activations, or weights are
+        sparse.
     """
     quantization = _quantization_config(directory)
     if quantization is None:
@@ -91,15 +92,15 @@ def packing(directory: Path) -> JsonObject | None:
         return None  # `dequantized_tensors` reads these formats
     if not _is_readable(quantization):
         raise MarsError(
-            f"'{directory}' is quantised by {quantization['quant_method']} in a form that is not read: use one in 4 "
-            "bits (AWQ's version gemm, compressed-tensors' format pack-quantized), or the checkpoint that it was made "
-            "of."
+            f"'{directory}' is quantised by {quantization['quant_method']} in a form that is not supported: use one "
+            "in 4 bits (AWQ's version gemm, compressed-tensors' format pack-quantized), or the checkpoint that it was "
+            "made from."
         )
     return quantization
 
 
 def _is_readable(config: JsonObject) -> bool:
-    """Return whether the reader of the config's method supports its form."""
+    """Return whether the variant of the method in the config is supported."""
     if config["quant_method"] == "compressed-tensors":
         weights = _group_weights(config)
         is_int4 = all(w.get("num_bits") == 4 and w.get("type", "int") == "int" for w in weights)
@@ -127,17 +128,17 @@ def _check_forward(directory: Path, config: JsonObject) -> None:
         raise MarsError(
             f"'{directory}' rotates activations while it runs (rotation or transform_config in its "
             "quantization_config), which is not supported: use a checkpoint without online rotations, or the one that "
-            "it was made of."
+            "it was made from."
         )
     if sparse_format not in (None, "dense"):
         raise MarsError(
             f"'{directory}' stores sparse weights (sparsity_config has the format {sparse_format!r}), which are not "
-            "read: use the checkpoint that it was made of."
+            "supported: use the checkpoint that it was made from."
         )
 
 
 def _gptq_format(config: JsonObject) -> str:
-    """Return the format: "gptq" (stored zeros are one less), "gptq_v2" (they are exact), or an unsupported one."""
+    """Return the name of the format: "gptq" (stores zeros minus 1), "gptq_v2" (stores exact zeros), or any other."""
     return str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
 
 
@@ -198,14 +199,14 @@ def _tensor(
     """Return the tensor of a packed matrix.
 
     Args:
-      matrix: reads the matrix.
+      matrix: function that reads and unpacks the matrix.
       pieces: the stored tensors, to decide whether the matrix can stay in 4 bits.
       sizes: (outputs, inputs, groups).
     """
 
     def rows(first: int, last: int) -> np.ndarray:
         m = matrix()
-        # (q - z) s for each input and each of these outputs; files store inputs first, the model outputs first.
+        # Compute (q - z) s for each input and each of these outputs, and transpose: the model stores outputs first.
         steps = m.q[:, first:last].astype(np.float32) - m.zero[m.group, first:last]
         return (steps * m.scale[m.group, first:last].astype(np.float32)).T
 
@@ -219,7 +220,8 @@ def _tensor(
 
     outputs, inputs, groups = sizes
     size = inputs // groups
-    # The inputs of an `Int4` group must be neighbours. g_idx lists the group of each input; -1 means that they are.
+    # The inputs of an `Int4` group must be neighbours. g_idx lists the group of each input; -1 means that the inputs
+    # are in order.
     neighbours = True
     if stored_group := pieces.get("g_idx") or pieces.get("weight_g_idx"):
         group = stored_group.read()
@@ -248,7 +250,7 @@ def _spread(packed: np.ndarray) -> np.ndarray:
 
 
 def _awq(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix:
-    # The number at bit 4 i belongs to output order[i].
+    # In each word, the number at bit 4 i belongs to output _AWQ_ORDER[i].
     inverse_order = np.argsort(_AWQ_ORDER)
     q, zero = (
         spread.reshape(len(spread), -1, 8)[..., inverse_order].reshape(spread.shape)
@@ -266,7 +268,7 @@ def _gptq(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix:
 
 
 def _compressed(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix:
-    # Stored outputs first; `_Matrix` holds inputs first.
+    # The file stores outputs first; `_Matrix` has inputs first.
     scale = pieces["weight_scale"].T
     q = _spread(pieces["weight_packed"]).T
     if "weight_zero_point" in pieces:
@@ -280,7 +282,7 @@ def _compressed(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix
 
 
 def _matrix(q: np.ndarray, zero: np.ndarray, scale: np.ndarray, group: np.ndarray | None) -> _Matrix:
-    """Return a matrix. `group` i32[in] is the group of each input; None: the inputs of a group are neighbours.
+    """Combine the pieces of a matrix. `group` i32[in] is the group of each input; None if inputs are in order.
 
     Raises:
       ValueError: the pieces do not belong to one matrix.
@@ -369,15 +371,16 @@ def _scaled_tensor(directory: Path, name: str, tensor: Tensor, scale: Tensor, si
         tall = wide = 0
     if not tall or not wide:
         raise MarsError(
-            f"'{directory}': scales {list(shape)} of {name}, {list(tensor.shape)}, are read of a whole matrix, of each "
-            "output, or of blocks or groups by their size in config.json: use the checkpoint that it was made of."
+            f"'{directory}': scales {list(shape)} of {name}, {list(tensor.shape)}, are neither one per matrix, nor one "
+            "per output, nor one per block or group of the size in config.json: use the checkpoint that it was made "
+            "from."
         )
 
     def rows(first: int, last: int) -> np.ndarray:
         numbers = tensor.rows(first, last)
         if numbers.dtype.itemsize > 1:
-            raise MarsError(f"it holds {numbers.dtype} beside scales: weights in 8 bits have them.")
-        # f32[blocks of outputs, blocks of inputs]; each output takes its block's row, each input its block's column.
+            raise MarsError(f"it holds {numbers.dtype} next to scales: only weights in 8 bits have them.")
+        # f32[blocks of outputs, blocks of inputs]; each output uses its block's row, each input its block's column.
         row_scales = scale.read().astype(np.float32).reshape(-1, -(-inputs // wide))
         row_scales = row_scales[np.arange(first, last) // tall]
         return numbers.astype(np.float32) * np.repeat(row_scales, wide, axis=1)[:, :inputs]

@@ -18,7 +18,7 @@ def yarn_attention_factor(scaling: JsonObject, factor: float) -> float:
     """Return YaRN's factor on cos and sin (arXiv 2309.00071, equation 15), following transformers' rules."""
 
     def mscale(weight: float) -> float:
-        # Without a stretch (factor <= 1) the logarithm is 0.
+        # A factor of at most 1 does not stretch the context, so its logarithm counts as 0.
         return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
 
     if scaling.get("attention_factor") is not None:
@@ -31,7 +31,7 @@ def yarn_attention_factor(scaling: JsonObject, factor: float) -> float:
 _REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
 """Settings without a default, by rope type."""
 _OUTSIDE = ("partial_rotary_factor", "original_max_position_embeddings")
-"""Settings that older configs keep at the top level of config.json."""
+"""Settings that older configs store at the top level of config.json."""
 
 
 def read_rope(
@@ -77,7 +77,7 @@ def read_rope(
         raise MarsError(f"rope type '{kind}' needs {missing[0]}: add it to rope_scaling.")
     if kind == "longrope":
         ratio = max(factor or longest / trained, 1.0)
-        # LongRoPE (arXiv 2402.13753); the factor is that of Phi-3's code.
+        # LongRoPE (arXiv 2402.13753), with the attention factor of Phi-3's code.
         attention_factor = math.sqrt(1 + math.log(ratio) / math.log(trained))
         return common(
             kind=kind,
@@ -87,7 +87,7 @@ def read_rope(
             is_long=longest > trained,
             attention_factor=float(value_or_default(scaling, "attention_factor", attention_factor)),
         )
-    # As in transformers, YaRN's factor defaults to the ratio of the context to the trained length.
+    # As in transformers, YaRN's factor defaults to the ratio of the context length to the trained length.
     if factor is None and kind == "yarn":
         factor = longest / trained
     if factor is None:
@@ -112,7 +112,7 @@ def _settings(data: JsonObject, base: str) -> JsonObject:
     """Merge the rope settings of config.json, which may list a setting in several places.
 
     Raises:
-      MarsError: two places list different values.
+      MarsError: two places set different values for the same setting.
     """
     top_level = {"rope_theta": data.get(base)} | {key: data.get(key) for key in _OUTSIDE}
     settings: JsonObject = {}
@@ -128,7 +128,7 @@ def _settings(data: JsonObject, base: str) -> JsonObject:
         for key, value in values.items():
             if value is None:
                 continue
-            # Old files call the kind `type`.
+            # Old files use the key `type` instead of `rope_type`.
             earlier = settings.setdefault("rope_type" if key == "type" else key, value)
             if value is not earlier and value != earlier:
                 raise MarsError(
@@ -143,7 +143,8 @@ def write_scaling(rope: Rope) -> JsonObject | None:
     if rope.kind == "none":
         return None
     if rope.kind == "longrope":
-        # Exactly these keys: transformers 4 accepts no others. `hub.save` refuses another attention factor.
+        # Write only these keys, because transformers 4 accepts no others. `hub.save` refuses a rope with a different
+        # attention factor.
         divisors = {"short_factor": list(rope.short_divisors), "long_factor": list(rope.long_divisors)}
         return {"type": "longrope", **divisors}
     data: JsonObject = {"rope_type": rope.kind, "factor": rope.factor}

@@ -1,6 +1,6 @@
 """Saving of a model as a directory that transformers can load, and of a running `DecodeState` between two steps.
 
-Oracle of states: the same rows decoded without interruption (tests/core/test_steps_by_the_piece.py).
+Oracle for saved states: the same rows decoded without interruption (tests/core/test_steps_by_the_piece.py).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def save(
       path: the directory. Its parents are created.
       config: the model's config.
       params: the model's params, in the dtype to save.
-      overwrite: replace these two files in a directory that is not empty; other files are kept.
+      overwrite: whether to replace these two files in a directory that is not empty; other files are kept.
 
     Returns:
       The directory.
@@ -99,7 +99,7 @@ def save(
         for tensor, parts in stored_tensors(config).items()
     }
     data = to_json(config, dtype=arrays["model.embed_tokens.weight"].dtype.name)
-    # A family may lack a key for some field. Reading the file back shows whether all fields survive.
+    # A family may have no key for some field, so read the contents back and compare.
     if from_json(data) != config:
         raise MarsError(f"the family '{config.family}' cannot express this config: choose another family.")
     return write_directory(target, fuse_experts(arrays), data)
@@ -108,7 +108,7 @@ def save(
 def write_directory(
     target: Path, arrays: dict[str, np.ndarray], data: dict[str, Any], *, file: str = "model.safetensors"
 ) -> Path:
-    """Write the weights into `file`, and config.json. Both are on disk before they appear under their names.
+    """Write config.json, and the weights into `file`. Both are on disk before they get their final names.
 
     A new directory appears complete or not at all. In an existing one, other files are kept. If config.json changes, it
     is absent while the weights are replaced, so that old weights never load with a new config.
@@ -119,7 +119,7 @@ def write_directory(
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    # Follow a link, so that the directory behind it is replaced and not the link.
+    # If the target is a symbolic link, replace the directory that it points to, not the link.
     place = Path(os.path.realpath(target))
     with writing(target), staging(place) as staged:
         new_directory = staged / "new"
@@ -128,7 +128,7 @@ def write_directory(
         if arrays:  # some callers write only a config
             try:
                 save_file(arrays, new_directory / file, metadata={"format": "pt"})
-            except SafetensorError as error:  # a full disk, among others
+            except SafetensorError as error:  # for example, because the disk is full
                 raise OSError(str(error)) from error
             # safetensors creates the file with private permissions; use the same as for config.json.
             (new_directory / file).chmod((new_directory / "config.json").stat().st_mode)
@@ -141,7 +141,7 @@ def write_directory(
             if config.exists() and config.read_bytes() != (new_directory / "config.json").read_bytes():
                 config.unlink()
                 sync(place)
-            # config.json comes last.
+            # Move config.json last.
             for path in sorted(new_directory.iterdir(), key=lambda path: path.name == "config.json"):
                 os.replace(path, place / path.name)
                 sync(place)
@@ -210,7 +210,7 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
         raise
     except Exception as error:  # Orbax and TensorStore raise ValueError, KeyError and OSError, among others
         raise MarsError(
-            f"'{path}' cannot be read ({first_line(error)}): expected a folder of save_state."
+            f"'{path}' cannot be read ({first_line(error)}): expected a folder that save_state wrote."
         ) from error
     arrays = [restored[name] for name in leaves]
     for i, leaf in enumerate(leaves.values()):
@@ -227,8 +227,8 @@ def _check_shapes(
         shapes = [tuple(arrays[name].shape) if name in arrays else None for arrays in (stored, expected)]
         if shapes[0] != shapes[1]:
             raise MarsError(
-                f"'{path}' holds the state of another decoder or of other shapes ({name} is {shapes[0]} there and "
-                f"{shapes[1]} here): restore it with the rule, drafter, rows and buffer it was saved with."
+                f"'{path}' holds the state of a different decoder or with other shapes ({name} is {shapes[0]} there "
+                f"and {shapes[1]} here): restore it with the rule, drafter, rows and buffer it was saved with."
             )
 
 

@@ -10,7 +10,7 @@ fused matrix are output i of gate and of up:
 | MXFP4, exponents of the blocks' scales | `_scales` u8[X, 2M, G] | `_scales` u8[X, E, G] |
 | biases | `_bias` [X, 2M] | `_bias` [X, E] |
 
-Qwen3.5 stores `gate_up_proj` [X, 2M, E], whose first M rows are those of gate, and `down_proj` [X, E, M].
+Qwen3.5 stores `gate_up_proj` [X, 2M, E], whose first M rows belong to gate, and `down_proj` [X, E, M].
 
 MXFP4: OCP Microscaling Formats, version 1.0. Oracle: transformers' `integrations/mxfp4.py`, `modeling_gpt_oss.py`
 and `modeling_qwen3_5_moe.py`.
@@ -76,7 +76,7 @@ def number_experts(files: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, 
 
 
 def _expert(tensor: Tensor, expert: int, start: int, size: int) -> Tensor:
-    """Return `size` rows of an expert's matrix."""
+    """Return a tensor of `size` rows of one expert's matrix, from row `start` on."""
 
     def read(first: int, last: int) -> np.ndarray:
         return tensor.rows(expert, expert + 1)[0, start + first : start + last]
@@ -85,7 +85,7 @@ def _expert(tensor: Tensor, expert: int, start: int, size: int) -> Tensor:
 
 
 def _rows(tensor: Tensor, rows: slice, *, transposed: bool = False) -> Tensor:
-    """Return some rows of each expert's matrix, which is stored as [in, out] if `transposed`."""
+    """Return a tensor of some rows of each expert's matrix, which is stored as [in, out] if `transposed`."""
 
     def read(first: int, last: int) -> np.ndarray:
         stored = tensor.rows(first, last)

@@ -1,7 +1,7 @@
 """Streaming of tensors from files to arrays on devices, a block of rows at a time.
 
-Host memory holds only one array of params, or the parts of it for this host's devices, and one block of rows.
-Oracle: reading each tensor at once (tests/hub/test_stream.py).
+Host memory holds at most one array of params (or its parts for this host's devices) and one block of rows. Oracle:
+reading each tensor at once (tests/hub/test_stream.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK = 8 << 20
 """Size in bytes of a block of rows."""
 
 Box = tuple[tuple[int, int], ...]
-"""Range (first, end) along each axis of a part of an array."""
+"""Part of an array, as one range (first, end) for each axis."""
 
 
 class HostArray:
@@ -86,7 +86,7 @@ def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Allocate an array aligned to a cache line, so that JAX on CPU uses its memory without a copy."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
-    # The distance from the start of `memory` to the next multiple of 64.
+    # Distance in bytes from the start of `memory` to the next address that is a multiple of 64.
     begin = -memory.ctypes.data % 64
     return memory[begin : begin + size].view(dtype).reshape(shape)
 
@@ -138,8 +138,8 @@ def read_array(
 
 
 def _fields(block: np.ndarray, bits: int | None) -> tuple[np.ndarray | jax.Array, ...]:
-    """Return rows of a tensor, or the fields of their quantised form."""
-    # A float8 number has no meaning without its scale.
+    """Return a block of rows as a tuple of one array or, if `bits` is not None, of the fields of its quantised form."""
+    # Reject float8 too, because its numbers have no meaning without a scale.
     if not jnp.issubdtype(block.dtype, jnp.floating) or block.dtype.itemsize == 1:
         raise MarsError(f"it holds {block.dtype}: quantised checkpoints are not supported.")
     if bits is None:

@@ -1,4 +1,4 @@
-"""The tokenizer in a checkpoint's directory, read by transformers, which also renders its chat template."""
+"""Loading of a checkpoint's tokenizer, with the tokenizers library if that suffices and with transformers otherwise."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _READ = (
 )
 """Patterns of all files that transformers reads for a tokenizer."""
 
-# Class names that transformers 4 and 5 write for a tokenizer that tokenizer.json describes in full.
+# Tokenizer classes of transformers 4 and 5 that tokenizer.json describes completely.
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# Keys of tokenizer_config.json that do not affect encoding or decoding. `_NAMED` keys affect it only if they name a
-# token that tokenizer.json does not mark as special.
+# Keys of tokenizer_config.json that do not affect encoding or decoding. A key in `_NAMED` matters only if
+# tokenizer.json does not mark its token as special.
 _HARMLESS = {
     "backend",
     "clean_up_tokenization_spaces",
@@ -61,11 +61,11 @@ def read_tokenizer(path: Path) -> Any:
     """
     _check_files(path)
     os.environ.setdefault(_PARALLEL, "false")
-    # On import, transformers warns if PyTorch is missing, which tokenizers do not need.
+    # transformers warns on import if PyTorch is missing, although tokenizers do not need PyTorch.
     with _environment("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"):
         from transformers.utils import logging
 
-    logging.set_verbosity_error()  # hide the tokenizer's advice
+    logging.set_verbosity_error()  # hide warnings of transformers
     data = _tokenizer_config(path)
     try:
         with catch_panics(path):
@@ -75,31 +75,32 @@ def read_tokenizer(path: Path) -> Any:
 
             is_plain = data.get("tokenizer_class") in _PLAIN and "auto_map" not in data
             if is_plain and (path / "tokenizer.json").exists():
-                # The class that AutoTokenizer would choose, without its import, which takes 2 s.
+                # AutoTokenizer would choose the same class, but importing AutoTokenizer takes 2 s.
                 tokenizer_class = transformers.PreTrainedTokenizerFast
             else:
                 tokenizer_class = transformers.AutoTokenizer
-            # Without the flag, transformers prompts on stdin whether to run the checkpoint's code.
+            # Without trust_remote_code=False, transformers would ask on stdin whether to run the checkpoint's code.
             return tokenizer_class.from_pretrained(str(path), trust_remote_code=False)
     except MarsError:
         raise
     except Exception as error:  # transformers raises anything from OSError to tokenizers' bare Exception
-        cure = "put the checkpoint's tokenizer files beside its weights, or give prompts as token ids"
+        cure = "put the checkpoint's tokenizer files next to its weights, or give prompts as token ids"
         if is_gguf(path):
             cure = "download it again, or give prompts as token ids"
         if "auto_map" in data:
             cure = (
-                "its tokenizer_config.json names code of the checkpoint's own (auto_map), which is never run; give "
-                "prompts as token ids, or use a checkpoint whose tokenizer transformers has"
+                "its tokenizer_config.json refers to custom code (auto_map), which is never run; give prompts as token "
+                "ids, or use a checkpoint whose tokenizer transformers supports"
             )
         raise MarsError(f"no tokenizer could be read from '{path}' ({first_line(error)}): {cure}.") from error
 
 
 @cached_by_version(_tokenizer_files)
 def read_plain(path: Path) -> Tokenizer | None:
-    """Read the `tokenizers.Tokenizer` of a checkpoint; None if its files have settings that only transformers applies.
+    """Read a checkpoint's `tokenizers.Tokenizer`; None if its files have settings that only transformers applies.
 
-    It encodes and decodes exactly like `read_tokenizer`'s result, without the slow import of transformers.
+    The tokenizer encodes and decodes exactly like the one from `read_tokenizer`, without the slow import of
+    transformers.
     """
     _check_files(path)
     os.environ.setdefault(_PARALLEL, "false")
@@ -108,7 +109,7 @@ def read_plain(path: Path) -> Tokenizer | None:
             if is_gguf(path):
                 return plain_tokenizer(read_gguf(path))
             return _read_tokenizer_json(path)
-    except Exception:  # tokenizers raises nothing narrower; transformers will report the error
+    except Exception:  # tokenizers raises plain Exception; `read_tokenizer` will report the error
         return None
 
 
@@ -122,8 +123,8 @@ def _read_tokenizer_json(path: Path) -> Tokenizer | None:
     tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     if any(data[name] not in (None, *special) for name in _NAMED & data.keys()):
-        return None  # transformers would add it
-    # tokenizer.json may enable both. transformers turns them off unless a caller requests them.
+        return None  # transformers would add this token
+    # tokenizer.json may enable padding and truncation, which transformers applies only on request.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -136,7 +137,7 @@ def catch_panics(name: str | Path) -> Iterator[None]:
     In Python, such a panic is a `BaseException` but not an `Exception`.
 
     Args:
-      name: name of the checkpoint.
+      name: name of the checkpoint, for the message.
 
     Raises:
       MarsError: the library panicked.
@@ -147,22 +148,22 @@ def catch_panics(name: str | Path) -> Iterator[None]:
         if type(error).__name__ != "PanicException":  # no module exports this class
             raise
         raise MarsError(
-            f"the tokenizer of '{name}' breaks ({first_line(error)}): it contradicts itself, so download it again, or "
-            "give prompts as token ids."
+            f"the tokenizer of '{name}' fails ({first_line(error)}): its files contradict each other, so download them "
+            "again, or give prompts as token ids."
         ) from None
 
 
 def on_all_cores() -> contextlib.AbstractContextManager[None]:
     """Let tokenizers split a batch over threads, unless the user has set TOKENIZERS_PARALLELISM.
 
-    The variable is reset afterwards, since tokenizers warns about a process that forks while it is true.
+    The variable is reset afterwards, because tokenizers prints a warning if a process forks while it is true.
     """
     return _environment(_PARALLEL, _ON_ALL_CORES)
 
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable inside the context."""
+    """Set an environment variable for the duration of the context."""
     previous = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -174,7 +175,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def _check_files(directory: Path) -> None:
-    """Raise MarsError for a file that would block its reader, such as a pipe, or is larger than any tokenizer."""
+    """Raise MarsError if a tokenizer file would block its reader, as a pipe does, or exceeds `TOKENIZER_BYTES`."""
     for file in (file for pattern in _READ for file in directory.glob(pattern) if not file.is_dir()):
         try:
             open_file(file, TOKENIZER_BYTES).close()

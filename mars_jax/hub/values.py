@@ -1,4 +1,4 @@
-"""Readers for values in a config.json. A null counts as absent; 0 does not."""
+"""Readers for values in a config.json. A key whose value is null counts as absent; 0 is a value."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def value_or_default(data: JsonObject, key: str, default: Any) -> Any:
 
 
 def count(data: JsonObject, key: str, default: int) -> int:
-    """Return a whole number of at least 1; `default`, which may be 0, if the key is absent or null.
+    """Return a key's value, a whole number of at least 1; `default`, which may be 0, if the key is absent or null.
 
     Raises:
-      MarsError: the value is anything else.
+      MarsError: the value is not a whole number of at least 1.
     """
     value = data.get(key)
     if value is None:
@@ -37,10 +37,10 @@ def count(data: JsonObject, key: str, default: int) -> int:
 
 
 def config_token_ids(data: JsonObject, key: str, file: str) -> tuple[int, ...]:
-    """Return one token id or a list of them as a tuple; () if the key is absent or null.
+    """Return a key's value, one token id or a list of them, as a tuple; () if the key is absent or null.
 
     Raises:
-      MarsError: the value is anything else. The message names `file`.
+      MarsError: the value is neither a token id nor a list of them. The message names `file`.
 
     >>> config_token_ids({"eos_token_id": [1, 106]}, "eos_token_id", "config.json")
     (1, 106)

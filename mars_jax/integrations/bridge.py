@@ -1,15 +1,15 @@
-"""Flax modules as language models, and our params as nnx state.
+"""Adapters that use Flax modules as language models, and mars-jax params as nnx state.
 
-A module is used unchanged, through one function that calls it. **The contract** of a call
-`(tokens i32[B, N], positions i32[B, N], mask bool[B, N, S], cache, slot i32[B]) -> (logits, cache)`:
+A module needs no changes: one function calls it. **The contract** of a call `(tokens i32[B, N], positions i32[B, N],
+mask bool[B, N, S], cache, slot i32[B]) -> (logits, cache)`:
 
 - Writes precede reads: the keys and values of the N tokens go into slots `slot[b] .. slot[b] + N - 1` of the cache.
-  Then each token attends to the slots of the whole cache that the mask allows, including its own, and to no others.
+  Then each token attends to exactly the slots of the cache that the mask allows, including its own.
 - A slot is not a position: rotary embeddings use `positions`. Tree nodes at the same depth have the same position.
-- Padding is clipped: a token below 0 arrives as 0, and its result is never used.
+- Padding is clipped: a negative token id is passed as 0, and its output is never used.
 - Rows are independent, and the call is pure: it does not change its input cache.
-- Functions are reused: bridging a module twice with the same functions returns the same model, which is not compiled
-  again. A lambda that is created again counts as a different function.
+- Functions are reused: adapting a module twice with the same functions returns the same model, which is not compiled
+  again. A lambda that is created a second time counts as a different function.
 
 `check` tests a model against the contract. Oracle: transformers' logits through our own transformer
 (tests/integrations/test_bridge.py).
@@ -37,13 +37,14 @@ __all__ = ["Cache", "check", "from_linen", "from_nnx", "params_of", "to_nnx"]
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Access functions of a cache whose leaves are not [B, S, ...]; see `LanguageModel`.
+    """Access functions for a cache whose leaves do not have the shape [B, S, ...]; see `LanguageModel`.
 
     Args:
-      slots: cache -> S.
+      slots: function cache -> S, the number of slots.
       commit: (cache, start i32[B], path i32[B, D + 1]) -> cache; moves the entries of an accepted path into consecutive
-        slots. Only trees call it.
-      put: (cache, rows i32[b], new) -> cache; replaces rows of the batch; default: the first axis of every leaf is B.
+        slots. Called only for draft trees.
+      put: (cache, rows i32[b], new) -> cache; replaces rows of the batch. By default, the first axis of every leaf is
+        B.
     """
 
     slots: Callable[[PyTree], int] = kv_cache.slots
@@ -72,14 +73,14 @@ def from_nnx(
     """Return a `flax.nnx` module as a language model, and its state as params.
 
     Args:
-      module: any module that `call` calls. This function splits it. After training, pass `nnx.state(module)`; if
-        the trainer has only params, update the module with `nnx.update` first.
+      module: any module that `call` can call. This function splits it into structure and state. After training, pass
+        `nnx.state(module)` as params; if the trainer has only params, update the module with `nnx.update` first.
       vocab_size: V.
-      init_cache: (batch, slots) -> the cache, a pytree of arrays.
+      init_cache: function (batch, slots) -> cache, a pytree of arrays.
       call: `(module, tokens, positions, mask, cache, slot) -> (logits [B, N, V], cache)`, with the contract above;
         default: call the module with the other five arguments.
-      unembed: `(module, hidden [B, N, E]) -> logits`, if `call` returns hidden states instead of logits. Then prompts
-        are read without computing logits, and rules and drafters can read the hidden states.
+      unembed: `(module, hidden [B, N, E]) -> logits`, if `call` returns hidden states instead of logits. Then prefill
+        computes no logits, and rules and drafters can read the hidden states.
       embed: `(module, tokens i32[B, N]) -> [B, N, E]`, for drafters that share the target's embedding.
       cache: access functions of a custom cache.
       prefill_chunk: prompt tokens per forward pass.
@@ -110,7 +111,7 @@ def from_linen(
     """Return a `flax.linen` module as a language model, whose params are the variables that `module.init` returns.
 
     Args:
-      module: any module that `call` calls.
+      module: any module that `call` can call.
       vocab_size, init_cache, unembed, embed, cache, prefill_chunk: as for `from_nnx`; but the functions receive
         `apply`, which is `module.apply` bound to the variables, instead of the module.
       call: `(apply, tokens, positions, mask, cache, slot) -> (logits [B, N, V], cache)`; default: call `apply` with the
@@ -135,7 +136,7 @@ def _bridged(
     cache: Cache,
     prefill_chunk: int | None,
 ) -> LanguageModel:
-    """Return the language model. It is cached, so that equal modules have equal functions and compile once."""
+    """Return the language model. Results are cached, so that equal modules share functions and compile only once."""
 
     def bound(params: PyTree) -> Any:
         """Return the module with its params, as a callable."""
@@ -187,7 +188,7 @@ def _check_shapes(
     shape = getattr(output, "shape", ())
     if len(shape) != 3 or shape[:2] != tokens or (vocab is not None and shape[2] != vocab):
         raise MarsError(
-            f"the module gave {output_name} of shape {shape} for tokens {tokens}: expected {(*tokens, last_axis)}."
+            f"the module returned {output_name} of shape {shape} for tokens {tokens}: expected {(*tokens, last_axis)}."
         )
     same_structure = jax.tree.structure(old_cache) == jax.tree.structure(new_cache)
     old, new = ([(x.shape, x.dtype) for x in jax.tree.leaves(cache)] for cache in (old_cache, new_cache))
@@ -199,14 +200,14 @@ def _check_shapes(
 
 
 def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> None:
-    """Test a model against the contract of this module, with a dozen random tokens. This takes seconds.
+    """Test a model against the contract of this module with a dozen random tokens, in a few seconds.
 
-    The test compares one forward over all tokens with forwards in pieces, with a tree whose nodes share positions and
-    are in other slots, with swapped and replaced rows, and with a cache that holds junk in all masked slots.
+    The test compares one forward pass over all tokens with passes over parts of them, over a tree in which two nodes
+    share a position, with swapped and replaced rows, and with junk in all masked slots of the cache.
 
     Args:
       model, params: from `from_nnx` or `from_linen`, or a user's `LanguageModel`.
-      tolerance: the largest difference between two logits that counts as rounding.
+      tolerance: largest difference between two logits that counts as a rounding error.
 
     Raises:
       MarsError: the contract is violated; the message describes the first violation.
@@ -234,9 +235,9 @@ def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> N
                 f"{problem}: logits differ by {max_difference:.3g} (see the contract in mars_jax.integrations.bridge)."
             )
 
-    # The reference: all tokens in one forward, with a fresh cache.
+    # The reference: all tokens in one forward pass, with a fresh cache.
     full_logits, full_cache = run(ids, Visible.causal(start, count), model.init_cache(2, slots))
-    # All tokens at once, in a cache of junk.
+    # All tokens at once, with a cache full of junk.
     junk_logits, _ = run(ids, Visible.causal(start, count), junk(model.init_cache(2, slots)))
     compare(junk_logits, full_logits, "the model reads slots that the mask hides, or reads before it writes")
     # The first 8 tokens, then the last 4. `cache` holds the first 8 for the tests of trees.
@@ -293,7 +294,7 @@ class OurParams(nnx.Module):
 
 
 def to_nnx(model: LanguageModel, params: PyTree) -> OurParams:
-    """Return our params as a `flax.nnx` module, for optimizers, checkpoints and trainers that expect one.
+    """Return params as a `flax.nnx` module, for optimizers, checkpoints and trainers that expect such a module.
 
     The module has an `nnx.Param` for each array. `module(tokens i32[B, N]) -> f32[B, N, V]` returns the logits after
     every token and is differentiable. `params_of` converts its weights back.

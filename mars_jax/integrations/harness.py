@@ -1,8 +1,8 @@
 """The model `mars_jax` of lm-evaluation-harness.
 
-The harness finds models in a registry and has no plugins, so importing this module registers the model; a program that
-calls `lm_eval.simple_evaluate(model="mars_jax", ...)` must import it first. `generate_until` decodes with the draft and
-the rule, so a task measures their quality. Likelihoods are the target's, independent of the rule.
+Importing this module adds the model to the harness's registry, because the harness has no plugins. A program that calls
+`lm_eval.simple_evaluate(model="mars_jax", ...)` must import it first. `generate_until` decodes with the draft and the
+rule, so that a task measures their quality. Likelihoods are those of the target, independent of the rule.
 
 Oracle: PyTorch transformers with the same checkpoint, in tests/integrations/test_harness.py.
 """
@@ -52,11 +52,11 @@ FLAGS = (
 )
 """Arguments of a model that are flags of `generate`, with the same values."""
 CHUNK = 32
-"""Number of likelihood batches whose rows are written together. Within them, similar lengths share a batch."""
+"""Number of likelihood batches whose rows are written together. Within these, texts of similar length share a batch."""
 
 
 class Answered(Exception):
-    """Raised to end a run of one part, which alone has no score. The message includes the number of rows on file."""
+    """Exception that ends a run of one part, which has no score. Its message includes the number of rows on file."""
 
 
 @register_model("mars_jax")
@@ -83,13 +83,13 @@ class MarsJax(TemplateLM):
           choice: strings separated by "|". Every generated text is constrained to one of them, unless a task sets
             constraints in its generation_kwargs; there, choice is a list.
           mesh: axes with their sizes, joined by a plus because commas separate arguments: data=2+model=4.
-          rows: a file of answers, one row each. A run with the same arguments answers only the requests that the file
-            lacks.
+          rows: path of a file that stores one row per answer. A run with the same arguments answers only the requests
+            that the file lacks.
           part: I/N, as for `python -m mars_jax.generate`. The evaluation ends with `Answered`, without a score; a run
-            without `part` scores the rows of all parts, joined in one file.
+            without `part` then scores the rows of all parts, joined in one file.
           max_batch_size, device: ignored; the harness always passes them.
-          **arguments: `FLAGS` of `python -m mars_jax.generate`, and settings of the rule, such as theta. Request i
-            draws with seed + i. In a run of several processes, only one should be given an --output_path.
+          **arguments: `FLAGS` of `python -m mars_jax.generate`, and settings of the rule, such as theta. Request i is
+            sampled with seed + i. In a run of several processes, only one should be given an --output_path.
 
         Raises:
           MarsError: an argument is invalid; the message names it and the fix.
@@ -141,7 +141,7 @@ class MarsJax(TemplateLM):
 
     @property
     def rank(self) -> int:
-        """Rank 0. The harness reads this property again after the last answer, and that read closes the file of rows.
+        """The rank, which is 0. The harness reads it after the last answer, and this read closes the file of rows.
 
         Raises:
           Answered: the run is only a part.
@@ -175,7 +175,7 @@ class MarsJax(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: the beginning-of-sequence token, or else the end-of-text token."""
+        """The token before text without context: the beginning-of-sequence token, or else the end-of-text token."""
         bos_token_id = self._target.config.bos_token_id
         return self.eot_token_id if bos_token_id is None else bos_token_id
 
@@ -193,7 +193,7 @@ class MarsJax(TemplateLM):
         """Select the template for later `apply_chat_template` calls, and return it for the harness's record of a run.
 
         Args:
-          chat_template: True for the tokenizer's own, the name of one of several, or False for none.
+          chat_template: True for the tokenizer's default template, the name of one of its templates, or False for none.
 
         Raises:
           MarsError: the tokenizer has no such template.
@@ -217,7 +217,7 @@ class MarsJax(TemplateLM):
     def apply_chat_template(
         self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return a conversation as a string to tokenize.
+        """Render a conversation as a string to tokenize.
 
         Args:
           chat_history: turns, each with its `role` and `content`.
@@ -248,8 +248,8 @@ class MarsJax(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return the token ids of a string. By default the tokenizer adds its special tokens.
 
-        A string that already begins with the beginning-of-sequence token, as those of chat templates do, gets no second
-        one.
+        A string that already begins with the beginning-of-sequence token, such as a rendered chat template, gets no
+        second one.
         """
         bos_token = getattr(self.tokenizer, "bos_token", None)
         if add_special_tokens is None:
@@ -259,12 +259,13 @@ class MarsJax(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        # If a context is too long, cut its beginning, as the harness does.
+        # If a text is too long, drop its beginning, as the harness does.
         texts = [(context + continuation)[-self.max_length :] for _, context, continuation in requests]
         scores = score(self._target, texts, rows=self._session.batch_size)
         answers = []
         for (_key, _context, continuation), scored in zip(requests, scores, strict=True):
-            # A score covers all tokens of a text but the first: compare the last `n`, those of the continuation.
+            # A score covers all tokens of a text except the first one. Use the last `n` of them, which are the
+            # continuation.
             n = min(len(continuation), len(scored.log_p))
             is_greedy = scored.best[len(scored.best) - n :].tolist() == continuation[len(continuation) - n :]
             answers.append((float(scored.log_p[len(scored.log_p) - n :].sum(dtype="float64")), is_greedy))
@@ -277,15 +278,16 @@ class MarsJax(TemplateLM):
         answer: Callable[[Sequence[int]], Iterable[Any]],
         placeholder: Any,
     ) -> list[Any]:
-        """Return the answers to the requests in one call from the harness, which makes its calls in a fixed order.
+        """Answer the requests of one call from the harness, reusing rows in the file and appending new ones.
 
-        Each row stores the number of its request in the whole run, so that the rows of several parts can be joined.
+        Each row stores the number of its request in the whole run, so that the rows of several parts can be joined. The
+        harness always makes its calls in the same order.
 
         Args:
-          kind: kind of the requests.
-          requests: requests of the call.
-          answer: a function that answers the requests with the given indices, in order. Each answer is written
-            immediately.
+          kind: type of the requests, such as "generate_until".
+          requests: all requests of the call, including those of other parts.
+          answer: function that yields the answers to the requests with the given indices, in order. Each answer is
+            written immediately.
           placeholder: answer to the requests of other parts.
 
         Raises:
@@ -330,10 +332,10 @@ class MarsJax(TemplateLM):
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation of its context, and whether greedy decoding generates it."""
+        """Return each continuation's log-likelihood given its context, and whether greedy decoding generates it."""
         score_chunk, chunk_size = super().loglikelihood, CHUNK * (self._session.batch_size or 1)
 
-        # Answer in chunks, because the rows of a chunk are written before the next chunk is scored.
+        # Answer in chunks, so that the rows of one chunk are written before the next chunk is scored.
         def answer(numbers: Sequence[int]) -> Iterator[tuple[float, bool]]:
             for first in range(0, len(numbers), chunk_size):
                 yield from score_chunk(
@@ -344,11 +346,11 @@ class MarsJax(TemplateLM):
         return [(float(log_p), greedy) for log_p, greedy in answers]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of whole texts. Those longer than the context are scored in windows."""
+        """Return the log-likelihood of each whole text. Texts longer than the context are scored in windows."""
 
         def answer(numbers: Sequence[int]) -> Iterator[float]:
             for i in numbers:
-                # Leave room in every window for one token of context before the scored ones.
+                # Leave room in every window for one token of context before the scored tokens.
                 windows = utils.get_rolling_token_windows(
                     token_list=self.tok_encode(requests[i].args[0], add_special_tokens=False),
                     prefix_token=self.prefix_token_id,
@@ -370,7 +372,7 @@ class MarsJax(TemplateLM):
     def _generate(self, requests: Sequence[Instance], numbers: Sequence[int]) -> Iterator[str]:
         """Yield the completions of some requests, in their order."""
         queued_requests = []
-        # Make the requests of other parts too, because a request's seed is its index in the whole call.
+        # Make the requests of other parts too, because a request's seed depends on its index in the whole call.
         for index, request in enumerate(requests):
             context, options = cast(tuple[str, JsonObject], request.args)
             max_new_tokens, stop_strings, sampling = _options(options, self._max_gen_toks)
@@ -416,9 +418,9 @@ def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonOb
     stop_strings = kwargs.pop("until", None) or []
     if isinstance(stop_strings, str):
         stop_strings = [stop_strings]
-    # Both names are removed, since Python evaluates the default of the outer `pop` in any case.
+    # This removes both names, because Python always evaluates the default of the outer `pop`.
     limit = int(kwargs.pop("max_gen_toks", kwargs.pop("max_new_tokens", limit)))
-    # A task that sets only a temperature above 0 also samples.
+    # Sample also if a task sets only a temperature above 0.
     is_sampled = bool(kwargs.pop("do_sample", float(kwargs.get("temperature") or 0) > 0))
 
     def taken(*names: str) -> JsonObject:
@@ -428,8 +430,8 @@ def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonOb
     constraint_options = taken("regex", "json_schema", "choice")
     if kwargs:
         raise MarsError(
-            f"the task asks for {', '.join(sorted(kwargs))} in its gen_kwargs, which this model does not have: take "
-            "it out with --gen_kwargs or in the task."
+            f"the task sets {', '.join(sorted(kwargs))} in its gen_kwargs, which this model does not support: "
+            "remove it with --gen_kwargs or in the task."
         )
     # Greedy decoding ignores the temperature and the truncation of a task.
     if not is_sampled:

@@ -14,7 +14,7 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.utils.version import __version__
 
 _DESCRIPTION = """\
-Run lm-evaluation-harness with a draft and a rule. With --model mars_jax, --model_args takes flags of
+Run lm-evaluation-harness with a draft and a rule. With --model mars_jax, --model_args accepts flags of
 mars-jax generate by their names, such as target=PATH,draft=model:SMALL,verify=mars,theta=0.9.
 """
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"mars-jax {__version__}", file=out)
             return
         parser = Parser(prog="mars-jax lm_eval", description=_DESCRIPTION, add_help=False)
-        rows_help = "keep the answers in this file; a run with the same flags answers only what it lacks"
+        rows_help = "keep the answers in this file; a run with the same flags answers only missing requests"
         parser.add_argument("--rows", metavar="FILE", help=rows_help)
         parser.add_argument(
             "--part", metavar="I/N", help=PART_HELP.replace("decode only rows", "answer only requests")
@@ -47,9 +47,9 @@ def main(argv: Sequence[str]) -> int:
         # The import registers the model with the harness.
         from mars_jax.integrations.harness import Answered
 
-        from lm_eval.__main__ import cli_evaluate  # isort: skip  # after ours, whose error explains how to install it
+        from lm_eval.__main__ import cli_evaluate  # isort: skip  # after ours, whose error explains the installation
 
-        sys.argv = [sys.argv[0], *harness_args]  # the harness reads no other arguments
+        sys.argv = [sys.argv[0], *harness_args]  # the harness parses its arguments from here
         sys.stdout = out  # the harness prints its tables there
         try:
             cli_evaluate()

@@ -1,4 +1,4 @@
-"""Generation in `ray.data`, where many machines decode the rows of one dataset.
+"""Batch generation with `ray.data`, which distributes the rows of a dataset over many machines.
 
 Oracle: `generate` over all rows in one process (tests/integrations/test_ray_data.py).
 """
@@ -22,17 +22,17 @@ RESULTS = ("text", "tokens", "finish_reason", "tau", "log_probs")
 
 
 class Generate:
-    """Stateful callable for `ray.data.Dataset.map_batches` that continues the prompts of a batch of rows.
+    """A callable class for `ray.data.Dataset.map_batches` that continues the prompts in a batch of rows.
 
-    Every actor loads the pair once. A row is sampled with its own `seed`, or with the base seed plus its `id`. Its
-    tokens therefore do not depend on the batch, the number of actors, or restarts.
+    Every actor loads the target and the draft once. A row is sampled with its own `seed`, or with the base seed plus
+    its `id`. Its tokens therefore do not depend on the batch, the number of actors, or restarts.
 
     Args:
       target: name or path of the target, as for `mars_jax.load`.
       draft: spec of the drafter, as for `mars_jax.drafters.load`.
       verify: the rule, such as `verify.mars(theta=0.9)`, or its name; default `verify.exact()`.
-      prompt: column of the prompts: strings, token ids, or conversations as for `mars_jax.generate`.
-      seed: base seed, for rows without one.
+      prompt: name of the column with the prompts: strings, token ids, or conversations, as for `mars_jax.generate`.
+      seed: base seed, for rows without a `seed`.
       load_options: other arguments of `mars_jax.load`, such as `{"dtype": "int8"}`.
       draft_options: other arguments of `mars_jax.drafters.load`, such as `{"num_draft_tokens": 5}`.
       **settings: other arguments of `mars_jax.generate`, one value for all rows, such as `max_new_tokens`.
@@ -65,7 +65,7 @@ class Generate:
         self.prompt, self.seed, self.settings = prompt, seed, settings
 
     def __call__(self, batch: Any) -> pyarrow.Table:
-        """Return the batch with the columns of its completions.
+        """Continue the prompts of a batch, and return the batch with additional columns.
 
         Args:
           batch: `pyarrow.Table`, or columns by name.

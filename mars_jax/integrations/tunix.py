@@ -1,12 +1,12 @@
-"""`MarsRollout`, a rollout engine that decodes speculatively in Tunix's reinforcement learning.
+"""`MarsRollout`, a rollout engine with speculative decoding for reinforcement learning with Tunix.
 
     cluster_config = ClusterConfig(
         rollout_engine=functools.partial(mars_jax.integrations.tunix.MarsRollout, drafter="ngram"), ...
     )
 
-The engine converts the weights of Tunix's Qwen3, Qwen2 and Llama 3 from nnx state on the device, decodes in rows that
-refill, reads each prompt once, and returns log-probabilities as Tunix defines them. Samples follow the policy's
-distribution: lossy rules need `lossy=True`.
+The engine converts the weights of Tunix's Qwen3, Qwen2 and Llama 3 from nnx state on the device, decodes with
+continuous batching, prefills each distinct prompt once, and returns log-probabilities as Tunix defines them. By default
+samples follow the policy's distribution exactly; lossy rules need `lossy=True`.
 
 The interface is that of google-tunix 0.1.7: `rl/rollout/base_rollout.py`, `rl/rl_cluster.py`,
 `generate/sampler.py`, `models/{qwen3,qwen2,llama3}/model.py`. Oracle: the actor's own logits
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 __all__ = ["MarsRollout", "Rollout", "config_of", "params_from_state"]
 
 SAME = 2e-2
-"""Largest difference that bfloat16's rounding causes between the actor's logits and ours, relative to their standard
-deviation."""
+"""Largest difference between the actor's logits and ours that is due to bfloat16 rounding, relative to the standard
+deviation of the logits."""
 
 
 def config_of(actor: Any) -> mj.models.ModelConfig:
@@ -88,7 +88,7 @@ def config_of(actor: Any) -> mj.models.ModelConfig:
 
 
 def params_from_state(state: PyTree, config: mj.models.ModelConfig) -> PyTree:
-    """Convert the nnx state of one of Tunix's models to our params, using only transposes and copies.
+    """Convert the nnx state of one of Tunix's models to mars-jax params, using only reshapes, transposes and copies.
 
     Under `jax.jit` the result shares no memory with the state, so a trainer may donate its state.
 
@@ -97,13 +97,13 @@ def params_from_state(state: PyTree, config: mj.models.ModelConfig) -> PyTree:
       config: from `config_of`.
 
     Raises:
-      MarsError: the state does not have the weights of such a model, for example because it holds adapters.
+      MarsError: the state lacks weights of such a model, for example because it contains only adapters.
     """
     state_dict: PyTree = nnx.to_pure_dict(state)
     hidden_size = config.hidden_size
 
     def matrix(x: Array) -> Array:
-        """[D, heads, head_dim], or [D, F] -> [out, in]."""
+        """Convert [D, heads, head_dim] or [D, F] to [out, in]."""
         return x.reshape(hidden_size, -1).T
 
     def layer(layer_state: PyTree) -> dict[str, Array]:
@@ -128,7 +128,7 @@ def params_from_state(state: PyTree, config: mj.models.ModelConfig) -> PyTree:
 
     try:
         layers = state_dict["layers"]
-        if isinstance(layers, dict):  # by their numbers, as strings or integers
+        if isinstance(layers, dict):  # keys are layer numbers, as strings or integers
             layers = [layers[name] for name in sorted(layers, key=int)]
         params = {
             "embed": jnp.copy(state_dict["embedder"]["input_embedding"]),
@@ -210,7 +210,7 @@ class Rollout:
     def generate(self, prompts: Sequence[str], rollout_config: Any, **kwargs: Any) -> Any:
         """Sample a completion of each prompt; see Tunix's `BaseRollout.generate`.
 
-        Tokens include the stop token. The pad token is never sampled, because learners mask it. Draws depend on
+        Tokens include the stop token. The pad token is never sampled, because learners mask it. Samples depend on
         `rollout_config.seed`, the number of earlier calls, and the index of a prompt.
         """
         del kwargs
@@ -292,9 +292,9 @@ class Rollout:
         Args:
           prompt_tokens: i32[B, P], padded on the left.
           completion_tokens: i32[B, C], padded on the right.
-          completion_mask: bool[B, C] or numbers; tokens with mask 0 are padding, which has no position and to which no
-            other token attends. None: all tokens but the pad token count, as in `tunix.rl.common`. Values of padding,
-            and of a token right after padding, are meaningless.
+          completion_mask: bool[B, C] or numbers; tokens with mask 0 are padding, which takes up no position and is not
+            attended to. None: every token except the pad token is valid, as in `tunix.rl.common`. The results for
+            padding, and for a token right after padding, are meaningless.
 
         Raises:
           MarsError: the mask and the completions have different shapes.
@@ -319,12 +319,12 @@ class Rollout:
             )
 
     def update_params(self, params: PyTree, filter_types: object = None) -> None:
-        """Copy new weights in one jitted function, compiled once. The result shares no memory with the trainer's.
+        """Replace the policy's weights by copies of new ones, which share no memory with the trainer's weights.
 
         Args:
-          params: from `nnx.state(actor, nnx.Param)`, with the trainer's shardings; each update reshards them for
-            decoding.
-          filter_types: ignored; a state that has only adapters is refused.
+          params: from `nnx.state(actor, nnx.Param)`, with the trainer's shardings. Each update reshards them for
+            decoding, in a jitted function that is compiled once.
+          filter_types: ignored; a state that contains only adapters raises MarsError.
         """
         del filter_types
         # Tunix moves the state of `model()` between host and device, and passes it here too.
@@ -358,7 +358,7 @@ class Rollout:
 
 @functools.cache
 def _taker(config: mj.models.ModelConfig, dtype: str, mesh: Mesh | None) -> Callable[[PyTree], PyTree]:
-    """Return `params_from_state`, compiled, with a cast to `dtype` and, on a mesh, the shardings for decoding."""
+    """Return a compiled `params_from_state` that casts to `dtype` and, on a mesh, shards the params for decoding."""
 
     def take(state: PyTree) -> PyTree:
         return jax.tree.map(lambda x: x.astype(dtype), params_from_state(state, config))
@@ -369,8 +369,8 @@ def _taker(config: mj.models.ModelConfig, dtype: str, mesh: Mesh | None) -> Call
 def _config_that_computes_the_same(actor: Any, state: PyTree) -> mj.models.ModelConfig:
     """Return the config that reproduces the actor's logits on a short token sequence.
 
-    Tunix 0.1.7 ignores the rotary base of the config and uses the default of its `apply_rope`, 1,000,000. So compare
-    both bases, and choose the one with the closer logits.
+    Tunix 0.1.7 ignores the rotary base of the config and uses the default of its `apply_rope`, 1,000,000. This function
+    therefore compares both bases, and chooses the one with the closer logits.
 
     Raises:
       MarsError: the logits differ too much with both bases.
@@ -388,7 +388,7 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> mj.models.Model
     actor_logits = actor(ids, positions, None, causal_mask)[0].astype(jnp.float32)
 
     def difference(candidate: mj.models.ModelConfig) -> float:
-        """Return the largest difference of logits, relative to the standard deviation of the actor's."""
+        """Return the largest difference of logits, relative to the standard deviation of the actor's logits."""
         model = mj.models.language_model(candidate, dtype=jax.tree.leaves(state)[0].dtype.name)
 
         @jax.jit
@@ -417,7 +417,8 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> mj.models.Model
 def _log_probs(
     model: LanguageModel, params: PyTree, prompts: Array, completions: Array, mask: Array, *, pad: int
 ) -> Array:
-    # Column t is slot t. Positions count only valid tokens. Padding has position 0 or that of the last token before it.
+    # Column t is slot t. Positions count only valid tokens. Padding has the position of the last valid token before it,
+    # or 0.
     num_rows, prompt_width = prompts.shape
     tokens = jnp.concatenate([prompts, completions], axis=1)
     num_columns = tokens.shape[1]

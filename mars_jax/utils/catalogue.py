@@ -1,7 +1,6 @@
-"""Table of models with a short name and the drafters for each. Does not import jax.
+"""Table of the models that have a short name, and the drafters for each. This module does not import jax.
 
-Digests are those of the files that the publishers uploaded to the Hugging Face hub. `docs/heads.md` shows the same
-pairs.
+The digests are those of the publishers' files on the Hugging Face hub. `docs/heads.md` shows the same pairs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from mars_jax.utils import assets
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """A row of `MODELS`."""
+    """A model with a short name, and its drafters."""
 
     name: str
     repository: str = ""  # owner/name on the Hugging Face hub; "" for weights included in mars-jax
@@ -27,13 +26,14 @@ class ModelRow:
     family: str  # family of `hub.families`
     vocabulary: int  # rows of the embedding
     drafts: tuple[str, ...] = ()  # specs of drafters, best first
-    template: str = ""  # chat template, if its tokenizer has none
-    copies_pay: bool = False  # measured: n-grams are faster than any of `drafts`
+    template: str = ""  # chat template, if the tokenizer has none
+    copies_pay: bool = False  # True if n-grams are faster than all of `drafts`, as measured
 
     def is_called(self, name: str) -> bool:
-        """Return whether `name` is this row's name or repository, or a path ending in either or in one of its files."""
+        """Return whether `name` is the row's name, its repository, or a path that ends in one of those or in its
+        file."""
         path, base_name = PurePath(name), self.repository.rpartition("/")[2].lower().removesuffix("-gguf")
-        # The hub's cache keeps a checkpoint in models--OWNER--NAME/snapshots/COMMIT.
+        # The hub's cache stores a checkpoint in models--OWNER--NAME/snapshots/COMMIT.
         cached_names = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]
         last_name = next(iter(cached_names), path.name).lower()
         if last_name.endswith(".gguf"):
@@ -42,7 +42,7 @@ class ModelRow:
 
 
 class Head(NamedTuple):
-    """A published head."""
+    """A published draft head."""
 
     target: str  # short name
     layout: str  # layout of its files
@@ -51,10 +51,10 @@ class Head(NamedTuple):
 
 LOADS = {
     "runs": "a test decodes with its weights",
-    "yes": "a test compares names and full-size shapes of all its tensors with those that the target asks for",
-    "alike": "a test holds its layout, or its family, at another size",
+    "yes": "a test compares names and full-size shapes of all its tensors with those that the target requires",
+    "alike": "a test covers its layout, or its family, at another size",
 }
-"""Levels of evidence that a draft works with its target."""
+"""Levels of evidence that a drafter loads and works with its target."""
 TESTS = {
     "EAGLE": "hub/test_published_heads.py::test_a_head_of_the_page_fits_its_target",
     "speculators": "hub/test_published_heads.py::test_a_head_of_the_page_fits_its_target",
@@ -74,7 +74,8 @@ FIGURES = {
     ("tiny/target", "dflash:tiny/dflash"): "tau 3.10, docs/results.md",
     ("smollm2", "eagle:smollm2/eagle3"): "tau 2.65, docs/smollm2.md",
 }
-"""Tokens per step under `exact` at temperature 0, and the page with the measurement. Heads draft a tree of 60 nodes."""
+"""Tokens per step with `exact` at temperature 0, and the page with the measurement. The heads draft a tree of 60
+nodes."""
 HEADS = {
     "eagle:tiny/eagle3": Head("tiny/target", "EAGLE-3", "runs"),
     "dflash:tiny/dflash": Head("tiny/target", "DFlash, 7 tokens", "runs"),
@@ -278,7 +279,7 @@ MODELS = {row.name: row for row in _ROWS}
 
 
 def find_model_row(name: str) -> ModelRow | None:
-    """Return the row with this short name, or the one with this repository as its source; None if there is none.
+    """Return the row that has this short name, or that is loaded from this repository; None if there is none.
 
     >>> find_model_row("qwen3-8b").repository, find_model_row("Qwen/Qwen3-8B").name, find_model_row("ngram")
     ('Qwen/Qwen3-8B', 'qwen3-8b', None)
@@ -297,7 +298,7 @@ def drafts_for(name: str) -> tuple[str, ...]:
     Specs whose weights are not included in the installed wheel are left out.
 
     Args:
-      name: short name, repository on the hub, or path of a checkpoint, whose last component identifies the model.
+      name: short name, repository on the hub, or path of a checkpoint whose last component identifies the model.
 
     >>> drafts_for("/data/SmolLM2-135M-Instruct.Q4_1.gguf"), drafts_for("Qwen/Qwen2.5-Coder-1.5B-Instruct")
     (('eagle:smollm2/eagle3',), ('model:qwen2.5-coder-0.5b',))
@@ -347,8 +348,8 @@ class Pair(NamedTuple):
     layout: str  # layout of the head or of the small model
     vocabulary: int  # rows of the target's embedding
     loads: str  # key of LOADS
-    figure: str  # "" without a measurement
-    test: str  # path below tests/
+    figure: str  # measured tau and its page; "" if not measured
+    test: str  # path and name of a test, below tests/
 
 
 def pairs(name: str | None = None) -> list[Pair]:

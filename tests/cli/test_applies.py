@@ -78,7 +78,7 @@ def test_a_flag_that_does_not_apply_is_refused(refused, flags, message):
         ({"theta": 0.5}, "--verify exact", "theta does not apply to the rule exact, which has no"),
         ({"draft_stop": 0.5}, "", "draft_stop does not apply to --draft ngram"),
         ({"tau": 2}, "--verify mars", "tau does not apply to the rule mars, which has theta, "),
-        ({"margin": "gap"}, "--verify mars", "margin is one for all prompts: leave it out, and give"),
+        ({"margin": "gap"}, "--verify mars", "margin is the same for all prompts: leave it out, and give"),
         ({"theta": 2}, "--verify mars", "theta is 2.0: expected a number above 0 and at most 1 for the"),
         ({"strict": True}, "--verify exact", "strict does not apply to the rule exact, which relaxes"),
         ({"draft_stop": 1}, SIMULATED, "draft_stop does not apply to --verify"),

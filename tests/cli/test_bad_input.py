@@ -91,7 +91,7 @@ def test_a_prompt_longer_than_the_context(refused_unwritten, target, prompts_fil
 
 def test_checksums_of_what_is_no_conversion(refused_unwritten, target):
     message = refused_unwritten("--target", target, "--no-check", "hello")
-    assert f"--no-check does not apply to '{target}', which is no conversion" in message
+    assert f"--no-check does not apply to '{target}', which is not a conversion" in message
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_a_conversion_whose_bits_have_changed(refused_unwritten, run, target, tm
     assert "is damaged, its checksum differs" in refused_unwritten("--target", converted, "hello")
     assert run("--target", converted, "--no-check", *FEW, "hello").code == 0
     message = refused_unwritten("--target", target, "--no-check", "hello")
-    assert f"--no-check does not apply to '{target}', which is no conversion" in message
+    assert f"--no-check does not apply to '{target}', which is not a conversion" in message
 
 
 def test_a_missing_tokenizer(refused, broken, prompts_file):

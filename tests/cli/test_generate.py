@@ -127,7 +127,7 @@ def test_a_draft_with_another_tokenizer_drafts_and_says_so(run, target, foreign)
     flags = ["--target", target, "--verify", "exact", "--json", "the sea"]
     [reference], outcome = rows_of(run(*flags, *PLAIN).out), run(*flags, *FEW, "--draft", f"model:{foreign}")
     assert rows_of(outcome.out)[0]["tokens"] == reference["tokens"]
-    assert f"note: '{foreign}' has another tokenizer and drafts the 25" in outcome.err
+    assert f"note: '{foreign}' has a different tokenizer and drafts the 25" in outcome.err
 
 
 def test_a_draft_with_another_tokenizer_cannot_be_refined(run, target, foreign, tmp_path):

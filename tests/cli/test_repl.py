@@ -138,9 +138,9 @@ def test_the_rule_and_the_draft_change_over_the_same_target(talk, chatty, monkey
     ("line", "sentence"),
     [
         ("/hepl", "there is no command /hepl (did you mean /help?): /help lists them"),
-        ("/new now", "/new takes nothing: leave 'now' out."),
+        ("/new now", "/new takes no arguments: leave 'now' out."),
         ("/undo", "/undo does not apply without --chat"),
-        ("/again", "there is nothing to say again: type a text first."),
+        ("/again", "there is no prompt to answer again: type one first."),
         ("/set", "/set takes NAME VALUE, as in /set temperature 0.7: NAME is one of temperature"),
         ("/set thta 1", "there is no setting thta (did you mean theta?)"),
         ("/set theta x", "--theta is x: expected"),

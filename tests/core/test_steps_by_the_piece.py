@@ -68,5 +68,5 @@ def test_a_state_goes_through_disk_and_onto_a_mesh(single_run, tmp_path):
         hub.save_state(tmp_path / "state", state)
     with pytest.raises(MarsError, match="of another decoder or of other shapes"):
         hub.restore_state(tmp_path / "state", begun(2))
-    with pytest.raises(MarsError, match="expected a folder of save_state"):
+    with pytest.raises(MarsError, match="expected a folder that save_state wrote"):
         hub.restore_state(tmp_path / "nothing", state)

@@ -261,15 +261,15 @@ KNOWN = {"tokenizer_pre": "gpt-2"}
 @pytest.mark.parametrize(
     ("model", "fields", "message"),
     [
-        ("gpt2", {"tokenizer_pre": "bloom"}, "has 'bloom' as its tokenizer.ggml.pre, and the known ones are"),
+        ("gpt2", {"tokenizer_pre": "bloom"}, "has 'bloom' as its tokenizer.ggml.pre, and the supported ones"),
         ("gpt2", {}, "has None as its tokenizer.ggml.pre"),
-        ("t5", {}, "has 't5' as its tokenizer.ggml.model, and the known ones are gpt2, llama: take"),
+        ("t5", {}, "has 't5' as its tokenizer.ggml.model, and the supported ones are gpt2, llama: use"),
         ("gpt2", KNOWN | {"token_merges": ["a b"]}, "no tokenizer could be read from .*: download it again"),
         ("gpt2", KNOWN | {"token_merges": ["a a"], "bos_token_id": 7}, "no tokenizer .*index out of range"),
         (
             "gpt2",
             KNOWN | {"token_merges": ["aa a"]},
-            "breaks .*: it contradicts itself, so download it again",
+            "fails .*: its files contradict each other, so download them again",
         ),
     ],
 )

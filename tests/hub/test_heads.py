@@ -272,7 +272,7 @@ MALFORMED = {
     ),
     "no such layer": ({LAYERS: [1, 4, 9]}, {}, "reads layer 9, and the target has 0 to 8"),
     "family": ({"architectures": ["BloomForCausalLMEagle3"]}, {}, "architecture BloomForCausalLM is not supported"),
-    "one layer": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "last hidden state alone"),
+    "one layer": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "reads only its target's last hidden state"),
     "a permutation": (
         {"draft_vocab_size": V},
         {"lm_head.weight": random(V, E), "d2t": np.eye(V, dtype=np.int64)[0] - np.eye(V, dtype=np.int64)[1]},
@@ -344,7 +344,7 @@ def test_what_is_wrong_with_a_head_of_speculators_is_said(tmp_path):
 
     assert "speculators_model_type is 'dflash'" in text(speculators_model_type="dflash")
     assert "has no transformer_layer_config" in text(transformer_layer_config="absent")
-    assert "does not say norm_before_residual" in text(norm_before_residual="absent")
+    assert "has no norm_before_residual" in text(norm_before_residual="absent")
     assert "reads hidden state 0, the target's embedding" in text(**{LAYERS: [0, 4, 6]})
     assert "reads layer 9, and the target has 0 to 8" in text(**{LAYERS: [2, 4, 10]})
     assert "1 tensors are missing (input_norm.weight)" in text(norm_before_fc=True)

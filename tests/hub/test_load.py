@@ -170,7 +170,7 @@ def test_published_configs_mean_what_they_leave_out():
     [
         (GEMMA_2, {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         (GEMMA_2, {"sliding_window": None}, "sliding_window is null: set its size"),
-        (GEMMA_3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping means nothing in Gemma 3"),
+        (GEMMA_3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping has no effect in Gemma 3"),
         (GEMMA_3, {"layer_types": ["linear_attention"] * 7}, "layer type 'linear_attention' is not supp"),
         (QWEN_3_MOE, {"num_experts_per_tok": 129}, "experts_per_token is 129"),
         # A zero is not replaced by the family's default.

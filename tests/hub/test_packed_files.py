@@ -67,7 +67,7 @@ def test_the_second_version_of_gptq_keeps_its_zeros(key):
 )
 def test_other_forms_are_refused(tmp_path, change):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": HOW["awq"] | change}))
-    with pytest.raises(MarsError, match=r"is quantised by \S+ in a form that is not read: use one in 4 bits"):
+    with pytest.raises(MarsError, match=r"is quantised by \S+ in a form that is not supported: use one in 4"):
         packing(tmp_path)
 
 

@@ -61,5 +61,5 @@ def test_scales_beside_what_is_in_no_8_bits_are_refused(module, tmp_path):
         else:
             tensors[f"{name}.weight_scale"] = torch.ones(())
         torch_file.save_file(tensors, file)
-    with pytest.raises(MarsError, match=r"holds float32 beside scales|are read of a whole matrix"):
+    with pytest.raises(MarsError, match=r"holds float32 next to scales|are neither one per matrix"):
         mj.load(tmp_path / "scaled")

@@ -184,7 +184,7 @@ def test_any_rule_is_an_argument(checkpoint, tmp_path):
 
 
 def test_gen_kwargs_that_mean_nothing_here_are_refused(lm):
-    with pytest.raises(MarsError, match="the task asks for num_beams"):
+    with pytest.raises(MarsError, match="the task sets num_beams"):
         answers_of(lm, ("the sea", {"num_beams": 4}))
 
 

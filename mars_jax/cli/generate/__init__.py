@@ -1,1 +1,1 @@
-"""Parts of `python -m mars_jax.generate`."""
+"""The command `python -m mars_jax.generate`."""

@@ -1,4 +1,4 @@
-"""Defaults of `generate` that depend on several flags, and its checks beyond the tables of `cli.flags`."""
+"""Defaults of `generate` that depend on several flags, and checks that the tables in `cli.flags` cannot express."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Choices(NamedTuple):
 
 
 def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
-    """Resolve the defaults that depend on other flags.
+    """Check the combination of flags, and resolve the defaults that depend on other flags.
 
     Raises:
       MarsError: a flag does not apply in combination with the others. The message contains the fix.
@@ -41,7 +41,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     _check_file(args, rows)
     draft_size = _draft_size(args, draft, rule)
     if args.draft_size == "fixed":
-        args.draft_size = None  # rows do not record a flag at its default
+        args.draft_size = None  # rows do not record flags at their defaults
     # A draft that learns needs finished completions, so with --refine the text is not streamed.
     shows_text = not (args.json or args.output or args.compare)
     streams = args.stream is not False and shows_text and args.refine is None
@@ -77,10 +77,10 @@ def _check_draft(present: Present, draft: DraftSpec, rule: RuleChoice) -> None:
             flags, f"to --draft none, which proposes nothing: leave it out, or draft with {draft_names}"
         )
     if draft.kind != "model":
-        small = f"{registry.definition('model').spec}, which reads nothing of the target"
+        small = f"{registry.definition('model').spec}, which needs no states of the target"
         present.refuse(["--draft-device"], f"to --draft {draft.kind}: leave it out, or draft with {small}")
     if any(name in present for name in CONSTRAINTS):
-        why = "where a text is constrained, as the draft ignores constraints: leave one of them out"
+        why = "with constrained text, because the draft ignores constraints: leave one of them out"
         present.refuse(["--draft-device"], why)
 
 

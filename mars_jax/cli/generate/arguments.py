@@ -35,18 +35,17 @@ examples:
 Text goes to stdout, statistics and progress to stderr; bad input ends with exit code 2.
 """
 _ROWS = textwrap.fill(
-    "A prompts file holds one prompt a line. Named *.jsonl, it holds one object a line, and named *.parquet, or as a "
-    "dataset of the hub, OWNER/NAME[:CONFIG[:SPLIT]], it has their keys as columns: prompt, messages (a "
-    "conversation) or prompt_tokens, and "
-    "optionally, for this prompt only, id, "
+    "A prompts file has one prompt per line. A *.jsonl file has one object per line, and a *.parquet file has the keys "
+    "of such objects as columns. From a dataset of the hub, OWNER/NAME[:CONFIG[:SPLIT]], only prompts and ids are "
+    "read. The keys are prompt, messages (a conversation) or prompt_tokens, and optionally, for this prompt only, id, "
     + ", ".join(REQUEST)
-    + ", stop_strings, logit_bias, regex, json_schema, choice, allowed_tokens, relax_in, strict_in, and the numbers of "
+    + ", stop_strings, logit_bias, regex, json_schema, choice, allowed_tokens, relax_in, strict_in, and settings of "
     "the rule, such as theta.",
     width=76,
 )
 _OWN = textwrap.fill(
-    f"A rule of your own, {OWN}, is a function that makes a rule, and its arguments are the settings; naming it runs "
-    "its file.",
+    f"A rule of your own, {OWN}, is a function that returns a rule, and its arguments are the settings; naming it "
+    "runs its file.",
     width=76,
 )
 _SHORT = (
@@ -56,11 +55,11 @@ _SHORT = (
     *("prompts", "prompts_file", "chat", "system", "batch_size"),
     *("stream", "json", "output", "resume", "compare"),
 )
-"""Flags that `--help` shows; `--help-all` shows all."""
+"""Flags that `--help` shows; `--help-all` shows all flags."""
 
 
 def parser() -> Parser:
-    """Return the parser. Flags default to None, to distinguish flags that were not given."""
+    """Return the parser. All flags default to None, so that flags that were not given can be recognised."""
     command_parser = Parser(
         prog="python -m mars_jax.generate",
         usage="%(prog)s [flags] [PROMPT ...]",
@@ -86,14 +85,14 @@ def _add_models(command_parser: Parser) -> None:
         {
             "--target PATH": "directory, GGUF file, owner/name on the Hugging Face hub, or a name that mars-jax models "
             "lists (default: tiny/target, which is included)",
-            "--draft DRAFT": f"{draft_words()} (default: the target's best that needs no download, else ngram); "
+            "--draft DRAFT": f"{draft_words()} (default: the target's best draft that needs no download, else ngram); "
             "--list-drafters explains them",
         },
     )
     add_settings(group, "num_draft_tokens")
     add_flags(group, {"--tree 4-2-2-1": _tree_help()}, type=parse_tree)
     dtype_help = (
-        "dtype of the weights (default: the checkpoint's own); a head has the target's; int8: matrices in 8 bits per "
+        "dtype of the weights (default: the checkpoint's); a head uses the target's; int8: matrices in 8 bits per "
         "weight, the rest as stored; int4: matrices of layers in 4 bits, others in 8. On a CPU, 4-bit matrices are "
         "dequantised while loading if memory allows it"
     )
@@ -119,7 +118,7 @@ def _tree_help() -> str:
     tree_sizes = f"{default_tree.top_k}-{default_tree.depth}-{default_tree.nodes}"
     return (
         "children per node at each depth of a draft tree, or dynamic (default for eagle and dflash); dynamic "
-        f"follows the draft's confidence; with {drafters_that('trees')}; dynamic:8-6-40 gives "
+        f"follows the draft's confidence; with {drafters_that('trees')}; dynamic:8-6-40 sets "
         f"children, depth and nodes (default: dynamic:{tree_sizes}, for dflash as deep as its block), with "
         f"{drafters_that('dynamic')}. EAGLE's own depth does not count the first level: "
         "its depth=7 is dynamic:10-8-60"
@@ -128,7 +127,9 @@ def _tree_help() -> str:
 
 def _add_rule(command_parser: Parser) -> None:
     group = command_parser.add_argument_group("rule", description=_OWN)
-    add_rule_flags(group, default="exact, or mars with --compare, a setting of it or no model")
+    add_rule_flags(
+        group, default="exact, or mars with --compare, a rule setting, or neither --target nor --draft"
+    )
     listings = {
         "--list-rules": "print the table of rules, and nothing else",
         "--list-drafters": "print the table of drafters, and nothing else",
@@ -188,7 +189,7 @@ def _add_output(command_parser: Parser) -> None:
         "--stream",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="print text as it is decided (default), or when done",
+        help="print text as it is decoded (default), or when it is complete",
     )
     log_probs_help = (
         "with --json or --output: add three log-probabilities, the regret and the kind of every token"
@@ -215,7 +216,7 @@ def _check_constraints(args: argparse.Namespace) -> None:
     from mars_jax import constraints
     from mars_jax.constraints.spans import checked_spans
 
-    # This call only raises errors. The constraints themselves are built with the requests.
+    # This call is only for its errors. The constraints themselves are built with the requests.
     constraints.from_fields({"regex": args.regex, "choice": args.choice})
     if args.json_schema is not None:
         # The settings of a run then record the schema, not a path whose content may change.
@@ -253,8 +254,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.logit_bias = logit_bias_of({token: value for token, _, value in bias_parts})
     args.template_args = _template_args(args.template_args or []) or None
     _check_constraints(args)
-    # The default rule is mars for the embedded pair, with --compare, and if a rule setting is given. Otherwise, and
-    # without a draft, it is exact.
+    # With a draft, the default rule is mars for the embedded pair, with --compare, and if a rule setting is given. In
+    # all other cases it is exact.
     is_embedded_pair = args.target is None and args.draft is None
     args.target = args.target or assets.TARGET
     # A default draft may adapt its length on a CPU (see `check_flags`), except for the embedded pair.

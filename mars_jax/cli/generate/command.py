@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING
 from mars_jax.cli import signals
 from mars_jax.cli.generate.applies import Choices, check_flags, check_interactive_flags
 from mars_jax.cli.generate.arguments import parse
-from mars_jax.cli.generate.arguments import parser as parser  # `commands.parser_of` reads it here
+from mars_jax.cli.generate.arguments import parser as parser  # for `commands.parser_of`
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
 from mars_jax.cli.program import command, keep_compilations
 from mars_jax.cli.progress import busy
@@ -88,11 +88,11 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
             # Fingerprints need the weights, so the existing rows are compared only now.
             row_file.start(output.fingerprints(job.session, choices.draft))
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
-            # JSON is UTF-8 in every locale.
+            # JSON is written as UTF-8 in every locale.
             if args.json:
                 reconfigure(encoding="utf-8", errors="strict")
             else:
-                reconfigure(errors="replace")  # characters that the locale cannot encode
+                reconfigure(errors="replace")  # replace characters that the locale cannot encode
         if args.compare:
             output.print_comparison(job, out, json=args.json)
         elif row_file is not None:
@@ -107,7 +107,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
 
 
 def _stop(file: RowFile, total: int) -> str:
-    """Close the file when a signal ends the process. Return a note on the number of rows and how to continue."""
+    """Close the file when a signal ends the process. Return a note with the number of rows and how to continue."""
     num_rows = file.stop()
     if num_rows == total:
         return f" with all {total} rows in '{file.path}': nothing is left to do."

@@ -66,7 +66,7 @@ def in_order(
 class JobCompletions:
     """Iterable over the completions of a job, in the order in which its requests were queued.
 
-    `seconds` is the time spent waiting for the device.
+    `seconds` is the time spent decoding, without the time that the caller spends on the completions.
     """
 
     def __init__(self, job: Job, order: Sequence[int]):
@@ -109,7 +109,7 @@ class Job:
     session: Session
     requests: list[Request]
     drafts: bool  # False for --draft none
-    simulated: bool  # the text is meaningless
+    simulated: bool  # acceptance is simulated, so the text is meaningless
     run: JsonObject  # recorded in every row
     numbers: Sequence[Mapping[str, Any]]  # rule settings per prompt
     refining: Any  # `lab.training.online.Refining` of --refine, or None
@@ -132,7 +132,7 @@ class Job:
         return queue.events()
 
     def check_finite(self) -> None:
-        """Raise MarsError if prompts failed. Call it after their rows are written."""
+        """Raise MarsError if any prompt failed. Call it after the rows are written."""
         check_finite(self.session.target, self.finished)
 
     @property
@@ -235,14 +235,14 @@ def _dtype(params: PyTree) -> str:
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, (Int4, Mxfp4)))
     names = {Int4: "int4", Mxfp4: "mxfp4"}
     dtypes = {names.get(type(leaf)) or str(leaf.dtype) for leaf in leaves}
-    # DTYPES runs from wide to narrow.
+    # DTYPES is ordered from wide to narrow.
     return next((name for name in ("int4", "mxfp4", *DTYPES[::-1]) if name in dtypes), "")
 
 
 def load_rule(choice: RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:
-    """Return the rule. A setting that some rows choose becomes a list with one value per prompt."""
+    """Load the rule. A setting that some rows choose becomes a list with one value per prompt."""
     row_settings = dict.fromkeys(name for row in rows for name in row.numbers)
-    # Prompts that do not choose a setting get the value of its flag, or its default.
+    # For prompts that do not choose a setting, use the value of its flag, or its default.
     common = {name: setting.default for name, setting in choice.options.items()} | dict(choice.settings)
     per_row = {name: [row.numbers.get(name, common[name]) for row in rows] for name in row_settings}
     for name, values in per_row.items():
@@ -271,7 +271,7 @@ def make_job_requests(
     after hours of work.
 
     Raises:
-      MarsError: the model cannot process a prompt. The message contains its line.
+      MarsError: the model cannot process a prompt. The message includes the prompt's line.
     """
     names = [*REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS]
     flags = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
@@ -304,7 +304,7 @@ def _tokens(
     """Yield the token ids of each prompt. Each chunk is tokenized on all cores.
 
     Raises:
-      MarsError: a prompt cannot be tokenized; the message contains its line.
+      MarsError: a prompt cannot be tokenized. The message includes the prompt's line.
     """
     encode_options = {"chat": args.chat, "system": args.system, "template_args": args.template_args}
     with activity.doing("tokenizing") as running_activity:

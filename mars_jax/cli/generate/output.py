@@ -1,4 +1,4 @@
-"""Output of a job: streamed or finished text, JSON rows, rows in a file with the run's settings, the comparison."""
+"""Output of a job: text, JSON rows, rows in a file with the run's settings, or a comparison table."""
 
 from __future__ import annotations
 
@@ -50,14 +50,15 @@ _ELSEWHERE = {
     # The rule's settings record these flags.
     "theta_file", "rule", "rule_option", *FLAGS,
 }  # fmt: skip
-"""Flags that do not change rows. All others are recorded, including flags that are added later."""
+"""Flags that are not recorded in rows, because they change no tokens or because other settings cover them. All other
+flags are recorded, including flags that are added later."""
 _METRICS = ("steps", "tau", "proposed", "accepted_exact", "accepted_relaxed", "depth_histogram")
-"""Metrics in a row."""
+"""Metrics that each row contains."""
 _DEFAULTS = {name: row.default for name, row in REQUEST.items()}
 
 
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
-    """Print text as it is decoded, one prompt after another. Later prompts of a batch wait until earlier ones end."""
+    """Print text as it is decoded, one prompt after another. Text of later prompts waits until earlier ones end."""
     printer, completions = TextPrinter(console(out), colours=job.drafts), job.finished
     numbered_events, current_index = ((event.index, event) for event in job.stream()), None
     start_time = time.perf_counter()
@@ -133,7 +134,9 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
 
 
 def compare_ways(job: Job, show: Show) -> JsonObject:
-    """Decode all requests `REPEATS` times in each way, alternating the ways, so that slow phases affect all of them.
+    """Decode all requests without a draft, with exact and with the rule, `REPEATS` times each, and return the speeds.
+
+    The ways of decoding alternate, so that a slow phase of the machine affects all of them.
 
     A user's lossy rule is also compared with `mars` at its default theta. Compilation happens beforehand and is not
     timed. `show(done, total, "")` is called after every run.
@@ -184,7 +187,7 @@ def to_table(comparison: JsonObject) -> Table:
     table = Table(
         caption=f"{num_prompts} prompt{'s' * (num_prompts != 1)}, "
         f"batches of {comparison['batch_size']}, median of {num_repeats} runs; relaxed: share of the accepted draft "
-        "tokens; loops: share of texts that end in a repeated phrase, which is easy to draft",
+        "tokens; loops: share of completions that end in a repeated phrase, which is easy to draft",
         caption_justify="left",
     )
     table.add_column("rule")
@@ -214,7 +217,7 @@ def _text(job: Job, request: Request) -> str:
 
 
 def _report(job: Job, seconds: float, *, colours: bool = False) -> None:
-    """Print totals on stderr."""
+    """Print the totals of a run on stderr."""
     screen = console(sys.stderr)
     screen.print()
     if colours and screen.color_system is not None:
@@ -223,7 +226,7 @@ def _report(job: Job, seconds: float, *, colours: bool = False) -> None:
     if job.refining is not None:
         screen.print(job.refining.describe())
     if job.simulated:
-        screen.print("acceptance was simulated: the text means nothing, and quality cannot be read from it")
+        screen.print("acceptance was simulated: the text means nothing, and its quality cannot be judged")
 
 
 def recorded(args: argparse.Namespace, rows: Sequence[PromptRow]) -> JsonObject:
@@ -245,13 +248,13 @@ def recorded(args: argparse.Namespace, rows: Sequence[PromptRow]) -> JsonObject:
     for name, value in rule.settings.items():
         if value != rule.options[name].default:
             settings[name] = plain(value)
-    # Leave out the origin of each prompt, so that a run can continue after its prompts file was moved.
+    # Leave out the origin of each prompt, so that a run can continue after its prompts file has been moved.
     prompts = [dataclasses.astuple(dataclasses.replace(row, where="")) for row in rows]
     return settings | {"prompts": digest(repr(prompts).encode())}
 
 
 def _is_default(name: str, value: object) -> bool:
-    # Compare by identity: 0 equals False, but is a setting.
+    # Compare by identity, because 0 equals False but is a valid setting.
     return value is None or value is False or (name in _DEFAULTS and value == _DEFAULTS[name])
 
 
@@ -280,7 +283,7 @@ def to_row(completion: Completion, rule: str, run: JsonObject) -> JsonObject:
         "run": run,
         "log_probs": completion.log_probs and _columns(completion.log_probs),
     }
-    # A prompt of token ids keeps its key, with null.
+    # Keep the key `prompt` for a prompt of token ids, with the value null.
     return {name: value for name, value in row.items() if value is not None or name == "prompt"}
 
 
@@ -297,14 +300,14 @@ def sampling(request: Request) -> JsonObject:
 
 
 def missing_rows(file: RowFile, requests: Sequence[Request]) -> list[int]:
-    """Return the numbers of the requests without a row on file. The rows may be in any order.
+    """Return the indices of the requests that have no row in the file, whose rows may be in any order.
 
     Raises:
       MarsError: the file repeats a row, or contains a row of a different part of the run.
     """
     numbers_by_key: dict[str, list[int]] = {}
     for number, request in enumerate(requests):
-        # Compare rows in the form of JSON, which is how the file stores them.
+        # Compare rows as JSON, which is how the file stores them.
         row_key = to_line(
             {"id": request.id, "prompt_tokens": request.prompt_tokens, "sampling": sampling(request)}
         )
@@ -316,7 +319,7 @@ def missing_rows(file: RowFile, requests: Sequence[Request]) -> list[int]:
                 f"line {line} of '{file.path}' repeats another line or belongs to another --part: remove the line, or "
                 "choose another --output."
             )
-        # Equal requests share a key, and each row on file accounts for one of them.
+        # Equal requests share a key, and each row in the file accounts for one of them.
         numbers_by_key[row_key].pop(0)
     return sorted(itertools.chain.from_iterable(numbers_by_key.values()))
 

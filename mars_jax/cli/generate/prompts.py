@@ -1,4 +1,4 @@
-"""Prompts from text files, JSON lines, parquet files and datasets. JSON lines and parquet rows may have settings."""
+"""Reading of prompts from text, JSON lines, parquet files and datasets. JSON and parquet rows may contain settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONSTRAINTS = ("regex", "json_schema", "choice", "allowed_tokens")
 """Keys that set a constraint."""
 SPANS = ("relax_in", "strict_in")
 _PIPES = ("/dev/stdin", "/dev/fd/")
-"""Paths of inherited open files; shells replace <(...) by /dev/fd/63."""
+"""Prefixes of paths of inherited open files. Shells replace <(...) by a path such as /dev/fd/63."""
 _PROMPTS = ("prompt", "messages", "prompt_tokens")
 _KEYS = (*_PROMPTS, "id", *REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS)
 
@@ -44,7 +44,7 @@ class PromptRow:
 
     @property
     def given(self) -> JsonObject:
-        """Values by their keys in a prompts file."""
+        """Values of the row, by their keys in a prompts file."""
         return self.settings | {"messages": self.messages, "prompt_tokens": self.tokens}
 
     def error(self, message: object) -> MarsError:
@@ -64,12 +64,12 @@ def from_texts(texts: Iterable[str]) -> list[PromptRow]:
 def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     """Read the rows of a file; `-` is stdin. Blank lines are ignored.
 
-    Files named *.jsonl, *.ndjson or *.json hold JSON lines, and so does stdin if it begins with "{". The columns of a
-    *.parquet file correspond to the keys of a JSON line; null means a missing key. From a dataset, only the prompts and
-    their ids are read.
+    Files named *.jsonl, *.ndjson or *.json contain JSON lines, and so does stdin if it begins with "{". The columns of
+    a *.parquet file correspond to the keys of a JSON line; null means a missing key. From a dataset, only the prompts
+    and their ids are read.
 
     Args:
-      path: path or URL of the file; or a dataset on the hub as OWNER/NAME[:CONFIG[:SPLIT]]; or a dataset's folder.
+      path: path or URL of the file; or a dataset on the hub as OWNER/NAME[:CONFIG[:SPLIT]]; or the folder of a dataset.
       rule: the rule, whose settings rows may override.
 
     Raises:
@@ -90,7 +90,7 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     else:
         rows = list(_lines(path, shown_name, rule))
     if not rows:
-        raise MarsError(f"the prompts file '{shown_name}' holds no prompts: give one a line.")
+        raise MarsError(f"the prompts file '{shown_name}' holds no prompts: give one per line.")
     return list(map(_checked, rows))
 
 
@@ -134,8 +134,8 @@ def _of_dataset(
     """Yield the prompts and ids of a dataset, and print the names of its other columns."""
     other_columns: set[str] = set()
     for where, values in columns:
-        # Use the first form of a prompt that the dataset has. Its other columns are never settings, even if one has
-        # the name of a setting.
+        # Use the first kind of prompt that the dataset has. Other columns are never settings, even if they have the
+        # name of one.
         prompt_columns = [key for key in _PROMPTS if values.get(key) is not None]
         if not prompt_columns:
             raise MarsError(
@@ -147,7 +147,7 @@ def _of_dataset(
         yield _from_columns({key: values[key] for key in used_columns}, where, rule)
     if other_columns:
         say(
-            f"note: a dataset gives prompts and their ids; other columns of '{path}' are left out: "
+            f"note: only prompts and ids are read from a dataset; other columns of '{path}' are ignored: "
             f"{', '.join(sorted(other_columns))}."
         )
 
@@ -160,7 +160,7 @@ def _from_columns(columns: JsonObject, where: str, rule: RuleChoice) -> PromptRo
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove nulls: they represent missing keys of a table."""
+    """Remove nulls, which stand for missing keys in a table."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -176,7 +176,7 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
             row = PromptRow(where=f"{name}, line {number}")
             # `readline` stops one byte past the limit, so a huge line is never in memory as a whole.
             if len(line) > LINE_BYTES:
-                raise row.error(f"it has more than {LINE_BYTES:,} bytes: give shorter prompts, one a line.")
+                raise row.error(f"it has more than {LINE_BYTES:,} bytes: give shorter prompts, one per line.")
             # Only the first line may begin with a byte order mark.
             encoding = "utf-8-sig" if number == 1 else "utf-8"
             try:
@@ -192,7 +192,7 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
                 continue
             try:
                 yield _from_fields(_json_object(text, row), row, rule)
-            except RecursionError:  # in the JSON parser or in the checks
+            except RecursionError:  # raised by the JSON parser or by the checks
                 raise row.error("it is nested too deeply: give flatter values.") from None
 
 
@@ -200,7 +200,7 @@ def _json_object(line: str, row: PromptRow) -> JsonObject:
     try:
         fields = json.loads(line)
     except ValueError as error:
-        raise row.error(f"it is not JSON ({error}): a .jsonl file has one object a line.") from None
+        raise row.error(f"it is not JSON ({error}): a .jsonl file has one object per line.") from None
     if not isinstance(fields, dict):
         raise row.error('it is not an object: write {"prompt": "..."}.')
     return fields
@@ -259,7 +259,7 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
 
 
 def _check_values(fields: JsonObject, row: PromptRow) -> None:
-    """Refuse values that JSON or UTF-8 cannot represent. Such values come from tables and from escapes in JSON."""
+    """Raise MarsError if a value cannot be written as JSON in UTF-8, such as a date or a lone surrogate."""
     for key, value in fields.items():
         try:
             json.dumps({key: value}, ensure_ascii=False).encode()
@@ -289,16 +289,16 @@ def logit_bias_of(value: Any) -> dict[int, float]:
 
 
 def _unknown(name: str, rule: RuleChoice, keys: Sequence[str]) -> str:
-    """Explain why a row cannot have a key."""
+    """Return an explanation of why a row cannot have a key."""
     if name in rule.options:
-        return f"{name} is one for all prompts: leave it out, and give --rule-option {name}=VALUE."
+        return f"{name} is the same for all prompts: leave it out, and give --rule-option {name}=VALUE."
     if any(name in row.settings for row in rules().values()):
         return f"{name} does not apply to {not_in(rule, name)}."
     return f"unknown key '{name}'{did_you_mean(name, keys)}: the keys are {', '.join(keys)}."
 
 
 def _checked(row: PromptRow) -> PromptRow:
-    """Return the row after checks that need no tokenizer, so that a bad prompt is refused before anything loads."""
+    """Check a prompt before anything is loaded, as far as this is possible without a tokenizer, and return its row."""
     if row.prompt is None:
         if row.messages is None and not row.tokens:
             raise row.error("prompt_tokens is empty: give at least one token id.")

@@ -42,15 +42,15 @@ from mars_jax.verify import rules
 PROMPT = "> "
 HISTORY_LINES = 1000
 COMMANDS = {
-    "/help": "these lines",
+    "/help": "list the commands",
     "/new": "begin a new conversation",
-    "/undo": "take the last turn back",
-    "/again": "say the last one once more, as after /set",
-    "/settings": "how texts are decoded",
-    "/set": "NAME VALUE: change one of them, as in /set temperature 0.7",
-    "/rule": "NAME [FLAGS]: verify by another rule, as in /rule mars --theta 0.8",
+    "/undo": "remove the last turn",
+    "/again": "answer the last prompt again, for example after /set",
+    "/settings": "show the settings",
+    "/set": "NAME VALUE: change a setting, as in /set temperature 0.7",
+    "/rule": "NAME [FLAGS]: verify with another rule, as in /rule mars --theta 0.8",
     "/draft": "SPEC [FLAGS]: draft with another drafter, as in /draft ngram",
-    "/quit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
+    "/quit": "quit, like Ctrl-D; Ctrl-C stops an answer",
 }
 _CHOSEN = {
     "/rule": (*map(flag_of, RULE_FLAGS), "--rule-option"),
@@ -61,7 +61,7 @@ _CHOSEN = {
 }
 """Flags that each interactive command replaces. The command's NAME becomes the value of the first flag."""
 _ROW = [PromptRow(where="", prompt="Once upon a time")]
-"""Row for compiling and for checking flags before the first prompt."""
+"""Placeholder row, for compiling and for checking flags before the first prompt."""
 
 
 def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
@@ -92,7 +92,7 @@ def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def history_file() -> Path | None:
-    """Return the path of the history, in the user's state folder; None for a user without a home.
+    """Return the path of the history, in the user's state folder; None for a user without a home folder.
 
     >>> history_file().parts[-2:]
     ('mars_jax', 'history')
@@ -105,7 +105,7 @@ def history_file() -> Path | None:
 def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]]:
     """Yield a function that shows a prompt and returns the user's line; it raises `EOFError` at the end of input.
 
-    Only the user can read the history file. If it cannot be written, the history lasts for the session.
+    Only the user can read the history file. If the file cannot be written, the history lasts only for the session.
 
     Args:
       out: the terminal.
@@ -116,7 +116,7 @@ def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]
     readline.set_completer(lambda text, state: _completion(readline.get_line_buffer(), words, state))
     readline.parse_and_bind("tab: complete")
     readline.set_history_length(HISTORY_LINES)
-    # The history is global to the process: drop lines of an earlier session.
+    # Drop lines of an earlier session, because the history is global to the process.
     readline.clear_history()
     history_path = history_file() or Path(os.devnull)
     with contextlib.suppress(OSError):
@@ -166,7 +166,7 @@ class Talk:
         self._count = 0  # number of answers
 
     def compile(self) -> None:
-        """Compile the pair's step before the first answer."""
+        """Compile a decoding step before the first answer."""
         with busy("compiling"):
             self._running.compile(self._job.requests[0])
 
@@ -187,7 +187,7 @@ class Talk:
         self._screen.print(sentence, style=style, soft_wrap=False)
 
     def takes(self, ask: Callable[[str], str]) -> bool:
-        """Read one line and answer it. Return False at the end of the input."""
+        """Read one line and answer it. Return False to end the session."""
         try:
             with signals.raising():
                 line = ask(PROMPT)
@@ -212,10 +212,10 @@ class Talk:
         if name not in COMMANDS:
             suggestion = did_you_mean(name, COMMANDS)
             raise MarsError(
-                f"there is no command {name}{suggestion}: /help lists them; a space before a text says that it is one."
+                f"there is no command {name}{suggestion}: /help lists them. If it is a prompt, put a space before it."
             )
         if words and name not in ("/set", *_CHOSEN):
-            raise MarsError(f"{name} takes nothing: leave {' '.join(words)!r} out.")
+            raise MarsError(f"{name} takes no arguments: leave {' '.join(words)!r} out.")
         if name == "/help":
             for command, summary in COMMANDS.items():
                 self._tell(f"  {command:<10} {summary}")
@@ -262,7 +262,7 @@ class Talk:
         self._tell(line_of(completion, drafts=self._job.drafts, read=self._running.read), "dim")
         context_length = self._job.session.target.config.max_positions
         if len(completion.request.prompt_tokens) + len(completion.tokens) >= context_length:
-            cure = "" if self._chat is None else ": /undo takes turns back, /new begins again"
+            cure = "" if self._chat is None else ": /undo removes turns, /new starts over"
             self._tell(f"the context of {context_length} tokens is full{cure}")
 
     def _events(self, text: str) -> Generator[Said | Finished, None, None]:
@@ -272,7 +272,7 @@ class Talk:
 
     def _again(self) -> None:
         if self._last is None:
-            raise MarsError("there is nothing to say again: type a text first.")
+            raise MarsError("there is no prompt to answer again: type one first.")
         # In a chat, the new answer replaces the last one.
         if self._chat is not None and self._chat.messages:
             self._last = self._chat.undo()
@@ -299,7 +299,7 @@ class Talk:
             self._tell(f"  {name:<20} {value}")
 
     def _set(self, words: list[str]) -> None:
-        """Parse the flags again with this one added, so that errors are the same as for the flag."""
+        """Parse the command line again with the flag of this setting, so that errors are the same as for the flag."""
         rule_options = {name: option for name, option in self._args.rule.options.items() if option.flag}
         names = [*SAMPLING, *rule_options]
         if len(words) != 2:
@@ -310,9 +310,9 @@ class Talk:
         if name not in names:
             suggestion = did_you_mean(name, names)
             raise MarsError(f"there is no setting {words[0]}{suggestion}: expected {', '.join(names)}.")
-        argv = [*self._argv, flag_of(name), words[1]]  # the last of two equal flags counts
+        argv = [*self._argv, flag_of(name), words[1]]  # if a flag is given twice, the last one counts
         args, _ = _parsed(argv)
-        # Settings of a request take effect with the next line. A setting of the rule needs a new rule.
+        # Settings of a request take effect with the next line. A setting of the rule requires a new rule.
         if name in rule_options:
             session = self._job.session
             self._running.session = session.using(load_rule(args.rule, session.target, _ROW))
@@ -338,7 +338,7 @@ class Talk:
             argv += ["--verify", self._args.rule.spec]  # keep the rule: its default depends on the draft
         argv += [flags[0], *words]
         args, choices = _parsed(argv)
-        # Further words that are no flags would become prompts.
+        # Other words that are not flags would become prompts.
         if args.prompts != self._args.prompts:
             raise MarsError(f"{name} takes one name, and then flags: {', '.join(flags[1:])}.")
         with busy("loading"):
@@ -347,7 +347,7 @@ class Talk:
         self._running.session = job.session
         self.compile()
         self._tell(self._pair(), "dim")
-        if job.trusts:  # a colour that the first legend may lack
+        if job.trusts:  # the first legend may lack this colour
             self._legend()
 
 

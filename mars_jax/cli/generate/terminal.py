@@ -1,4 +1,4 @@
-"""Text and statistics for terminals. NO_COLOR turns colours off."""
+"""Printing of text and statistics on terminals. The environment variable NO_COLOR turns colours off."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mars_jax.serve.requests import Completion, total_metrics
 STYLES = {"exact": "green", "relaxed": "bold yellow", "trusted": "magenta", "corrected": "cyan"}
 """Styles of the tokens of a `Said`, by kind."""
 _MEANING = {
-    "exact": "drafted, as the target would say",
-    "relaxed": "drafted, the target's near tie",
-    "trusted": "drafted, taken without a test",
+    "exact": "drafted, and the target's choice",
+    "relaxed": "drafted, a near tie of the target",
+    "trusted": "drafted, accepted without a test",
     "corrected": "the target's own",
 }
 # Text from a model or a file must not control the terminal. Show its control characters as replacement characters.
@@ -93,7 +93,7 @@ def legend(width: int, *, trusts: bool = False) -> Text:
 
 
 def line_of(completion: Completion, *, drafts: bool, read: int) -> str:
-    """Describe an answer in one line. `read` tokens of its prompt were prefilled; the others were cached."""
+    """Describe an answer in one line. `read` tokens of its prompt were prefilled; the others were in the KV cache."""
     metrics, num_tokens = completion.metrics, len(completion.tokens)
     line = f"{num_tokens} tokens in {completion.seconds:.2f} s, {completion.tokens_per_second:.1f} tokens/s"
     if drafts:

@@ -1,1 +1,1 @@
-"""Loading and saving of EAGLE and Medusa heads as (config, params)."""
+"""Loading and saving of EAGLE heads and MTP modules as (config, params), and code that other heads share."""

@@ -1,4 +1,4 @@
-"""EAGLE heads as published on the Hugging Face hub <-> (EagleConfig, params).
+"""Loading and saving of EAGLE heads in the layouts that are published on the Hugging Face hub.
 
 Layouts: SafeAILab/EAGLE, SpecForge and NVIDIA (`midlayer.*` or `layers.0.*`), and speculators. Their config.json files
 use different fields, and copy fields of the target that have no meaning in a head. The config is therefore inferred
@@ -36,7 +36,8 @@ from mars_jax.utils.types import JsonObject
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 LAYOUTS = ("eagle", "speculators")
-"""Layouts of config.json: "eagle" for SafeAILab, SpecForge and SGLang; "speculators" for that library and vLLM."""
+"""Layouts of config.json: "eagle" for SafeAILab, SpecForge and SGLang; "speculators" for the speculators library and
+vLLM."""
 
 
 def load_eagle(
@@ -49,8 +50,8 @@ def load_eagle(
 ) -> tuple[EagleConfig, PyTree]:
     """Load an EAGLE-1, -2 or -3 head of a target, tensor by tensor.
 
-    If the head's embedding (EAGLE-1: or unembedding) is a copy of the target's, the two models share one array. If the
-    head's embedding differs from the target's, issue a MarsWarning.
+    If the head's embedding is a copy of the target's, the two models share one array; the same holds for the
+    unembedding of an EAGLE-1 head. If the head's embedding differs from the target's, a MarsWarning is issued.
 
     Args:
       name_or_path: directory, or `owner/name` on the Hugging Face hub.
@@ -83,7 +84,7 @@ def save_eagle(
     layout: str = "eagle",
     verifier: str | None = None,
 ) -> Path:
-    """Write a head in a published layout; other arguments, result and errors are those of `hub.save`.
+    """Write a head in a published layout. All other arguments, the result and the errors are as for `hub.save`.
 
     Args:
       layout: "eagle" (SafeAILab, SpecForge and SGLang) or "speculators".
@@ -145,11 +146,11 @@ def flatten(data: JsonObject, layer: JsonObject) -> JsonObject:
     """
     kind = data.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
-        raise MarsError(f"speculators_model_type is {kind!r}: this layout is read for 'eagle3' alone.")
+        raise MarsError(f"speculators_model_type is {kind!r}: only 'eagle3' is supported in this layout.")
     if not isinstance(data.get("norm_before_residual"), bool):
         raise MarsError(
-            "config.json does not say norm_before_residual, of which readers of this layout have different defaults: "
-            "add it, true or false, as the head was trained."
+            "config.json has no norm_before_residual, whose default differs between readers of this layout: add it, "
+            "true or false, as the head was trained."
         )
     nested = ("transformer_layer_config", "model_type")
     fields = {key: value for key, value in data.items() if value is not None and key not in nested}
@@ -167,7 +168,8 @@ def layer_config(data: JsonObject, shapes: Iterable[str]) -> ModelConfig:
     Raises:
       MarsError: the layer has a sliding window, or `hub.config.from_json` does not support it.
     """
-    # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM are Llama. If only EAGLE remains, model_type decides.
+    # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM both mean LlamaForCausalLM. If the name contains no other
+    # architecture, model_type decides.
     architecture = re.sub(r"eagle-?\d?", "", first_architecture(data) or "", flags=re.IGNORECASE)
     if not architecture.endswith("ForCausalLM"):
         architecture = None
@@ -196,17 +198,18 @@ def _feature_layers(data: JsonObject, count: int, *, states: bool) -> tuple[int,
     """Return the layers whose outputs the head reads, in a target with `count` layers."""
     if _eagle_setting(data, "use_aux_hidden_state") is False:
         raise MarsError(
-            "the EAGLE-3 head reads its target's last hidden state alone (use_aux_hidden_state is false), which is not "
+            "the EAGLE-3 head reads only its target's last hidden state (use_aux_hidden_state is false), which is not "
             "supported: use a head that reads several layers."
         )
     layers = _eagle_setting(data, _LAYERS)
     if not layers:
         if count < 5:
             raise MarsError(
-                f"the EAGLE head names no layers to read, and the usual ones are those of a target of at least 5, not "
-                f"of {count}: add {_LAYERS} to config.json."
+                f"the EAGLE head lists no layers to read, and the default needs a target of at least 5 layers, not of "
+                f"{count}: add {_LAYERS} to config.json."
             )
-        # SGLang's default, counted by outputs: it captures the inputs of layers 2, count // 2 and count - 3.
+        # SGLang's default is the inputs of layers 2, count // 2 and count - 3, which are the outputs of the layers
+        # before them.
         return 1, count // 2 - 1, count - 4
     return read_layers(EagleConfig.title, _LAYERS, layers, count, states=states)
 
@@ -227,7 +230,7 @@ def to_head_json(
     if layout == "speculators" and config.version != 3:
         raise MarsError("the layout of speculators is for EAGLE-3 heads only: choose the layout 'eagle'.")
     layer = to_json(config.layer, dtype=dtype)
-    # A reader derives the layer from this config and the tensor names, and must get the same layer.
+    # Check that a reader would derive the same layer from this config and the tensor names.
     if layer_config(layer, {canonical(row.name) for row in config.weights()}) != config.layer:
         raise MarsError(f"the family '{config.layer.family}' cannot express the head's layer: use another.")
     if config.version == 1:

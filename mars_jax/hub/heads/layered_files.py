@@ -1,4 +1,4 @@
-"""Shared code to load and save heads with layers: config.json, tensors by name, and draft vocabularies.
+"""Shared code to load and save draft heads with transformer layers: config.json, tensors and draft vocabularies.
 
 V vocabulary, W draft vocabulary. Oracle: heads written by PyTorch (tests/hub/test_heads.py, test_dflash_files.py).
 """
@@ -38,7 +38,7 @@ FromJson = Callable[[JsonObject, Shapes, ModelConfig], Head]
 """Function that makes a head's config from the contents of config.json, the tensor shapes, and the target's config."""
 
 checked = of_its_kind("config.json holds a value", "correct it")
-"""Decorator that makes a function raise MarsError for values of the wrong type."""
+"""Decorator that makes a function raise MarsError if a value in config.json has the wrong type."""
 _OTHER = "use the head that was trained for this target"
 _AGAIN = "download the head again"
 _EMBED, _UNEMBED = "embed_tokens.weight", "lm_head.weight"
@@ -51,7 +51,7 @@ others are copies of the target's weights, which the speculators library uses in
 
 
 def canonical(name: str) -> str:
-    """Normalise a tensor's name: exports differ in the `model.` prefix and in `midlayer`.
+    """Return a tensor's canonical name. Exports may add the prefix `model.` or call the layer `midlayer`.
 
     >>> canonical("model.midlayer.hidden_norm.weight")
     'layers.0.hidden_norm.weight'
@@ -62,7 +62,7 @@ def canonical(name: str) -> str:
 def shared_fields(
     title: str, data: JsonObject, shapes: Shapes, target: ModelConfig, layer: ModelConfig
 ) -> Fields:
-    """Return the fields of the head's config that all heads share.
+    """Return the fields of a head's config that all kinds of heads have.
 
     Raises:
       MarsError: the head is for a different target, or it has a smaller draft vocabulary and no d2t.
@@ -75,7 +75,7 @@ def shared_fields(
     width = value_or_default(data, "target_hidden_size", target.hidden_size)
     if width != target.hidden_size:
         raise MarsError(f"the {title} is for a target of width {width}, not {target.hidden_size}: {_OTHER}.")
-    # Without `draft_vocab_size`, the rows of the unembedding give the number of draft tokens.
+    # Without `draft_vocab_size`, the number of draft tokens is the number of rows of the unembedding.
     rows = next(iter(shapes.get(_UNEMBED, ())), None)
     drafted = value_or_default(data, "draft_vocab_size", rows or target.vocab_size)
     if drafted != target.vocab_size and "d2t" not in shapes:
@@ -158,7 +158,7 @@ def load_head(
     Args:
       name_or_path, target_config, target_params, dtype, head_embed: as for `hub.load_eagle`.
       from_json: function that makes the config.
-      shares: returns whether a head may share its target's unembedding.
+      shares: function that returns whether a head may share its target's unembedding.
     """
     check_dtype(dtype)
     directory = resolve(name_or_path)
@@ -167,10 +167,11 @@ def load_head(
     try:
         grouped = collect(tensors(directory), canonical)
         if twice := [name for name, candidates in grouped.items() if len(candidates) > 1]:
-            raise MarsError(f"there are two tensors {twice[0]}: delete the one that is not meant.")
+            raise MarsError(f"there are two tensors {twice[0]}: delete the wrong one.")
         stored = {name: candidates[0] for name, candidates in grouped.items()}
         config = from_json(data, {name: t.shape for name, (_, t) in stored.items()}, target_config)
-        # The target's tables that the head may use: the head scales neither embeddings nor logits.
+        # Collect the target's tables that the head may share. Heads scale neither embeddings nor logits, so they cannot
+        # share a table that the target scales.
         shareable = {}
         if target_config.embedding_multiplier == 1:
             shareable[_EMBED] = target_params["embed"]
@@ -212,7 +213,8 @@ def _read(
         own_embed=config.own_embed and _EMBED not in shared,
         own_unembed=config.own_unembed and _UNEMBED not in shared,
     )
-    # Without lm_head, EAGLE-1 heads use the target's. In other heads, tied means tied to their own embedding.
+    # Without lm_head, EAGLE-1 heads use the target's unembedding. In other heads, tie_word_embeddings ties lm_head to
+    # the head's own embedding.
     if config.feature_layers and config.layer.tie_embeddings and config.own_embed and not config.own_unembed:
         raise MarsError("lm_head tied to the head's own embedding is not supported: save both.")
     named_tensors = {row.name: stored[canonical(row.name)] for row in config.weights()}
@@ -220,7 +222,7 @@ def _read(
     if "d2t" in stored:
         offsets = stored["d2t"][1].read()
         ids = _draft_ids(config, offsets)
-        # A head without `ids` uses the target's ids, so a d2t of full size must be all zeros.
+        # A head without `ids` uses the target's token ids, so a d2t of full size must be all zeros.
         if config.is_narrow:
             params["ids"] = jnp.asarray(ids)
         elif np.any(offsets):
@@ -273,14 +275,14 @@ def _differs(head_embed: Tensor, target_embed: jax.Array | Int8) -> bool:
         target_embed = target_embed.values  # the scale of a row does not change its direction
     for shard in target_embed.addressable_shards:
         first, last, _ = shard.index[0].indices(head_embed.shape[0])
-        # Up to 64 evenly spaced rows. The shard may also hold only some of their columns.
+        # Compare up to 64 evenly spaced rows. The shard may contain only some of their columns.
         ids = np.unique(np.linspace(first, last - 1, 64).round().astype(int))
         target_rows = np.asarray(shard.data[ids - first]).astype(np.float32)
         for row, target_row in zip(ids.tolist(), target_rows, strict=True):
             head_row = head_embed.rows(row, row + 1)[0, shard.index[1]].astype(np.float32)
             if norms := float(np.linalg.norm(head_row) * np.linalg.norm(target_row)):
                 cosines.append(float(head_row @ target_row) / norms)
-    # Rounding a table to 8 bits leaves the cosines far above 0.99.
+    # Rounding a table to 8 bits keeps the cosines well above 0.99.
     return bool(cosines) and float(np.mean(cosines)) < 0.99
 
 
@@ -313,7 +315,7 @@ def save_head(
     overwrite: bool,
     verifier: str | None,
 ) -> Path:
-    """Write a head in one of `layouts`. `to_json` makes config.json; other arguments are those of `hub.save_eagle`."""
+    """Write a head in one of `layouts`; `to_json` makes config.json. Other arguments are as for `hub.save_eagle`."""
     if layout not in layouts:
         raise MarsError(f"layout {layout!r} is not known: expected one of {', '.join(layouts)}.")
     target = free_directory(path, overwrite=overwrite)
