@@ -228,7 +228,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _rule_and_theta(args: argparse.Namespace, value: float) -> JsonObject:
-    """Return the entries of the output file for a certified value; inf (strict): no value was certified."""
+    """Return the format, theta and rule for the output file. `value` is inf (strict) if no value was certified."""
     rule_json, theta = args.rule.as_json(but=("theta",)), value
     if theta == math.inf:
         # JSON has no infinities.

@@ -226,7 +226,7 @@ def _read_target(name: str) -> tuple[ModelConfig, str, bool]:
 
 
 def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
-    """Return the argument of `draft_of` for `--draft`."""
+    """Return the config or name of a draft that `draft_of` accepts, from the value of --draft."""
     if spec in published_heads():
         return published_heads()[spec].outline(target)
     try:

@@ -50,7 +50,8 @@ SHAPES = {
 def slice_of(name: str) -> str:
     """Return the generation and shape of an accelerator type. Return all other names unchanged.
 
-    Accelerator types count chips, or cores for generations with two cores per chip, whose slices have three dimensions.
+    The number in an accelerator type counts chips, or cores in generations with two cores per chip. These are the
+    generations whose slices have three dimensions.
 
     Raises:
       MarsError: the accelerator type has no slice of that size.

@@ -107,13 +107,13 @@ def fit(
     held_out: Callable[[PyTree], Mapping[str, float]] | None = None,
     description: str = "training",
 ) -> PyTree:
-    """Train and return the params. A run that was killed, or that `minutes` ended, continues bit for bit when repeated.
+    """Train and return the params. Repeat the call to continue, bit for bit, a run that `minutes` or a kill ended.
 
     Args:
       training: see `Training`.
       directory: holds the checkpoints, and `log.jsonl` with one line of figures per step.
       teacher: frozen params, passed to the loss.
-      prepare: (params, batch) -> the batch for the loss, for example placed on devices.
+      prepare: (params, batch) -> the batch for the loss, for example the same batch placed on devices.
       save_every: steps between checkpoints.
       minutes: time after which training ends early; default: no limit.
       held_out: params -> figures, logged in `held_out.jsonl` with each checkpoint.
