@@ -55,7 +55,7 @@ WEIGHTS = {"equivalent": "case,space", "diversed": "tiny/diversed"}
 
 
 def rules(target: Any) -> dict[str, Any]:
-    """Return every rule of the table, over each of its bases, with its weights."""
+    """Return all registered rules with their weights, each on every base that it supports."""
     import jax
 
     from mars_jax import contrib, verify
@@ -159,7 +159,7 @@ def digests(requests: Any) -> list[str]:
 
 
 def run(checkout: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Run the cases of a checkout with its own script, which fits its interface."""
+    """Run the cases in a checkout with the script of that checkout, which matches the interface of its package."""
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     command = [sys.executable, script_of(checkout, "same_tokens.py"), "--dump", str(path)]
     command += ["--drafters", *args.drafters] if args.drafters else []

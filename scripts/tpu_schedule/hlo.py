@@ -69,7 +69,7 @@ class Instruction:
 
     @functools.cached_property
     def calls(self) -> tuple[str, ...]:
-        """Names of the computations that it calls. A while loop calls its condition and its body."""
+        """Names of the computations that the instruction calls. A while loop calls its condition and its body."""
         names = re.findall(
             r"(?:calls|body|condition|to_apply|called_computations?|true_computation|false_computation)"
             r"=\{?%([\w.\-]+)",
@@ -86,7 +86,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The path of names under which JAX traced it, "" if the compiler created it."""
+        """Path of names under which JAX traced the instruction, or "" if the compiler created it."""
         match = re.search(r'op_name="([^"]*)"', self.tail)
         return match[1] if match else ""
 

@@ -200,7 +200,7 @@ def open_study(
 def make_study(
     args: argparse.Namespace, target: Pretrained, problems: list[Problem], flag_names: Sequence[str]
 ) -> Study:
-    """Return the `Study` that the flags describe. The flags in `flag_names` and `non_default_flags` identify the run."""
+    """Return the `Study` that the flags describe. Those in `flag_names` and `non_default_flags` identify the run."""
     from mars_jax.lab.evaluate.benchmark.run import Study
 
     settings = {name: json_restored(getattr(args, name)) for name in flag_names}

@@ -278,7 +278,7 @@ def collectives(program: str) -> dict[str, int]:
 
 
 def held_bytes(report: JsonObject) -> int:
-    """Return the peak memory of a program on a device: arguments, results without aliased arguments, and temporaries."""
+    """Return the peak bytes of a program on a device: arguments, results that alias no argument, and temporaries."""
     return (
         report["argument_bytes"]
         + report["output_bytes"]

@@ -78,7 +78,7 @@ def make_stream(texts: Iterable[str], tokenizer: Tokenizer, *, weight: float = 1
 
 
 class _StreamRows:
-    """The rows of a stream. Consecutive rows share one token: the last label of a row is the first input of the next."""
+    """The rows of a stream. Consecutive rows share a token: the last label of a row is the first input of the next."""
 
     def __init__(self, stream: Stream, length: int):
         self._stream, self._length = stream, length
