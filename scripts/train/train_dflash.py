@@ -32,7 +32,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, nargs="+", required=True, metavar="FILE")
     parser.add_argument("--problems", type=int, default=60_000)
     parser.add_argument("--novel-characters", type=int, default=6_000_000)
-    parser.add_argument("--tokens", type=float, default=1.5e6, help="tokens to train on (default: %(default)g)")
+    parser.add_argument(
+        "--tokens", type=float, default=1.5e6, help="tokens to train on (default: %(default)g)"
+    )
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
