@@ -1,4 +1,4 @@
-"""Compare the tokens of another commit of mars-jax with this one's, for every rule with every drafter on 16 prompts.
+"""Compare tokens between another commit of mars-jax and this one, for every rule with every drafter on 16 prompts.
 
     python -m scripts.checks.same_tokens --old REV --output FILE
 
@@ -6,8 +6,8 @@ Both decode at temperatures 0 and 1. Draws are keyed by position, so sampled tok
 git, and a checkout that contains the other commit. Everything runs in float32 on the embedded family. `--drafters` and
 `--rules` select cases; the figures of other cases are kept.
 
-`--programs` compares the StableHLO of prefill and step instead, which takes minutes and not hours: equal programs have
-equal tokens, at equal speed. Decode only the cases whose programs differ.
+`--programs` compares the StableHLO of prefill and step instead, which takes minutes instead of hours. Equal programs
+produce equal tokens at equal speed, so only cases whose programs differ need to be decoded.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Shape(NamedTuple):
     steps: tuple[TimedArm, ...]  # with one row
     batches: tuple[TimedArm, ...]  # with `rows` rows
     rows: int
-    chunks: tuple[int, ...]  # tokens per forward of a prefill
+    chunks: tuple[int, ...]  # tokens per forward pass of a prefill
     copied: int  # bytes of the copied array
     side: int  # side of the square matrices in the product
 

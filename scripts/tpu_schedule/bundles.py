@@ -205,12 +205,12 @@ def _compute(operation: str, operands: list[int | None]) -> int | None:
     if operation == "smov" and len(operands) == 1:
         return operands[0]
     if operation in ("smov", "scalar_select"):
-        # A predicate, and the values if it is true and if it is false.
+        # The operands are a predicate, the value if it is true, and the value if it is false.
         return None if operands[0] is None else operands[1 if operands[0] else 2]
     if operation not in _OPERATIONS:
         return None
     if None in operands:
-        # One operand of a predicate may decide.
+        # One known operand may determine the result.
         deciding = {"por": 1, "pand": 0, "pnand": 0}.get(operation)
         if deciding is None or deciding not in operands:
             return None
@@ -234,7 +234,7 @@ def _statements(bundle: str) -> list[_Statement]:
             if operation == "smov":
                 # `(p, a), b` is b if p holds, else a.
                 operands = re.sub(r"\((!?%\w+), ([^)]*)\), (.*)", r"\1, \3, \2", operands)
-            # A predicate of the whole statement: its result is used only if it holds.
+            # Remove the predicate of a whole statement: the result is used only if the predicate holds.
             operands = re.sub(r"^\(!?%\w+\), ", "", operands)
             statements.append(_Statement(operation, result, [part.strip() for part in operands.split(",")]))
     return sorted(statements, key=lambda statement: statement.operation != "sphi")

@@ -35,12 +35,12 @@ class Shape:
 
     @property
     def payload(self) -> int:
-        """Bytes without padding."""
+        """Number of bytes without padding."""
         return self.size * self.bits // 8
 
     @property
     def bytes(self) -> int:
-        """Bytes as stored, with the padding of the tiles."""
+        """Number of stored bytes, including the padding of the tiles."""
         dims = [self.dims[i] for i in self.minor_to_major] or list(self.dims[::-1])
         if math.prod(dims) > 1:
             for k, size in enumerate(reversed(self.tile)):
@@ -60,7 +60,7 @@ class Instruction:
 
     name: str
     opcode: str
-    # The leaves of the result.
+    # Shapes of the arrays in the result.
     shapes: tuple[Shape, ...]
     operands: tuple[str, ...]
     # The end of the line: attributes and metadata.

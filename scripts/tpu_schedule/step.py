@@ -36,7 +36,8 @@ class Op(NamedTuple):
     times: int
     bytes: int
     bundles: int
-    # True if it launches a routine or a collective: copies overlap, and scalars are a few bundles of the top level.
+    # True if the instruction launches a routine or a collective. Copies overlap with other instructions, and scalars
+    # take only a few bundles of the top level.
     is_launch: bool
     # Bytes of a collective's operands and results, and devices of its group (0 for other instructions).
     sent: int
@@ -78,7 +79,7 @@ class StepCost(NamedTuple):
 def step_cost(
     module: Module, schedule: Schedule, *, generation: str, bandwidth: float, live: int
 ) -> StepCost:
-    """Add up the step of a decode loop.
+    """Add up the cost of one step of a decode loop.
 
     Args:
       module: from `hlo.parse`.
@@ -176,7 +177,7 @@ class Reader:
             sent = sum(shape.payload for operand in operands for shape in operand.shapes)
             received = sum(shape.payload for shape in instruction.shapes)
             if instruction.opcode in ("all-gather-start", "collective-permute-start"):
-                # The result of these contains their operand.
+                # The result of these instructions includes their operand.
                 received -= sent
         return Op(
             name=instruction.name,

@@ -10,7 +10,7 @@ from scripts.tpu_schedule.hlo import Computation, Instruction, Module
 
 SLICES = ("dynamic-slice", "slice", "gather")
 UPDATES = ("dynamic-update-slice", "scatter")
-# These move nothing inside a fusion.
+# Opcodes that move no data inside a fusion.
 RENAMES = ("bitcast", "reshape", "get-tuple-element")
 FREE = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call",
@@ -125,7 +125,7 @@ def _updated(module: Module, body: Computation, root: Instruction) -> int | None
 
 
 def _renamed(body: Computation, instruction: Instruction) -> Instruction:
-    """Return the instruction behind bitcasts and reshapes."""
+    """Follow bitcasts and reshapes back to the instruction that computes the value, and return it."""
     while instruction.opcode in RENAMES and instruction.operands:
         instruction = body.instructions[instruction.operands[0]]
     return instruction

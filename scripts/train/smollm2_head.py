@@ -115,7 +115,7 @@ def definitions(folder: Path) -> Iterator[tuple[str, str, str, str]]:
 
 
 def functions(folder: Path) -> Iterator[str]:
-    """Yield a function to complete, or its docstring as a task."""
+    """Yield tasks to write a function from its docstring, and tasks to complete a function, in turns."""
     for number, (name, task, head, _) in enumerate(definitions(folder)):
         yield (
             f"Write a Python function `{name}`. {task}"
@@ -235,7 +235,7 @@ INSTRUCTIONS = {"alpaca": 60, "mt_bench": 40}
 
 
 def tau(args: argparse.Namespace) -> None:
-    """Measure tokens per target forward, bonus token included, in float32 on instructions unseen in training."""
+    """Measure tau, including the bonus token, in float32 on instructions that were not used in training."""
     import numpy as np
 
     import mars_jax as mj

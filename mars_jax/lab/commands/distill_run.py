@@ -1,4 +1,4 @@
-"""The run of `mars-jax distill`: load models, claim --work, train, and write a complete result to --output."""
+"""Implementation of `mars-jax distill`: load the models, lock --work, train, and write the result to --output."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ from mars_jax.utils.paths import expanded
 from mars_jax.utils.types import JsonObject
 
 _NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", "minutes", *HOSTS)
-"""Flags that do not identify a training run: paths, devices, time limit, dtype of the result. The contents of the
-files do identify it."""
+"""Flags that do not identify a training run: paths, devices, time limit, dtype of the result. Instead of the paths, the
+contents of the files identify the run."""
 WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
 """Number of texts that the target decodes at a time for --write, and number of texts between two writes to disk."""
 SHARD, FORWARD = 128, 2048

@@ -62,7 +62,7 @@ class Decoding:
         return GROUP * batch_size
 
     def announce(self, problems: Sequence[Problem], num_answers: int) -> None:
-        """Print to stderr an estimate of how long `num_answers` answers to such problems will take."""
+        """Estimate how long `num_answers` answers to these problems will take, and print the estimate to stderr."""
         if num_answers > 0:
             prompts = [prompt_tokens(self.session.target, p, chat=self.chat) for p in problems[: self.group]]
             requests = self.requests(prompts, [0] * len(prompts), 0.0)

@@ -158,7 +158,7 @@ def _same(rows: Sequence[Row], reference: Sequence[Row]) -> float:
 
 
 def tau_of(rows: Sequence[Row]) -> float:
-    """Return the tokens per target forward over all rows."""
+    """Return tau over all rows: the emitted tokens per forward pass of the target."""
     return sum(row["emitted"] for row in rows) / sum(row["steps"] for row in rows)
 
 

@@ -151,7 +151,7 @@ def count_work(pair: Programs) -> Work:
 
 
 def product_weights(config: ModelConfig) -> int:
-    """Return the number of weights that take part in the matrix products for one token."""
+    """Return the number of weights that the matrix products for one token use."""
     num_weights = 0.0
     for row in weights(config):
         used_weights = math.prod(row.shape)
@@ -206,7 +206,7 @@ def read_once(config: AnyConfig, params: PyTree, *, tokens: int) -> int:
     """Return the bytes of weights that one device reads in a forward pass over `tokens` tokens.
 
     An untied embedding is not counted, since only a few of its rows are looked up. Each token is assumed to choose k of
-    E experts uniformly and independently, so all tokens together use a share of 1 - (1 - k / E) ** tokens.
+    E experts uniformly and independently, so the tokens use a share of 1 - (1 - k / E) ** tokens of the experts.
     """
     read_bytes = local_bytes(params)
     if "embed" in params and not (isinstance(config, ModelConfig) and config.tie_embeddings):
@@ -251,7 +251,7 @@ def try_fit(pair: Programs, topology: Topology) -> Attempt:
 
 
 class DraftShape(NamedTuple):
-    """The shape of a draft: a chain of `length`, or `tree`."""
+    """The shape of a draft: a chain of `length` tokens, or a dynamic tree. The other field is None."""
 
     length: int | None
     tree: Dynamic | None

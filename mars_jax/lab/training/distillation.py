@@ -110,7 +110,7 @@ def train(
     minutes: float | None = None,
     mesh: Mesh | None = None,
 ) -> PyTree:
-    """Train an apprentice on text. Start a killed run again to continue it: the result is the same bit for bit.
+    """Train an apprentice on text. To continue a killed run, start it again: the result is the same bit for bit.
 
     Args:
       apprentice: see `small_model`, and the module of each kind of head.

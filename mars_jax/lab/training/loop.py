@@ -107,7 +107,9 @@ def fit(
     held_out: Callable[[PyTree], Mapping[str, float]] | None = None,
     description: str = "training",
 ) -> PyTree:
-    """Train and return the params. Repeat the call to continue, bit for bit, a run that `minutes` or a kill ended.
+    """Train and return the params. To continue a run that was killed or ended by `minutes`, repeat the call.
+
+    The result is the same, bit for bit, as that of an uninterrupted run.
 
     Args:
       training: see `Training`.

@@ -339,7 +339,7 @@ def open_refiner(
         draft_model, _ = hub.load_eagle(path, target.config, target.params, dtype=dtype)
     else:
         draft_model = hub.load(path, dtype=dtype).model
-    # Hold out documents that are spread evenly over the file, and at most every second one.
+    # Hold out at most every second document, spread evenly over the file.
     spacing = max(len(token_lists) // HELD_OUT, 2)
     held_out = range(0, len(token_lists), spacing)[:HELD_OUT]
     return Refiner(

@@ -182,7 +182,7 @@ def _logits(nodes: int, vocab: int, dtype: str, *, seed: int) -> np.ndarray:
 def _accept(
     name: str, parents: np.ndarray, depth: int, vocab: int, dtype: str, margin: str, *, sampled: bool
 ) -> Case:
-    """Return a case of acceptance, with rows of four kinds.
+    """Return a case of `margin_accept` with four kinds of rows.
 
     The rows are unrestricted, strict, limited to relaxed runs of length one, or have the runner-up as a stop token.
     A node drafts one of the three best tokens at its parent, or no token.

@@ -1,4 +1,4 @@
-"""The rows of an evaluation: a JSON line for every problem and arm, written before the next batch begins."""
+"""The rows of an evaluation: a JSON line per problem and arm, written before the next group of problems begins."""
 
 from __future__ import annotations
 

@@ -10,7 +10,10 @@ UNJUDGED = ("none", "likelihood")
 
 
 class Code(NamedTuple):
-    """The known parts of a test program of HumanEval: prompt, completion, test, and a call of `check(entry_point)`."""
+    """A HumanEval test program without its completion.
+
+    The program consists of the prompt, the completion, the test, and a call of `check(entry_point)`.
+    """
 
     prompt: str  # the beginning of the program, "" if the model writes all of it
     entry_point: str  # the function to complete, or "None"
