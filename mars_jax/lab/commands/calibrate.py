@@ -40,7 +40,7 @@ examples:
       --risk judges.py:is_safe --prefixes 16 8 4 2 1 0 --output prefix.json
 
 {pair.TASKS}
-A bound of 0.02 with confidence 0.95 takes 408 problems for a mean loss of 0.002, 816 for
+A bound of 0.02 with confidence 0.95 needs 408 problems for a mean loss of 0.002, 816 for
 0.005 and 2,448 for 0.01.
 
 generate takes the file as --theta FILE, and benchmark among --thetas; they refuse it for
