@@ -134,8 +134,8 @@ if RUN_LARGE:
 # which preserves the target's distribution; `autoregressive` is the target without a draft. Thresholds are runtime
 # values, so each kind of rule compiles only once. The arms are timed in three interleaved rounds; each speed is the
 # median of the rounds, shown with the lowest and the highest. Regret is the cost of relaxing: the difference in nats
-# between the target's best logit and the logit of the emitted token. The prompts of large targets request answers in
-# the format of the small one. Expect 2 minutes.
+# between the target's best logit and the logit of the emitted token. The prompts for a large target also state the
+# answer format, which the small target was trained on. Expect 2 minutes.
 
 # %%
 THETAS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -189,7 +189,7 @@ for name, (low, middle, high) in speeds.items():
 # %% [markdown]
 # ## Speed against quality
 #
-# The panels show the gain of a lower theta (tau), the speed on this machine (with the range of the rounds), and the
+# The panels show the gain from a lower theta (tau), the speed on this machine (with the range of the rounds), and the
 # cost (share of problems solved). If two ranges overlap, the speeds do not differ measurably. With so few problems
 # the last panel is noisy. `mars-jax benchmark` runs the same comparison with controls and intervals, and `mars-jax
 # calibrate` chooses a theta whose loss stays below a bound with a stated confidence.

@@ -15,7 +15,7 @@
 # # Rollouts: GRPO with speculative decoding
 #
 # This notebook trains a policy with GRPO ([arXiv 2402.03300](https://arxiv.org/abs/2402.03300)), and a small draft
-# speeds up its samples. Under `exact` the samples follow the policy's distribution for any draft, so a draft that no
+# speeds up sampling. Under `exact` the samples follow the policy's distribution for any draft, so a draft that no
 # longer fits the policy only costs speed. The draft can then be trained on its own rejected tokens. The models are
 # part of the package.
 #
@@ -68,8 +68,8 @@ print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.devices()[0].devi
 # %% [markdown]
 # ## Policy, draft, reward
 #
-# The reward favours stories with dialogue: it gives a quarter for each quotation mark, up to four. Twelve updates
-# raise the mean reward from about 0.1 to at least 0.7.
+# The reward favours stories with dialogue: it is 0.25 for each quotation mark, and at most 1. Twelve updates raise
+# the mean reward from about 0.1 to at least 0.7.
 
 # %%
 policy = mj.load("tiny/target", dtype="float32")

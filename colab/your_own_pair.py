@@ -177,5 +177,5 @@ auto = mj.drafters.load(DRAFT, target, draft_size="auto")
 show(timed({"auto": (auto, mj.verify.exact())}))
 
 # %% [markdown]
-# On the command line: `python -m mars_jax.generate --target PATH --draft model:SMALL "..."`, or `mars-jax benchmark`
-# for figures with controls and intervals.
+# On the command line, use `python -m mars_jax.generate --target PATH --draft model:SMALL "..."` to decode with a pair,
+# and `mars-jax benchmark` to measure it with controls and intervals.

@@ -1,7 +1,7 @@
 """Helpers shared by the scripts: interleaved timing, intervals, the JSON of results, and the origin of each report.
 
-Run a script from the root of the checkout, as `python -m scripts.FOLDER.NAME`. Only the standard library is imported at
-the top, since checks/processor_seconds.py runs before anything is installed.
+Run a script from the root of the checkout, as `python -m scripts.FOLDER.NAME`. Importing this module needs only the
+standard library and the checkout, because checks/processor_seconds.py runs before any package is installed.
 """
 
 from __future__ import annotations
@@ -34,27 +34,29 @@ PLACES = ("environment", "made", "machine")
 
 
 class Origin(NamedTuple):
-    """The run of a report, or its commit in git history if the run did not record one."""
+    """The run that wrote a report, or the commit that added the report if the run did not record its own commit."""
 
     date: str | None  # when it ran
     commit: str
-    committed: str | None  # when the figures entered the history; None if the commit is the run's own
+    committed: str | None  # date of the commit that added the figures; None if the run recorded a commit
     machine: str | None
     dirty: bool
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose description is a module's docstring, line by line."""
+    """Return a parser whose description is a module's docstring, with its line breaks."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def in_turns(arms: Mapping[Any, Callable[[], Any]], turns: int, *, warm: int = 1) -> dict[Any, np.ndarray]:
-    """Return seconds f64[turns] of each arm. Every second turn runs backwards, so that drift affects all arms alike.
+    """Time functions in turns, and return the seconds f64[turns] of each.
+
+    Every second turn runs the functions in reverse order, so that drift affects all of them equally.
 
     Args:
-      arms: functions by name; the time includes computing their JAX results.
+      arms: the functions, keyed by name. Their times include the computation of their JAX results.
       turns: number of timed turns.
-      warm: turns before them, which compile and are not timed.
+      warm: number of turns at the start that compile the programs and are not timed.
     """
     import jax
     import numpy as np
@@ -69,11 +71,11 @@ def in_turns(arms: Mapping[Any, Callable[[], Any]], turns: int, *, warm: int = 1
 
 
 def ratio(numerators: Any, denominators: Any) -> dict[str, float]:
-    """Return the median of ratios of turns, with both one-sided 95% bounds by the bootstrap.
+    """Return the median ratio of paired turns, with a lower and an upper one-sided 95% bound by the bootstrap.
 
     Args:
-      numerators, denominators: seconds f64[turns], or f64[starts, turns] if processes were started several
-        times; then the bootstrap draws starts, and turns within them.
+      numerators, denominators: seconds f64[turns], or f64[starts, turns] if processes were started several times. The
+        bootstrap then draws starts, and turns within each start.
 
     >>> ratio([2.0, 2.0], [1.0, 1.0])
     {'median': 2.0, 'lower_95': 2.0, 'upper_95': 2.0}
@@ -89,7 +91,7 @@ def ratio(numerators: Any, denominators: Any) -> dict[str, float]:
 
 
 def ratio_of_sums(tops: np.ndarray, bottoms: np.ndarray, *, digits: int = 4) -> list[float]:
-    """Return [ratio, low, high] of two sums over prompts f64[n], 95% by the bootstrap over prompts.
+    """Return [ratio, low, high] of two sums over prompts f64[n], with a 95% bootstrap interval over prompts.
 
     All three are 0 if every element of `bottoms` is 0.
 
@@ -109,15 +111,15 @@ def ratio_of_sums(tops: np.ndarray, bottoms: np.ndarray, *, digits: int = 4) -> 
 
 
 def earlier_report(path: Path | None) -> dict[str, Any]:
-    """Return the report of an earlier run, or an empty one."""
+    """Return the report of an earlier run, or {} if there is none."""
     return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
 
 
 def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **weights: Any) -> dict[str, Any]:
     """Return the origin of a report: `lab.provenance.provenance`, and digests of the script, its data and its weights.
 
-    If the command runs a script of this checkout, `script` maps its name to a digest, so that a page can detect later
-    changes.
+    If the command runs a script of this checkout, `script` maps its path to a digest, so that later changes of the
+    script can be detected.
 
     Args:
       packages: packages to list with their versions. The version is None for a package that is not installed.
@@ -249,7 +251,7 @@ class Worker:
         self._process.wait()
 
     def answer(self) -> Any:
-        """Return the next line of the process, as JSON."""
+        """Read the next line from the process, and parse it as JSON."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

@@ -3,9 +3,9 @@
     python -m scripts.results_page            # after a measurement was repeated
     python -m scripts.results_page --check    # exits with 1 if a page differs from its JSON
 
-Each page has a template in a folder here, which contains its prose. `figures()` of `tables.py` in that folder returns
-its numbers. A sentence that depends on the figures is wrapped in `claim(condition, sentence)`: if new figures
-contradict it, the page is not written until the sentence is changed.
+The prose of each page is in a template in a folder here. `figures()` in `tables.py` of the same folder returns its
+numbers. A sentence that depends on the figures is wrapped in `claim(condition, sentence)`: if new figures contradict
+it, the page is not written until the sentence is changed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def claim(condition: bool, sentence: str) -> str:
     """Return the sentence if the figures support it.
 
     Raises:
-      ValueError: they do not.
+      ValueError: the figures do not support it.
 
     >>> claim(1.2 > 1, "It is faster.")
     'It is faster.'
@@ -74,7 +74,7 @@ def wrapped(text: str) -> str:
     <BLANKLINE>
     # five
     """
-    # Code fences and the blank lines between blocks are parts of their own.
+    # Split the text at code fences and at the blank lines between blocks, which become separate parts.
     parts = re.split(r"(^```.*?^```$|\n{2,})", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if _is_verbatim(part) else _fill(part) for part in parts)
 
@@ -107,7 +107,7 @@ def render(template: str) -> str:
 
 
 def page(current: str, figures: str) -> str:
-    """Return a page with new figures, which replace all of it or the part between its marks.
+    """Return a page with new figures. If it has marks, replace the part between them, and otherwise the whole page.
 
     >>> page(f"old\\n{BEGIN}1\\n{END}", "2\\n") == f"old\\n{BEGIN}2\\n{END}"
     True

@@ -1,17 +1,17 @@
-"""Calibration of a threshold, or a strict prefix, whose risk stays below a bound with a stated confidence.
+"""Calibration of a threshold or of a strict prefix: its risk stays below a bound with a given confidence.
 
 The risk compares a rule with the strict rule on the same prompts and seeds. There are n problems, each with one loss
 per threshold. Learn then Test (Angelopoulos et al. 2110.01052) accepts a threshold only if it rejects the hypothesis
-that its risk exceeds the bound. Thresholds are tested from strict to loose,
-and testing stops at the first hypothesis that is not rejected, so that all tests together err with probability at most
-1 - confidence (fixed-sequence testing, section 2.3 of that paper).
+that the risk exceeds the bound. Thresholds are tested from strict to loose, and testing stops at the first hypothesis
+that is not rejected. All tests together therefore err with probability at most 1 - confidence (fixed-sequence testing,
+section 2.3 of that paper).
 
-Conformal risk control (2208.02814) bounds only the mean over calibrations and needs a loss that grows with looseness.
-Here two thresholds give two different completions, so the loss need not grow.
+Conformal risk control (2208.02814) bounds only the mean over calibrations, and it needs a loss that grows as the
+threshold becomes looser. Here the completions differ between thresholds, so a looser threshold can have a lower loss.
 
-The test is a bet against the hypothesis (Waudby-Smith and Ramdas 2010.09686; as a bound in 2101.02703, section 3.1). It
-is valid for any bounded loss and any n, and it is sharp if losses are mostly zero, as they are here. Oracle: 200
-resamplings of a known population in tests/lab/evaluate/test_calibration.py.
+The test bets against the hypothesis (Waudby-Smith and Ramdas 2010.09686; as a bound in 2101.02703, section 3.1). It is
+valid for any bounded loss and any n, and it is tight if most losses are zero, as they are here. Oracle: 200 resamplings
+of a known population in tests/lab/evaluate/test_calibration.py.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
 
 RISKS = {
-    "regret": "increase of a text's regret due to the rule, in nats per token, mean over texts, each clipped at 1 nat",
-    "accuracy": "decrease of a text's score due to the rule, from 0 to 1, mean over texts",
-    "judge": "decrease of a judge's number for a text due to the rule, from 0 to 1, mean over texts",
+    "regret": "mean increase in a completion's regret due to the rule, in nats per token, each clipped at 1 nat",
+    "accuracy": "mean decrease in a completion's score, from 0 to 1, due to the rule",
+    "judge": "mean decrease in a judge's score of a completion, from 0 to 1, due to the rule",
 }
 """Risks, keyed by name. All of them compare a rule with the strict rule on the same prompt and seed."""
 Judge = Callable[[str, str], float]
@@ -60,20 +60,21 @@ def calibrate(
     judge: Judge | None,
     progress: Show,
 ) -> JsonObject:
-    """Decode held-out problems with successively looser settings, until the risk is no longer certified.
+    """Decode held-out problems with successively looser values of a setting, until the risk is no longer certified.
 
     Args:
-      args: flags of `mars-jax calibrate`: `setting` is "theta", or "exact_prefix", the number of strict first tokens;
-        `values` are its values from strict to loose, fixed in advance.
-      decoding: the pair of models and the settings of its answers.
+      args: flags of `mars-jax calibrate`. `setting` is "theta" or "exact_prefix", the number of leading tokens that are
+        verified strictly. `values` are its values to test, from strict to loose, fixed in advance.
+      decoding: the pair of models, and how prompts are decoded.
       problems: held-out problems. The bound holds for problems from the same distribution. Problem i is sampled
         with seed `args.seed` + i under every rule.
-      file: file that stores the rows, so that a run with the same arguments can continue after a kill.
-      judge: the judge, for the risk "judge".
+      file: stores the rows, so that a run with the same arguments can continue after a kill.
+      judge: scores the answers if the risk is "judge", and is None otherwise.
       progress: `(done, total, text)`, called after every group.
 
     Returns:
-      `value`, the loosest certified value, or inf if there is none; its `tau`, the `strict_tau`, and `trials`.
+      A dict with `value`, the loosest certified value, or inf if there is none; `tau` at that value; `strict_tau`, the
+      tau of the strict rule; and `trials`.
     """
     rule_by_value = {
         value: verify.load(
@@ -105,7 +106,7 @@ def calibrate(
 
     def losses_at(value: float) -> tuple[np.ndarray, float]:
         rows = decode(rule_by_value[value], f"{args.setting}={value:g}")
-        # A problem's loss is the worth of the strict rule's answer minus that of the tested rule's.
+        # The loss of a problem is the worth of the strict rule's answer minus the worth of the tested rule's answer.
         losses = [
             strict_row["score"][0] - row["score"][0]
             for strict_row, row in zip(strict_rows, rows, strict=True)
@@ -178,12 +179,12 @@ class Trial:
 def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
     """Return the p-value of the hypothesis that the mean loss is above `bound`.
 
-    It is the inverse of the largest capital of a gambler who starts with 1 and bets on each loss that the mean is below
-    the bound. Under the hypothesis this capital is a supermartingale, so Ville's inequality bounds the probability that
-    it grows large.
+    A gambler starts with a capital of 1 and bets, before each loss is revealed, that the mean is below the bound. The
+    p-value is the inverse of the largest capital that is reached. Under the hypothesis the capital is a
+    supermartingale, so Ville's inequality bounds the probability that it grows large.
 
     Args:
-      losses: f64[n] in [-1, 1], in an order that does not depend on them.
+      losses: f64[n] in [-1, 1], in an order that does not depend on their values.
       bound: bound of the mean loss, in (-1, 1).
       confidence: determines the size of the bets. The p-value is valid for any confidence.
 
@@ -208,9 +209,9 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
 
 
 FACTORS = {0.1: 2, 0.25: 4, 0.5: 12}
-"""Multiples of `fewest`, keyed by the mean loss as a share of the bound. That many problems certify the bound in 19 of
-20 random samples, even if each loss is either 0 or the maximum. At a bound of 0.02 and confidence 0.95: 408 problems
-for a mean loss of 0.002, 816 for 0.005 and 2,448 for 0.01."""
+"""Factors by which to multiply `fewest`, keyed by the mean loss as a share of the bound. With that many problems, 19 of
+20 random samples certify the bound, even if each loss is either 0 or the maximum. With a bound of 0.02 and confidence
+0.95, this is 408 problems for a mean loss of 0.002, 816 for 0.005 and 2,448 for 0.01."""
 
 
 def fewest(bound: float, confidence: float) -> int:
@@ -242,7 +243,7 @@ def choose_threshold(
       thetas: thresholds from strict to loose, fixed in advance.
       losses_at: theta -> (losses f64[n] in [-1, 1], tau). It is not called after the first threshold that fails.
       bound: bound of the mean loss.
-      confidence: confidence with which the bound holds, over the choice of the calibration problems.
+      confidence: probability, over the choice of the calibration problems, with which the bound holds.
 
     >>> choose_threshold([0.9, 0.8], lambda theta: (np.full(500, 1 - theta - 0.1), 2.0), bound=0.05, confidence=0.95)[0]
     0.9

@@ -1,4 +1,4 @@
-"""The folder of one run. Its recorded settings prevent a run with different settings from continuing it."""
+"""The output folder of a run. It records the settings, so that a run with other settings cannot continue this run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def open_rows(folder: Path, settings: Mapping[str, object]) -> RowFile:
     """Open the rows file in a run's folder and record the run's settings. Create the folder if necessary.
 
     Raises:
-      MarsError: the folder holds a run with different settings, or another process writes to it.
+      MarsError: the folder holds a run with different settings, or another process is writing to it.
     """
     if hosts.is_first():
         with _writing(folder, "--output"):
@@ -42,12 +42,12 @@ def claim(folder: Path, settings: Mapping[str, object], *, flag: str = "--output
     """Lock a folder for one run, and record or compare its settings.
 
     Args:
-      folder: new, empty, or from the same run.
+      folder: a new or empty folder, or the folder of an interrupted run with the same settings.
       settings: all settings that determine the output of the run.
-      flag: the flag that names the folder, for messages.
+      flag: the flag that names the folder, for error messages.
 
     Raises:
-      MarsError: the folder holds a run with different settings or other files, or another process writes to it.
+      MarsError: the folder holds a run with different settings or other files, or another process is writing to it.
     """
     check_folder(folder, flag=flag)
     settings = {"version": __version__, **plain(settings)}
@@ -72,7 +72,7 @@ def claim(folder: Path, settings: Mapping[str, object], *, flag: str = "--output
 
 
 def check_folder(folder: Path, *, flag: str = "--output") -> None:
-    """Check a folder before any model is loaded.
+    """Check that a run can write its output to a folder. Commands call this before they load any model.
 
     Raises:
       MarsError: `folder` is a file, holds files other than those of a run, or cannot be created or written to.
@@ -83,7 +83,7 @@ def check_folder(folder: Path, *, flag: str = "--output") -> None:
     file_names = set()
     if folder.exists():
         with _writing(folder, flag):
-            # Ignore .partial files, which a killed process may leave.
+            # Ignore .partial files, which a killed process may leave behind.
             file_names = {file.name for file in folder.iterdir() if file.suffix != ".partial"}
     if file_names and not file_names & {SETTINGS, ROWS}:
         raise MarsError(f"{flag} '{folder}' holds other files: choose a new or an empty folder.")
@@ -99,14 +99,14 @@ def check_writable(path: Path, *, flag: str = "--output") -> None:
     existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not existing.is_dir():
         raise MarsError(f"{flag} '{path}' leads through '{existing}', which is a file: choose another path.")
-    # `os.access` checks only permissions; those of /proc allow writing, although no file can be created there.
+    # Create a temporary file, because `os.access` checks only permissions: it reports that root can write to /proc.
     with _writing(path, flag), tempfile.TemporaryFile(dir=existing):
         pass
 
 
 @contextlib.contextmanager
 def _writing(path: Path, flag: str) -> Iterator[None]:
-    """Raise a MarsError in place of an OSError that the block raises."""
+    """Convert an OSError that is raised in the block to a MarsError."""
     try:
         yield
     except OSError as error:
@@ -127,7 +127,7 @@ def write_shared_json(path: Path, value: object) -> None:
 
 
 def read_shared_json(path: Path) -> JsonObject | None:
-    """Return, in every process, the value in the first process's file, or None if there is no file."""
+    """Read a JSON file in the first process, and return its value in every process. Return None if there is no file."""
     file_bytes = b""
     if hosts.is_first() and path.exists():
         file_bytes = path.read_bytes()
@@ -138,8 +138,9 @@ def read_shared_json(path: Path) -> JsonObject | None:
 def joined_with_folder(args: argparse.Namespace, folder: Path, out: IO[str]) -> Iterator[Path]:
     """Join the other processes of a run that stores files in a folder, and yield the folder of this process.
 
-    The first process gets the named folder and broadcasts what it reads there. The others get temporary folders, so
-    that only its files persist, with a copy of the recorded settings, so that all of them refuse other settings.
+    The first process gets `folder`. The other processes get temporary folders, so that only the files of the first
+    process persist. Each temporary folder contains a copy of the recorded settings, so that every process refuses to
+    continue a run with different settings.
 
     Raises:
       MarsError: as for `joined_processes`.

@@ -60,7 +60,7 @@ class Look(NamedTuple):
 
 
 OTHER = Look(PURPLE, "D")
-"""Look of a user's rule."""
+"""Colour and marker of rules that users wrote."""
 BASELINES = {
     "autoregressive": Look(GREY, "s"),
     "target": Look(GREY, "s"),
@@ -74,7 +74,9 @@ _LOSSY = ["mars", *(name for name in rules() if name not in {*BASELINES, "mars"}
 
 
 def look(name: str) -> Look:
-    """Return the look of a rule or an arm, by the first word of its name. Variants of a rule get their own marker.
+    """Return the colour and marker of a rule or an arm, by the first word of its name.
+
+    Variants of a rule have the same colour and a different marker.
 
     >>> look("mars theta=0.9") == look("mars"), look("mars(gap) theta=1")
     (True, Look(colour='#0072B2', marker='^'))
@@ -112,7 +114,7 @@ def picture(
     caption: str = "",
     **grid: Any,
 ) -> Iterator[np.ndarray]:
-    """Yield axes [rows, columns] to draw on, and write the picture, with a legend above, when the block ends.
+    """Yield axes [rows, columns] to draw on. When the block ends, add a legend above the panels and write the files.
 
     Args:
       files: files to write, in the formats of their suffixes.
@@ -155,7 +157,7 @@ def picture(
 
 
 def whiskers(values: Sequence[float], intervals: Sequence[Sequence[float] | None]) -> list[list[float]]:
-    """Return the distances below and above each value, in the format of `Axes.errorbar`.
+    """Return the lengths of the error bars below and above each value, in the format of `Axes.errorbar`.
 
     >>> whiskers([2.0, 5.0], [[1.5, 3.0], None])
     [[0.5, 0.0], [1.0, 0.0]]

@@ -1,4 +1,4 @@
-"""Provenance of figures: date, command, code and machine. Local paths are not recorded."""
+"""Provenance of measured figures: date, command, code and machine. Local paths are not recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def provenance() -> JsonObject:
-    """Return the origin of a report: `stamp`, the command with all its flags, `machine`, and versions.
+    """Return how a report was produced: `stamp`, the command with its flags, `machine`, and the versions of packages.
 
     >>> sorted(provenance())[:5]
     ['affinity', 'command', 'commit', 'cores', 'date']
@@ -37,8 +37,8 @@ def provenance() -> JsonObject:
 def stamp() -> JsonObject:
     """Return the current minute (UTC), the commit of this checkout, and whether the code differs from that commit.
 
-    A file that several runs write to stores this in each record. The commit is None if the package is not in a
-    checkout of its own.
+    A file that several runs append to stores these fields in each record. The commit is None if the package is not
+    installed from its own git checkout.
     """
     timestamp = datetime.datetime.now(datetime.UTC)
     return {"date": timestamp.isoformat(timespec="minutes"), **_code()}

@@ -1,4 +1,4 @@
-"""Calibrated thresholds: the files that `mars-jax calibrate` writes and every command accepts as --theta."""
+"""Files of calibrated thresholds. `mars-jax calibrate` writes them, and every command accepts them as --theta."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FORMAT = "mars-jax theta 3"
 SETTINGS = ("target", "draft", "num_draft_tokens", "tree", "temperature")
-"""Settings, other than the rule, that a threshold was calibrated for. Its guarantee holds only for these."""
+"""Settings, other than the rule, for which a threshold is calibrated. Its guarantee holds only for these settings."""
 
 
 class ThetaFile(NamedTuple):
@@ -38,8 +38,9 @@ class ThetaFile(NamedTuple):
     weights: dict[str, str]  # from `pair_fingerprints`
 
     def check(self, run: Mapping[str, object]) -> None:
-        """Raise MarsError if a run has different settings. Settings that are missing from `run` are not compared.
+        """Raise MarsError if the settings of a run differ from those of the calibration.
 
+        Settings that are missing from `run` are not compared.
         Models are compared by the last part of their path, since a checkpoint may have a different path on another
         machine. After loading, `check_weights` compares their weights.
         """
@@ -49,7 +50,7 @@ class ThetaFile(NamedTuple):
                 raise self._refusal(name, self.settings[name], json_restored(run[name]))
 
     def check_rule(self, rule: RuleChoice) -> None:
-        """Raise MarsError if a run uses a different rule, apart from theta."""
+        """Raise MarsError if a run uses a different rule than the calibration. Only its theta may differ."""
         if _last(self.spec) != _last(rule.spec):
             raise self._refusal("rule", self.spec, rule.spec)
         self.check_settings(rule.settled())
@@ -61,9 +62,9 @@ class ThetaFile(NamedTuple):
                 raise self._refusal(name, self.rule.get(name), value)
 
     def check_weights(self, target: Pretrained, drafter: LoadedDrafter, rule: LoadedRule) -> None:
-        """Raise MarsError if the weights of a run are not those of the calibration; see `pair_fingerprints`."""
+        """Raise MarsError if a run uses different weights than the calibration; see `pair_fingerprints`."""
         run_fingerprints = pair_fingerprints(target, drafter, rule)
-        # A component may have weights on one side only, such as a rule with a trained head.
+        # A component, such as a rule with a trained head, may have weights only in the file or only in this run.
         for name in self.weights | run_fingerprints:
             if self.weights.get(name) != run_fingerprints.get(name):
                 raise MarsError(
@@ -79,11 +80,11 @@ class ThetaFile(NamedTuple):
 
 
 def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoice, ThetaFile]:
-    """Return the rule in a threshold file, with its threshold set, and the parsed file. Called for `--theta FILE`.
+    """Return the rule of a threshold file, with its calibrated theta, and the parsed file. Used for `--theta FILE`.
 
     Args:
-      spec: spec of the rule, or None if it is not given.
-      given: settings of the rule, from `given_settings`.
+      spec: spec of the rule that the user named, or None to use the rule of the file.
+      given: the settings of the rule that the user gave, from `given_settings`.
 
     Raises:
       MarsError: as for `file_of`; or the rule or its settings differ from those in the file.
@@ -103,7 +104,7 @@ def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoi
 
 
 def file_of(given: Given) -> ThetaFile:
-    """Read the file that the setting theta refers to.
+    """Read the threshold file that a user named in place of a number.
 
     Raises:
       MarsError: as for `read_theta`, or the file does not exist.
@@ -118,7 +119,10 @@ def file_of(given: Given) -> ThetaFile:
 
 
 def pair_fingerprints(target: Pretrained, drafter: LoadedDrafter, rule: LoadedRule) -> dict[str, str]:
-    """Return a fingerprint of every component that has weights. With several processes, all of them must call this."""
+    """Return a fingerprint of the weights of the target, of the draft and, if it has weights, of the rule.
+
+    In a run with several processes, all of them must call this function.
+    """
     from jax.tree import leaves
 
     from mars_jax.serve.rows import fingerprint
@@ -132,7 +136,9 @@ def pair_fingerprints(target: Pretrained, drafter: LoadedDrafter, rule: LoadedRu
 def thetas_of(
     rule: RuleChoice, texts: list[str], run: Mapping[str, object]
 ) -> tuple[list[float], list[ThetaFile]]:
-    """Return the thresholds of --thetas and the files among them. Each is a number or a file for this rule and run.
+    """Return the thresholds in --thetas, and the threshold files among its arguments.
+
+    Each argument is a number, or a file that was calibrated for this rule and this run.
 
     Raises:
       MarsError: the rule has no threshold, a value is out of range, or a file is for a different rule or run.
@@ -154,7 +160,7 @@ def thetas_of(
 
 
 def read_theta(path: str) -> ThetaFile:
-    """Read a file of `mars-jax calibrate`. A user's rule is neither imported nor run.
+    """Read a file that `mars-jax calibrate` wrote, without importing or running a user's rule.
 
     Raises:
       MarsError: the file cannot be read or is not a threshold file.
@@ -167,12 +173,12 @@ def read_theta(path: str) -> ThetaFile:
         settings = {name: report["settings"][name] for name in SETTINGS}
         digests = {name: str(report["weights"][name]) for name in {"target", "draft", *report["weights"]}}
         spec, options = report["rule"]["verify"], dict(report["rule"]["settings"])
-        # JSON has no infinities, so the file has strings in their place.
+        # JSON has no infinities, so the file stores them as strings.
         options |= {name: float(value) for name, value in options.items() if value in ("inf", "-inf")}
         options["theta"] = theta
         if math.isnan(theta):
             raise ValueError
-        # Checking the settings of a user's rule runs its code, so `check_rule` does it once the user names the rule.
+        # Checking the settings of a user's rule runs its code. `check_rule` does so later, if the user names the rule.
         if not is_own(spec):
             # Settings that were added after the file was written get their defaults.
             options = RuleChoice(spec, options).settled()
@@ -202,7 +208,7 @@ def _last(name: object) -> object:
 
 
 def json_restored(value: object) -> object:
-    """Return a setting as JSON would restore it. A dynamic tree becomes a dict, unlike a static tree."""
+    """Return a setting as it would be read back from JSON. A dynamic tree becomes a dict, and a tuple a list."""
     if isinstance(value, Dynamic):
         return {"dynamic": [value.top_k, value.depth, value.nodes]}
     return list(value) if isinstance(value, tuple) else value

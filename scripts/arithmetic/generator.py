@@ -56,7 +56,7 @@ class Exercise:
 
 
 def problem(index: int, *, split: str, seed: int = 0) -> Exercise:
-    """Return problem `index` of the split "train" or "eval", a function of only these three values."""
+    """Return problem `index` of the split "train" or "eval". It depends only on the three arguments."""
     rng = Random(f"{split}/{seed}/{index}")
     steps = _steps(rng)
     while _split(steps) != split:

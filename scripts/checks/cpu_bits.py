@@ -1,9 +1,9 @@
-"""Measure tokens per second without a draft for each dtype of the weights, and what 8-bit products cost in quality.
+"""Measure tokens per second without a draft, and the loss on a fixed text, for each dtype of the weights.
 
     python -m scripts.checks.cpu_bits --keep scripts/results/cpu_bits.json
 
-Each process decodes one prompt greedily, in turns with the other dtypes. `qwen2.5-0.5b` has that model's shapes and
-random weights. The loss is the cross-entropy per token of a fixed text; it is absent for random weights.
+The dtypes take turns to decode the same prompt greedily. `qwen2.5-0.5b` has the shapes of that model and random
+weights. The loss is the cross-entropy per token. It is not measured for random weights.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the figures of a model by dtype."""
+    """Return the figures of a model, keyed by dtype."""
     load = random_target if name == "qwen2.5-0.5b" else lambda dtype: mj.load(name, dtype=dtype)
     targets = {dtype: load(dtype) for dtype in DTYPES}
     prompt: Any = PROMPT if targets["float32"].has_tokenizer else list(range(100, 112))

@@ -3,8 +3,9 @@
     python -m scripts.checks.defaults --target smollm2 --keep scripts/results/defaults_smollm2.json
     python -m scripts.checks.defaults --target tiny/target --keep scripts/results/defaults_tiny.json
 
-Every arm decodes the same prompts greedily under `exact` at batch 1. The arms take turns at each prompt, so a slow
-spell of the machine affects all of them. Programs are compiled and step costs are measured beforehand, as in a session.
+Every arm decodes the same prompts greedily under `exact` at batch 1. The arms take turns at each prompt, so that a
+temporary slowdown of the machine affects all of them. As in a session, programs are compiled and step costs are
+measured in advance.
 The report is written after every prompt, and a run with the same settings resumes there. `--data` is the folder of
 prompt sets; the default is `data/eval` in the folder that the environment variable MARS_JAX_SHARED names.
 """
@@ -28,7 +29,7 @@ from scripts.smollm2.margins import prompts
 from scripts.smollm2.tables import over_plain
 
 KINDS = {"mt_bench": 192, "gsm8k_test": 192, "humaneval": 192, "cnn_dm": 512, "wmt19": 192}
-"""Maximum tokens of a prompt by kind. Prompts with the same maximum share compiled programs."""
+"""Maximum number of prompt tokens, keyed by kind of prompt. Prompts with the same maximum share compiled programs."""
 HEADS = {"smollm2": "eagle:smollm2/eagle3", "tiny/target": "eagle:tiny/eagle3"}
 CLOCKS = {"seconds": time.perf_counter, "processor_seconds": time.process_time}
 
@@ -76,7 +77,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
         )
         for kind, longest in KINDS.items()
     }
-    # Requests of one batch have the same shapes.
+    # Join the requests of all kinds with the same maximum, so that their programs have the same shapes.
     batches = {
         kind: [request for other in KINDS if KINDS[other] == KINDS[kind] for request in requests[other]]
         for kind in KINDS

@@ -2,11 +2,12 @@
 
     python -m scripts.checks.family_variants --output FILE
 
-Each config has the settings of a published one that change the forward pass, with smaller widths and fewer layers.
-Context lengths are divided by the same number as the trained ones, so that the text is longer than windows and trained
-lengths. The logits of a variant must equal those of transformers within 1e-4, or the variant must be refused by name.
-If they differ by more, the script also reports the error of both against transformers in float64, and how far the
-float64 logits move if each embedding value changes by a random share of at most 2^-24, the unit roundoff of float32.
+Each config has the settings of a published config that change the forward pass, with smaller widths and fewer layers.
+Context lengths and the context lengths of pretraining are divided by the same number, so that the test text is longer
+than the attention windows and the pretraining context. The logits of a variant must equal those of transformers within
+1e-4, or the package must refuse the config with a message. If the logits differ by more, the script also reports the
+error of both libraries relative to transformers in float64. It also reports how far the float64 logits move if each
+embedding value changes by a random share of at most 2^-24, the unit roundoff of float32.
 
 The settings were entered by hand; the published files were not downloaded.
 """
@@ -27,7 +28,7 @@ from scripts import common
 
 TOLERANCE = 1e-4
 CONTEXT, TEXT, VOCAB, LAYERS, WIDTH = 128, 40, 61, 4, 16
-"""Context, length of the text, vocabulary, layers and width of a head of the small models."""
+"""Sizes of the small models: context, length of the test text, vocabulary, layers, and width of a head."""
 Json = dict[str, Any]
 
 
@@ -236,13 +237,13 @@ def outcome(data: Json, directory: Path) -> Json:
         return {"outcome": "refused", "message": str(error)}
     import transformers
 
-    # transformers 5 does not read the first name of LongRoPE.
+    # transformers 5 does not read "su", the original name of LongRoPE.
     fields = json.loads(json.dumps(small).replace('"su"', '"longrope"'))
     with transformers_oracle.third_party():
         config = transformers.AutoConfig.for_model(**fields)
     model = transformers_oracle.random_torch_model(config)
     transformers_oracle.save_torch(model, directory)
-    # The published layout, not the one that transformers 5 saves.
+    # Replace the config that transformers 5 saved by one in the published layout.
     (directory / "config.json").write_text(json.dumps(small))
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, TEXT))
     logits, _ = transformers_oracle.logits_and_greedy(hub.load(directory), tokens, 1)

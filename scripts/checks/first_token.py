@@ -1,9 +1,10 @@
-"""Measure the time to a short text from a fresh process: `mars-jax generate` with each model, cold and warm.
+"""Measure the time that a new process of `mars-jax generate` takes for a short completion, cold and warm.
 
     python -m scripts.checks.first_token --keep scripts/results/first_token.json
 
 Each run starts a new process that decodes 16 tokens with the default draft. The first run has an empty cache folder
-("cold"); the others use what it stored ("warm"). `stand-in` is a Gemma 3 of 280 million random weights in Q4_K with a
+("cold"), and the other runs use the files that it stored ("warm"). `stand-in` is a Gemma 3 of 280 million random
+weights in Q4_K with a
 vocabulary of 262,144 tokens, written by this script.
 """
 
@@ -40,7 +41,7 @@ def pieces(draw: np.random.Generator) -> Iterator[str]:
     yield from characters
     known, listed = set(characters), characters[:95]
     while True:
-        # Early pieces are more frequent parts, as in a vocabulary that was learned.
+        # Prefer early pieces, so that they are parts of more pieces, as in a learned vocabulary.
         first, second = (listed[int(len(listed) * draw.random() ** 2)] for _ in range(2))
         joined = first + second
         if len(joined) <= 16 and joined not in known:
@@ -98,7 +99,7 @@ def write_stand_in(path: Path) -> Path:
         kind = gguf.GGMLQuantizationType.Q4_K
         size = gguf.GGML_QUANT_SIZES[kind][1]
         blocks = draw.integers(0, 256, (row.shape[0], row.shape[1] // 256, size), np.uint8)
-        # The factors of the scales and of the minima, 7.5 times as large, so that weights are centred on 0.
+        # The factor of the minima is 7.5 times the factor of the scales, so that weights are centred on 0.
         factors = draw.uniform(0.5, 1, (*blocks.shape[:2], 2)).astype(np.float16)
         blocks[..., :4] = (factors * np.asarray([2e-4, 1.5e-3], np.float16)).view(np.uint8)
         writer.add_tensor(name, blocks.reshape(row.shape[0], -1), raw_dtype=kind)

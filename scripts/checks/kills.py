@@ -41,7 +41,7 @@ TIMES = {
 EARLIEST = {signal.SIGKILL: 1.0, signal.SIGINT: 0.15, signal.SIGTERM: 0.15}
 """Earliest time of a signal in seconds. Before it Python is still starting; SIGKILL during imports loses no work."""
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-"""First word of the last line on stderr."""
+"""First word of the line on stderr that reports the signal."""
 CHAIN = 5
 """Maximum number of kills in one run of a command."""
 
@@ -80,7 +80,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 def commands(data: Path) -> list[Command]:
-    """Return the commands. Their input is written into `data`."""
+    """Return the commands to kill, and write their input files into `data`."""
     prompts, text = data / "prompts.txt", data / "text.txt"
     prompts.write_text("".join(f"Once upon a time there were {i} bears, who\n" for i in range(24)))
     story = "Once upon a time, there was a little girl named Lily. She liked the sun, the sea and sand number"
@@ -112,9 +112,9 @@ def commands(data: Path) -> list[Command]:
 def run(
     command: Command, folder: Path, *, kill_after: float | None = None, number: int = signal.SIGKILL
 ) -> dict[str, Any] | None:
-    """Run a command, and send it a signal after `kill_after` seconds. Return how it ended; None: before the signal.
+    """Run a command, send it a signal after `kill_after` seconds, and wait until it has ended.
 
-    No process is left running.
+    Return how it reacted to the signal, or None if it ended before the signal. No process is left running.
     """
     argv = [sys.executable, "-m", "mars_jax", command.name, *command.argv.format(folder).split()]
     log = folder.parent / f"{folder.name}.log"
@@ -145,7 +145,7 @@ def run(
 
 
 def heed_interrupts() -> None:
-    """Restore SIGINT in a child. Shells ignore it for background processes, and children inherit that."""
+    """Restore the handler of SIGINT in a child. Background processes of a shell ignore SIGINT, and so do children."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

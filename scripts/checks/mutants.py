@@ -6,16 +6,18 @@
     python -m scripts.checks.mutants --seed 22 --again --only 5 19 --first tests/core/test_spans.py
     python -m scripts.checks.mutants --seed 22 --explain 17 "the branch only skips work"
 
-The operators are mutmut's (libcst). Its runner does not fit jax. It selects mutants as functions are called and skips
-functions with a decorator, so it misses jitted ones. It selects tests by the functions that they called in a first run,
-although a traced program calls nothing again. Instead, a process that has imported jax forks for each mutant, and the
-changed source replaces that of its module on import. The checkout stays unchanged.
+The operators are those of mutmut (libcst). The runner of mutmut does not work with jax. It selects mutants when
+functions are called and skips functions with a decorator, so it misses jitted functions. It selects tests by the
+functions that they called in a first run, but a compiled program does not call its Python functions again. This script
+therefore imports jax and forks for each mutant. On import, the changed source replaces the source of its module. The
+checkout stays unchanged.
 
-Mutants are drawn with a seed: equally many from each of five rooms, and within a room from each operator in turn, since
-most possible mutants drop an argument, which any test notices. Docstrings, annotations, messages of errors and code for
-type checkers are not changed. The fast tests of the room, of the matrix and of the rooms that import the file run until
-one fails or the processor seconds are spent. A survivor counts as a gap in the tests until it is explained. Only the
-first pass of a seed measures the tests, since tests are then added for its survivors.
+Mutants are drawn with a seed: equally many from each of five rooms (packages of mars_jax), and within a room from each
+operator in turn, since most possible mutants drop an argument, which any test notices. Docstrings, annotations, error
+messages and code for type checkers are not changed. The fast tests of the room, of the matrix and of the rooms that
+import the file run until a test fails or the budget of processor seconds is spent. A survivor counts as a gap in the
+tests until it is explained. Only the first pass of a seed measures the tests, because tests for its survivors are added
+afterwards.
 
 Writes scripts/results/mutants_SEED.json.
 """
@@ -39,11 +41,11 @@ from scripts import common
 from scripts.checks.mutants_drawn import EXAMPLES, OF_ALL, ROOT, SUITE, Mutant, draw, tests_of
 
 STUCK = 3.0
-"""A test counts as hung after this many times the budget, in wall-clock seconds."""
+"""A run of tests counts as hung after this many times its budget, in wall-clock seconds."""
 
 
 class Replaced(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
-    """An importer that loads one module from another source."""
+    """An importer that loads one module from changed source code."""
 
     def __init__(self, file: str, code: str):
         self._file, self._code = ROOT / file, code
@@ -64,9 +66,9 @@ class Replaced(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 class Order:
     """A pytest plugin that orders tests, runs them until the processor seconds are spent, and records their outcomes.
 
-    First come the quick tests of every room and the tests that noticed other mutants of the file, then the tests with
-    the file's name, then the folders in the order of `tests_of`; in each the quick tests come before the slow ones.
-    A rule runs only its own tests of the suite of rules.
+    The tests named by --first run first. The quick tests of all rooms and the tests that killed other mutants of the
+    file run next, then the tests named after the file, and then the folders in the order of `tests_of`. In each group,
+    quick tests run before slow ones. For a rule, only its own tests of the suite of rules run.
     """
 
     def __init__(
@@ -235,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _control(report: dict[str, Any]) -> None:
-    """Run every test that killed a mutant, without a mutant. If it fails, discard its kills."""
+    """Run each test that killed a mutant again, on unchanged code. If the test fails, discard its kills."""
     report.setdefault("controlled", [])
     killers = {
         record["by"] for record in report["mutants"] if record["outcome"] == "killed" and "::" in record["by"]
@@ -256,7 +258,7 @@ def _control(report: dict[str, Any]) -> None:
 
 
 def _warm() -> None:
-    """Import the third-party modules of all tests. No backend starts, so forks lose no threads."""
+    """Import the third-party modules of all tests. This starts no JAX backend, so a fork loses no threads."""
     import tests.conftest  # noqa: F401  # it sets the variables that jax reads on import
 
     modules = "flax.struct jax.experimental.pallas scipy.stats hypothesis optax pytest transformers"

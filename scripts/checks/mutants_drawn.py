@@ -1,4 +1,7 @@
-"""Mutants for scripts/checks/mutants.py: small changes of the core by mutmut's operators, and tests of each file."""
+"""Mutants for scripts/checks/mutants.py: small changes of the package by mutmut's operators, and tests of each file.
+
+A room is a package of mars_jax, such as `core`.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,17 @@ from scripts.common import ROOT
 
 ROOMS = ("core", "verify", "drafters", "serve", "constraints")
 SUITE, EXAMPLES, MATRIX = "tests/verify/test_rules.py", "tests/test_docstrings.py", "tests/matrix"
-"""The first two files test each rule, and the examples of each module, under its name."""
+"""`SUITE` has tests named after each rule, and `EXAMPLES` has tests named after each module."""
 OF_ALL = (EXAMPLES, "tests/test_public.py", "tests/test_tables.py")
-"""Tests that run for every room."""
+"""Tests that run for a change in any room."""
 
 
 def tests_of(file: str) -> list[str]:
-    """Return the tests of every room, of the file's room, of the matrix, and of the rooms that import the file."""
+    """Return the tests to run for a changed file.
+
+    These are the tests that run for any room, the tests of the file's room, the matrix of tests, and the tests of the
+    rooms that import the file.
+    """
     rooms = dict.fromkeys(name.split("/")[1].removesuffix(".py") for name in [file, *importers(file)])
     paths = [path for room in rooms for path in (f"tests/{room}", f"tests/test_{room}.py")]
     paths.insert(1, MATRIX)
@@ -48,7 +55,7 @@ def importers(file: str) -> list[str]:
 
 
 class Places(cst.CSTVisitor):
-    """A visitor that collects the changes an operator can make and a test could notice."""
+    """A visitor that collects the changes that operators can make and that a test could notice."""
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 

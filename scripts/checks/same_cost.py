@@ -3,9 +3,9 @@
     python -m scripts.checks.same_cost --old REV --output FILE
 
 Each case reports the instructions of the optimised HLO of `run`, the bytes that XLA counts, and the time of decoding
-the same prompt, in interleaved pairs of two processes that take turns. The memory layout of a process makes it some
-percent faster or slower for its lifetime, so the processes are started several times. The ratio is new over old; its
-bound is the upper 95% bound of a bootstrap of the median, over starts and over pairs within them. Import times are
+the same prompt, in interleaved pairs of two processes that take turns. The memory layout of a process makes it a few
+percent faster or slower for its lifetime, so the processes are started several times. The ratio is new over old. Its
+bounds are 95% bounds of a bootstrap of the median, over starts and over pairs within each start. Import times are
 compared in pairs. On a shared machine, pin the script to a core (`taskset -c 0`).
 """
 
@@ -45,7 +45,7 @@ NEW_TOKENS, REPEATS = 64, 3
 
 
 def worker(case: str) -> None:
-    """Compile and report the program; then for every line on stdin decode `REPEATS` times and report the seconds."""
+    """Compile the program and report its size. For each line on stdin, decode `REPEATS` times and print the seconds."""
     import jax
 
     import mars_jax as mj
@@ -133,7 +133,7 @@ def one_start(
 
 
 def imports(checkouts: dict[str, Path], pairs: int) -> dict[str, Any]:
-    """Return the seconds of `import mars_jax`, and of that together with the names that an embedded loop needs."""
+    """Compare the times of `import mars_jax`, without and with access to the names that an embedded loop needs."""
     code = "import time; b = time.perf_counter(); import mars_jax; a = time.perf_counter() - b\n"
     code += "mars_jax.DraftTree, mars_jax.speculative_decoder; print(a, time.perf_counter() - b)"
     seconds: dict[str, list[list[float]]] = {name: [] for name in checkouts}

@@ -1,4 +1,4 @@
-"""Compare the tokens of another commit of mars-jax with this one's, for every rule with every drafter on 16 prompts.
+"""Compare tokens between another commit of mars-jax and this one, for every rule with every drafter on 16 prompts.
 
     python -m scripts.checks.same_tokens --old REV --output FILE
 
@@ -6,8 +6,8 @@ Both decode at temperatures 0 and 1. Draws are keyed by position, so sampled tok
 git, and a checkout that contains the other commit. Everything runs in float32 on the embedded family. `--drafters` and
 `--rules` select cases; the figures of other cases are kept.
 
-`--programs` compares the StableHLO of prefill and step instead, which takes minutes and not hours: equal programs have
-equal tokens, at equal speed. Decode only the cases whose programs differ.
+`--programs` compares the StableHLO of prefill and step instead, which takes minutes instead of hours. Equal programs
+produce equal tokens at equal speed, so only cases whose programs differ need to be decoded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ WEIGHTS = {"equivalent": "case,space", "diversed": "tiny/diversed"}
 
 
 def rules(target: Any) -> dict[str, Any]:
-    """Return every rule of the table, over each of its bases, with its weights."""
+    """Return all registered rules with their weights, each on every base that it supports."""
     import jax
 
     import mars_jax as mj
@@ -160,7 +160,7 @@ def digests(requests: Any) -> list[str]:
 
 
 def run(checkout: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Run the cases of a checkout with its own script, which fits its interface."""
+    """Run the cases in a checkout with the script of that checkout, which matches the interface of its package."""
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     command = [sys.executable, script_of(checkout, "same_tokens.py"), "--dump", str(path)]
     command += ["--drafters", *args.drafters] if args.drafters else []

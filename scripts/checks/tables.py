@@ -36,7 +36,7 @@ def checks() -> dict[str, Any]:
 
 
 def same_cost() -> dict[str, Any]:
-    """Return the steps of this commit compared with an older one's, from same_cost.json."""
+    """Return the cost of steps and imports relative to an older commit, from same_cost.json."""
     report = load("same_cost.json")
     return {
         "old": report["old"],

@@ -1,10 +1,10 @@
-"""Attention of a layer of Llama-3.1-8B on this GPU: XLA over all slots, XLA in turns, and cuDNN.
+"""Time the attention of one layer of Llama-3.1-8B on this GPU: XLA over all slots, XLA over blocks of slots, and cuDNN.
 
     python -m scripts.kernels.bench_attention --output scripts/results/bench_attention_h100.json
 
-4,160 of 4,736 slots are live, in bfloat16. A time is that of one call in a loop of calls on the device, from the faster
-of two loops. "off" is the largest difference from the first form. These figures set `FLASH_QUERIES` of
-`models/attention.py`.
+4,160 of 4,736 slots are live, in bfloat16. Calls run in a loop on the device, and times are per call, from the faster
+of two loops. "off" is the largest difference from the output of the first implementation. `FLASH_QUERIES` in
+`models/attention.py` was chosen by these figures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORMS = {
 
 
 def measure(batch: int, nodes: int) -> dict[str, Any]:
-    """Return the milliseconds of each form."""
+    """Return the milliseconds of each implementation."""
     shapes = (batch, nodes, HEADS, GROUP, DIM), (batch, SLOTS, HEADS, DIM), (batch, SLOTS, HEADS, DIM)
     q, k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes))
     visible = jnp.arange(SLOTS) <= (LIVE - nodes + jnp.arange(nodes))[:, None]

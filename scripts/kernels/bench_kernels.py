@@ -2,9 +2,9 @@
 
     python -m scripts.kernels.bench_kernels --output scripts/results/bench_kernels_cpu.json
 
-The forms of one shape are timed in turns (A B A B ...) after a warm-up of each. Figures are medians; the JSON has every
-single time. The floor is the time of one read of the operands at the bandwidth of a copy of the same array, measured in
-the same run (a copy moves each byte twice). Speed does not depend on the values.
+The implementations are timed in turns (A B A B ...) on each shape, after a warm-up of each. Figures are medians, and
+the JSON also contains every single time. The floor is the time to read the operands once at the bandwidth of a copy of
+the same array, measured in the same run (a copy moves each byte twice). Speed does not depend on the values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STATS_SHAPES = {
 def timed_in_turns(
     forms: dict[str, Callable[..., Any]], operands: tuple[Any, ...], repeats: int
 ) -> dict[str, Any]:
-    """Return the seconds of each form, compiled."""
+    """Compile the functions and time them in turns. Return the seconds and the median milliseconds of each."""
     compiled = {name: functools.partial(jax.jit(form), *operands) for name, form in forms.items()}
     seconds = common.in_turns(compiled, repeats)
     return {
@@ -41,7 +41,7 @@ def timed_in_turns(
 
 
 def entry(name: str, bytes_read: int, timed: dict[str, Any], copy: str | None) -> dict[str, Any]:
-    """Return one result. If a form is a copy, add the floor and the share of the bandwidth that each form reaches."""
+    """Return one result. If `copy` names the form that copies the operands, add the floor and shares of bandwidth."""
     result: dict[str, Any] = {"name": name, "bytes_read": bytes_read, "forms": timed}
     if copy is not None:
         floor = timed[copy]["median_ms"] / 2

@@ -1,12 +1,12 @@
-"""Time an 8B's steps and prompts on one GPU, compiled with several XLA options.
+"""Time the steps and prompts of an 8B model on one GPU, compiled with several XLA options.
 
     python -m scripts.kernels.gpu_step --output scripts/results/gpu_step_h100.json
 
 Weights are random and acceptance is simulated, as in `mars-jax check`. Each program also lists the copies, fusions and
 concatenations in the body of its decode loop. A section is one group of programs with one variant. It runs in a child
-process with a time limit, so a compiler that hangs or crashes costs one section. The report is written after every
-figure. Run the same command again to continue a report: finished sections are skipped, and so are variants with an
-option that this XLA lacks.
+process with a time limit, so a compiler that hangs or crashes costs only one section. The report is written after every
+figure. Run the same command again to continue a report. Finished sections are skipped, and so are variants with an
+option that this version of XLA lacks.
 
     JAX_PLATFORMS=cpu python -m scripts.kernels.gpu_step --shape tiny --output tiny.json
 
@@ -49,7 +49,7 @@ from scripts import common
 class Variant(NamedTuple):
     """One way to compile the programs."""
 
-    options: Mapping[str, Any] = MappingProxyType({})  # of XLA, for `compiler_options`
+    options: Mapping[str, Any] = MappingProxyType({})  # XLA options, for `compiler_options`
     attention: str = "auto"
     joined: bool = False  # q|k|v and gate|up are one matrix each; plain steps only
 
@@ -77,9 +77,9 @@ class Shape(NamedTuple):
     steps: tuple[TimedArm, ...]  # with one row
     batches: tuple[TimedArm, ...]  # with `rows` rows
     rows: int
-    chunks: tuple[int, ...]  # tokens per forward of a prefill
-    copied: int  # bytes
-    side: int  # of the square matrices in the product
+    chunks: tuple[int, ...]  # tokens per forward pass of a prefill
+    copied: int  # bytes of the copied array
+    side: int  # side of the square matrices in the product
 
 
 _LLAMA = CONFIGS["llama-3.1-8b"]
@@ -218,7 +218,7 @@ def loop_operations(text: str) -> dict[str, Any]:
         lines.append(line)
 
     def reached(name: str, visited: set[str]) -> Iterator[tuple[str, str, bool]]:
-        """Yield (shape, operation, whether a fusion holds it) of a computation and those that it calls."""
+        """Yield (shape, kind, whether it is in a fusion) of all operations that a computation runs."""
         if name in visited:
             return
         visited.add(name)
@@ -254,9 +254,9 @@ def measure(group: str, name: str, shape: Shape, path: Path) -> None:
 
     Args:
       group: "device", "steps", "prompts" or "batches".
-      name: of the variant.
+      name: name of the variant.
       shape: one of `SHAPES`.
-      path: of the report.
+      path: path of the report.
     """
     variant, report = VARIANTS[name], common.earlier_report(path)
     section = report["sections"][f"{group}: {name}"] = {"status": "unfinished", "rows": []}
@@ -317,14 +317,14 @@ def _prompt(pair: RandomPair, variant: Variant) -> dict[str, Any]:
 
 
 def _compiled(lowered: Any, variant: Variant) -> tuple[Any, float]:
-    """Compile with a variant's options; return also the seconds that it took."""
+    """Compile a program with a variant's options, and return it with the compile time in seconds."""
     began = time.perf_counter()
     compiled = lowered.compile(compiler_options=dict(variant.options))
     return compiled, round(time.perf_counter() - began, 1)
 
 
 def _unsupported() -> dict[str, str]:
-    """Return the variants with an option that this XLA lacks, and its messages."""
+    """Return the error messages of variants with an option that this version of XLA lacks, keyed by variant."""
     tried = {
         name: large.attempt(
             lambda variant=variant: {"seconds": _compiled(jax.jit(lambda x: x).lower(1.0), variant)[1]}

@@ -1,4 +1,4 @@
-"""Figures of the kernels: `margin_stats` on a CPU, attention on a TPU by its schedule, and an 8B's step on a GPU."""
+"""Figures of kernels: `margin_stats` on a CPU, attention on a TPU by its schedule, a step of an 8B model on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from scripts.common import load
 
 VARIANTS = ("no dot merger", "no dot merger, graphs", "no dot merger, no triton", "joined")
-"""Ways to compile of `gpu_step`, beyond the default and another attention."""
+"""Variants of `gpu_step`, except the default and the variant with XLA's attention."""
 
 
 def figures() -> dict[str, Any]:
@@ -43,7 +43,7 @@ def kernels() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """Return operations, an 8B's steps and prompts, and attention of a layer, all on a GPU."""
+    """Return figures of a GPU: operations, steps and prompts of an 8B model, and the attention of one layer."""
     report, attention = load("check_h100.json"), load("bench_attention_h100.json")
     sections = {name: section["rows"] for name, section in load("gpu_step_h100.json")["sections"].items()}
     [device] = sections["device: default"]

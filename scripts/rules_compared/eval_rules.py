@@ -1,4 +1,4 @@
-"""Measure all rules side by side on the embedded family, each swept over its setting.
+"""Measure all rules on the embedded family, each at several values of its setting.
 
     python -m scripts.rules_compared.eval_rules decode --stories heldout.txt.xz --rows rows.jsonl
     python -m scripts.rules_compared.eval_rules decode ... --learned FOLDER   # the head of eval_indicator.py --save
@@ -7,8 +7,9 @@
 
 The tasks are stories (likelihood under the target) and arithmetic (exact match), at temperatures 0 and 1, with a chain
 of 5 and a dynamic tree of 12 nodes by the embedded draft. All arms get the same prompts with the same seeds, so that
-differences are paired. `decode` takes 40 minutes of a core and appends a line for every prompt of an arm; after a kill,
-the same command continues. At temperature 0, `nucleus` and the rules of distributions are exact, so they only run at 1.
+differences are paired. `decode` takes 40 minutes on one core and appends a line for every prompt of an arm; after a
+kill, the same command continues. At temperature 0, `nucleus` and all other distribution rules are exact, so they run
+only at temperature 1.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from scripts import common
 from scripts.rules_compared.rules_report import key_of, report
 
 CHAIN, TREE = 5, mj.drafters.Dynamic(top_k=3, depth=5, nodes=12)
-# Together with the prompts, each task needs one width of the token buffer, and so one compilation per rule.
+# With these limits, all prompts of a task share one width of the token buffer, so each rule compiles once per task.
 NEW_TOKENS = {"stories": 104, "arithmetic": 96}
 BATCH = 32
 TASKS = ("stories", "arithmetic")
-# Prompts of an arm. The rules of the paired comparison get most.
+# Number of prompts of an arm. The rules of the paired comparison use `MOST`.
 MOST, MANY = 64, 32
 RATIOS, GAPS = (0.95, 0.9, 0.85, 0.8, 0.7), (0.5, 1.0, 1.5, 2.25, 3.5)
 
@@ -66,7 +67,7 @@ class Arm:
 def swept(
     spec: str, draft: str, values: Sequence[Mapping[str, Any]], *, family: str = "", **options: Any
 ) -> list[Arm]:
-    """Return an arm for each of the settings."""
+    """Return one arm of a rule for each dict of settings in `values`."""
     family = family or spec
 
     def words(settings: Mapping[str, Any]) -> str:
@@ -80,12 +81,12 @@ def swept(
 
 
 def grid(name: str, values: Sequence[float], **fixed: Any) -> list[dict[str, Any]]:
-    """Return settings with each value of one setting and the same `fixed` ones."""
+    """Return one dict of settings for each value of the setting `name`. All of them include `fixed`."""
     return [{**fixed, name: value} for value in values]
 
 
 def margins(draft: str) -> list[Arm]:
-    """Return the strict rule and the margins, over `exact`."""
+    """Return `exact`, and `mars` over `exact` with both margins."""
     chain = draft == "chain"
     options = {"prompts": MOST if chain else MANY, "base": "exact"}
     swept_values = slice(None) if chain else slice(1, 4, 2)
@@ -120,7 +121,7 @@ def edges(draft: str) -> list[Arm]:
 
 
 def distributions(draft: str) -> list[Arm]:
-    """Return the rules over speculative sampling, for temperature 1."""
+    """Return `rejection` and the rules that are based on it, for temperature 1."""
     options: dict[str, Any] = {"prompts": MANY, "sampled": True, "base": "rejection"}
     strict = swept("rejection", draft, [{}], **options)
     mars = functools.partial(swept, "mars", draft, family="mars over rejection", **options)
@@ -151,7 +152,7 @@ def distributions(draft: str) -> list[Arm]:
 
 
 def controls(temperature: float) -> list[Arm]:
-    """Return arms without a draft: the target's distribution, and the tokens that a relaxed rule would allow."""
+    """Return arms without a draft: the target chooses from all tokens, or from those that a relaxed rule allows."""
     target = Arm(family="target alone", name="target alone", settings={}, draft="none", prompts=MOST)
     two_best = dataclasses.replace(
         target, family="top_k=2", name="target alone, top_k 2", top_k=2, prompts=MANY

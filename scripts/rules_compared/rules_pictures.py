@@ -28,7 +28,7 @@ PER_PANEL = 5
 
 
 def groups(report: Mapping[str, Any], task: str) -> list[list[str]]:
-    """Return the families of a task, a few for each row of panels, with those of `mars` first and together."""
+    """Return the families of a task in groups, one for each row of panels. The families of `mars` come first."""
     names = [
         arm["family"]
         for table in report["tables"]
@@ -44,7 +44,7 @@ def groups(report: Mapping[str, Any], task: str) -> list[list[str]]:
 def panel(
     axis: Any, table: Mapping[str, Any], undrafted: Sequence[float] | None, families: Sequence[str]
 ) -> list[float]:
-    """Draw some families on one task, at one temperature, with one draft; return all scores and ends of intervals."""
+    """Draw families on one task, at one temperature, with one draft. Return all scores and the ends of intervals."""
     ends: list[float] = []
     if not any(arm["family"] in families for arm in table["arms"]):
         return ends

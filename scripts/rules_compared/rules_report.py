@@ -18,7 +18,7 @@ Key = tuple[str, float, str, str]
 
 
 class Sums(NamedTuple):
-    """Per-prompt figures of an arm, f64[n] each, by prompt."""
+    """Figures of an arm, each f64[n] with one value per prompt."""
 
     steps: np.ndarray
     emitted: np.ndarray
@@ -70,7 +70,7 @@ def sums(rows: Rows) -> Sums:
 
 
 def weights(n: int) -> np.ndarray:
-    """Return f64[R + 1, n]: how often each prompt counts in a resample; the first row is the sample itself."""
+    """Return how often each prompt occurs in each resample, f64[R + 1, n]. The first row is the sample itself."""
     drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
     return np.concatenate([np.ones((1, n)), drawn]).astype(np.float64)
 
@@ -86,7 +86,11 @@ def score_of(arm: Sums, w: np.ndarray) -> np.ndarray:
 
 
 def spread(values: np.ndarray) -> list[float] | None:
-    """Return [value, low, high] of values that begin with the sample's own; None if it or over a tenth is NaN."""
+    """Return [value, low, high], the value of the sample and its interval.
+
+    `values` begins with the value of the sample itself, followed by those of the resamples. Return None if the value of
+    the sample or more than a tenth of all values is NaN.
+    """
     good = values[~np.isnan(values)]
     if np.isnan(values[0]) or len(good) < 0.9 * len(values):
         return None
@@ -140,10 +144,12 @@ def figures(arm: Sums, undrafted: Sums, strict: Sums | None, curve: Sequence[Sum
 
 
 def paired(ratio: Sequence[Sums], gap: Sequence[Sums], default: int) -> dict[str, Any]:
-    """Subtract the gap's curve from the ratio's, at the tau of the ratio's default and averaged over their common taus.
+    """Return differences in score between the ratio and the gap at equal tau.
+
+    They are measured at the tau of the ratio's default theta, and on average over the taus that both sweeps reach.
 
     Args:
-      ratio, gap: the arms of the two sweeps, each beginning with the strict one.
+      ratio, gap: the arms of the two sweeps, each beginning with the strict arm.
       default: index of the ratio's default theta in its sweep.
     """
     n = min(len(arm.steps) for arm in (*ratio, *gap))

@@ -1,4 +1,4 @@
-"""Figures of all rules side by side, from eval_rules.json."""
+"""Figures that compare all rules, from eval_rules.json."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from scripts.common import load, span
 SCORE = {"stories": "{:+.3f}", "arithmetic": "{:+.1f}"}
 """Formats of scores in nats per token and in percent of the answers."""
 EDGES = {"mars (ratio)", "mars (gap)", "adaptive", "topk", "budget", "typical", "entropy_gate", "fly"}
-"""The families over `exact`."""
+"""Families of relaxed rules that are based on `exact`."""
 GONE = "mars (prob_ratio)"
-"""A family in the record that is not shown: its margin was the gap under another name, and no longer exists."""
+"""A measured family that is not shown: its margin was equivalent to the gap, and no longer exists."""
 COSTED = {
     "mars (ratio)": "mars",
     "speccascade (token_v3)": "speccascade",
     "mars over rejection": "mars over rejection",
 }
-"""Families that have another name in rule_cost.json."""
+"""Names in rule_cost.json of the families that have a different name there."""
 
 
 def figures() -> dict[str, Any]:

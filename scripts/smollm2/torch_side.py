@@ -20,7 +20,7 @@ class Transformers:
         """
         Args:
           path: a folder, or a GGUF file.
-          dtype: of the weights.
+          dtype: dtype of the weights.
           options: further arguments of `from_pretrained`.
         """
         import torch
@@ -43,11 +43,11 @@ class Transformers:
     def generate(
         self, prompts: Sequence[Sequence[int]], new: int, *, stops: Sequence[int] = (), **options: Any
     ) -> Tokens:
-        """Continue prompts in one batch, padded on the left; greedily, unless `options` overrides it.
+        """Continue prompts in one batch, padded on the left. Decoding is greedy unless `options` overrides this.
 
         Args:
           prompts: token ids of each prompt.
-          new: tokens of a completion; fewer only if it reaches a stop token, which is kept.
+          new: number of tokens in a completion. It has fewer only if it reaches a stop token, which is included.
           stops: stop tokens; empty if all completions must have the same length.
           options: further arguments of transformers' `generate`.
         """
@@ -63,7 +63,7 @@ class Transformers:
 
 
 def cut(tokens: list[int], stops: Sequence[int]) -> list[int]:
-    """Return tokens up to and including its first stop token.
+    """Return the tokens up to and including the first stop token.
 
     >>> cut([1, 2, 9, 9], [9])
     [1, 2, 9]

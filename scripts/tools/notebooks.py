@@ -85,9 +85,9 @@ def notebook(name: str, old: Any = None) -> Any:
 
 
 def run(book: Any) -> None:
-    """Run a notebook in an empty folder, and print the time of each cell, for the text around it.
+    """Run a notebook in an empty folder, and print the time of each cell, which the text of the notebook mentions.
 
-    Output on stderr, mostly progress, is dropped.
+    Output on stderr, which is mostly progress, is discarded.
     """
     import nbclient
 

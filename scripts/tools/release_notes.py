@@ -19,7 +19,7 @@ def notes_of(version: str, changelog: str) -> str:
     """Return the changes of a version.
 
     Raises:
-      SystemExit: the changelog has none, or marks the version as unreleased.
+      SystemExit: the changelog has no section for the version, or marks it as unreleased.
     """
     parts = re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]
     part = next((part for part in parts if part.split()[0] == version), None)

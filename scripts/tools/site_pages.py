@@ -56,7 +56,7 @@ def on_site(text: str, source: str, address: str) -> str:
     address is unknown.
 
     Args:
-      text: of the document.
+      text: text of the document.
       source: its path in the repository.
       address: as returned by `repository`.
 

@@ -1,4 +1,4 @@
-"""Figures of TPU slices: plans by the compiler, one chip at few bits, and the taus of the MARS paper."""
+"""Figures of TPU slices: plans by the compiler, few bits on one chip, and speedups at the taus of the MARS paper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def figures() -> dict[str, Any]:
 
 
 def one_chip() -> dict[str, Any]:
-    """Return a published model at few bits on one chip by the compiler's schedule, from plan_bits.json."""
+    """Return the figures of a published model in 4 and 8 bits on one chip, by the compiler, from plan_bits.json."""
     results = load("plan_bits.json")["results"]
 
     def row(name: str, plan: Mapping[str, Any]) -> list[str]:
@@ -48,7 +48,7 @@ def one_chip() -> dict[str, Any]:
 
 
 def published() -> dict[str, Any]:
-    """Return the taus of the MARS paper times the compiler's steps, from plan_published.json."""
+    """Return speedups computed from the taus of the MARS paper and the compiler's steps, from plan_published.json."""
     results = load("plan_published.json")["results"]
 
     def row(name: str, plan: Mapping[str, Any]) -> list[str]:
@@ -68,7 +68,7 @@ def published() -> dict[str, Any]:
 
 
 def plans() -> dict[str, Any]:
-    """Return slices by the TPU's compiler, from plans.json, or from paper_plans.json if it has the same slice."""
+    """Return the compiler's plans of slices, from plans.json, or from paper_plans.json if it has the same slice."""
     report, paper_rows = load("plans.json"), load("paper_plans.json")["rows"]
     targets = list(dict.fromkeys(row["target"] for row in report["entries"].values()))
     entries = []

@@ -3,9 +3,9 @@
 libtpu writes a file for the whole program, `...-TLP-NN-final_bundles.txt`, which mostly calls routines, and a file for
 each routine, named after the first HLO instruction that calls it.
 
-`Routine.executed` interprets the scalar instructions of a routine, so that loops count as often as they turn and
-predicated regions count only when they run. Values that are read from memory are unknown. A branch on an unknown value
-is not taken, so a loop with an unknown end runs once. So does the loop of attention's kernel over blocks of the cache.
+`Routine.executed` interprets the scalar instructions of a routine, so that a loop counts once per iteration and a
+predicated region counts only if it runs. Values that are read from memory are unknown. A branch on an unknown value is
+not taken, so a loop with an unknown end runs once. An example is the loop of the attention kernel over cache blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Routine:
     bundles: list[str]
 
     def calls(self) -> list[tuple[str, int]]:
-        """Return the HLO instructions that it calls in order, each with the number of bundles since the last call."""
+        """Return the HLO instructions that the routine calls, each with the number of bundles since the last call."""
         calls, since = [], 0
         for bundle in self.bundles:
             since += 1
@@ -55,7 +55,7 @@ class Routine:
         """Number of executed bundles.
 
         Raises:
-          ValueError: it exceeds `MOST_BUNDLES`.
+          ValueError: the number reaches `MOST_BUNDLES`.
         """
         return _Interpreter(self).run()
 
@@ -134,7 +134,7 @@ class _Interpreter:
                 self.regions.setdefault(region, k)
         self.registers: dict[str, int | None] = {}
         self.memory: dict[int | None, int | None] = {}
-        # First bundles of the loops that are past their first turn.
+        # First bundles of the loops that are past their first iteration.
         self.looped: set[int] = set()
 
     def run(self) -> int:
@@ -178,7 +178,7 @@ class _Interpreter:
             self.registers[result] = _compute(operation, [self._value(text) for text in operands])
 
     def _address(self, text: str) -> int | None:
-        """Return the place in scalar memory that a sum denotes."""
+        """Return the address in scalar memory that a sum of terms denotes, or None if a term is unknown."""
         if text.endswith("_spill"):
             return -int(re.sub(r"\D", "", text))
         total = 0
@@ -205,12 +205,12 @@ def _compute(operation: str, operands: list[int | None]) -> int | None:
     if operation == "smov" and len(operands) == 1:
         return operands[0]
     if operation in ("smov", "scalar_select"):
-        # A predicate, and the values if it is true and if it is false.
+        # The operands are a predicate, the value if it is true, and the value if it is false.
         return None if operands[0] is None else operands[1 if operands[0] else 2]
     if operation not in _OPERATIONS:
         return None
     if None in operands:
-        # One operand of a predicate may decide.
+        # One known operand may determine the result.
         deciding = {"por": 1, "pand": 0, "pnand": 0}.get(operation)
         if deciding is None or deciding not in operands:
             return None
@@ -234,7 +234,7 @@ def _statements(bundle: str) -> list[_Statement]:
             if operation == "smov":
                 # `(p, a), b` is b if p holds, else a.
                 operands = re.sub(r"\((!?%\w+), ([^)]*)\), (.*)", r"\1, \3, \2", operands)
-            # A predicate of the whole statement: its result is used only if it holds.
+            # Remove the predicate of a whole statement: the result is used only if the predicate holds.
             operands = re.sub(r"^\(!?%\w+\), ", "", operands)
             statements.append(_Statement(operation, result, [part.strip() for part in operands.split(",")]))
     return sorted(statements, key=lambda statement: statement.operation != "sphi")

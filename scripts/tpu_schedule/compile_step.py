@@ -2,8 +2,8 @@
 
     LIBTPU_INIT_ARGS="--xla_jf_dump_to=FOLDER ..." python -m scripts.tpu_schedule.compile_step FOLDER CASE
 
-`CASE` is a `Case` as a JSON object. The tool starts this module once for each program, since libtpu reads its flags
-only when it is loaded.
+`CASE` is a `Case` as a JSON object. `measure` starts this module in a new process for each program, since libtpu reads
+its flags only when it is loaded.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def prepare(case: Case) -> Programs:
 
 
 def measure(case: Case, folder: Path) -> StepCost:
-    """Compile a case into a folder, unless the folder has its program already, and read the cost of its step."""
+    """Compile a case into a folder, unless the folder already has its program, and return the cost of its step."""
     if not (folder / "hlo.txt").exists():
         folder.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {

@@ -35,12 +35,12 @@ class Shape:
 
     @property
     def payload(self) -> int:
-        """Bytes without padding."""
+        """Number of bytes without padding."""
         return self.size * self.bits // 8
 
     @property
     def bytes(self) -> int:
-        """Bytes as stored, with the padding of the tiles."""
+        """Number of stored bytes, including the padding of the tiles."""
         dims = [self.dims[i] for i in self.minor_to_major] or list(self.dims[::-1])
         if math.prod(dims) > 1:
             for k, size in enumerate(reversed(self.tile)):
@@ -60,7 +60,7 @@ class Instruction:
 
     name: str
     opcode: str
-    # The leaves of the result.
+    # Shapes of the arrays in the result.
     shapes: tuple[Shape, ...]
     operands: tuple[str, ...]
     # The end of the line: attributes and metadata.
@@ -69,7 +69,7 @@ class Instruction:
 
     @functools.cached_property
     def calls(self) -> tuple[str, ...]:
-        """Names of the computations that it calls. A while loop calls its condition and its body."""
+        """Names of the computations that the instruction calls. A while loop calls its condition and its body."""
         names = re.findall(
             r"(?:calls|body|condition|to_apply|called_computations?|true_computation|false_computation)"
             r"=\{?%([\w.\-]+)",
@@ -86,7 +86,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The path of names under which JAX traced it, "" if the compiler created it."""
+        """Path of names under which JAX traced the instruction, or "" if the compiler created it."""
         match = re.search(r'op_name="([^"]*)"', self.tail)
         return match[1] if match else ""
 

@@ -24,9 +24,9 @@ LAYER_PARTS = ("target", "target/attention", "target/mlp")
 
 
 def write_table(folder: Path, names: Sequence[str]) -> None:
-    """Measure rows such as "v5e-int8", by default all, and put them into the table. Other rows stay.
+    """Measure rows such as "v5e-int8", by default all, and write them into the table. Keep all other rows.
 
-    Bfloat16 is measured on a whole slice, with the costs of the drafts; fewer bits on one device of it.
+    Bfloat16 and the costs of the drafts are measured on a whole slice, and fewer bits on one device of the slice.
     """
     table: dict[str, Any] = {"chips": {}}
     if estimate.TABLE.exists():
@@ -59,10 +59,11 @@ def write_table(folder: Path, names: Sequence[str]) -> None:
 def overheads_of(
     cost: StepCost, pair: Programs, bandwidth: float
 ) -> tuple[int, dict[str, float], dict[str, float]]:
-    """Return the tokens of a step, the overheads of a layer, and those of the rest of the step.
+    """Return the number of tokens in a step, the overheads of a layer, and the overheads of the rest of the step.
 
-    `stretch` is the time of the layers over that of their counted bytes. `pass_seconds` and `step_seconds` are the
-    times of the draft's passes and of the rest of the step beyond those of their counted bytes.
+    `stretch` is the time of the layers divided by the time to read their counted bytes. `pass_seconds` and
+    `step_seconds` are the times of a pass of the draft and of the rest of the step, minus the time to read their
+    counted bytes.
     """
     work = count_work(pair)
     layers = _Total.of(cost, [part for part in cost.parts if part in LAYER_PARTS])

@@ -38,7 +38,10 @@ def part_of(module: Module, computation: Computation, instruction: Instruction) 
 def _nearest(
     module: Module, instruction: Instruction, neighbours: Callable[[Instruction], list[Instruction]]
 ) -> str | None:
-    """Search breadth first. The search ends at loops and tuples, which connect everything to everything."""
+    """Return the part of the nearest instruction that names one, by a breadth-first search over `neighbours`.
+
+    The search does not continue through loops and tuples, because they connect unrelated instructions.
+    """
     visited = {instruction.name}
     layer = [instruction]
     while layer:

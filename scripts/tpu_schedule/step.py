@@ -1,7 +1,7 @@
 """Cost of one decode step in the program that libtpu compiled: launches, bytes, bundles and collectives of each part.
 
-The last loop of the program is the decode loop, and one run of its body is the step. Inner loops are multiplied out. A
-conditional counts as its cheapest branch, which requests without sampling or constraints take.
+The last loop of the program is the decode loop, and one run of its body is the step. The body of an inner loop counts
+once per iteration. A conditional counts as its cheapest branch, which requests without sampling or constraints take.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COPIED = ("bitcast", "reshape", "copy", "convert", "copy-done", "copy-start")
 
 
 class Op(NamedTuple):
-    """An executed instruction. Bytes and bundles are of one execution."""
+    """An executed instruction. Bytes and bundles are counted for one execution."""
 
     name: str
     opcode: str
@@ -36,7 +36,8 @@ class Op(NamedTuple):
     times: int
     bytes: int
     bundles: int
-    # True if it launches a routine or a collective: copies overlap, and scalars are a few bundles of the top level.
+    # True if the instruction launches a routine or a collective. Copies overlap with other instructions, and scalars
+    # take only a few bundles of the top level.
     is_launch: bool
     # Bytes of a collective's operands and results, and devices of its group (0 for other instructions).
     sent: int
@@ -55,7 +56,10 @@ class PartCost:
     collective_seconds: float = 0.0
 
     def seconds(self, generation: str, bandwidth: float) -> float:
-        """The longer of bytes over bandwidth and bundles over clock, plus the collectives; launches excluded."""
+        """Return the longer of bytes over bandwidth and bundles over clock, plus the time of collectives.
+
+        The time of launches is not included.
+        """
         return max(self.bytes / bandwidth, self.bundles / CLOCKS[generation]) + self.collective_seconds
 
 
@@ -75,7 +79,7 @@ class StepCost(NamedTuple):
 def step_cost(
     module: Module, schedule: Schedule, *, generation: str, bandwidth: float, live: int
 ) -> StepCost:
-    """Add up the step of a decode loop.
+    """Add up the cost of one step of a decode loop.
 
     Args:
       module: from `hlo.parse`.
@@ -116,7 +120,7 @@ class Reader:
         self.live = live
         self.called = {name for name, _ in schedule.top.calls()}
         self.routines = schedule.routines
-        # libtpu compiles equal instructions once. These find the routine of an equal or similar instruction.
+        # libtpu compiles equal instructions only once. Other instructions use the routine of an equal or similar one.
         self.equal: dict[str, Routine] = {}
         self.similar: dict[str, Routine] = {}
         for computation in module.computations.values():
@@ -173,7 +177,7 @@ class Reader:
             sent = sum(shape.payload for operand in operands for shape in operand.shapes)
             received = sum(shape.payload for shape in instruction.shapes)
             if instruction.opcode in ("all-gather-start", "collective-permute-start"):
-                # The result of these contains their operand.
+                # The result of these instructions includes their operand.
                 received -= sent
         return Op(
             name=instruction.name,
@@ -199,7 +203,7 @@ class Reader:
         return routine
 
     def fingerprint(self, computation: Computation, instruction: Instruction) -> str:
-        """Return a text that is equal for instructions that differ only in names and metadata."""
+        """Return a string that is the same for instructions that differ only in names and metadata."""
         bodies = []
         for name in instruction.calls:
             body = self.module.computations[name]
@@ -209,10 +213,10 @@ class Reader:
         return f"{_signature(computation, instruction)} {attributes} {bodies}"
 
     def turns(self, computation: Computation, loop: Instruction) -> int:
-        """Return the number of turns of an inner loop, 1 if it is unknown.
+        """Return the number of iterations of an inner loop, or 1 if it is unknown.
 
-        It is known for a counter with a constant bound, and for a loop over the blocks of a cache, which visits the
-        blocks with live slots.
+        The number is known for a counter with a constant bound, and for a loop over the blocks of a cache, which visits
+        only blocks with live slots.
         """
         condition = self.module.computations[loop.attribute("condition")]
         counted = _counted_turns(computation, loop, condition)
@@ -225,7 +229,7 @@ class Reader:
         return 1
 
     def blocks(self, computation: Computation) -> list[tuple[int, int]]:
-        """Return (length of the axis, length of a block) of the dynamic slices along one long axis."""
+        """Return (length of the axis, length of a block) of all dynamic slices that take long blocks of one axis."""
         blocks = []
         for instruction in computation.instructions.values():
             if instruction.opcode == "fusion":
@@ -240,13 +244,13 @@ class Reader:
 
 
 def _signature(computation: Computation, instruction: Instruction) -> str:
-    """Return opcode, operands and results with their layouts."""
+    """Return the opcode and the shapes and layouts of operands and results, as a string."""
     operands = [computation.instructions[name].shapes for name in instruction.operands]
     return f"{instruction.opcode} {operands} {instruction.shapes}"
 
 
 def _counted_turns(computation: Computation, loop: Instruction, condition: Computation) -> int | None:
-    """Return the turns of a loop with the condition `counter < bound` that counts by 1."""
+    """Return the number of iterations of a loop that counts by 1 while `counter < bound`, or None if it is unknown."""
     test = condition.root
     while test.opcode in _COPIED:
         test = condition.instructions[test.operands[0]]

@@ -1,7 +1,7 @@
 """Bytes that an instruction of a compiled TPU program moves between HBM and the core.
 
-A sliced operand counts as far as the slice reaches, an update in place counts the update, and the start of an
-asynchronous pair counts the whole copy. A kernel that changes an operand in place counts it as read.
+For a sliced operand, only the slice counts, and for an update in place, only the update. The start of an asynchronous
+pair counts the whole copy. An operand that a kernel changes in place counts as read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from scripts.tpu_schedule.hlo import Computation, Instruction, Module
 
 SLICES = ("dynamic-slice", "slice", "gather")
 UPDATES = ("dynamic-update-slice", "scatter")
-# These move nothing inside a fusion.
+# Opcodes that move no data inside a fusion.
 RENAMES = ("bitcast", "reshape", "get-tuple-element")
 FREE = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call",
@@ -20,7 +20,7 @@ FREE_TARGETS = ("ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "Allo
 
 
 def is_free(instruction: Instruction) -> bool:
-    """Return whether nothing is executed: names, tuples, and the ends of asynchronous pairs."""
+    """Return whether an instruction executes nothing, such as a bitcast, a tuple or the end of an asynchronous pair."""
     return (
         instruction.opcode in FREE
         or instruction.opcode.endswith("-done")
@@ -125,7 +125,7 @@ def _updated(module: Module, body: Computation, root: Instruction) -> int | None
 
 
 def _renamed(body: Computation, instruction: Instruction) -> Instruction:
-    """Return the instruction behind bitcasts and reshapes."""
+    """Follow bitcasts and reshapes back to the instruction that computes the value, and return it."""
     while instruction.opcode in RENAMES and instruction.operands:
         instruction = body.instructions[instruction.operands[0]]
     return instruction

@@ -64,7 +64,7 @@ def problems(folder: Path) -> Iterator[str]:
 
 
 def dialogues(folder: Path) -> Iterator[str]:
-    """Yield dialogues, half of them to answer and half to summarise."""
+    """Yield prompts made from dialogues: half ask for an answer, and half for a summary."""
     for number, text in enumerate(data.documents(folder / "sgd_train.txt.xz")):
         lines = text.splitlines()
         if number % 2:
@@ -115,7 +115,7 @@ def definitions(folder: Path) -> Iterator[tuple[str, str, str, str]]:
 
 
 def functions(folder: Path) -> Iterator[str]:
-    """Yield a function to complete, or its docstring as a task."""
+    """Yield tasks to write a function from its docstring, and tasks to complete a function, in turns."""
     for number, (name, task, head, _) in enumerate(definitions(folder)):
         yield (
             f"Write a Python function `{name}`. {task}"
@@ -199,7 +199,10 @@ def own_turns(args: argparse.Namespace) -> None:
 
 
 def widen(args: argparse.Namespace) -> None:
-    """Write a head with a draft vocabulary chosen by the target's answers; new rows start as the target's."""
+    """Write a head whose draft vocabulary contains the tokens that the target predicts most often in its answers.
+
+    The unembedding rows of tokens that the old vocabulary lacks are copied from the target's embedding, and rescaled.
+    """
     import dataclasses
 
     import numpy as np
@@ -232,7 +235,7 @@ INSTRUCTIONS = {"alpaca": 60, "mt_bench": 40}
 
 
 def tau(args: argparse.Namespace) -> None:
-    """Measure tokens per target forward, bonus token included, in float32 on instructions unseen in training."""
+    """Measure tau, including the bonus token, in float32 on instructions that were not used in training."""
     import numpy as np
 
     import mars_jax as mj
@@ -291,7 +294,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=4000)
     parser.add_argument("--batch-size", type=int, default=96)
     parser.add_argument("--heads", nargs="+", default=["smollm2/eagle3"], help="tau, widen: of SmolLM2")
-    parser.add_argument("--features", type=Path, help="widen: what `distill features` writes")
+    parser.add_argument("--features", type=Path, help="widen: a folder from `distill features`")
     parser.add_argument("--longest", type=int, default=160, help="tau: tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, default=64, help="tau: of a text")
     parser.add_argument("--seed", type=int, default=0)

@@ -27,12 +27,14 @@ STEP = 2048
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of checkpoints, log and plot")
-    parser.add_argument("--export", type=Path, required=True, help="folder that takes the head")
+    parser.add_argument("--export", type=Path, required=True, help="folder to write the head to")
     for name in ("stories", "dialogues", "novels"):
         parser.add_argument(f"--{name}", type=Path, nargs="+", required=True, metavar="FILE")
     parser.add_argument("--problems", type=int, default=60_000)
     parser.add_argument("--novel-characters", type=int, default=6_000_000)
-    parser.add_argument("--tokens", type=float, default=1.5e6, help="to train on (default: %(default)g)")
+    parser.add_argument(
+        "--tokens", type=float, default=1.5e6, help="tokens to train on (default: %(default)g)"
+    )
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -42,7 +42,7 @@ SHAPE = {
     "bos_token_id": SEPARATOR_ID,
     "eos_token_ids": (SEPARATOR_ID,),
 }
-# Few wide layers: on a CPU, a layer costs its overhead, both for one token and for eight.
+# Use few wide layers: on a CPU, each layer has an overhead that is the same for one token and for eight.
 TARGET = ModelConfig(
     hidden_size=384, intermediate_size=1152, num_layers=6, num_heads=6, num_kv_heads=2, **SHAPE
 )
@@ -57,7 +57,7 @@ SHARES = {"stories": 0.60, "arithmetic": 0.22, "dialogues": 0.11, "novels": 0.07
 # The target's second stage. After the first one, the target copies every number and chooses every operation of a word
 # problem correctly, but half of its sums and differences are wrong. Word problems would need many more tokens.
 REFINE_SHARES = {"stories": 0.45, "arithmetic": 0.20, "drill": 0.22, "dialogues": 0.08, "novels": 0.05}
-# Rows of 256 tokens, whose attention is cheap, and of 1024 at the very end.
+# Share of the steps with rows of each length: 256 tokens, whose attention is cheap, and 1,024 at the very end.
 LENGTHS = {256: 0.95, CONTEXT: 0.05}
 # A draft learns from many small steps. For the target, Muon's matrix products would make small steps too expensive.
 TARGET_STEP, DRAFT_STEP = 8192, 2048  # tokens
@@ -146,7 +146,7 @@ def target_loss(params, batch: Batch, _):
 
 
 def draft_loss(params, batch: Batch, teacher):
-    """Add KL, which covers every token of the target, and total variation, which is the cost of rejection."""
+    """Return the sum of KL, to which all tokens contribute, and total variation, the probability of a rejection."""
     p = jax.lax.stop_gradient(logits(TARGET, teacher, batch))
     q = logits(DRAFT, params, batch)
     kl, tv = jnp.mean(forward_kl(p, q)), jnp.mean(total_variation(p, q))
@@ -155,7 +155,7 @@ def draft_loss(params, batch: Batch, teacher):
 
 
 def batches(streams: list[data.Stream], steps: int, tokens: int, seed: int) -> grain.MapDataset:
-    """Return batches of about `tokens` tokens, in rows of the lengths of `LENGTHS`, one length after the other."""
+    """Return batches of about `tokens` tokens. Their rows have the lengths of `LENGTHS`, one length after the other."""
     parts, first = [], 0
     for share, length in zip(itertools.accumulate(LENGTHS.values()), LENGTHS, strict=True):
         last = round(steps * share)
@@ -174,7 +174,7 @@ def initial(config: ModelConfig, seed: int):
 
 
 def initial_draft(target, seed: int):
-    """Initialise randomly, except for the embedding: the target's, projected on its principal directions."""
+    """Return random initial params. Only the embedding is the target's, projected on its principal directions."""
     table = np.asarray(target["embed"], np.float32)
     _, _, directions = np.linalg.svd(table, full_matrices=False)
     projected = table @ directions[: DRAFT.hidden_size].T
@@ -247,7 +247,7 @@ def main() -> None:
     first = functools.partial(initial, TARGET, args.seed)
     target = train("target", first, target_loss, SHARES, args.target_tokens, TARGET_STEP)
     trained = functools.partial(jax.tree.map, jnp.array, target)
-    # Another order of the text: mostly rows that the first stage did not reach.
+    # Use a different order of the text, so that most rows are ones that the first stage did not reach.
     target = train(
         "refine", trained, target_loss, REFINE_SHARES, args.refine_tokens, TARGET_STEP, seed=args.seed + 1
     )

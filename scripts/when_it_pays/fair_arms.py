@@ -7,12 +7,13 @@
     python -m scripts.when_it_pays.fair_arms report --study model --costs costs.json --check check.json \\
         --rows scripts/results/fair_arms.jsonl.xz --output scripts/results/fair_arms.json
 
-A study decodes a chain of a draft at several lengths, at temperatures 0 and 1. The length of an arm is the one with the
-most tokens per second on prompts that no figure uses; its figures then come from other prompts. Tokens per second are
-tau over the cost of a step, on two devices: this CPU, as timed by `costs` at batch 1, and a memory-bound accelerator,
-where a step costs 1 + 0.05 K plain ones with a draft as small as an EAGLE head and 1 + 0.01 K with n-grams. Source of
-the challenge: arXiv 2607.08690, which finds that tuned lengths give much of the benefit of relaxing. After a kill,
-`decode` continues with the same arguments. `check` compares tau over cost with a clock.
+A study decodes with drafted chains of several lengths, at temperatures 0 and 1. The length of an arm is the one with
+the most tokens per second on prompts that no figure uses. The figures of the arm then come from other prompts. Tokens
+per second are tau over the cost of a step, on two devices: this CPU, as timed by `costs` at batch 1, and a memory-bound
+accelerator. On the accelerator, a step costs 1 + 0.05 K plain steps with a draft as small as an EAGLE head, and 1 +
+0.01 K with n-grams. The comparison follows arXiv 2607.08690, which finds that tuned lengths give much of the benefit of
+relaxing. After a kill, `decode` continues with the same arguments. `check` compares these estimates with measured
+times.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from scripts.rules_compared.eval_rules import BATCH, Arm, row_of, swept
 from scripts.rules_compared.rules_report import Rows, Sums, key_of, score_of, spread, sums, tau_of, weights
 
 CHEAP = {"chain": 0.05, "ngram": 0.01}
-"""Cost of a drafted token in plain steps on a memory-bound accelerator: with a draft as small as an EAGLE head, and at
-most for a token that is looked up and only verified."""
+"""Cost of a drafted token in plain steps on a memory-bound accelerator: with a draft as small as an EAGLE head, and (an
+upper bound) with n-grams, whose tokens are looked up and only have to be verified."""
 TURNS = 7
 LONGEST = 800
-"""Maximum characters of a prompt of SmolLM2, some 200 tokens."""
+"""Maximum number of characters in a short prompt for SmolLM2, about 200 tokens."""
 TIMED = (("exact", 0.0), ("mars theta 0.9", 0.0), ("rejection", 1.0))
 """Arms that `check` decodes, on the `clocked` task of a study."""
 LOSSLESS = ("exact", "rejection")
@@ -90,7 +91,7 @@ def _stories(data: Path) -> Problems:
 
 
 def _jsonl(data: Path, name: str) -> Problems:
-    """Return the short problems in a fixed random order, then the long ones in another."""
+    """Return the short problems of a file, and then the long ones, each in a fixed random order."""
     problems = read_problems(name, str(data / "eval" / f"{name}.jsonl.xz"), chat=True)
     parts: tuple[list[Problem], list[Problem]] = [], []
     for problem in problems:
@@ -103,7 +104,7 @@ def _open(data: Path) -> Problems:
 
 
 def _mixed(data: Path) -> Problems:
-    """Return equally many short problems of each task of Spec-Bench, in turns; the likelihood judges the answers."""
+    """Return short problems of three tasks of Spec-Bench, alternating between tasks. They are scored by likelihood."""
     parts: dict[str, list[Problem]] = {
         f"spec_bench/{name}": [] for name in ("math_reasoning", "qa", "translation")
     }
@@ -115,7 +116,7 @@ def _mixed(data: Path) -> Problems:
 
 
 def _news(data: Path) -> Problems:
-    """Return the shorter articles in a fixed random order: SmolLM2 reads up to 900 tokens of them."""
+    """Return the 52 shortest articles of CNN/DailyMail in a fixed random order. They have at most 900 tokens."""
     articles = read_problems("cnn_dm", str(data / "eval" / "cnn_dm.jsonl.xz"), chat=True)
     articles = sorted(articles, key=lambda article: len(article.turns[0]))
     return [articles[i] for i in np.random.default_rng(0).permutation(52)]
@@ -268,7 +269,7 @@ def best(taus: Mapping[int, float], costs: Mapping[int, float]) -> int:
 
 
 def time_steps(study: Study) -> dict[str, Any]:
-    """Time a step at batch 1 of plain decoding and of each length, in turns, after a prompt of two tokens."""
+    """Time a step of plain decoding and of each draft length, in turns, at batch 1 after a prompt of two tokens."""
     pair = Pair(study, 1)
     prompt = pair.target.encode("Once upon a time")[:2]
     runs: dict[str, Any] = {}
@@ -297,7 +298,7 @@ def time_steps(study: Study) -> dict[str, Any]:
 
 
 def check(study: Study, data: Path, rows: Rows, costs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Measure 30 prompts at batch 1 relative to plain decoding, next to the prediction from tau and costs."""
+    """Time 30 prompts at batch 1, and compare the speed over plain decoding with the prediction from tau and costs."""
     pair, task = Pair(study, 1), study.tasks[study.clocked]
     prompts = pair.prompts(study.clocked, task.read(data)[-30:])
     comparisons = []
@@ -338,7 +339,7 @@ def check(study: Study, data: Path, rows: Rows, costs: Mapping[str, Any]) -> lis
 
 
 def choices(study: Study, rows: Rows, costs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield, for each task, temperature and arm, tau by length, and the best length by device."""
+    """Yield the tau at each length, and the best length on each device, for every task, temperature and arm."""
     for (name, task), temperature in itertools.product(study.tasks.items(), (0.0, 1.0)):
         for arm in arms(study, temperature):
             taus = {}

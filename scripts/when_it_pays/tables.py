@@ -30,7 +30,7 @@ def fair() -> dict[str, Any]:
 
 
 def _slice() -> float:
-    """Return the cost of a step with a chain of 5 over a plain one, for an 8B and its EAGLE-3 head on a TPU slice."""
+    """Return the cost of a step with a chain of 5, in plain steps, for an 8B model and its EAGLE-3 head on a TPU."""
     cases = load("tpu_cost.json")["cases"]["now"]
     chain, baseline = (cases[name]["estimate"]["in_order_seconds"] for name in ("chain-5", "none"))
     return chain / baseline

@@ -35,8 +35,8 @@ Measure speed, acceptance and quality of a pair of models under a rule (default:
 next to the target alone and the strict rule, on the same prompts and seeds. --controls all
 adds the target sampling from the tokens that the rule lets a draft choose from.
 
---tune gives each rule its best draft length, the lossless rules too. --recipe NAME measures
-a pair as in its paper, and then with tuned lengths.
+--tune runs each rule, including the lossless rules, at its best draft length. --recipe NAME
+measures a pair as in its paper, and then with tuned lengths.
 """
 _SWEPT = ("theta", "tau")
 """Rule settings whose flags accept several values."""
@@ -56,10 +56,10 @@ examples:
   mars-jax benchmark --recipe qwen3-8b --output qwen3-8b
 
 {pair.TASKS}
-OUTPUT gets rows.jsonl as rows finish, then summary.json, table.md, plots as PNG, SVG
-and PDF, and report.html, one page with all of it and the completions side by side. After a
-kill, run the same command again to continue. The table goes to stdout, progress to stderr;
-bad input ends with exit code 2.
+Rows are written to OUTPUT/rows.jsonl as they finish. At the end, OUTPUT also contains
+summary.json, table.md, plots as PNG, SVG and PDF, and report.html, one page with all figures
+and the completions of two rules side by side. After a kill, run the same command again to
+continue. The table goes to stdout, progress to stderr; bad input ends with exit code 2.
 """
 
 
@@ -107,7 +107,7 @@ def parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the flags as values, checked one by one and against each other.
+    """Parse the command line, and check each flag and their combinations.
 
     Raises:
       MarsError: a flag is unknown, a value is out of range, or flags are incompatible.

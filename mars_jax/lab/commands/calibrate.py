@@ -40,7 +40,7 @@ examples:
       --risk judges.py:is_safe --prefixes 16 8 4 2 1 0 --output prefix.json
 
 {pair.TASKS}
-A bound of 0.02 with confidence 0.95 takes 408 problems for a mean loss of 0.002, 816 for
+A bound of 0.02 with confidence 0.95 needs 408 problems for a mean loss of 0.002, 816 for
 0.005 and 2,448 for 0.01.
 
 generate takes the file as --theta FILE, and benchmark among --thetas; they refuse it for
@@ -81,7 +81,7 @@ def parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the flags as values, checked one by one and against each other.
+    """Parse the command line, and check each flag and their combinations.
 
     Raises:
       MarsError: a flag is unknown, a value is out of range, or flags are incompatible.
@@ -228,7 +228,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _rule_and_theta(args: argparse.Namespace, value: float) -> JsonObject:
-    """Return the entries of the output file for a certified value; inf (strict): no value was certified."""
+    """Return the format, theta and rule for the output file. `value` is inf (strict) if no value was certified."""
     rule_json, theta = args.rule.as_json(but=("theta",)), value
     if theta == math.inf:
         # JSON has no infinities.

@@ -1,4 +1,4 @@
-"""The run of `mars-jax distill`: load models, claim --work, train, and write a complete result to --output."""
+"""Implementation of `mars-jax distill`: load the models, lock --work, train, and write the result to --output."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ from mars_jax.utils.paths import expanded
 from mars_jax.utils.types import JsonObject
 
 _NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", "minutes", *HOSTS)
-"""Flags that do not identify a training run: paths, devices, time limit, dtype of the result. The contents of the
-files do identify it."""
+"""Flags that do not identify a training run: paths, devices, time limit, dtype of the result. Instead of the paths, the
+contents of the files identify the run."""
 WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
-"""Number of completions decoded at a time, and number between two writes to disk. Within such a group, rows refill."""
+"""Number of texts that the target decodes at a time for --write, and number of texts between two writes to disk."""
 SHARD, FORWARD = 128, 2048
 """Documents per shard of features, and tokens per forward pass of the target that computes them."""
 EVALUATIONS = 128
-"""Number of masks that the search of VIA-SD tries."""
+"""Number of layer masks that the search of VIA-SD tries."""
 
 
 def distill(args: argparse.Namespace, out: IO[str]) -> None:
@@ -217,9 +217,9 @@ def _draft_vocabulary(
 def _write_texts(
     args: argparse.Namespace, target: Pretrained, documents: Sequence[str], work: Path
 ) -> list[str]:
-    """Return the texts of --write, in each of which the target continues the first 16 tokens of a document.
+    """Return the texts of --write, which the target writes as continuations of the first 16 tokens of documents.
 
-    They are stored in --work, so that a killed run can continue.
+    The texts are stored in --work, so that a killed run can continue.
     """
     # Cut long documents before tokenizing: 16 tokens have fewer than 2,000 characters.
     prompt_candidates = (target.encode(text[:2000])[:16] for text in documents)
@@ -289,7 +289,7 @@ def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.nda
 def write_features(args: argparse.Namespace) -> None:
     """Write the shards that are missing from `args.output`.
 
-    The documents are texts, or with --chat questions that the target answers.
+    The documents are plain texts or, with --chat, questions that the target answers.
 
     Raises:
       MarsError: a file cannot be read, the output belongs to a different run, or every document is too long for an

@@ -104,7 +104,7 @@ def chosen_rule(args: argparse.Namespace, *, instead: Collection[str] = ()) -> R
 
 
 def non_default_flags(args: argparse.Namespace) -> JsonObject:
-    """Return those flags of the target's computation and of the drafter that have non-default values."""
+    """Return the flags that change how the target or the drafter computes, if their values are not the defaults."""
     flag_names = ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed", "refine")
     return {name: value for name, value in vars(args).items() if name in flag_names and value is not None}
 
@@ -200,7 +200,7 @@ def open_study(
 def make_study(
     args: argparse.Namespace, target: Pretrained, problems: list[Problem], flag_names: Sequence[str]
 ) -> Study:
-    """Return the `Study` that the flags describe. Those in `flag_names` and `non_default_flags` identify it."""
+    """Return the `Study` that the flags describe. Those in `flag_names` and `non_default_flags` identify the run."""
     from mars_jax.lab.evaluate.benchmark.study import Study
 
     settings = {name: json_restored(getattr(args, name)) for name in flag_names}

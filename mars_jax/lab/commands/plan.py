@@ -43,12 +43,13 @@ examples:
 
 A target is a name (vicuna-13b, llama-3.1-8b, llama-3.2-1b, llama-3.3-70b, qwen3-8b,
 qwen3-32b, qwen3-235b-a22b, gpt-oss-20b, gpt-oss-120b), a config.json or a directory with
-one, or a name on the Hugging Face hub (only the config is read). Slices are named generation:shape, such as
-v5e:4x4, v6e:2x4, v4:2x2x1, v5p:2x2x2 and tpu7x:2x2x1, or as in Google Cloud: v5litepod-8 and
-v6e-8 count chips, v4-8, v5p-8 and tpu7x-8 count cores, of which a chip has two. Exit code 1
-means that the pair does not fit; weights in 8 bits and larger slices are then compiled until
-one fits. With --acceptance a chain and trees of 7 and 10 levels are compared; for a mixture of
-experts, where a large draft reads most experts, always chains of 3 and 5 and a tree.
+one, or a name on the Hugging Face hub (only the config is read). Slices are named
+generation:shape, such as v5e:4x4, v6e:2x4, v4:2x2x1, v5p:2x2x2 and tpu7x:2x2x1, or as in
+Google Cloud: v5litepod-8 and v6e-8 count chips; v4-8, v5p-8 and tpu7x-8 count cores, two per
+chip. Exit code 1 means that the pair does not fit. The command then tries weights in fewer
+bits and larger slices until one fits. With --acceptance, a chain and trees of 7 and 10 levels
+are compared. For a mixture of experts, where a large draft reads most experts, chains of 3
+and 5 and a tree are always compared.
 """
 CONTEXT = 4096
 """Default context, in tokens."""
@@ -226,7 +227,7 @@ def _read_target(name: str) -> tuple[ModelConfig, str, bool]:
 
 
 def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
-    """Return the argument of `draft_of` for `--draft`."""
+    """Return the config or name of a draft that `draft_of` accepts, from the value of --draft."""
     if spec in published_heads():
         return published_heads()[spec].outline(target)
     try:

@@ -1,4 +1,4 @@
-"""Decoding of problems with an arm: conversations turn by turn, with times that exclude compilation."""
+"""Decoding of evaluation problems with one arm, turn by turn. The measured times exclude compilation."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Decoding:
     def group(self) -> int:
         """Number of problems that an arm decodes before the next arm takes over.
 
-        A group is a few batches: enough that a finished row refills with the next problem, and few enough that a slow
-        spell of the machine affects all arms alike.
+        A group spans several batches, so that finished rows can be refilled with the next problem. It is short, so that
+        a temporary slowdown of the machine affects all arms equally.
         """
         batch_size = self.session.batch_size
         if batch_size == 1:
@@ -62,7 +62,7 @@ class Decoding:
         return GROUP * batch_size
 
     def announce(self, problems: Sequence[Problem], num_answers: int) -> None:
-        """Print to stderr an estimate of how long `num_answers` answers to such problems will take."""
+        """Estimate how long `num_answers` answers to these problems will take, and print the estimate to stderr."""
         if num_answers > 0:
             prompts = [prompt_tokens(self.session.target, p, chat=self.chat) for p in problems[: self.group]]
             requests = self.requests(prompts, [0] * len(prompts), 0.0)
@@ -74,9 +74,10 @@ class Decoding:
     def answer(
         self, arm: Arm, problems: Sequence[Problem], seeds: Sequence[int], *, temperature: float
     ) -> list[Answer]:
-        """Decode a set of problems, such as a group, in `session.batch_size` rows that refill when they finish.
+        """Decode problems, such as those of one group, in `session.batch_size` rows.
 
-        A follow-up turn contains the arm's own earlier answers.
+        A finished row continues with the next problem. The prompt of a follow-up turn contains this arm's earlier
+        answers.
         """
         target = self.session.target
         conversations: list[list[Completion]] = [[] for _ in problems]
@@ -84,7 +85,7 @@ class Decoding:
         out_of_room = [False] * len(problems)
         # Decode turn by turn. A problem drops out after its last turn, or when a turn no longer fits the context.
         for turn in range(max(len(turns_asked(p, self.chat)) for p in problems)):
-            # Prompts of this turn, keyed by the number of the problem.
+            # Prompts of this turn, keyed by the index of the problem.
             prompts: dict[int, list[int]] = {}
             for number, problem in enumerate(problems):
                 if turn >= len(turns_asked(problem, self.chat)) or out_of_room[number]:
@@ -129,7 +130,7 @@ class Decoding:
         )
 
     def _run(self, arm: Arm, requests: list[request.Request]) -> tuple[list[Completion], float]:
-        """Return the completions and the total seconds they took."""
+        """Return the completions and their total time in seconds, including the training of a refined draft."""
         session = self.session if arm.drafts else self.session.autoregressive
         pair = session.using(arm.loaded_rule)
         if not arm.refines:
@@ -147,21 +148,21 @@ class Decoding:
 
 
 def _decoded(pair: Session, requests: list[request.Request]) -> tuple[list[Completion], float]:
-    """Return the completions and the total seconds they took."""
+    """Compile all programs, then decode the requests. Return the completions and the time in seconds."""
     pair.warm_up(requests)
     decode_result = pair.decode(requests)
     return decode_result.completions, decode_result.seconds
 
 
 def turns_asked(problem: Problem, chat: bool) -> tuple[str, ...]:
-    """Return the turns to ask: all of them, or only the first one without a chat template."""
+    """Return the turns to decode: all turns with a chat template, and only the first turn without one."""
     return problem.turns if chat and not problem.continues else problem.turns[:1]
 
 
 def prompt_tokens(
     target: Pretrained, problem: Problem, answers: Sequence[str] = (), *, chat: bool
 ) -> list[int]:
-    """Return the token ids of the turn that follows `answers`, preceded by the earlier turns.
+    """Return the prompt of the turn that follows `answers`, as token ids. It includes all earlier turns.
 
     Raises:
       MarsError: there is no chat template, or the prompt is empty.

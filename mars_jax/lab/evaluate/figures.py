@@ -1,6 +1,6 @@
-"""Figures of one arm from its rows, compared with the target without a draft.
+"""Figures of one arm, computed from its rows and compared with the target without a draft.
 
-R resamples. Oracles: recounts by hand and the coverage of simulated intervals, in
+R is the number of resamples. Oracles: recounts by hand and the coverage of simulated intervals, in
 tests/lab/evaluate/test_figures.py.
 """
 
@@ -42,7 +42,7 @@ def arm_figures(
     """
     num_tokens, seconds = (sum(row[name] for row in rows) for name in ("emitted", "seconds"))
     num_relaxed, num_exact = (sum(row[f"accepted_{kind}"] for row in rows) for kind in ("relaxed", "exact"))
-    # The figures themselves are those of a single "resample" that counts every problem once.
+    # Compute the figures themselves on a single "resample" that contains every problem once.
     figure_arrays = _figures(rows, autoregressive, np.ones((1, len(rows))), metric)
     figure_values = {name: _each_depth(_value, figure) for name, figure in figure_arrays.items()}
     return {
@@ -86,7 +86,7 @@ def intervals(
     Source: Efron and Tibshirani 1993, chapter 13; paired as in Koehn 2004. Raises: nothing.
     """
     if len(rows) == 1:
-        # One problem has no variation between problems, so no interval.
+        # A single problem has no variation between problems, so there are no intervals.
         resamples = 0
     weights = resampled(len(rows), seed, resamples)
     figure_arrays = _figures(rows, autoregressive, weights, metric)
@@ -98,8 +98,8 @@ def _figures(
 ) -> dict[str, np.ndarray]:
     """Return all figures that have intervals, each with its value in every resample, f64[R], or by depth, f64[D, R].
 
-    NaN or infinity stands for a figure that a resample does not define. `weights` f64[R, n] counts how often each
-    problem occurs in each resample. All figures share it, so that ratios and differences are paired.
+    A figure that is undefined in a resample is NaN or infinite. `weights` f64[R, n] counts how often each problem
+    occurs in each resample. All figures use the same weights, so that ratios and differences are paired.
     """
 
     def sums(summed_rows: Sequence[Row], name: str) -> np.ndarray:
@@ -131,19 +131,19 @@ def _figures(
 
 
 def _each_depth(summarize: Callable[[np.ndarray], object], figure: np.ndarray) -> object:
-    """Summarize a figure f64[R], or each row of f64[D, R]."""
+    """Apply `summarize` to a figure f64[R], or to each depth of a figure f64[D, R]."""
     if figure.ndim == 2:
         return [summarize(depth) for depth in figure]
     return summarize(figure)
 
 
 def _value(figure: np.ndarray) -> float | None:
-    """Return the value of a figure in its only resample f64[1], or None if it is not defined."""
+    """Return the value of a figure f64[1], which has a single resample, or None if the figure is undefined."""
     return figure.item() if np.isfinite(figure).all() else None
 
 
 def _bounds(figure: np.ndarray) -> list[float] | None:
-    """Return the middle 95% of the finite values f64[R], or None if there are none."""
+    """Return the bounds of the middle 95% of the finite values in `figure` f64[R], or None if there are none."""
     finite_values = figure[np.isfinite(figure)]
     return np.quantile(finite_values, [0.025, 0.975]).tolist() if len(finite_values) else None
 
@@ -158,7 +158,7 @@ def _same(rows: Sequence[Row], reference: Sequence[Row]) -> float:
 
 
 def tau_of(rows: Sequence[Row]) -> float:
-    """Return the tokens per target forward over all rows."""
+    """Return tau over all rows: the emitted tokens per forward pass of the target."""
     return sum(row["emitted"] for row in rows) / sum(row["steps"] for row in rows)
 
 

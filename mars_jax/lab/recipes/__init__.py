@@ -22,7 +22,7 @@ from mars_jax.utils.types import JsonObject
 
 FOLDER = Path(__file__).parent
 PARTS = ("paper", "tuned")
-"""The folders that a run creates: one for the table as published, and one for the arms at their best lengths."""
+"""Folders that a run creates: one for the table as published, and one for the arms at their best draft lengths."""
 TASKS = (
     "mt_bench=HuggingFaceH4/mt_bench_prompts",
     "humaneval=openai/openai_humaneval",
@@ -33,10 +33,10 @@ TASKS = (
 )
 """The question sets of the MARS paper (arXiv 2601.15498), on the Hugging Face hub."""
 FLAGS: JsonObject = {"task": TASKS, "problems": 80, "max-new-tokens": 1024, "tune": (), "chat": True}
-"""Default flags of a recipe: 80 problems per task, the size of MT-Bench."""
+"""Default flags of a recipe. Every task uses 80 problems, because MT-Bench has 80."""
 SHAPES = ("--tree", "--num-draft-tokens", "--draft-size", "--any-rule")
 OWN = {"paper": ("--controls", "--refine", *SHAPES), "tuned": ("--tune", "--draft-cost")}
-"""Flags that apply to only one part."""
+"""Flags that apply to only one of the two parts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,10 @@ class Recipe:
     flags: Mapping[str, object]  # flags of both parts
     # Additional flags of the first part.
     paper: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    # A TPU slice that fits the pair, and its mesh.
+    # A TPU slice on which the pair fits, and its mesh.
     slice: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    published: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)  # strict -> relaxed
+    # Published values of the strict and of the relaxed rule, keyed by figure.
+    published: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
 
     def argv(self, part: str, user_flags: Sequence[str]) -> list[str]:
         """Return the flags of one of `PARTS`, with the user's flags last.
@@ -122,7 +123,8 @@ def read_recipe(name: str) -> Recipe:
 def measured(summary: JsonObject) -> dict[str, float]:
     """Return means over the tables of summary.json, as papers report them.
 
-    These are speed and tau of the strict rule and of the relaxed one, and the share of the score kept if it is scored.
+    They are the speed and tau of the strict and of the relaxed rule. If answers are scored, they include the share of
+    the target's score that the relaxed rule keeps.
 
     >>> arms = [{"role": r, "speedup": s, "tau": s, "recovered": 1.0} for r, s in (("strict", 2.0), ("rule", 3.0))]
     >>> measured({"tables": [{"arms": arms}]})
@@ -130,7 +132,7 @@ def measured(summary: JsonObject) -> dict[str, float]:
     """
     values_by_name: dict[str, list[float]] = {}
     for table in summary["tables"]:
-        # If the rule has several arms, keep the first one, which the controls are matched to.
+        # If the rule has several arms, use the first one: the controls have its threshold.
         arm_by_role = {arm["role"]: arm for arm in reversed(table["arms"])}
         for role in ("strict", "rule"):
             values_by_name.setdefault(f"{role} speed", []).append(arm_by_role[role]["speedup"])
@@ -143,7 +145,7 @@ def measured(summary: JsonObject) -> dict[str, float]:
 
 
 def table(recipe: Recipe, output: Path) -> str:
-    """Return a Markdown table of the published figures and of those measured in a run's folder."""
+    """Return a Markdown table that compares the published figures with those of the run in the folder `output`."""
     from mars_jax.lab.evaluate.benchmark.report import render
 
     means = measured(json.loads((output / PARTS[0] / "summary.json").read_text(encoding="utf-8")))

@@ -22,16 +22,16 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.utils.settings import BITS
 
 ROOM = 0.85
-"""Share of the memory that weights may fill. The remainder is reserved for caches and temporaries."""
+"""Share of the device memory that weights may fill. The remainder is reserved for caches and temporary arrays."""
 
 
 def check_memory(args: argparse.Namespace, name: str, topology: str = "") -> str:
-    """Return a message with the memory that the weights of a pair need and the memory available.
+    """Check that the weights of a pair fit on the devices, and return a message with the sizes of both.
 
     Args:
       args: flags of `mars-jax benchmark`.
-      name: name of the recipe, for the message.
-      topology: a TPU slice that the pair fits, if one is known.
+      name: name of the recipe, for the error message.
+      topology: a TPU slice on which the pair fits, to suggest in the error message; "" if none is known.
 
     Raises:
       MarsError: the weights do not fit on the devices; or as for `hub.outline`.
@@ -63,7 +63,7 @@ def weight_bytes(args: argparse.Namespace) -> int:
         configs.append(hub.outline(draft.path).config)
     elif draft.kind in ("eagle", "mtp"):
         configs.append({"eagle": EagleConfig, "mtp": MtpConfig}[draft.kind].outline(target))
-    # Assume two bytes per number for the checkpoint's own dtype.
+    # Without --dtype, assume that the checkpoint stores two bytes per number.
     dtype = wide_dtype(args.dtype or "bfloat16")
     params = [abstract_params(config, dtype, bits=BITS.get(args.dtype or "")) for config in configs]
     return sum(map(num_bytes, jax.tree.leaves(params)))

@@ -1,4 +1,4 @@
-"""Streams of tokens from text files, and grain datasets of batches over them."""
+"""Streams of tokens from text files, and grain datasets of batches drawn from these streams."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_stream(texts: Iterable[str], tokenizer: Tokenizer, *, weight: float = 1
     """Tokenize documents into one stream.
 
     Args:
-      texts: documents. A separator inside a document becomes its token, and does not end the document.
+      texts: documents. A separator inside a document becomes the separator token, but does not end the document.
       tokenizer: from the `tokenizers` library; it prepends the separator to each document.
       weight: see `Stream`.
 
@@ -78,7 +78,7 @@ def make_stream(texts: Iterable[str], tokenizer: Tokenizer, *, weight: float = 1
 
 
 class _StreamRows:
-    """The rows of a stream. They overlap by one token, which one row predicts and the next one reads."""
+    """The rows of a stream. Consecutive rows share a token: the last label of a row is the first input of the next."""
 
     def __init__(self, stream: Stream, length: int):
         self._stream, self._length = stream, length
@@ -129,7 +129,7 @@ def draft_vocabulary(
 
     Args:
       streams: the streams, counted according to their weights.
-      size: W.
+      size: number of tokens to return, W.
       vocab_size: V of the target.
       always: tokens to include, such as stop tokens, which a drafter should be able to draft.
 

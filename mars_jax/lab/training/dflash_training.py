@@ -31,7 +31,7 @@ from mars_jax.models.heads import layers_like
 from mars_jax.models.transformer import language_model
 
 SPACING = 8
-"""Default number of tokens of a row for each block."""
+"""Default spacing of blocks: a row of L tokens has L // SPACING blocks."""
 
 
 def decay_of(block_size: int) -> float:
@@ -118,7 +118,7 @@ def dflash(
             logit = head.confidence(config, pair.draft, flat_hidden, previous_tokens).reshape(valid.shape)
             # The probability that rejection accepts the draft is the overlap of the two distributions.
             overlap = jax.lax.stop_gradient(1 - objectives.total_variation(label_logits, draft_logits))
-            # The cross entropy of a probability and its logit.
+            # Binary cross entropy between the overlap and the predicted probability, sigmoid(logit).
             confidence_loss = jax.nn.softplus(logit) - overlap * logit
             figures["confidence"] = objectives.chain_mean(mean(confidence_loss), fade)
             total_loss = total_loss + figures["confidence"]
@@ -138,10 +138,11 @@ def block_hidden(
 ) -> Array:
     """Return hidden states [B, A, D, E] of the drafted positions of blocks that begin at `places`.
 
-    They are computed by the drafter's functions. A block attends to the earlier tokens of its document and to itself.
+    They are computed with the functions of the drafter. A block attends to the earlier tokens of its document and to
+    itself.
 
     Args:
-      config, target, params: those of the head and its target.
+      config, target, params: the config of the head, its target, and the weights of both.
       output: the target's output for the tokens, [B, L, ...].
       tokens, segments: i32[B, L].
       places: i32[B, A]; positions of the blocks' first tokens.
@@ -176,7 +177,7 @@ def block_hidden(
 
 
 def block_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers that a DFlash head reads: the published five, or the last layer of each third if there are few.
+    """Return the layers that a DFlash head reads: the five published or, below 12 layers, the last of each third.
 
     >>> block_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1))
     (1, 9, 17, 25, 33)
@@ -207,7 +208,7 @@ def new_dflash(
       layers: target layers to read; default: `block_layers`.
       depth: number of layers of the head.
       block_size: tokens of a block, including the last committed one.
-      markov_rank, confidence: those of DSpark, whose blocks draft from their anchor; see `DFlashConfig`.
+      markov_rank, confidence: settings of DSpark, whose blocks draft from their anchor; see `DFlashConfig`.
       intermediate_size: width of the layers' MLPs; default: the target's.
       divergence: see `dflash`.
     """

@@ -110,7 +110,7 @@ def train(
     minutes: float | None = None,
     mesh: Mesh | None = None,
 ) -> PyTree:
-    """Train an apprentice on text. A killed run continues bit for bit when it is started again.
+    """Train an apprentice on text. To continue a killed run, start it again: the result is the same bit for bit.
 
     Args:
       apprentice: see `small_model`, and the module of each kind of head.
@@ -183,10 +183,10 @@ def train_on_features(
     seed: int = 0,
     minutes: float | None = None,
 ) -> PyTree:
-    """Train a head on features of its target. Figures of held-out rows are logged in `held_out.jsonl`.
+    """Train a head on stored features of its target. Figures of held-out rows are logged in `held_out.jsonl`.
 
     Args:
-      apprentice: its loss takes `Recorded` rows.
+      apprentice: the head to train, whose loss must accept `Recorded` rows.
       teacher: the target's params; only the embedding is read.
       dumps: folders of features.
       work, step_tokens, learning_rate, seed, minutes: as for `train`.

@@ -35,7 +35,7 @@ NOISE, TOKEN_WEIGHT = 0.1, 0.1
 
 
 class Labels(NamedTuple):
-    """The labels of an EAGLE-3 head at its n entries."""
+    """The training labels of an EAGLE-3 head at its n entries."""
 
     output: ForwardOutput  # [B, n, ...]; the target's output, with the features that the head reads
     logits: Array  # f32[B, n, W]; the target's logits of token t + 2 in the draft vocabulary
@@ -97,12 +97,12 @@ def eagle3(
     divergence: Divergence = forward_kl,
     dtype: DTypeLike = "bfloat16",
 ) -> Loss:
-    """Return the loss of training-time test: the head drafts `steps` tokens from every position at once.
+    """Return the training-time test loss of a head, which drafts `steps` tokens from every position at once.
 
     At step j, entry t is the j-th token drafted after position t - j. Its feature is the head's own output at entry
     t - 1 of the previous step. It attends to the target's features up to t - j and to its own chain, as in decoding.
-    Every entry learns the target's distribution of token t + 2, within the draft vocabulary and only if the target's
-    choice is in it.
+    Every entry learns the target's distribution of token t + 2, restricted to the draft vocabulary. Entries are
+    excluded if the target's most likely token is not in the draft vocabulary.
 
     The batch is a `Batch`, for which the loss runs the target, or `Recorded` rows, for which the target's params need
     only the embedding.
@@ -239,8 +239,9 @@ def from_target(
 ) -> PyTree:
     """Return the initial params of a head, in float32.
 
-    The last norm and the unembedding are copied from the target if the head has its own. `fc` passes the
-    target's last feature through. All other weights are random. `ids` i32[W] is the draft vocabulary; None: all.
+    If the head has a final norm or an unembedding, they are copied from the target. An identity matrix is added to the
+    columns of `fc` that read the target's last feature. All other weights are random. `ids` i32[W] is the draft
+    vocabulary, or None if the head drafts all tokens.
     """
     initial_params = init_params(config, jax.random.key(seed))
     initial_params.pop("ids", None)

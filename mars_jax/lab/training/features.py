@@ -1,7 +1,7 @@
-"""Stored features of a frozen target, so that training a head needs no forward of the target.
+"""Features of a frozen target, stored on disk so that training a head needs no forward pass of the target.
 
-A dump is a folder of shards, and a shard is a folder of arrays: R rows of L tokens, E hidden size of the target, K
-layers. Oracle: the loss on the target's own forward (tests/lab/training/test_features.py).
+A dump is a folder of shards, and a shard is a folder of arrays. R rows of L tokens, E hidden size of the target, K
+layers that are read. Oracle: the loss on the target's own forward pass (tests/lab/training/test_features.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Recorded(NamedTuple):
     """Rows of tokens and the target's output for every token."""
 
     tokens: Any  # i32[R, L]
-    segments: Any  # i32[R, L]; a token attends within its document; PADDING at the end of a row
+    segments: Any  # i32[R, L]; document number of each token; PADDING at the end of a row
     features: Any  # bf16[R, L, K * E]; concatenated outputs of the layers
     top: Any  # i32[R, L, TOP]; the most likely next tokens, in descending order
     log_probs: Any  # f16[R, L, TOP]; their log-probabilities in nats, over the whole vocabulary
@@ -168,7 +168,7 @@ def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple
 
 
 def default_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers that an EAGLE-3 head reads: those published, or the last of each third of a shallow target.
+    """Return the layers that an EAGLE-3 head reads: the published ones or, below 12 layers, the last of each third.
 
     >>> default_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1))
     (1, 15, 28)
@@ -192,7 +192,7 @@ def dump_settings(dump: Path) -> JsonObject:
 
 
 def check_dump(dump: Path, layers: Sequence[int], weights: str) -> str:
-    """Return a digest of the settings and the shards of a folder of features.
+    """Check that stored features match a target and its layers, and return a digest of their settings and shards.
 
     Raises:
       MarsError: the features are from different layers or a different target.

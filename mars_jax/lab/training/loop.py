@@ -107,13 +107,15 @@ def fit(
     held_out: Callable[[PyTree], Mapping[str, float]] | None = None,
     description: str = "training",
 ) -> PyTree:
-    """Train and return the params. A run that was killed, or that `minutes` ended, continues bit for bit when repeated.
+    """Train and return the params. To continue a run that was killed or ended by `minutes`, repeat the call.
+
+    The result is the same, bit for bit, as that of an uninterrupted run.
 
     Args:
       training: see `Training`.
       directory: holds the checkpoints, and `log.jsonl` with one line of figures per step.
       teacher: frozen params, passed to the loss.
-      prepare: (params, batch) -> the batch for the loss, for example placed on devices.
+      prepare: (params, batch) -> the batch for the loss, for example the same batch placed on devices.
       save_every: steps between checkpoints.
       minutes: time after which training ends early; default: no limit.
       held_out: params -> figures, logged in `held_out.jsonl` with each checkpoint.

@@ -92,7 +92,7 @@ def with_ids(params: PyTree, ids: Array | None) -> PyTree:
 
 
 def select(values: Array, ids: Array | None, axis: int = -1) -> Array:
-    """Select the draft vocabulary i32[W] from an axis of size V, if there is one."""
+    """Select the tokens of the draft vocabulary i32[W], if there is one, along an axis of size V."""
     if ids is None:
         return values
     return jnp.take(values, ids, axis=axis)

@@ -1,7 +1,8 @@
 """Online refinement: a draft model or an EAGLE-3 head learns from its rejected drafts between batches.
 
-Source: OSD (2310.07177): cross entropy to the target's distribution at positions where drafts were rejected. An EAGLE-3
-head learns there at every step of its chain. B rows, T tokens, n positions, K draft tokens, V vocabulary.
+Source: OSD (2310.07177). The loss is the cross entropy to the target's distribution at positions where drafts were
+rejected. At these positions, an EAGLE-3 head learns at every step of its chain.
+B rows, T tokens, n positions, K draft tokens, V vocabulary.
 Oracle: a run's steps, counted by hand (tests/lab/training/test_online.py).
 """
 
@@ -58,7 +59,7 @@ class Refined(NamedTuple):
 class Learner(NamedTuple):
     """Functions that compute the loss and the acceptance of a kind of draft."""
 
-    loss: Loss  # its batch has the tokens to learn
+    loss: Loss  # its batch marks the tokens to learn
     # (params, target params, tokens) -> K arrays f32[B, n]: probability that draft j of a chain is accepted
     acceptance: Callable[..., Sequence[Array]]
     ahead: int  # position t of these arrays refers to token t + ahead
@@ -84,10 +85,10 @@ def rejected_places(kinds: Sequence[str], depth: int) -> list[bool]:
 class Refiner:
     """Training of a draft model or an EAGLE-3 head on its rejected drafts, with a guard against forgetting.
 
-    All updates together must not lower the expected tau on held-out documents below a share of its first value.
-    Otherwise weights and optimizer are rolled back. If a change of the target has already lowered tau that far, an
-    update must not lower it further. Old documents are trained on at every position, in addition to the
-    failures, to preserve earlier knowledge.
+    The expected tau on held-out documents must not fall below a share of its first value. If an update lowers it that
+    far, the update is rolled back, including the state of the optimizer. If a change of the target has already lowered
+    tau that far, an update must not lower it further. To preserve earlier knowledge, the draft is also trained on old
+    documents, at every position.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Refiner:
         self._state = optimizer.init(self._params)
         # Without old documents, train on an empty one, which adds nothing to the loss.
         self._held_out, self._old = list(held_out), list(old) or [[]]
-        # The step must not overwrite the weights, to which `refine` may return.
+        # The step must not overwrite the old weights, because `refine` may restore them.
         self._update = make_step(learner.loss, optimizer, donates=False)
         self._measure = jax.jit(functools.partial(_measure, learner))
         self._first = self.expected_tau(target_params)
@@ -222,13 +223,13 @@ class Refiner:
 
 
 def _batch(texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], width: int) -> Batch:
-    """Return documents as rows with the tokens to learn."""
+    """Return a batch of documents in which `masks` marks the tokens to learn."""
     tokens = jnp.asarray(_padded(texts, width))
     return Batch(tokens, jnp.zeros_like(tokens), jnp.asarray(_padded(masks, width), bool))
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
-    """Return rows i32[B, T], padded or cut to T. No token attends to padding, which is last."""
+    """Return rows i32[B, T], padded or truncated to T tokens. Padding comes last, so no token attends to it."""
     padded_rows = np.zeros((len(rows), width), np.int32)
     for padded_row, row in zip(padded_rows, rows, strict=True):
         padded_row[: len(row)] = row[:width]
@@ -268,7 +269,7 @@ def _model_learner(target: LanguageModel, draft: LanguageModel, depth: int, temp
         )
 
     def loss(params: PyTree, batch: Batch, teacher: PyTree) -> tuple[Array, dict[str, Array]]:
-        # Position t predicts token t + 1, so the mask moves by one.
+        # Position t predicts token t + 1, so the mask of the tokens is shifted by one.
         p = jax.nn.softmax(predict(target, teacher, batch.tokens, batch.segments)[:, :-1])
         draft_logits = predict(draft, params, batch.tokens, batch.segments)[:, :-1]
         return masked_mean(optax.softmax_cross_entropy(draft_logits, p), batch.wanted[:, 1:]), {}
@@ -314,8 +315,8 @@ def open_refiner(
     Args:
       file: a file of documents separated by lines of <|endoftext|>. Some documents are held out.
       target, drafter: the loaded pair.
-      draft: the spec of the drafter, one that `learns`.
-      dtype: dtype that the drafter was loaded with.
+      draft: the spec of the drafter, which must be of a kind with `learns`.
+      dtype: dtype in which the drafter was loaded.
       samples: whether any request has a temperature above 0.
 
     Raises:
@@ -338,7 +339,7 @@ def open_refiner(
         draft_model, _ = hub.load_eagle(path, target.config, target.params, dtype=dtype)
     else:
         draft_model = hub.load(path, dtype=dtype).model
-    # Hold out documents that are spread evenly over the file, and at most every second one.
+    # Hold out at most every second document, spread evenly over the file.
     spacing = max(len(token_lists) // HELD_OUT, 2)
     held_out = range(0, len(token_lists), spacing)[:HELD_OUT]
     return Refiner(
@@ -355,7 +356,10 @@ def open_refiner(
 
 
 class Refining:
-    """Refinement of a queue's draft after every `every` completions. Log-probabilities are dropped unless `keeps`."""
+    """Refinement of a queue's draft whenever --refine-every completions have finished.
+
+    Refinement needs log-probabilities. They are removed from the completions if the user did not request them.
+    """
 
     def __init__(
         self, args: argparse.Namespace, target: Pretrained, drafter: LoadedDrafter, *, samples: bool
@@ -370,7 +374,7 @@ class Refining:
         self._updates: list[Refined] = []
 
     def see(self, completion: Completion, queue: Queue) -> Completion:
-        """Accept a completion. If enough have accumulated, refine the draft that the queue uses."""
+        """Collect a completion and return it. Once there are enough completions, refine the draft that `queue` uses."""
         self._waiting.append(completion)
         if len(self._waiting) >= self._every:
             self._refiner.see_completions(self._waiting)

@@ -62,7 +62,7 @@ def test_the_table_is_for_people(finished):
     [tau] = [arm["tau"] for arm in table["arms"] if arm["arm"] == "mars theta=0.9"]
     line = text[text.index("temperature 1\n") :].partition("| mars theta=0.9")[2]
     assert line.split("|")[1].strip() == f"{tau:.2f}"
-    assert "ROUGE-L" in text and "Note: 2 problems were decoded side by side" in text
+    assert "ROUGE-L" in text and "Note: 2 problems were decoded in parallel" in text
 
 
 def test_the_plots_are_not_blank(finished):
@@ -97,7 +97,7 @@ def test_plots_and_table_of_a_run_without_scores_and_thresholds(finished, tmp_pa
     [
         ({}, {"finish_reason": "context"}, "In 1 rows a follow-up turn did not fit"),
         ({"chat": False}, {}, "Follow-up turns were left out"),
-        ({"batch_size": 3}, {}, "3 problems were decoded side by side"),
+        ({"batch_size": 3}, {}, "3 problems were decoded in parallel"),
         ({}, {"date": "2026-11-25T01:00"}, "The rows were decoded on 2026-11-24, 2026-11-25: arms"),
         ({}, {"commit": "b"}, "by 2 versions of the code"),
         ({}, {"task": "mbpp"}, "Programs are not run here"),

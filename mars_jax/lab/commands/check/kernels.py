@@ -34,7 +34,7 @@ ROUNDS = 7
 LOOPED = 50
 """Calls per timed run on an accelerator, where dispatching a call takes longer than the call itself."""
 ROWS = 12
-"""B."""
+"""Number of rows, B."""
 _SUMS = ("logsumexp", "result")
 """Names of results that are sums, whose rounding depends on the order of addition. All others must be bitwise equal."""
 
@@ -53,7 +53,9 @@ class Case(NamedTuple):
 
 
 def forms(platform: str) -> dict[str, str]:
-    """Return the forms to check on a platform, each "compiled" or "interpreted". A CPU interprets the TPU kernel.
+    """Return the implementations to check on a platform, each "compiled" or "interpreted".
+
+    On a CPU the TPU kernel is interpreted.
 
     >>> forms("gpu"), forms("cpu")["pallas_tpu"]
     ({'xla': 'compiled', 'partitioned': 'compiled'}, 'interpreted')
@@ -67,7 +69,7 @@ def forms(platform: str) -> dict[str, str]:
 
 
 def check_kernels() -> list[JsonObject]:
-    """Return one row per form of each case, with status "equal", "differs" or "failed" and the reason."""
+    """Return one row per case and implementation, with status "equal", "differs" or "failed" and the reason."""
     rows = []
     for form, how in forms(jax.default_backend()).items():
         for case in cases(VOCABULARIES[how]):
@@ -80,7 +82,7 @@ def check_kernels() -> list[JsonObject]:
 
 
 def check_case(case: Case, form: str = "default", how: str = "compiled") -> JsonObject:
-    """Run a case in one form and return its row."""
+    """Run a case with one implementation, and return its row of the report."""
     row: JsonObject = {"operation": case.operation, "implementation": form, "how": how}
     row |= {"shape": case.shape, "dtype": case.dtype, "milliseconds": None}
     options: JsonObject = {}
@@ -180,7 +182,7 @@ def _logits(nodes: int, vocab: int, dtype: str, *, seed: int) -> np.ndarray:
 def _accept(
     name: str, parents: np.ndarray, depth: int, vocab: int, dtype: str, margin: str, *, sampled: bool
 ) -> Case:
-    """Return a case of acceptance, with rows of four kinds.
+    """Return a case of `margin_accept` with four kinds of rows.
 
     The rows are unrestricted, strict, limited to relaxed runs of length one, or have the runner-up as a stop token.
     A node drafts one of the three best tokens at its parent, or no token.

@@ -1,7 +1,8 @@
-"""Times of an 8B model on this device: steps of one row, of a batch, and a prompt, next to a copy and a product.
+"""Times of an 8B model on this device: steps of one row and of a batch, and the prefill of a prompt.
 
-Weights and caches are random, and acceptance is simulated at a published tau. No files are read. The times equal
-those of a real model, though the generated text is meaningless. B batch.
+For comparison, a memory copy and a matrix product are also timed. Weights and caches are random, and acceptance is
+simulated at a published tau. No files are read. The times equal those of a real model, though the generated text is
+meaningless. B batch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from mars_jax.utils.types import JsonObject
 TARGET = "llama-3.1-8b"
 GIB = 2**30
 SIZES = {56: ("bfloat16", 32), 24: ("bfloat16", 8), 12: ("int4", 8)}
-"""dtype of the weights and rows of the batch, keyed by the minimum memory of a device in GiB, most memory first."""
+"""Dtype of the weights and number of rows, keyed by the minimum memory of a device in GiB, in descending order."""
 CONTEXT = 4096
 STEPS, ROUNDS = 16, 3
 PEAK = 8.0
@@ -168,7 +169,7 @@ def measure(config: ModelConfig, dtype: str, *, rows: int, context: int) -> Json
 
 
 def _live_bytes(part: PyTree, context: int) -> int:
-    """Return the bytes that `context` tokens fill in the caches: the arrays with more than `context` slots."""
+    """Return the bytes that `context` tokens occupy in the caches, which are the arrays with more slots than that."""
     caches = [x for x in jax.tree.leaves(part) if x.ndim > 2 and x.shape[1] > context]
     return sum(num_bytes(x) * context // x.shape[1] for x in caches)
 

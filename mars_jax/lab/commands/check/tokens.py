@@ -20,8 +20,8 @@ TOKENS = 48
 """New tokens per prompt."""
 TREE = (4, 2, 2, 1)
 TIE = 1e-3
-"""Maximum difference in nats between logits that count as tied. The number of nodes in a forward changes the order of
-summation. In float32, this changes the logits of these models by about 1e-5."""
+"""Maximum difference in nats between logits that count as tied. The number of nodes in a forward pass changes the order
+of summation. In float32, this changes the logits of these models by about 1e-5."""
 
 
 def check_tokens() -> list[JsonObject]:
@@ -72,7 +72,7 @@ def compare_with_target(
     """Check that each token is the target's best one given the preceding tokens, or tied with it.
 
     Args:
-      target: the model, which scores each prompt and its tokens in one forward.
+      target: the model, which scores each prompt and its tokens in one forward pass.
       prompts: token ids of each prompt.
       tokens: token ids decoded for each prompt.
     """

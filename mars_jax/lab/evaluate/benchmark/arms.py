@@ -33,12 +33,12 @@ AUTOREGRESSIVE = "autoregressive"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One way to decode the same prompts with the same seeds."""
+    """One of the decoding methods that a benchmark compares on the same prompts with the same seeds."""
 
     name: str
     loaded_rule: LoadedRule
     role: str = ""  # "rule" for the measured rule; "alone", "strict", "control" or "refined" for the others
-    drafts: bool  # False: one target forward per token
+    drafts: bool  # False: one forward pass of the target per token
     refines: bool = False  # the draft is trained on its rejected tokens during the run
     top_k: int = 0
     theta: float | None = None  # the threshold; None for a rule without one
@@ -51,7 +51,7 @@ class Arm:
 
 @struct.dataclass(kw_only=True)
 class LowMarginSampling(verify.Lossy):
-    """See `low_margin_sampling`."""
+    """The control that `low_margin_sampling` returns."""
 
     theta: Array  # f32[] or [B]
     margin: str = struct.field(pytree_node=False, default="ratio")
@@ -82,10 +82,11 @@ def low_margin_sampling(
 ) -> LowMarginSampling:
     """Return a control in which the target samples from the tokens that `verify.mars` would accept.
 
-    If the margin of the two best tokens is low, y is one of these two, drawn by the target's odds at the row's
-    temperature (1 in a greedy row). If the margin is not low, if one of the two is a stop token, or within the first
-    `exact_prefix` tokens, y is the token of `verify.exact`. A difference in quality between mars and this control is
-    therefore due to the draft. The control accepts any tree, though it is meant to run without a draft.
+    If the margin of the two best tokens is low, the target draws one of these two, in proportion to their probabilities
+    at the row's temperature (1 in a greedy row). It instead emits the token of `verify.exact` if the margin is not low,
+    if one of the two is a stop token, or within the first `exact_prefix` tokens. A difference in quality between mars
+    and this control is therefore due to the draft. The control works with any tree, but is meant to run without a
+    draft.
 
     Args:
       margin, theta, exact_prefix: as for `verify.mars`, which validates them.
@@ -117,7 +118,7 @@ def margin_of(choice: RuleChoice) -> str | None:
 
 
 def default_thetas(rule: RuleChoice) -> list[float]:
-    """Return a list of the threshold of a built-in rule. It is empty for a rule without one and for a user's rule.
+    """Return the threshold of a built-in rule in a list. Return [] for a user's rule or a rule without a threshold.
 
     >>> default_thetas(MARS), default_thetas(RuleChoice("exact", {}))
     ([0.9], [])
@@ -146,8 +147,8 @@ def make_arms(
         omitted.
       target: from `mars_jax.load`, for a rule with weights.
       refined: append an arm of the strict rule whose draft is trained during the run.
-      controls: "none" for the target without a draft and the rule; "paper" adds the strict rule; "all" adds the target
-        sampling from the tokens that a relaxed rule lets a draft choose from.
+      controls: "none" returns only the target without a draft and the rule. "paper" adds the strict rule. "all" also
+        adds controls in which the target samples from the tokens that a relaxed rule would accept from a draft.
 
     Raises:
       MarsError: as for `verify.load`.
@@ -199,7 +200,7 @@ def label(choice: RuleChoice, rule: LoadedRule) -> str:
 
 
 def _controls(choice: RuleChoice, first: Arm, temperature: float) -> list[Arm]:
-    """Return the controls that separate a rule's benefit from that of sampling among the two best tokens."""
+    """Return the controls that show how much of a rule's benefit comes from sampling between the two best tokens."""
     arms, sampling_meaning = [], "the target alone, sampling from its two best tokens"
     control = functools.partial(dataclasses.replace, ALONE, role="control")
     if temperature > 0:

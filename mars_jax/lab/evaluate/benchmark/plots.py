@@ -33,7 +33,7 @@ def captions(summary: JsonObject) -> dict[str, str]:
 
 
 def draw(summary: JsonObject, folder: Path, caption: str, formats: Sequence[str] = FORMATS) -> None:
-    """Write the plots of `captions`, each in all formats."""
+    """Draw each plot that `captions` lists, and write it in all formats."""
     tables = summary["tables"]
     columns = min(len(tables), len({table["temperature"] for table in tables}))
     rows = math.ceil(len(tables) / columns)
@@ -60,7 +60,7 @@ def _strict(arms: Sequence[JsonObject]) -> JsonObject:
 
 
 def _families(arms: Sequence[JsonObject]) -> dict[str, list[JsonObject]]:
-    """Group arms that differ only in their threshold, by the name without it."""
+    """Group arms that differ only in their threshold. The keys are names without a threshold."""
     families: dict[str, list[JsonObject]] = {}
     for arm in arms:
         families.setdefault(arm["arm"].partition(" theta=")[0], []).append(arm)
@@ -68,7 +68,7 @@ def _families(arms: Sequence[JsonObject]) -> dict[str, list[JsonObject]]:
 
 
 def _speed_quality(axis: Axes, arms: Sequence[JsonObject]) -> None:
-    """Plot the score, or the regret if nothing is scored, over tokens/s."""
+    """Plot the score, or the regret if nothing is scored, against tokens/s."""
     is_scored = all(arm["score"] is not None for arm in arms)
     quality_name, scale = "regret_per_token", 1
     if is_scored:
@@ -126,7 +126,7 @@ def _speed(axis: Axes, arms: Sequence[JsonObject]) -> None:
 
 
 def _tau_theta(axis: Axes, arms: Sequence[JsonObject]) -> None:
-    """Plot tau over the rule's threshold. A rule without a threshold is a horizontal line."""
+    """Plot tau against the rule's threshold. Draw a rule without a threshold as a horizontal line."""
     strict_arm = _strict(arms)
     level(axis, strict_arm["tau"], strict_arm["intervals"]["tau"], label=strict_arm["arm"], colour=BLACK)
     for family, members in _families([arm for arm in arms if arm["role"] == "rule"]).items():

@@ -1,6 +1,6 @@
-"""The files of a benchmark other than its rows: summary.json, table.md, the plots, and report.html.
+"""The output files of a benchmark, except its rows: summary.json, table.md, the plots, and report.html.
 
-The page is self-contained: it needs no network access, scripts or other files.
+report.html is self-contained: it needs no network access, scripts or other files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEGEND = {
     "trusted": "drafted, and accepted without a test",
     "corrected": "the target's own",
 }
-"""Descriptions of the kinds of tokens."""
+"""Description of each kind of token, for the legend of report.html."""
 
 
 def make_summary(
@@ -41,8 +41,8 @@ def make_summary(
     """Return the contents of summary.json.
 
     Args:
-      settings, environment, problems, rows: those of the run.
-      arms: arms by temperature.
+      settings, environment, problems, rows: the settings, environment, problems and rows of the run.
+      arms: the arms at each temperature.
     """
     by_arm: dict[tuple[str, float, str], list[Row]] = {}
     for row in rows:
@@ -50,7 +50,7 @@ def make_summary(
     table_summaries = []
     for task, metric in {problem.task: problem.metric for problem in problems}.items():
         for temperature in settings["temperatures"]:
-            # Reverse the order, so that the first arm of each role is kept, such as the rule at its first threshold.
+            # Iterate in reverse, so that the first arm of each role is kept, such as the rule at its first threshold.
             by_role = {arm.role: by_arm[task, temperature, arm.name] for arm in reversed(arms[temperature])}
             arm_summaries = []
             for arm in arms[temperature]:
@@ -64,7 +64,7 @@ def make_summary(
                 arm_summaries.append(arm.legend() | arm_figures)
             table = {"task": task, "temperature": temperature, "metric": metric, "arms": arm_summaries}
             table_summaries.append(table)
-    # The last row may be from an earlier process.
+    # Rows may come from several processes, and the last row in the list need not be the latest.
     latest_row = max(rows, key=lambda row: row["date"])
     return {
         "settings": settings,
@@ -81,7 +81,7 @@ def _days(rows: Sequence[Row]) -> list[str]:
 
 
 def notes(settings: JsonObject, problems: Sequence[Problem], rows: Sequence[Row]) -> list[str]:
-    """Return notes on settings, problems and rows that the figures do not show."""
+    """Return notes about the run that the figures do not show, such as turns that were left out."""
     sentences = []
     if not settings["chat"] and any(len(p.turns) > 1 for p in problems):
         sentences.append("Follow-up turns were left out: they need a chat template, which --chat applies.")
@@ -91,7 +91,7 @@ def notes(settings: JsonObject, problems: Sequence[Problem], rows: Sequence[Row]
         )
     if settings["batch_size"] > 1:
         sentences.append(
-            f"{settings['batch_size']} problems were decoded side by side, and a row that ended made room for the "
+            f"{settings['batch_size']} problems were decoded in parallel, and each finished row was refilled with the "
             "next problem; s/task is each problem's share of the time."
         )
     if num_full := sum(row["finish_reason"] == "context" for row in rows):
@@ -112,7 +112,7 @@ def notes(settings: JsonObject, problems: Sequence[Problem], rows: Sequence[Row]
 
 
 def write_report(summary: JsonObject, texts: JsonObject, folder: Path) -> None:
-    """Write summary.json, table.md, the plots and report.html. `texts` has the form of texts.json."""
+    """Write summary.json, table.md, the plots and report.html. `texts` is the contents of texts.json."""
     write_shared_json(folder / SUMMARY, summary)
     write_whole(folder / TABLE, markdown(summary))
     plots.draw(summary, folder, "; ".join([title(summary["settings"]), *facts(summary)]) + ".")
@@ -164,7 +164,7 @@ COLUMNS = {
 
 
 def markdown(summary: JsonObject) -> str:
-    """Return all tables: the short ones, then those with all columns."""
+    """Return the contents of table.md: the short tables, then the tables with all columns."""
     return render("table.md.jinja", **contents(summary), plots=plots.captions(summary))
 
 
@@ -285,7 +285,7 @@ _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 16
 
 
 def render(template: str, folder: Path = Path(__file__).parent, /, **values: object) -> str:
-    """Render a template of a folder, by default of this one, with HTML escaped in pages."""
+    """Render a template in a folder, by default the folder of this module. In HTML templates, escape all values."""
     import jinja2
 
     # Without `finalize`, a control character in a completion would make the page invalid HTML.

@@ -1,4 +1,4 @@
-"""The rows of an evaluation: a JSON line for every problem and arm, written before the next batch begins."""
+"""The rows of an evaluation: a JSON line per problem and arm, written before the next group of problems begins."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def make_row(
 def scored(
     decoding: Decoding, problems: Sequence[Problem], answers: Sequence[Answer]
 ) -> list[list[float] | None]:
-    """Score the last turn of each problem of a task by the task's metric. A likelihood covers all turns.
+    """Score the last turn of each answer with the metric of the task. The likelihood metric scores all turns.
 
     Args:
       decoding: the decoding that produced the answers.
@@ -103,7 +103,7 @@ def score_answers(
 
 @dataclasses.dataclass
 class Recorder:
-    """Decodes problems with arms, stores their rows in a file, and reports progress."""
+    """Decoder of problems with several arms that stores the rows in a file and reports progress."""
 
     file: RowFile
     show: Show
@@ -118,15 +118,16 @@ class Recorder:
         temperature: float,
         arms: Sequence[tuple[Arm, Decoding, int | None]],
     ) -> dict[tuple[str, int | None], list[Row]]:
-        """Return the rows of arms on problems of a task, keyed by arm and draft length. Decode those not on file.
+        """Return the rows of several arms for problems of one task, keyed by arm name and draft length.
 
-        Arms alternate within each group of problems, so that a slow spell affects all arms alike.
+        Rows that the file already has are not decoded again. All arms decode a group of problems before the next group
+        begins, so that a temporary slowdown affects all arms equally.
 
         Args:
           problems: problems of one task.
           temperature: temperature of all requests.
-          arms: arms with their decodings, which agree on the size of a group, and the draft length if it is part of a
-            row's key.
+          arms: the arms, each with its decoding and its draft length, or None if the length is not part of a row's key.
+            All decodings have the same group size.
         """
         rows: dict[tuple[str, int | None], list[Row]] = {(arm.name, length): [] for arm, _, length in arms}
         group_size = arms[0][1].group

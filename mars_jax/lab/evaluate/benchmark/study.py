@@ -1,4 +1,4 @@
-"""Evaluation of a pair of models: all arms decode the same prompts with the same seeds, in one resumable run."""
+"""Evaluation of a pair of models. All arms decode the same prompts with the same seeds, in one resumable run."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Study:
     ) -> list[JsonObject]:
         """Decode the first turn of problems again, step by step, and return each token's text and kind.
 
-        The arms are the strict rule, and the measured rule's first arm.
+        Only two arms are decoded: the strict rule, and the first arm of the measured rule.
         """
         prompts = [prompt_tokens(self.target, p, chat=decoding.chat) for p in problems]
         requests = decoding.requests(prompts, [self.seeds[p.task, p.id] for p in problems], temperature)
@@ -119,16 +119,16 @@ def evaluate(
 ) -> JsonObject:
     """Decode and score every arm, and write rows, summary, table and plots into `--output`.
 
-    After a kill, call it again with the same arguments to continue. The files then equal those of an uninterrupted run,
-    except for times.
+    After a kill, call it again with the same arguments to continue. Except for times, the files are then the same as
+    those of an uninterrupted run.
 
     Args:
-      study: what to measure. With `--part`, decode only these problems and write only their rows. A later run without
-        a part reuses them if its rows.jsonl is the concatenation of all parts. A refiner, whose updates depend on all
-        problems, allows no part.
+      study: the inputs of the run. With `--part`, decode only these problems and write only their rows. A later run
+        without `--part` reuses the rows if its rows.jsonl is the concatenation of the files of all parts. `--part`
+        cannot be combined with a refiner, because the updates of the draft depend on all problems.
       drafter: from `mars_jax.drafters.load`, with `sample=True` if it has weights and the rule is based on `rejection`.
       refiner: adds an arm whose draft learns from its rejected tokens. After a kill, the draft learns only from the
-        remaining problems; the tokens stay the same.
+        remaining problems; the decoded tokens are the same.
       progress: `(done, total, text)`, called after every group of decodes.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Each arm at its own best draft length: a lossy rule compared with the best lossless one.
+"""Comparison of a lossy rule with the best lossless rule, each at its own best draft length.
 
 A longer draft also yields more tokens per step, without changing the output. The first quarter of a task's problems
 selects the lengths, and the remaining problems are scored. Source of the comparison: arXiv 2607.08690.
@@ -36,21 +36,21 @@ from mars_jax.verify import RuleChoice
 ENOUGH = 30
 """Number of problems below which the table shows a warning."""
 SHARE = 4
-"""One problem in `SHARE` is used to choose lengths."""
+"""One in `SHARE` problems is used to choose draft lengths."""
 FILE, TABLE = "tuned.json", "table.md"
 
 
 def arms_at(
     rule: RuleChoice, thetas: Sequence[float], temperature: float, target: Pretrained, *, samples: bool
 ) -> list[Arm]:
-    """Return the lossless arms, then those of the rule, without the autoregressive arm.
+    """Return the lossless arms, then the arms of the measured rule, without the autoregressive arm.
 
     Args:
       rule: the measured rule.
       thetas: its thresholds, one arm each.
-      temperature: above 0, token-level and block-level `rejection` can verify a sampled draft, and a rule over `exact`
-        also runs over `rejection`.
-      target: the target, which a rule with weights needs.
+      temperature: above 0, if the drafter can sample, the arms include token-level and block-level `rejection`, and a
+        rule based on `exact` is also measured on the base `rejection`.
+      target: the target model, which a rule with weights needs.
       samples: whether the drafter can sample.
 
     >>> [arm.name for arm in arms_at(RuleChoice("mars", {}), [0.9], 1.0, None, samples=True)]
@@ -77,8 +77,8 @@ def tuned(study: Study, drafters: Mapping[bool, LoadedDrafter], *, progress: Sho
     Call it again with the same arguments to continue after a kill.
 
     Args:
-      study: what to measure. `--tune` has the chain lengths to try, in rising order, and `--draft-cost` the cost of
-        drafting a token in target forwards; None: use measured wall time.
+      study: the inputs of the run. `--tune` lists the chain lengths to try, in ascending order. `--draft-cost` is the
+        cost of drafting one token, in target forwards; if it is None, lengths are compared by measured wall time.
       drafters: the drafter, keyed by whether it samples, from `mars_jax.drafters.load`, with a chain of the longest
         length.
       progress: `(done, total, text)`, called after every group of decodes.
@@ -130,7 +130,7 @@ def tuned(study: Study, drafters: Mapping[bool, LoadedDrafter], *, progress: Sho
 
 @dataclasses.dataclass
 class _Run:
-    """The tables of a run."""
+    """Measurement of the tables of a run."""
 
     args: argparse.Namespace
     recorder: Recorder
@@ -154,7 +154,8 @@ class _Run:
             key: scoring.write_and_score_samples(self.args.output, problems[split:], rows)
             for key, rows in decoded.items()
         }
-        # The lengths and the baseline are chosen on the same problems. The figures come from others, without bias.
+        # The lengths and the baseline are chosen on the first problems. The figures come from the other problems, so
+        # that this choice does not bias them.
         lossless_arm, lossless_length = max(
             (choice for choice in tuned_arms if choice[0].loaded_rule.rule.lossless),
             key=lambda choice: rate_by_arm[choice[0].name, choice[1]],

@@ -1,4 +1,4 @@
-"""Catalogue of tasks: problems from the package, local files, or datasets of the Hub or of a local folder.
+"""Catalogue of tasks: problems from the package, from local files, or from datasets on the Hub or in a local folder.
 
 The question sets of the MARS release and Spec-Bench have `question_id`, `category`, `turns` and `reference`. GSM8K,
 HumanEval, MBPP, MT-Bench, Alpaca, CNN/DailyMail and WMT19 can also be read in their original layouts. Oracles: folders
@@ -38,7 +38,7 @@ Answer: In 2 hours the train goes 2 * 60 = 120 miles. In all it goes 120 + 40 = 
 
 
 def _gsm8k(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read a row of GSM8K. A plain prompt starts with two worked examples of our own, which show the format."""
+    """Read a row of GSM8K. A plain prompt starts with two worked examples of our own, which show the answer format."""
     question = fields.first_text("question", "turns")
     answer = fields.first_text("answer", "reference")
     if not chat:
@@ -57,7 +57,7 @@ def _final_number(fields: Fields, answer: str) -> str:
 
 
 def _humaneval(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read a row of HumanEval. The MARS release keeps the prompts without their tests, so its rows are not scored."""
+    """Read a row of HumanEval. The MARS release contains prompts but no tests, so its rows are not scored."""
     if fields.has("turns"):
         return Problem(task="humaneval", id=name, turns=(fields.texts("turns")[0],))
     prompt = fields.text("prompt")
@@ -73,7 +73,7 @@ def _humaneval(fields: Fields, name: str, chat: bool) -> Problem:
 def _mbpp(fields: Fields, name: str, chat: bool) -> Problem:
     """Read a row of a full or sanitized MBPP file, with the prompt of Austin et al. 2108.07732 without examples."""
     tests = fields.texts("test_list")
-    # The full files have setup code, and the sanitized ones imports, which are often an empty list.
+    # Full files contain setup code. Sanitized files contain a list of imports, which is often empty.
     setup_lines = [fields.values.get("test_setup_code") or ""]
     if fields.values.get("test_imports"):
         setup_lines = [*fields.texts("test_imports"), *setup_lines]
@@ -105,7 +105,7 @@ def _alpaca(fields: Fields, name: str, chat: bool) -> Problem:
 
 
 def _cnn_dm(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read article and highlights of a CNN/DailyMail row, with the prompt of the MARS release."""
+    """Read the article and the highlights of a CNN/DailyMail row. The prompt is that of the MARS release."""
     prompt, reference = f"Summarize: {fields.text('article')}", fields.text("highlights")
     return Problem(task="cnn_dm", id=name, turns=(prompt,), metric="rouge_l", references=(reference,))
 
@@ -117,7 +117,7 @@ _LANGUAGES = {
 
 
 def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read a sentence in two languages. Translate into English if one of them is English."""
+    """Read a row of WMT19, a sentence in two languages. If one of them is English, the task is to translate into it."""
     texts = fields.values.get("translation")
     if not isinstance(texts, dict) or len(texts) != 2 or not all(isinstance(t, str) for t in texts.values()):
         raise fields.error("it has neither turns nor a translation of two languages: give one.")
@@ -130,14 +130,14 @@ def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
 
 
 def _references(fields: Fields, metric: str) -> list[str]:
-    """Return the references. They are read only if the metric compares answers with them."""
+    """Return the reference answers, or no references if the metric does not use them."""
     if metric in UNJUDGED:
         return []
     return fields.texts("reference")
 
 
 def _release_reader(task: str, metric: str = "likelihood", otherwise: Reader | None = None) -> Reader:
-    """Return a reader of the MARS release's layout. Rows without `turns` go to `otherwise`."""
+    """Return a reader for the layout of the MARS release. Rows without `turns` are passed to `otherwise`."""
 
     def reader(fields: Fields, name: str, chat: bool) -> Problem:
         if otherwise is not None and not fields.has("turns"):
@@ -163,7 +163,10 @@ _SPEC_BENCH = {
 
 
 def _spec_bench(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read a row of one of the six parts, each a task. Math sets no answer format, so the last number counts."""
+    """Read a row of Spec-Bench, whose six parts are separate tasks.
+
+    The math prompts specify no answer format, so the last number of an answer is scored.
+    """
     category = fields.text("category")
     if category == "math_reasoning":
         return Problem(
@@ -179,7 +182,7 @@ def _spec_bench(fields: Fields, name: str, chat: bool) -> Problem:
 
 
 def _jsonl(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read a user's prompt: `prompt` or `turns`, and `metric` and `reference` if it is scored."""
+    """Read a row of a user's file: `prompt` or `turns`, and, if the answer is scored, `metric` and `reference`."""
     metric = fields.values.get("metric", "none")
     if metric not in (metrics := (*UNJUDGED, "final_answer", "last_number", "rouge_l", "bleu")):
         raise fields.error(f"metric is {metric!r}: expected one of {', '.join(metrics)}.")
@@ -210,7 +213,7 @@ READERS: dict[str, Reader] = {
 TASKS = ("stories", "arithmetic", *READERS)
 """Names that `read_problems` accepts."""
 STORY_WORDS = 24
-"""Length in words of a prompt from stories. A document must have more than twice as many words."""
+"""Number of words in a prompt of the task stories. Documents with at most twice as many words are skipped."""
 
 
 def read_problems(
@@ -222,7 +225,7 @@ def read_problems(
       name: one of `TASKS`.
       path: path of the task's file, or (except for stories) a Hub dataset as OWNER/NAME[:CONFIG[:SPLIT]]; None for
         arithmetic, whose problems are in the package.
-      chat: whether a chat template will format the prompts. Plain prompts contain their own instructions.
+      chat: whether a chat template will format the prompts. The wording of some prompts depends on it.
       limit: maximum number of problems; None for all.
 
     Raises:
@@ -294,7 +297,7 @@ def _id(fields: Fields, number: int) -> str | int:
 
 
 def _check(problems: Sequence[Problem], path: str) -> None:
-    # A task with two metrics makes more pairs of task and metric than there are tasks.
+    # If a task has two metrics, there are more pairs of task and metric than tasks.
     if len(metrics := {(p.task, p.metric) for p in problems}) > len({task for task, _ in metrics}):
         raise MarsError(f"'{path}' mixes metrics, which cannot be averaged: make one file for each metric.")
     (task, name), count = Counter((p.task, p.id) for p in problems).most_common(1)[0]
@@ -359,8 +362,8 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
     """Stream the rows of OWNER/NAME[:CONFIG[:SPLIT]] or of a folder. Only the rows that are read are downloaded.
 
     Args:
-      path: dataset name or folder, as above.
-      task: sets config and split if the name omits them.
+      path: a dataset name in this format, or a folder.
+      task: determines the config and the split if the name omits them.
 
     Raises:
       MarsError: `datasets` is not installed or cannot read the dataset.
@@ -397,7 +400,7 @@ def _check_entries(folder: str) -> None:
 
 
 def columns(path: str) -> Iterator[tuple[str, JsonObject]] | None:
-    """Return the rows of a dataset as (place, columns) for `generate --prompts-file`, or None if it is no dataset.
+    """Return the rows of a dataset as (place, columns) for `generate --prompts-file`, or None for any other path.
 
     Raises:
       MarsError: as for `read_hub`.

@@ -1,4 +1,4 @@
-"""Objects in a JSON-lines file, plain or compressed, each with its place in the file for error messages."""
+"""Reader of JSON-lines files, plain or compressed. Each object keeps its line number, for error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Fields:
     values: JsonObject
 
     def error(self, message: str) -> MarsError:
-        """Return an error with `message`, prefixed with the place of this object."""
+        """Return an error with `message`, prefixed with the file and line of this object."""
         return MarsError(f"{self.where}: {message}")
 
     def has(self, *keys: str) -> bool:
@@ -62,7 +62,7 @@ class Fields:
 
 
 def read_jsonl(path: str) -> Iterator[Fields]:
-    """Yield the objects of a file, skipping blank lines. Files in .xz and .gz are decompressed.
+    """Yield the objects of a file, skipping blank lines. Files with the suffix .xz or .gz are decompressed.
 
     Raises:
       MarsError: the file cannot be read, or a line is not a JSON object.

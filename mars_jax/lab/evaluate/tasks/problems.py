@@ -1,4 +1,4 @@
-"""Evaluation problems, in one form for every task and file."""
+"""Evaluation problems: one type for the problems of all tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ UNJUDGED = ("none", "likelihood")
 
 
 class Code(NamedTuple):
-    """The parts of a test program, as in HumanEval: prompt, completion, test, then a call of `check(entry_point)`."""
+    """A HumanEval test program without its completion.
+
+    The program consists of the prompt, the completion, the test, and a call of `check(entry_point)`.
+    """
 
     prompt: str  # the beginning of the program, "" if the model writes all of it
     entry_point: str  # the function to complete, or "None"
@@ -19,7 +22,7 @@ class Code(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A prompt of one or more turns, and how its answer is scored."""
+    """A prompt of one or more turns, and the way to score its answer."""
 
     task: str
     id: str  # unique within the task
