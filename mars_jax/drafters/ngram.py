@@ -117,7 +117,7 @@ def lookup(
 def longest_match(
     tokens: Array, length: Array, past: Array, past_length: Array, *, max_ngram: int, min_ngram: int
 ) -> tuple[Array, Array, Array]:
-    """Find the longest suffix of each row that also occurs in `past`, followed by another token, and its last occurrence.
+    """Find the longest suffix of each row that also occurs in `past` before another token, and its last occurrence.
 
     Args:
       tokens: i32[B, T]; valid below `length` i32[B], at least 1.
