@@ -183,7 +183,9 @@ def feed_last(
 
 
 def load_model(arguments: Asked) -> LoadedDrafter:
-    """Load a `language_model` drafter from a checkpoint. If the model's tokenizer differs from the target's, the drafter proposes only tokens that are in both vocabularies.
+    """Load a `language_model` drafter from a checkpoint.
+
+    If the model's tokenizer differs from the target's, the drafter proposes only tokens that are in both vocabularies.
 
     Raises:
       MarsError: as for `hub.load` and `shared_tokens`.
