@@ -134,7 +134,7 @@ class Cascade(Drafter):
 
     inner: Drafter  # drafter of greedy chains that needs only the tokens, such as `language_model(...)` or `ngram(...)`
     proxy: LanguageModel  # model between the drafter and the target in size, with the same vocabulary
-    num_draft_tokens: int = 24  # M, maximum number of drafted tokens per step, trusted ones included; at least K + 1
+    num_draft_tokens: int = 24  # M, maximum number of tokens per step, trusted ones included; at least K + 1
     # "margin" or "ratio"; its thresholds are `CascadeParams.gate`.
     gate: str = dataclasses.field(default="margin", kw_only=True)
 
