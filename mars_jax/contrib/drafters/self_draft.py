@@ -85,7 +85,7 @@ class SelfDraft(ShapedDrafter):
     def _copied(
         self, cache: PyTree, target_cache: PyTree, length: Array, slot: Callable[[Array], Array]
     ) -> PyTree:
-        """Copy the rows visible at `length` i32[B] from the target's cache, which stores position p in slot `slot(p)`."""
+        """Copy the rows visible at `length` i32[B] from the target's cache, where position p is in slot `slot(p)`."""
         num_kept = self._num_kept
         # In the slots of the sinks, the position equals the slot. In those of the window, it is higher by `skipped`.
         slots = jnp.arange(num_kept, dtype=jnp.int32)[None]
