@@ -1,6 +1,7 @@
-"""Rules and drafters from single papers, with the library's interfaces but no stability guarantee.
+"""Verification rules and drafters from single papers, without a guarantee of stability.
 
-Every rule is available by its name: `contrib.fly(...)` is `contrib.rules.fly.Fly(...)`.
+They implement the same interfaces as the rest of the library. Each rule can be made by its name: `contrib.fly(...)` is
+short for `contrib.rules.fly.Fly(...)`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 from mars_jax.utils.user_code import load_function
 
-# {public name: "module:name"}; each is imported on first use, like the rules.
+# {public name: "module:name"}; each object is imported on first use, as are the rules.
 _HOME = {
     name: f"mars_jax.contrib.{module}:{name}"
     for module, names in {

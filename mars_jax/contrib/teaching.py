@@ -1,4 +1,4 @@
-"""Shared parts of training: the input of the training loop, and forward passes over whole rows.
+"""Shared code for training: the input of the training loop, and forward passes over rows of packed documents.
 
 The loop is `mars_jax.lab.training.loop.fit`. B rows, L tokens per row, V vocabulary.
 """
@@ -16,22 +16,25 @@ from jax import Array
 from mars_jax.core.types import ForwardOutput, LanguageModel, PyTree, Visible
 
 Loss = Callable[[PyTree, Any, PyTree], tuple[Array, Mapping[str, Array]]]
-"""(params, batch, frozen params) -> (loss, figures for the log); differentiable in params."""
+"""A loss function (params, batch, frozen params) -> (loss, metrics to log), differentiable in params."""
 
 
 class Training(NamedTuple):
-    """Everything that `fit` needs to train a drafter or a rule."""
+    """The setup from which `fit` trains a drafter or a rule."""
 
-    init: Callable[[], PyTree]  # returns the initial params, in float32
+    init: Callable[[], PyTree]  # function that returns the initial params, in float32
     loss: Loss
-    batches: Any  # a `grain.MapDataset`, whose item i is the batch of step i
+    batches: Any  # a `grain.MapDataset` whose item i is the batch of step i
     optimizer: Any  # an `optax.GradientTransformation`
     steps: int
-    step_tokens: int = 1  # tokens or examples per batch
+    step_tokens: int = 1  # number of tokens or examples per batch
 
 
 def shuffled(examples: PyTree, rows: int, seed: int) -> Any:
-    """Return an endless `grain.MapDataset` of batches of `rows` examples, from a named tuple of arrays [n, ...]."""
+    """Return an endless `grain.MapDataset` of shuffled batches of `rows` examples.
+
+    `examples` is a named tuple of arrays [n, ...].
+    """
     import grain
 
     num_examples = len(examples[0])
@@ -41,7 +44,7 @@ def shuffled(examples: PyTree, rows: int, seed: int) -> Any:
 
 
 def binary_loss(log_odds: Array, labels: Array) -> tuple[Array, dict[str, Array]]:
-    """Return the cross entropy of labels f32[n] in [0, 1], and the share of log odds f32[n] on the right side of 0."""
+    """Return the mean binary cross entropy of log odds f32[n] and labels f32[n] in [0, 1], and the accuracy."""
     import optax
 
     right_share = jnp.mean(((log_odds > 0) == (labels > 0.5)).astype(jnp.float32))
@@ -49,22 +52,22 @@ def binary_loss(log_odds: Array, labels: Array) -> tuple[Array, dict[str, Array]
 
 
 class Batch(NamedTuple):
-    """Rows of consecutive tokens. Position j predicts position j + 1."""
+    """A batch of token rows for training, in which position j predicts position j + 1."""
 
     tokens: Any  # i32[B, L + 1], on the host or on a device
     segments: Any  # i32[B, L + 1]; document number of each token
-    wanted: Any = None  # bool[B, L + 1]; tokens to learn; None: all
+    wanted: Any = None  # bool[B, L + 1]; tokens that contribute to the loss; None: all
 
 
 class Lesson(NamedTuple):
-    """The output of a frozen target for the tokens [0, L) of a batch."""
+    """The output of a frozen target for tokens [0, L) of each row of a batch."""
 
-    output: ForwardOutput  # [B, L, ...]
-    logits: Array  # f32[B, L, V]; row t is the distribution of token t + 1
+    output: ForwardOutput  # hidden states and features, [B, L, ...]
+    logits: Array  # f32[B, L, V]; entry t predicts token t + 1
 
 
 def document_mask(segments: Array) -> Array:
-    """Return bool[B, L, L] for segments i32[B, L]: a token attends to itself and to earlier tokens of its document.
+    """Return the mask bool[B, L, L] with which a token attends to itself and to earlier tokens of its document.
 
     >>> document_mask(jnp.asarray([[0, 0, 1]]))[0].astype(int).tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
@@ -75,26 +78,26 @@ def document_mask(segments: Array) -> Array:
 
 
 def in_documents(segments: Array) -> Visible:
-    """Describe rows that start at position 0 and hold several documents, for segments i32[B, L]."""
+    """Return the visibility of rows that start at position 0 and contain the documents of segments i32[B, L]."""
     batch, length = segments.shape
     visible = Visible.causal(jnp.zeros((batch,), jnp.int32), length)
     return dataclasses.replace(visible, seen=document_mask(segments), documents=segments)
 
 
 def forward_packed(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> ForwardOutput:
-    """Return the output of a model for tokens i32[B, L] with segments i32[B, L].
+    """Run a model on rows of tokens i32[B, L] that contain the documents of segments i32[B, L].
 
-    A token reads only its own document, in attention and in recurrent layers.
+    Attention and recurrent layers do not cross the boundaries of documents.
     """
     return model.forward(params, tokens, in_documents(segments), model.init_cache(*tokens.shape))
 
 
 def predict(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> Array:
-    """Return logits f32[B, L, V] for tokens and segments i32[B, L]: row j is the distribution of token j + 1."""
+    """Return the logits f32[B, L, V] of packed rows: entry j predicts token j + 1."""
     return model.unembed(params, forward_packed(model, params, tokens, segments).hidden)
 
 
 def teach(target: LanguageModel, teacher: PyTree, batch: Batch) -> Lesson:
-    """Run the target over a batch once, without a gradient."""
+    """Run the target on a batch, without computing gradients."""
     output = forward_packed(target, teacher, batch.tokens[:, :-1], batch.segments[:, :-1])
     return jax.lax.stop_gradient(Lesson(output, target.unembed(teacher, output.hidden)))

@@ -1,4 +1,8 @@
-"""Drafters. A `Drafter` has pure methods and no weights; `load` builds one, with its weights, from a spec."""
+"""Drafters, which propose draft tokens for the target to verify.
+
+A `Drafter` consists of pure functions and contains no weights. `load` builds a drafter and its weights from a spec such
+as `eagle:PATH`.
+"""
 
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.tree import chain, last_token

@@ -1,4 +1,4 @@
-"""Arguments and result of the functions that load a drafter; see `registry.register`."""
+"""Arguments and return type of the functions that load a drafter; see `registry.register`."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ Steps = Callable[[Decoder, Params, DecodeState], Iterator[tuple[DecodeState, Ste
 
 
 class LoadedDrafter(NamedTuple):
-    """A drafter with its weights, and the facts about it that matter outside a step."""
+    """A drafter, its weights, and the properties of it that code outside a decoding step uses."""
 
-    drafter: Drafter  # its methods and sizes
-    params: PyTree  # its weights, which go into `Params.draft`
-    # i32[U]; the target's id of each draft token, if the draft vocabulary differs from the target's. `guide.narrowed`
-    # prepares a constraint's tables for it.
+    drafter: Drafter  # methods and sizes, without weights
+    params: PyTree  # weights of the drafter, for `Params.draft`
+    # i32[U]; target token id of each draft token, if the draft vocabulary differs from the target's. `guide.narrowed`
+    # uses these ids to restrict a constraint's tables to the draft vocabulary.
     draft_ids: Array | None = None
-    sizes: DraftSizes | None = None  # the lengths to choose from in each step; see `drafters.sized`
-    # Yields the steps of a batch, in place of `refill.advance`. Rows then do not refill.
+    sizes: DraftSizes | None = None  # draft lengths that each step chooses from; see `drafters.sized`
+    # Iterator over the decoding steps of a batch, used instead of `refill.advance`. Finished rows are then not refilled
+    # with new prompts.
     steps: Steps | None = None
-    max_positions: int | None = None  # the longest context that its weights were trained for
+    max_positions: int | None = None  # longest context that the drafter was trained for
 
     def decoder(self, target: LanguageModel, verify: Rule) -> Decoder:
-        """Return the decoder for a target with this drafter.
+        """Return a decoder that pairs this drafter with a target.
 
         Raises:
-          MarsError: as for `speculative_decoder`; a lossy rule with an adaptive draft length.
+          MarsError: as for `speculative_decoder`, or the rule is lossy and the draft length adaptive.
         """
         if self.sizes is not None:
             return self.sizes.decoder(target, verify)
@@ -43,7 +44,7 @@ class LoadedDrafter(NamedTuple):
 
 
 class DraftSizes(Protocol):
-    """A drafter with several lengths; implemented by `drafters.sized.SizedDrafter`."""
+    """The interface of a drafter that chooses its draft length; implemented by `drafters.sized.SizedDrafter`."""
 
     @property
     def lengths(self) -> tuple[int, ...]: ...
@@ -52,11 +53,11 @@ class DraftSizes(Protocol):
 
 
 class Asked(NamedTuple):
-    """The arguments of `drafters.load`, checked against the drafter's definition and completed from it."""
+    """The checked arguments of `drafters.load`, with defaults filled in from the drafter's definition."""
 
     target: Pretrained
-    path: str  # checkpoint of the draft; "" if it has none
-    length: int | None  # chain length; None: the drafter's own, or no chain
+    path: str  # checkpoint of the drafter; "" if it has none
+    length: int | None  # chain length; None: the length that the checkpoint defines, or no chain
     tree: Sequence[int] | Dynamic | None
     sample: bool
     dtype: str | None
@@ -64,20 +65,20 @@ class Asked(NamedTuple):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Keyword arguments for the shape of a drafter with weights."""
+        """Keyword arguments `tree` and `sample` for the constructor of a drafter with weights."""
         return {"tree": self.tree, "sample": self.sample}
 
     @property
     def chain(self) -> int:
-        """Chain length of a drafter that has a default length."""
+        """The chain length, for a drafter whose definition has a default length."""
         assert self.length is not None
         return self.length
 
     @property
     def heads_dtype(self) -> str:
-        """Dtype of a head's weights: by default the dtype of the target, whose features it reads."""
+        """Dtype of a head's weights: the requested dtype, or by default the target's."""
         return self.dtype or self.target.params["embed"].dtype.name
 
     def placed(self, params: PyTree, config: Any) -> PyTree:
-        """Return a head's weights, placed on the target's mesh."""
+        """Return a head's weights, sharded over the target's mesh if it has one."""
         return params if self.target.mesh is None else place(params, config, self.target.mesh)

@@ -1,4 +1,4 @@
-"""Loading of drafters by spec, such as `eagle:PATH`."""
+"""Functions that load a drafter from a spec such as `eagle:PATH`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mars_jax.utils.errors import MarsError, check_switch, check_type, short_rep
 from mars_jax.utils.settings import BATCH, check_dtype
 
 AnyDrafter = LoadedDrafter | Drafter | str
-"""A drafter as `mars_jax.generate` accepts it: a spec, or a drafter with or without weights."""
+"""The types of drafter that `mars_jax.generate` accepts: a spec, or a drafter with or without weights."""
 
 
 def load(
@@ -36,33 +36,36 @@ def load(
     any_rule: bool = False,
     head_embed: str = "own",
 ) -> LoadedDrafter:
-    """Load the drafter given by `spec` and pair it with `target`.
+    """Load the drafter that `spec` names and check that it fits `target`.
 
     Args:
-      spec: `none`, `ngram` or `self`; `mtp` for the MTP module in the target's checkpoint; `replay:FILE` with a file of
-        earlier answers; or, with a directory or hub name, `model:PATH` for a small language model, `eagle:PATH` for an
-        EAGLE head of the target, `mtp:PATH` for its MTP module, `medusa:PATH` for its Medusa heads, `dflash:PATH` for
-        its DFlash or DSpark head, or a system that accepts some drafts without verification and is therefore never
-        lossless: `sprinter:PATH`, `trispec:PATH` or `via_sd:PATH`.
-      target: the model to draft for. Heads and systems must share its vocabulary. The draft is sharded over its mesh.
-      num_draft_tokens: chain length; default 5 for a model or `self`, 3 for MTP, all heads for Medusa, the whole block
-        for DFlash, 8 for n-grams, which cost nothing to draft, 20 for SPRINTER, and 24 for TriSpec and VIA-SD. For a
-        target that is a mixture of experts the default is at most 3, because each node reads different experts;
-        SPRINTER, TriSpec and VIA-SD keep their defaults.
+      spec: one of `none`, `ngram`, `self` (the target with 8-bit weights), `mtp` (the MTP module in the target's
+        checkpoint) and `replay:FILE` (a file of earlier answers). With a directory or hub name as PATH: `model:PATH`
+        for a small language model, `eagle:PATH` for an EAGLE head, `mtp:PATH` for an MTP module, `medusa:PATH` for
+        Medusa heads, and `dflash:PATH` for a DFlash or DSpark head. `sprinter:PATH`, `trispec:PATH` and `via_sd:PATH`
+        accept some draft tokens without verification and are therefore never lossless.
+      target: the model to draft for. Heads and systems must share its vocabulary. The drafter's weights are sharded
+        over the target's mesh.
+      num_draft_tokens: chain length. Default: 5 for a model or `self`, 3 for MTP, the number of heads for Medusa, a
+        whole block for DFlash, 8 for n-grams and replay, 20 for SPRINTER, and 24 for TriSpec and VIA-SD. If the target
+        is a mixture of experts, the default is at most 3, because each draft token activates different experts.
+        SPRINTER, TriSpec and VIA-SD ignore this limit.
       tree: children per node at each depth, `Dynamic(...)` (not for Medusa), or either as a string, such as "4-2-2-1"
-        or "dynamic". Default: `Dynamic()` for EAGLE, and for DFlash a dynamic tree as deep as its block, unless a
-        chain length is given or the target is a mixture of experts or has recurrent layers; otherwise a chain.
-      sample: draw the chain from the draft and pass the true q to `verify.rejection`. EAGLE then drafts a
-        chain, of 5 tokens unless a length is given.
-      dtype: dtype of the draft's weights; default: the checkpoint's for a model, the target's for heads.
-      draft_size: "fixed", or "auto": each step drafts the full chain, half of it or nothing, whichever is estimated to
-        be fastest; see `drafters.sized`. Available for n-grams, models, EAGLE heads and MTP (as chains) and replay.
+        or "dynamic". The default is `Dynamic()` for EAGLE, a dynamic tree as deep as the block for DFlash, and a chain
+        for all other drafters. EAGLE and DFlash also default to a chain if a chain length is given, or if the target is
+        a mixture of experts or has recurrent layers.
+      sample: sample the draft tokens from the drafter's distribution q, and pass q to `verify.rejection`. EAGLE then
+        drafts a chain by default, of 5 tokens unless a length is given.
+      dtype: dtype of the drafter's weights; default: the checkpoint's for a model, the target's for heads.
+      draft_size: "fixed" or "auto". With "auto", each step drafts the full chain, half of it or nothing, whichever is
+        estimated to be fastest; see `drafters.sized`. Available for n-grams, replay, and chains of models, EAGLE heads
+        and MTP modules.
       any_rule: with "auto", also allow lossy rules, whose output then depends on the other rows of the batch.
-      head_embed: for EAGLE and DFlash heads: "own" reads the embedding in the head's checkpoint, if there is one;
-        "target" reads the target's instead.
+      head_embed: embedding of an EAGLE or DFlash head. "own" uses the one in the head's checkpoint, if there is one;
+        "target" always uses the target's.
 
     Raises:
-      MarsError: unknown spec, an argument that does not apply to the drafter, a draft that does not fit the target.
+      MarsError: the spec is unknown, an argument does not apply to the drafter, or the drafter does not fit the target.
 
     >>> load("ngram", None, num_draft_tokens=4).drafter.num_nodes
     5
@@ -81,7 +84,7 @@ def load(
     check_dtype(dtype)
     draft_spec = parse_draft(spec)
     (kind, path), draft_definition = draft_spec, draft_spec.definition
-    # A user's model may have a config of a different type.
+    # The config of a user-defined model may have no `num_experts`.
     is_mixture = target is not None and getattr(target.config, "num_experts", 0) > 0
     if not (isinstance(draft_size, str) and draft_size in ("fixed", "auto")):
         raise MarsError(f"draft_size is {short_repr(draft_size)}: expected 'fixed' or 'auto'.")
@@ -99,7 +102,7 @@ def load(
     is_recurrent = target is not None and target.model.for_chains is not None
     must_chain = sample or draft_size == "auto" or is_recurrent
     length, usual_tree = draft_definition.usual(mixture=is_mixture, chain=must_chain)
-    # Name: (whether the caller set it, the field of the definition that allows it).
+    # {argument: (whether the caller set it, the field of the definition that says whether it applies)}
     optional_arguments = {
         "tree": (tree is not None, "trees"),
         "sample": (sample, "samples"),
@@ -122,7 +125,7 @@ def load(
         raise MarsError(
             "num_draft_tokens does not apply to a tree, which has its own depth: leave one of them out."
         )
-    # A length overrides the usual tree, so EAGLE then drafts a chain.
+    # An explicit chain length overrides the default tree, so EAGLE then drafts a chain.
     if num_draft_tokens is not None:
         length = num_draft_tokens
     elif tree is None:
@@ -133,7 +136,7 @@ def load(
 
 
 def loaded(drafter: AnyDrafter, target: Pretrained) -> LoadedDrafter:
-    """Return a drafter with its weights from any form that `generate` accepts.
+    """Convert any drafter that `generate` accepts to a `LoadedDrafter`.
 
     >>> from mars_jax.drafters import none
     >>> loaded(none(), None).params
@@ -153,22 +156,22 @@ def loaded(drafter: AnyDrafter, target: Pretrained) -> LoadedDrafter:
 
 @jax.jit
 def _are_finite(weights: list[Array]) -> list[Array]:
-    """Return for each weight whether all its entries are finite.
+    """Return, for each array, whether all of its entries are finite.
 
-    All weights share one program, because a launch costs more than the check.
+    One program checks all arrays, because launching a program costs more than a check.
     """
     return [jnp.all(jnp.isfinite(weight)) for weight in weights]
 
 
 def _on_host(weight: Array | np.ndarray) -> bool:
-    """Return whether this process can read a weight without a copy from a device."""
+    """Return whether an array is in host memory, where it can be read without a device transfer."""
     if not isinstance(weight, Array):
         return True
     return weight.is_fully_addressable and all(device.platform == "cpu" for device in weight.devices())
 
 
 def _is_finite(weight: Array | np.ndarray) -> bool:
-    """Check one weight in host memory, without compiling a program."""
+    """Return whether all entries of an array in host memory are finite, without compiling a program."""
     host_weight = np.asarray(weight)
     if host_weight.dtype == jnp.bfloat16:
         # Infinities and NaNs have all eight exponent bits set.
@@ -177,9 +180,10 @@ def _is_finite(weight: Array | np.ndarray) -> bool:
 
 
 def check_finite_weights(name: str, params: PyTree) -> None:
-    """Raise MarsError if any weight of a draft is infinite or NaN.
+    """Raise MarsError if any weight of a drafter is infinite or NaN.
 
-    Bad target weights show in the output. Bad draft weights would only cause every draft to be rejected, so check them.
+    Non-finite weights of a target would corrupt its output visibly. In a drafter they would go unnoticed, because the
+    target would just reject every draft.
     """
     named_weights = [
         (path, weight)
@@ -187,7 +191,7 @@ def check_finite_weights(name: str, params: PyTree) -> None:
         if jnp.issubdtype(weight.dtype, jnp.floating)
     ]
     weights = [weight for _, weight in named_weights]
-    # A draft on a CPU is checked without compiling.
+    # Avoid compiling a program if the weights are already in host memory.
     if all(map(_on_host, weights)):
         are_finite = map(_is_finite, weights)
     else:

@@ -1,11 +1,11 @@
-"""An EAGLE head as a drafter: chains, static trees and dynamic trees from the target's own features.
+"""A drafter that runs an EAGLE head on the target's features. It drafts chains, static trees and dynamic trees.
 
 Sources: EAGLE 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840. B batch, N nodes, D depth, T token buffer, E hidden
 size. Oracle: the head run over all committed tokens from an empty cache (tests/drafters/test_eagle.py).
 
-Invariant: the head's cache is valid in slots `[0, length - 1)`, all computed from the target's features. `feature` is
-the head's output at the last of these slots, from which the next token is drafted. While drafting, the head writes
-entries computed from its own features into later slots. `update` overwrites them.
+Invariant: slots `[0, length - 1)` of the head's KV cache are valid and were all computed from the target's features.
+`feature` is the head's output at the last of these slots; the first draft token is predicted from it. While drafting,
+the head writes entries computed from its own features into later slots, which `update` overwrites.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HeadDrafter(ShapedDrafter):
     """Base class of drafters whose head reads the target's features."""
 
     config: LayeredHead  # configuration of the head
-    target: LanguageModel  # the model that the head was trained for
+    target: LanguageModel  # the model whose features the head was trained on
     # Dtype of the head's keys and values.
     cache_dtype: str = dataclasses.field(default="float32", kw_only=True)
 
@@ -60,15 +60,15 @@ class HeadDrafter(ShapedDrafter):
 class FeatureDrafter(HeadDrafter):
     """A head that drafts from the target's features: an EAGLE head or an MTP module.
 
-    Its weights are `Params.draft`. From `Params.target` it reads the target's embedding, and the target's unembedding
-    if the head has none.
+    The head's weights are `Params.draft`. The target's embedding, and its unembedding if the head has none, are taken
+    from `Params.target`.
 
     Raises:
       MarsError: the head does not fit the target, or as for `DraftModel`.
     """
 
     config: FeatureHead
-    # Length of the chain; ignored if there is a tree.
+    # Length of the chain; ignored if `tree` is set.
     num_draft_tokens: int = dataclasses.field(default=5, compare=False)
 
     resizes = True
@@ -80,7 +80,7 @@ class FeatureDrafter(HeadDrafter):
     def init(self, params: Params, tokens: Array, length: Array) -> FeatureState:
         batch, buffer_length = tokens.shape
         slots = buffer_length + max(self.shape.rows, self.shape.depth + 1)
-        # `observe` replaces this feature before the first draft.
+        # This is a placeholder: `observe` sets the feature before the first draft.
         feature = jnp.zeros((batch, 1, self.config.layer.hidden_size), params.draft["fc"].dtype)
         return FeatureState(cache=self.config.init_cache(batch, slots, self.cache_dtype), feature=feature)
 
@@ -93,15 +93,15 @@ class FeatureDrafter(HeadDrafter):
         first: Array,
         last: Array,
     ) -> FeatureState:
-        """Write the entries of n consecutive positions starting at `first` i32[B].
+        """Write the head's cache entries of n consecutive positions, starting at `first` i32[B].
 
         The entry at a position combines the target's feature there with the embedding of the next token, `following`
-        i32[B, n]. The entry at position `last` i32[B] becomes the feature to draft from, if it is in this window.
+        i32[B, n]. If position `last` i32[B] is among them, the head's output there becomes the feature to draft from.
         """
         n = following.shape[1]
-        # [B, n, E]: the input feature of each position, which EAGLE-3 fuses from several layers of the target.
+        # [B, n, E]: the head's input feature at each position. EAGLE-3 fuses it from several layers of the target.
         fused = self.config.fuse(params.draft, output)
-        # The index i32[B, 1] is clamped for windows without `last`. The value gathered there is discarded below.
+        # If `last` is outside the window, the index i32[B, 1] is clamped, and the gathered value is discarded below.
         has_last = (last >= first) & (last < first + n)
         last_index = jnp.clip(last - first, 0, n - 1)[:, None]
         visible = Visible.causal(first, n)
@@ -130,9 +130,9 @@ class FeatureDrafter(HeadDrafter):
         output: ForwardOutput,
     ) -> FeatureState:
         n = output.hidden.shape[1]
-        # The feature of token t is paired with the embedding of token t + 1. The last valid entry is at length - 2,
-        # whose next token is the last committed one. The entry at the end of the buffer has no next token, but no
-        # unfinished row reaches it.
+        # The feature of token t is paired with the embedding of token t + 1. So the last valid entry is at position
+        # length - 2, which is paired with the last committed token. The entry at the end of the buffer has no next
+        # token, but no unfinished row reaches it.
         next_positions = first[:, None] + 1 + jnp.arange(n, dtype=jnp.int32)[None]
         next_tokens = pick(tokens, jnp.minimum(next_positions, tokens.shape[1] - 1))
         return self._absorb(params, state, output, next_tokens, first, length - 2)
@@ -147,7 +147,7 @@ class FeatureDrafter(HeadDrafter):
 
         def extend(carry: tuple[KVCache, Array], level: Level) -> tuple[Array, tuple[KVCache, Array]]:
             cache, parent_hidden = carry
-            # [B, W, E]: each node continues from the head's own output at its parent.
+            # [B, W, E]: the input feature of each node is the head's own output at its parent.
             parent_features = pick(parent_hidden, level.parents)
             hidden, cache = self._forward(params, parent_features, level.tokens, level.visible, cache)
             hidden = hidden.astype(state.feature.dtype)
@@ -155,7 +155,7 @@ class FeatureDrafter(HeadDrafter):
 
         growth = Growth(
             logits=unembed(state.feature),
-            # Every node of the first level follows the same feature.
+            # All nodes of the first level have the same input feature.
             carry=(state.cache, jnp.repeat(state.feature, self.shape.top_k, axis=1)),
             extend=extend,
             first=inputs.length - 1,
@@ -178,9 +178,9 @@ class FeatureDrafter(HeadDrafter):
     ) -> FeatureState:
         path_outputs = jax.tree.map(lambda x: pick(x, verdict.path), (output.hidden, output.features))
         output = ForwardOutput(hidden=path_outputs[0], features=path_outputs[1], cache=output.cache)
-        # The target's features at the root and the accepted path replace D + 1 entries, starting at the root's
-        # position, that the head wrote from its own features. The last committed entry is at
-        # `length - 1 + num_accepted`.
+        # Recompute D + 1 entries, starting at the root's position, from the target's features at the root and along the
+        # accepted path. They replace the entries that the head computed from its own features. The last committed entry
+        # is at `length - 1 + num_accepted`.
         root_slot = length - 1
         return self._absorb(
             params, state, output, step_tokens(tree, verdict), root_slot, root_slot + verdict.num_accepted
@@ -191,7 +191,7 @@ class FeatureDrafter(HeadDrafter):
 class Eagle(FeatureDrafter):
     """An EAGLE, EAGLE-2 or EAGLE-3 head of the target.
 
-    Weights and errors are as for `FeatureDrafter`.
+    For its weights and errors, see `FeatureDrafter`.
 
     >>> from mars_jax.models import ModelConfig, language_model
     >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
@@ -211,7 +211,7 @@ eagle = Eagle
 
 
 def load_eagle_drafter(arguments: Asked) -> LoadedDrafter:
-    """Load `eagle` from a head's checkpoint.
+    """Load an `eagle` drafter from the checkpoint of its head.
 
     Raises:
       MarsError: as for `hub.load_eagle`.
@@ -224,7 +224,8 @@ def load_eagle_drafter(arguments: Asked) -> LoadedDrafter:
         dtype=arguments.heads_dtype,
         head_embed=arguments.head_embed,
     )
-    # Use float32 on a CPU, as in `hub.load`: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
+    # On a CPU use float32, as in `hub.load`, because XLA's CPU backend would convert a bfloat16 cache to float32 in
+    # every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else str(params["fc"].dtype)
 
     drafter = eagle(config, target.model, arguments.chain, **arguments.shape, cache_dtype=cache_dtype)

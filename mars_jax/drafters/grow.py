@@ -1,13 +1,13 @@
-"""Growth of chains and trees, shared by all drafters with a cache.
+"""Functions that grow draft chains and trees level by level, shared by all drafters with a cache.
 
-Sources: static trees SpecInfer 2305.09781; dynamic trees EAGLE-2 2406.16858, section 4; stopping by entropy SVIP
-2411.18462; siblings without replacement, see `draw`. B batch, W nodes per level, N tree nodes, D depth, U draft
+Sources: static trees SpecInfer 2305.09781; dynamic trees EAGLE-2 2406.16858, section 4; early stopping by entropy SVIP
+2411.18462; sampling without replacement, see `draw`. B batch, W nodes per level, N tree nodes, D depth, U draft
 vocabulary, V target vocabulary, S slots.
 Oracle: a Python search over the same logits in tests/drafters/test_grow.py.
 
-A drafter that has read all committed tokens has the logits of the first level. *Extending* nodes means running the
-drafter over them: the drafter writes their rows into its cache and returns the logits of their children. Level d + 1
-needs the rows of level d. The last level is drafted and never extended.
+After processing all committed tokens, a drafter has the logits of the first level. *Extending* nodes means running the
+drafter on them: it writes their keys and values into rows of its cache and returns the logits of their children. Level
+d + 1 needs the rows of level d. The last level is drafted but never extended.
 """
 
 from __future__ import annotations
@@ -32,34 +32,37 @@ from mars_jax.drafters.tree_shapes import Dynamic, Shape, Static
 
 
 class Level(NamedTuple):
-    """W nodes to extend."""
+    """A level of W nodes to extend."""
 
-    tokens: Array  # i32[B, W]; in the target's vocabulary; NO_TOKEN after the drafter has stopped
+    tokens: Array  # i32[B, W]; target token ids; NO_TOKEN after the drafter has stopped
     parents: Array  # i32[B, W]; index of each node's parent among the nodes of the previous level
     visible: Visible
 
 
 class Growth(NamedTuple):
-    """Functions that grow a drafter's tree. The carry holds its cache and anything else passed between levels."""
+    """The logits, carry and functions with which `grow` runs a drafter.
+
+    The carry is passed from level to level. It includes the drafter's cache.
+    """
 
     logits: Array  # f32[B, 1, U]; logits of the first level
     carry: PyTree
     extend: Callable[[PyTree, Level], tuple[Array, PyTree]]  # (carry, level) -> logits f32[B, W, U], carry
-    first: Array  # i32[B]; slot and position of the first row of the first level
+    first: Array  # i32[B]; slot, and also position, of the first row of the first level
     to_target: Callable[[Array], Array] = lambda ids: ids  # draft token ids -> target token ids
     widen: Callable[[Array], Array] = lambda logits: logits  # f32[B, W, U] -> f32[B, W, V]
-    # (logits f32[B, W, U], carry, controls) -> bool[B, W]: draft no children of these nodes; None: `stops_at`
+    # (logits f32[B, W, U], carry, controls) -> bool[B, W]; True for nodes that get no children; None: use `stops_at`
     stops: Callable[[Array, PyTree, Controls], Array] | None = None
 
     def ends(self, logits: Array, carry: PyTree, controls: Controls) -> Array:
-        """Return bool[B, W]: True for nodes that get no children."""
+        """Return bool[B, W], True for nodes that get no children."""
         if self.stops is None:
             return stops_at(logits, controls)
         return self.stops(logits, carry, controls)
 
 
 Grown = tuple[DraftTree, Array, PyTree]
-"""The result of `grow`: the tree, the rows of its nodes, and the carry."""
+"""The return value of `grow`: the tree, the cache rows of its nodes, and the carry."""
 
 
 def grow(
@@ -71,21 +74,23 @@ def grow(
     controls: Controls,
     guide: Guide | None = None,
 ) -> Grown:
-    """Draft a tree under the last committed token.
+    """Draft a tree whose root is the last committed token.
 
     Args:
-      shape, sample: static. A sampled draft carries the logits that it was drawn from. Siblings of a sampled tree are
-        drawn without replacement and stored in the order of the draws.
-      growth: the drafter.
+      shape: shape of the tree; static.
+      sample: whether to sample the draft tokens; static. A sampled tree includes the logits that its nodes were drawn
+        from. Siblings are drawn without replacement and stored in the order in which they were drawn.
+      growth: logits, carry and functions of the drafter.
       root: i32[B, 1]; the last committed token.
-      keys: key[B], for sampling.
-      controls: controls of the requests. A node gets no children if the square root of the draft's entropy there
-        exceeds `controls.draft_stop`.
-      guide: guide of a constraint. Each level is drafted from the allowed tokens, and q is renormalised over them.
+      keys: key[B]; random keys, different in every step.
+      controls: sampling controls of the requests. A node gets no children if the square root of the draft's entropy
+        after it exceeds `controls.draft_stop`.
+      guide: an output constraint. Each level is drafted from the allowed tokens, and q is renormalised over them.
 
     Returns:
-      The tree, the rows of its nodes i32[B, N], and the carry. The root has row 0. An extended node has 1 + the row
-      that it was written to, counted from `growth.first`. The rows of other nodes are unspecified.
+      The tree, the cache rows of its nodes i32[B, N], and the carry. The root has row 0. An extended node has 1 + the
+      row to which its keys and values were written, counted from `growth.first`. The rows of nodes that were not
+      extended are unspecified.
     """
     steering = Steering(growth, sample, guide)
     if isinstance(shape, Dynamic):
@@ -96,11 +101,11 @@ def grow(
 
 
 def stops_at(logits: Array, controls: Controls) -> Array:
-    """Return bool[B, W]: the draft's entropy after these nodes is too high to draft their children."""
+    """Return bool[B, W], True for nodes after which the draft's entropy is too high to draft children."""
 
     def unsure() -> Array:
-        # H = log(sum w) - sum(w (z - top)) / sum w, with w = exp(z - top): the entropy in nats without a softmax. SVIP
-        # stops if sqrt(H) exceeds the threshold. A masked token has w = 0, and 0 * -inf must not be added.
+        # The entropy in nats is H = log(sum w) - sum(w (z - top)) / sum w, with w = exp(z - top). SVIP stops if sqrt(H)
+        # exceeds the threshold. A masked token has w = 0, and the product 0 * -inf would be NaN, so mask it.
         top_logit = jnp.max(logits, axis=-1, keepdims=True)
         weights = jnp.exp(logits - top_logit)
         weight_sum = jnp.sum(weights, axis=-1)
@@ -115,7 +120,7 @@ class _ChainLevel(NamedTuple):
     """Scan carry of `_chain`: one level of the chain."""
 
     tokens: Array  # i32[B, 1]
-    states: Array | None  # i32[B, 1]; state of the constraint after each token
+    states: Array | None  # i32[B, 1]; state of the constraint's automaton after each token
     carry: PyTree  # as in `Growth`
 
 
@@ -132,7 +137,7 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
             q_logits = process(logits, controls)
             # The keys differ in every step. Fold in the depth, so that the draws of the levels are independent.
             level_keys = _level_keys(keys, depth)
-            # There is one node per level, so there is no second index to fold in.
+            # A chain has one node per level, so the node index is always 0.
             node_index = jnp.zeros((batch, 1), jnp.int32)
             return jnp.where(is_end, NO_TOKEN, sample_processed(level_keys, node_index, q_logits)), q_logits
         return jnp.where(is_end, NO_TOKEN, steering.best(logits, states)), None
@@ -148,7 +153,7 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
         with jax.named_scope("level"):
             logits, carry = growth.extend(level.carry, nodes)
         next_tokens, q = draft_next(depth + 1, logits, carry, level.states)
-        # A row that has stopped stays stopped.
+        # Once a row has stopped drafting, all of its later tokens are NO_TOKEN.
         next_tokens = jnp.where(level.tokens == NO_TOKEN, NO_TOKEN, next_tokens)
         next_level = _ChainLevel(next_tokens, steering.moved(level.states, next_tokens), carry)
         return next_level, jax.tree.map(lambda x: x[:, 0], (next_tokens, q))
@@ -159,8 +164,8 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
     last_level, (later_tokens, later_logits) = lax.scan(body, first_level, depths)
     draft_logits = None
     if first_logits is not None and later_logits is not None:
-        # f32[B, N, V]: row i is the q that node i + 1 was drawn from. Row 0 belongs to the root, and the scan's
-        # [D - 1, B, V] gives the next D - 1 rows. The leaf has no children, so the last row is never read.
+        # f32[B, N, V]: row i contains the logits that node i + 1 was drawn from. Row 0 belongs to the root, and the
+        # scan's [D - 1, B, V] are the next D - 1 rows. The leaf has no children, so the last row is never read.
         draft_logits = jnp.concatenate(
             [first_logits, jnp.moveaxis(later_logits, 0, 1), jnp.zeros_like(first_logits)], axis=1
         )
@@ -172,13 +177,13 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
 def _visible(
     growth: Growth, seen: Array, depth: Array | int, row: Array | int, depths: np.ndarray
 ) -> Visible:
-    """Return the visibility of W nodes of one depth, which are written to consecutive rows starting at `row`.
+    """Return the attention visibility of W nodes at one depth, whose consecutive cache rows start at `row`.
 
     Args:
       seen: bool[B, W, R]; the rows that each node attends to.
       depths: i32[R]; depths of the rows.
     """
-    # Row r is in slot `first + r`. Rows of the same depth share a position: depth 1 is at `first`.
+    # Row r is in slot `first + r`. All rows of depth d have the position `first + d - 1`.
     row_positions = growth.first[:, None] + jnp.asarray(depths, jnp.int32)[None] - 1
     positions = jnp.broadcast_to(growth.first[:, None] + depth - 1, seen.shape[:2])
     return Visible(
@@ -192,9 +197,9 @@ def _visible(
 
 @jax.named_scope("mask")
 def _seen(parent_rows: Array, parents: Array, first: Array | int) -> Array:
-    """Return bool[B, W, R]: each of W new rows, starting at row `first`, sees itself and its parent's visible rows."""
+    """Return bool[B, W, R], the mask of W new rows from row `first` on: each sees itself and what its parent sees."""
     row_numbers = jnp.arange(parent_rows.shape[2], dtype=jnp.int32)
-    # bool[W, R]; new node i is row `first + i`.
+    # bool[W, R]; new node i is stored in row `first + i`.
     is_self = row_numbers[None] == first + jnp.arange(parents.shape[1], dtype=jnp.int32)[:, None]
     return pick(parent_rows, parents) | is_self[None]
 
@@ -205,7 +210,7 @@ def _static(shape: Static, steering: Steering, root: Array, keys: Array, control
     drawn_logits = []  # f32[B, W, V] for each level
 
     def children(raw_logits: Array, depth: int, alive: Array, carry: PyTree, states: Array | None) -> Array:
-        """Return i32[B, W * width], the children of the level at `depth`; NO_TOKEN under nodes that are not alive."""
+        """Return i32[B, W * width], the children of the nodes at `depth`; NO_TOKEN for children of nodes not alive."""
         width = shape.branching[depth]
         logits = steering.logits(raw_logits, states)
         alive = alive & ~growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
@@ -219,7 +224,8 @@ def _static(shape: Static, steering: Steering, root: Array, keys: Array, control
         return jnp.where(alive[..., None], ids, NO_TOKEN).reshape(batch, -1)
 
     states = steering.first
-    # The root has been fed, so level 1 is drafted from `growth.logits`, and node r + 1 goes to row r: R = N - 1.
+    # The root is already in the cache, so level 1 is drafted from `growth.logits`, and node r + 1 is written to row r.
+    # There are R = N - 1 rows.
     tokens = [root, children(growth.logits, 0, jnp.ones((batch, 1), bool), growth.carry, states)]
     visible_rows, carry, row = jnp.zeros((batch, 1, n - 1), bool), growth.carry, 0
     next_parents, width = np.zeros(shape.branching[0], np.int32), shape.branching[0]
@@ -246,18 +252,19 @@ def _static(shape: Static, steering: Steering, root: Array, keys: Array, control
 
 
 def _level_keys(keys: Array, depth: Array | int) -> Array:
-    """Return key[B] for the draws of one level."""
+    """Return the random keys, key[B], of one level of the tree."""
     return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, depth)
 
 
 class _Children(NamedTuple):
-    """The candidates under W nodes; each field is [B, W * k]."""
+    """The k candidate children of each of W nodes; each field is [B, W * k]."""
 
     tokens: Array  # i32
-    # f32; at most the parent's rank. In a greedy draft the log-probability of the candidate's path; in a sampled draft
-    # the j-th drawn child uses the log-probability of the j-th most probable token instead of its own.
+    # f32; at most the parent's rank. In a greedy draft it is the log-probability of the path to the candidate. In a
+    # sampled draft, the j-th drawn child adds the log-probability of the j-th most probable token, not its own, to its
+    # parent's path.
     rank: Array
-    path: Array  # f32; log-probability of the path, the base of the children's ranks; -inf: no children
+    path: Array  # f32; log-probability of the path, from which the ranks of its children are computed
 
 
 class _TreeLevel(NamedTuple):
@@ -265,14 +272,14 @@ class _TreeLevel(NamedTuple):
 
     carry: PyTree  # as in `Growth`
     nodes: _Children  # [B, k]
-    states: Array | None  # i32[B, k]; state of the constraint after each node
+    states: Array | None  # i32[B, k]; state of the constraint's automaton after each node
     ids: Array  # i32[B, k]; candidate numbers of the nodes
     parents: Array  # i32[B, k]; indices of their parents in the previous level
     seen: Array  # bool[B, k, R]; rows that the parents attend to
 
 
 class _Extended(NamedTuple):
-    """One extended level: its nodes, and the new candidates below them."""
+    """The nodes of one extended level, and the new candidates that are their children."""
 
     tokens: Array  # i32[B, k * k]
     rank: Array  # f32[B, k * k]
@@ -284,16 +291,16 @@ class _Extended(NamedTuple):
 def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, controls: Controls) -> Grown:
     """Grow a tree whose shape follows the drafter's confidence.
 
-    In a sampled tree, whether a token is kept must not depend on the token, or the kept tokens would not be draws from
-    q. A candidate's rank therefore does not depend on its own token. The candidates that do depend on that token,
-    namely its descendants and later siblings, never rank above it.
+    In a sampled tree, whether a candidate is kept must not depend on its token, or the kept tokens would not be samples
+    from q. So a candidate's rank does not depend on its own token. Its descendants and later siblings do depend on that
+    token, but they never rank above it.
     """
     growth, k, batch = steering.growth, shape.top_k, root.shape[0]
 
     def children(
         raw_logits: Array, rank: Array, path: Array, depth: Array | int, carry: PyTree, states: Array | None
     ) -> tuple[_Children, Array | None]:
-        """Return the k children of W nodes with ranks and paths f32[B, W], and the logits they were drawn from."""
+        """Return the children of W nodes with ranks and paths f32[B, W], and the logits they were drawn from."""
         logits = steering.logits(raw_logits, states)
         is_end = growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
         path = jnp.where(is_end, -jnp.inf, path)[..., None]
@@ -303,7 +310,7 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
 
         if steering.sample:
             siblings = draw_siblings(logits, k, _level_keys(keys, depth), controls)
-            # Rank the j-th child by the j-th largest probability of q, independent of the draw, and at most as high as
+            # Rank the j-th child by the j-th largest probability of q, whichever token was drawn, but no higher than
             # its parent.
             ranks = jnp.minimum(path + siblings.likeliest, rank[..., None])
             return _Children(flat(siblings.ids), flat(ranks), flat(path + siblings.log_q)), siblings.logits
@@ -318,13 +325,12 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
     # Candidates are numbered: those of level 1 are 0 to k - 1, and each later level adds the next k * k numbers.
     root_scores = jnp.zeros((batch, 1), jnp.float32)
     level_1, root_q = children(growth.logits, root_scores, root_scores, 0, growth.carry, steering.first)
-    # For the k nodes of a level, i32[B, k]: their candidate numbers and the indices of their parents in the previous
-    # level.
+    # i32[B, k] for the k nodes of a level: their parents' indices in the previous level, and their candidate numbers.
     no_parents = jnp.zeros((batch, k), jnp.int32)
     ids = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
     visible_rows = jnp.zeros((batch, k, max(shape.rows, 1)), bool)
-    # Each extended level writes k rows, so row r has depth 1 + r // k. A tree of depth 1 extends no level; its arrays
-    # have one unused row.
+    # Each extended level writes k rows, so row r has depth 1 + r // k. A tree of depth 1 extends no level, but its
+    # arrays have one unused row because they must not be empty.
     row_depths = 1 + np.arange(max(shape.rows, 1)) // k
 
     # All levels have the same shapes, so the scan compiles one extension.
@@ -358,7 +364,8 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
     depths = jnp.arange(1, shape.depth, dtype=jnp.int32)
     last_level, levels = lax.scan(body, first_level, depths)
 
-    # The scan stacks over depths. Append its [D - 1, B, k * k] as [B, (D - 1) * k * k] to the k of level 1.
+    # The scan stacks its outputs over depths. Reshape [D - 1, B, k * k] to [B, (D - 1) * k * k] and append it to the k
+    # candidates of level 1.
     def joined(first_values: Array, later_values: Array) -> Array:
         return jnp.concatenate([first_values, jnp.moveaxis(later_values, 0, 1).reshape(batch, -1)], axis=1)
 
@@ -386,7 +393,7 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
 
 
 class Candidates(NamedTuple):
-    """C candidate nodes to select a tree from. Parents precede their children and rank at least as high."""
+    """C candidate nodes from which a tree is selected. Parents precede their children and rank at least as high."""
 
     tokens: Array  # i32[B, C]
     ranks: Array  # f32[B, C]; at most the parent's; -inf: padding
@@ -395,13 +402,18 @@ class Candidates(NamedTuple):
 
 
 def keep(shape: Dynamic, root: Array, candidates: Candidates) -> tuple[DraftTree, Array]:
-    """Return the tree of root i32[B, 1] and the N - 1 highest-ranked candidates, and their numbers i32[B, N - 1]."""
+    """Build the tree of root i32[B, 1] and the N - 1 highest-ranked candidates.
+
+    Return the tree and the numbers of the kept candidates, i32[B, N - 1].
+    """
     batch, n = root.shape[0], shape.num_nodes
-    # A child ranks at most as high as its parent, and top_k breaks ties by the lower number, which is the parent's. So
-    # the selected candidates form a tree, and in the order of their numbers parents precede children.
+    # A child ranks at most as high as its parent, and top_k breaks ties in favour of the lower number, which is the
+    # parent's. So the selected candidates form a tree, and if they are sorted by number, parents precede their
+    # children.
     kept_ids = jnp.sort(lax.top_k(candidates.ranks, n - 1)[1], axis=1)
     node_numbers = jnp.broadcast_to(jnp.arange(1, n, dtype=jnp.int32), (batch, n - 1))
-    # i32[B, C]: the tree node of each candidate; 0 for dropped candidates, which are no kept candidate's parent.
+    # i32[B, C]: the tree node of each candidate. Dropped candidates map to 0; a kept candidate never has one as its
+    # parent.
     candidate_nodes = scatter_integers(len(candidates.depths), kept_ids, node_numbers)
     parents = pick(candidates.parents, kept_ids)
     parents = jnp.where(parents < 0, 0, pick(candidate_nodes, jnp.maximum(parents, 0)))

@@ -1,10 +1,11 @@
-"""A small language model as a drafter of chains, static trees or dynamic trees, greedy or sampled.
+"""A drafter that runs a small language model. It drafts chains, static trees or dynamic trees, greedy or sampled.
 
 Source: Leviathan et al. 2211.17192 (sampled chain), SpecInfer 2305.09781 (static trees). B batch, N nodes,
 V vocabulary. Oracle: the same model run from an empty cache each round (tests/drafters/test_model.py).
 
-Invariant: the draft cache is valid in slots `[0, length - 2)`. Leaves are drafted but never fed, so a fully accepted
-draft leaves its last token uncached. Each step therefore begins by feeding the last two committed tokens.
+Invariant: slots `[0, length - 2)` of the draft model's KV cache are valid. Leaves are drafted but never fed to the
+model, so after a fully accepted draft its last token is missing from the cache. Each step therefore begins by feeding
+the last two committed tokens.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from mars_jax.utils.errors import check_count, check_switch, check_type
 
 @struct.dataclass(kw_only=True)
 class ModelState:
-    """Draft state of a language model."""
+    """Draft state of a `DraftModel`."""
 
-    cache: PyTree  # the model's key-value cache
-    # i32[B, N]; each node's row in the last tree, from `grow`; None for chains, whose rows stay in place
+    cache: PyTree  # KV cache of the draft model
+    # i32[B, N]; cache row of each node of the last tree, as returned by `grow`; None for chains
     rows: Array | None
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel(ShapedDrafter):
-    """A small language model, best with the target's tokenizer.
+    """A small language model, preferably one with the target's tokenizer.
 
-    Its weights are `Params.draft`. A sampled draft follows the request's temperature, top-k, top-p and min-p; rows at
-    temperature 0 get the greedy draft. Siblings of a tree are drawn without replacement.
+    The model's weights are `Params.draft`. If `sample` is set, drafting follows the request's temperature, top-k, top-p
+    and min-p, and siblings of a tree are drawn without replacement. Rows at temperature 0 are drafted greedily.
 
     Raises:
       MarsError: K or a branching factor is below 1, or a node has more children than there are tokens.
@@ -60,10 +61,11 @@ class DraftModel(ShapedDrafter):
     """
 
     model: LanguageModel  # the small model
-    # K, the length of the chain; ignored if there is a tree.
+    # K, the length of the chain; ignored if `tree` is set.
     num_draft_tokens: int = dataclasses.field(default=5, compare=False)
-    # The target's vocabulary size, which can differ from the model's: checkpoints that share a tokenizer may pad it
-    # differently. Draft logits are cut or padded with -inf to this size. Default: the model's own size.
+    # The target's vocabulary size, to which draft logits are truncated or padded with -inf. It can differ from the
+    # model's size, because checkpoints that share a tokenizer may pad their embeddings differently. Default: the
+    # model's size.
     vocab_size: int | None = dataclasses.field(default=None, kw_only=True)
     # True if the model's tokenizer differs from the target's; `Params.draft` is then `shared_tokens.Shared`.
     own_tokens: bool = dataclasses.field(default=False, kw_only=True)
@@ -89,11 +91,11 @@ class DraftModel(ShapedDrafter):
 
     @functools.cached_property
     def _model(self) -> LanguageModel:
-        """The model that reads the target's tokens."""
+        """The draft model as a function of target token ids."""
         return translated(self.model) if self.own_tokens else self.model
 
     def init(self, params: Params, tokens: Array, length: Array) -> ModelState:
-        # The two-token feed of a one-token prompt needs one spare slot.
+        # Each step feeds two tokens, so a prompt of one token needs a spare slot.
         cache = self.model.init_cache(tokens.shape[0], tokens.shape[1] + self.shape.rows + 2)
         cache = prefill(self._model, params.draft, tokens, jnp.zeros_like(length), length - 2, cache)[0]
         rows = None if self.is_chain else jnp.zeros((tokens.shape[0], self.num_nodes), jnp.int32)
@@ -101,11 +103,11 @@ class DraftModel(ShapedDrafter):
 
     def _unembed(self, params: Params, hidden: Array) -> Array:
         logits = self._model.unembed(params.draft, hidden)
-        # With a different tokenizer, logits stay in the draft vocabulary, which `grow` maps to the target's.
+        # With a different tokenizer, keep the logits in the draft vocabulary. `grow` maps them to the target's.
         padding = self._vocab - self.model.vocab_size
         if self.own_tokens or padding == 0:
             return logits
-        # Models that share a tokenizer may pad their embeddings to different sizes. Cut or pad the logits.
+        # Models that share a tokenizer may pad their embeddings to different sizes. Truncate or pad the logits.
         if padding < 0:
             return logits[..., : self._vocab]
         return jnp.pad(logits, ((0, 0), (0, 0), (0, padding)), constant_values=-jnp.inf)
@@ -123,7 +125,7 @@ class DraftModel(ShapedDrafter):
 
         hidden, cache = feed_last(self._model, params.draft, state.cache, inputs.tokens, inputs.length)
         logits = self._unembed(params, hidden)
-        # [B, 1 + N, E]: the hidden state of the root, then room for that of each extended node, by row.
+        # [B, 1 + N, E]: the hidden state of the root, followed by space for those of the extended nodes, in row order.
         hidden_rows = jnp.pad(hidden, ((0, 0), (0, self.num_nodes), (0, 0))) if inputs.hidden else None
         growth = Growth(logits=logits, carry=(cache, hidden_rows), extend=extend, first=inputs.length)
         if self.own_tokens:
@@ -136,14 +138,14 @@ class DraftModel(ShapedDrafter):
             self.shape, self.sample, growth, last_token(inputs), inputs.keys, inputs.controls, inputs.guide
         )
         if hidden_rows is not None:
-            # Reorder the hidden states from the order of rows to the order of nodes.
+            # Reorder the hidden states from row order to node order.
             tree = dataclasses.replace(tree, hidden=pick(hidden_rows, rows))
         return tree, ModelState(cache=cache, rows=state.rows if self.is_chain else rows)
 
     def catch_up(
         self, params: Params, state: ModelState, tokens: Array, cached: Array, length: Array
     ) -> ModelState:
-        # Read only the tokens from index `cached` on. The next draft starts with the last two.
+        # Feed only the tokens from index `cached` on, except the last two, which the next draft feeds.
         chunk = self.model.prefill_chunk or chunk_of()
         cache, _ = prefill(self._model, params.draft, tokens, cached, length - 2, state.cache, chunk=chunk)
         return dataclasses.replace(state, cache=cache)
@@ -157,7 +159,7 @@ class DraftModel(ShapedDrafter):
         output: ForwardOutput,
         length: Array,
     ) -> ModelState:
-        # A chain's keys and values are in the order of its tokens, so nothing moves.
+        # The keys and values of a chain are already in token order, so none have to be moved.
         if state.rows is None:
             return state
         # i32[B, D + 1]. Row 1 is in slot `length` and the root, row 0, in slot `length - 1`, so `commit` can treat them
@@ -172,7 +174,7 @@ language_model = DraftModel
 def feed_last(
     model: LanguageModel, weights: PyTree, cache: PyTree, tokens: Array, length: Array
 ) -> tuple[Array, PyTree]:
-    """Feed the last two committed tokens; return the hidden state [B, 1, E] of the last one, and the cache."""
+    """Feed the last two committed tokens; return the hidden state [B, 1, E] of the last token, and the cache."""
     window_start = jnp.maximum(length - 2, 0)
     window_tokens = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, 2))(tokens, window_start)
     output = model.forward(weights, window_tokens, Visible.causal(window_start, 2), cache)
@@ -181,9 +183,9 @@ def feed_last(
 
 
 def load_model(arguments: Asked) -> LoadedDrafter:
-    """Load `language_model` from a checkpoint.
+    """Load a `language_model` drafter from a checkpoint.
 
-    If the model's tokenizer differs from the target's, it drafts only the tokens that both vocabularies share.
+    If the model's tokenizer differs from the target's, the drafter proposes only tokens that are in both vocabularies.
 
     Raises:
       MarsError: as for `hub.load` and `shared_tokens`.

@@ -1,4 +1,4 @@
-"""The MTP module of a target as a drafter: chains, static trees and dynamic trees.
+"""A drafter that runs the target's MTP module. It drafts chains, static trees and dynamic trees.
 
 Source: DeepSeek-V3 2412.19437, section 2.2. Oracle: `generate(use_mtp=True)` of transformers
 (tests/models/test_mtp.py).
@@ -22,9 +22,9 @@ from mars_jax.utils.errors import MarsError
 
 @dataclasses.dataclass(frozen=True)
 class Mtp(FeatureDrafter):
-    """The MTP module of a target. It drafts tokens after the first from its own output.
+    """An MTP module of the target, applied repeatedly to its own output to draft more than one token.
 
-    Weights and errors are as for `FeatureDrafter`.
+    For its weights and errors, see `FeatureDrafter`.
 
     >>> from mars_jax.models import ModelConfig, language_model
     >>> target = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
@@ -33,7 +33,7 @@ class Mtp(FeatureDrafter):
     """
 
     config: MtpConfig  # configuration of the module
-    # Length of the chain; ignored if there is a tree. Published modules are trained to draft one token.
+    # Length of the chain; ignored if `tree` is set. Published modules are trained to draft one token.
     num_draft_tokens: int = dataclasses.field(default=3, compare=False)
 
     @property
@@ -45,17 +45,17 @@ mtp = Mtp
 
 
 def load_mtp_drafter(arguments: Asked) -> LoadedDrafter:
-    """Load an MTP module from the checkpoint that the spec names, by default the target's.
+    """Load an MTP module from the checkpoint in the spec, or by default from the target's checkpoint.
 
     Raises:
-      MarsError: the target has no checkpoint, or as for `load_mtp`.
+      MarsError: the spec has no path and the target was not loaded from a checkpoint, or as for `load_mtp`.
     """
     target = arguments.target
     if not arguments.path and target.path == Path(os.devnull):
         raise MarsError(f"'{target.name}' was not loaded from a checkpoint: name one by mtp:PATH.")
     path, dtype = arguments.path or target.path, arguments.heads_dtype
     config, params = load_mtp(path, target.config, dtype=dtype, mesh=target.mesh)
-    # As for EAGLE heads: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
+    # On a CPU use float32, because XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else str(params["fc"].dtype)
     drafter = mtp(config, target.model, arguments.chain, **arguments.shape, cache_dtype=cache_dtype)
     return LoadedDrafter(drafter, params, max_positions=config.layer.max_positions)

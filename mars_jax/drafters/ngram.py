@@ -1,6 +1,6 @@
-"""Prompt lookup on the device: the continuation of the longest earlier match of the current suffix.
+"""Prompt lookup on the device: draft the tokens that followed the longest earlier match of the current suffix.
 
-Source: prompt lookup decoding (Saxena 2023), in `transformers` as `prompt_lookup_num_tokens`. B batch, T buffer.
+Source: prompt lookup decoding (Saxena 2023), in `transformers` as `prompt_lookup_num_tokens`. B batch, T token buffer.
 Oracle: a Python search in tests/drafters/test_ngram.py.
 """
 
@@ -22,11 +22,11 @@ from mars_jax.utils.limits import DRAFT_TOKENS, NGRAM_TOKENS
 
 @dataclasses.dataclass(frozen=True)
 class NGram(Drafter):
-    """Copies of the text so far.
+    """Copies of the tokens that followed an earlier occurrence of the last few tokens.
 
-    The draft is the continuation of the longest earlier match of the last tokens. Of equally long matches, it uses the
-    latest. A continuation that reaches the end of the context wraps around to the match, so that repetitions continue.
-    Without a match the nodes are padding and the step emits one token.
+    Search the context for earlier matches of its last tokens, and draft the tokens that followed the longest match, or
+    the latest of equally long ones. If the copy reaches the end of the context, it starts over after the match, so that
+    a repetition continues. Without a match all draft tokens are padding, and the step emits one token.
 
     Raises:
       MarsError: a field is out of range.
@@ -76,10 +76,10 @@ def check_lengths(min_ngram: int, max_ngram: int) -> None:
 
 
 def expected(matched: Array) -> Array:
-    """Return the expected acceptance f32[B] of a copy after a match of i32[B] tokens; 0 without a match.
+    """Return the expected acceptance rate f32[B] of a draft after a match of i32[B] tokens; 0 without a match.
 
-    Longer matches are accepted more often. The numbers are rough priors, which `drafters.sized` scales by the observed
-    acceptance.
+    Drafts after longer matches are accepted more often. The numbers are rough priors, which `drafters.sized` corrects
+    by the observed acceptance.
 
     >>> [round(x, 2) for x in expected(jnp.asarray([0, 1, 2, 6])).tolist()]
     [0.0, 0.3, 0.55, 0.8]
@@ -90,14 +90,14 @@ def expected(matched: Array) -> Array:
 def lookup(
     tokens: Array, length: Array, count: int, *, max_ngram: int, min_ngram: int
 ) -> tuple[Array, Array]:
-    """Return the proposed continuation, all `NO_TOKEN` in rows without a match.
+    """Return a draft for each row: the tokens that followed the longest match in the row's own context.
 
     Args:
       tokens: i32[B, T]; valid below `length`.
       length: i32[B], at least 1.
 
     Returns:
-      The tokens, i32[B, count], and the number of tokens that matched, i32[B].
+      The draft i32[B, count], which is all `NO_TOKEN` in rows without a match, and the length of the match i32[B].
 
     >>> lookup(jnp.asarray([[5, 6, 7, 5, 6, 0]], jnp.int32), jnp.asarray([5], jnp.int32), 2,
     ...        max_ngram=3, min_ngram=1)[0].tolist()
@@ -106,7 +106,8 @@ def lookup(
     has_match, start, match_length = longest_match(
         tokens, length, tokens, length, max_ngram=max_ngram, min_ngram=min_ngram
     )
-    # The text from the match to the end is one period of a repetition: after its end, continue from its beginning.
+    # The tokens from the match to the end are one period of a repetition. After its last token, continue with its
+    # first.
     period = jnp.maximum(length - start, 1)
     offsets = jnp.arange(count, dtype=jnp.int32)[None] % period[:, None]
     draft = jnp.take_along_axis(tokens, jnp.minimum(start[:, None] + offsets, tokens.shape[1] - 1), axis=1)
@@ -116,29 +117,31 @@ def lookup(
 def longest_match(
     tokens: Array, length: Array, past: Array, past_length: Array, *, max_ngram: int, min_ngram: int
 ) -> tuple[Array, Array, Array]:
-    """Find the longest suffix of each row that occurs in `past` before another token, and its latest occurrence.
+    """Find the longest suffix of each row that also occurs in `past` before another token, and its last occurrence.
 
     Args:
       tokens: i32[B, T]; valid below `length` i32[B], at least 1.
-      past: i32[B, C], searched below `past_length` i32[B]; NO_TOKEN separates documents.
+      past: i32[B, C]; the tokens to search, valid below `past_length` i32[B]. NO_TOKEN separates documents.
 
     Returns:
-      bool[B], true in rows with a match; the index i32[B] after the match, which is below `past_length`; and the number
-      of tokens that matched, i32[B].
+      Whether each row has a match, bool[B]; the index of the token after the match, i32[B], which is below
+      `past_length`; and the length of the match, i32[B].
     """
     past_size = past.shape[1]
-    # i32[1, C]: candidate e is a match that ends just before index e, where the draft would begin. `match_length`
-    # counts the tokens of the row's suffix that precede e.
+    # i32[1, C]: candidate e is a match that ends just before index e, so that the draft begins at e. `match_length`
+    # counts how many tokens before e equal those at the end of the row.
     match_end = jnp.arange(past_size, dtype=jnp.int32)[None]
     match_length = jnp.zeros(past.shape, jnp.int32)
     is_matching = (match_end >= 1) & (match_end < past_length[:, None])
     for steps_back in range(1, max_ngram + 1):
-        # Compare past[e - steps_back] with tokens[length - steps_back]. A candidate matches while the suffixes agree.
+        # Compare past[e - steps_back] with tokens[length - steps_back]. A candidate's match ends at the first
+        # difference.
         shifted = jnp.pad(past, ((0, 0), (steps_back, 0)), constant_values=NO_TOKEN)[:, :past_size]
         suffix_token = jnp.take_along_axis(tokens, jnp.maximum(length - steps_back, 0)[:, None], axis=1)
         is_matching &= (shifted == suffix_token) & (match_end >= steps_back) & (length >= steps_back)[:, None]
         match_length += is_matching.astype(jnp.int32)
-    # The longest match wins, then the latest: its length is the score's high digit, and its end the low digit.
+    # Choose the longest match, and the latest of equally long ones: in base C, the match's length is the high digit of
+    # the score, and its end is the low digit.
     match_score = jnp.where(match_length >= min_ngram, match_length * past_size + match_end, -1)
     best_end = jnp.argmax(match_score, axis=1).astype(jnp.int32)
     best_score = jnp.max(match_score, axis=1)
@@ -146,7 +149,7 @@ def longest_match(
 
 
 def load_ngram(arguments: Asked) -> LoadedDrafter:
-    """Load `ngram` with the requested length, for any target."""
+    """Make an `ngram` drafter of the requested length."""
     return LoadedDrafter(ngram(arguments.chain), ())
 
 

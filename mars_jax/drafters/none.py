@@ -1,4 +1,4 @@
-"""No draft: plain autoregression as a tree of one node."""
+"""A drafter that drafts nothing: plain autoregressive decoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mars_jax.drafters.registry import register
 class NoDraft(Drafter):
     """Plain autoregression.
 
-    The tree is only the root, so every step emits one token.
+    The draft tree consists of the root only, so every step emits one token.
 
     >>> none().num_nodes
     1
@@ -35,7 +35,7 @@ none = NoDraft
 
 
 def load_none(arguments: Asked) -> LoadedDrafter:
-    """Load `none`, for any target."""
+    """Make a `none` drafter."""
     return LoadedDrafter(none(), ())
 
 

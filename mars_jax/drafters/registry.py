@@ -1,7 +1,7 @@
-"""Definitions of drafters by name. A drafter's class and the arguments of `register` define its capabilities.
+"""A registry of drafters by name. A drafter's class and the arguments of `register` define its capabilities.
 
-Flags, lists, messages and checks use the definitions. Drafters from other packages are plugins, as rules are
-(`verify.definition`).
+Command-line flags, lists, error messages and checks are derived from this registry. Other packages can add drafters as
+plugins, in the same way as rules (see `verify.definition`).
 
 Oracle: tests/test_tables.py.
 """
@@ -22,37 +22,37 @@ from mars_jax.utils.types import JsonObject
 from mars_jax.utils.user_code import summary
 
 MIXTURE_LENGTH = 3
-"""Chain length for a mixture of experts. Different nodes read different experts: with 128 experts and 8 per token, a
-chain of 3 reads 23% of them and a tree of 60 nodes 98%."""
+"""Default limit on the chain length if the target is a mixture of experts. Each draft token activates different
+experts: with 128 experts and 8 per token, a chain of 3 loads 23% of them, and a tree of 60 nodes loads 98%."""
 HEAD_EMBED = ("own", "target")
-"""Embedding that a head uses: its own if the checkpoint contains one, or always the target's."""
+"""Choices of embedding for a head: its own if the checkpoint contains one, or always the target's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftDefinition:
-    """A drafter that users can name."""
+    """The registry entry of a drafter."""
 
-    name: str  # without a colon
-    cls: type[Drafter]  # its class
-    load: Callable[[Asked], LoadedDrafter]  # builds it with its weights
-    help: str  # one sentence without a period
-    path: str = ""  # placeholder in its spec: PATH for a checkpoint, FILE, or nothing
-    own: bool = False  # may omit the path: the weights are then in the target's checkpoint
-    head: bool = False  # reads the target's features; checked against the target's config
-    static: bool = False  # its trees are static only
+    name: str  # the name before the colon in a spec
+    cls: type[Drafter]  # class of the drafter
+    load: Callable[[Asked], LoadedDrafter]  # function that builds the drafter with its weights
+    help: str  # one-sentence description without a period
+    path: str = ""  # placeholder for the path in a spec: PATH for a checkpoint, FILE for a file, "" for none
+    own: bool = False  # the path may be omitted if the weights are in the target's checkpoint
+    head: bool = False  # reads the target's features and is checked against the target's config
+    static: bool = False  # drafts static trees but no dynamic ones
     grows: bool = False  # drafts a dynamic tree by default
-    # Drafts a whole block at once; its usual tree is as deep as the block, whose length is in the checkpoint.
+    # Drafts a whole block in one forward pass. By default it drafts a tree as deep as the block.
     block: bool = False
-    copies: bool = False  # copies earlier text, so a lossy rule accepts repetitions
-    embeds: bool = False  # its checkpoint may contain an embedding, which head_embed replaces
-    learns: bool = False  # `lab.training.online` trains it on its rejected drafts
-    # For a head whose published shape is in `mars-jax plan`: the shape's name, and the class of the head's config.
+    copies: bool = False  # copies earlier tokens, so a lossy rule accepts more repetitions
+    embeds: bool = False  # the checkpoint may contain an embedding; head_embed="target" replaces it
+    learns: bool = False  # `lab.training.online` can train the drafter on its rejected tokens
+    # For heads that `mars-jax plan` lists: name of the head's published shape, and class of its config.
     outlined: tuple[str, type] | None = None
-    paper: str = ""  # the source, such as an arXiv number
+    paper: str = ""  # source, such as an arXiv number
 
     @property
     def spec(self) -> str:
-        """The form of its spec.
+        """The pattern of the drafter's spec.
 
         >>> definition("model").spec
         'model:PATH'
@@ -62,43 +62,43 @@ class DraftDefinition:
         return f"{self.name}:{self.path}".removesuffix(":")
 
     def accepts(self, path: str) -> bool:
-        """Return whether its spec may have this path, which is empty if the spec has none."""
+        """Return whether a spec of this drafter may have the given path; "" means no path."""
         return bool(path) == bool(self.path) or (self.own and not path)
 
     @property
     def length(self) -> int | None:
-        """Default chain length; None: fixed by its weights, or there is no draft."""
+        """Default chain length; None if the checkpoint defines the length or the drafter drafts nothing."""
         length = self._defaults.get("num_draft_tokens")
         return length if isinstance(length, int) else None
 
     @property
     def samples(self) -> bool:
-        """True if it can draw from its distribution, for rejection."""
+        """Whether the drafter can sample its drafts and return q, as rejection sampling requires."""
         return "sample" in self._defaults
 
     @property
     def trees(self) -> bool:
-        """True if it drafts static trees."""
+        """Whether the drafter can draft static trees."""
         return "tree" in self._defaults
 
     @property
     def dynamic(self) -> bool:
-        """True if it drafts dynamic trees."""
+        """Whether the drafter can draft dynamic trees."""
         return self.trees and not self.static
 
     @property
     def stops(self) -> bool:
-        """True if it respects draft_stop."""
+        """Whether the drafter supports early stopping by `draft_stop`."""
         return self.cls.stops is True
 
     @property
     def trusts(self) -> bool:
-        """True if it accepts some of its drafts without the target, so that no rule is lossless with it."""
+        """Whether the drafter accepts some of its draft tokens itself, so that no rule is lossless with it."""
         return self.cls.trusts is True
 
     @property
     def resizes(self) -> bool:
-        """True if it drafts chains of any length from one state, so that each step can choose a length."""
+        """Whether one draft state serves chains of any length, so that each step can choose a length."""
         return self.cls.resizes is True
 
     @property
@@ -106,17 +106,18 @@ class DraftDefinition:
         return {f.name: f.default for f in dataclasses.fields(self.cls) if f.init}  # pyright: ignore[reportArgumentType]
 
     def usual(self, *, mixture: bool, chain: bool = False) -> tuple[int | None, Dynamic | None]:
-        """Return the chain length and the tree of the default draft, for a request with neither.
+        """Return the default chain length and tree, for a request that specifies neither.
 
         Args:
-          mixture: the target is a mixture of experts.
-          chain: the draft must be a chain: it is sampled, or the target has recurrent layers.
+          mixture: whether the target is a mixture of experts.
+          chain: whether the draft must be a chain, because it is sampled, its length is adaptive, or the target has
+            recurrent layers.
 
         >>> definition("model").usual(mixture=False), definition("eagle").usual(mixture=True)
         ((5, None), (3, None))
         """
         length = self.length
-        # A draft that needs no verification never makes the target read experts in vain.
+        # Trusted tokens are not rejected, so the target never loads experts for them in vain.
         if mixture and length is not None and not self.trusts:
             length = min(length, MIXTURE_LENGTH)
         if mixture and self.block:
@@ -126,7 +127,7 @@ class DraftDefinition:
         return length, None
 
     def as_json(self) -> JsonObject:
-        """Return the definition for `--list-drafters --json`."""
+        """Return the definition as JSON, for `--list-drafters --json`."""
         facts = ("name", "spec", "help", "head", "trees", "dynamic", "samples", "stops", "length", "resizes")
         facts += ("grows", "trusts", "block", "copies", "embeds", "learns", "paper")
         return {field_name: getattr(self, field_name) for field_name in facts}
@@ -143,14 +144,14 @@ def register(
     help: str = "",
     **facts: Any,
 ) -> None:
-    """Make a drafter available by `name`.
+    """Register a drafter, so that specs can refer to it by `name`.
 
     Args:
-      name: without a colon.
-      cls: its class. The default of its field `num_draft_tokens` is the usual chain length. The drafter drafts trees if
-        the class has a field `tree`, and draws its drafts if the class has a field `sample`.
-      load: function that builds it, with its weights, from the arguments of `drafters.load`.
-      help: one sentence; default: the first line of the class's docstring.
+      name: name of the drafter, without a colon.
+      cls: dataclass of the drafter. The default of its field `num_draft_tokens` is the default chain length. The
+        drafter can draft trees if the class has a field `tree`, and sample its drafts if it has a field `sample`.
+      load: function that builds the drafter and its weights from the arguments of `drafters.load`.
+      help: one-sentence description; default: the first line of the class's docstring.
       **facts: the other fields of `DraftDefinition`.
 
     Raises:
@@ -164,7 +165,7 @@ def register(
 
 
 def definitions() -> Mapping[str, DraftDefinition]:
-    """Return the definitions of all drafters by name, those of plugins last.
+    """Return the definitions of all drafters, keyed by name. Plugins come last.
 
     >>> [*definitions()][:4], "medusa" in definitions()
     (['none', 'ngram', 'model', 'eagle'], True)
@@ -174,7 +175,7 @@ def definitions() -> Mapping[str, DraftDefinition]:
 
 
 def definition(name: str) -> DraftDefinition:
-    """Return the definition of a drafter. Looking up an unknown name loads the plugins first."""
+    """Return the definition of a drafter. If the name is unknown, load the plugins first."""
     return _DRAFTERS.get(name) or definitions()[name]
 
 
@@ -182,21 +183,21 @@ class DraftSpec(NamedTuple):
     """A parsed drafter spec: `eagle:PATH` is ("eagle", "PATH"), and `ngram` is ("ngram", "")."""
 
     kind: str  # name of the drafter
-    path: str  # its checkpoint or file; "" if it has none
+    path: str  # the drafter's checkpoint or file; "" if the spec has no path
 
     @property
     def definition(self) -> DraftDefinition:
-        """The definition of the drafter."""
+        """The registry entry of the drafter."""
         return definition(self.kind)
 
     @property
     def checkpoint(self) -> str:
-        """Checkpoint in the spec; "" if there is none."""
+        """The checkpoint in the spec; "" if the spec has no path or its path is a file."""
         return "" if self.definition.path == "FILE" else self.path
 
 
 def draft_words(names: Iterable[str] | None = None) -> str:
-    """Return the forms of drafter specs, for help and errors; by default, of all drafters.
+    """Return a list of spec patterns as text, for help and error messages; by default, of all drafters.
 
     >>> draft_words(["ngram", "model", "eagle"])
     'ngram, model:PATH or eagle:PATH'
@@ -206,30 +207,30 @@ def draft_words(names: Iterable[str] | None = None) -> str:
 
 
 def drafters_that(capability: str) -> str:
-    """Return `draft_words` of the drafters with a capability, such as "trees"."""
+    """Return `draft_words` for the drafters that have a capability, such as "trees"."""
     return draft_words(names_that(capability))
 
 
 def names_that(capability: str) -> list[str]:
-    """Return the names of the drafters with a capability, such as "learns"."""
+    """Return the names of the drafters that have a capability, such as "learns"."""
     return [name for name, entry in definitions().items() if getattr(entry, capability)]
 
 
 def published_heads() -> dict[str, type]:
-    """Return the config class of each head with a published shape in `mars-jax plan`, keyed by the shape's name."""
+    """Return the config classes of the heads that `mars-jax plan` lists, keyed by the name of the head's shape."""
     return dict(entry.outlined for entry in definitions().values() if entry.outlined)
 
 
 def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] | None = None) -> DraftSpec:
-    """Parse a drafter spec into kind and path.
+    """Split a drafter spec into the drafter's name and path, and check both.
 
     Args:
-      spec: such as "ngram" or "eagle:PATH"; a path may contain colons.
-      shown: name of the argument in messages.
-      among: allowed kinds; default: all.
+      spec: a spec such as "ngram" or "eagle:PATH"; the path may contain colons.
+      shown: name of the argument in error messages.
+      among: names of the allowed drafters; default: all.
 
     Raises:
-      MarsError: an unknown kind, a missing or superfluous path, or an invalid path.
+      MarsError: the drafter is unknown, or the path is missing, superfluous or invalid.
 
     >>> parse_draft("eagle:owner/name")
     DraftSpec(kind='eagle', path='owner/name')
@@ -238,7 +239,7 @@ def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] |
         raise MarsError(f"{shown} is of type {type(spec).__name__}: expected {draft_words(among)}.")
     kind, colon, path = spec.partition(":")
     if among is None:
-        # Load the plugins only if the library has no drafter of this name.
+        # Load the plugins only if no registered drafter has this name.
         is_known = kind in _DRAFTERS or kind in definitions()
     else:
         among = list(among)

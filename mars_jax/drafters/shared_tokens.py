@@ -1,11 +1,12 @@
-"""Drafting with a model that has a different tokenizer: it drafts only the tokens that both vocabularies share.
+"""Drafting with a model whose tokenizer differs from the target's, restricted to the tokens that both share.
 
 Source: token-level intersection (TLI), Timor et al. 2502.05202. B batch, N nodes, U draft vocabulary, V target
 vocabulary. Oracle: the model itself, run token by token in Python (tests/drafters/test_shared_tokens.py).
 
-Tokens that the target lacks get probability 0 and the draft is renormalised, so q is true and every rule works
-unchanged. The draft reads the target's tokens one by one. Its own tokenizer would split the text differently, and a
-token that the draft lacks is replaced by a suffix of its bytes. Both reduce acceptance, but the result stays exact.
+Tokens that the target lacks get probability 0 and q is renormalised, so q is the true sampling distribution and every
+rule works unchanged. The draft model is fed the target's tokens, although its own tokenizer would split the text
+differently. A token that its vocabulary lacks is replaced by a suffix of that token's bytes. Both lower the acceptance
+rate but do not affect correctness.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from mars_jax.hub.pretrained import Pretrained, differing_tokens
 from mars_jax.utils.errors import MarsError
 
 FEWEST = 100
-"""Minimum number of shared tokens. Byte-level vocabularies share at least the 256 single bytes; with fewer tokens a
-draft is hardly ever accepted."""
+"""Minimum number of shared tokens. Byte-level vocabularies share at least the 256 single bytes. With fewer than
+`FEWEST` shared tokens, drafts are hardly ever accepted."""
 
 
 class Shared(NamedTuple):
-    """`Params.draft` of a model with a different tokenizer; the tables are replicated on every device."""
+    """`Params.draft` of a draft model with a different tokenizer. The tables are replicated on every device."""
 
-    weights: PyTree  # weights of the model; None in a value that contains only the tables
+    weights: PyTree  # weights of the draft model; None before they are added to the tables
     ids: Array  # i32[U]; target token id of each draft token id; NO_TOKEN if the target lacks it
     fed: Array  # i32[V]; draft token id to feed for each target token id
 
@@ -42,7 +43,7 @@ class Shared(NamedTuple):
 
 @functools.lru_cache
 def translated(model: LanguageModel) -> LanguageModel:
-    """Return the model with params `Shared`: it reads target tokens, and the logits of unshared tokens are -inf."""
+    """Wrap a model to take `Shared` params and target token ids. Tokens that are not shared get logits of -inf."""
 
     def forward(params: Shared, tokens: Array, visible: Visible, cache: PyTree) -> ForwardOutput:
         return model.forward(params.weights, params.fed[tokens], visible, cache)
@@ -54,9 +55,9 @@ def translated(model: LanguageModel) -> LanguageModel:
 
 
 def shared_tokens(target: Pretrained, draft: Pretrained) -> Shared | None:
-    """Return the tables of a pair, without weights; None if both models have the same vocabulary.
+    """Return the token tables of two models, without weights; None if both models have the same vocabulary.
 
-    Ordinary tokens are shared if their bytes are equal; special tokens are shared if their names are equal.
+    Ordinary tokens are shared if their bytes are equal, and special tokens if their names are equal.
 
     Raises:
       MarsError: fewer than `FEWEST` tokens are shared, or as for `hub.pretrained.differing_tokens`.
@@ -80,34 +81,38 @@ def shared_tokens(target: Pretrained, draft: Pretrained) -> Shared | None:
 
 
 def tables(target: Vocabulary, draft: Vocabulary, stand_in: int = 0) -> Shared:
-    """Return the tables of two vocabularies.
+    """Return the tables that map between the tokens of two vocabularies, without weights.
 
     Args:
-      target, draft: vocabularies with V and U tokens.
-      stand_in: draft token id to feed for a target token without a byte suffix in the draft's vocabulary.
+      target, draft: the vocabularies, of V and U tokens.
+      stand_in: draft token id to feed for a target token if no suffix of its bytes is in the draft's vocabulary.
 
     >>> shared = tables(Vocabulary((None, b"a", b"b", b"ab")), Vocabulary((b"b", b"c", b"a")))
     >>> shared.ids.tolist(), shared.fed.tolist()
     ([2, -1, 1], [0, 2, 0, 0])
     """
-    # Tokens are equal if their keys are equal: the bytes of ordinary tokens, or the names of special tokens.
+    # Two tokens are the same if their keys are equal. Keys are the bytes of ordinary tokens and the names of special
+    # ones.
     target_ids, draft_ids = _ids_of_bytes(target), _ids_of_bytes(draft)
     to_target = np.full(len(draft.tokens), NO_TOKEN, np.int32)
     for key in target_ids.keys() & draft_ids.keys():
         to_target[draft_ids[key]] = target_ids[key]
     to_draft = np.full(len(target.tokens), stand_in, np.int32)
     for i, token in enumerate(token or b"" for token in target.tokens):
-        # Feed the longest suffix of the token that is in the draft's vocabulary: the next token depends most on the
-        # latest bytes.
+        # Feed the longest suffix of the token that is in the draft's vocabulary, because the next token depends most on
+        # the last bytes.
         suffixes = ((False, token[start:]) for start in range(len(token)))
         to_draft[i] = next((draft_ids[suffix] for suffix in suffixes if suffix in draft_ids), stand_in)
-    # A special token is fed only as the special token of the same name.
+    # Feed a special token as the special token of the same name, or else as `stand_in`.
     for i, special_name in target.marks:
         to_draft[i] = draft_ids.get((True, special_name), stand_in)
     return Shared(None, jnp.asarray(to_target), jnp.asarray(to_draft))
 
 
 def _ids_of_bytes(words: Vocabulary) -> dict[tuple[bool, bytes], int]:
-    """Map (False, bytes) of ordinary and (True, name) of special tokens to ids; duplicate bytes map to the first id."""
+    """Map keys, (False, bytes) of ordinary tokens and (True, name) of special ones, to token ids.
+
+    If several tokens have the same bytes, use the first id.
+    """
     ordinary_ids = {(False, token): i for i, token in reversed(list(enumerate(words.tokens))) if token}
     return ordinary_ids | {(True, special_name): i for i, special_name in words.marks}

@@ -1,10 +1,10 @@
 """Adaptive draft length: each step picks the chain length, possibly 0, with the highest estimated tokens per second.
 
-The cost of a step at each length is given or measured. The number of tokens that the step yields is estimated from the
-acceptance that the drafter expects, corrected by how recent drafts of the live rows turned out. The choice is made on
-the device. Source of the estimate: Leviathan et al. 2211.17192, section 3.3. B batch, n lengths.
+The cost of a step at each length is either given or measured. The number of tokens per step is estimated from the
+drafter's expected acceptance rate, corrected by the observed acceptance of recent drafts in the live rows. The length
+is chosen on the device. Source of the estimate: Leviathan et al. 2211.17192, section 3.3. B batch, n lengths.
 
-Oracle: the drafter of a fixed length, token for token, and a simulation in Python (tests/drafters/test_sized.py).
+Oracle: a drafter of fixed length, token for token, and a simulation in Python (tests/drafters/test_sized.py).
 """
 
 from __future__ import annotations
@@ -29,34 +29,36 @@ from mars_jax.drafters.skipping import SizedParams, Skipping, SkippingState
 from mars_jax.utils.errors import MarsError
 
 DECAY = 0.95
-"""Factor on the counts after each step with a draft: at batch 1, about the last twenty steps count (some 60 tokens)."""
+"""Factor by which the counts decay after each step with a draft. At batch size 1, the counts cover about the last 20
+steps, or 60 tokens."""
 USUAL_ACCEPTANCE, PRIOR_TOKENS = 0.7, 3.0
-"""Acceptance assumed for a drafter that does not estimate its own. The counts start as if `PRIOR_TOKENS` drafted
-tokens had been accepted at this rate. The rate is moderate, so that a short answer is not slowed down by trying a draft
-that is expensive compared with a step."""
+"""Acceptance rate assumed for a drafter that does not estimate its own. The counts start as if `PRIOR_TOKENS` draft
+tokens had been accepted at this rate. The rate is moderate so that short answers are not slowed down by drafts that are
+expensive compared with a step."""
 MARGIN = 1.1
-"""Minimum estimated speed of a draft relative to no draft. It exceeds 1 because costs leave out the tokens that a draft
-model has to catch up on, and because a batch ends with its slowest row."""
+"""Minimum estimated speedup for which a draft is worthwhile. It exceeds 1 because the costs do not include the tokens
+that a draft model must process to catch up, and because a batch is only done when its slowest row is."""
 OPTIMISM = 0.1
-"""Steps without a draft measure no acceptance. If a draft would pay with this much more acceptance, try one
-occasionally."""
+"""Amount added to the acceptance rate in a trial. Steps without a draft do not measure acceptance, so occasionally try
+a draft that would be worthwhile at this higher rate."""
 PAUSE = 32
-"""Steps without a draft before such a trial. A rejected draft takes about as long as one or two of them."""
+"""Number of steps without a draft before a trial. A rejected draft costs about as much time as one or two such
+steps."""
 
 
 class Counts(NamedTuple):
-    """Counts of each row, from which a step estimates the acceptance; stored in `SkippingState.counts`."""
+    """Per-row counts from which a step estimates the acceptance rate; stored in `SkippingState.counts`."""
 
     accepted: Array  # f32[B]; decayed count of accepted tokens
-    expected: Array  # f32[B]; decayed count of tokens that were expected to be accepted
+    expected: Array  # f32[B]; decayed sum of the expected acceptance rates of tested tokens
     idle: Array  # i32[B]; steps since the last draft
 
     def after(self, length: Array, num_accepted: Array, expected: Array, patience: int) -> Counts:
-        """Return the counts after a step with a draft of `length` i32[] tokens; `expected` is as for `best_size`.
+        """Return the counts updated by a step with a draft of `length` i32[] tokens. `expected` is as in `best_size`.
 
-        After `patience` or more steps without a draft, older counts weigh half.
+        If the row had no draft for `patience` or more steps, also halve the weight of the older counts.
         """
-        # Tokens after the first rejection are not tested. Padding at the end of a chain counts as rejected.
+        # Tokens after the first rejected one are not tested. Padding at the end of a chain counts as rejected.
         num_tested = jnp.minimum(num_accepted + 1, length).astype(jnp.float32)
         decay = jnp.where(length > 0, jnp.where(self.idle >= patience, DECAY / 2, DECAY), 1.0)
         return Counts(
@@ -67,7 +69,7 @@ class Counts(NamedTuple):
 
 
 def usual_sizes(length: int) -> tuple[int, ...]:
-    """Return the default sizes: none, the full length, and half of it if that is at least two tokens shorter.
+    """Return the default sizes: 0, half the length if that is at least two tokens shorter, and the full length.
 
     >>> usual_sizes(5), usual_sizes(3)
     ((0, 3, 5), (0, 3))
@@ -83,23 +85,25 @@ def sized(
     costs: Sequence[float] | None = None,
     any_rule: bool = False,
 ) -> LoadedDrafter:
-    """Make a drafter that chooses the length of its chain in each step.
+    """Wrap a drafter so that each step chooses the length of the drafted chain.
 
-    Under `exact`, deterministic drafts produce the same tokens as every fixed size. Sampled output, as under
-    `rejection`, has the same distribution, but its tokens depend on the other rows of the batch.
+    With the rule `exact` and greedy drafts, the emitted tokens equal those of any fixed length. With a sampling rule
+    such as `rejection`, the output distribution is unchanged, but the tokens depend on the other rows of the batch.
 
-    A step without a draft leaves the drafter's cache behind. The next draft first reads the missing tokens.
+    Steps without a draft do not update the drafter's cache. The next draft first processes the tokens that it lacks.
 
     Args:
-      loaded: a chain drafter with its weights; its length is the longest size.
-      sizes: two to four increasing chain lengths, the first 0; default `usual_sizes` of the drafter's length.
-      costs: positive cost of a step at each size and the intended batch size, in any unit, such as seconds or the
-        estimate of `mars-jax plan`; default: `generate` and `Session` measure them before the first batch of a shape.
-      any_rule: also allow lossy rules, although their completions then depend on the rest of the batch.
+      loaded: a drafter of chains with its weights; its length is the maximum length.
+      sizes: two to four increasing chain lengths, the first of which is 0; default: `usual_sizes` of the drafter's
+        length.
+      costs: positive cost of a step at each size, for the intended batch size, in any unit; for example, seconds or the
+        estimate of `mars-jax plan`. By default, `generate` and `Session` measure the costs before the first batch of
+        each shape.
+      any_rule: also allow lossy rules, although their completions then depend on the other rows of the batch.
 
     Raises:
-      MarsError: the drafter drafts trees, only a single length, or trusted tokens, or has both `catch_up` and `reads`;
-        or sizes or costs are invalid.
+      MarsError: the drafter drafts trees, supports only one length, trusts some of its tokens, or has both `catch_up`
+        and `reads`; or the sizes or costs are invalid.
 
     >>> from mars_jax.drafters.ngram import ngram
     >>> adaptive = sized(LoadedDrafter(ngram(8), ()))
@@ -107,7 +111,7 @@ def sized(
     (0, 4, 8)
     """
     longest = loaded.drafter
-    # A step without a draft can postpone reading tokens or reading the target's outputs, but not both.
+    # After a step without a draft, the drafter can catch up on tokens or on the target's outputs, but not on both.
     reads_both = longest.lags and longest.reads is not None
     if not longest.resizes or longest.trusts or reads_both or longest.num_nodes != longest.max_depth + 1:
         raise MarsError(
@@ -135,20 +139,20 @@ def sized(
 
 
 def with_step_costs(loaded: LoadedDrafter, costs: Sequence[float] | np.ndarray) -> LoadedDrafter:
-    """Return the drafter with these costs f32[n]."""
+    """Return the drafter with its step costs set to `costs` f32[n]."""
     # A host array exists in every process of a mesh.
     return loaded._replace(params=loaded.params._replace(costs=np.asarray(costs, np.float32)))
 
 
 def with_size(loaded: LoadedDrafter, index: int) -> LoadedDrafter:
-    """Return the drafter with every step fixed to the size at this index, such as 0 for no draft."""
+    """Return the drafter with every step fixed to the size at `index`. Index 0 disables drafting."""
     # A size with an infinite cost is never chosen.
     return with_step_costs(loaded, np.where(np.arange(len(loaded.params.costs)) == index, 1.0, np.inf))
 
 
 @dataclasses.dataclass(frozen=True)
 class SizedDrafter(Skipping):
-    """A drafter whose decoder chooses among several lengths; by itself it drafts the longest."""
+    """A drafter whose decoder chooses among several lengths. Used without that decoder, it drafts the longest."""
 
     lengths: tuple[int, ...] = ()  # chain lengths, increasing from 0
     any_rule: bool = False  # also allow lossy rules
@@ -162,7 +166,7 @@ class SizedDrafter(Skipping):
         """Return the decoder for a target.
 
         Raises:
-          MarsError: as for `speculative_decoder`, or a lossy rule.
+          MarsError: as for `speculative_decoder`, or the rule is lossy and `any_rule` is not set.
         """
         if not (self.any_rule or verify.lossless):
             raise MarsError(
@@ -177,7 +181,7 @@ class SizedDrafter(Skipping):
         zeros, cached_length = jnp.zeros(length.shape, jnp.float32), length
         counts = Counts(zeros, zeros, jnp.zeros_like(length))
         if self.longest.lags:
-            # If not even a trial would draft, a draft model does not read the prompt: `catch_up` can read it later.
+            # If even a trial would not draft, skip the draft model's prefill; `catch_up` can process the prompt later.
             trial_counts = counts._replace(idle=counts.idle + PAUSE)
             size = best_size(params.draft, self.lengths, trial_counts, length > 0, zeros + USUAL_ACCEPTANCE)
             cached_length = jnp.where(size > 0, length, jnp.minimum(length, 2))
@@ -186,10 +190,10 @@ class SizedDrafter(Skipping):
 
 @dataclasses.dataclass(frozen=True)
 class SizedDecoder(Decoder):
-    """A decoder that chooses a draft length in each step; shapes are those of the longest draft.
+    """A decoder that chooses a draft length in each step. Its arrays have the shapes of the longest draft.
 
-    The choice is a number on the device, so one program contains all lengths. On a mesh, each shard of the rows
-    makes its own choice.
+    The chosen length is a number on the device, so one program contains the steps of all lengths. On a mesh, each shard
+    of the rows chooses its own length.
     """
 
     drafter: SizedDrafter
@@ -203,8 +207,8 @@ class SizedDecoder(Decoder):
         with jax.named_scope("draft"):
             expected = jnp.full(state.length.shape, USUAL_ACCEPTANCE)
             if self.drafter.sparse:
-                # A sparse drafter costs next to nothing, but verifying its padding costs as much as verifying a draft.
-                # So draft before choosing a length.
+                # Drafting with a sparse drafter costs next to nothing, but verifying padding costs as much as verifying
+                # a draft. So draft first and then choose a length.
                 expected = _expected(decoders[-1].drafter, params, state)
             size = best_size(params.draft, lengths, counts, ~state.done, expected)
         info = jax.tree.map(_blank, jax.eval_shape(decoders[-1]._step, params, state)[1])
@@ -212,36 +216,36 @@ class SizedDecoder(Decoder):
 
             def step(_: int, turn: tuple[DecodeState, StepInfo], decoder: Decoder = decoder):
                 state, info = decoder._step(params, turn[0])
-                # A short draft leaves the greater depths blank.
+                # If the draft is shorter than the longest one, the entries of greater depths stay blank.
                 return state, jax.tree.map(
                     lambda x, y: lax.dynamic_update_slice(x, y, [0] * x.ndim), turn[1], info
                 )
 
-            # A loop of at most one iteration updates its carry in place, whereas XLA copies a cache that goes through
-            # a `lax.cond`.
+            # Use a loop of at most one iteration, which updates its carry in place. XLA would copy a cache passed
+            # through `lax.cond`.
             state, info = lax.fori_loop(0, (size == number).astype(jnp.int32), step, (state, info))
         verdict, length = info.verdict, jnp.asarray(lengths, jnp.int32)[size]
-        # Be patient with a sparse drafter, which often finds no draft for a few steps.
+        # Allow a sparse drafter more idle steps, because it often finds no draft for a few steps.
         patience = PAUSE if self.drafter.sparse else 1
         counts = counts.after(length, verdict.num_accepted, expected, patience)
-        # Past the accepted tokens, a path repeats its last node.
+        # After the accepted nodes, a path repeats its last node.
         verdict = dataclasses.replace(verdict, path=lax.cummax(verdict.path, axis=1))
         draft = dataclasses.replace(state.draft, counts=counts)
         return dataclasses.replace(state, draft=draft), dataclasses.replace(info, verdict=verdict)
 
 
 def _blank(x: jax.ShapeDtypeStruct) -> Array:
-    """Return a blank field of a `StepInfo`: `NO_TOKEN`, which equals `NO_KIND`, for integers, otherwise zeros."""
+    """Return a blank `StepInfo` field: `NO_TOKEN`, which equals `NO_KIND`, for integers, and zeros otherwise."""
     fill = NO_TOKEN * jnp.issubdtype(x.dtype, jnp.integer)
     return jnp.full(x.shape, fill, x.dtype)
 
 
 def _expected(drafter: Drafter, params: Params, state: DecodeState) -> Array:
-    """Return f32[B]: a drafter's expected acceptance of its next draft; 0 if it finds no draft."""
+    """Return the expected acceptance rate of a drafter's next draft, f32[B]; 0 in rows where it finds no draft."""
     tree, _ = propose(drafter, params, state, Conditions.of(params, state), step_keys(state)[0])
     acceptance = jnp.full(state.length.shape, USUAL_ACCEPTANCE)
     if tree.expected is not None:
-        # A draft with no expectation consists of tokens that a constraint forces.
+        # A draft whose expected acceptance is 0 consists of tokens that a constraint forces.
         acceptance = jnp.where(tree.expected > 0, tree.expected, USUAL_ACCEPTANCE)
     return jnp.where(jnp.any(tree.tokens[:, 1:] != NO_TOKEN, axis=1), acceptance, 0.0)
 
@@ -249,16 +253,16 @@ def _expected(drafter: Drafter, params: Params, state: DecodeState) -> Array:
 def best_size(
     params: SizedParams, lengths: Sequence[int], counts: Counts, live: Array, expected: Array
 ) -> Array:
-    """Return i32[], the index of the size with the most tokens per unit of cost.
+    """Return the index i32[] of the size with the most estimated tokens per unit of cost.
 
-    The acceptance is the expected one times the ratio of accepted to expected tokens in recent steps.
+    The estimated acceptance rate is the expected one times the ratio of accepted to expected tokens in recent steps.
 
     Args:
-      params: params with costs f32[n].
-      lengths: lengths of the n sizes.
-      counts: counts of the rows.
-      live: bool[B]; rows that count; if there are none, all rows count.
-      expected: f32[B]; the drafter's expected acceptance of each row's next draft; 0: there is no draft.
+      params: params of the drafter, with costs f32[n].
+      lengths: the n chain lengths.
+      counts: acceptance counts of the rows.
+      live: bool[B]; rows to include in the estimate; if none is live, include all.
+      expected: f32[B]; expected acceptance rate of each row's next draft; 0: the row has no draft.
 
     >>> import jax
     >>> one, full = jnp.ones((1,), jnp.int32), lambda x: jnp.full((1,), x)
@@ -270,15 +274,16 @@ def best_size(
     counted_rows = live | ~jnp.any(live)
     accepted_tokens = jnp.sum(counts.accepted, where=counted_rows) + USUAL_ACCEPTANCE * PRIOR_TOKENS
     expected_tokens = jnp.sum(counts.expected, where=counted_rows) + USUAL_ACCEPTANCE * PRIOR_TOKENS
-    # Without a draft nothing is learned, so after a pause choose as if a little more were accepted.
+    # Steps without a draft do not update the estimate, so after a pause assume a slightly higher acceptance rate.
     is_trial = jnp.any(counted_rows & (counts.idle >= PAUSE))
     acceptance = expected * (accepted_tokens / expected_tokens) + jnp.where(is_trial, OPTIMISM, 0.0)
     acceptance = jnp.where(expected > 0, jnp.minimum(acceptance, 1.0), 0.0)
-    # Leviathan et al., equation 1: a chain of K gives 1 + a + ... + a^K tokens. mean_powers[k]: the mean of a^(k + 1).
+    # Leviathan et al., equation 1: a chain of K tokens yields 1 + a + ... + a^K tokens on average. mean_powers[k] is
+    # the mean of a^(k + 1) over the rows.
     depths = jnp.arange(1.0, max(lengths) + 1.0, dtype=jnp.float32)
     mean_powers = jnp.mean(acceptance[None] ** depths[:, None], axis=1, where=counted_rows)
     tokens_per_step = jnp.stack([1.0 + jnp.sum(mean_powers[:length]) for length in lengths])
-    # Without measurements all sizes are assumed to cost the same.
+    # If costs have not been measured, assume that all sizes cost the same.
     speeds = tokens_per_step / jnp.where(params.costs > 0, params.costs, 1.0)
-    # Choose size 0 unless a draft is `MARGIN` times as fast, and the shortest of equally fast sizes.
+    # Choose size 0 unless a draft is more than `MARGIN` times as fast. Of equally fast sizes, choose the shortest.
     return jnp.argmax(speeds.at[0].multiply(MARGIN)).astype(jnp.int32)

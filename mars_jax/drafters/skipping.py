@@ -1,10 +1,10 @@
-"""A drafter that skips steps: steps without a draft do not run it, and the next draft first completes its cache.
+"""A wrapper that runs a drafter only in steps with a draft. The next draft first fills the gap in the drafter's cache.
 
-A draft model then reads the missing tokens. A head also needs the target's features of these tokens, so the state keeps
-the features of the last P tokens. If more are missing, also in the prompt, the head's cache starts again with those P.
-B batch, T token buffer, P features, E hidden size.
+To do so, a draft model processes the missing tokens. A head also needs the target's features at these tokens, so the
+state stores the features of the last P tokens. If more than P tokens are missing, for example after a long prompt, the
+head's cache is restarted from those P tokens. B batch, T token buffer, P features, E hidden size.
 
-Oracle: a state that skipped no step (tests/core/test_extend.py, tests/drafters/test_sized.py).
+Oracle: the state of a drafter that runs in every step (tests/core/test_extend.py, tests/drafters/test_sized.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from mars_jax.drafters.none import none
 from mars_jax.utils.errors import MarsError
 
 FEATURES = 32
-"""P. On a CPU, a head reads 32 tokens at once in about the time of three single tokens."""
+"""P, the number of tokens whose features are stored. On a CPU, a head processes 32 tokens at once in about the time of
+three single tokens."""
 
 
 class SizedParams(NamedTuple):
@@ -36,7 +37,7 @@ class SizedParams(NamedTuple):
 
 
 def _inner(params: Params) -> Params:
-    """Return the params of the wrapped drafter."""
+    """Replace the draft weights in `params` by those of the wrapped drafter."""
     return params._replace(draft=params.draft.weights)
 
 
@@ -45,17 +46,17 @@ class SkippingState:
     """Draft state shared by all lengths of a `Skipping` drafter."""
 
     draft: PyTree  # state of the wrapped drafter
-    origin: Array  # i32[B]; index of the token in slot 0 of a head's cache; earlier tokens are not cached
-    cached: Array  # i32[B]; the drafter's cache holds the committed tokens before this one
-    # The target's output, without its cache, at tokens that the drafter has not read; leaves [B, P, E], with token t in
-    # entry t % P. None for a drafter that does not read its target.
+    origin: Array  # i32[B]; position of the token in slot 0 of a head's cache; earlier tokens are not cached
+    cached: Array  # i32[B]; position of the first committed token that is missing from the drafter's cache
+    # The target's output, without its cache, at tokens that the drafter has not processed. Its leaves are [B, P, E],
+    # with token t in entry t % P. None for a drafter that does not read the target's features.
     features: ForwardOutput | None
     counts: PyTree = ()  # used by `drafters.sized` to choose a length
 
 
 @dataclasses.dataclass(frozen=True)
 class Skipping(Drafter):
-    """A drafter of chains at one of several lengths, which may be 0. All lengths share one state and `SizedParams`.
+    """A drafter of chains of one length, possibly 0. Drafters of different lengths share one state and `SizedParams`.
 
     >>> from mars_jax.drafters.ngram import ngram
     >>> skipping = Skipping(ngram(4), ngram(4))
@@ -63,9 +64,9 @@ class Skipping(Drafter):
     (2, 0)
     """
 
-    longest: Drafter  # the drafter with the most tokens; its state has room for all lengths
-    size: Drafter  # the drafter of this length; `none()` skips the step
-    target: LanguageModel | None = None  # the target with the features that the drafter reads
+    longest: Drafter  # drafter of the longest chain; its state has room for all lengths
+    size: Drafter  # drafter of the current length; `none()` for length 0
+    target: LanguageModel | None = None  # target whose features the drafter reads
 
     @property
     def max_depth(self) -> int:
@@ -93,20 +94,20 @@ class Skipping(Drafter):
         features = None
         if self.reads is not None:
             features = self._no_features(params, tokens, length)
-            # Leave room for a window of P tokens at the end of the buffer.
+            # Add slots for a window of P tokens that starts near the end of the buffer.
             tokens = jnp.pad(tokens, ((0, 0), (0, FEATURES)))
         draft = self.longest.init(_inner(params), tokens, length)
-        # A head has read nothing yet; `observe` keeps the features that its first draft reads.
+        # A head's cache is still empty. `observe` stores the features that its first draft will process.
         cached = self._complete(length) * int(features is None)
         origin = jnp.zeros_like(length)
         return SkippingState(draft=draft, origin=origin, cached=cached, features=features)
 
     def _complete(self, length: Array) -> Array:
-        """Return i32[B], the size of a complete cache. A head's ends 1 token before the length, a model's 2 tokens."""
+        """Return how many tokens a complete cache contains, i32[B]: length - 1 for a head, length - 2 for a model."""
         return jnp.maximum(length - 1 - int(self.longest.lags), 0)
 
     def _no_features(self, params: Params, tokens: Array, length: Array) -> ForwardOutput:
-        """Return zeros in the shapes of `SkippingState.features`."""
+        """Return an all-zero `SkippingState.features`."""
         target = self.target
         if target is None:
             raise MarsError(
@@ -130,25 +131,27 @@ class Skipping(Drafter):
     def catch_up(
         self, params: Params, state: SkippingState, tokens: Array, cached: Array, length: Array
     ) -> SkippingState:
-        # The next draft reads the missing tokens.
+        # Only record which tokens are valid; the next draft processes the missing ones.
         if self.reads is not None:
-            # The old and the new text share `cached` + 2 tokens. `observe` then gets the features of later tokens.
+            # The old and new token sequences share `cached` + 2 tokens. `observe` is then called with the features of
+            # later tokens.
             cached = jnp.minimum(cached + 1, self._complete(length))
         origin, cached = jnp.minimum(state.origin, cached), jnp.minimum(state.cached, cached)
         return dataclasses.replace(state, origin=origin, cached=cached)
 
     def _read_features(self, params: Params, state: SkippingState, inputs: DraftInput) -> SkippingState:
-        """Let the head read the features of up to P tokens if its cache, which begins at `origin`, is incomplete.
+        """Run the head on the stored features of up to P tokens if its cache, which begins at `origin`, is incomplete.
 
-        This is a loop of at most one iteration, because a loop updates its carry in place, whereas XLA copies a cache
-        that goes through a `lax.cond`.
+        Use a loop of at most one iteration, which updates its carry in place. XLA would copy a cache passed through
+        `lax.cond`.
         """
         end = state.origin + self._complete(inputs.length)
 
         def read(state: SkippingState) -> SkippingState:
             entries = (state.cached[:, None] + jnp.arange(FEATURES, dtype=jnp.int32)[None]) % FEATURES
             output = jax.tree.map(lambda x: pick(x, entries), state.features)
-            # Entries past the last kept feature are garbage, but their slots are overwritten before they are read.
+            # Entries after the last stored feature are garbage, but their cache slots are overwritten before they are
+            # read.
             slot = state.cached - state.origin
             draft = self.longest.observe(
                 _inner(params), state.draft, inputs.tokens, slot, inputs.length, output
@@ -161,7 +164,7 @@ class Skipping(Drafter):
         self, params: Params, state: SkippingState, inputs: DraftInput
     ) -> tuple[DraftTree, SkippingState]:
         if self.reads is not None and self.max_depth > 0:
-            # The head's cache begins at `origin`, so the head sees only the tokens from there on.
+            # The head's cache begins at `origin`, so shift the tokens to begin there too.
             tokens = jax.vmap(lambda row, start: jnp.roll(row, -start))(inputs.tokens, state.origin)
             inputs = dataclasses.replace(inputs, tokens=tokens, length=inputs.length - state.origin)
             state = self._read_features(params, state, inputs)
@@ -176,7 +179,7 @@ class Skipping(Drafter):
     def update(self, params: Params, state: SkippingState, *step: Any) -> SkippingState:
         tree, verdict, output, length = step
         if self.max_depth > 0 or not (self.longest.lags or self.reads is not None):
-            # In a step without a draft, a drafter that cannot skip steps still reads the root.
+            # A drafter that cannot catch up processes the root even in steps without a draft.
             drafter = self.size if self.max_depth > 0 else self.longest
             draft = drafter.update(_inner(params), state.draft, tree, verdict, output, length - state.origin)
             cached = self._complete(length + verdict.num_accepted + 1)
@@ -188,19 +191,19 @@ class Skipping(Drafter):
 
 
 def _keep(state: SkippingState, first: Array, end: Array, output: ForwardOutput) -> SkippingState:
-    """Keep the features of the last P tokens before `end` i32[B]; `output` begins at `first` i32[B].
+    """Store the features of the last P tokens before `end` i32[B]; `output` starts at position `first` i32[B].
 
-    If a head's cache misses more than P tokens before `end`, it starts again with the last P.
+    If a head's cache lacks more than P tokens before `end`, restart it from the last P tokens.
     """
     position = first[:, None] + jnp.arange(output.hidden.shape[1], dtype=jnp.int32)[None]
     is_kept = (position < end[:, None]) & (position >= end[:, None] - FEATURES)
-    # Other tokens map past the end, where scatter drops them.
+    # Other tokens map to an index past the end, where scatter drops them.
     entries = jnp.where(is_kept, position % FEATURES, FEATURES)
     write = jax.vmap(lambda kept, new, entries: kept.at[entries].set(new, mode="drop"))
     features = jax.tree.map(
         lambda kept, new: write(kept, new, entries), state.features, output._replace(cache=())
     )
-    # Tokens from `first` on in the head's cache may belong to a previous text.
+    # The head's cache entries from `first` on may belong to the row's previous prompt.
     valid = jnp.minimum(state.cached, first)
     cached = jnp.maximum(valid, end - FEATURES)
     origin = jnp.where(cached > valid, cached, jnp.minimum(state.origin, valid))

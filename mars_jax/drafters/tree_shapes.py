@@ -1,4 +1,4 @@
-"""Draft shapes: chains, static trees (SpecInfer 2305.09781), dynamic trees (EAGLE-2 2406.16858)."""
+"""Shapes of drafts: chains, static trees (SpecInfer 2305.09781) and dynamic trees (EAGLE-2 2406.16858)."""
 
 from __future__ import annotations
 
@@ -17,47 +17,48 @@ from mars_jax.utils.limits import DRAFT_TOKENS, TREE_NODES
 class Dynamic:
     """A tree whose shape follows the drafter's confidence (EAGLE-2 2406.16858, section 4).
 
-    At each of `depth` levels the `top_k` most probable nodes, by the product of the drafter's probabilities from the
-    root, get their `top_k` most probable children. The `nodes` - 1 most probable of all children are kept.
+    A node's score is the product of the drafter's probabilities along its path from the root. At each of `depth`
+    levels, the `top_k` nodes with the highest scores get their `top_k` most probable children. Of all these children,
+    the `nodes` - 1 with the highest scores are kept.
 
     Raises:
-      MarsError: a size below 1, or more than `TREE_NODES` nodes.
+      MarsError: a size is too small, or there are more than `TREE_NODES` nodes.
     """
 
-    top_k: int = 10  # nodes expanded at each level, and children of each
-    depth: int = 7  # D, levels
-    nodes: int = 60  # including the root
+    top_k: int = 10  # number of nodes expanded at each level, and number of children drafted for each of them
+    depth: int = 7  # D, number of levels below the root
+    nodes: int = 60  # number of nodes to keep, including the root
 
     def __post_init__(self):
         for name, least in {"top_k": 1, "depth": 1, "nodes": 2}.items():
             check_count(f"{name} of a dynamic tree", getattr(self, name), least, TREE_NODES)
-        # Drafted nodes take time even if few of them are kept.
+        # Also limit the nodes that are expanded, because they take time even if few are kept.
         check_nodes(
             "the tree", f"{self.top_k}-{self.depth}-{self.nodes}", max(self.nodes, self.top_k * self.depth)
         )
 
     @property
     def candidates(self) -> int:
-        """Drafted nodes: k at level 1, and k children of each of the k expanded nodes at every later level."""
+        """The number of drafted nodes: k at level 1, and k children of each of k nodes at every later level."""
         return self.top_k + (self.depth - 1) * self.top_k**2
 
     @property
     def num_nodes(self) -> int:
-        """N: `nodes`, or fewer if there are not enough candidates."""
+        """N, the number of nodes: `nodes`, or fewer if there are not enough candidates."""
         return min(self.nodes, self.candidates + 1)
 
     @property
     def rows(self) -> int:
-        """Cache rows written while the tree grows."""
+        """The number of cache rows written while the tree grows."""
         return (self.depth - 1) * self.top_k
 
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """A chain or tree of fixed shape: every node at depth l has `branching[l]` children.
+    """A chain or a tree of fixed shape, in which every node at depth l has `branching[l]` children.
 
     Raises:
-      MarsError: a level without nodes, or more than `TREE_NODES` nodes.
+      MarsError: a level has no nodes, or there are more than `TREE_NODES` nodes.
     """
 
     branching: tuple[int, ...]
@@ -89,7 +90,7 @@ class Static:
 
     @property
     def rows(self) -> int:
-        # The root is fed before the tree grows.
+        # The root is excluded: it is fed before the tree grows.
         return self.num_nodes - 1
 
 
@@ -97,10 +98,10 @@ Shape = Static | Dynamic
 
 
 def checked_tree(tree: object) -> tuple[int, ...] | Dynamic:
-    """Return a checked tree: a `Dynamic`, or the children per node at each depth as a tuple.
+    """Check a tree argument. Return a `Dynamic`, or the children per node at each depth as a tuple.
 
     Raises:
-      MarsError: the wrong type, an empty sequence, or a number below 1.
+      MarsError: the tree has the wrong type, is empty, or contains a number below 1.
     """
     if isinstance(tree, Dynamic):
         return tree
@@ -118,10 +119,10 @@ def checked_tree(tree: object) -> tuple[int, ...] | Dynamic:
 
 
 def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic:
-    """Parse the children per node at each depth, or the sizes of a dynamic tree.
+    """Parse a tree argument: the children per node at each depth, or the sizes of a dynamic tree.
 
     Raises:
-      MarsError: not whole numbers of at least 1 joined by "-", or too many nodes.
+      MarsError: the text is not a list of whole numbers of at least 1 joined by "-", or there are too many nodes.
 
     >>> parse_tree("4-2-2-1"), parse_tree("dynamic:8-6-40")
     ((4, 2, 2, 1), Dynamic(top_k=8, depth=6, nodes=40))
@@ -158,19 +159,19 @@ def check_branching(shown: str, shape: object, branching: Sequence[int]) -> None
 
 
 def check_nodes(shown: str, shape: object, nodes: int) -> None:
-    """Raise MarsError if a tree has more than `TREE_NODES` nodes; the message quotes its shape."""
+    """Raise MarsError if a tree has more than `TREE_NODES` nodes. The message quotes the tree's shape."""
     if nodes > TREE_NODES:
         raise MarsError(f"{shown} is {shape}, more than {TREE_NODES} nodes: choose a smaller tree.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShapedDrafter(Drafter):
-    """A drafter of a chain, a static tree or a dynamic tree."""
+    """Base class of drafters that can draft trees as well as chains."""
 
     # Children per node at each depth; None: a chain.
     tree: Sequence[int] | Dynamic | None = dataclasses.field(default=None, compare=False)
-    sample: bool = False  # draw the draft, and pass its true q to the rule
-    # Derived from the tree, or from the chain's length.
+    sample: bool = False  # sample the draft tokens, and pass their true distribution q to the rule
+    # Computed from the tree, or from the chain's length.
     shape: Shape = dataclasses.field(init=False, repr=False)
 
     stops = True
@@ -179,8 +180,8 @@ class ShapedDrafter(Drafter):
         """Check and store the shape; subclasses call this in `__post_init__`.
 
         Raises:
-          MarsError: a level without nodes, too many tokens or nodes, a node with more children than there are tokens,
-            or `sample` is not a bool.
+          MarsError: a level has no nodes, the draft is too long or has too many nodes, a node has more children than
+            there are tokens, or `sample` is not a bool.
         """
         check_switch("sample", self.sample)
         if self.tree is None:
@@ -225,5 +226,5 @@ class ShapedDrafter(Drafter):
 
     @property
     def kind(self) -> str:
-        """The first part of the name."""
+        """The kind of drafter, which is the first part of `name`."""
         return type(self).__name__.lower()

@@ -1,1 +1,1 @@
-"""Text generation: requests, their arrays on the device, and their completions."""
+"""Text generation: requests, batches of them on the device, and their completions."""

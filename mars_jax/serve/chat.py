@@ -1,7 +1,7 @@
-"""A row that decodes one request after another, and conversations built on it, whose turns share one cache.
+"""A class that decodes one request after another with the same caches, and conversations built on it.
 
-Only prompt tokens that are not in the caches are read. B rows: one decodes, and the others only fill the mesh. T token
-buffer. Oracle: each request decoded from a new state (tests/serve/test_running.py).
+Only prompt tokens that are not yet in the caches are prefilled. B rows, of which one decodes and the others only pad
+the batch for a mesh. T token buffer. Oracle: each request decoded from a new state (tests/serve/test_running.py).
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ from mars_jax.utils.errors import MarsError, check_type
 from mars_jax.utils.hosts import fetch
 
 WIDTH = 4096
-"""Initial size of the token buffer, limited by the model's context. A longer row triggers another compilation; a larger
-initial size would cost memory."""
+"""Initial size of the token buffer, unless the model's context is shorter. A row that needs more triggers another
+compilation. A larger initial size would take more memory."""
 
 
 class Running:
-    """A pair that decodes one request after another, reusing one state.
+    """A target and drafter that decode one request after another, reusing the same state.
 
-    If a prompt shares a prefix with the previous prompt and completion, only the tokens after that prefix are read.
-    Only the width of the buffer is static, so requests that fit the buffer share one compilation. The buffer grows for
-    longer requests.
+    If a prompt shares a prefix with the previous prompt and completion, only the tokens after that prefix are
+    prefilled. Compiled programs depend only on the size of the token buffer, so all requests that fit into it use the
+    same programs. The buffer grows for longer requests.
     """
 
     def __init__(self, session: Session):
         """
         Args:
-          session: the pair and its rule. It may be replaced between two requests, for example by `session.using(rule)`.
+          session: the target, the drafter and the rule. It may be replaced between two requests, for example by
+            `session.using(rule)`.
         """
         self.session = session
         self.read = 0
-        """Number of tokens read for the last prompt, excluding its last token, which the first step reads."""
+        """Number of tokens of the last prompt that were prefilled. The first step feeds the prompt's last token."""
         self._width = 0
         self._decoder: Decoder | None = None
-        self._queue: Queue | None = None  # decodes the last request and keeps the state
+        self._queue: Queue | None = None  # queue that decodes the last request and stores the state
 
     @activity.doing("compiling")
     def compile(self, request: Request) -> None:
-        """Decode one token, to compile the programs that `stream` uses for requests of this size."""
+        """Compile the programs that `stream` uses for requests of this size, by decoding one token."""
         self._widen(len(request.prompt_tokens) + request.max_new_tokens - 1)
         one_token = dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1)
         for _ in self.stream(one_token):
             pass
-        self._queue = None  # discard the token
+        self._queue = None  # discard the decoded token
 
     def stream(self, request: Request) -> Generator[Said | Finished, None, None]:
-        """Read the new tokens of the prompt, and decode as the events are consumed.
+        """Prefill the new tokens of the prompt, and return an iterator that decodes the completion.
 
-        Events are yielded after every step, or after every fourth step on accelerators.
-
-        If the caller stops iterating or closes the iterator, the completion ends there, and the state keeps the tokens
-        decoded so far. The next call takes over the state of an unfinished iterator.
+        The iterator yields events after every step, or after every fourth step on accelerators. If the caller stops
+        iterating or closes it, the completion ends there, and the state includes the tokens decoded so far. The next
+        call continues from the state of an unfinished iterator.
 
         Raises:
           MarsError: see `mars_jax.generate`.
@@ -86,20 +86,20 @@ class Running:
         return self._queue.events()
 
     def _widen(self, length: int) -> None:
-        """Grow the buffer to hold `length` tokens, or the model's whole context if that is shorter."""
+        """Grow the buffer to at least `length` tokens, or to the model's whole context if that is shorter."""
         context_length = self.session.target.config.max_positions
         if self._width < min(length, context_length):
-            # At least double the width, so that a growing conversation rarely triggers a compilation.
+            # At least double the size, so that a growing conversation rarely triggers a compilation.
             self._width = bucket(min(max(length, WIDTH, 2 * self._width), context_length))
             self._queue = None
 
     def _read_prompt(self, prepared: Prepared, rows: int) -> DecodeState:
-        """Return the state after reading a request's prompt."""
+        """Return the state after prefill of the request's prompt."""
         prompts = prepared.prompts([0, *[None] * (rows - 1)])
         state = self._queue and self._queue.state
         self._queue = None  # the state's buffers are donated, even if an error follows
         with prepared.target.on_mesh():
-            # After a single-token prompt, heads must draft without features of earlier tokens.
+            # After a prompt of one token, heads must not use features of earlier tokens.
             has_one_token = len(prepared.requests[0].prompt_tokens) == 1
             if state is None or prepared.decoder != self._decoder or has_one_token:
                 state = _unread(prepared.decoder, prepared.params, prompts)
@@ -111,28 +111,29 @@ class Running:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _unread(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
-    """Return the initial state for prompts cut to one token, without running the models.
+    """Return the initial state for prompts that are cut to one token.
 
-    The length is a compile-time constant, so the program contains no forward pass.
+    The length is a compile-time constant, so the compiled program does not run the models.
     """
     lengths = np.ones(prompts.tokens.shape[0], np.int32)
     return decoder.init(params, dataclasses.replace(prompts, length=lengths))
 
 
 Ask = Callable[[Sequence[Turn]], Request]
-"""Function from a conversation to the request for its next turn."""
+"""A function that builds the request for the next turn of a conversation."""
 
 
 class Chat:
-    """A conversation whose turns share a cache: only new tokens are read, and answers equal those of an uncached run.
+    """A conversation whose turns share one KV cache, so that each turn prefills only its new tokens.
 
-    The chat template is applied to the whole conversation at each turn. Some templates change earlier turns, for
-    example by removing an answer's thoughts; the models then read again from the first change.
+    Answers equal those of a run without this cache. The chat template is applied to the whole conversation at each
+    turn. Some templates change earlier turns, for example by removing the reasoning from an answer. Tokens after the
+    first change are then prefilled again.
 
-    `messages` holds the turns, each with its `role` and `content`. Answers are stripped of surrounding white space. You
-    may change the list between two turns. If it changes during a turn, that turn is not added.
+    `messages` is the list of turns, each with its `role` and `content`. Answers are stripped of surrounding white
+    space. You may change the list between two turns. If you change it during a turn, that turn is not added.
 
-    User turn i, counted from 0, samples with seed + i, so a repeated conversation gives the same answers.
+    User turn i, counted from 0, uses the seed `seed + i`, so repeating a conversation reproduces its answers.
 
     >>> import mars_jax as mj
     >>> chat = mj.Chat(mj.load("tiny/target"), "ngram", max_new_tokens=8)
@@ -155,7 +156,8 @@ class Chat:
     ):
         """
         Args:
-          target, drafter, verify, system, template_args, ignore_eos, options: as for `generate`; one value per option.
+          target, drafter, verify, system, template_args, ignore_eos, options: as for `generate`, with a single value
+            for each option.
 
         Raises:
           MarsError: see `generate`.
@@ -174,7 +176,7 @@ class Chat:
 
     @classmethod
     def over(cls, running: Running, ask: Ask) -> Self:
-        """Make a conversation that uses an existing `Running` and builds its requests with `ask`."""
+        """Create a conversation that decodes with an existing `Running` and builds its requests with `ask`."""
         # `__init__` would open a second session.
         chat = cls.__new__(cls)
         chat._begin(running, ask)
@@ -188,23 +190,24 @@ class Chat:
 
     @property
     def read(self) -> int:
-        """Number of tokens read for the last turn; its other tokens were in the cache."""
+        """Number of prompt tokens that were prefilled for the last turn. The others were already in the cache."""
         return self._running.read
 
     def say(self, text: str) -> Completion:
-        """Answer a user turn, and add the turn and its answer to the conversation.
+        """Decode the answer to a user turn, and add both to the conversation.
 
         Raises:
-          MarsError: the conversation is full, or see `generate`. The conversation is then unchanged.
+          MarsError: the conversation fills the model's context, or as for `generate`. The conversation is then
+            unchanged.
         """
         [finished_event] = (event for event in self.stream(text) if isinstance(event, Finished))
         return finished_event.completion
 
     def stream(self, text: str) -> Generator[Said | Finished, None, None]:
-        """Answer a user turn like `say`, but yield the answer as it is decoded.
+        """Answer a user turn like `say`, but yield the answer while it is decoded.
 
-        If the iterator is closed early, the answer is the text so far. If there is no text yet, the turn is dropped.
-        The next turn, `undo` and `clear` close the iterator.
+        If the iterator is closed early, the text so far becomes the answer; if there is no text yet, the turn is not
+        added. The next turn, `undo` and `clear` close the iterator.
         """
         self._close()
         check_type("messages", self.messages, list, "a list of turns")
@@ -217,12 +220,12 @@ class Chat:
                 f"context of {target.config.max_positions}: take turns back, or begin a new conversation."
             )
         events = self._answered(turns, self._running.stream(request))
-        # The reference is weak, so that Python closes a stream as soon as its caller drops it.
+        # The reference is weak, so that Python closes the stream as soon as the caller no longer uses it.
         self._last = weakref.ref(events)
         return events
 
     def _close(self) -> None:
-        """Close the stream of the last turn if it has not been consumed to its end."""
+        """Close the stream of the last turn if it has not been consumed completely."""
         if self._last is not None and (events := self._last()) is not None:
             events.close()
 
@@ -248,11 +251,11 @@ class Chat:
 
     def _add(self, turns: list[Turn], answer: str) -> None:
         if self.messages == turns[:-1]:
-            # Templates themselves write the space between a role and its text. A second space would change the tokens.
+            # Templates add the space between a role and its text themselves. A second space would change the tokens.
             self.messages = [*turns, {"role": "assistant", "content": answer.strip()}]
 
     def undo(self) -> str:
-        """Remove the user's last turn and its answer, and return the text of the turn.
+        """Remove the last user turn and its answer from the conversation, and return the turn's text.
 
         Raises:
           MarsError: the conversation is empty.
@@ -266,6 +269,6 @@ class Chat:
         return text
 
     def clear(self) -> None:
-        """Begin a new conversation. Tokens that it shares with the old one are not read again."""
+        """Start a new conversation. Tokens at its beginning that it shares with the old one are not prefilled again."""
         self._close()
         self.messages = []

@@ -1,6 +1,6 @@
-"""Text generation: whole results, completions as they end, or text as it is decoded; all run in a `Session`.
+"""Functions that generate text. They return whole results, completions as they end, or text as it is decoded.
 
-Oracle: `transformers` generate with the same checkpoint (tests/serve/test_generate.py).
+All of them run in a `Session`. Oracle: `transformers` generate with the same checkpoint (tests/serve/test_generate.py).
 """
 
 from __future__ import annotations
@@ -33,52 +33,55 @@ def generate(
     samples: int = 1,
     **options: Unpack[Options],
 ) -> Result:
-    """Continue prompts by speculative decoding, batched in one device loop.
+    """Generate completions of prompts by speculative decoding, in batches on the device.
 
-    If there are more prompts than rows, a row that ends restarts with the next prompt. Prompts with the highest
-    `max_new_tokens` begin first; the tokens of a prompt do not depend on this order.
+    If there are more prompts than rows, the next prompt is assigned to each row that finishes. Prompts with the highest
+    `max_new_tokens` start first. The tokens of a completion do not depend on this order.
 
     Args:
       target: model from `mars_jax.load`.
-      drafter: drafter from `mars_jax.drafters.load`; or its spec, such as "ngram", if it needs no other setting; or a
+      drafter: drafter from `mars_jax.drafters.load`, or a spec, such as "ngram", to load it with default settings, or a
         `Drafter` without weights.
-      prompts: a string, a list of strings, or token ids; or conversations, each a list of turns with `role` and
-        `content`, a string or a list of text parts in OpenAI's format.
-      verify: the rule, such as `verify.mars(theta=0.9)`, or a `LoadedRule`; default `verify.exact()`, which only
-        changes the speed. Each of its numeric settings is one value for all prompts, or one per prompt.
-      batch_size: rows that decode in parallel; default: as many as fit in memory, at most 128 (16 on a CPU) for each
-        device along the mesh axis `data`.
-      chat: apply the chat template to each string, as a user turn. Chat answers also end at the tokenizer's end-of-text
-        and end-of-turn tokens, see `Pretrained.chat_stop_tokens`; for prompts given as token ids, `chat` only
-        adds these stop tokens.
-      system: content of a system turn to prepend to conversations that do not begin with one.
+      prompts: a string, a list of strings, lists of token ids, or conversations. A conversation is a list of turns with
+        `role` and `content`. The content is a string or a list of text parts in OpenAI's format.
+      verify: verification rule, such as `verify.mars(theta=0.9)`, or a `LoadedRule`. The default, `verify.exact()`,
+        does not change the target's output. Each numeric setting of the rule is one value for all prompts, or one
+        per prompt.
+      batch_size: number of rows that decode in parallel. Default: as many as fit in memory, but at most 128 (16 on a
+        CPU) for each device along the mesh axis `data`.
+      chat: treat each string as a user turn and apply the chat template to it. Chat answers also end at the tokenizer's
+        end-of-text and end-of-turn tokens; see `Pretrained.chat_stop_tokens`. For prompts given as token ids, `chat`
+        only adds these stop tokens.
+      system: content of a system turn, which is prepended to conversations that do not begin with one.
       template_args: variables of the chat template, such as `{"enable_thinking": False}`.
-      ignore_eos: decode to `max_new_tokens` past any stop token.
-      samples: completions per prompt, which are adjacent in the result. A prompt is read once for all of its samples,
-        except on a mesh that shards rows. More than one sample needs a temperature above 0.
-      log_probs: also return log-probabilities, regret and the kind of each new token, as `Completion.log_probs`.
-      top_log_probs: for each new token, also return this many of the target's most probable tokens at that position, at
-        most 100, as `Completion.log_probs.top` and `processed_top`; implies log_probs.
+      ignore_eos: ignore stop tokens and decode until `max_new_tokens`.
+      samples: number of completions per prompt, which are adjacent in the result. A prompt is prefilled once for all of
+        its samples, except on a mesh that shards rows. More than one sample requires a temperature above 0.
+      log_probs: also return the log-probabilities, the regret and the kind of each new token, as
+        `Completion.log_probs`.
+      top_log_probs: for each new token, also return this many of the target's most probable tokens at that position (at
+        most 100), as `Completion.log_probs.top` and `processed_top`. Implies `log_probs`.
       **options: fields of `Request`, each one value for all prompts or a sequence with one per prompt: temperature,
         top_k, top_p, min_p, strict (not for lossless rules), draft_stop (see `make_controls`; not for n-grams), seed,
         max_new_tokens (default 256), min_new_tokens (as in transformers: no stop token before that many tokens; not
         with constraints), stop_tokens (default: the model's), stop_strings (strings that end a completion; see
         `serve.text.RowText`), logit_bias (numbers to add to logits, by token id), banned_tokens, repetition_penalty
-        (as in transformers), presence_penalty and frequency_penalty (as in OpenAI's API); these change the target, so a
-        lossless rule stays lossless. A single seed s, by default 0, gives completion i the seed s + i modulo 2**32, so
-        that completions of one prompt differ and every call reproduces them. With one seed per prompt,
-        sample j of a prompt has the prompt's seed plus j.
-        At temperature 0, a row takes the best token, and filters and seed have no effect.
-        Constraints on the completion: regex, json_schema (an object, its JSON or a file), choice (a list of strings),
-        or allowed_tokens; or `constraint`, a value from `mars_jax.constraints`. A constraint masks the target, so every
-        rule obeys it. A lossy rule relaxes nothing in constrained text unless relax_constrained=True. With relax_in, a
-        lossy rule relaxes only inside the given spans; with strict_in, only outside them; see `constraints.spans`.
+        (as in transformers), presence_penalty and frequency_penalty (as in OpenAI's API). The bias, the bans and the
+        penalties change the target's logits, so a lossless rule stays lossless. If a single seed s is given (default
+        0), completion i uses the seed s + i modulo 2**32. So the samples of a prompt differ, and repeating a call
+        reproduces them. If there is one seed per prompt, sample j of a prompt uses the prompt's seed plus j. At
+        temperature 0, the most probable token is chosen, and filters and seed have no effect.
+        To constrain completions, pass regex, json_schema (an object, its JSON or a file), choice (a list of strings) or
+        allowed_tokens; or pass a value from `mars_jax.constraints` as `constraint`. A constraint masks the target's
+        logits, so every rule obeys it. A lossy rule relaxes no tokens in constrained completions unless
+        relax_constrained=True. With relax_in, it relaxes tokens only inside the given spans, and with strict_in only
+        outside them; see `constraints.spans`.
 
     Raises:
-      MarsError: a prompt is empty or does not fit the context, or a value is out of range.
+      MarsError: a prompt is empty or does not fit into the context, or a value is out of range.
 
-    If the target's logits for a prompt are not finite, that prompt ends with the finish reason "failed"; the others
-    continue.
+    If the target's logits are not finite for a prompt, its completion ends with the finish reason "failed". Other
+    prompts are not affected.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> target = mj.load("path/to/checkpoint")  # doctest: +SKIP
@@ -111,17 +114,17 @@ def generate_iter(
     top_log_probs: int = 0,
     **options: Unpack[CallOptions],
 ) -> Iterator[Finished]:
-    """Generate as `generate` does, and yield each completion as soon as it ends, as `Finished(index, completion)`.
+    """Generate completions like `generate`, but yield each one as soon as it ends, as `Finished(index, completion)`.
 
     Args:
       target, drafter, prompts, verify, batch_size, log_probs, top_log_probs: as for `generate`.
       **options: other arguments of `generate`.
 
     Returns:
-      `Finished(index, completion)` for each prompt: the prompt's index in `prompts`, and its `Completion`.
+      An iterator of `Finished(index, completion)`, with the index of the prompt and its `Completion`.
 
     Raises:
-      MarsError: see `generate`; raised when the function is called, not at the first completion.
+      MarsError: as for `generate`. It is raised when the function is called, not at the first completion.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> for index, completion in mj.generate_iter(mj.load(), "ngram", texts, batch_size=16):  # doctest: +SKIP
@@ -145,20 +148,20 @@ def generate_stream(
     top_log_probs: int = 0,
     **options: Unpack[CallOptions],
 ) -> Iterator[Said | Finished]:
-    """Yield text as it is decoded, and each completion as it ends; rows refill as in `generate`.
+    """Generate completions like `generate`, but yield text as it is decoded, and each completion as it ends.
 
-    The host reads the tokens after every step, or after every fourth step on accelerators.
+    New tokens are copied to the host after every step, or after every fourth step on accelerators.
 
     Args:
       target, drafter, prompts, verify, batch_size, log_probs, top_log_probs: as for `generate`.
       **options: other arguments of `generate`.
 
     Returns:
-      `Said(index, text, pieces, tokens, log_probs)` for new text, where `pieces` are (kind, text) pairs whose texts
-      concatenate to `text`; and `Finished(index, completion)` for each completion.
+      An iterator of events: `Said(index, text, pieces, tokens, log_probs)` for new text, and `Finished(index,
+      completion)` for each completion. `pieces` are (kind, text) pairs whose texts concatenate to `text`.
 
     Raises:
-      MarsError: see `generate`; raised when the function is called.
+      MarsError: as for `generate`. It is raised when the function is called.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> for event in mj.generate_stream(mj.load(), "ngram", texts):  # doctest: +SKIP
@@ -174,12 +177,12 @@ def generate_stream(
 def _requests_and_rule(
     target: Pretrained, prompts: AnyPrompts, verify: AnyRule | None, **options: Unpack[CallOptions]
 ) -> tuple[list[Request], LoadedRule]:
-    """Return the requests of a call, and the rule with its per-prompt values repeated for each sample."""
+    """Return the requests of a call, and its rule, whose per-prompt settings are repeated for each sample."""
     requests, samples = make_requests(target, prompts, **options), options.get("samples", 1)
     rule = loaded_rule(verify)
     check_relaxes(rule, requests)
     if samples == 1:
         return requests, rule
-    # Request i is a sample of prompt i // samples, and takes the rule's values for that prompt.
+    # Request i is a sample of prompt i // samples, so it uses the rule's settings for that prompt.
     prompt_indices = [i // samples for i in range(len(requests))]
     return requests, rule._replace(rule=take_rows(rule.rule, prompt_indices, len(requests) // samples))

@@ -1,4 +1,4 @@
-"""Scores of given token sequences under the target: the likelihood and the margin at each token.
+"""Scoring of given token sequences under the target: the log-probability and the two best tokens at each position.
 
 R rows, L tokens per row, V vocabulary. Oracle: PyTorch transformers on the same inputs, in
 tests/integrations/test_harness.py.
@@ -24,39 +24,39 @@ from mars_jax.utils.errors import MarsError, check_count, short_repr
 from mars_jax.utils.hosts import fetch
 
 ROWS = 4
-"""Rows per forward pass."""
+"""Number of rows per forward pass."""
 POSITIONS = 128
-"""Positions per row whose logits are in memory at once."""
+"""Number of positions per row whose logits are in memory at the same time."""
 
 
 class Scored(NamedTuple):
     """Scores of one token sequence. Entry t scores token t + 1, given the tokens before it."""
 
-    log_p: np.ndarray  # f32[L - 1]; natural logarithm
-    best: np.ndarray  # i32[L - 1]; the target's top token
-    second: np.ndarray  # i32[L - 1]; its runner-up
+    log_p: np.ndarray  # f32[L - 1]; log-probability of the token
+    best: np.ndarray  # i32[L - 1]; the target's most probable token
+    second: np.ndarray  # i32[L - 1]; the target's second most probable token
     z1: np.ndarray  # f32[L - 1]; raw logit of `best`
     z2: np.ndarray  # f32[L - 1]; raw logit of `second`
-    tokens: tuple[int, ...] = ()  # L token ids
+    tokens: tuple[int, ...] = ()  # the L token ids
 
 
 def score(
     target: Pretrained, texts: Sequence[str] | Sequence[Sequence[int]], *, rows: int = ROWS
 ) -> list[Scored]:
-    """Score texts under the target: the log-probability of every token but the first, given the tokens before it.
+    """Compute the target's log-probability of every token of a text but the first, given the tokens before it.
 
     Each forward pass processes rows of similar lengths. For a generated completion, the log-probabilities of its new
     tokens equal its `TokenLogProbs.log_prob`, up to rounding.
 
     Args:
-      target: the model. On a mesh, rows are sharded over `data`, and everything else is sharded like the weights.
-      texts: strings, or token ids; each within the model's context.
-      rows: rows per forward pass; on a mesh, rounded up to a multiple of its axis `data`.
+      target: the model. On a mesh, rows are sharded over `data`, and other axes are sharded like the weights.
+      texts: strings or lists of token ids, each no longer than the model's context.
+      rows: number of rows per forward pass, which is rounded up to a multiple of the mesh axis `data`.
 
     Returns:
-      For each text of L tokens: `log_p` f32[L - 1], the natural logarithm of the probability of token t + 1; `best` and
-      `second` i32[L - 1], the target's two best tokens at that position; `z1` and `z2` f32[L - 1], their raw logits;
-      and `tokens`, all L.
+      For each text of L tokens: `log_p` f32[L - 1], whose entry t is the natural logarithm of the probability of token
+      t + 1; `best` and `second` i32[L - 1], the target's two most probable tokens at that position; `z1` and `z2`
+      f32[L - 1], their raw logits; and `tokens`, the L token ids.
 
     Raises:
       MarsError: a text is empty or longer than the context, or a token is outside the vocabulary.
@@ -69,8 +69,8 @@ def score(
     if isinstance(texts, str):
         raise MarsError("texts is one text: give a list of texts.")
     try:
-        raw_texts = list(texts)  # an iterator is read once
-    except TypeError:  # not iterable, or an array without axes
+        raw_texts = list(texts)  # an iterator can only be consumed once
+    except TypeError:  # not iterable, or an array with no axes
         raw_texts = None
     if raw_texts is None or isinstance(texts, bytes | Mapping):
         raise MarsError(f"texts is {short_repr(texts)}: expected a list of strings or of lists of token ids.")
@@ -84,13 +84,13 @@ def score(
             raise MarsError(
                 f"text {number} has {len(text)} tokens and '{target.name}' has a context of {context_length}: cut it."
             )
-    # Batches are ordered by length, so collect the scores by the index of the text.
+    # The batches are ordered by length, so collect the scores by text index.
     scored_by_index: dict[int, Scored] = {}
     for indices, tokens in _batches_by_length(texts, of_mesh(target, rows), context_length):
         with target.on_mesh():
             log_p, logit_stats = fetch(_score(target.model, target.params, jnp.asarray(tokens)))
         for row, i in enumerate(indices):
-            # The last token predicts no other, and the columns after it are padding.
+            # No token follows the last one, and the columns after it are padding.
             length = len(texts[i]) - 1
             columns = (log_p, logit_stats.id1, logit_stats.id2, logit_stats.top1, logit_stats.top2)
             scored_by_index[i] = Scored(*(column[row, :length] for column in columns), tokens=tuple(texts[i]))
@@ -100,9 +100,9 @@ def score(
 def _batches_by_length(
     texts: Sequence[Sequence[int]], rows: int, longest: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Yield batches of similar lengths: (indices, tokens i32[rows, L]), padded with zeros.
+    """Yield batches of texts with similar lengths: (indices, tokens i32[rows, L]), padded with zeros.
 
-    The L of a text depends only on its own length, so that its scores are bit-identical in any batch.
+    The padded length L of a text depends only on its own length, so that its scores are bit-identical in any batch.
     """
     padded_lengths = [min(bucket(len(text)), longest) for text in texts]
     text_order = sorted(range(len(texts)), key=padded_lengths.__getitem__)
@@ -125,7 +125,7 @@ def _score_rows(model: LanguageModel, params, tokens):
     rows, length = tokens.shape
     visible = Visible.causal(jnp.zeros(tokens.shape[:1], jnp.int32), tokens.shape[1])
     hidden = model.forward(params, tokens, visible, model.init_cache(*tokens.shape)).hidden
-    # Score position j against token j + 1, in parts. The scores of the last position and of padding are cut.
+    # Score token j + 1 at position j, in parts. Drop the scores of the last position and of padding.
     part_length = min(POSITIONS, length)
     hidden = jnp.pad(hidden, ((0, 0), (0, -length % part_length), (0, 0)))
     next_tokens = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1 + -length % part_length)))
@@ -138,6 +138,6 @@ def _score_rows(model: LanguageModel, params, tokens):
         # log p(token) = z[token] - logsumexp(z)
         return jnp.take_along_axis(logits, target_tokens[..., None], axis=2)[..., 0] - stats.logsumexp, stats
 
-    # Join the parts: [parts, R, size] becomes [R, L - 1].
+    # Join the parts, [parts, R, part_length], to [R, L - 1].
     scores = jax.lax.map(part, jnp.arange(0, next_tokens.shape[1], part_length, dtype=jnp.int32))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1)[:, : length - 1], scores)

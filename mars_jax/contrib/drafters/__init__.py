@@ -1,4 +1,4 @@
-"""Drafters from single papers. Importing this package registers them; it is a plugin of `mars_jax.plugins`."""
+"""Drafters from single papers. Importing this package, a plugin of `mars_jax.plugins`, registers them."""
 
 import importlib
 import pkgutil

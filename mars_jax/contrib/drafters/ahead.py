@@ -1,13 +1,14 @@
-"""Parallel drafting: the drafter guesses the verdict and drafts on its own devices while the target verifies.
+"""Parallel drafting: while the target verifies a draft, the drafter guesses the verdict and drafts on its own devices.
 
 Source: PEARL 2408.11850 (pre-verify and post-verify). B batch, K tokens per draft, T token buffer. Oracle: the
 sequential loop, token for token (tests/contrib/test_ahead.py).
 
-The drafter drafts K + 1 tokens, and the target gets the first K. While it verifies them, the drafter continues as if
-all K had been accepted and the target had added the last one. If that guess is right for every live row, the next draft
-is ready together with the verdict, and a step takes the maximum of the two times instead of their sum. Otherwise the
-drafter drafts again from the committed tokens, which overwrites the cache entries of the wrong guess, so no rollback is
-needed. Under a lossless rule the tokens equal those of the sequential loop, whether the guesses are right or wrong.
+The drafter drafts K + 1 tokens and passes the first K to the target. While the target verifies them, the drafter
+continues as if the target had accepted all K and then emitted token K + 1. If that guess is right for every live row,
+the next draft is ready as soon as the verdict is, and a step takes the longer of the two times instead of their sum.
+Otherwise the drafter drafts again from the committed tokens. This overwrites the cache entries of the wrong guess, so
+no rollback is needed. With a lossless rule, the emitted tokens equal those of the sequential loop whether the guesses
+are right or wrong.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ from mars_jax.core.types import (
 from mars_jax.utils.errors import MarsError
 
 DraftDevice = Any
-"""A `jax.Device`, which pyright does not accept as a type, or a `Mesh`."""
+"""A `jax.Device` or a `Mesh`. It is `Any` because pyright does not accept `jax.Device` as a type."""
 
 
 class Ahead(NamedTuple):
     """A target and a drafter that run in parallel; see `ahead`."""
 
-    decoder: Decoder  # decoder of the target, whose drafts of K tokens the caller supplies
-    drafter: Drafter  # drafts K + 1 tokens
+    decoder: Decoder  # decoder of the target; the caller supplies its drafts of K tokens
+    drafter: Drafter  # drafter of K + 1 tokens
 
 
 @dataclasses.dataclass
 class Guesses:
-    """Counts of steps and of right guesses."""
+    """Counts of decoding steps and of right guesses."""
 
     steps: int = 0
-    held: int = 0  # steps whose guess was right, so that the next draft was ready with the verdict
+    held: int = 0  # steps with a right guess, after which the next draft was already available
 
 
 def ahead(target: LanguageModel, drafter: Drafter, verify: Rule) -> Ahead:
@@ -66,12 +67,13 @@ def ahead(target: LanguageModel, drafter: Drafter, verify: Rule) -> Ahead:
 
     Args:
       target: the model that verifies.
-      drafter: a drafter of greedy chains of K + 1 tokens that does not read the target, such as a small model. K is at
-        least 1.
-      verify: the rule.
+      drafter: a drafter of greedy chains of K + 1 tokens, with K at least 1, that does not use the target's outputs;
+        for example, a small model.
+      verify: the verification rule.
 
     Raises:
-      MarsError: the drafter reads its target, samples its drafts, or does not draft chains of at least 2 tokens.
+      MarsError: the drafter uses the target's outputs or does not draft chains of at least 2 tokens; or as for
+        `speculative_decoder`.
 
     >>> from mars_jax import drafters, fake, verify
     >>> model = fake.hash_model(vocab_size=11)
@@ -82,7 +84,7 @@ def ahead(target: LanguageModel, drafter: Drafter, verify: Rule) -> Ahead:
 
 
 def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
-    """Return the target's view of a (K + 1)-token drafter: a K-token drafter whose drafts the caller supplies.
+    """Return a K-token drafter to pair with the target. The caller supplies its drafts from a (K + 1)-token drafter.
 
     Raises:
       MarsError: as for `ahead`.
@@ -92,7 +94,7 @@ def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
 
 
 def check_drafts_alone(drafter: Drafter, least: int) -> None:
-    """Raise MarsError unless a drafter drafts chains of at least `least` tokens without reading its target."""
+    """Raise MarsError unless a drafter drafts chains of at least `least` tokens without the target's outputs."""
     if drafter.reads is not None or drafter.num_nodes != drafter.max_depth + 1 or drafter.max_depth < least:
         raise MarsError(
             f"the drafter '{drafter.name}' drafts no chain of {least} or more tokens without its target's outputs: "
@@ -102,11 +104,11 @@ def check_drafts_alone(drafter: Drafter, least: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Handed(Drafter):
-    """A drafter that proposes its state, i32[B, K], which the caller sets."""
+    """A drafter that proposes the tokens stored in its state, i32[B, K], which the caller sets."""
 
     max_depth: int  # K
-    vocab_size: int  # of the target
-    stops: bool  # whether the caller's drafter respects `Controls.draft_stop`
+    vocab_size: int  # vocabulary size of the target
+    stops: bool  # whether the drafter that supplies the tokens supports `Controls.draft_stop`
 
     def init(self, params: Params, tokens: Array, length: Array) -> Array:
         return jnp.full((tokens.shape[0], self.max_depth), NO_TOKEN, jnp.int32)
@@ -116,7 +118,7 @@ class Handed(Drafter):
 
 
 class Committed(NamedTuple):
-    """The tokens that the drafter assumes are committed."""
+    """The tokens that the drafter assumes to be committed."""
 
     tokens: Array  # i32[B, T]
     length: Array  # i32[B]
@@ -131,7 +133,7 @@ def _begin(drafter: Drafter, params: PyTree, text: Committed) -> PyTree:
 def _draft(
     drafter: Drafter, params: PyTree, state: PyTree, text: Committed, controls: Controls, keys: Array
 ) -> tuple[Array, Committed, PyTree]:
-    """Return the draft i32[B, K + 1], the tokens as if the whole draft were accepted, and the drafter's state."""
+    """Return the draft i32[B, K + 1], the committed tokens if all of it is accepted, and the drafter's state."""
     draft_input = DraftInput(keys=keys, tokens=text.tokens, length=text.length, controls=controls)
     tree, state = drafter.propose(Params((), params), state, draft_input)
     if tree.draft_logits is not None:
@@ -149,7 +151,7 @@ def _draft(
 def _verify(
     decoder: Decoder, params: PyTree, state: DecodeState, handed: Array
 ) -> tuple[DecodeState, StepInfo, Committed, Array]:
-    """Run a step with the draft i32[B, K]. Also return copies of the committed tokens and of the done rows."""
+    """Run a step with the draft i32[B, K]. Also return copies of the committed tokens and of the mask of done rows."""
     state, info = decoder.step(params, dataclasses.replace(state, draft=handed))
     text = Committed(jnp.copy(state.tokens), jnp.copy(state.length))
     return state, info, text, jnp.copy(state.done)
@@ -157,7 +159,10 @@ def _verify(
 
 @jax.jit
 def _flags(info: StepInfo, done_rows: Array, guessed: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Return whether all live rows emitted the guess (arrays i32[B, ...], concatenated) and whether all are done."""
+    """Return whether all live rows emitted the guessed tokens, and whether all rows are done.
+
+    `guessed` are arrays i32[B, ...] of consecutive tokens.
+    """
     guessed_tokens = jnp.concatenate(guessed, axis=1)
     length = guessed_tokens.shape[1]
     is_right = (info.num_emitted == length) & jnp.all(info.emitted[:, :length] == guessed_tokens, axis=1)
@@ -173,20 +178,22 @@ def stream_ahead(
     pre_verify: bool = False,
     guesses: Guesses | None = None,
 ) -> Iterator[tuple[DecodeState, StepInfo]]:
-    """Yield steps like `decode.stream`, with drafting in parallel. `state` is donated: use the yielded one.
+    """Yield the steps of a batch like `decode.stream`, but draft while the target verifies.
 
-    Drafter and target synchronise once per step: the host reads one flag of the verdict while the next draft runs.
+    `state` is donated, so use only the yielded states. Drafter and target synchronise once per step, when the host
+    reads whether the guess was right. Meanwhile the next draft is already being computed.
 
     Args:
-      pair: from `ahead`.
-      params: params of both models. The target's are on the devices of `state`; the drafter's may be anywhere.
-      state: state of `pair.decoder`, from `decode.start`.
-      draft_device: the drafter's device, separate from the target's, or a mesh over which the drafter's weights are
+      pair: target and drafter, from `ahead`.
+      params: params of both models. The target's must be on the devices of `state`; the drafter's may be on any.
+      state: initial state of `pair.decoder`, from `decode.start`.
+      draft_device: device of the drafter, different from the target's, or a mesh over which the drafter's weights are
         already sharded.
       pre_verify: after a wrong guess, let the target decode one token without a draft while the drafter drafts again.
-        If that token is the first of the new draft, the remaining ones are verified next. This pays off if a draft
-        takes about as long as the target's forward. A lossless rule then emits the same tokens in more steps.
-      guesses: incremented for each step and each right guess.
+        If that token equals the first of the new draft, the target verifies the remaining ones next. This is worthwhile
+        if a draft takes about as long as a forward pass of the target. With a lossless rule, the same tokens are then
+        emitted in more steps.
+      guesses: counters to increment for each step and each right guess.
 
     Raises:
       MarsError: the drafter samples its drafts.
@@ -196,11 +203,11 @@ def stream_ahead(
     target_params = params._replace(draft=())
     no_draft = jax.device_put(jnp.full_like(state.draft, NO_TOKEN), state.draft.sharding)
     draft, assumed_text = remote.draft(Committed(jnp.copy(state.tokens), jnp.copy(state.length)))
-    # Usually the target gets all tokens of a draft but the last, which is the guess. If pre-verify has already emitted
-    # the first token, the target gets the remaining tokens, and the guess is the first token of the next draft.
+    # Usually the target verifies all draft tokens but the last, which is the guess. If pre-verify has already emitted
+    # the first token, the target verifies the remaining ones, and the guess is the first token of the next draft.
     first_known, finished = False, bool(jnp.all(state.done))
     while not finished:
-        # K of the K + 1 tokens: without the first, which is committed, or without the last, which is the guess.
+        # Select K of the K + 1 tokens: drop the first, which is already committed, or the last, which is the guess.
         handed_columns = slice(1, None) if first_known else slice(-1)
         handed_tokens = remote.part(draft, handed_columns)
         state, info, committed, done_rows = _verify(pair.decoder, target_params, state, handed_tokens)
@@ -232,11 +239,11 @@ def stream_ahead(
 
 
 class _Drafter:
-    """The drafter on its devices, with its state."""
+    """A drafter that runs on its own devices, and its state."""
 
     def __init__(self, drafter: Drafter, params: PyTree, state: DecodeState, draft_device: DraftDevice):
         self._drafter, self._target_sharding = drafter, state.draft.sharding
-        # The context in which the drafter's arrays are used.
+        # Context manager under which the drafter's arrays are used.
         self._here: Callable[[], contextlib.AbstractContextManager]
         if isinstance(draft_device, Mesh):
             self._here = functools.partial(jax.set_mesh, draft_device)
@@ -244,7 +251,7 @@ class _Drafter:
         else:
             self._here = contextlib.nullcontext
             self._params, self._place = jax.device_put(params, draft_device), draft_device
-        # Copy, because the next step donates the state's buffers.
+        # Copy the inputs, because the next step donates the state's buffers.
         draft_inputs = (state.controls, state.keys, Committed(state.tokens, state.length))
         copied_inputs = jax.tree.map(jnp.copy, draft_inputs)
         self._controls, self._keys, text = jax.device_put(copied_inputs, self._place)
@@ -252,16 +259,16 @@ class _Drafter:
             self._state = _begin(drafter, self._params, text)
 
     def part(self, drafted: Array, columns: slice) -> Array:
-        """Return columns of a draft on the target's devices.
+        """Move columns of a draft to the target's devices.
 
-        Slice them under the drafter's mesh, because the loop runs under the target's.
+        The loop runs under the target's mesh, so switch to the drafter's mesh for slicing.
         """
         with self._here():
             part = drafted[:, columns]
         return jax.device_put(part, self._target_sharding)
 
     def draft(self, text: Committed) -> tuple[Array, Committed]:
-        """Return the draft i32[B, K + 1] after `text`, and the tokens as if the whole draft were accepted."""
+        """Return the draft i32[B, K + 1] after `text`, and the committed tokens if all of it is accepted."""
         text = jax.device_put(text, self._place)
         with self._here():
             drafted_tokens, assumed_text, self._state = _draft(
@@ -276,15 +283,15 @@ _count = jax.jit(accumulate, donate_argnums=0)
 def run_ahead(
     pair: Ahead, params: Params, prompts: Prompts, *, draft_device: DraftDevice, pre_verify: bool = False
 ) -> tuple[DecodeState, DecodeStats, Guesses]:
-    """Decode prompts to completion.
+    """Decode prompts to completion, drafting in parallel.
 
     Args:
-      pair: from `ahead`.
+      pair: target and drafter, from `ahead`.
       params, draft_device, pre_verify: as for `stream_ahead`.
-      prompts: on the target's device.
+      prompts: the prompts, on the target's device.
 
     Returns:
-      The final state, the counters per row, and the counts of steps and right guesses.
+      The final state, the counters of each row, and the counts of steps and right guesses.
     """
     state = decode.start(pair.decoder, params._replace(draft=()), prompts)
     guesses = Guesses()

@@ -1,14 +1,14 @@
-"""Best-first trees from independent marginals: the nodes with the highest products of probabilities.
+"""Best-first trees from independent marginals: the nodes whose paths have the highest products of probabilities.
 
 Source: DDTree 2604.12989. B batch, D depth, V vocabulary, M nodes without the root, k maximum children per node.
 Oracle: a best-first search with a heap in Python (tests/contrib/test_best_first.py).
 
-All nodes at one depth have the same children. So once the prefixes at a depth are sorted, the rank of every node has a
-lower bound that does not depend on its value. The j-th child of the r-th prefix (both counted from 0) is preceded or
-equalled by the (r + 1) * (j + 1) nodes at its depth whose prefix and child rank no lower, and by their ancestors at
-each depth above. If these are more than M nodes, the node is in no tree. `_plan` lists all other nodes, about 3,000 for
-M = 59 and D = 15, three depths at a time. Their values are sums over static indices, and only the last of three depths
-is sorted for the next three.
+All nodes at one depth have the same candidate children. So once the prefixes at a depth are sorted, each node's rank
+has a lower bound that does not depend on the probabilities. Consider the j-th child of the r-th prefix, both counted
+from 0. At its depth, (r + 1) * (j + 1) nodes, itself included, have a prefix and a last token that rank at least as
+high; their ancestors rank at least as high too. If these are more than M nodes, the node can be in no tree. `_plan`
+lists all other nodes, about 3,000 for M = 59 and D = 15, three depths at a time. Their log-probabilities are sums over
+static indices, and only the last of three depths is sorted for the next three.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from mars_jax.drafters.tree_shapes import Dynamic
 
 @jax.named_scope("best_first")
 def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> DraftTree:
-    """Return the tree of the `shape.num_nodes` likeliest nodes, in order, with up to `shape.top_k` children each.
+    """Return the tree of the `shape.num_nodes` most probable nodes in order, with up to `shape.top_k` children each.
 
     Args:
       shape: shape of the tree, with depth D.
       root: i32[B, 1]; the last committed token.
-      logits: f32[B, D, V]; logits of the token at each depth below the root, independent of the tokens above it.
-      alive: bool[B, D]; False at all depths after the end of the draft.
+      logits: f32[B, D, V]; logits of the token at each depth below the root, which do not depend on its ancestors.
+      alive: bool[B, D]; False at all depths below the end of the draft.
 
     >>> half = jnp.log(jnp.asarray([[[0.6, 0.4], [0.9, 0.1]]]))
     >>> tree = best_first(Dynamic(2, 2, 4), jnp.asarray([[7]]), half, jnp.ones((1, 2), bool))
@@ -55,16 +55,16 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
     zero_term = jnp.zeros((batch, 1), jnp.float32)
     prefix_log_q, node_log_q, sorted_prefixes = zero_term, [], []
     for part in plan.parts:
-        # The terms of the sums: log-probabilities of the sorted prefixes and of the children at each depth, and a zero.
+        # Terms of the sums: log-probabilities of the sorted prefixes and of the tokens at each depth, and a zero.
         part_log_q = child_log_q[:, part.begin : part.end].reshape(batch, -1)
         node_log_q.append(_sums(jnp.concatenate([prefix_log_q, part_log_q, zero_term], axis=1), part.places))
         if part.width:
             prefix_log_q, best_indices = lax.top_k(node_log_q[-1][:, part.last :], part.width)
             sorted_prefixes.append(best_indices + part.first + part.last)
 
-    # A child's sum is its parent's with a zero replaced by a term of at most 0, so it is never higher, even after
-    # rounding. top_k breaks ties in favour of the lower number, which is the parent's. So the kept nodes form a tree,
-    # and parents precede their children.
+    # A child's sum is its parent's sum with a zero replaced by a term of at most 0, so it is never higher, even after
+    # rounding. top_k breaks ties in favour of the lower number, which is the parent's. So the kept nodes form a tree in
+    # which parents precede their children.
     ranks, kept_ids = lax.top_k(jnp.concatenate(node_log_q, axis=1), m)
     # Look up the kept candidates in the static table of all candidates; each column becomes an i32[B, M].
     node_columns = jnp.asarray(plan.table).at[kept_ids].get(mode="promise_in_bounds")
@@ -72,7 +72,8 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
     if sorted_prefixes:
         prefix_ids = pick(jnp.concatenate(sorted_prefixes, axis=1), jnp.maximum(-1 - parent_ids, 0))
         parent_ids = jnp.where(parent_ids < 0, prefix_ids, parent_ids)
-    # A parent's node is 1 + its index among the kept nodes. The root matches none, so the sum is 0.
+    # A parent's node number is 1 + its index among the kept nodes. A parent that is the root matches none of them, so
+    # the sum is 0.
     is_parent = parent_ids[:, :, None] == kept_ids[:, None]
     parents = jnp.sum(jnp.where(is_parent, jnp.arange(1, m + 1, dtype=jnp.int32), 0), axis=2, dtype=jnp.int32)
     tokens = pick(top_entries.ids.reshape(batch, -1), token_index)
@@ -88,10 +89,13 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
 
 
 def _sums(source: Array, places: np.ndarray) -> Array:
-    """Return f32[B, C]: sums of source f32[B, S] at places i32[C, P]. A row repeats only the index of the zero."""
+    """Return f32[B, C], the sums of source f32[B, S] at indices places i32[C, P].
+
+    Within a row of `places`, only the index of the zero may repeat.
+    """
 
     def gathered(source: Array) -> Array:
-        # Add in a fixed order, so that a node and its parent round alike.
+        # Add in a fixed order, so that the sums of a node and its parent are rounded in the same way.
         return functools.reduce(jnp.add, (source[:, column] for column in places.T))
 
     def compared(source: Array) -> Array:
@@ -105,30 +109,30 @@ def _sums(source: Array, places: np.ndarray) -> Array:
 
 
 class _Part(NamedTuple):
-    """Consecutive depths that are processed together, and their candidate nodes, parents first."""
+    """The candidate nodes of consecutive depths that are processed together. Parents precede their children."""
 
     begin: int  # the first of L depths, counted from 0
     end: int  # one past the last depth
-    # i32[C, 1 + L]; for each node, the indices of its prefix and of the tokens below the prefix. They index the terms
-    # of the sums: the prefixes, the children at the L depths, and a zero as padding.
+    # i32[C, 1 + L]; for each node, the indices of its prefix and of the tokens below the prefix, padded with the index
+    # of the zero. They index the terms of the sums in `best_first`.
     places: np.ndarray
-    first: int  # number of the first node, among the nodes of all parts
-    last: int  # index of the first node of the last depth, among the nodes of this part
-    width: int  # number of prefixes that the next part reads; 0: this is the last part
+    first: int  # number of the part's first node among the nodes of all parts
+    last: int  # index, within this part, of the first node of the last depth
+    width: int  # number of prefixes that the next part uses; 0 in the last part
 
 
 class _CandidatePlan(NamedTuple):
     parts: tuple[_Part, ...]
-    # i32[candidates, 3]. Column 0: index of the node's token among D * k. Column 1: number of its parent; past the last
-    # number if the parent is the root; -1 - index into the sorted prefixes of all parts if the parent is one of them.
-    # Column 2: its depth.
+    # i32[candidates, 3]. Column 0: index of the node's token among the D * k tokens. Column 1: number of the node's
+    # parent. It is one past the last number if the parent is the root, and -1 - i if the parent is prefix i of the
+    # sorted prefixes of all parts. Column 2: depth of the node.
     table: np.ndarray
 
 
 @functools.lru_cache
 def _plan(m: int, depth: int, k: int) -> _CandidatePlan:
-    """Return the candidate nodes for trees with m nodes, `depth` levels and k children per node."""
-    # Larger parts need fewer sorts, each of more nodes.
+    """List the candidate nodes for trees with m nodes, `depth` levels and k children per node."""
+    # With more depths per part there are fewer sorts, but each sorts more nodes.
     part_depths = 1
     if m <= 128:
         part_depths = 3
@@ -139,7 +143,7 @@ def _plan(m: int, depth: int, k: int) -> _CandidatePlan:
     for begin, end in itertools.pairwise(part_bounds):
         part_nodes.append(list(_nodes(m, k, begin, end, num_prefixes)))
         num_prefixes = sum(len(path) == 1 + end - begin for path in part_nodes[-1])
-    # Keep only the prefixes that have candidates below them.
+    # Use only the prefixes that have candidates below them.
     widths = [1, *(1 + max(path[0] for path in paths) for paths in part_nodes[1:]), 0]
     num_nodes = sum(map(len, part_nodes))
     parts, node_table, first_number, prefix_offset = [], [], 0, -widths[0]
@@ -167,16 +171,17 @@ def _plan(m: int, depth: int, k: int) -> _CandidatePlan:
 
 
 def _nodes(m: int, k: int, begin: int, end: int, prefixes: int) -> Iterator[tuple[int, ...]]:
-    """Yield the nodes of depths `begin` .. `end` - 1 that may be among the m likeliest.
+    """Yield the nodes of depths `begin` .. `end` - 1 that may be among the m most probable ones.
 
-    A node is a path: the rank of its prefix among `prefixes` prefixes, then the ranks of the tokens below it.
+    A node is represented by its path: the rank of its prefix among `prefixes` prefixes, then the ranks of the tokens
+    below.
     """
 
     def descendants(path: tuple[int, ...], width: int, num_likelier: int) -> Iterator[tuple[int, ...]]:
-        """Yield the nodes below `path`.
+        """Yield the nodes below `path` that may be among the m most probable ones.
 
-        `width` nodes at its depth, including itself, and `num_likelier` nodes in total are at least as likely as
-        `path`.
+        At least `width` nodes at the depth of `path`, itself included, and `num_likelier` nodes in total are at least
+        as probable as `path`.
         """
         for j in range(k):
             num_ahead = num_likelier + width * (j + 1)
@@ -190,5 +195,5 @@ def _nodes(m: int, k: int, begin: int, end: int, prefixes: int) -> Iterator[tupl
         yield from descendants((0,), 1, 0)
         return
     for r in range(min(m, prefixes)):
-        # At least r + 1 nodes at the prefix's depth and one node at each depth above are as likely.
+        # At least r + 1 nodes at the prefix's depth and one node at each depth above it are at least as probable.
         yield from descendants((r,), r + 1, r + begin)

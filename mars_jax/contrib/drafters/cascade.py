@@ -1,12 +1,12 @@
-"""A cascade: a proxy of the target verifies the draft, and the target verifies only if the proxy is unsure.
+"""A cascade of verifiers: a proxy model verifies the draft, and the target verifies only where the proxy is unsure.
 
 Sources: TriSpec 2601.23180, VIA-SD 2606.12243. B batch, K tokens per inner draft, M per full draft, P positions of a
 round, T token buffer, V vocabulary.
 Oracle: the same loop in Python, model by model from empty caches (tests/contrib/test_cascade.py).
 
-Invariants: the inner drafter's invariant holds for a row whose length includes the trusted tokens. The proxy's cache is
-valid in `[0, length - 1)`, like a target's. So every token that can be committed without another round has been fed to
-the proxy.
+Invariants: the inner drafter's invariant holds if a row's length includes its trusted tokens. Slots `[0, length - 1)`
+of the proxy's cache are valid, like those of a target's cache. So every token that can be committed without another
+round has already been fed to the proxy.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from mars_jax.utils.limits import DRAFT_TOKENS
 
 
 class ProxyVerdict(NamedTuple):
-    """A proxy's verdict on every position; each field is [B, P]."""
+    """The verdict of a proxy on P positions; each field is [B, P]."""
 
-    token: Array  # i32; the proxy's best token
-    differs: Array  # bool; the proxy's token replaces the drafted one, which may be NO_TOKEN
-    unsure: Array  # bool; the target decides
+    token: Array  # i32; the proxy's most probable token
+    differs: Array  # bool; whether `token` replaces the drafted token, which may be NO_TOKEN
+    unsure: Array  # bool; whether to leave the decision to the target
 
 
 def margin_gate(logits: Array, drafted: Array, least: ArrayLike) -> ProxyVerdict:
-    """Apply TriSpec's gate (arXiv 2601.23180): the proxy is sure if its top two probabilities differ by `least`.
+    """Apply TriSpec's gate (arXiv 2601.23180): the proxy is sure if its top two probabilities differ enough.
 
-    `least` is f32[]; above 1 the proxy is never sure.
+    `least` f32[] is the minimum difference. If it is above 1, the proxy is never sure.
     """
     top_two = top_k_logits(logits, 2)
     p = jnp.exp(top_two.values - top_two.logsumexp[..., None])
@@ -54,12 +54,12 @@ def margin_gate(logits: Array, drafted: Array, least: ArrayLike) -> ProxyVerdict
 
 
 def ratio_gate(logits: Array, drafted: Array, bounds: tuple[ArrayLike, ArrayLike]) -> ProxyVerdict:
-    """Apply VIA-SD's gate (arXiv 2606.12243) to r = q'(x) / max q', for the drafted x and the slim verifier's q'.
+    """Apply VIA-SD's gate (arXiv 2606.12243) to r = q'(x) / max q', with drafted token x and slim verifier q'.
 
-    If r >= accept, x is accepted. Else if r >= escalate, the verifier's best token replaces it. Otherwise the target
-    decides. `bounds` are (accept, escalate), f32[] each. Padding counts as the verifier's best token, with r = 1, so
-    with `escalate` above 1 the target always decides. The published (.5, .3) leave the middle range nearly unused;
-    re-implementations use (.6, .3), the default of `system_files`.
+    `bounds` are (accept, escalate), f32[] each. If r >= accept, x is accepted. If accept > r >= escalate, the slim
+    verifier's best token replaces x. Otherwise the target decides; with `escalate` above 1, it always does. If x is
+    padding, the verifier's best token is used, with r = 1. The published bounds (0.5, 0.3) leave the middle range
+    nearly unused. Re-implementations use (0.6, 0.3), which is the default of `system_files`.
     """
     accept, escalate = bounds
     best_token = argmax(logits)
@@ -71,7 +71,7 @@ def ratio_gate(logits: Array, drafted: Array, bounds: tuple[ArrayLike, ArrayLike
 
 
 GATES: Mapping[str, Callable[..., ProxyVerdict]] = {"margin": margin_gate, "ratio": ratio_gate}
-"""Criteria of a proxy: (logits f32[B, P, V], drafted i32[B, P], thresholds) -> verdict."""
+"""Functions that decide for a proxy, by name: (logits f32[B, P, V], drafted i32[B, P], thresholds) -> verdict."""
 
 
 class CascadeParams(NamedTuple):
@@ -79,7 +79,7 @@ class CascadeParams(NamedTuple):
 
     inner: PyTree  # weights of the inner drafter
     proxy: PyTree  # weights of the proxy
-    # Thresholds of the gate, see `GATES`: for "margin" the minimum difference of probabilities, f32[]; for "ratio"
+    # Thresholds of the gate: for "margin" the minimum difference of probabilities, f32[], and for "ratio" the pair
     # (accept, escalate). They are arrays, so that changing them does not trigger recompilation.
     gate: PyTree = np.float32(0.5)
 
@@ -89,42 +89,42 @@ class CascadeState(NamedTuple):
 
     inner: PyTree  # state of the inner drafter
     cache: PyTree  # cache of the proxy
-    rounds: Array  # i32[B]; rounds of each row since its start, excluding rounds spent waiting
+    rounds: Array  # i32[B]; number of rounds since the row started, not counting those in which it waited
 
 
 class _Round(NamedTuple):
     """Loop carry: the growing draft; each array is [B, ...]."""
 
-    tokens: Array  # i32[B, T + M]; committed tokens, then trusted ones
-    begin: Array  # i32[B]; trusted tokens before the last round
-    trusted: Array  # i32[B]; trusted tokens after the last round
-    drafted: Array  # i32[B, M]; the draft: trusted tokens, then those for the target to verify
-    waits: Array  # bool[B]; the row has finished and waits for the target
+    tokens: Array  # i32[B, T + M]; committed tokens, followed by trusted ones
+    begin: Array  # i32[B]; number of trusted tokens before the last round
+    trusted: Array  # i32[B]; number of trusted tokens after the last round
+    drafted: Array  # i32[B, M]; the draft: trusted tokens, followed by those that the target must verify
+    waits: Array  # bool[B]; whether the row's draft is complete, so that it waits for the target
     state: CascadeState
 
 
 @dataclasses.dataclass(frozen=True)
 class Cascade(Drafter):
-    """A drafter whose drafts a proxy model verifies, deferring to the target only if the proxy is unsure.
+    """A drafter with a proxy model that verifies its drafts and leaves only unsure decisions to the target.
 
     With the gate "margin" and a small model as proxy, this is TriSpec (arXiv 2601.23180). With the gate "ratio" and the
     target without some of its layers (`LanguageModel.with_layers`) as proxy, it is VIA-SD (arXiv 2606.12243).
 
-    In each round the proxy reads the inner draft x. Let t_a be the first position where the gate replaces x by the
-    proxy's token a, and t_m the first where the proxy is unsure; see `GATES`. If t_a < t_m, x before t_a and a itself
-    are trusted, and another round follows, unless the draft is full. Otherwise x before t_m is trusted, and the target
-    verifies the remaining tokens. *Trusted* tokens are emitted without verification and marked by their kind in
-    `StepInfo`, with the target's regret.
+    In each round, the inner drafter drafts tokens x, and the proxy scores them. Let t_a be the first position at which
+    the gate replaces x by the proxy's token a, and t_m the first at which the proxy is unsure (see `GATES`). If
+    t_a < t_m, the tokens of x before t_a and the token a are trusted, and another round follows unless the draft is
+    full. Otherwise the tokens of x before t_m are trusted, and the target verifies the remaining ones. *Trusted* tokens
+    are emitted without verification. `StepInfo` marks them by their kind and reports the target's regret for them.
 
-    Lossy by design under every rule. No tokens are trusted in rows above temperature 0, in strict rows, or within a
-    rule's `exact_prefix`: there the rule verifies the inner draft. The same holds for every row if the gate's threshold
-    is above 1. Stop tokens, and tokens that the request forbids, are never trusted: the target verifies them. The proxy
-    ignores a request's biases and penalties, so they do not affect trusted tokens. A row that waits for others repeats
-    its last round, so its tokens do not depend on the batch.
+    The drafter is lossy by design, whatever the rule. No tokens are trusted in rows above temperature 0, in strict
+    rows, or within a rule's `exact_prefix`; there, the rule verifies the inner draft. The same holds for every row if
+    the gate's threshold is above 1. Stop tokens and tokens that the request forbids are never trusted: the target
+    verifies them. The proxy ignores a request's biases and penalties, so they do not affect trusted tokens. A row that
+    waits for others repeats its last round, so its tokens do not depend on the batch.
 
     Raises:
-      MarsError: the inner drafter is of an unsupported kind, the vocabularies differ, there is no room for a round, or
-        the gate is unknown.
+      MarsError: the inner drafter does not draft greedy chains from the tokens only, the vocabularies differ,
+        `num_draft_tokens` is too small for a round, or the gate is unknown.
 
     >>> from mars_jax.core.fake import hash_model
     >>> from mars_jax.drafters import ngram
@@ -132,9 +132,9 @@ class Cascade(Drafter):
     17
     """
 
-    inner: Drafter  # drafts greedy chains from the tokens only: `language_model(...)` or `ngram(...)`
-    proxy: LanguageModel  # a model between drafter and target in size, of the same vocabulary
-    num_draft_tokens: int = 24  # M, maximum tokens per step, with trusted ones; at least K + 1
+    inner: Drafter  # drafter of greedy chains that needs only the tokens, such as `language_model(...)` or `ngram(...)`
+    proxy: LanguageModel  # model between the drafter and the target in size, with the same vocabulary
+    num_draft_tokens: int = 24  # M, maximum number of tokens per step, trusted ones included; at least K + 1
     # "margin" or "ratio"; its thresholds are `CascadeParams.gate`.
     gate: str = dataclasses.field(default="margin", kw_only=True)
 
@@ -175,7 +175,7 @@ class Cascade(Drafter):
         return f"cascade({self.inner.name}, {self.gate}, {self.num_draft_tokens})"
 
     def _widen(self, tokens: Array) -> Array:
-        # Trusted tokens may reach past the end of the buffer; those are never emitted.
+        # Make room for trusted tokens past the end of the buffer. They are never emitted.
         return jnp.pad(tokens, ((0, 0), (0, self.num_draft_tokens)))
 
     def init(self, params: Params, tokens: Array, length: Array) -> CascadeState:
@@ -215,26 +215,28 @@ class Cascade(Drafter):
                 params.draft.proxy, tree.tokens, Visible.causal(length - 1, k + 1), carry.state.cache
             )
             logits = proxy.unembed(params.draft.proxy, output.hidden)
-            # x[:, i] is the drafted token that `logits[:, i]` judges; nothing is drafted after the last one.
+            # `logits[:, i]` scores the drafted token x[:, i]. No token is drafted for the last logits.
             x = jnp.concatenate([tree.tokens[:, 1:], jnp.full((batch, 1), NO_TOKEN, jnp.int32)], axis=1)
             verdict = judge(logits, x, params.draft.gate)
-            # t_a, the first position at which the proxy's token replaces x, and t_m, the first at which it is unsure.
+            # t_a, the first position at which the proxy's token replaces x, and t_m, the first at which the proxy is
+            # unsure.
             replaced_at, unsure_at = _first(verdict.differs), _first(verdict.unsure)
             decides = (replaced_at < unsure_at) & may_trust
-            # The proxy's output is x up to its first correction, followed by its own tokens.
+            # The proxy's version of the draft: x before its first correction, and its own tokens from there on.
             proxy_tokens = jnp.where(place < replaced_at[:, None], x, verdict.token)
             num_new = jnp.where(decides, replaced_at + 1, jnp.where(may_trust, unsure_at, 0))
             stop_at = _first(is_stop(proxy_tokens, controls.stop_tokens))
             stops = decides & (stop_at < num_new)
             # If there is no room for another round, drop the proxy's own last token, which is in no cache. The target
-            # supplies the next token.
+            # then chooses the token at that position.
             out_of_room = decides & ~stops & (carry.begin + num_new + k + 1 > limit)
             num_new = jnp.where(out_of_room, num_new - 1, jnp.minimum(num_new, stop_at))
-            # After a stop token, the target verifies the proxy's tokens; otherwise it verifies x.
+            # If the trusted tokens would include a stop token, the target verifies the proxy's tokens; otherwise it
+            # verifies x.
             target_draft = jnp.where(
                 stops[:, None], jnp.where(place <= replaced_at[:, None], proxy_tokens, NO_TOKEN), x
             )
-            # A row that continues or is full leaves no token for the target to verify.
+            # A row that continues with another round, or whose draft is full, has no tokens for the target to verify.
             target_draft = jnp.where((decides & ~stops)[:, None], NO_TOKEN, target_draft)
             row_draft = jnp.where(place < num_new[:, None], proxy_tokens, target_draft)
             active = ~carry.waits
@@ -272,13 +274,13 @@ def _inner_params(params: Params) -> Params:
 
 
 def _first(mask: Array) -> Array:
-    """Return i32[B]: the index of the first True of bool[B, P]; P if there is none."""
+    """Return the index i32[B] of the first True in mask bool[B, P]; P if there is none."""
     n = mask.shape[1]
     return jnp.min(jnp.where(mask, jnp.arange(n, dtype=jnp.int32)[None], n), axis=1)
 
 
 def _put(values: Array, first: Array, new: Array, mask: Array) -> Array:
-    """Write new [B, P] into values [B, M] starting at index `first` i32[B], where mask bool[B, P] is True."""
+    """Write new [B, P] into values [B, M] at indices from `first` i32[B] on, but only where mask bool[B, P] is True."""
     write_indices = first[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     write_indices = jnp.where(mask, write_indices, values.shape[1])
     return jax.vmap(lambda row, indices, updates: row.at[indices].set(updates, mode="drop"))(

@@ -1,11 +1,12 @@
-"""A block drafter: one forward over the target's features drafts a whole chain or tree.
+"""A block drafter, which drafts a whole chain or tree with one forward pass over the target's features.
 
 Sources: DFlash 2602.06036; DDTree 2604.12989 (trees from its marginals); DSpark (deepseek-ai/DeepSpec). B batch, N
 nodes, D depth, T token buffer, V vocabulary, W draft vocabulary. Oracle: the head run over all committed tokens from an
 empty cache (tests/contrib/test_dflash.py).
 
-Invariant: the head's cache holds the context of the tokens in `[0, length - 1)`, computed from the target's features.
-A block is written after this context, starting at the slot of the last committed token. `update` overwrites the block.
+Invariant: slots `[0, length - 1)` of the head's cache contain the context, which is computed from the target's features
+of these tokens. A block is written after the context, starting at the slot of the last committed token. `update`
+overwrites the block.
 """
 
 from __future__ import annotations
@@ -41,24 +42,23 @@ from mars_jax.utils.errors import MarsError
 
 
 class _Block(NamedTuple):
-    """The output of a forward over a block."""
+    """The inputs and outputs of a forward pass over a block."""
 
     params: Params
     inputs: DraftInput
-    root: Array  # i32[B, 1]
-    hidden: Array  # [B, D, E]
-    marginals: Array  # f32[B, D, W]; logits at each depth, before a Markov head's correction
+    root: Array  # i32[B, 1]; last committed token
+    hidden: Array  # [B, D, E]; the head's hidden state at each depth
+    marginals: Array  # f32[B, D, W]; logits at each depth, before the correction of a Markov head
 
 
 @dataclasses.dataclass(frozen=True)
 class DFlash(HeadDrafter):
-    """A DFlash or DSpark head of the target, which drafts a block in one forward.
+    """A DFlash or DSpark head of the target, which drafts a block in one forward pass.
 
-    Its weights are `Params.draft`. If the head has no embedding or unembedding, it reads the target's from
-    `Params.target`. A dynamic tree holds the likeliest nodes (DDTree). With a Markov head, whose tokens depend on their
-    ancestors, it is grown as in EAGLE-2. `Controls.draft_stop` limits the square root of the entropy or, with a
-    confidence head, the probability of a rejection: the draft ends at the first depth where one minus the confidence
-    exceeds `draft_stop`.
+    The head's weights are `Params.draft`. If the head has no embedding or unembedding, the target's is used. A dynamic
+    tree consists of the most probable nodes (DDTree). With a Markov head, tokens depend on their ancestors, so the tree
+    is grown level by level, as in EAGLE-2. A draft ends at the first depth where the square root of the entropy exceeds
+    `Controls.draft_stop`. With a confidence head, it ends where one minus the confidence exceeds `draft_stop`.
 
     Raises:
       MarsError: the head does not fit the target, the draft is longer than a block, or as for `DraftModel`.
@@ -72,7 +72,7 @@ class DFlash(HeadDrafter):
     """
 
     config: DFlashConfig
-    # Length of the chain; None: the block's length. Ignored if there is a tree.
+    # Length of the chain; None: all tokens of a block. Ignored if `tree` is set.
     num_draft_tokens: int | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
@@ -114,7 +114,7 @@ class DFlash(HeadDrafter):
         block_tokens = head.block(config, root)
         with jax.named_scope("block"):
             hidden, cache = head.forward(config, self.target, params, block_tokens, visible, state)
-        # If each position predicts its own token, the first one predicts the committed token, which is not drafted.
+        # If each position predicts its own token, drop the first, which predicts the committed token.
         num_skipped = size - config.drafts
         hidden = hidden[:, num_skipped : num_skipped + self.shape.depth]
         marginals = head.unembed(config, self.target, params, hidden)
@@ -143,13 +143,13 @@ class DFlash(HeadDrafter):
         return self._absorb(params, state, output._replace(features=features), length - 1)
 
     def _absorb(self, params: Params, state: KVCache, output: ForwardOutput, first: Array) -> KVCache:
-        """Write the context of consecutive tokens starting at position `first` i32[B]."""
+        """Write the context entries of consecutive tokens, starting at position `first` i32[B]."""
         fused_features = head.fuse(self.config, params.draft, output)
         positions = first[:, None] + jnp.arange(fused_features.shape[1], dtype=jnp.int32)[None]
         return head.absorb(self.config, params.draft, fused_features, positions, first, state)
 
     def _alive(self, block: _Block) -> Array:
-        """Return bool[B, D]: the depths to draft, for a head whose positions are independent of each other."""
+        """Return bool[B, D], True at the depths to draft, for a head that predicts positions independently."""
         controls = block.inputs.controls
         if self.config.confidence:
             is_end = self._doubt(block, block.hidden, block.root) > controls.draft_stop[:, None]
@@ -158,11 +158,11 @@ class DFlash(HeadDrafter):
         return jnp.cumprod((~is_end).astype(jnp.int32), axis=1) > 0
 
     def _doubt(self, block: _Block, hidden: Array, parents: Array) -> Array:
-        """Return f32[B, N]: the confidence head's probability that tokens after `parents` i32[B, N] are rejected."""
+        """Return f32[B, N], the predicted probability that the tokens after `parents` i32[B, N] will be rejected."""
         return jax.nn.sigmoid(-head.confidence(self.config, block.params.draft, hidden, parents))
 
     def _draft_chain(self, block: _Block) -> DraftTree:
-        """Draft each position independently: its likeliest token, or a draw from its marginal."""
+        """Draft each position independently: its most probable token, or a token sampled from its marginal."""
         config, params = self.config, block.params
         if self.sample:
             q_logits = process(config.widen(params, block.marginals), block.inputs.controls)
@@ -176,12 +176,12 @@ class DFlash(HeadDrafter):
         return chain(jnp.concatenate([block.root, ids], axis=1), q)
 
     def _grow(self, block: _Block) -> DraftTree:
-        """Grow a draft level by level from the marginals of each depth and, with a Markov head, the parent's token."""
+        """Grow a draft level by level from the marginals at each depth and, with a Markov head, the parent's token."""
         config, params, inputs = self.config, block.params, block.inputs
         root_position = inputs.length - 1
 
         def broadcast_level(depth: Array | int, values: Array, parent_tokens: Array) -> Array:
-            """Return values [B, D, ...] at one depth, repeated for each parent in `parent_tokens` i32[B, W]."""
+            """Return the entries of values [B, D, ...] at one depth, repeated for each of `parent_tokens` i32[B, W]."""
             level_values = lax.dynamic_slice_in_dim(values, depth, 1, axis=1)
             return jnp.broadcast_to(level_values, (*parent_tokens.shape, *values.shape[2:]))
 
@@ -195,7 +195,7 @@ class DFlash(HeadDrafter):
             return logits, self._doubt(block, hidden, parent_tokens)
 
         def extend(carry: Array, level: Level) -> tuple[Array, Array]:
-            # Nodes of depth d have position `Growth.first + d - 1`.
+            # Nodes of depth d are at position `Growth.first + d - 1`.
             return logits_and_doubt(level.visible.positions[0, 0] - root_position[0] + 1, level.tokens)
 
         def stops(logits: Array, doubt: Array, controls: Controls) -> Array:
@@ -221,7 +221,7 @@ dflash = DFlash
 
 
 def load_dflash_drafter(asked: Asked) -> LoadedDrafter:
-    """Load `dflash` from a head's checkpoint.
+    """Load a `dflash` drafter from the checkpoint of its head.
 
     Raises:
       MarsError: as for `contrib.load_dflash`.
@@ -230,7 +230,8 @@ def load_dflash_drafter(asked: Asked) -> LoadedDrafter:
     config, params = dflash_files.load_dflash(
         asked.path, target.config, target.params, dtype=asked.heads_dtype, head_embed=asked.head_embed
     )
-    # Use float32 on a CPU, as in `hub.load`: XLA's CPU backend would convert a bfloat16 cache to float32 in every step.
+    # On a CPU use float32, as in `hub.load`, because XLA's CPU backend would convert a bfloat16 cache to float32 in
+    # every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
     tree = asked.tree
     recurrent = target.model.for_chains is not None

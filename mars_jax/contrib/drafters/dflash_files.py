@@ -1,9 +1,9 @@
-"""Reading and writing of DFlash and DSpark heads as published on the Hugging Face hub.
+"""Readers and writers of DFlash and DSpark heads in the formats published on the Hugging Face hub.
 
-The layouts of z-lab and DeepSeek number layer outputs from 0. The layout of the speculators library counts hidden
-states, including the embedding, so its numbers are higher by one. V vocabulary, W draft vocabulary.
+In the layouts of z-lab and DeepSeek, layer outputs are numbered from 0. The layout of the speculators library numbers
+hidden states, including the embedding, so its numbers are higher by one. V vocabulary, W draft vocabulary.
 
-Oracle: heads that PyTorch writes (tests/contrib/test_dflash_files.py).
+Oracle: heads written with PyTorch (tests/contrib/test_dflash_files.py).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
 
 LAYOUTS = ("dflash", "speculators")
-"""Layouts of config.json: "dflash" is z-lab's, or DeepSeek's if each position predicts the next token; "speculators"
-is the layout of the library of that name."""
+"""Layouts of config.json. "dflash" is that of z-lab or, if each position predicts the next token, of DeepSeek.
+"speculators" is that of the speculators library."""
 _STATES = "aux_hidden_state_layer_ids"
 _SUPPORTED = {
     "projector_type": ("dflash", "dspark"),
-    "markov_head_type": ("vanilla",),  # its correction depends only on the previous token
+    "markov_head_type": ("vanilla",),  # a correction that depends only on the previous token
     "input_embedding_scale": (1.0,),
     "output_multiplier": (1.0,),
     "final_logit_softcapping": (0.0,),
 }
-"""Settings of some heads, with the values that are supported; null is always supported."""
+"""Supported values of settings that some heads have. null is always supported."""
 
 
 def load_dflash(
@@ -52,16 +52,16 @@ def load_dflash(
     dtype: str | None = None,
     head_embed: str = "own",
 ) -> tuple[DFlashConfig, PyTree]:
-    """Load a DFlash or DSpark head of a target, tensor by tensor.
+    """Load a DFlash or DSpark head of a target, one tensor at a time.
 
-    If the head's embedding or unembedding equals the target's, share the target's array.
+    If the head's embedding or unembedding equals the target's, the target's array is shared.
 
     Args:
       name_or_path, target_config, target_params, dtype, head_embed: as for `load_eagle`.
 
     Returns:
-      The config, and the weights for `Params.draft`. If the draft vocabulary is smaller than V, their `ids` i32[W] map
-      draft tokens to the target's token ids.
+      The config, and the weights for `Params.draft`. If the draft vocabulary is smaller than V, the weights include
+      `ids` i32[W], the target token id of each draft token.
 
     Raises:
       MarsError: the checkpoint is missing, damaged, unsupported, or for a different target.
@@ -82,11 +82,11 @@ def save_dflash(
     layout: str = "dflash",
     verifier: str | None = None,
 ) -> Path:
-    """Write a head in a published layout. Other arguments, result and errors are as for `hub.save`.
+    """Write a head in a published layout. For other arguments, the result and errors, see `hub.save`.
 
     Args:
-      layout: "dflash" for that of z-lab and DeepSeek, or "speculators".
-      verifier: name of the target, written only in the layout of speculators.
+      layout: "dflash" for the layout of z-lab and DeepSeek, or "speculators".
+      verifier: name of the target, written only if the layout is "speculators".
 
     >>> import tempfile
     >>> import jax
@@ -107,10 +107,10 @@ def save_dflash(
 
 @checked
 def from_dflash_json(data: JsonObject, shapes: Shapes, target: ModelConfig) -> DFlashConfig:
-    """Make a DFlashConfig from the contents of config.json and the shapes of the tensors by canonical name.
+    """Build a DFlashConfig from the contents of config.json and the tensors' shapes, keyed by canonical name.
 
     Raises:
-      MarsError: the contents contradict the shapes or the target, or are not supported.
+      MarsError: the contents contradict the shapes or the target, or describe an unsupported head.
     """
     _check_kind(data, shapes)
     has_dspark = "markov_head.markov_w1.weight" in shapes or "confidence_head.proj.weight" in shapes
@@ -119,9 +119,9 @@ def from_dflash_json(data: JsonObject, shapes: Shapes, target: ModelConfig) -> D
     layer_json, settings, vocab_settings = data if nested_json is None else nested_json, data, data
     if nested_json is None:
         settings = data | (data.get("dflash_config") or {})
-        # z-lab's class reads the block size from the top level of config.json and other settings from dflash_config.
+        # z-lab's code reads the block size from the top level of config.json, and other settings from dflash_config.
         settings["block_size"] = value_or_default(data, "block_size", settings.get("block_size"))
-        # Only the rows of lm_head determine the draft vocabulary.
+        # The draft vocabulary is determined only by the number of rows of lm_head.
         vocab_settings = settings | {"draft_vocab_size": None}
     layer_config = _layer(layer_json, shapes, target)
     feature_layers = _feature_layers(settings, shapes, target, nested_json is not None)
@@ -139,8 +139,8 @@ def from_dflash_json(data: JsonObject, shapes: Shapes, target: ModelConfig) -> D
         feature_layers=feature_layers,
         block_size=settings["block_size"],
         mask_token=settings["mask_token_id"],
-        # DeepSeek's DFlash heads have the class name of its DSpark heads, and their positions also predict the next
-        # token.
+        # DeepSeek's DFlash heads have the same class name as its DSpark heads, and also predict the next token at each
+        # position.
         from_anchor=bool(value_or_default(data, "sample_from_anchor", has_dspark or "dspark" in class_names)),
         causal=causal_layers,
         markov_rank=shapes.get("markov_head.markov_w1.weight", (0, 0))[1],
@@ -151,7 +151,7 @@ def from_dflash_json(data: JsonObject, shapes: Shapes, target: ModelConfig) -> D
 
 
 def _check_kind(data: JsonObject, shapes: Shapes) -> None:
-    """Raise MarsError for related heads that draft in a different way."""
+    """Raise MarsError for related kinds of heads that are not supported."""
     kind = data.get("speculators_model_type", "dflash")
     if kind not in ("dflash", "dspark"):
         raise MarsError(
@@ -170,7 +170,7 @@ def _check_kind(data: JsonObject, shapes: Shapes) -> None:
 
 
 def _layer(data: JsonObject, shapes: Shapes, target: ModelConfig) -> ModelConfig:
-    """Return the config of the layers: Qwen3's, with the norms and biases that have tensors."""
+    """Return the config of the layers: that of Qwen3, with only the norms and biases for which there are tensors."""
     norm_shape = shapes.get("layers.0.self_attn.q_norm.weight")
     fields = {"vocab_size": target.vocab_size} | {k: v for k, v in data.items() if v is not None}
     if "head_dim" not in fields:
@@ -191,7 +191,7 @@ def _layer(data: JsonObject, shapes: Shapes, target: ModelConfig) -> ModelConfig
 
 
 def _feature_layers(data: JsonObject, shapes: Shapes, target: ModelConfig, nested: bool) -> tuple[int, ...]:
-    """Return the layers whose outputs the head reads."""
+    """Return the target layers whose outputs the head reads."""
     key = _STATES if nested else "target_layer_ids"
     layers, num_layers = data.get(key), target.num_layers
     if layers is None and nested:
@@ -199,7 +199,7 @@ def _feature_layers(data: JsonObject, shapes: Shapes, target: ModelConfig, neste
             f"config.json does not say {key}: add the hidden states that the head was trained on."
         )
     if layers is None:
-        # The published default spreads the layers evenly from layer 1 on (z-lab/dflash, `build_target_layer_ids`).
+        # By default, the layers are evenly spaced, starting with layer 1 (z-lab/dflash, `build_target_layer_ids`).
         num_features = shapes.get("fc.weight", (0,))[-1] // target.hidden_size
         layers = [num_layers // 2]
         if num_features != 1:
@@ -208,12 +208,9 @@ def _feature_layers(data: JsonObject, shapes: Shapes, target: ModelConfig, neste
 
 
 def to_dflash_json(config: DFlashConfig, *, dtype: str, layout: str, verifier: str | None) -> JsonObject:
-    """Return the contents of config.json.
-
-    Args:
-      config, dtype: those of the head.
+    """Return the contents of config.json. Args: config, dtype: config and dtype of the head.
       layout: one of `LAYOUTS`.
-      verifier: name of the target, written only in the layout of speculators.
+      verifier: name of the target, written only if the layout is "speculators".
 
     Raises:
       MarsError: the layout is unknown or cannot express the head.
@@ -225,7 +222,7 @@ def to_dflash_json(config: DFlashConfig, *, dtype: str, layout: str, verifier: s
             "config.json of a DFlash head has one rope, one window and no experts: change the layers."
         )
     layer = to_json(dataclasses.replace(layer_config, family="qwen3"), dtype=dtype) | {"architectures": None}
-    # The values of `causal` that occur in layers with a window, and those that occur in layers with full attention.
+    # Values of `causal` that occur among the layers with a window, and among those with full attention.
     windows_and_causal = list(zip(layer_config.windows, config.causal, strict=True))
     windowed_causal = {causal for window, causal in windows_and_causal if window is not None}
     full_causal = {causal for window, causal in windows_and_causal if window is None}

@@ -1,7 +1,7 @@
-"""A drafter on separate devices, which drafts while the target verifies.
+"""A drafter that runs on its own devices and drafts while the target verifies.
 
-Source: PEARL 2408.11850; the loop is `ahead`. Oracle: the tokens, steps and accepted drafts of the sequential loop
-(tests/contrib/test_elsewhere.py).
+Source: PEARL 2408.11850. The decoding loop is in `ahead`. Oracle: the tokens, steps and accepted drafts of the
+sequential loop (tests/contrib/test_elsewhere.py).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from mars_jax.verify import needs_q
 
 
 def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> DraftDevice:
-    """Return the device for a drafter, or a mesh of several devices whose axis `model` shards the drafter.
+    """Return the device for a drafter, or a mesh of several devices over whose axis `model` the drafter is sharded.
 
     Args:
-      numbers: indices into `jax.devices()`.
-      target_mesh: mesh of the target; None: the target uses only the first device.
+      numbers: indices of the drafter's devices in `jax.devices()`.
+      target_mesh: mesh of the target; None if the target uses only the first device.
 
     Raises:
-      MarsError: a device does not exist, is named twice, or is used by the target.
+      MarsError: a device does not exist, is listed twice, or is used by the target; or there is more than one process.
 
     >>> try:
     ...     open_device([0])
@@ -65,21 +65,22 @@ def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> Draf
 def draft_elsewhere(
     drafter: drafters.AnyDrafter, target: Pretrained, draft_device: DraftDevice, **options: Any
 ) -> drafters.LoadedDrafter:
-    """Return a small model that drafts on its own device or mesh while the target verifies.
+    """Return a drafter that runs on its own device or mesh while the target verifies.
 
-    It drafts one token more than the target receives, and continues drafting from that last token as a guess. Rows do
-    not refill, so prompts are decoded one batch at a time.
+    It drafts one token more than the target verifies, and continues drafting from that extra token as a guess. Finished
+    rows are not refilled with new prompts, so prompts are decoded one batch at a time.
 
     Args:
-      drafter: `model:PATH`, whose chain is drafted one token longer than `num_draft_tokens`; or a drafter of chains of
+      drafter: either `model:PATH`, which then drafts one token more than `num_draft_tokens`, or a drafter of chains of
         K + 1 tokens with its weights. If `draft_device` is a mesh, these weights must already be on it.
-      target: the model that verifies, on other devices.
-      draft_device: from `open_device`, or a `jax.Device`.
+      target: the model that verifies. It must be on other devices.
+      draft_device: device of the drafter: a `jax.Device` or the result of `open_device`.
       **options: options of `drafters.load`.
 
     Raises:
-      MarsError: as for `drafters.load`, or the drafter cannot draft ahead because it is a head, drafts a tree, or is
-        not a small model. When decoding begins: the rule needs the draft's true probabilities.
+      MarsError: as for `drafters.load`, or the drafter cannot draft ahead because it uses the target's outputs or
+        drafts trees, or because its spec is not `model:PATH`. When decoding begins: the rule needs the draft's true
+        probabilities.
 
     >>> drafter = draft_elsewhere("model:tiny/draft", target, jax.devices()[1])  # doctest: +SKIP
     >>> mj.generate(target, drafter, ["Once upon a time"])  # doctest: +SKIP
@@ -103,7 +104,7 @@ def draft_elsewhere(
 def open_elsewhere(
     spec: str, target: Pretrained, numbers: Sequence[int], **options: Any
 ) -> drafters.LoadedDrafter:
-    """Return `draft_elsewhere` on the devices with these numbers. `--draft-device` calls this.
+    """Call `draft_elsewhere` for the devices with the given numbers. This implements `--draft-device`.
 
     Raises:
       MarsError: as for `open_device` and `draft_elsewhere`.
@@ -119,8 +120,8 @@ def _load(
         raise MarsError(f"the drafter is '{kind}' and drafts elsewhere: only model:PATH can.")
     is_mixture = getattr(target.config, "num_experts", 0) > 0
     length = options.pop("num_draft_tokens", None) or definition(kind).usual(mixture=is_mixture)[0]
-    assert length is not None  # the definition of `model` has a default length
-    # Weights for a mesh are sharded as they load. Those for a single device are moved there afterwards.
+    assert length is not None  # `model` has a default chain length
+    # For a mesh, weights are sharded while they are loaded. For a single device, they are moved there afterwards.
     mesh = draft_device if isinstance(draft_device, Mesh) else None
     loaded = drafters.load(
         spec, dataclasses.replace(target, mesh=mesh), num_draft_tokens=length + 1, **options

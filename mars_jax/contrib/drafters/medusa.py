@@ -1,11 +1,11 @@
-"""Medusa heads that draft a chain, greedy or sampled, or a static tree, from one hidden state of the target.
+"""A drafter that applies Medusa heads to one hidden state of the target. It drafts chains or static trees.
 
-Source: Medusa 2401.10774. B batch, K heads in use, N nodes, T token buffer, E hidden size, V vocabulary.
-Oracle: the heads in numpy over a forward of the target from an empty cache (tests/contrib/test_medusa.py).
+Source: Medusa 2401.10774. B batch, K heads in use, N nodes, T token buffer, E hidden size, V vocabulary. Oracle: the
+heads in numpy, applied to the target's output from an empty cache (tests/contrib/test_medusa.py).
 
-Invariant: the state is the target's hidden state [B, 1, E] at position `length - 2`, the last position that the target
-has read, or zeros for a one-token prompt. From this state the heads predict positions `length`, `length + 1` and so on,
-independently of each other, so all nodes of one depth have the same children.
+Invariant: the draft state is the target's hidden state [B, 1, E] at position `length - 2`, the last one that the target
+has processed, or zeros for a one-token prompt. From it, the heads predict the tokens at positions `length`, `length +
+1` and so on. The predictions are independent of each other, so all nodes at one depth have the same children.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from mars_jax.utils.errors import MarsError
 
 @dataclasses.dataclass(frozen=True)
 class Medusa(ShapedDrafter):
-    """Medusa heads of the target.
+    """The Medusa heads of a target, each of which predicts the token at one depth.
 
-    Their weights are `Params.draft`. In a tree, the children of every node are the likeliest tokens of the head for the
-    next depth. In a sampled draft the true q of a path is the product of its heads' probabilities.
+    The heads' weights are `Params.draft`. In a greedy tree, the children of every node are the most probable tokens of
+    the head for the next depth. In a sampled draft, the true q of a path is the product of the heads' probabilities of
+    its tokens.
 
     Raises:
-      MarsError: the heads are for a different vocabulary, the draft is deeper than the number of heads, or the tree is
-        dynamic.
+      MarsError: the heads have a different vocabulary than the target, the draft is deeper than the number of heads, or
+        the tree is dynamic.
 
     >>> from mars_jax.core.fake import hash_model
     >>> config = MedusaConfig(num_heads=5, num_layers=1, hidden_size=8, vocab_size=11)
@@ -48,7 +49,7 @@ class Medusa(ShapedDrafter):
 
     config: MedusaConfig  # configuration of the heads
     target: LanguageModel  # the model that the heads were trained for
-    # Length of the chain; None: use all heads. Ignored if there is a tree.
+    # Length of the chain; None: use all heads. Ignored if `tree` is set.
     num_draft_tokens: int | None = dataclasses.field(default=None, compare=False)
 
     reads = ()
@@ -84,7 +85,7 @@ class Medusa(ShapedDrafter):
         self, params: Params, state: Array, tokens: Array, first: Array, length: Array, output: ForwardOutput
     ) -> Array:
         n = output.hidden.shape[1]
-        # Position length - 2 as an index into this chunk.
+        # The index of position length - 2 within this chunk.
         chunk_index = length - 2 - first
         last_hidden = pick(output.hidden, jnp.clip(chunk_index, 0, n - 1)[:, None])
         in_chunk = (chunk_index >= 0) & (chunk_index < n)
@@ -93,10 +94,11 @@ class Medusa(ShapedDrafter):
     def propose(self, params: Params, state: Array, inputs: DraftInput) -> tuple[DraftTree, Array]:
         root = last_token(inputs)
         logits = heads.logits(params.draft, state, self.shape.depth)
-        # Under a constraint, and in a sampled tree, the children of a node depend on the node.
+        # Under a constraint and in a sampled tree, nodes at the same depth have different children, so grow the tree by
+        # levels.
         if inputs.guide is not None or (self.sample and not self.is_chain):
             return self._grow(root, inputs, logits), state
-        # The draft ends at the first head whose entropy is too high.
+        # End the draft at the first head whose entropy is too high.
         alive = jnp.cumprod((~stops_at(logits, inputs.controls)).astype(jnp.int32), axis=1) > 0
         if self.is_chain:
             ids, draft_logits = argmax(logits), None
@@ -128,7 +130,7 @@ class Medusa(ShapedDrafter):
         """Grow a draft level by level from the logits f32[B, D, V] of the heads."""
 
         def extend(carry: None, level: Level) -> tuple[Array, None]:
-            # Nodes of depth d have position `Growth.first + d - 1`, and their children are from head d.
+            # Nodes of depth d are at position `Growth.first + d - 1`, and head d predicts their children.
             depth = level.visible.positions[0, 0] - inputs.length[0] + 1
             head_logits = lax.dynamic_slice_in_dim(logits, depth, 1, axis=1)
             return jnp.repeat(head_logits, level.tokens.shape[1], axis=1), carry
@@ -153,7 +155,7 @@ medusa = Medusa
 
 
 def load_medusa_drafter(asked: Asked) -> LoadedDrafter:
-    """Load `medusa` from the heads' checkpoint.
+    """Load a `medusa` drafter from the checkpoint of its heads.
 
     Raises:
       MarsError: as for `medusa_files.load_medusa`.

@@ -1,7 +1,8 @@
-"""Reading and writing of Medusa heads in their published layout. Oracle: `torch.save` (tests/contrib/test_medusa.py).
+"""Readers and writers of Medusa heads in their published format. Oracle: `torch.save` (tests/contrib/test_medusa.py).
 
-A directory holds config.json with the numbers of heads and layers, and a state dict with only the heads' weights in
-medusa_lm_head.safetensors, medusa_lm_head.pt or model.safetensors. Some files prefix every name with `medusa_head.`.
+A directory contains config.json, with the numbers of heads and layers, and one of medusa_lm_head.safetensors,
+medusa_lm_head.pt and model.safetensors, with only the heads' weights. In some files, the name of every tensor begins
+with `medusa_head.`.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ def load_medusa(
 ) -> tuple[MedusaConfig, PyTree]:
     """Load Medusa heads for a target.
 
-    If the weights contain more heads than config.json lists, load all of them: the config of the first published heads
-    lists 2 of 5.
+    If the weights contain more heads than config.json states, all of them are loaded, because the config of the first
+    published heads states 2 although there are 5.
 
     Args:
-      name_or_path: directory, or `owner/name` on the Hugging Face hub.
-      target_config: config of the model that the heads draft for.
-      dtype: "float32" or "bfloat16"; None: as stored (float16 becomes bfloat16). "int8" stores matrices in 8 bits per
-        weight and leaves other arrays as stored.
+      name_or_path: a directory, or `owner/name` on the Hugging Face hub.
+      target_config: config of the target.
+      dtype: "float32" or "bfloat16"; None keeps the stored dtype, except that float16 becomes bfloat16. "int8"
+        quantises matrices to 8 bits per weight and keeps the stored dtype of other arrays.
 
     Raises:
-      MarsError: the heads are missing or for a different target, or the tensors are not Medusa heads.
+      MarsError: the heads are missing or belong to a different target, or the tensors are not Medusa heads.
 
     >>> load_medusa("FasterDecoding/medusa-vicuna-7b-v1.3", target.config)  # doctest: +SKIP
     """
@@ -59,7 +60,7 @@ def load_medusa(
 
 
 def _directory(name_or_path: str | os.PathLike[str]) -> Path:
-    """Return the local directory of the heads, downloading it if the name refers to the hub."""
+    """Return the local directory of the heads, which are first downloaded if the name refers to the hub."""
     directory = resolve(name_or_path, weights=False)
     if any((directory / name).is_file() for name in _FILES):
         return directory
@@ -73,7 +74,7 @@ def _directory(name_or_path: str | os.PathLike[str]) -> Path:
 
 
 def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) -> MedusaConfig:
-    """Return the config from config.json, checked against the tensors."""
+    """Read the heads' config from config.json and check it against the tensors."""
     data = read_json(directory / "config.json")
 
     def number(key: str) -> int:
@@ -99,7 +100,7 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
             )
     unembed_shape = getattr(tensors.get(f"0.{depth}.weight"), "shape", ())
     target_sizes = (("vocabulary", target.vocab_size), ("hidden size", target.hidden_size))
-    # The unembedding is [V, E]. If it is missing, `shape` is empty, and `_read` reports the tensor.
+    # The unembedding is [V, E]. If it is missing, `unembed_shape` is empty, and `_read` reports the missing tensor.
     for head_size, (part, target_size) in zip(unembed_shape, target_sizes, strict=False):
         if head_size != target_size:
             raise MarsError(
@@ -131,17 +132,17 @@ def save_medusa(
     """Write config.json and medusa_lm_head.safetensors in the published layout.
 
     Args:
-      path: the directory; created with its parents.
+      path: directory to write to; it and its parents are created if missing.
       config: config of the heads.
-      params: the heads, in the dtype to save.
-      base_model: name of the target, for `base_model_name_or_path`.
-      overwrite: replace the two files in a directory that is not empty; other files stay.
+      params: weights of the heads, in the dtype to store.
+      base_model: name of the target, which is stored as `base_model_name_or_path`.
+      overwrite: allow a directory that is not empty and replace these two files in it; keep all other files.
 
     Returns:
       The directory.
 
     Raises:
-      MarsError: the directory is not empty, or params do not fit config.
+      MarsError: the directory is not empty and `overwrite` is not set, or the params do not fit the config.
 
     >>> save_medusa("heads", config, params, base_model="lmsys/vicuna-7b-v1.3")  # doctest: +SKIP
     PosixPath('heads')

@@ -1,7 +1,7 @@
-"""Replay on the device: continuations of earlier matches in a corpus of answers, or in the row's own context.
+"""Replay on the device: draft the tokens that followed an earlier match, in a corpus or in the row's own context.
 
-Source: SPEC-RL (2509.23232) drafts the previous epoch's rollouts; suffix lookup as in `ngram`. C tokens in the corpus,
-B batch, T buffer. Oracle: a Python search in tests/contrib/test_replay.py.
+Source: SPEC-RL (2509.23232), where drafts come from the rollouts of the previous epoch. Matches are found as in
+`ngram`. C tokens in the corpus, B batch, T token buffer. Oracle: a Python search in tests/contrib/test_replay.py.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ CORPUS = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Replay(NGram):
-    """Copies of earlier answers, of the rows of a file, or of the row's own tokens so far.
+    """Copies of tokens from a corpus of earlier answers, or from the row's own context.
 
-    The draft continues the longest match of the row's suffix, in a corpus of answers or in the row's own tokens. The
-    corpus is `Params.draft`, an i32[C] made by `corpus`. Switching to a different corpus, such as the last epoch's
-    rollouts, does not trigger recompilation. The longest match wins; on a tie, the row's own match wins, then the
-    latest. A draft ends at the end of the answer that it copies. Without a corpus match of `min_ngram` tokens it equals
-    `ngram`.
+    Search a corpus of answers and the row's own tokens for the row's last tokens, and draft what followed the longest
+    match. Of equally long matches, one in the row's own tokens is preferred, and then the latest. A draft ends at the
+    end of the answer that it copies. If no match of at least `min_ngram` tokens is found in the corpus, the draft
+    equals that of `ngram`.
 
-    The drafter is lossless under lossless rules, because a draft is a function of the committed tokens and the corpus.
+    The corpus is `Params.draft`, an i32[C] made by `corpus`. A new corpus of the same size, such as the last epoch's
+    rollouts, does not trigger recompilation. Lossless rules stay lossless with this drafter, because a draft is a
+    function of the committed tokens and the corpus.
 
     Raises:
       MarsError: a field is out of range.
@@ -46,7 +47,7 @@ class Replay(NGram):
     """
 
     _: dataclasses.KW_ONLY
-    max_ngram: int = 6  # longest suffix to search for in the corpus; in the row's own tokens it is 3
+    max_ngram: int = 6  # longest suffix to search for in the corpus; 3 in the row's own tokens
     min_ngram: int = 2  # shortest suffix that counts as a match in the corpus
 
     def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
@@ -60,7 +61,7 @@ class Replay(NGram):
         )
         indices = corpus_start[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
         corpus_tokens = jnp.take_along_axis(corpus_rows, jnp.minimum(indices, corpus_size - 1), axis=1)
-        # A draft ends where the answer does, at a NO_TOKEN or at the end of the corpus.
+        # End the draft at the end of the answer, which is marked by NO_TOKEN or is the end of the corpus.
         past_end = jnp.cumsum(((corpus_tokens < 0) | (indices >= corpus_size)).astype(jnp.int32), axis=1) > 0
         corpus_tokens = jnp.where(past_end, NO_TOKEN, corpus_tokens)
         use_corpus = in_corpus & (corpus_matched > own_matched)
@@ -73,13 +74,13 @@ replay = Replay
 
 
 def corpus(texts: Iterable[Sequence[int]], size: int = CORPUS) -> Array:
-    """Return token sequences as a corpus i32[size] for `replay`, right-aligned. Drop the earliest if they do not fit.
+    """Join token sequences into a corpus i32[size] for `replay`, right-aligned. If they do not fit, drop the earliest.
 
-    Include the prompt before its answer in one sequence, so that the first tokens of an answer can be drafted as well.
+    Pass each prompt and its answer as one sequence, so that the first tokens of the answer can be drafted as well.
 
     Args:
-      texts: token ids of each sequence, including its stop token.
-      size: C. Corpora of the same size share compiled programs.
+      texts: token ids of each sequence, including the stop token.
+      size: C, the size of the corpus. Corpora of the same size share compiled programs.
 
     Raises:
       MarsError: the size is below 2.
@@ -99,10 +100,10 @@ def corpus(texts: Iterable[Sequence[int]], size: int = CORPUS) -> Array:
 
 
 def load_replay(asked: Asked) -> LoadedDrafter:
-    """Load `replay:FILE`.
+    """Load a `replay` drafter with a corpus from a file.
 
-    A .jsonl file has rows with `prompt_tokens` and `tokens`, in the format of `mars_jax.generate --output`. In any
-    other file, each line is one document.
+    Each line of a .jsonl file must have `tokens` and may have `prompt_tokens`, as written by
+    `mars_jax.generate --output`. In any other file, each line is one document of text.
 
     Raises:
       MarsError: the file cannot be read, is empty, or contains tokens that are not in the target's vocabulary.

@@ -1,15 +1,15 @@
-"""Self-speculation: the target drafts for itself with 8-bit weights and only the first and last rows of its cache.
+"""Self-speculation: the target drafts for itself, with 8-bit weights and only the first and last rows of its KV cache.
 
 Sources: MagicDec 2408.11049 (a draft with a sliding window), QuantSpec 2502.10424 (the quantised target as draft),
-StreamingLLM 2309.17453 (attention sinks). B batch, C kept slots, D depth, S slots of the target's cache.
-Oracle: the target itself over its whole cache, under a mask (tests/contrib/test_self_draft.py).
+StreamingLLM 2309.17453 (attention sinks). B batch, C kept slots, D depth, S slots of the target's cache. Oracle: the
+target itself with its whole cache and an attention mask (tests/contrib/test_self_draft.py).
 
-The draft keeps no long cache: after every step it copies its C visible rows from the target's. So no prompt is read
-twice, and drafting a token reads C rows at any context length. The 8-bit weights are a second copy, unless the target
-is in 8 bits already; then both share the same arrays.
+The drafter has no long KV cache of its own. After every step it copies the C rows that it can attend to from the
+target's cache. So prompts need no second prefill, and drafting a token reads C rows whatever the context length. The
+8-bit weights are a second copy of the target's, unless the target is already in 8 bits; then the arrays are shared.
 
-Invariant: slot c < `SINKS` of the draft's cache holds the row of position c, and each later slot holds that of position
-c + `skipped`, where `skipped = max(length - 1 - C, 0)`. The slots before `length - 1 - skipped` are valid.
+Invariant: slot c of the draft cache contains the keys and values of position c if c < `SINKS`, and of position c +
+`skipped` otherwise, with `skipped = max(length - 1 - C, 0)`. Slots before `length - 1 - skipped` are valid.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from mars_jax.models.weights import Weight, build_rows, get, leaves
 from mars_jax.utils.errors import MarsError
 
 SINKS, WINDOW = 4, 256
-"""Number of tokens that stay visible at the start of the context (attention sinks), and number at its end."""
+"""Number of tokens that stay visible at the start of the context (attention sinks), and number of tokens at its end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SelfDraft(ShapedDrafter):
-    """The target with 8-bit weights and a window of its context.
+    """The target itself, with 8-bit weights and attention to only part of the context.
 
-    `Params.draft` holds weights with the target's structure, such as its 8-bit weights.
+    `Params.draft` are weights with the target's structure, such as its quantised weights.
 
     Raises:
       MarsError: as for `DraftModel`.
@@ -51,8 +51,8 @@ class SelfDraft(ShapedDrafter):
     7
     """
 
-    model: LanguageModel  # the target, without sliding windows, and with a cache whose leaves are [B, S, ...]
-    # Length of the chain; ignored if there is a tree.
+    model: LanguageModel  # the target, without sliding windows, whose cache has leaves [B, S, ...]
+    # Length of the chain; ignored if `tree` is set.
     num_draft_tokens: int = dataclasses.field(default=5, compare=False)
     # Number of most recent tokens that the draft attends to, in addition to the first `SINKS` tokens.
     window: int = dataclasses.field(default=WINDOW, kw_only=True)
@@ -73,7 +73,7 @@ class SelfDraft(ShapedDrafter):
 
     @property
     def _num_kept(self) -> int:
-        """C, the slots that are copied from the target's cache."""
+        """C, the number of slots that are copied from the target's cache."""
         return SINKS + self.window
 
     def init(self, params: Params, tokens: Array, length: Array) -> PyTree:
@@ -85,9 +85,9 @@ class SelfDraft(ShapedDrafter):
     def _copied(
         self, cache: PyTree, target_cache: PyTree, length: Array, slot: Callable[[Array], Array]
     ) -> PyTree:
-        """Copy the visible rows at `length` i32[B] from the target's cache, where position p is in slot `slot(p)`."""
+        """Copy the rows visible at `length` i32[B] from the target's cache, where position p is in slot `slot(p)`."""
         num_kept = self._num_kept
-        # The slots of the sinks hold their own positions; the window's slots hold positions higher by `skipped`.
+        # In the slots of the sinks, the position equals the slot. In those of the window, it is higher by `skipped`.
         slots = jnp.arange(num_kept, dtype=jnp.int32)[None]
         position = jnp.where(slots < SINKS, slots, slots + self._skipped(length)[:, None])
         read = jax.vmap(lambda x, index: x.at[index].get(mode="clip"))
@@ -102,7 +102,7 @@ class SelfDraft(ShapedDrafter):
         skipped = self._skipped(inputs.length)
 
         def forward(tokens: Array, visible: Visible, cache: PyTree) -> tuple[Array, PyTree]:
-            # Keys are rotated by their absolute positions, so only the slots shift.
+            # Keys are rotated by their absolute positions, so shift only the slots.
             shifted = dataclasses.replace(visible, first=visible.first - skipped, slot=visible.slot - skipped)
             output = self.model.forward(params.draft, tokens, shifted, cache)
             return self.model.unembed(params.draft, output.hidden), output.cache
@@ -130,8 +130,8 @@ class SelfDraft(ShapedDrafter):
         root_slot = (length - 1)[:, None]
 
         def slot(position: Array) -> Array:
-            # The rows of the tree's nodes are still in the order of the nodes, starting at `root_slot`. The target
-            # moves the rows of the accepted path only after this update.
+            # The rows of the tree are still in node order, starting at `root_slot`. The target moves the rows of the
+            # accepted path only after this update.
             path_index = jnp.clip(position - root_slot, 0, self.shape.depth)
             return jnp.where(position < root_slot, position, root_slot + pick(verdict.path, path_index))
 
@@ -142,7 +142,7 @@ self_draft = SelfDraft
 
 
 def load_self(asked: Asked) -> LoadedDrafter:
-    """Load `self_draft` with the target's matrices in 8 bits.
+    """Make a `self_draft` drafter, with the target's matrices quantised to 8 bits.
 
     Raises:
       MarsError: the target has sliding windows, or no config.

@@ -1,9 +1,10 @@
-"""A small model that drafts until its classifier rejects a token, which the target then verifies.
+"""A small model that drafts until a classifier rejects one of its tokens, which the target then verifies.
 
-Source: SPRINTER 2502.04557. B batch, M tokens per draft, E hidden size of the small model, T token buffer.
-Oracle: the same loop in Python, from empty caches (tests/contrib/test_sprinter.py).
+Source: SPRINTER 2502.04557. B batch, M tokens per draft, E hidden size of the small model, T token buffer. Oracle: the
+same loop in Python, starting from empty caches (tests/contrib/test_sprinter.py).
 
-Invariant, as in `model`: the cache is valid in `[0, length - 2)`, because every trusted token was fed.
+Invariant, as in `drafters.model`: slots `[0, length - 2)` of the KV cache are valid, because every trusted token has
+been fed to the model.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from mars_jax.utils.limits import DRAFT_TOKENS
 
 
 class SprinterParams(NamedTuple):
-    """`Params.draft` of SPRINTER."""
+    """`Params.draft` of a `Sprinter` drafter."""
 
     model: PyTree  # weights of the small model
-    weight: Array  # f32[E]; weight of the classifier, which reads the model's hidden state at a drafted token
+    weight: Array  # f32[E]; weight of the classifier, whose input is the hidden state at a drafted token
     bias: Array  # f32[]; bias of the classifier
-    # f32[]; the target verifies tokens whose probability of acceptance is below this; above 1 it verifies all. It is an
-    # array, so that changing it does not trigger recompilation.
+    # f32[]; the target verifies tokens whose predicted probability of acceptance is below this threshold. If it is
+    # above 1, the target verifies all tokens. It is an array, so that changing it does not trigger recompilation.
     threshold: ArrayLike = np.float32(0.5)
 
 
 def chance(params: SprinterParams, hidden: Array) -> Array:
-    """Return f32[...]: sigmoid(w . h + b), the probability that the target accepts a token with state h [..., E]."""
+    """Return sigmoid(w . h + b), f32[...]: the probability that a token with hidden state h [..., E] is accepted."""
     log_odds = jnp.einsum("...e,e->...", hidden.astype(jnp.float32), params.weight) + params.bias
     return jax.nn.sigmoid(log_odds)
 
 
 class _DraftCarry(NamedTuple):
-    """Loop carry: a growing draft. All rows are at the same depth or have finished."""
+    """Loop carry: the draft so far. Each row is at the current depth or has finished."""
 
     depth: Array  # i32[]; depth of the last drafted tokens
     last: Array  # i32[B, 1]; the last drafted tokens; NO_TOKEN in rows that have finished
@@ -59,17 +60,18 @@ class _DraftCarry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sprinter(Drafter):
-    """A small model that drafts until its classifier rejects a token.
+    """A small model that drafts until a classifier rejects one of its tokens.
 
-    Source: SPRINTER (arXiv 2502.04557). The tokens before the rejected one are *trusted*: emitted without verification
-    and marked by their kind in `StepInfo`, with the target's regret. The rule verifies the rejected token, and the
-    target adds one. After `num_draft_tokens` the last token is always verified. Lossy by design under every rule:
-    trusted tokens follow the small model's distribution.
+    Source: SPRINTER (arXiv 2502.04557). The tokens before the rejected one are *trusted*: they are emitted without
+    verification. `StepInfo` marks them by their kind and reports the target's regret for them. The rule verifies the
+    rejected token, and the target adds one token. If no token is rejected, the draft ends after `num_draft_tokens`, and
+    the rule verifies the last token. The drafter is lossy by design, whatever the rule: trusted tokens follow the small
+    model's distribution.
 
-    No tokens are trusted in strict rows or within a rule's `exact_prefix`. The same holds for every row if the
-    threshold is above 1; the row then drafts one token per step. Stop tokens, and tokens that the request forbids, are
-    never trusted. Without `sample`, no tokens are trusted in rows above temperature 0, because their drafts are not
-    sampled. Rows wait for the longest draft in the batch, but their tokens do not depend on it.
+    No tokens are trusted in strict rows or within a rule's `exact_prefix`. If the threshold is above 1, no tokens are
+    trusted at all, and each row drafts one token per step. Stop tokens and tokens that the request forbids are never
+    trusted. Without `sample`, no tokens are trusted in rows above temperature 0, because their drafts are not sampled.
+    Rows wait for the longest draft in the batch, but their tokens do not depend on it.
 
     Raises:
       MarsError: M is below 1 or above `DRAFT_TOKENS`.
@@ -79,9 +81,9 @@ class Sprinter(Drafter):
     21
     """
 
-    model: LanguageModel  # the small model, of the target's vocabulary
-    num_draft_tokens: int = 20  # M, the maximum number of tokens per step; 20 in the paper
-    # Whether the draft is drawn with the request's settings, and its true q passed to the rule.
+    model: LanguageModel  # the small model, which must have the target's vocabulary
+    num_draft_tokens: int = 20  # M, the maximum number of drafted tokens per step; 20 in the paper
+    # Whether to sample the draft with the request's settings and pass its true q to the rule.
     sample: bool = dataclasses.field(default=False, kw_only=True)
 
     trusts = True
@@ -113,11 +115,11 @@ class Sprinter(Drafter):
     def propose(self, params: Params, state: PyTree, inputs: DraftInput) -> tuple[DraftTree, PyTree]:
         model_weights, controls, max_tokens = params.draft.model, inputs.controls, self.num_draft_tokens
         batch = inputs.tokens.shape[0]
-        # Strict rows also draft until the classifier rejects a token; the rule verifies all of their tokens.
+        # Strict rows also draft until the classifier rejects a token, but the rule verifies all of their tokens.
         if self.sample:
             may_trust, num_recorded = jnp.ones((batch,), bool), max_tokens + 1
         else:
-            # A greedy draft records no logits.
+            # Greedy drafts do not record logits.
             may_trust, num_recorded = is_greedy(controls), 0
 
         def should_continue(run: _DraftCarry) -> Array:
@@ -174,5 +176,5 @@ sprinter = Sprinter
 
 
 def _put(values: Array, entry: Array, index: Array) -> Array:
-    """Write entry [B, 1, ...] into values [B, R, ...] at `index` i32[]; R is 0 if there is nothing to record."""
+    """Write entry [B, 1, ...] into values [B, R, ...] at `index` i32[]; do nothing if R is 0."""
     return lax.dynamic_update_slice_in_dim(values, entry, index, axis=1) if values.shape[1] else values

@@ -1,9 +1,9 @@
-"""Training of SPRINTER's classifier, which predicts whether the target would accept a token of the small model.
+"""Training of SPRINTER's classifier, which predicts whether the target would accept a token from the small model.
 
 B rows, L tokens per row, n = L - 1 positions, E hidden size of the small model, V vocabulary. Source: arXiv 2502.04557,
-section 3 (logistic regression on the last hidden state, binary cross entropy, Adam at 5e-4, 20 epochs). The paper's
-label is the outcome of one acceptance test; ours is its probability, which is the mean of that label.
-Oracle: labels from full forwards, branch by branch, in tests/contrib/test_system_training.py.
+section 3 (logistic regression on the last hidden state, binary cross entropy, Adam at 5e-4, 20 epochs). In the paper, a
+label is the outcome of one acceptance test. Here it is the probability of acceptance, which is the mean of that
+outcome. Oracle: labels from separate forward passes for each branch, in tests/contrib/test_system_training.py.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ EPOCHS, ROWS = 20, 256
 
 
 class SprinterExamples(NamedTuple):
-    """Tokens that the small model would draft, one after each position of a document."""
+    """Training examples: the tokens that the small model would draft, one after each position of a document."""
 
     hidden: Any  # f32[..., E]; the small model's final hidden state at the drafted token
-    # f32[...]; probability that the target accepts it: min(1, p / q), or whether it is p's best token
+    # f32[...]; label: for a sampled token, the probability of acceptance min(1, p / q); for a greedy token, 1 if it is
+    # the target's best token and 0 otherwise
     accepted: Any
-    valid: Any  # bool[...]; prefix and drafted token belong to one document
+    valid: Any  # bool[...]; whether the prefix and the drafted token belong to one document
 
 
 def examples(
     target: LanguageModel, teacher: PyTree, draft: LanguageModel, params: PyTree, batch: Batch, key: Array
 ) -> SprinterExamples:
-    """Draft one token with the small model at every position of a batch, [B, n].
+    """Draft one token with the small model after every position of a batch and return the examples, [B, n].
 
-    Even rows draft the best token; odd rows draw it at temperature 1. All branches of a row run in one forward: a
-    drafted token attends to the preceding tokens and to itself.
+    Even rows draft the best token; odd rows sample at temperature 1. All branches of a row run in one forward pass, in
+    which a drafted token attends to the preceding tokens and to itself.
     """
     tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
     rows, n = tokens.shape
@@ -60,11 +61,12 @@ def examples(
     def of_x(values: Array) -> Array:
         return jnp.take_along_axis(values, x[..., None], axis=-1)[..., 0]
 
-    # Drawn tokens: min(1, p / q). Best tokens: whether the target has the same one.
+    # The label of a sampled token is min(1, p / q). That of a greedy token is whether it is the target's best token.
     accept_prob = jnp.exp(jnp.minimum(of_x(p) - of_x(q), 0.0))
     acceptance = jnp.where(drawn, accept_prob, (x == jnp.argmax(p, axis=-1)).astype(jnp.float32))
     text_positions = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (rows, n))
-    # Slots [0, n) hold the text and slots [n, 2 n) the drafted tokens, each at the position after its text token.
+    # Slots [0, n) contain the document tokens. Slots [n, 2 n) contain the drafted ones, each at the position after the
+    # token it follows.
     sees_itself = jnp.broadcast_to(jnp.eye(n, dtype=bool), (rows, n, n))
     branch_visible = Visible(
         first=jnp.zeros((rows,), jnp.int32),
@@ -79,7 +81,7 @@ def examples(
 
 
 def flattened(parts: Sequence[SprinterExamples]) -> SprinterExamples:
-    """Join the n valid examples of several batches.
+    """Join the valid examples of several batches into arrays [n, ...].
 
     >>> flattened([SprinterExamples(np.zeros((2, 3, 4)), np.zeros((2, 3)), np.ones((2, 3), bool))]).hidden.shape
     (6, 4)
@@ -94,12 +96,12 @@ def flattened(parts: Sequence[SprinterExamples]) -> SprinterExamples:
 def classifier_training(
     examples: SprinterExamples, *, learning_rate: float = 5e-4, seed: int = 0
 ) -> Training:
-    """Return the setup that fits `weight` f32[E] and `bias` f32[1] to `accepted` by binary cross entropy.
+    """Return the training setup that fits `weight` f32[E] and `bias` f32[1] to the labels by binary cross entropy.
 
     Args:
-      examples: from `flattened`.
+      examples: training examples, from `flattened`.
       learning_rate: learning rate of Adam.
-      seed: seed of the order of examples.
+      seed: seed that determines the order of the examples.
     """
     import optax
 
@@ -118,7 +120,7 @@ def classifier_training(
 
 
 def figures(examples: SprinterExamples, params: Mapping[str, Any], threshold: float) -> dict[str, float]:
-    """Return the share of examples that are trusted, and the share of these that the target would accept.
+    """Return the share of valid examples that would be trusted, and the mean label of the trusted ones.
 
     >>> some = SprinterExamples(np.asarray([[1.0], [-1.0]]), np.asarray([0.75, 0.0]), np.ones(2, bool))
     >>> figures(some, {"weight": np.asarray([4.0]), "bias": np.zeros(1)}, 0.5)

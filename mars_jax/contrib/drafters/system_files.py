@@ -1,8 +1,8 @@
-"""Readers and writers of systems that accept some drafts without verification: SPRINTER, TriSpec and VIA-SD.
+"""Readers and writers of systems that accept some draft tokens without verification: SPRINTER, TriSpec and VIA-SD.
 
-A directory holds config.json, whose `model_type` names the system and whose `draft` names its small model (a
-subdirectory, a model of the package, or a name on the hub). SPRINTER's classifier is in model.safetensors.
-Oracle: round trips, and hostile variants of the files, in tests/contrib/test_system_files.py.
+A directory contains config.json, whose `model_type` names the system and whose `draft` names the small model: a
+subdirectory, a model included in the package, or a name on the hub. SPRINTER's classifier is in model.safetensors.
+Oracle: round trips and invalid variants of the files, in tests/contrib/test_system_files.py.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "trispec": {"margin": 0.5},
     "via_sd": {"accept": 0.6, "escalate": 0.3},
 }
-"""Default thresholds of each system; above 1 a system trusts no tokens."""
+"""Default thresholds of each system. With thresholds above 1, a system trusts no tokens."""
 NGRAM = "ngram"
-"""Value of `draft` that selects n-grams instead of a small model, in a system with a proxy."""
+"""Value of `draft` that selects n-grams instead of a small model; only for systems with a proxy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,19 +37,20 @@ class System:
 
     name: str  # name of the drafter
     draft: str  # name of the small model, or `NGRAM`
-    draft_tokens: int = 5  # length of the inner draft, only with a proxy
+    draft_tokens: int = 5  # chain length of the inner drafter; only for systems with a proxy
     proxy: str = ""  # TriSpec: name of the proxy
-    # VIA-SD: for each layer, whether the verifier keeps (attention, mlp).
+    # VIA-SD: for each layer, whether the slim verifier keeps its (attention, MLP).
     layers: tuple[tuple[bool, bool], ...] = ()
-    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)  # in the order of `NUMBERS`
+    # Thresholds, in the order of `NUMBERS`.
+    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
     directory: Path = Path()
 
 
 def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
-    """Read the config.json of a system, in a directory or on the hub.
+    """Read the config.json of a system from a directory or from the hub.
 
     Raises:
-      MarsError: the directory does not exist, holds a different system, or has invalid values.
+      MarsError: the directory does not exist, contains a different system, or its config has invalid values.
 
     >>> load_system("tiny/trispec", "trispec").draft
     'tiny/draft'
@@ -90,7 +91,7 @@ def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
 
 
 def resolve_system_model(system: System, name: str) -> str:
-    """Resolve a model name in a system's config: its subdirectory if there is one, else the name itself."""
+    """Resolve a model name in a system's config to the path of a subdirectory, or else return the name itself."""
     if _is_within(name) and (system.directory / name / "config.json").is_file():
         return str(system.directory / name)
     if Path(name).is_absolute() or name.startswith((".", "~")):
@@ -105,7 +106,7 @@ def load_classifier(system: System) -> tuple[np.ndarray, np.ndarray]:
     """Load (weight f32[E], bias f32[]) of SPRINTER's classifier.
 
     Raises:
-      MarsError: the weights are missing or not those of a classifier.
+      MarsError: the weights are missing or do not have the shapes of a classifier.
     """
     stored_tensors: dict[str, Tensor] = {}
     for part in tensors(system.directory):

@@ -1,6 +1,6 @@
-"""Loaders of systems that accept some drafts without verification, from their directories.
+"""Functions that load the systems SPRINTER, TriSpec and VIA-SD, which accept some draft tokens without verification.
 
-Oracle: the same drafters built by hand, in tests/contrib/test_systems.py.
+Oracle: the same drafters built without files, in tests/contrib/test_systems.py.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mars_jax.utils.errors import MarsError, prefixed
 
 
 def load_sprinter(asked: Asked) -> LoadedDrafter:
-    """Load `sprinter` from its directory.
+    """Load a `sprinter` drafter from the directory of a SPRINTER system.
 
     Raises:
-      MarsError: as for `hub.load` and `load_system`, or the classifier is for a different model.
+      MarsError: as for `hub.load` and `load_system`, or the classifier was trained for a different model.
     """
     system = load_system(asked.path, "sprinter")
     draft = _model(asked, system, system.draft)
@@ -51,7 +51,7 @@ def load_sprinter(asked: Asked) -> LoadedDrafter:
 
 
 def load_trispec(asked: Asked) -> LoadedDrafter:
-    """Load a TriSpec system, a `cascade` with a small model as proxy, from its directory.
+    """Load a TriSpec system, which is a `cascade` with a small model as proxy, from its directory.
 
     Raises:
       MarsError: as for `hub.load`, `load_system` and `cascade`, or the vocabularies of the models differ.
@@ -62,9 +62,9 @@ def load_trispec(asked: Asked) -> LoadedDrafter:
 
 
 def load_via_sd(asked: Asked) -> LoadedDrafter:
-    """Load a VIA-SD system, a `cascade` whose proxy is the target without some layers, from its directory.
+    """Load a VIA-SD system, which is a `cascade` whose proxy is the target without some layers, from its directory.
 
-    The proxy shares the target's weights.
+    The proxy uses the target's weights, not a copy.
 
     Raises:
       MarsError: as for `load_system` and `cascade`, or the layer mask is for a different target.
@@ -85,7 +85,7 @@ def load_via_sd(asked: Asked) -> LoadedDrafter:
 def _cascade(
     asked: Asked, system: System, proxy: LanguageModel, weights: PyTree, gate: str, longest: int
 ) -> LoadedDrafter:
-    """Load the inner draft and pair it with `proxy`, whose longest trained context is `longest`."""
+    """Load the inner drafter and combine it with `proxy`, which was trained for contexts of up to `longest` tokens."""
     inner: Drafter
     inner_params: PyTree
     if system.draft == NGRAM:
@@ -95,7 +95,7 @@ def _cascade(
         vocab = asked.target.config.vocab_size
         inner, inner_params = language_model(draft.model, system.draft_tokens, vocab_size=vocab), draft.params
         longest = min(longest, draft.config.max_positions)
-    # In the order of `NUMBERS`: accept and escalate for the gate "ratio", or one margin.
+    # The values are in the order of `NUMBERS`: (accept, escalate) for the gate "ratio", or a single margin.
     thresholds = tuple(map(np.float32, system.numbers.values()))
     drafter = cascade(inner, proxy, asked.chain, gate=gate)
     cascade_params = CascadeParams(inner_params, weights, thresholds if gate == "ratio" else thresholds[0])
@@ -103,7 +103,7 @@ def _cascade(
 
 
 def _model(asked: Asked, system: System, name: str) -> Pretrained:
-    """Load a model of the system onto the target's mesh, and check that it has the target's tokenizer."""
+    """Load one of the system's models onto the target's mesh, and check that it has the target's vocabulary."""
     model = hub.load(
         resolve_system_model(system, name),
         dtype=asked.dtype,
@@ -119,7 +119,7 @@ register(
     "trispec",
     Cascade,
     load_trispec,
-    help="A small model, and a proxy that vouches for its drafts",
+    help="A small model whose drafts are verified by a proxy model, and by the target if the proxy is unsure",
     path="PATH",
     paper="2601.23180",
 )
@@ -127,7 +127,7 @@ register(
     "via_sd",
     Cascade,
     load_via_sd,
-    help="A small model, and the target without some layers, which vouches for its drafts",
+    help="A small model whose drafts are verified by the target without some layers, and by the full target if unsure",
     path="PATH",
     paper="2606.12243",
 )

@@ -1,10 +1,10 @@
-"""Search for VIA-SD's slim verifier: the sublayers that a target can leave out with minimum divergence.
+"""Search for VIA-SD's slim verifier, the target without those sublayers whose removal changes its output least.
 
-L layers. Source: arXiv 2606.12243, section 3: leave out about 45% of the sublayers (attention or MLP), keep the first
-and the last layer, and find the mask by a random and then a guided search that minimizes the sum of KL(target, slim).
-If there are at most as many masks as evaluations, all are tried. Otherwise half of the evaluations try random masks,
-and half exchange one kept and one removed sublayer of the best mask.
-Oracle: the models without those sublayers, one by one, in tests/contrib/test_system_training.py.
+L layers. Source: arXiv 2606.12243, section 3. About 45% of the sublayers (attention or MLP) are removed, but none of
+the first and the last layer. A random search followed by a guided one finds the mask that minimizes the sum of
+KL(target, slim). If there are no more masks than evaluations, all masks are tried. Otherwise, half of the evaluations
+try random masks, and the other half swap a kept and a removed sublayer of the best mask. Oracle: models without the
+removed sublayers, one by one, in tests/contrib/test_system_training.py.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from mars_jax.utils.errors import MarsError
 Mask = tuple[tuple[bool, bool], ...]
 """For each layer, whether its (attention, MLP) are kept."""
 Sublayers = frozenset[tuple[int, int]]
-"""Sublayers as (layer, 0 for attention or 1 for MLP)."""
+"""A set of sublayers, each given as (layer, 0 for attention or 1 for MLP)."""
 _OUT = {"o": 0, "o_bias": 0, "down": 1, "down_bias": 1, "expert_down": 1}
-"""Weights through which a sublayer adds to the residual stream, each with the sublayer's index in a mask's pair."""
+"""For each weight whose output a sublayer adds to the residual stream, the sublayer's index in a mask's pair."""
 
 
 class Found(NamedTuple):
@@ -39,11 +39,11 @@ class Found(NamedTuple):
 
     mask: Mask
     kl: float  # KL(target || slim) in nats per token
-    same: float  # share of tokens with the same best next token as the target
+    same: float  # share of positions at which both models have the same best next token
 
 
 def leave_out(params: PyTree, mask: Array) -> PyTree:
-    """Return params whose sublayers add nothing where mask f32[L, 2] is 0, so that one program serves all masks.
+    """Disable the sublayers for which mask f32[L, 2] is 0, by scaling their outputs. One program serves all masks.
 
     >>> params = {"layers": ({"o": jnp.ones((2, 2)), "down": jnp.ones((2, 2))},)}
     >>> [float(x.sum()) for x in leave_out(params, jnp.asarray([[0.0, 1.0]]))["layers"][0].values()]
@@ -70,18 +70,18 @@ def search(
 
     Args:
       model, params: the target, a transformer of this library whose weights are not in 8 bits.
-      batches: rows of text on which to compare the models.
-      log: a file with one line per mask, from which an interrupted search continues.
-      left_out: share of all sublayers to leave out.
+      batches: batches of tokens on which to compare the models.
+      log: file to which one line per mask is appended, and from which an interrupted search continues.
+      left_out: share of all sublayers to remove.
       evaluations: maximum number of masks to try.
       seed: seed of the search.
 
     Raises:
-      MarsError: the weights are 8-bit, or `left_out` is no sublayer, or more sublayers than there are between the first
-        and the last layer.
+      MarsError: the weights are 8-bit, or `left_out` amounts to no sublayer at all, or to more sublayers than there are
+        between the first and the last layer.
     """
     num_layers = len(params["layers"])
-    # (layer, 0 for attention or 1 for MLP). The first and the last layer stay whole.
+    # (layer, 0 for attention or 1 for MLP). The first and the last layer are always kept.
     sublayers = [(i, j) for i in range(1, num_layers - 1) for j in range(2)]
     num_out = round(left_out * 2 * num_layers)
     if not 0 < num_out <= len(sublayers):
@@ -130,7 +130,7 @@ def _evaluate(
     seed: int,
     evaluate: Callable[[Sublayers], Found],
 ) -> Iterator[Found]:
-    """Yield the result of each mask that the search tries, leaving out `count` of the sublayers `places`."""
+    """Yield the result of each mask that the search tries. A mask removes `count` of the sublayers `places`."""
     if math.comb(len(places), count) <= evaluations:
         yield from (evaluate(frozenset(removed)) for removed in itertools.combinations(places, count))
         return
@@ -139,7 +139,7 @@ def _evaluate(
         if best_result is None or evaluation < evaluations // 2:
             candidate = frozenset(places[i] for i in rng.choice(len(places), count, replace=False))
         else:
-            # Exchange a sublayer that the best mask leaves out and one that it keeps.
+            # Swap a sublayer that the best mask removes and one that it keeps.
             removed, kept = sorted(best_removed), sorted(set(places) - best_removed)
             candidate = best_removed - {removed[rng.integers(len(removed))]} | {kept[rng.integers(len(kept))]}
         result = evaluate(candidate)
@@ -149,13 +149,13 @@ def _evaluate(
 
 
 def _logged(log: Path) -> dict[Mask, Found]:
-    """Read the masks that were tried before. Skip a line that was cut short when the search was killed."""
+    """Read the results of an earlier search. Skip a line that is incomplete because the search was killed."""
     results_by_mask: dict[Mask, Found] = {}
     with log.open("a+") as file:
         file.seek(0)
         text = file.read()
         if text and not text.endswith("\n"):
-            file.write("\n")  # so that the next row does not join the incomplete line
+            file.write("\n")  # so that the next line is not appended to the incomplete one
     for line in text.splitlines():
         try:
             record = json.loads(line)

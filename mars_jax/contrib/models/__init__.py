@@ -1,1 +1,1 @@
-"""Heads of the rules and drafters in `contrib`."""
+"""Trained heads that the rules and drafters in `contrib` use."""

@@ -1,14 +1,14 @@
-"""Block drafters: a few layers that read the target's features and draft a whole block in one forward.
+"""Block drafters: heads of a few layers that draft a whole block from the target's features in one forward pass.
 
 Sources: DFlash 2602.06036 (z-lab/dflash, `dflash/model.py`); DSpark (deepseek-ai/DeepSpec, `Qwen3DSparkModel`);
 vllm-project/speculators, `models/dflash` and `models/dspark`. B batch, N tokens, K tokens per block, D of them drafted,
 E hidden size of the head, F that of the target, V vocabulary, W draft vocabulary, R rank of the Markov head. Oracle: a
-transcription in PyTorch over transformers' Qwen3 layers (tests/contrib/test_dflash_head.py).
+reimplementation in PyTorch with the Qwen3 layers of transformers (tests/contrib/test_dflash_head.py).
 
-The context of token t is the keys and values that each layer computes from the target's features of t, in slot t and at
-position t. A block is the last committed token, which has no features yet, and K - 1 mask tokens. It attends to the
-whole context and, in layers that are not causal, to all of itself. Its outputs are independent marginals; a Markov head
-makes each depend on the token before it.
+The context of token t consists of the keys and values that each layer computes from the target's features of t. They
+have position t and are stored in slot t. A block is the last committed token, which has no features yet, followed by K
+- 1 mask tokens. It attends to the whole context and, in layers that are not causal, to all of its own positions. Its
+outputs are independent marginals. A Markov head makes each marginal depend on the previous token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.utils.limits import DRAFT_TOKENS
 
 LONGEST_BLOCK = DRAFT_TOKENS + 1
-"""Maximum number of tokens in a block: `DRAFT_TOKENS` drafted ones and the committed one before them."""
+"""Maximum number of tokens in a block: the committed token and `DRAFT_TOKENS` drafted ones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,22 +44,22 @@ class DFlashConfig(LayeredHead):
     """Static configuration of a block drafter.
 
     Raises:
-      MarsError: the parts contradict each other.
+      MarsError: a field is out of range, or fields contradict each other.
     """
 
     kind = "dflash"
     title = "DFlash head"
     axes: ClassVar[Axes] = {**LayeredHead.axes, "markov_in": ("vocab", None), "markov_out": ("vocab", None)}
     block_size: int  # K
-    mask_token: int
-    # Position i predicts the token of position i + 1 (DSpark, DeepSeek) instead of position i (z-lab).
+    mask_token: int  # id of the mask token
+    # Whether position i predicts the token at position i + 1 (DSpark, DeepSeek) or at position i (z-lab).
     from_anchor: bool = False
-    # For each layer, whether positions see no later positions of the block; (): no layer is causal.
+    # For each layer, whether attention within the block is causal; (): no layer is causal.
     causal: tuple[bool, ...] = ()
     markov_rank: int = 0  # R; 0: no Markov head
-    confidence: bool = False  # has a head that predicts the acceptance of each position
-    confidence_bias: bool = False
-    confidence_markov: bool = False  # the confidence head also reads the Markov embedding of the token before
+    confidence: bool = False  # whether there is a confidence head, which predicts acceptance at each position
+    confidence_bias: bool = False  # whether the confidence head has a bias
+    confidence_markov: bool = False  # whether that head also reads the previous token's Markov embedding
 
     def __post_init__(self):
         c = self.layer
@@ -84,12 +84,14 @@ class DFlashConfig(LayeredHead):
 
     @property
     def drafts(self) -> int:
-        """D, the number of tokens that a block drafts."""
+        """D, the number of drafted tokens in a block."""
         return self.block_size - (not self.from_anchor)
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """Return a head of the published shape: five Qwen3 layers as wide as the target, which read five of its layers.
+        """Return the config of a head of the published shape: five Qwen3 layers, as wide as the target.
+
+        Its input is the outputs of five of the target's layers.
 
         >>> target = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1)
         >>> DFlashConfig.outline(target).feature_layers
@@ -99,7 +101,7 @@ class DFlashConfig(LayeredHead):
         return cls(
             layer=layers_like(target, family="qwen3", num_layers=5, qk_norm=True),
             target_hidden_size=target.hidden_size,
-            # Always five: a target with fewer layers repeats some.
+            # There are always five. If the target has too few layers, some are repeated.
             feature_layers=tuple(max(0, min(count - 1, round(1 + i * (count - 4) / 4))) for i in range(5)),
             block_size=16,
             mask_token=target.vocab_size - 1,
@@ -137,7 +139,7 @@ class DFlashConfig(LayeredHead):
 
 @jax.named_scope("fuse")
 def fuse(config: DFlashConfig, head: PyTree, output: ForwardOutput) -> Array:
-    """Return the inputs of the context, [B, N, E], from the target's output at N tokens."""
+    """Fuse the target's features at N tokens into the inputs of the context, [B, N, E]."""
     joined_features = hold_whole(jnp.concatenate(list(output.features), axis=-1)).astype(head["fc"].dtype)
     return rms_norm(dense(joined_features, head["fc"]), head["hidden_norm"], config.layer.norm_eps)
 
@@ -146,11 +148,11 @@ def fuse(config: DFlashConfig, head: PyTree, output: ForwardOutput) -> Array:
 def absorb(
     config: DFlashConfig, head: PyTree, fused: Array, positions: Array, slot: Array, cache: KVCache
 ) -> KVCache:
-    """Write the context of N tokens.
+    """Write the context of N tokens into the cache.
 
     Args:
       config, head: the head's configuration and params.
-      fused: [B, N, E]; from `fuse`.
+      fused: [B, N, E]; inputs of the context, from `fuse`.
       positions: i32[B, N]; positions of the tokens.
       slot: i32[B]; cache slot of the first token.
       cache: cache of the head.
@@ -158,7 +160,7 @@ def absorb(
     layer_config = config.layer
     batch, n, _ = fused.shape
     head_shape = (batch, n, layer_config.num_kv_heads, layer_config.head_dim)
-    # The context has keys and values only: no query comes from it.
+    # Only keys and values are needed, because the context has no queries.
     cos, sin = angles(positions, layer_config.rope, layer_config.head_dim)
     ks, vs = [], []
     for i, layer in enumerate(head["layers"]):
@@ -172,7 +174,7 @@ def absorb(
 
 
 def block(config: DFlashConfig, last: Array) -> Array:
-    """Return the tokens i32[B, K] of a block after the last committed tokens i32[B, 1]."""
+    """Return the tokens i32[B, K] of a block: the last committed tokens i32[B, 1], followed by mask tokens."""
     masks = jnp.full((last.shape[0], config.block_size - 1), config.mask_token, last.dtype)
     return jnp.concatenate([last, masks], axis=1)
 
@@ -188,15 +190,15 @@ def forward(
     """Run the head over blocks of N positions.
 
     Args:
-      config, target: the head's configuration, and the model that it belongs to.
+      config, target: the head's configuration, and the model that it was trained for.
       params: params of both models; the head's are `params.draft`.
-      tokens: i32[B, N]; from `block`.
-      visible: visibility of the positions. Its `seen` applies to layers that are not causal; windowed and causal layers
-        mask more.
-      cache: the head's cache, which holds the context.
+      tokens: i32[B, N]; tokens of the blocks, from `block`.
+      visible: attention visibility of the positions. Layers that are not causal use its mask `seen`; windowed and
+        causal layers mask more.
+      cache: the head's cache, which contains the context.
 
     Returns:
-      Hidden states after the last norm [B, N, E], and the cache with the rows of the block.
+      The hidden states after the final norm, [B, N, E], and the cache with the rows of the block.
     """
     head, c = params.draft, config.layer
     with jax.named_scope("embed"):
@@ -220,9 +222,12 @@ def forward(
 
 
 def _attending(visible: Visible, slots: int, window: int | None, causal: bool) -> Attend:
-    """Return the attention of a layer. A window hides tokens in both directions (z-lab/dflash, `_attention_mask`)."""
+    """Return the attention function of a layer.
+
+    A window limits attention in both directions (z-lab/dflash, `_attention_mask`).
+    """
     query_positions = visible.positions[:, :, None]
-    # Without `seen_positions` the keys under the mask are those of the queries.
+    # Without `seen_positions`, the keys that the mask covers are at the positions of the queries.
     keys = visible.positions if visible.seen_positions is None else visible.seen_positions
     key_positions = keys[:, None]
     seen_mask = visible.seen
@@ -236,20 +241,23 @@ def _attending(visible: Visible, slots: int, window: int | None, causal: bool) -
 
 @jax.named_scope("unembed")
 def unembed(config: DFlashConfig, target: LanguageModel, params: Params, hidden: Array) -> Array:
-    """Return logits f32[B, N, W] of hidden states [B, N, E], without the correction of a Markov head."""
+    """Return the logits f32[B, N, W] of hidden states [B, N, E], without the correction of a Markov head."""
     return config.unembed(target, params, hidden)
 
 
 @jax.named_scope("markov")
 def markov(head: PyTree, parents: Array) -> Array:
-    """Return the Markov head's correction f32[B, N, W] of the logits after the tokens `parents` i32[B, N]."""
+    """Return the Markov head's correction f32[B, N, W], to be added to the logits after tokens `parents` i32[B, N]."""
     parent_embedding = embed(head["markov_in"], parents).astype(head["fc"].dtype)
     return dense(parent_embedding, head["markov_out"], dtype=jnp.float32)
 
 
 @jax.named_scope("confidence")
 def confidence(config: DFlashConfig, head: PyTree, hidden: Array, parents: Array) -> Array:
-    """Return the acceptance logits f32[B, N] from hidden states [B, N, E] after the tokens `parents` i32[B, N]."""
+    """Predict the log odds f32[B, N] that the tokens after `parents` i32[B, N] are accepted.
+
+    `hidden` [B, N, E] are the head's hidden states at these tokens.
+    """
     inputs = hidden.astype(jnp.float32)
     if config.confidence_markov:
         inputs = jnp.concatenate([inputs, embed(head["markov_in"], parents).astype(jnp.float32)], axis=-1)

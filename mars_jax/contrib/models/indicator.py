@@ -1,7 +1,7 @@
-"""A small head that predicts whether relaxing at a token would change the outcome of the completion, and its training.
+"""A small head that predicts whether accepting the runner-up would change a completion's outcome, and its training.
 
-n examples, E hidden size, W width. `mars_jax.lab.training.loop.fit` runs the training and `contrib.save` writes the
-params. Oracles: labels of a known function, in tests/contrib/test_indicator_training.py, and held-out branches of
+n examples, E hidden size, W width. `mars_jax.lab.training.loop.fit` trains the head, and `contrib.save` writes its
+params. Oracles: labels computed by a known function, in tests/contrib/test_indicator_training.py, and held-out
 completions, in scripts/results/eval_indicator.json of commit 2bb9d2d.
 """
 
@@ -19,11 +19,11 @@ from mars_jax.core.types import PyTree
 
 WIDTH = 64
 WORST_GAP = 10.0
-"""Upper limit of the gap, in nats; larger gaps carry no more information."""
+"""Value at which the gap is clipped, in nats. Larger gaps carry no more information."""
 
 
 def init_params(hidden_size: int, key: Array, *, width: int = WIDTH) -> PyTree:
-    """Make random float32 params: one hidden layer on the target's features, and a direct term for its margin.
+    """Initialize random float32 params: a hidden layer on the target's hidden state, and a linear term for the margin.
 
     >>> init_params(8, jax.random.key(0), width=4)["inner"].shape
     (4, 8)
@@ -38,11 +38,11 @@ def init_params(hidden_size: int, key: Array, *, width: int = WIDTH) -> PyTree:
 
 
 def harm_log_odds(params: PyTree, hidden: Array, z1: Array, z2: Array) -> Array:
-    """Return f32[...]: the log odds that the outcome changes if the runner-up replaces the best token.
+    """Return the log odds f32[...] that the outcome changes if the runner-up replaces the target's best token.
 
     Args:
-      params: from `init_params`.
-      hidden: [..., E]; the target's, after its final norm.
+      params: params of the head.
+      hidden: [..., E]; the target's hidden states after its final norm.
       z1, z2: f32[...]; the target's two largest raw logits.
 
     >>> params = init_params(8, jax.random.key(0))
@@ -58,24 +58,24 @@ def harm_log_odds(params: PyTree, hidden: Array, z1: Array, z2: Array) -> Array:
 
 
 class IndicatorExamples(NamedTuple):
-    """Tokens at which the runner-up replaced the best token."""
+    """Training examples: n positions at which the runner-up replaced the target's best token."""
 
-    hidden: Any  # f32[n, E]; the target's final hidden state from which it chose the token
-    z1: Any  # f32[n]; its largest raw logit
-    z2: Any  # f32[n]; its second largest raw logit
+    hidden: Any  # f32[n, E]; the target's final hidden state at the position
+    z1: Any  # f32[n]; the largest raw logit
+    z2: Any  # f32[n]; the second largest raw logit
     changed: Any  # f32[n]; 1 if the outcome of the completion changed
 
 
 def indicator_head_training(
     examples: IndicatorExamples, optimizer: Any, *, steps: int = 1000, rows: int = 256, seed: int = 0
 ) -> Training:
-    """Return the setup that trains a head to predict `changed` by binary cross entropy.
+    """Return the training setup that fits a head to the labels `changed` by binary cross entropy.
 
     Args:
-      examples: see `IndicatorExamples`.
+      examples: training examples.
       optimizer: an optax optimizer, such as `mars_jax.lab.training.loop.muon(3e-3, steps)`.
-      steps, rows: number of steps, each on `rows` examples.
-      seed: seed of the initial params and of the order of examples.
+      steps, rows: number of training steps, and number of examples per step.
+      seed: seed that determines the initial params and the order of the examples.
     """
 
     def loss(params: PyTree, batch: IndicatorExamples, _: PyTree) -> tuple[Array, dict[str, Array]]:

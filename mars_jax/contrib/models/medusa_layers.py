@@ -1,9 +1,9 @@
-"""Medusa heads: small feed-forward heads on the target's last hidden state, one per distance.
+"""Medusa heads: small feed-forward heads on the target's final hidden state, one for each future position.
 
 Source: Medusa 2401.10774, section 2.1. B batch, K heads in use, H heads, E hidden size of the target, V vocabulary.
-Oracle: a transcription in numpy (tests/contrib/test_medusa.py).
+Oracle: a reimplementation in numpy (tests/contrib/test_medusa.py).
 
-Head i reads the target's hidden state after the final norm at position p and predicts the token at p + 2 + i. The
+Head i predicts the token at position p + 2 + i from the target's hidden state after the final norm at position p. The
 target itself predicts the token at p + 1.
 """
 
@@ -27,7 +27,7 @@ from mars_jax.utils.errors import MarsError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaConfig(HeadConfig):
-    """Static configuration of a set of heads.
+    """Static configuration of a set of Medusa heads.
 
     Raises:
       MarsError: a size is out of range.
@@ -36,9 +36,9 @@ class MedusaConfig(HeadConfig):
     kind = "medusa"
     axes: ClassVar[Axes] = {"weight": (None, "features")}
     num_heads: int  # H
-    num_layers: int  # residual blocks of each head
-    hidden_size: int  # E, the target's
-    vocab_size: int  # V, the target's
+    num_layers: int  # number of residual blocks in each head
+    hidden_size: int  # E, hidden size of the target
+    vocab_size: int  # V, vocabulary size of the target
 
     def __post_init__(self):
         if min(self.num_heads, self.hidden_size, self.vocab_size) < 1 or self.num_layers < 0:
@@ -46,7 +46,7 @@ class MedusaConfig(HeadConfig):
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """Return the published shape: five heads with one block each."""
+        """Return the config of heads of the published shape: five heads with one block each."""
         return cls(num_heads=5, num_layers=1, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
 
     def weights(self) -> tuple[Weight, ...]:

@@ -1,8 +1,8 @@
-"""A small head that predicts the target's weight in a mixture of target and draft at each position.
+"""A small head that predicts, at each position, the target's weight in a mixture of target and draft.
 
-E hidden size of the target, F of the draft, W width, V vocabulary. Source: DIVERSED, arXiv 2604.07622, whose head reads
-the hidden states of both models. This one also reads both entropies and the total variation distance.
-Oracles: the formula, in tests/contrib/test_diversed.py; held-out rewards, in
+E hidden size of the target, F of the draft, W width, V vocabulary. Source: DIVERSED, arXiv 2604.07622, whose head takes
+the hidden states of both models as input. This head also uses the entropies of both distributions and their total
+variation distance. Oracles: the formula, in tests/contrib/test_diversed.py; held-out rewards, in
 scripts/results/eval_systems.json of commit 5336526.
 """
 
@@ -16,17 +16,18 @@ from mars_jax.core.types import PyTree
 
 WIDTH = 64
 START = 2.0
-"""Initial log odds: the target's weight is 88%."""
+"""Initial log odds, which correspond to a target weight of 88%."""
 
 
 def init_params(hidden_size: int, key: Array, *, width: int = WIDTH, draft_hidden_size: int = 0) -> PyTree:
-    """Make random float32 params: one hidden layer on the hidden states, and a direct term for three signals.
+    """Initialize random float32 params: a hidden layer on the hidden states, and a linear term for three signals.
 
     Args:
-      hidden_size: E.
+      hidden_size: E, hidden size of the target.
       key: random key.
-      width: W.
-      draft_hidden_size: F; 0: the head does not read the draft's hidden states and works with any drafter.
+      width: W, width of the hidden layer.
+      draft_hidden_size: F, hidden size of the draft. If it is 0, the head does not use the draft's hidden states and
+        works with any drafter.
 
     >>> {name: leaf.shape for name, leaf in init_params(8, jax.random.key(0), width=4, draft_hidden_size=6).items()}
     {'inner': (4, 8), 'outer': (4,), 'signals': (3,), 'bias': (), 'drafted': (4, 6)}
@@ -46,13 +47,13 @@ def init_params(hidden_size: int, key: Array, *, width: int = WIDTH, draft_hidde
 def weight_log_odds(
     params: PyTree, hidden: Array, log_p: Array, log_q: Array, drafted: Array | None = None
 ) -> Array:
-    """Return log odds f32[...] of the target's weight.
+    """Return the log odds f32[...] of the target's weight in the mixture.
 
     Args:
-      params: from `init_params`.
-      hidden: [..., E]; the target's, after its final norm.
+      params: params of the head.
+      hidden: [..., E]; the target's hidden states after its final norm.
       log_p, log_q: f32[..., V]; normalised log-probabilities of target and draft; -inf for excluded tokens.
-      drafted: [..., F]; the draft's hidden states after its final norm; needed only if the params read them.
+      drafted: [..., F]; the draft's hidden states after its final norm; needed only if the head uses them.
 
     >>> params = init_params(8, jax.random.key(0))
     >>> p = jax.nn.log_softmax(jnp.ones((3, 5)))
@@ -65,7 +66,7 @@ def weight_log_odds(
         activations += project(drafted, params["drafted"])
     activations = jax.nn.gelu(activations)
     p, q = jnp.exp(log_p), jnp.exp(log_q)
-    # Both entropies, and the total variation distance.
+    # The three signals: the entropies of p and q, and their total variation distance.
     signals = jnp.stack(
         [_entropy(p, log_p), _entropy(q, log_q), 0.5 * jnp.sum(jnp.abs(p - q), axis=-1)], axis=-1
     )
@@ -74,12 +75,12 @@ def weight_log_odds(
 
 
 def project(hidden: Array, matrix: Array) -> Array:
-    """Project hidden states [..., E], normalised to unit RMS, to f32[..., W]."""
+    """Normalise hidden states [..., E] to unit RMS and project them to f32[..., W]."""
     x = hidden.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
     return jnp.einsum("...e,we->...w", x, matrix)
 
 
 def _entropy(p: Array, log_p: Array) -> Array:
-    """Return the entropy f32[...], in nats."""
+    """Return the entropy f32[...] of a distribution, in nats."""
     return -jnp.sum(jnp.where(p > 0, p * jnp.where(p > 0, log_p, 0.0), 0.0), axis=-1)

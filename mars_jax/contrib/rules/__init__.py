@@ -1,4 +1,4 @@
-"""Rules from single papers. Importing this package registers them; it is a plugin of `mars_jax.plugins`."""
+"""Verification rules from single papers. Importing this package, a plugin of `mars_jax.plugins`, registers them."""
 
 import importlib
 import pkgutil

@@ -1,6 +1,6 @@
-"""Acceptance from a budget of regret. B batch, N nodes.
+"""A relaxed rule that spends a budget of regret on tokens other than the target's best. B batch, N nodes.
 
-Oracle: the same decisions node by node in Python, in tests/verify/test_edges.py.
+Oracle: the same decisions, made node by node in Python, in tests/verify/test_edges.py.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from mars_jax.verify.ranges import NATS, WHOLE, nats
 @register("budget", paper="2608.03447")
 @struct.dataclass(kw_only=True)
 class Budget(Relaxed):
-    """Also accept tokens slightly below the target's best one, within a budget of nats.
+    """Also accept tokens that score slightly below the target's best token, within a budget of nats.
 
     ASD (arXiv 2608.03447): a drafted token x is accepted if its regret z1 - z_x is within three limits.
 
-    In a draft of K tokens the regret of token i, counted from 0, is at most gap (K - i): earlier tokens may cost more,
-    because later ones depend on them. A step relaxes at most `max_relaxed` tokens. The regret of all relaxed tokens of
-    a completion is at most `total` nats; the remaining budget is the rule's state. K is the depth of the drafter, even
-    if a draft ends early. Lossy; at max_relaxed = 0 it equals `base` bit for bit.
+    First, in a draft of K tokens the regret of token i, counted from 0, is at most gap * (K - i). Earlier tokens may
+    cost more, because later ones depend on them. Second, a step relaxes at most `max_relaxed` tokens. Third, the
+    relaxed tokens of a completion have a total regret of at most `total` nats; the remaining budget is the rule's
+    state. K is the drafter's maximum depth, even if a draft ends early. The rule is lossy. With max_relaxed = 0, it
+    equals `base` bit for bit.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax import verify
@@ -41,7 +42,7 @@ class Budget(Relaxed):
     gap: Any = struct.setting(
         default=0.25,
         ranges=nats("a finite number of at least 0", NATS),
-        help="nats that a token may cost for each drafted token that is left",
+        help="maximum regret of a token, in nats, per token that remains in the draft",
         kw_only=False,
     )
     # i32[] or [B]; relaxed tokens per step
@@ -49,17 +50,17 @@ class Budget(Relaxed):
         default=2,
         kind=int,
         ranges=WHOLE,
-        help="relaxed tokens that are allowed in a step; 0 never relaxes",
+        help="maximum number of relaxed tokens per step; 0 never relaxes",
     )
     # f32[] or [B]; nats
     total: Any = struct.setting(
         default=8.0,
         ranges=Range("a number of at least 0", 0),
-        help="nats that all of them may cost, in a whole text",
+        help="maximum total regret of all relaxed tokens in a completion, in nats",
     )
 
     def relaxable(self, evidence: Evidence) -> Array:
-        # K - i for token i, which has depth i + 1.
+        # K - i for token i, whose depth is i + 1.
         tokens_left = evidence.tree.max_depth + 1 - evidence.tree.depths
         return drafted.shortfall(evidence) <= self.gap[:, None] * tokens_left.astype(self.gap.dtype)
 

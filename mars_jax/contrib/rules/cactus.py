@@ -1,4 +1,4 @@
-"""Rejection against a target with raised probability of the drafted token. B batch, N nodes, V vocabulary.
+"""Rejection sampling against a target whose probability of the drafted token is raised. B batch, N nodes, V vocabulary.
 
 Oracle: the distribution of a step, enumerated in tests/verify/test_distributions.py.
 """
@@ -19,14 +19,14 @@ from mars_jax.verify.ranges import HARMS, nats
 @register("cactus", paper="2604.04987")
 @struct.dataclass(kw_only=True)
 class Cactus(Retargeted):
-    """Verify against a target with a raised probability of the drafted token, within a divergence.
+    """Raise the target's probability of the drafted token within a divergence, then verify by rejection.
 
     Cactus (arXiv 2604.04987): a drafted token x is verified against h, the target with a raised probability of x.
 
-    h(x) = min(p(x) + sqrt(2 d p(x) (1 - p(x))), 1), where d is `divergence`. The other tokens are scaled to sum to
-    1 - h(x). x is accepted with probability min(1, h(x) / q(x)), otherwise the token is drawn from norm((h - q)+). h
-    depends on x, so the output distribution is the mean over drafts. Lossy; at divergence 0 it equals `rejection` bit
-    for bit, and at temperature 0 it is exact.
+    h(x) = min(p(x) + sqrt(2 d p(x) (1 - p(x))), 1), where d is `divergence`. The probabilities of the other tokens are
+    scaled so that they sum to 1 - h(x). The token x is accepted with probability min(1, h(x) / q(x)); otherwise a token
+    is drawn from norm((h - q)+). Because h depends on x, the output distribution is an average over drafted tokens. The
+    rule is lossy. At divergence 0 it equals `rejection` bit for bit, and at temperature 0 it is exact.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -42,7 +42,7 @@ class Cactus(Retargeted):
     divergence: Any = struct.setting(
         default=0.1,
         ranges=nats("a finite number of at least 0", HARMS),
-        help="how far the target is bent; 0 is lossless",
+        help="divergence d within which the probability of the drafted token is raised; 0 is lossless",
     )
     block: ClassVar[bool] = False
     needs: ClassVar[tuple[str, ...]] = ("draft", "q", "chain")
@@ -53,7 +53,7 @@ class Cactus(Retargeted):
         is_x = ids == following(evidence.tree)[..., None]
         p_x = jnp.sum(jnp.where(is_x, jnp.exp(log_p), 0.0), axis=-1, keepdims=True)
         h_x = jnp.minimum(p_x + jnp.sqrt(2 * divergence * p_x * jnp.maximum(1 - p_x, 0.0)), 1.0)
-        # Scale of the other tokens; 0 if p(x) = 1, when they have no mass.
+        # Scale of the other tokens' probabilities. If p(x) = 1, the other tokens have no mass, and the scale is 0.
         other_scale = jnp.where(p_x < 1, (1 - h_x) / jnp.where(p_x < 1, 1 - p_x, 1.0), 0.0)
         log_h = jnp.where(is_x, jnp.log(h_x), log_p + jnp.log(other_scale))
         return jnp.where(divergence > 0, log_h, log_p)

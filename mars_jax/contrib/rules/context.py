@@ -1,6 +1,7 @@
-"""Thresholds that depend on context: one theta, and a factor on its looseness for each bin of contexts.
+"""Margin thresholds that depend on context: one theta, whose looseness is scaled by a factor for each bin of contexts.
 
-B batch, N nodes, V vocabulary, C bins. Oracle: tests/contrib/test_context.py.
+B batch, N nodes, V vocabulary, C bins. Oracle: the same decisions, made with the threshold of each node's bin, in
+tests/contrib/test_context.py.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from mars_jax.verify.relaxed import over
 
 KINDS = ("entropy", "position", "class")
 CLASSES = ("word", "number", "punctuation")
-"""Classes of tokens, in the order of their ids in `Context.classes`. Anything but numbers and punctuation is a word."""
+"""Classes of tokens, in the order of their ids in `Context.classes`. All tokens but numbers and punctuation are
+words."""
 
 
 @struct.dataclass(kw_only=True)
 class Context:
-    """A table for `by_context`, made by `context`. It is passed as the weights of the rule, `Params.verify`."""
+    """A table of factors for `by_context`, made by `context` and passed as the rule's weights, `Params.verify`."""
 
     by: str = struct.field(pytree_node=False)
-    factors: Array  # f32[C]
-    edges: Array  # f32[C - 1], ascending; bin c holds edges[c - 1] <= value < edges[c]
+    factors: Array  # f32[C]; factor of each bin
+    edges: Array  # f32[C - 1], ascending; bin c covers edges[c - 1] <= value < edges[c]
     classes: Array  # u8[V]; the class of each token; u8[0] for other contexts
 
 
 @struct.dataclass(kw_only=True)
 class ByContext(Mars):
-    """`Mars` whose theta the table in `Params.verify` loosens or tightens at each node."""
+    """The rule `Mars`, with a theta that the table in `Params.verify` loosens or tightens at each node."""
 
     by: str = struct.field(pytree_node=False)
     needs: ClassVar[tuple[str, ...]] = ("draft", "weights")
@@ -48,16 +50,16 @@ class ByContext(Mars):
 
     def low(self, evidence: Evidence) -> Array:
         stats, theta, factor = evidence.stats, self.theta[:, None], _factor(self.by, evidence)
-        # Factors multiply the looseness of a threshold: 0 is strict, and larger values relax more.
+        # A factor multiplies the looseness of the threshold: 0 is strict, and larger factors relax more.
         if self.margin == "gap":
             scaled_theta = theta * factor
         else:
-            looseness = 1 / theta - 1  # the gap in units of z2
+            looseness = 1 / theta - 1  # the largest accepted gap in units of z2
             scaled_theta = 1 / (1 + looseness * factor)
         return MARGINS[self.margin](stats.top1, stats.top2, jnp.where(jnp.isinf(theta), theta, scaled_theta))
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
-        # Skip the kernel of `Mars`, which takes one theta per row.
+        # Skip the kernel of `Mars`, which supports only one theta per row.
         return super(Mars, self).__call__(evidence)
 
 
@@ -65,9 +67,9 @@ def by_context(by: str, **settings: Any) -> ByContext:
     """Make the rule `ByContext`: margin-aware verification with a threshold that depends on context.
 
     Args:
-      by: "entropy", "position" or "class". The table, from `context`, is `Params.verify`: pass both as
+      by: "entropy", "position" or "class". Pass the rule together with a table from `context`, as
         `LoadedRule(by_context("entropy"), table)`.
-      **settings: as for `verify.mars`.
+      **settings: settings of `verify.mars`.
 
     Raises:
       MarsError: as for `verify.mars`, or the context is unknown.
@@ -80,10 +82,10 @@ def by_context(by: str, **settings: Any) -> ByContext:
 
 
 def _factor(by: str, evidence: Evidence) -> Array:
-    """Return f32[B, N]: the factor at every node, from the table in `Params.verify`.
+    """Return the factor at every node, f32[B, N], from the table in `Params.verify`.
 
     Raises:
-      MarsError: the table is missing, or for a kind of context other than `by`.
+      MarsError: the table is missing, or was made for a kind of context other than `by`.
     """
     table = evidence.params
     if not isinstance(table, Context) or table.by != by:
@@ -104,7 +106,7 @@ def _factor(by: str, evidence: Evidence) -> Array:
 
 
 def check_kind(by: str) -> None:
-    """Raise MarsError for an unknown context."""
+    """Raise MarsError if `by` is not a known kind of context."""
     if by not in KINDS:
         raise MarsError(f"context is by {by!r}: expected one of {', '.join(KINDS)}.")
 
@@ -114,21 +116,22 @@ def context(
 ) -> Context:
     """Make a table for `by_context(by)` that scales the looseness of its threshold at each node.
 
-    The looseness of a threshold is the largest gap between the two best logits that it accepts: in nats for the margin
-    "gap", relative to the second logit for "ratio". Bin c of the context multiplies it by `factors[c]`: 0 is strict, 1
-    is theta itself. So theta remains the only number in a request: it changes without recompilation, and calibration
-    chooses it.
+    The looseness of a threshold is the largest gap between the two best logits at which the runner-up is accepted. It
+    is measured in nats for the margin "gap", and relative to the second logit for "ratio". In bin c of the context, it
+    is multiplied by `factors[c]`: 0 is strict, and 1 leaves theta unchanged. So theta is still the only number to
+    choose for a request. It can change without recompilation, and can be calibrated.
 
     Args:
-      by: "entropy" of the target's distribution at the node, in nats at temperature 1; "position", the depth in the
-        draft, where 0 is the first drafted token; or "class" of the target's two best tokens.
-      factors: [C], at least 0. For "class", the factors of words, numbers and punctuation; the smaller factor of the
-        two tokens applies.
-      edges: [C - 1], ascending, between the bins of entropy or position.
-      classes: u8[V] as bytes, for "class"; see `token_classes`.
+      by: kind of context: "entropy" for the entropy of the target's distribution at the node, in nats at temperature 1;
+        "position" for the depth in the draft, counted from 0 for the first drafted token; or "class" for the classes of
+        the target's two best tokens.
+      factors: [C], each at least 0. For "class", these are the factors of words, numbers and punctuation, and the
+        smaller factor of the two tokens is used.
+      edges: [C - 1], ascending; edges between the bins of entropy or position.
+      classes: u8[V] as bytes; only for "class"; see `token_classes`.
 
     Raises:
-      MarsError: the context is unknown, or the numbers do not fit it.
+      MarsError: the kind of context is unknown, or the other arguments do not fit it.
 
     >>> context("position", (1.0, 0.5), edges=(2,)).factors.tolist()
     [1.0, 0.5]
@@ -155,9 +158,10 @@ def context(
 
 
 def token_classes(texts: Sequence[str]) -> bytes:
-    """Return the class of every token, found from its string: the bytes of u8[V] indices into `CLASSES`.
+    """Classify every token by its string. Return u8[V] as bytes, indices into `CLASSES`.
 
-    A token with a digit is a number. A visible token without letters or digits is punctuation.
+    A token that contains a digit is a number. A token without letters or digits, other than white space, is
+    punctuation.
 
     >>> list(token_classes([" sea", "7", " (", "x1", "\\n"]))
     [0, 1, 2, 1, 0]

@@ -1,6 +1,6 @@
-"""Rejection against a mixture of target and draft whose weight a trained head predicts. B batch, N nodes, V vocabulary.
+"""Rejection against a mixture of target and draft, weighted by a trained head. B batch, N nodes, V vocabulary.
 
-Oracle: `mixture` at the weights that the head predicts, in tests/contrib/test_diversed.py.
+Oracle: the rule `mixture` with the weights that the head predicts, in tests/contrib/test_diversed.py.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from mars_jax.verify import Evidence, Range, Retargeted, register
 @register("diversed", paper="2604.07622")
 @struct.dataclass(kw_only=True)
 class Diversed(Retargeted):
-    """Follow a mixture of target and draft whose weight a trained head predicts.
+    """Follow a mixture of target and draft, with a weight that a trained head predicts at each position.
 
-    DIVERSED (arXiv 2604.07622): the output follows v = w p + (1 - w) q, with w = sigmoid(head + `shift`) at each
-    position, whereas `mixture` uses one weight throughout. The head's weights are `Params.verify`; see `models.mixer`
-    for its inputs and `contrib.rules.diversed_training` for its training. Lossy; at shift inf the weight is 1 and it
-    equals `rejection` bit for bit.
+    DIVERSED (arXiv 2604.07622): the output follows v = w p + (1 - w) q, with w = sigmoid(head output + `shift`) at each
+    position. The rule `mixture` instead uses the same weight at all positions. The head's weights are `Params.verify`;
+    for its inputs see `models.mixer`, and for its training `contrib.rules.diversed_training`. The rule is lossy. At
+    shift inf, w is 1 and the rule equals `rejection` bit for bit.
 
     >>> Diversed(shift=1.0).name
     'diversed'
     """
 
-    # f32[] or [B]; added to the log odds of the target's weight; inf is lossless
+    # f32[] or [B]; number added to the log odds of the target's weight; inf is lossless
     shift: Any = struct.setting(
         default=0.0,
         ranges=Range(
@@ -44,7 +44,7 @@ class Diversed(Retargeted):
             inf=True,
             grid=(4.0, 3.0, 2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0),
         ),
-        help="added to the head's log odds of the target; inf is lossless",
+        help="number added to the log odds of the target's weight; inf is lossless",
     )
     needs: ClassVar[tuple[str, ...]] = ("draft", "q", "weights", "draft_hidden")
 
@@ -73,4 +73,4 @@ class Diversed(Retargeted):
 
 
 read = functools.partial(read_weights, rule="diversed")
-"""Reads the weights of `diversed:PATH` for a target; see `head_files.read_weights`."""
+"""A function that reads the weights of `diversed:PATH` for a target; see `head_files.read_weights`."""

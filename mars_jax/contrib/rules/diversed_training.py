@@ -1,9 +1,10 @@
-"""Training of DIVERSED's head: REINFORCE on the reward of a completion and on the share of the draft that is accepted.
+"""Training of DIVERSED's head by REINFORCE, on the reward of completions and on the acceptance rate.
 
 R completions, L tokens per row, V vocabulary. Source: arXiv 2604.07622, section 3 (task reward plus acceptance).
-Completions of the rule follow v = w p + (1 - w) q token by token, so the gradient of the expected reward is that of the
-sum of log v, times the reward minus its mean over the completions. Acceptance, sum min(v, q) at a position, has a
-gradient as well. Oracle: the enumerated expectation of a small vocabulary, in tests/contrib/test_diversed.py.
+Each token of a completion follows v = w p + (1 - w) q. The policy gradient of the expected reward is therefore the
+gradient of the sum of log v, times the reward minus its mean over the completions. The acceptance rate at a position,
+sum min(v, q), is differentiated directly. Oracle: the expectation over a small vocabulary, computed by enumeration, in
+tests/contrib/test_diversed.py.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.generation import generate
 
 UPDATES, ROLLOUTS, CHAIN, ANSWER_TOKENS = 40, 48, 5, 128
-"""Updates per training, completions per update, tokens per draft, and tokens per answer."""
+"""Number of updates, completions per update, tokens per draft, and maximum tokens per completion."""
 ACCEPTANCE, LEARNING_RATE = 0.5, 1e-2
-"""Weight of the accepted share relative to the reward, and learning rate of Adam."""
+"""Weight of the acceptance rate relative to the reward, and learning rate of Adam."""
 
 
 class Rollouts(NamedTuple):
-    """Completions that the rule decoded at temperature 1, without filters."""
+    """Completions decoded with the rule at temperature 1, without filters, and their rewards."""
 
     tokens: Any  # i32[R, L]
     written: Any  # bool[R, L]; tokens decoded by the rule, excluding the prompt and padding
@@ -46,9 +47,9 @@ def surrogate(
     *,
     models: tuple[LanguageModel, LanguageModel],
 ) -> tuple[Array, dict[str, Array]]:
-    """Return a loss whose gradient is that of -(reward + ACCEPTANCE * share accepted), and figures for the log.
+    """Return a loss with the gradient of -(reward + ACCEPTANCE * acceptance rate), and metrics to log.
 
-    `params` and `models` each hold the target's, then the draft's.
+    `params` and `models` are pairs, for the target and the draft model.
     """
     target, draft = models
     tokens = rollouts.tokens[:, :-1]
@@ -59,14 +60,14 @@ def surrogate(
     log_q = jax.nn.log_softmax(draft.unembed(params[1], drafted.hidden))
     log_p, log_q, hidden, draft_hidden = jax.lax.stop_gradient((log_p, log_q, output.hidden, drafted.hidden))
     log_odds = mixer.weight_log_odds(head, hidden, log_p, log_q, draft_hidden)[..., None]
-    # v = w p + (1 - w) q, in logarithms, for the target's weight w = sigmoid(odds).
+    # log v for v = w p + (1 - w) q, with the target's weight w = sigmoid(log_odds).
     log_v = jnp.logaddexp(jax.nn.log_sigmoid(log_odds) + log_p, jax.nn.log_sigmoid(-log_odds) + log_q)
     is_written = rollouts.written[:, 1:].astype(jnp.float32)
     num_written = jnp.maximum(jnp.sum(is_written), 1.0)
     log_prob = jnp.take_along_axis(log_v, rollouts.tokens[:, 1:, None], axis=-1)[..., 0]
     # REINFORCE, with the mean reward as the baseline.
     advantage = rollouts.reward - jnp.mean(rollouts.reward)
-    # The sum of min(v, q) is the probability of acceptance at a position.
+    # The sum of min(v, q) over the vocabulary is the probability of acceptance at a position.
     accepted_share = jnp.sum(jnp.sum(jnp.exp(jnp.minimum(log_v, log_q)), axis=-1) * is_written) / num_written
     reward_term = jnp.mean(advantage * jnp.sum(log_prob * is_written, axis=1))
     mean_weight = jnp.sum(jax.nn.sigmoid(log_odds[..., 0]) * is_written) / num_written
@@ -82,13 +83,13 @@ def rollouts(
     *,
     seed: int = 0,
 ) -> Callable[[PyTree, np.ndarray], Rollouts]:
-    """Return a function `(head, draws) -> Rollouts` that lets the rule answer prompts. Pass it to `fit` as `prepare`.
+    """Return a function `(head, draws) -> Rollouts` that decodes prompts with the rule. Pass it to `fit` as `prepare`.
 
     Args:
-      target, small: models with the same vocabulary.
-      prompts: token ids.
-      reward: `(number of the prompt, answer) -> reward`.
-      seed: draw i uses the seed `seed + i` and the prompt i modulo the number of prompts.
+      target, small: target and draft model, which have the same vocabulary.
+      prompts: token ids of the prompts.
+      reward: function `(index of the prompt, text of the completion) -> reward`.
+      seed: base seed. Draw i uses the seed `seed + i`, and the prompt at index i modulo the number of prompts.
     """
     drafter = language_model(small.model, CHAIN, sample=True, vocab_size=target.config.vocab_size)
     length = max(map(len, prompts)) + ANSWER_TOKENS
@@ -117,13 +118,13 @@ def rollouts(
 
 
 def mixer_training(target: Pretrained, small: Pretrained, *, seed: int = 0) -> Training:
-    """Return the setup that trains a head, whose params are the weights that `contrib.diversed` takes.
+    """Return the setup that trains the head of `contrib.diversed`.
 
-    The frozen params of its loss are `(target.params, small.params)`, and its batches are the draws of `rollouts`.
+    Pass `(target.params, small.params)` as the frozen params of the loss. The batches are the `draws` of `rollouts`.
 
     Args:
-      target, small: models with the same vocabulary.
-      seed: seed of the initial head.
+      target, small: target and draft model, which have the same vocabulary.
+      seed: seed of the head's initial params.
     """
     import grain
     import optax

@@ -1,4 +1,4 @@
-"""Acceptance of the runner-up by entropy. B batch, N nodes. Oracle: scipy's entropy, in tests/verify/test_edges.py."""
+"""A relaxed rule based on entropy. B batch, N nodes. Oracle: scipy's entropy, in tests/verify/test_edges.py."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class EntropyGate(Relaxed):
 
     The runner-up is accepted if the entropy of the target's distribution at temperature 1 exceeds `entropy` nats.
 
-    Based on the gate of FLy (arXiv 2511.22972), but over the whole distribution and without a window. Lossy; at
-    entropy = inf it equals `base` bit for bit.
+    The rule is based on the gate of FLy (arXiv 2511.22972), but it uses the entropy of the whole distribution and no
+    window. It is lossy. With entropy = inf, it equals `base` bit for bit.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -40,7 +40,7 @@ class EntropyGate(Relaxed):
     entropy: Any = struct.setting(
         default=1.5,
         ranges=Range("a number of at least 0 (inf is strict)", 0, grid=ENTROPIES),
-        help="nats above which the target is unsure; inf never relaxes",
+        help="entropy in nats above which the runner-up is accepted; inf never relaxes",
         kw_only=False,
     )
 

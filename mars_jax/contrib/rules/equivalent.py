@@ -1,6 +1,7 @@
-"""Acceptance of equivalent tokens: a drafted token in the same class as the target's token counts as that token.
+"""A relaxed rule that accepts a drafted token if it is in the same class of equivalent tokens as the target's token.
 
-B batch, N nodes, V vocabulary. Oracle: the same decisions node by node in Python, in tests/contrib/test_phrases.py.
+B batch, N nodes, V vocabulary. Oracle: the same decisions, made node by node in Python, in
+tests/contrib/test_phrases.py.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ from mars_jax.verify import Evidence, Exact, Range, Relaxed, at_parent, register
 from mars_jax.verify.exact import target_tokens
 
 ALIKE = ("case", "space", "numbers")
-"""Differences that can be ignored: capital letters, a leading space, numbers as words or digits."""
+"""Differences between tokens that can be ignored: upper and lower case, a leading space, and numbers as words or
+digits."""
 _WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
 
 
 @register("equivalent", paper="after 2601.15498")
 @struct.dataclass(kw_only=True)
 class Equivalent(Relaxed):
-    """Also accept a token that a user's table lists as equivalent to the target's.
+    """Also accept a token that a user's table lists as equivalent to the target's token.
 
     Two tokens are equivalent if they are in the same class of the user's table, `Params.verify`; see `token_groups`.
-    The drafted token's regret must be below `gap` nats. The base is `exact()`. Lossy; at gap = 0 it equals `exact()`
-    bit for bit.
+    The drafted token's regret must be below `gap` nats. All other decisions are those of `exact()`. The rule is lossy.
+    With gap = 0, it equals `exact()` bit for bit.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -55,7 +57,7 @@ class Equivalent(Relaxed):
     gap: Any = struct.setting(
         default=2.0,
         ranges=Range("a number of at least 0, or inf (0 is strict)", 0, grid=(0.5, 1.0, 2.0, 4.0)),
-        help="nats by which it may fall short of the target's best; 0 never relaxes",
+        help="bound on the regret of an equivalent token, in nats; 0 never relaxes",
     )
     base: ClassVar[Exact] = Exact()
     needs: ClassVar[tuple[str, ...]] = ("draft", "weights")
@@ -68,18 +70,18 @@ class Equivalent(Relaxed):
             )
         drafted_group = groups.at[jnp.maximum(tree.tokens, 0)].get(mode="clip")
         target_group = at_parent(tree, groups.at[target_tokens(evidence)].get(mode="clip"))
-        # Tokens of group 0 are in no class, so they are not equivalent to any other token.
+        # Class 0 means no class: such tokens are not equivalent to any other token.
         return (drafted_group == target_group) & (drafted_group > 0) & (regrets(evidence) < self.gap[:, None])
 
 
 def token_groups(
     target: Pretrained, alike: Iterable[str] = (), groups: Sequence[Sequence[str]] = ()
 ) -> Array:
-    """Return i32[V], the class of each token of a target; 0: the token is in no class.
+    """Return the class of each token of a target, i32[V]. Tokens in no class get 0.
 
     Args:
-      target: from `mars_jax.load`.
-      alike: names of `ALIKE`.
+      target: the target, from `mars_jax.load`.
+      alike: differences to ignore, from `ALIKE`.
       groups: lists of equivalent strings. Each string must be exactly one token of the target, including any leading
         space.
 
@@ -91,10 +93,11 @@ def token_groups(
         if name not in ALIKE:
             raise MarsError(f"alike has {name!r}: expected names of {', '.join(ALIKE)}.")
     tokens = vocabulary(target.tokenizer, target.config.vocab_size).tokens
-    # {token id: text}, without special tokens and the like.
+    # {token id: text} of all tokens that have a text.
     texts = {i: token.decode("utf-8", errors="surrogateescape") for i, token in enumerate(tokens) if token}
     known_texts = set(texts.values())
-    # Groups join keys: `parent_key` maps a key to an equivalent one, and repeated look-ups end at a root.
+    # Disjoint sets of equivalent keys: `parent_key` maps a key to an equivalent one, and repeated look-ups end at the
+    # root.
     parent_key: dict[str, str] = {}
 
     def root(key: str) -> str:
@@ -123,7 +126,7 @@ def token_groups(
 
 
 def _key(text: str, alike: tuple[str, ...]) -> str:
-    """Return a key that is equal for strings that differ only in the ways that `alike` lists.
+    """Normalize a string, so that strings that differ only in the ways that `alike` lists become equal.
 
     >>> _key(" Two", ("case", "space", "numbers")), _key("2", ("numbers",))
     ('2', '2')
@@ -143,10 +146,10 @@ def _key(text: str, alike: tuple[str, ...]) -> str:
 def read(path: str, target: Pretrained | None) -> PyTree:
     """Read the table of `equivalent:case,space` or `equivalent:FILE.json`.
 
-    A file holds an object: `alike`, a list of names, and `groups`, lists of strings.
+    The file must contain an object with `alike`, a list of names, and `groups`, a list of lists of strings.
 
     Raises:
-      MarsError: the file is missing or invalid, or `token_groups` refuses it.
+      MarsError: there is no target, the file is missing or invalid, or as for `token_groups`.
     """
     if target is None:
         raise MarsError("the rule equivalent needs a target, whose tokens it compares: give one.")

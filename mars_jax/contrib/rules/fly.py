@@ -1,6 +1,6 @@
-"""Acceptance by lookahead over the draft. B batch, N nodes.
+"""A relaxed rule that looks ahead at the tokens that follow in the draft. B batch, N nodes.
 
-Oracle: the same decisions node by node in Python, in tests/verify/test_edges.py.
+Oracle: the same decisions, made node by node in Python, in tests/verify/test_edges.py.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Fly(Relaxed):
 
     FLy (arXiv 2511.22972): if the target is unsure, accept any drafted token after which it agrees with the draft.
 
-    The target is unsure if the entropy over its three largest probabilities, not renormalised, is at least `entropy`
-    nats. It agrees if the next `window` drafted tokens are the target's. A token whose window does not fit into the
-    draft is rejected, so drafts must be longer than the window. The base is `exact()`. Lossy; at entropy = inf it
-    equals `exact()` bit for bit.
+    The target is unsure if the entropy of its three largest probabilities, not renormalised, is at least `entropy`
+    nats. It agrees if the next `window` drafted tokens are the target's own. A mismatch whose window extends past the
+    end of the draft is rejected, so drafts must be longer than the window. All other decisions are those of `exact()`.
+    The rule is lossy. With entropy = inf, it equals `exact()` bit for bit.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -52,19 +52,19 @@ class Fly(Relaxed):
         ranges=Range(
             "a number from 0 to ln 3, or inf, which is strict", 0, math.log(3), inf=True, grid=UNSURE
         ),
-        help="nats of the three largest probabilities from which the target is unsure; inf never relaxes",
+        help="entropy of the three largest probabilities, in nats, from which the target is unsure; inf never relaxes",
     )
     # i32[] or [B]; tokens
     window: Any = struct.setting(
         default=6,
         kind=int,
         ranges=WHOLE,
-        help="tokens after it that must be the target's own; drafts must be longer",
+        help="number of following draft tokens that must be the target's own; drafts must be longer",
     )
     base: ClassVar[Exact] = Exact()
 
     def check_drafter(self, drafter: Drafter) -> None:
-        """Raise MarsError if no window fits into a draft."""
+        """Raise MarsError if the drafter's drafts are not longer than the window."""
         check_window("fly", self.window, drafter)
 
     def relaxable(self, evidence: Evidence) -> Array:
@@ -73,13 +73,13 @@ class Fly(Relaxed):
         assert logsumexp is not None
         top_probs = jnp.exp(top_k_logits(evidence.logits, 3).values - logsumexp[..., None])
         is_unsure = jnp.sum(jax.scipy.special.entr(top_probs), axis=-1) >= self.entropy[:, None]
-        # Edges along which the drafted token is the target's.
+        # bool[B, N]; whether the token at each node is the target's own.
         is_native = (tree.tokens == at_parent(tree, target_tokens(evidence))) & (tree.depths > 0)
         return at_parent(tree, is_unsure) & (followed(tree, is_native) >= self.window[:, None])
 
 
 def followed(tree: DraftTree, native: Array) -> Array:
-    """Return i32[B, N]: the length of the longest path below each node whose edges are all `native` bool[B, N].
+    """Return i32[B, N], the length of the longest path below each node on which all nodes are `native` bool[B, N].
 
     >>> from mars_jax.core.tree import chain
     >>> followed(chain(jnp.zeros((1, 4), jnp.int32)), jnp.asarray([[False, False, True, True]])).tolist()

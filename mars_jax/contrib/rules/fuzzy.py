@@ -1,6 +1,6 @@
-"""Acceptance at positions where target and draft are close. B batch, N nodes, V vocabulary.
+"""A rule that accepts drafted tokens if the target's and the draft's distributions are similar.
 
-Oracle: the distribution of a step, enumerated in tests/verify/test_distributions.py.
+B batch, N nodes, V vocabulary. Oracle: the distribution of a step, enumerated in tests/verify/test_distributions.py.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mars_jax.verify.ranges import HARMS
 @register("fuzzy", paper="2502.20704")
 @struct.dataclass(kw_only=True)
 class Fuzzy(Retargeted):
-    """Accept drafted tokens if target and draft are similar; otherwise verify them by rejection.
+    """Accept drafted tokens if the distributions of target and draft are similar; otherwise verify by rejection.
 
-    Fuzzy speculative decoding (arXiv 2502.20704): if the distance of p and q is below `bound`, the drafted token is
-    accepted; otherwise it is verified by rejection, as in the comparison of arXiv 2607.08690. So the output follows q
-    at the former positions and p at the latter. The distance is taken after temperature and filters: "js" is the
-    Jensen-Shannon divergence in nats, at most ln 2, and "tv" the total variation distance, at most 1. Lossy; at bound 0
-    it equals `rejection` bit for bit, and at temperature 0 it is exact.
+    Fuzzy speculative decoding (arXiv 2502.20704): if the distance between p and q is below `bound`, the drafted token
+    is accepted. Otherwise it is verified by rejection, as in the comparison of arXiv 2607.08690. So the output follows
+    q at positions with a small distance, and p at all others. The distance is computed after temperature and filters.
+    "js" is the Jensen-Shannon divergence in nats, which is at most ln 2. "tv" is the total variation distance, which is
+    at most 1. The rule is lossy. At bound 0 it equals `rejection` bit for bit, and at temperature 0 it is exact.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -41,13 +41,13 @@ class Fuzzy(Retargeted):
     bound: Any = struct.setting(
         default=0.1,
         ranges=Range("a number from 0 to 1", 0, 1, grid=HARMS),
-        help="how far apart they may be; 0 is lossless",
+        help="distance between target and draft below which tokens are accepted; 0 is lossless",
     )
-    # How p and q are compared
+    # Distance between p and q
     distance: str = struct.setting(
         default="js",
         choices={"js": "Jensen-Shannon divergence, nats", "tv": "total variation"},
-        help="how they are compared",
+        help="distance between the distributions of target and draft",
     )
 
     @property
@@ -63,6 +63,7 @@ class Fuzzy(Retargeted):
             log_mean = jnp.logaddexp(log_p, log_q) - math.log(2)
             terms_p = jnp.where(p > 0, p * (log_p - log_mean), 0.0)
             terms = terms_p + jnp.where(q > 0, q * (log_q - log_mean), 0.0)
-        # Both distances are half of a sum. Clip a sum that rounds below 0, which would pass a bound of 0.
+        # Both distances are half of a sum. Clip sums that are below 0 because of rounding, which would be below a bound
+        # of 0.
         distance = jnp.maximum(jnp.sum(terms, axis=-1) / 2, 0.0)
         return jnp.where((distance < self.bound[:, None])[..., None], log_q, log_p)

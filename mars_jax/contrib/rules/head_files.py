@@ -1,6 +1,6 @@
-"""Reading and writing of rules' trained heads, each stored as a directory with config.json and model.safetensors.
+"""Readers and writers of the trained heads of rules, each a directory with config.json and model.safetensors.
 
-E hidden size, W width. Oracle: round trips, and damaged variants of the files, in tests/contrib/test_head_files.py.
+E hidden size, W width. Oracle: round trips and damaged variants of the files, in tests/contrib/test_head_files.py.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ HEADS = {
     "learned": ("mars_jax_indicator", indicator.init_params),
     "diversed": ("mars_jax_mixer", mixer.init_params),
 }
-"""For each rule, the `model_type` of its weights and the function that makes random weights."""
+"""For each rule, the `model_type` of its head, and the function that initializes the head's params."""
 
 
 def save(directory: str | os.PathLike[str], params: PyTree, rule: str = "learned") -> Path:
     """Write the weights of a rule into a new directory and return its path.
 
     Args:
-      directory: created if missing; must hold no weights yet.
-      params: for `learned` as returned by `models.indicator.init_params`, for `diversed` by `models.mixer.init_params`.
+      directory: directory to write to. It is created if missing, and must not contain weights yet.
+      params: params of the head, with the structure of `models.indicator.init_params` for `learned` and of
+        `models.mixer.init_params` for `diversed`.
       rule: "learned" or "diversed".
 
     Raises:
-      MarsError: the directory already holds weights or cannot be written.
+      MarsError: the directory already contains weights or cannot be written.
 
     >>> import tempfile
     >>> params = indicator.init_params(8, jax.random.key(0))
@@ -63,11 +64,11 @@ def save(directory: str | os.PathLike[str], params: PyTree, rule: str = "learned
 def read_weights(
     directory: str | os.PathLike[str], target: Pretrained | None = None, rule: str = "learned"
 ) -> PyTree:
-    """Read the weights that `save` wrote for a rule; "tiny/diversed" is the embedded head.
+    """Read the weights that `save` wrote for a rule. "tiny/diversed" is a head included in the package.
 
     Raises:
-      MarsError: the directory holds no weights of this rule, or they are not finite or for a target of a different
-        size.
+      MarsError: the directory does not contain weights of this rule, or the weights are not finite, or they are for a
+        target with a different hidden size.
     """
     model_type, init = HEADS[rule]
     check_path(directory)
@@ -78,7 +79,7 @@ def read_weights(
     if config.get("model_type") == model_type:
         sizes = {name: size for name, size in config.items() if name not in ("model_type", "hidden_size")}
         with of_its_kind(f"'{directory / CONFIG}' holds a value", "train the head again"):
-            # Only shapes are computed, so a damaged config with huge sizes allocates nothing.
+            # Compute only shapes, so that a damaged config with huge sizes does not allocate memory.
             params = jax.eval_shape(lambda key: init(config["hidden_size"], key, **sizes), jax.random.key(0))
         problem = "its tensors do not have the shapes that config.json says"
         if {name: x.shape for name, x in stored_arrays.items()} == {
@@ -100,7 +101,7 @@ def read_weights(
 
 
 def on_mesh(params: PyTree, target: Pretrained | None) -> PyTree:
-    """Replicate a rule's weights over the mesh of its target, if it has one."""
+    """Replicate a rule's weights on all devices of the target's mesh, if it has one."""
     if target is None or target.mesh is None:
         return params
     return jax.device_put(params, NamedSharding(target.mesh, PartitionSpec()))

@@ -1,6 +1,6 @@
-"""Relaxed verification by a learned indicator instead of a margin. B batch, N nodes, E hidden size.
+"""A relaxed rule that uses a trained head instead of a margin. B batch, N nodes, E hidden size.
 
-Oracle: the same decisions made node by node in Python, in tests/contrib/test_learned.py.
+Oracle: the same decisions, made node by node in Python, in tests/contrib/test_learned.py.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from mars_jax.verify.ranges import HARMS, share
 @register("learned", paper="after 2501.19309")
 @struct.dataclass(kw_only=True)
 class Learned(Relaxed):
-    """Also accept the runner-up if a trained head predicts the same outcome.
+    """Also accept the runner-up if a trained head predicts that the outcome stays the same.
 
-    The rule is `Mars` with a head on the target's features instead of the margin.
+    The rule is like `Mars`, with a head on the target's hidden state in place of the margin.
 
-    An edge to one of the two best tokens is relaxed if the head's probability of a changed outcome is below `theta`.
-
-    The head's weights are `Params.verify`; `contrib.models.indicator` defines and trains the head. The guards are those
-    of `Mars`.
+    A drafted token that is one of the two best is accepted if the head's probability of a changed outcome is below
+    `theta`. The head's weights are `Params.verify`; `contrib.models.indicator` defines and trains the head. The guards
+    are the same as those of `Mars`.
 
     >>> Learned(theta=0.2).name
     'learned'
@@ -40,7 +39,7 @@ class Learned(Relaxed):
     theta: Any = struct.setting(
         default=0.1,
         ranges=share("a probability, a number above 0 and at most 1, or inf, which is strict", HARMS),
-        help="chance of another outcome below which a token is relaxed; inf never relaxes",
+        help="probability of a changed outcome below which a token is relaxed; inf never relaxes",
         flag=True,
         kw_only=False,
     )
@@ -61,4 +60,4 @@ class Learned(Relaxed):
 
 
 read = functools.partial(read_weights, rule="learned")
-"""Reads the weights of `learned:PATH` for a target; see `head_files.read_weights`."""
+"""A function that reads the weights of `learned:PATH` for a target; see `head_files.read_weights`."""

@@ -1,4 +1,4 @@
-"""Lenient rejection. B batch, N nodes, V vocabulary.
+"""Rejection sampling with lenience, which rejects fewer tokens. B batch, N nodes, V vocabulary.
 
 Oracle: the distribution of a step, enumerated in tests/verify/test_distributions.py.
 """
@@ -22,10 +22,10 @@ class Lenience(Retargeted):
 
     Speculative sampling with lenience (Leviathan et al., arXiv 2211.17192, appendix A.5).
 
-    A drafted token x is accepted if u <= p(x) / (l q(x)), where l is `factor`; otherwise the token is drawn from
-    norm((p - q)+), as in rejection. So no token has more than 1 / l times its probability p. The output follows
-    v = min(q, p / l) + (1 - sum(min(q, p / l))) norm((p - q)+). Lossy; at factor 1 it equals `rejection` bit for bit,
-    and at temperature 0 it is exact.
+    A drafted token x is accepted if u <= p(x) / (l q(x)), where l is `factor` and u is uniform on [0, 1). Otherwise a
+    token is drawn from norm((p - q)+), as in `rejection`. So no token gets more than 1 / l times its probability p. The
+    output follows v = min(q, p / l) + (1 - sum(min(q, p / l))) norm((p - q)+). The rule is lossy. At factor 1 it equals
+    `rejection` bit for bit, and at temperature 0 it is exact.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -41,15 +41,15 @@ class Lenience(Retargeted):
     factor: Any = struct.setting(
         default=0.5,
         ranges=Range("a number above 0 and at most 1", 0, 1, above=True, grid=ODDS),
-        help="factor of the draft's probability in every comparison; 1 is lossless",
+        help="factor by which the draft's probability is multiplied before comparison; 1 is lossless",
     )
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
         p, q, factor = jnp.exp(log_p), jnp.exp(log_q), self.factor[:, None, None]
-        # min(q, p / l) is accepted. The rejected mass follows norm((p - q)+).
+        # min(q, p / l) is accepted. The rejected mass is redistributed in proportion to (p - q)+.
         accepted_mass, missed_mass = jnp.minimum(q, p / factor), jnp.maximum(p - q, 0.0)
         rejected_mass = jnp.maximum(1.0 - jnp.sum(accepted_mass, axis=-1, keepdims=True), 0.0)
         total_missed = jnp.sum(missed_mass, axis=-1, keepdims=True)
-        # If p equals q, no mass is missed and none rejected.
+        # If p equals q, there is neither missed nor rejected mass.
         v = accepted_mass + rejected_mass * missed_mass / jnp.where(total_missed > 0, total_missed, 1.0)
         return jnp.where(factor == 1, log_p, jnp.log(v))

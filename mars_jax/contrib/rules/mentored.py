@@ -1,7 +1,7 @@
-"""Rejection against the distribution with the highest acceptance within a divergence of the target.
+"""Rejection against the distribution with the highest acceptance rate within a given divergence from the target.
 
-B batch, N nodes, V vocabulary. Oracles: all distributions of a grid, and the distribution of a step, in
-tests/verify/test_distributions.py.
+B batch, N nodes, V vocabulary. Oracles: a search over a grid of distributions, and the enumerated distribution of a
+step, in tests/verify/test_distributions.py.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from mars_jax.core import struct
 from mars_jax.verify import Evidence, Retargeted, register
 from mars_jax.verify.ranges import HARMS, nats
 
-# Bisection steps for a, after which v is within 2**-18 of its mass, and Newton steps for b in each of them.
+# Number of bisection steps for a, after which the mass of v is accurate to 2**-18, and number of Newton steps for b in
+# each of them.
 HALVINGS, STEPS = 18, 3
 
 
 @register("mentored", paper="2609.30474")
 @struct.dataclass(kw_only=True)
 class Mentored(Retargeted):
-    """Accept as much as a bound on the divergence from the target allows.
+    """Maximize acceptance under a bound on the divergence from the target.
 
-    Mentored decoding (Tran-Thien and Nock, arXiv 2609.30474): the output follows the distribution v with the highest
-    acceptance sum(min(q, v)) among those with KL(p || v) of at most `bound` nats. That is v = min(max(q, a p), b p)
-    with a <= 1 <= b, the paper's 1 / beta and 1 / alpha: x is accepted with probability min(1, b p(x) / q(x)),
-    otherwise the token is drawn from norm((a p - q)+). If KL(p || q) is within the bound, v is q. Tokens that only the
-    target excludes get the mass that is left over at a. Lossy; at bound 0 it equals `rejection` bit for bit, and at
-    temperature 0 it is exact. `lenience` has only b, and its setting is 1 / b. A step reads the two distributions
-    90 times, because a and b are found by bisection.
+    Mentored decoding (Tran-Thien and Nock, arXiv 2609.30474): among the distributions v with KL(p || v) of at most
+    `bound` nats, the output follows the one with the highest acceptance rate sum(min(q, v)). It has the form
+    v = min(max(q, a p), b p) with a <= 1 <= b, which are 1 / beta and 1 / alpha in the paper. A drafted token x is
+    accepted with probability min(1, b p(x) / q(x)); otherwise a token is drawn from norm((a p - q)+). If KL(p || q) is
+    within the bound, v is q. If max(q, a p) sums to less than 1 over the tokens with p > 0, the tokens with p = 0 get
+    the remaining mass. The rule is lossy. At bound 0 it equals `rejection` bit for bit, and at temperature 0 it is
+    exact. `lenience` has only b, as `factor` = 1 / b. The search for a and b makes a step read both distributions about
+    90 times.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -46,7 +48,7 @@ class Mentored(Retargeted):
     bound: Any = struct.setting(
         default=0.1,
         ranges=nats("a finite number of at least 0", HARMS),
-        help="nats that the text may be from the target at each token; 0 is lossless",
+        help="maximum divergence from the target at each token, in nats; 0 is lossless",
     )
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
@@ -62,8 +64,8 @@ class Mentored(Retargeted):
             return _total(jnp.maximum(a * p - q, 0.0)) - excluded_mass
 
         def upper(a: Array, b: Array) -> Array:
-            # The mass of q above b p is convex and decreasing in b, so Newton steps from below stay below the root.
-            # Then the mass of v is at most 1, and the bound holds after any number of steps.
+            # The mass of q above b p is convex and decreasing in b, so Newton steps that start below the root stay
+            # below it. So the mass of v is at most 1, and the bound holds after any number of steps.
             excess = excess_mass(a)
 
             def step(_: int, b: Array) -> Array:
@@ -78,7 +80,7 @@ class Mentored(Retargeted):
             middle = (low + high) / 2
             b_of_middle = upper(middle, b)
             is_within = -_total(p * jnp.clip(log_ratio, jnp.log(middle), jnp.log(b_of_middle))) <= bound
-            # b decreases as a grows, so the value of b at `high` is a lower bound for the next b.
+            # b decreases as a increases, so the value of b at `high` is a lower bound for the next b.
             if_within, if_not = (low, middle, b_of_middle), (middle, high, b)
             return jax.tree.map(lambda yes, no: jnp.where(is_within, yes, no), if_within, if_not)
 

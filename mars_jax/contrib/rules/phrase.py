@@ -1,6 +1,6 @@
-"""Acceptance by the joint regret of a phrase of drafted tokens. B batch, N nodes.
+"""A relaxed rule that bounds the total regret of a phrase of drafted tokens. B batch, N nodes.
 
-Oracle: the same sums path by path in Python, in tests/contrib/test_phrases.py.
+Oracle: the same sums, computed path by path in Python, in tests/contrib/test_phrases.py.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from mars_jax.verify.ranges import WHOLE, nats
 @register("phrase", paper="after 2511.22972")
 @struct.dataclass(kw_only=True)
 class Phrase(Relaxed):
-    """Also accept drafted phrases slightly below the target's own choices, within a bound in nats.
+    """Also accept drafted phrases that score slightly below the target's own choices, within a bound in nats.
 
-    A drafted token is accepted if its regret and that of the next `window` tokens sum to less than `bound` nats.
+    A drafted token is accepted if the regrets of this token and of the next `window` tokens sum to less than `bound`.
 
-    The regret of a token is the log-probability of the target's best token at its position minus that of the token. So
-    the sum measures how far the drafted phrase is from the target's choices along the draft; the target's continuation
-    after its own token would need another forward. A token whose phrase does not fit into the draft is rejected. In a
-    tree the cheapest path below the token counts. FLy (`fly`) instead requires that the following tokens are the
-    target's. The base is `exact()`. Lossy; at bound = 0 it equals `exact()` bit for bit.
+    The regret of a token is the log-probability of the target's best token at that position minus its own. So the sum
+    measures how far the drafted phrase is from the target's choices along the draft. (To compare it with the target's
+    own continuation would take another forward pass.) In a tree, the path with the smallest sum below the token is
+    used. A mismatch whose phrase extends past the end of the draft is rejected. FLy (`fly`) instead requires that the
+    following tokens are the target's own. All other decisions are those of `exact()`. The rule is lossy. With
+    bound = 0, it equals `exact()` bit for bit.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -48,19 +49,19 @@ class Phrase(Relaxed):
     bound: Any = struct.setting(
         default=1.0,
         ranges=nats("a finite number of at least 0 (0 is strict)", (0.25, 0.5, 1.0, 2.0, 4.0)),
-        help="nats that the whole phrase may cost; 0 never relaxes",
+        help="bound on the total regret of the phrase, in nats; 0 never relaxes",
     )
-    # i32[] or [B]; tokens after the one that is relaxed
+    # i32[] or [B]; number of tokens after the relaxed one
     window: Any = struct.setting(
         default=2,
         kind=int,
         ranges=WHOLE,
-        help="tokens after it that belong to the phrase; drafts must be longer",
+        help="number of tokens in the phrase after the relaxed one; drafts must be longer",
     )
     base: ClassVar[Exact] = Exact()
 
     def check_drafter(self, drafter: Drafter) -> None:
-        """Raise MarsError if no phrase fits into a draft."""
+        """Raise MarsError if the drafter's drafts are not longer than the window."""
         check_window("phrase", self.window, drafter)
 
     def relaxable(self, evidence: Evidence) -> Array:
@@ -68,7 +69,7 @@ class Phrase(Relaxed):
 
 
 def check_window(rule: str, window: ArrayLike, drafter: Drafter) -> None:
-    """Raise MarsError if no draft is longer than the window of a rule that looks ahead."""
+    """Raise MarsError if a drafter's drafts are not longer than the window of a rule that looks ahead."""
     min_window = int(np.min(np.asarray(window)))
     if drafter.max_depth <= min_window:
         raise MarsError(
@@ -78,7 +79,7 @@ def check_window(rule: str, window: ArrayLike, drafter: Drafter) -> None:
 
 
 def regrets(evidence: Evidence) -> Array:
-    """Return f32[B, N]: the regret in nats of the token at each node; inf for padding and the root."""
+    """Return the regret of the token at each node, f32[B, N], in nats; inf for padding and the root."""
     tree = evidence.tree
     token_logit = at_tokens(evidence.logits, jnp.maximum(tree.parents, 0), jnp.maximum(tree.tokens, 0))
     shortfall = at_parent(tree, evidence.stats.top1) - token_logit
@@ -86,7 +87,7 @@ def regrets(evidence: Evidence) -> Array:
 
 
 def stretch(tree: DraftTree, costs: Array, window: Array) -> Array:
-    """Return f32[B, N]: the minimum sum of `costs` f32[B, N] over a node and a path of `window` i32[B] nodes below it.
+    """Return f32[B, N], the minimum sum of `costs` f32[B, N] over a node and a path of `window` i32[B] nodes below it.
 
     The sum is inf if no path below the node is that long.
 
@@ -97,7 +98,7 @@ def stretch(tree: DraftTree, costs: Array, window: Array) -> Array:
     """
     to_parents = jax.vmap(lambda sums, parents: jnp.full_like(sums, jnp.inf).at[parents].min(sums))
     parents = jnp.maximum(tree.parents, 0)
-    # After iteration `length`, sums[:, n] is the cheapest sum over node n and a path of `length` nodes below it.
+    # After iteration `length`, sums[:, n] is the minimum sum over node n and a path of `length` nodes below it.
     sums = window_sums = costs
     for length in range(1, tree.max_depth):
         sums = costs + to_parents(jnp.where(tree.depths > 0, sums, jnp.inf), parents)

@@ -1,6 +1,6 @@
 """The rule in the released code of MARS, which differs from the paper's. B batch, N nodes, V vocabulary.
 
-Oracle: the decisions from their description, one by one in Python, in tests/verify/test_distributions.py.
+Oracle: the same decisions, made one by one in Python, in tests/verify/test_distributions.py.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from mars_jax.verify.ranges import RATIOS
 @register("released", paper="the code of 2601.15498")
 @struct.dataclass(kw_only=True)
 class Released(Retargeted):
-    """Accept as the released code of MARS does along a chain, which is not the paper's rule.
+    """Accept draft chains as the released code of MARS does, which differs from the rule in the paper.
 
-    The rule of the PyTorch code released with MARS (arXiv 2601.15498), on chains; a reproduction, not a recommendation.
+    This rule reproduces the PyTorch code released with MARS (arXiv 2601.15498), for chains only. It is not recommended;
+    `mars` is the rule of the paper.
 
-    Above temperature 0 a drafted token x is always accepted if it is one of the two best and z2 / z1 > ratio, for the
-    logits after the filters: an excluded logit is -inf, and if z1 < 0 the ratio exceeds 1 and passes. Otherwise x is
-    accepted with probability min(1, p(x) / q(x)), and on rejection the token is drawn from p without x. That is correct
-    only for q(x) = 1, as with a deterministic draft, so the rule is biased at every ratio. At temperature 0 it is
-    exact. Stop tokens are not guarded. In strict rows it is `rejection`. The trees of that code, which accept the first
-    sibling among the two best, are not reproduced. `mars` is the paper's rule.
+    Above temperature 0, a drafted token x is always accepted if it is one of the two best and z2 / z1 > ratio. The
+    logits are taken after filters: excluded tokens have -inf, and if z1 < 0, the quotient exceeds 1, so that the test
+    passes. Otherwise x is accepted with probability min(1, p(x) / q(x)), and if it is rejected, a token is drawn from p
+    without x. That is correct only if q(x) = 1, as for a deterministic draft, so the rule is biased at every ratio. At
+    temperature 0 it is exact. Stop tokens are not guarded. In strict rows the rule equals `rejection`. The tree
+    verification of that code, which accepts the first sibling among the two best, is not reproduced.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -40,11 +41,11 @@ class Released(Retargeted):
     [99, 48]
     """
 
-    # f32[] or [B]; with inf, no token is certain to be accepted
+    # f32[] or [B]; with inf, no token is accepted without a random draw
     ratio: Any = struct.setting(
         default=0.9,
         ranges=Range("a number above 0, or inf", 0, above=True, grid=RATIOS),
-        help="second logit / best above which the two are taken with certainty; never strict",
+        help="second-best logit / best logit above which both tokens are always accepted; never strict",
     )
     block: ClassVar[bool] = False
     needs: ClassVar[tuple[str, ...]] = ("draft", "q", "chain")

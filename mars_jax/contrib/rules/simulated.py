@@ -1,6 +1,6 @@
-"""Simulated acceptance with a given tau, to size hardware before a good drafter exists.
+"""Simulated acceptance at a given tau, to estimate hardware needs before a good drafter exists.
 
-B batch, N nodes, D depth. Oracle: the mean over many steps in tests/contrib/test_simulated.py.
+B batch, N nodes, D depth. Oracle: the mean number of tokens over many steps, in tests/contrib/test_simulated.py.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from mars_jax.verify import Evidence, Lossy, Range, at_parent, register
 from mars_jax.verify.lossy import below_strict
 
 HALVINGS = 24
-"""Bisection steps for the acceptance rate; the last interval is below float32's resolution of tau."""
+"""Number of bisection steps for the acceptance rate. More would not change tau in float32."""
 
 
 @register("simulated", paper="the rate: 2211.17192, equation 1")
 @struct.dataclass(kw_only=True)
 class Simulated(Lossy):
-    """Accept tokens at random, for sizing hardware; the text is meaningless.
+    """Accept draft tokens at random, to measure speed at a given acceptance; the text is meaningless.
 
-    A step emits `tau` tokens in expectation, including the bonus token. In each step the path to the first of the
-    deepest nodes is accepted up to a random depth, with a constant rate of acceptance per depth. The rate is solved
-    from tau and the length of that path. So chains, trees, and trees that change from step to step all reach tau,
-    unless a draft is too short; then its whole path is accepted. The step emits the accepted drafted tokens and then
-    the target's token. A step costs as much as with `exact`, which verifies strict rows and the exact prefix. A drafted
-    stop token ends a completion, so use `ignore_eos` to reach a given length. A last step that the length limit cuts
-    off emits fewer tokens.
+    A step emits `tau` tokens on average, including the bonus token. In each step, the path to the first of the deepest
+    nodes is accepted up to a random depth, with a constant acceptance rate per token. The rate is computed from tau and
+    the length of that path. So chains and trees all reach tau, even if their shapes change from step to step. If a
+    draft is too short for tau, its whole path is accepted. The step emits the accepted tokens and then the target's
+    token. A step costs as much as with `exact`, which also verifies strict rows and the exact prefix. A drafted stop
+    token ends a completion, so use `ignore_eos` to reach a given length. The last step of a completion emits fewer
+    tokens if the length limit cuts it off.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -50,7 +50,7 @@ class Simulated(Lossy):
     # f32[] or [B]; expected tokens per step
     tau: Any = struct.setting(
         ranges=Range("a number of at least 1, the token that every step gives", 1, 1024),
-        help="tokens per target forward, in the mean over steps",
+        help="mean number of tokens per forward pass of the target",
         flag=True,
         kw_only=False,
     )
@@ -61,7 +61,7 @@ class Simulated(Lossy):
         return f"simulated tau={self.tau:g}" if np.ndim(self.tau) == 0 else "simulated"
 
     def check_drafter(self, drafter: Drafter) -> None:
-        """Raise MarsError if drafts are too short for tau, or often empty."""
+        """Raise MarsError if the drafter's drafts are too short for tau, or often empty."""
         if drafter.sparse:
             raise MarsError(
                 f"the rule simulated does not apply to the drafter '{drafter.name}', which often drafts nothing: draft "
@@ -86,11 +86,11 @@ class Simulated(Lossy):
             end_node = jnp.argmax(depths, axis=1)[:, None, None]
             on_path = jnp.take_along_axis(ancestors(tree.parents, tree.max_depth), end_node, axis=1)[:, 0]
         acceptance = acceptance_rate(self.tau, height, tree.max_depth)
-        # One u per row: depth d is accepted if u < acceptance ** d.
+        # Draw one u per row. The token at depth d is accepted if u < acceptance ** d.
         uniform = node_uniforms(evidence.keys, evidence.start[:, None])
         uniform = jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)
         is_accepted = on_path & (uniform < acceptance[:, None] ** tree.depths.astype(jnp.float32))
-        # Sample the target's tokens at all nodes, so that the cost equals that of `exact`.
+        # Sample the target's tokens at all nodes, so that a step costs as much as with `exact`.
         y = sample(evidence.keys, evidence.positions, evidence.logits, evidence.controls)
         is_strict = (tree.depths <= self.strict_edges(evidence)[:, None]) | below_strict(evidence)
         is_accepted = jnp.where(is_strict, tree.tokens == at_parent(tree, y), is_accepted)
@@ -101,11 +101,11 @@ class Simulated(Lossy):
 
 
 def acceptance_rate(tau: Array, height: Array, max_depth: int) -> Array:
-    """Return the rate a f32[B] with 1 + a + ... + a ** height = tau (2211.17192, equation 1); 1 if none reaches tau.
+    """Solve 1 + a + ... + a ** height = tau (2211.17192, equation 1) for a f32[B]; a is 1 if no rate reaches tau.
 
     Args:
-      tau: f32[B], at least 1.
-      height: i32[B], at most `max_depth`.
+      tau: f32[B], at least 1; mean number of tokens per step.
+      height: i32[B], at most `max_depth`; length of the path.
 
     >>> round(float(acceptance_rate(jnp.float32([1.75]), jnp.int32([2]), 2)[0]), 4)
     0.5

@@ -1,4 +1,4 @@
-"""Speculative cascades. B batch, N nodes, V vocabulary.
+"""Speculative cascades, which follow the draft where it is trusted. B batch, N nodes, V vocabulary.
 
 Oracle: the distribution of a step, enumerated in tests/verify/test_distributions.py.
 """
@@ -18,11 +18,12 @@ from mars_jax.verify.ranges import HARMS, nats
 @register("speccascade", paper="2405.19261")
 @struct.dataclass(kw_only=True)
 class SpecCascade(Retargeted):
-    """Verify by rejection against a mix of draft and target that follows trusted drafts.
+    """Verify by rejection against a mixture of target and draft that follows the draft where it is trusted.
 
     Speculative cascades (arXiv 2405.19261). "token_v3" trusts the tokens with p >= (1 - alpha) max p. They keep their
-    mass from q, and the mass of q on other tokens is distributed over all tokens in proportion to p. "opt" decides once
-    per position: v is p if max q < max p - alpha TV(p, q), else q. Lossy at every alpha; at temperature 0 it is exact.
+    mass from q, and the mass of q on other tokens is distributed over all tokens in proportion to p. "opt" decides for
+    the whole position: the output follows p if max q < max p - alpha TV(p, q), and q otherwise. The rule is lossy at
+    every alpha; at temperature 0 it is exact.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -42,16 +43,16 @@ class SpecCascade(Retargeted):
             "opt": nats("a finite number of at least 0 for opt", HARMS),
         },
         by="trust",
-        help="how much is trusted",
+        help="how much to trust the draft",
     )
-    # Unit of trust: "token_v3" decides for each token, "opt" for each position
+    # "token_v3" decides for each token whether to trust the draft, "opt" for each position
     trust: str = struct.setting(
         default="token_v3",
         choices={
             "token_v3": "tokens with p >= (1 - alpha) max p",
             "opt": "positions, unless max q < max p - alpha TV(p, q)",
         },
-        help="what is trusted",
+        help="tokens or positions at which the draft is trusted",
     )
 
     @property
