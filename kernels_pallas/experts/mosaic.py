@@ -8,7 +8,7 @@ The kernels process visits. A visit is a pair of a row tile and an expert that h
 kernel multiplies the whole tile by the expert's matrix, and masks the rows of other experts, as in Megablox (arXiv
 2211.15841).
 
-Oracle: each row times its dequantised matrix (tests/models/test_moe.py).
+Tested against each row times its dequantised matrix (tests/models/test_moe.py).
 
 Dimensions: R rows, K inputs, N outputs, X experts.
 """

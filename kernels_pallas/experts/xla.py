@@ -1,6 +1,6 @@
 """Matrix products of rows sorted by expert, computed with XLA's ragged product.
 
-Oracle: each row times its expert's matrix (tests/models/test_moe.py).
+Tested against each row times its expert's matrix (tests/models/test_moe.py).
 
 Dimensions: R rows, K inputs, N outputs, X experts.
 """

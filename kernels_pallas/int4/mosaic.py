@@ -14,7 +14,7 @@ with 0 in the other groups. Then 8 rows of results match the scales of a chunk i
 and the rows are added up at the end. If this results in too many rows, as for a draft tree, the weights are scaled
 before the product instead, and rounded to bfloat16, like the weights of a dequantised model.
 
-Oracle: the product with the dequantised matrix (tests/kernels/test_int4.py).
+Tested against the product with the dequantised matrix (tests/kernels/test_int4.py).
 
 Dimensions: R rows, K inputs, N outputs, G groups of `size` inputs.
 """

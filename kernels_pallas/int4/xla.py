@@ -1,6 +1,6 @@
 """Matrix products with grouped 4-bit weights, computed with XLA operations.
 
-Oracle: numpy (tests/kernels/test_int4.py). Dimensions: R rows, K inputs, N outputs, G groups of `size` inputs.
+Tested against numpy (tests/kernels/test_int4.py). Dimensions: R rows, K inputs, N outputs, G groups of `size` inputs.
 """
 
 from __future__ import annotations

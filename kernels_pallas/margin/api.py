@@ -4,8 +4,8 @@ Both operations read the logits once. For a `top_k` over a sharded vocabulary, X
 cannot partition a Mosaic kernel at all. The sharded versions therefore use `shard_map`: each device processes its own
 shard, and one all-gather of a few numbers per node combines the results.
 
-Oracles: `reference.margin_stats` and `reference.accept_by_edges`, and numpy and a walk in plain Python (tests/kernels).
-For a sharded vocabulary, the oracle is the same operation on one device.
+Tested against `reference.margin_stats` and `reference.accept_by_edges`, and numpy and a walk in plain Python
+(tests/kernels). A sharded vocabulary is tested against the same operation on one device.
 
 Dimensions: B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens.
 """

@@ -4,7 +4,8 @@ A kernel processes the vocabulary block by block. Each of the 128 lanes stores t
 and lanes are only compared after the last block. The kernel for `margin_accept` then also walks the tree. A logit takes
 a few vector operations and no reduction across lanes, so the time is that of reading the logits.
 
-A block is [rows, tokens] or [trees, N, tokens], and the state is [rows, 128] or [trees, N, 128]. Oracle: `reference`.
+A block is [rows, tokens] or [trees, N, tokens], and the state is [rows, 128] or [trees, N, 128]. Tested against
+`reference`.
 
 Dimensions: B batch, N nodes, R = B * N rows, V vocabulary, D depth, M stop tokens.
 """

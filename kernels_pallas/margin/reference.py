@@ -1,6 +1,6 @@
 """Short and slow versions of `margin_stats` and `margin_accept`, to which tests compare all other implementations.
 
-Oracle: numpy and plain Python (tests/kernels).
+Tested against numpy and plain Python (tests/kernels).
 
 Dimensions: B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens.
 """

@@ -1,7 +1,7 @@
 """Margin statistics of logits, the margins of MARS, and the walk over the edges that MARS accepts.
 
 `walk_columns` uses only arrays [B, N] or [B, 1], and neither gathers nor sorts, so the same code runs in XLA and in the
-TPU kernel. Oracles: sorting in numpy (tests/kernels/test_margin.py), and `reference.accept_by_edges`.
+TPU kernel. Tested against sorting in numpy (tests/kernels/test_margin.py), and `reference.accept_by_edges`.
 
 Dimensions: B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens; `...` stands for any leading dimensions.
 """

@@ -1,6 +1,6 @@
 """Margin statistics with XLA operations: a two-level search, and reductions that XLA can partition over devices.
 
-Oracle: `reference`. Dimensions: R rows, V vocabulary, C candidates.
+Tested against `reference`. Dimensions: R rows, V vocabulary, C candidates.
 """
 
 from __future__ import annotations

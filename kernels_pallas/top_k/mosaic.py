@@ -3,7 +3,7 @@
 Entries are ordered by larger value, then smaller id. Each scan finds the entry that follows the previous one in this
 order. Scans therefore store no intermediate state, and ties need no special case.
 
-Oracle: `reference.top_k`. Dimensions: R rows, V vocabulary, W vocabulary parts.
+Tested against `reference.top_k`. Dimensions: R rows, V vocabulary, W vocabulary parts.
 """
 
 from __future__ import annotations

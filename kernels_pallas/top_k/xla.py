@@ -1,6 +1,6 @@
 """Implementation of `top_k` with XLA operations, and the merge of the results of vocabulary parts.
 
-Oracle: `reference.top_k`. Dimensions: V vocabulary, W vocabulary parts.
+Tested against `reference.top_k`. Dimensions: V vocabulary, W vocabulary parts.
 """
 
 from __future__ import annotations

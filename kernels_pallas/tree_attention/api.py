@@ -2,7 +2,7 @@
 
 `tree_attention` reads the cache. `write_and_attend` writes new keys and values to the cache first.
 
-Oracles: `reference.tree_attention`, and softmax in numpy float64 (tests/kernels).
+Tested against `reference.tree_attention`, and softmax in numpy float64 (tests/kernels).
 
 Dimensions: B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows
 of the region, W new rows.

@@ -2,7 +2,7 @@
 
 The queries of a batch row are divided into tiles. The kernel processes items: an item is one tile of one batch row.
 
-Oracle: `reference.tree_attention`.
+Tested against `reference.tree_attention`.
 
 Dimensions: B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows
 of the region, W new rows, T tiles, M query rows per key-value head and tile: G for each query, and padding.

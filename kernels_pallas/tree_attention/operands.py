@@ -1,6 +1,6 @@
 """Operands and masks of tree attention, in which queries attend to all slots before `first` and some rows after it.
 
-Oracle: masks that are built slot by slot in Python (tests/core/test_visible.py).
+Tested against masks that are built slot by slot in Python (tests/core/test_visible.py).
 
 Dimensions: B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows
 of the region, W new rows.

@@ -1,6 +1,6 @@
 """Short and slow version of `tree_attention`, to which tests compare all other implementations.
 
-Oracle: softmax in numpy float64 (tests/kernels/test_attention.py). Dimensions: B batch, N queries, S slots.
+Tested against softmax in numpy float64 (tests/kernels/test_attention.py). Dimensions: B batch, N queries, S slots.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention over all slots with XLA operations, and the scatter of new rows into the cache.
 
-Oracle: `reference.tree_attention`.
+Tested against `reference.tree_attention`.
 
 Dimensions: B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots.
 """

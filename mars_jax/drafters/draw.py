@@ -1,7 +1,7 @@
 """Sampling of sibling nodes without replacement, for sampled draft trees.
 
 B batch, W nodes per level, k children per node, V vocabulary. Sources: Gumbel top-k, Kool et al. 1903.06059; drafts
-sampled without replacement, SpecInfer 2305.09781 and EAGLE 2401.15077. Oracle: sequential draws, enumerated, in
+sampled without replacement, SpecInfer 2305.09781 and EAGLE 2401.15077. Tested against sequential draws, enumerated, in
 tests/verify/test_siblings.py.
 """
 

@@ -3,7 +3,7 @@
 Sources: static trees SpecInfer 2305.09781; dynamic trees EAGLE-2 2406.16858, section 4; early stopping by entropy SVIP
 2411.18462; sampling without replacement, see `draw`. B batch, W nodes per level, N tree nodes, D depth, U draft
 vocabulary, V target vocabulary, S slots.
-Oracle: a Python search over the same logits in tests/drafters/test_grow.py.
+Tested against a Python search over the same logits in tests/drafters/test_grow.py.
 
 After processing all committed tokens, a drafter has the logits of the first level. *Extending* nodes means running the
 drafter on them: it writes their keys and values into rows of its cache and returns the logits of their children. Level

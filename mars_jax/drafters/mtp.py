@@ -1,6 +1,6 @@
 """A drafter that runs the target's MTP module. It drafts chains, static trees and dynamic trees.
 
-Source: DeepSeek-V3 2412.19437, section 2.2. Oracle: `generate(use_mtp=True)` of transformers
+Source: DeepSeek-V3 2412.19437, section 2.2. Tested against `generate(use_mtp=True)` of transformers
 (tests/models/test_mtp.py).
 """
 

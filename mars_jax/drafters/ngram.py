@@ -1,7 +1,7 @@
 """Prompt lookup on the device: draft the tokens that followed the longest earlier match of the current suffix.
 
 Source: prompt lookup decoding (Saxena 2023), in `transformers` as `prompt_lookup_num_tokens`. B batch, T token buffer.
-Oracle: a Python search in tests/drafters/test_ngram.py.
+Tested against a Python search in tests/drafters/test_ngram.py.
 """
 
 from __future__ import annotations

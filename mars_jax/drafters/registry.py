@@ -3,7 +3,7 @@
 Command-line flags, lists, error messages and checks are derived from this registry. Other packages can add drafters as
 plugins, in the same way as rules (see `verify.definition`).
 
-Oracle: tests/test_tables.py.
+Tests: tests/test_tables.py.
 """
 
 from __future__ import annotations

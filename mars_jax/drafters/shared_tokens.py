@@ -1,7 +1,7 @@
 """Drafting with a model whose tokenizer differs from the target's, restricted to the tokens that both share.
 
 Source: token-level intersection (TLI), Timor et al. 2502.05202. B batch, N nodes, U draft vocabulary, V target
-vocabulary. Oracle: the model itself, run token by token in Python (tests/drafters/test_shared_tokens.py).
+vocabulary. Tested against the model itself, run token by token in Python (tests/drafters/test_shared_tokens.py).
 
 Tokens that the target lacks get probability 0 and q is renormalised, so q is the true sampling distribution and every
 rule works unchanged. The draft model is fed the target's tokens, although its own tokenizer would split the text

@@ -4,7 +4,7 @@ To do so, a draft model processes the missing tokens. A head also needs the targ
 state stores the features of the last P tokens. If more than P tokens are missing, for example after a long prompt, the
 head's cache is restarted from those P tokens. B batch, T token buffer, P features, E hidden size.
 
-Oracle: the state of a drafter that runs in every step (tests/core/test_extend.py, tests/drafters/test_sized.py).
+Tested against the state of a drafter that runs in every step (tests/core/test_extend.py, tests/drafters/test_sized.py).
 """
 
 from __future__ import annotations

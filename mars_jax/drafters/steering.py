@@ -1,7 +1,7 @@
 """Drafting under an output constraint: each level is drafted from the allowed tokens, and q is renormalised over them.
 
-B batch, W nodes per level, k children per node, U draft vocabulary, V target vocabulary. Oracle: the distribution of
-the masked target, computed by enumeration (tests/core/test_guide.py).
+B batch, W nodes per level, k children per node, U draft vocabulary, V target vocabulary. Tested against the
+distribution of the masked target, computed by enumeration (tests/core/test_guide.py).
 
 For a sampled draft, the logits are masked before tokens are drawn, so that q is the distribution they were drawn from.
 Removing forbidden nodes afterwards would not be lossless.

@@ -3,7 +3,7 @@
 transformers runs them in Jinja's sandbox. The sandbox protects Python's internals but limits neither memory nor time:
 `{{ 'x' * 10**10 }}` takes 10 GB, and three nested loops over `range(99999)` never finish. `BoundedEnvironment` limits
 the CPU time of each rendering, the total size of the values that it creates, and the size of the operands of each
-operation. Oracle: the sandbox itself (tests/hub/test_chat_template.py).
+operation. Tested against the sandbox itself (tests/hub/test_chat_template.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Conversion between the config.json of a Hugging Face checkpoint and a ModelConfig.
 
-Oracle: the config classes of transformers 5.
+Tested against the config classes of transformers 5.
 """
 
 from __future__ import annotations

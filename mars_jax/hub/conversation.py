@@ -1,4 +1,4 @@
-"""Validation and normalisation of chat turns. Oracle: tests/serve/test_chat.py."""
+"""Validation and normalisation of chat turns. Tests: tests/serve/test_chat.py."""
 
 from __future__ import annotations
 

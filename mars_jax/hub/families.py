@@ -1,6 +1,6 @@
 """Readers and writers of the config.json fields that only some Hugging Face architectures have.
 
-Oracle: the config classes of transformers 5.
+Tested against the config classes of transformers 5.
 """
 
 from __future__ import annotations

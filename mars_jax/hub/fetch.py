@@ -2,7 +2,7 @@
 
 huggingface_hub resumes interrupted downloads and caches complete files. Its progress is forwarded to `utils.activity`,
 since the commands show spinners in place of progress bars.
-Oracle: a server that implements the hub's protocol (tests/hub/test_fetch.py).
+Tested against a server that implements the hub's protocol (tests/hub/test_fetch.py).
 """
 
 from __future__ import annotations

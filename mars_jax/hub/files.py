@@ -1,6 +1,6 @@
 """The files of a checkpoint: where they are, which tensors they contain, and how to read some rows of a tensor.
 
-Oracle: round trips of `safetensors.numpy.save_file` and `torch.save` (tests/hub).
+Tested against round trips of `safetensors.numpy.save_file` and `torch.save` (tests/hub).
 """
 
 from __future__ import annotations

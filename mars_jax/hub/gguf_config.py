@@ -1,6 +1,6 @@
 """Conversion of the metadata of a GGUF file into the config.json of the same model on the Hugging Face hub.
 
-Keys: ggml-org/ggml, docs/gguf.md. Oracle: transformers reading the same files (tests/hub/test_gguf.py).
+Keys: ggml-org/ggml, docs/gguf.md. Tested against transformers reading the same files (tests/hub/test_gguf.py).
 """
 
 from __future__ import annotations

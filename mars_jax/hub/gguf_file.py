@@ -1,8 +1,8 @@
 """Reader for the metadata and tensors of GGUF files, the format of llama.cpp. It runs no code from the file.
 
 Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3. The file is read, not memory-mapped. The reader in the package
-gguf maps the file, so that its pages count as memory of this process, and creates two arrays per token. Oracle: the
-package's writer and its `dequantize` (tests/hub/test_gguf.py).
+gguf maps the file, so that its pages count as memory of this process, and creates two arrays per token. Tested against
+the package's writer and its `dequantize` (tests/hub/test_gguf.py).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ In Q4_K, eight blocks share two float16 factors, which multiply the 6-bit intege
 rounding it to float16 adds a relative error of at most 2^-11. In Q4_0 and Q4_1 no weight is rounded again.
 
 A block of MXFP4 (`block_mxfp4`) consists of the exponent of its scale and 16 bytes, whose halves are ordered as in
-Q4_0. Oracles: transformers reading the same files, and `dequantize` of the package gguf (tests/hub/test_gguf.py).
+Q4_0. Tested against transformers reading the same files, and `dequantize` of the package gguf (tests/hub/test_gguf.py).
 """
 
 from __future__ import annotations

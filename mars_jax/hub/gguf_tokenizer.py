@@ -1,8 +1,8 @@
 """The tokenizer in the metadata of a GGUF file, built with the tokenizers library.
 
 Keys: ggml-org/ggml, docs/gguf.md. Pre-tokenizers and defaults: ggml-org/llama.cpp, src/llama-vocab.cpp, or the original
-tokenizer.json if llama.cpp only approximates it, for example Qwen's NFC or the letter case in Tekken. Oracles: the
-tokenizers that the metadata was written from, sentencepiece, and transformers' reader
+tokenizer.json if llama.cpp only approximates it, for example Qwen's NFC or the letter case in Tekken. Tested against
+the tokenizers that the metadata was written from, sentencepiece, and transformers' reader
 (tests/hub/test_gguf_tokenizer.py).
 """
 

@@ -11,8 +11,8 @@ for each output and group of inputs:
 
 In GPTQ, `g_idx` [in] lists the group of each input. With `desc_act` the inputs of a group are not neighbours. Such a
 matrix is dequantised, and is rounded again only for an explicit dtype "int4". Sources: casper-hansen/AutoAWQ
-`packing_utils.py`, AutoGPTQ `qlinear_cuda_old.py`, vllm-project/compressed-tensors `pack_quantized`. Oracle: matrices
-packed by these packages (tests/hub/packed_by_others.npz).
+`packing_utils.py`, AutoGPTQ `qlinear_cuda_old.py`, vllm-project/compressed-tensors `pack_quantized`. Tested against
+matrices packed by these packages (tests/hub/packed_by_others.npz).
 
 **Scaled.** A weight is the stored number times its scale. A matrix [out, in] has one scale, one per output, or one per block. A
 group of inputs is a block with one output:
@@ -25,7 +25,7 @@ group of inputs is a block with one output:
 
 These formats also describe how to round activations, keys and values. mars-jax does not round them, so it ignores their
 scales. Sources: deepseek-ai/DeepSeek-V3 `inference/kernel.py` (`weight_dequant`), vllm-project/compressed-tensors
-`quantizers/naive_quantized.py`. Oracle: PyTorch's float8 (tests/hub/test_scaled_files.py).
+`quantizers/naive_quantized.py`. Tested against PyTorch's float8 (tests/hub/test_scaled_files.py).
 """  # noqa: E501
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Conversion between the rope settings of a config.json and Rope.
 
-Oracle: `ROPE_INIT_FUNCTIONS` of transformers 5.
+Tested against `ROPE_INIT_FUNCTIONS` of transformers 5.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Saving of a model as a directory that transformers can load, and of a running `DecodeState` between two steps.
 
-Oracle for saved states: the same rows decoded without interruption (tests/core/test_steps_by_the_piece.py).
+Saved states are tested against the same rows decoded without interruption (tests/core/test_steps_by_the_piece.py).
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ fused matrix are output i of gate and of up:
 
 Qwen3.5 stores `gate_up_proj` [X, 2M, E], whose first M rows belong to gate, and `down_proj` [X, E, M].
 
-MXFP4: OCP Microscaling Formats, version 1.0. Oracle: transformers' `integrations/mxfp4.py`, `modeling_gpt_oss.py`
-and `modeling_qwen3_5_moe.py`.
+MXFP4: OCP Microscaling Formats, version 1.0. Tested against transformers' `integrations/mxfp4.py`,
+`modeling_gpt_oss.py` and `modeling_qwen3_5_moe.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Streaming of tensors from files to arrays on devices, a block of rows at a time.
 
-Host memory holds at most one array of params (or its parts for this host's devices) and one block of rows. Oracle:
-reading each tensor at once (tests/hub/test_stream.py).
+Host memory holds at most one array of params (or its parts for this host's devices) and one block of rows. Tested
+against reading each tensor at once (tests/hub/test_stream.py).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ mask bool[B, N, S], cache, slot i32[B]) -> (logits, cache)`:
 - Functions are reused: adapting a module twice with the same functions returns the same model, which is not compiled
   again. A lambda that is created a second time counts as a different function.
 
-`check` tests a model against the contract. Oracle: transformers' logits through our own transformer
+`check` tests a model against the contract. Tested against transformers' logits through our own transformer
 (tests/integrations/test_bridge.py).
 """
 

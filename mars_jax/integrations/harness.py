@@ -4,7 +4,7 @@ Importing this module adds the model to the harness's registry, because the harn
 `lm_eval.simple_evaluate(model="mars_jax", ...)` must import it first. `generate_until` decodes with the draft and the
 rule, so that a task measures their quality. Likelihoods are those of the target, independent of the rule.
 
-Oracle: PyTorch transformers with the same checkpoint, in tests/integrations/test_harness.py.
+Tested against PyTorch transformers with the same checkpoint, in tests/integrations/test_harness.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Batch generation with `ray.data`, which distributes the rows of a dataset over many machines.
 
-Oracle: `generate` over all rows in one process (tests/integrations/test_ray_data.py).
+Tested against `generate` over all rows in one process (tests/integrations/test_ray_data.py).
 """
 
 from __future__ import annotations

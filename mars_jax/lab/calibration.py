@@ -10,8 +10,8 @@ Conformal risk control (2208.02814) bounds only the mean over calibrations, and 
 threshold becomes looser. Here the completions differ between thresholds, so a looser threshold can have a lower loss.
 
 The test bets against the hypothesis (Waudby-Smith and Ramdas 2010.09686; as a bound in 2101.02703, section 3.1). It is
-valid for any bounded loss and any n, and it is tight if most losses are zero, as they are here. Oracle: 200 resamplings
-of a known population in tests/lab/evaluate/test_calibration.py.
+valid for any bounded loss and any n, and it is tight if most losses are zero, as they are here. Tested against 200
+resamplings of a known population in tests/lab/evaluate/test_calibration.py.
 """
 
 from __future__ import annotations

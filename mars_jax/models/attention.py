@@ -1,6 +1,6 @@
 """Attention over the key-value cache, accumulated in float32.
 
-Oracles: `attend_all`, which computes the scores of all slots, and transformers' `eager_attention_forward`.
+Tested against `attend_all`, which computes the scores of all slots, and transformers' `eager_attention_forward`.
 
 Dimensions: B batch, N tokens, S cache slots, K key-value heads, G query heads per key-value head, D head dimension.
 """

@@ -1,6 +1,6 @@
 """Static model configurations: frozen, hashable dataclasses without arrays.
 
-Oracle: the configs of transformers, read by `mars_jax.hub.config_json`.
+Tested against the configs of transformers, read by `mars_jax.hub.config_json`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ therefore stores the state before the root of the last draft, and the inputs of 
 first updates the state with the accepted nodes. It then computes the outputs of its own nodes, without storing the
 state after them.
 
-Oracle: transformers' `modeling_qwen3_next.py` (tests/models/test_delta.py).
+Tested against transformers' `modeling_qwen3_next.py` (tests/models/test_delta.py).
 
 Dimensions: B batch, N nodes, L tokens, H key heads, G value heads per key head, K width of a key, V width of a value,
 F = 2 K + G V inputs of the convolution per key head, T taps of the convolution, M nodes of the longest draft.

@@ -1,7 +1,7 @@
 """Base classes of draft heads, which are small models that read the hidden states of a target.
 
 Each kind of head is a subclass of `HeadConfig` in a separate file, so other code does not depend on the kind of head.
-Oracle: a loop over the tokens (tests/models/test_eagle.py).
+Tested against a loop over the tokens (tests/models/test_eagle.py).
 
 Dimensions: B batch, N tokens, E hidden size of the head, F hidden size of the target, V vocabulary, W draft vocabulary.
 """

@@ -4,7 +4,7 @@ The matrix that computes keys from latents is applied to the queries instead, an
 applied to the outputs. Attention therefore has a single key-value head. A cache row consists of the latent and the
 rotated key, and serves as key and as value.
 
-Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. Oracle: `DeepseekV3Attention` of transformers
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. Tested against `DeepseekV3Attention` of transformers
 (tests/models/test_families.py).
 
 Dimensions: B batch, N tokens, H heads, R rank of the latent, D = R + number of rotary dimensions.

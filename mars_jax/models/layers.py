@@ -1,6 +1,6 @@
 """Building blocks of transformer layers: matrix products, norms, MLPs and embeddings, as pure functions.
 
-Oracle: transformers' `modeling_llama.py` and similar files.
+Tested against transformers' `modeling_llama.py` and similar files.
 
 Dimensions: B batch, N tokens, V vocabulary, E hidden size, H heads, D head dimension.
 """

@@ -17,7 +17,7 @@ rows. `lax.ragged_dot_general` does this in one operation, but is slow on two ba
 
 These implementations read only the experts that have rows, and read them in the layout in which they are stored.
 
-Oracle: transformers' `modeling_mixtral.py`, `modeling_qwen3_moe.py` and `modeling_gpt_oss.py`.
+Tested against transformers' `modeling_mixtral.py`, `modeling_qwen3_moe.py` and `modeling_gpt_oss.py`.
 
 Dimensions: T tokens, C experts per token, R = T * C rows, X experts, E hidden size, M hidden units of an expert.
 """

@@ -4,7 +4,7 @@ A quantised matrix takes the place of the matrix in the params. `layers.dense` a
 `layers.embed` accepts `Int8`, and `moe.dense_by_expert` accepts `Int8` and `Mxfp4`. Products with `Int8` and `Int4`
 multiply the integers, which bfloat16, float16 and float32 represent exactly, sum in float32, and then apply the scales.
 
-Oracle: the product with the dequantised matrix (tests/models/test_quantize.py).
+Tested against the product with the dequantised matrix (tests/models/test_quantize.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ and each device adds its own contribution. Half of the rows travel in each direc
 links.
 
 Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models"
-(ASPLOS 2023), sections 3 and 5. Oracle: the same rows on one device (tests/models/test_ring.py).
+(ASPLOS 2023), sections 3 and 5. Tested against the same rows on one device (tests/models/test_ring.py).
 
 Dimensions: B batch, P devices, n rows per device.
 """

@@ -1,6 +1,6 @@
 """Rotary position embeddings (arXiv 2104.09864) and their long-context variants.
 
-All angles are float32, because a bfloat16 angle is off by whole radians at position 1000. Oracle: transformers'
+All angles are float32, because a bfloat16 angle is off by whole radians at position 1000. Tested against transformers'
 `ROPE_INIT_FUNCTIONS`.
 """
 

@@ -5,7 +5,7 @@ needs one all-reduce after attention and one after its MLP. Experts are first sh
 `model` is not used for that, it shards the hidden units of each expert. The rows of a batch are sharded over `data`,
 which needs no communication.
 
-Oracle: the unsharded run (tests/mesh/test_shardings.py).
+Tested against the unsharded run (tests/mesh/test_shardings.py).
 """
 
 from __future__ import annotations

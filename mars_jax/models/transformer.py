@@ -1,6 +1,6 @@
 """Decoder-only transformer: one implementation for all supported model families, controlled by its config.
 
-Oracle: the same checkpoint in PyTorch transformers (tests/models).
+Tested against the same checkpoint in PyTorch transformers (tests/models).
 
 Dimensions: B batch, N tokens, S cache slots, E hidden size, V vocabulary, K key-value heads, G query heads per
 key-value head, D head dimension, n tokens per device.

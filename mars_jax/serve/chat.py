@@ -1,7 +1,8 @@
 """A class that decodes one request after another with the same caches, and conversations built on it.
 
 Only prompt tokens that are not yet in the caches are prefilled. B rows, of which one decodes and the others only pad
-the batch for a mesh. T token buffer. Oracle: each request decoded from a new state (tests/serve/test_running.py).
+the batch for a mesh. T token buffer. Tested against each request decoded from a new state
+(tests/serve/test_running.py).
 """
 
 from __future__ import annotations

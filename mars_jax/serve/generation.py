@@ -1,6 +1,7 @@
 """Functions that generate text. They return whole results, completions as they end, or text as it is decoded.
 
-All of them run in a `Session`. Oracle: `transformers` generate with the same checkpoint (tests/serve/test_generate.py).
+All of them run in a `Session`. Tested against `transformers` generate with the same checkpoint
+(tests/serve/test_generate.py).
 """
 
 from __future__ import annotations

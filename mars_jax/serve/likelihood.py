@@ -1,6 +1,6 @@
 """Scoring of given token sequences under the target: the log-probability and the two best tokens at each position.
 
-R rows, L tokens per row, V vocabulary. Oracle: PyTorch transformers on the same inputs, in
+R rows, L tokens per row, V vocabulary. Tested against PyTorch transformers on the same inputs, in
 tests/integrations/test_harness.py.
 """
 

@@ -5,7 +5,7 @@ source of this package, the decoder with the variables that its functions close 
 versions, settings and the machine. If any part has no exact description, such as a user's function, the program is
 compiled as usual. Loading a program runs code from its file, so programs are only kept in the user's own cache folder.
 
-Oracle: the process that compiled them (tests/serve/test_programs.py).
+Tested against the process that compiled them (tests/serve/test_programs.py).
 """
 
 from __future__ import annotations

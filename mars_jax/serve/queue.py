@@ -1,6 +1,6 @@
 """A queue of requests for a few rows: when a request ends, the next one takes its row while other rows continue.
 
-B rows. Oracle: each request decoded by itself (tests/serve/test_queue.py).
+B rows. Tested against each request decoded by itself (tests/serve/test_queue.py).
 """
 
 from __future__ import annotations

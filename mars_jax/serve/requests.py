@@ -1,6 +1,6 @@
 """Requests (a prompt with its settings), the options that create them, and completions with their metrics.
 
-Oracle: the fields of `Request` and the docstring of `generate` (tests/serve/test_options.py).
+Tested against the fields of `Request` and the docstring of `generate` (tests/serve/test_options.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A pair of models and its rule: the engine behind every way to generate.
 
-B batch, T token buffer, M stop tokens. Oracle: `transformers` generate with the same checkpoint
+B batch, T token buffer, M stop tokens. Tested against `transformers` generate with the same checkpoint
 (tests/serve/test_generate.py).
 """
 

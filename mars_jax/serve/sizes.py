@@ -1,6 +1,6 @@
 """Costs of a step with each draft length, measured on the device before the first batch of a shape and saved on disk.
 
-Oracle: the wall time of steps with fixed sizes (scripts/results/bench_sizes.json at commit 5336526).
+Tested against the wall time of steps with fixed sizes (scripts/results/bench_sizes.json at commit 5336526).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Acceptance by the ratio of a token's probability to the best probability.
 
-Oracle: transformers' min-p warper (tests/verify/test_edges.py).
+Tested against transformers' min-p warper (tests/verify/test_edges.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The fields of a class declare the settings of the rule. Flags, keys of prompts f
 derived from the definitions. Rules of other packages are plugins: an entry point in the group `mars_jax.plugins`
 refers to a module that registers rules when it is imported.
 
-Oracle: tests/verify/test_definition.py.
+Tests: tests/verify/test_definition.py.
 """
 
 from __future__ import annotations

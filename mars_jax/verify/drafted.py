@@ -1,7 +1,7 @@
 """Statistics of drafted tokens under the target's distribution at their parents, for rules that relax edges.
 
 By default, the statistics are computed from raw logits, that is, at temperature 1 whatever the temperature of the row.
-The entries of the root and of padding are meaningless. Oracle: the logits warpers of transformers
+The entries of the root and of padding are meaningless. Tested against the logits warpers of transformers
 (tests/verify/test_edges.py).
 
 Dimensions: B batch, N nodes, V vocabulary.

@@ -1,6 +1,6 @@
 """Lossless rule for drafts that are a deterministic function of the committed tokens.
 
-Oracle: exact enumeration and chi-square tests in tests/verify/.
+Tested against exact enumeration and chi-square tests in tests/verify/.
 
 Dimensions: B batch, N nodes.
 """

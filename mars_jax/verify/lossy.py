@@ -1,6 +1,6 @@
 """Base class of lossy rules, which handles strict rows and the exact prefix.
 
-Oracle: tests/verify/test_rules.py. Dimensions: B batch, N nodes.
+Tests: tests/verify/test_rules.py. Dimensions: B batch, N nodes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Margin-aware verification: relax a strict rule if the target has no clear preference between its two best tokens.
 
-Oracle: a literal transcription of the paper's Algorithm 1 (tests/verify/test_mars.py).
+Tested against a literal transcription of the paper's Algorithm 1 (tests/verify/test_mars.py).
 
 Dimensions: B batch, N nodes, V vocabulary.
 """

@@ -1,6 +1,6 @@
 """Rejection sampling against a mixture of the target's and the draft's distributions.
 
-Oracle: transformers' `assistant_ensemble_weight` (tests/verify/test_distributions.py).
+Tested against transformers' `assistant_ensemble_weight` (tests/verify/test_distributions.py).
 
 Dimensions: B batch, N nodes, V vocabulary.
 """

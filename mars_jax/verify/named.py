@@ -1,6 +1,6 @@
 """Loading of rules by name: registered rules, rules with weights in a checkpoint, and rules in a user's file.
 
-Oracle: rules that are constructed directly (tests/verify/test_named.py).
+Tested against rules that are constructed directly (tests/verify/test_named.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Nucleus acceptance.
 
-Oracles: transformers' top-p warper (tests/verify/test_edges.py), and the exact distribution of one step
+Tested against transformers' top-p warper (tests/verify/test_edges.py), and the exact distribution of one step
 (tests/verify/test_distributions.py).
 
 Dimensions: B batch, N nodes.

@@ -1,6 +1,6 @@
 """Relaxation of `rejection`, on chains and trees: if the rule would stop, it may take a relaxed edge instead.
 
-Oracle: tests/verify/test_mars.py and tests/verify/test_siblings.py. Dimensions: B batch, N nodes, D depth.
+Tests: tests/verify/test_mars.py and tests/verify/test_siblings.py. Dimensions: B batch, N nodes, D depth.
 """
 
 from __future__ import annotations

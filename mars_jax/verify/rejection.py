@@ -3,7 +3,7 @@
 p is the softmax of the processed target logits. q is the softmax of `tree.draft_logits`, or the one-hot of the drafted
 token if `draft_logits` is None.
 
-Oracle: exact enumeration of tiny vocabularies (tests/verify/test_rejection.py) and of trees
+Tested against exact enumeration of tiny vocabularies (tests/verify/test_rejection.py) and of trees
 (tests/verify/test_siblings.py).
 
 Dimensions: B batch, N nodes, K = N - 1 drafted tokens, V vocabulary.

@@ -1,6 +1,6 @@
 """Base class of rules that relax a strict rule: they also accept some edges that the strict rule rejects.
 
-Oracle: tests/verify/test_rules.py, which tests every registered rule.
+Tests: tests/verify/test_rules.py, which tests every registered rule.
 
 Dimensions: B batch, N nodes, D depth.
 """

@@ -1,6 +1,6 @@
 """Base class of rules that use rejection sampling with a distribution other than the target's.
 
-Oracle: exact enumeration (tests/verify/test_distributions.py).
+Tested against exact enumeration (tests/verify/test_distributions.py).
 
 Dimensions: B batch, N nodes, V vocabulary.
 """

@@ -1,6 +1,6 @@
 """Rejection sampling in a tree: siblings are tried in order, each against the residual that remains of p.
 
-Oracle: exact enumeration of the drafts, of the intervals of the random numbers and of the emitted tokens, and a
+Tested against exact enumeration of the drafts, of the intervals of the random numbers and of the emitted tokens, and a
 chi-square test of the whole rule (tests/verify/test_siblings.py).
 
 Dimensions: B batch, N nodes, V vocabulary.

@@ -1,4 +1,4 @@
-"""Relaxed top-k acceptance. Oracle: transformers' top-k warper (tests/verify/test_edges.py)."""
+"""Relaxed top-k acceptance. Tested against transformers' top-k warper (tests/verify/test_edges.py)."""
 
 from __future__ import annotations
 

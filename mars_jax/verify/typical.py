@@ -1,4 +1,7 @@
-"""Typical acceptance. Oracle: transformers' eta warper (tests/verify/test_edges.py). Dimensions: B batch, N nodes."""
+"""Typical acceptance. Tested against transformers' eta warper (tests/verify/test_edges.py).
+
+Dimensions: B batch, N nodes.
+"""
 
 from __future__ import annotations
 

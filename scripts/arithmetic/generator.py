@@ -7,7 +7,7 @@ are high-margin: one wrong digit makes the answer wrong. A problem is assigned t
 numbers, so an evaluation problem is never a training problem in other words; single facts such as 7 * 8 occur in both.
 The form of the answers, with `####` before the result, is that of GSM8K (arXiv 2110.14168).
 
-Oracle: tests/lab/evaluate/test_arithmetic.py.
+Tests: tests/lab/evaluate/test_arithmetic.py.
 """
 
 import hashlib

@@ -7,7 +7,7 @@ The address of the package, and of the badge, is `Repository` in `[project.urls]
 notebooks have no badge, and install the wheel or the address that the user fills in. The script needs the extra
 `notebook`.
 
-Oracle: tests/test_colab.py.
+Tests: tests/test_colab.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 It reads docstrings, comments and the messages of raised errors in the packages, and the pages of docs/. A match is a
 hint, and no word is forbidden: rewrite the sentence, not the word. This module needs only the standard library.
 
-Oracle: tests/test_prose.py.
+Tests: tests/test_prose.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 This module imports neither jax nor the site generator: flags come from the parsers, names from the packages' own tables
 and from docs/stability.md, fields and docstrings from the source. Any generator that reads Markdown can use the folder.
 
-Oracle: tests/test_site.py.
+Tests: tests/test_site.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parallel drafting: while the target verifies a draft, the drafter guesses the verdict and drafts on its own devices.
 
-Source: PEARL 2408.11850 (pre-verify and post-verify). B batch, K tokens per draft, T token buffer. Oracle: the
+Source: PEARL 2408.11850 (pre-verify and post-verify). B batch, K tokens per draft, T token buffer. Tested against the
 sequential loop, token for token (tests/contrib/test_ahead.py).
 
 The drafter drafts K + 1 tokens and passes the first K to the target. While the target verifies them, the drafter

@@ -1,7 +1,7 @@
 """Best-first trees from independent marginals: the nodes whose paths have the highest products of probabilities.
 
 Source: DDTree 2604.12989. B batch, D depth, V vocabulary, M nodes without the root, k maximum children per node.
-Oracle: a best-first search with a heap in Python (tests/contrib/test_best_first.py).
+Tested against a best-first search with a heap in Python (tests/contrib/test_best_first.py).
 
 All nodes at one depth have the same candidate children. So once the prefixes at a depth are sorted, each node's rank
 has a lower bound that does not depend on the probabilities. Consider the j-th child of the r-th prefix, both counted

@@ -2,7 +2,7 @@
 
 Sources: TriSpec 2601.23180, VIA-SD 2606.12243. B batch, K tokens per inner draft, M per full draft, P positions of a
 round, T token buffer, V vocabulary.
-Oracle: the same loop in Python, model by model from empty caches (tests/contrib/test_cascade.py).
+Tested against the same loop in Python, model by model from empty caches (tests/contrib/test_cascade.py).
 
 Invariants: the inner drafter's invariant holds if a row's length includes its trusted tokens. Slots `[0, length - 1)`
 of the proxy's cache are valid, like those of a target's cache. So every token that can be committed without another

@@ -1,8 +1,8 @@
 """A block drafter, which drafts a whole chain or tree with one forward pass over the target's features.
 
 Sources: DFlash 2602.06036; DDTree 2604.12989 (trees from its marginals); DSpark (deepseek-ai/DeepSpec). B batch, N
-nodes, D depth, T token buffer, V vocabulary, W draft vocabulary. Oracle: the head run over all committed tokens from an
-empty cache (tests/contrib/test_dflash.py).
+nodes, D depth, T token buffer, V vocabulary, W draft vocabulary. Tested against the head run over all committed tokens
+from an empty cache (tests/contrib/test_dflash.py).
 
 Invariant: slots `[0, length - 1)` of the head's cache contain the context, which is computed from the target's features
 of these tokens. A block is written after the context, starting at the slot of the last committed token. `update`

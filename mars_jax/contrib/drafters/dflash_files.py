@@ -3,7 +3,7 @@
 In the layouts of z-lab and DeepSeek, layer outputs are numbered from 0. The layout of the speculators library numbers
 hidden states, including the embedding, so its numbers are higher by one. V vocabulary, W draft vocabulary.
 
-Oracle: heads written with PyTorch (tests/contrib/test_dflash_files.py).
+Tested against heads written with PyTorch (tests/contrib/test_dflash_files.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A drafter that runs on its own devices and drafts while the target verifies.
 
-Source: PEARL 2408.11850. The decoding loop is in `ahead`. Oracle: the tokens, steps and accepted drafts of the
+Source: PEARL 2408.11850. The decoding loop is in `ahead`. Tested against the tokens, steps and accepted drafts of the
 sequential loop (tests/contrib/test_elsewhere.py).
 """
 

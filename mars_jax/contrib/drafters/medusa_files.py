@@ -1,4 +1,5 @@
-"""Readers and writers of Medusa heads in their published format. Oracle: `torch.save` (tests/contrib/test_medusa.py).
+"""Readers and writers of Medusa heads in their published format. Tested against `torch.save`
+(tests/contrib/test_medusa.py).
 
 A directory contains config.json, with the numbers of heads and layers, and one of medusa_lm_head.safetensors,
 medusa_lm_head.pt and model.safetensors, with only the heads' weights. In some files, the name of every tensor begins

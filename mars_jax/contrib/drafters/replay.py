@@ -1,7 +1,8 @@
 """Replay on the device: draft the tokens that followed an earlier match, in a corpus or in the row's own context.
 
 Source: SPEC-RL (2509.23232), where drafts come from the rollouts of the previous epoch. Matches are found as in
-`ngram`. C tokens in the corpus, B batch, T token buffer. Oracle: a Python search in tests/contrib/test_replay.py.
+`ngram`. C tokens in the corpus, B batch, T token buffer. Tested against a Python search in
+tests/contrib/test_replay.py.
 """
 
 from __future__ import annotations

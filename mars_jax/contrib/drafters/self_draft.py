@@ -1,8 +1,8 @@
 """Self-speculation: the target drafts for itself, with 8-bit weights and only the first and last rows of its KV cache.
 
 Sources: MagicDec 2408.11049 (a draft with a sliding window), QuantSpec 2502.10424 (the quantised target as draft),
-StreamingLLM 2309.17453 (attention sinks). B batch, C kept slots, D depth, S slots of the target's cache. Oracle: the
-target itself with its whole cache and an attention mask (tests/contrib/test_self_draft.py).
+StreamingLLM 2309.17453 (attention sinks). B batch, C kept slots, D depth, S slots of the target's cache. Tested against
+the target itself with its whole cache and an attention mask (tests/contrib/test_self_draft.py).
 
 The drafter has no long KV cache of its own. After every step it copies the C rows that it can attend to from the
 target's cache. So prompts need no second prefill, and drafting a token reads C rows whatever the context length. The

@@ -1,7 +1,7 @@
 """A small model that drafts until a classifier rejects one of its tokens, which the target then verifies.
 
-Source: SPRINTER 2502.04557. B batch, M tokens per draft, E hidden size of the small model, T token buffer. Oracle: the
-same loop in Python, starting from empty caches (tests/contrib/test_sprinter.py).
+Source: SPRINTER 2502.04557. B batch, M tokens per draft, E hidden size of the small model, T token buffer. Tested
+against the same loop in Python, starting from empty caches (tests/contrib/test_sprinter.py).
 
 Invariant, as in `drafters.model`: slots `[0, length - 2)` of the KV cache are valid, because every trusted token has
 been fed to the model.

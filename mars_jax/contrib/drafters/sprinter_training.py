@@ -3,7 +3,7 @@
 B rows, L tokens per row, n = L - 1 positions, E hidden size of the small model, V vocabulary. Source: arXiv 2502.04557,
 section 3 (logistic regression on the last hidden state, binary cross entropy, Adam at 5e-4, 20 epochs). In the paper, a
 label is the outcome of one acceptance test. Here it is the probability of acceptance, which is the mean of that
-outcome. Oracle: labels from separate forward passes for each branch, in tests/contrib/test_system_training.py.
+outcome. Tested against labels from separate forward passes for each branch, in tests/contrib/test_system_training.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Functions that load the systems SPRINTER, TriSpec and VIA-SD, which accept some draft tokens without verification.
 
-Oracle: the same drafters built without files, in tests/contrib/test_systems.py.
+Tested against the same drafters built without files, in tests/contrib/test_systems.py.
 """
 
 from __future__ import annotations

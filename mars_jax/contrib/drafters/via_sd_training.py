@@ -3,8 +3,8 @@
 L layers. Source: arXiv 2606.12243, section 3. About 45% of the sublayers (attention or MLP) are removed, but none of
 the first and the last layer. A random search followed by a guided one finds the mask that minimizes the sum of
 KL(target, slim). If there are no more masks than evaluations, all masks are tried. Otherwise, half of the evaluations
-try random masks, and the other half swap a kept and a removed sublayer of the best mask. Oracle: models without the
-removed sublayers, one by one, in tests/contrib/test_system_training.py.
+try random masks, and the other half swap a kept and a removed sublayer of the best mask. Tested against models without
+the removed sublayers, one by one, in tests/contrib/test_system_training.py.
 """
 
 from __future__ import annotations

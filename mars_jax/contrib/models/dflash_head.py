@@ -2,8 +2,8 @@
 
 Sources: DFlash 2602.06036 (z-lab/dflash, `dflash/model.py`); DSpark (deepseek-ai/DeepSpec, `Qwen3DSparkModel`);
 vllm-project/speculators, `models/dflash` and `models/dspark`. B batch, N tokens, K tokens per block, D of them drafted,
-E hidden size of the head, F that of the target, V vocabulary, W draft vocabulary, R rank of the Markov head. Oracle: a
-reimplementation in PyTorch with the Qwen3 layers of transformers (tests/contrib/test_dflash_head.py).
+E hidden size of the head, F that of the target, V vocabulary, W draft vocabulary, R rank of the Markov head. Tested
+against a reimplementation in PyTorch with the Qwen3 layers of transformers (tests/contrib/test_dflash_head.py).
 
 The context of token t consists of the keys and values that each layer computes from the target's features of t. They
 have position t and are stored in slot t. A block is the last committed token, which has no features yet, followed by K

@@ -1,7 +1,7 @@
 """A small head that predicts whether accepting the runner-up would change a completion's outcome, and its training.
 
 n examples, E hidden size, W width. `mars_jax.lab.training.loop.fit` trains the head, and `contrib.save` writes its
-params. Oracles: labels computed by a known function, in tests/contrib/test_indicator_training.py, and held-out
+params. Tested against labels computed by a known function, in tests/contrib/test_indicator_training.py, and held-out
 completions, in scripts/results/eval_indicator.json of commit 2bb9d2d.
 """
 

@@ -1,7 +1,7 @@
 """Medusa heads: small feed-forward heads on the target's final hidden state, one for each future position.
 
 Source: Medusa 2401.10774, section 2.1. B batch, K heads in use, H heads, E hidden size of the target, V vocabulary.
-Oracle: a reimplementation in numpy (tests/contrib/test_medusa.py).
+Tested against a reimplementation in numpy (tests/contrib/test_medusa.py).
 
 Head i predicts the token at position p + 2 + i from the target's hidden state after the final norm at position p. The
 target itself predicts the token at p + 1.

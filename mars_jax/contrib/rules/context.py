@@ -1,7 +1,7 @@
 """Margin thresholds that depend on context: one theta, whose looseness is scaled by a factor for each bin of contexts.
 
-B batch, N nodes, V vocabulary, C bins. Oracle: the same decisions, made with the threshold of each node's bin, in
-tests/contrib/test_context.py.
+B batch, N nodes, V vocabulary, C bins. Tested against the same decisions, made with the threshold of each node's bin,
+in tests/contrib/test_context.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rejection against a mixture of target and draft, weighted by a trained head. B batch, N nodes, V vocabulary.
 
-Oracle: the rule `mixture` with the weights that the head predicts, in tests/contrib/test_diversed.py.
+Tested against the rule `mixture` with the weights that the head predicts, in tests/contrib/test_diversed.py.
 """
 
 from __future__ import annotations

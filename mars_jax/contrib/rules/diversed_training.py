@@ -3,8 +3,8 @@
 R completions, L tokens per row, V vocabulary. Source: arXiv 2604.07622, section 3 (task reward plus acceptance).
 Each token of a completion follows v = w p + (1 - w) q. The policy gradient of the expected reward is therefore the
 gradient of the sum of log v, times the reward minus its mean over the completions. The acceptance rate at a position,
-sum min(v, q), is differentiated directly. Oracle: the expectation over a small vocabulary, computed by enumeration, in
-tests/contrib/test_diversed.py.
+sum min(v, q), is differentiated directly. Tested against the expectation over a small vocabulary, computed by
+enumeration, in tests/contrib/test_diversed.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A relaxed rule based on entropy. B batch, N nodes. Oracle: scipy's entropy, in tests/verify/test_edges.py."""
+"""A relaxed rule based on entropy. B batch, N nodes. Tested against scipy's entropy, in tests/verify/test_edges.py."""
 
 from __future__ import annotations
 

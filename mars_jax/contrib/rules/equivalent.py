@@ -1,6 +1,6 @@
 """A relaxed rule that accepts a drafted token if it is in the same class of equivalent tokens as the target's token.
 
-B batch, N nodes, V vocabulary. Oracle: the same decisions, made node by node in Python, in
+B batch, N nodes, V vocabulary. Tested against the same decisions, made node by node in Python, in
 tests/contrib/test_phrases.py.
 """
 

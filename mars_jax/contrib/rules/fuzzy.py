@@ -1,6 +1,7 @@
 """A rule that accepts drafted tokens if the target's and the draft's distributions are similar.
 
-B batch, N nodes, V vocabulary. Oracle: the distribution of a step, enumerated in tests/verify/test_distributions.py.
+B batch, N nodes, V vocabulary. Tested against the distribution of a step, enumerated in
+tests/verify/test_distributions.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Readers and writers of the trained heads of rules, each a directory with config.json and model.safetensors.
 
-E hidden size, W width. Oracle: round trips and damaged variants of the files, in tests/contrib/test_head_files.py.
+E hidden size, W width. Tested against round trips and damaged variants of the files, in
+tests/contrib/test_head_files.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A relaxed rule that uses a trained head instead of a margin. B batch, N nodes, E hidden size.
 
-Oracle: the same decisions, made node by node in Python, in tests/contrib/test_learned.py.
+Tested against the same decisions, made node by node in Python, in tests/contrib/test_learned.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rejection sampling with lenience, which rejects fewer tokens. B batch, N nodes, V vocabulary.
 
-Oracle: the distribution of a step, enumerated in tests/verify/test_distributions.py.
+Tested against the distribution of a step, enumerated in tests/verify/test_distributions.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A relaxed rule that bounds the total regret of a phrase of drafted tokens. B batch, N nodes.
 
-Oracle: the same sums, computed path by path in Python, in tests/contrib/test_phrases.py.
+Tested against the same sums, computed path by path in Python, in tests/contrib/test_phrases.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The rule in the released code of MARS, which differs from the paper's. B batch, N nodes, V vocabulary.
 
-Oracle: the same decisions, made one by one in Python, in tests/verify/test_distributions.py.
+Tested against the same decisions, made one by one in Python, in tests/verify/test_distributions.py.
 """
 
 from __future__ import annotations

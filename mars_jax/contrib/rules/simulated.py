@@ -1,6 +1,6 @@
 """Simulated acceptance at a given tau, to estimate hardware needs before a good drafter exists.
 
-B batch, N nodes, D depth. Oracle: the mean number of tokens over many steps, in tests/contrib/test_simulated.py.
+B batch, N nodes, D depth. Tested against the mean number of tokens over many steps, in tests/contrib/test_simulated.py.
 """
 
 from __future__ import annotations

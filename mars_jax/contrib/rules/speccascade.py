@@ -1,6 +1,6 @@
 """Speculative cascades, which follow the draft where it is trusted. B batch, N nodes, V vocabulary.
 
-Oracle: the distribution of a step, enumerated in tests/verify/test_distributions.py.
+Tested against the distribution of a step, enumerated in tests/verify/test_distributions.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Layouts: SafeAILab/EAGLE, SpecForge and NVIDIA (`midlayer.*` or `layers.0.*`), and speculators. Their config.json files
 use different fields, and copy fields of the target that have no meaning in a head. The config is therefore inferred
-from the tensors where possible. Oracle: heads written by PyTorch (tests/hub/test_heads.py).
+from the tensors where possible. Tested against heads written by PyTorch (tests/hub/test_heads.py).
 V vocabulary, W draft vocabulary.
 """
 

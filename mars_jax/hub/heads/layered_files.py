@@ -1,6 +1,7 @@
 """Shared code to load and save draft heads with transformer layers: config.json, tensors and draft vocabularies.
 
-V vocabulary, W draft vocabulary. Oracle: heads written by PyTorch (tests/hub/test_heads.py, test_dflash_files.py).
+V vocabulary, W draft vocabulary. Tested against heads written by PyTorch (tests/hub/test_heads.py,
+test_dflash_files.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loading and saving of MTP modules, which are part of their targets' checkpoints.
 
-The layouts are those of DeepSeek-V3 and GLM-4.5, of Qwen3-Next and Qwen3.5, and of MiMo. Oracle: the weights that
-transformers reads (tests/models/test_mtp.py).
+The layouts are those of DeepSeek-V3 and GLM-4.5, of Qwen3-Next and Qwen3.5, and of MiMo. Tested against the weights
+that transformers reads (tests/models/test_mtp.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Figures of one arm, computed from its rows and compared with the target without a draft.
 
-R is the number of resamples. Oracles: recounts by hand and the coverage of simulated intervals, in
+R is the number of resamples. Tested against recounts by hand and the coverage of simulated intervals, in
 tests/lab/evaluate/test_figures.py.
 """
 

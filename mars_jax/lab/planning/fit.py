@@ -1,6 +1,6 @@
 """Plans for a pair of models on a TPU slice: whether it fits, the time of a step, and alternatives that would fit.
 
-Oracle: the TPU compiler (libtpu), and the byte counts of tests/lab/planning.
+Tested against the TPU compiler (libtpu), and the byte counts of tests/lab/planning.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The memory that a recipe needs on the local devices, computed from configs before any weights are read.
 
-Oracle: the arrays of loaded models, in tests/lab/evaluate/test_recipes.py.
+Tested against the arrays of loaded models, in tests/lab/evaluate/test_recipes.py.
 """
 
 from __future__ import annotations

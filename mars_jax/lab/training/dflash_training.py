@@ -3,7 +3,8 @@
 Sources: DFlash 2602.06036, section 3.3 (random anchors, loss that decays over the positions of a block); DSpark
 (deepseek-ai/DeepSpec: the Markov head learns on the true tokens; the confidence head learns the overlap of the draft's
 distribution with the target's). B rows, L tokens per row, A blocks per row, K tokens per block, of which D are drafted,
-V vocabulary, W draft vocabulary. Oracle: the drafter itself, given the same tokens (tests/lab/training/test_blocks.py).
+V vocabulary, W draft vocabulary. Tested against the drafter itself, given the same tokens
+(tests/lab/training/test_blocks.py).
 """
 
 from __future__ import annotations

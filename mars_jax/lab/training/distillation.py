@@ -1,7 +1,7 @@
 """Distillation of drafters from a target, on text or stored features; constructors for Medusa heads and small models.
 
 B rows, L tokens per row, V vocabulary.
-Oracle: the acceptance of a decode with the exported drafter (tests/lab/commands/test_distill.py).
+Tested against the acceptance of a decode with the exported drafter (tests/lab/commands/test_distill.py).
 """
 
 from __future__ import annotations

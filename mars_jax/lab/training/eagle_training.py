@@ -1,7 +1,7 @@
 """Training of EAGLE-3 heads and MTP modules by training-time test, and of EAGLE-1 heads by regression.
 
 Sources: EAGLE-3 2503.01840, section 3; EAGLE 2401.15077, section 3.2. B rows, L tokens per row, n = L - 1 entries, E
-hidden size, V vocabulary, W draft vocabulary. Oracle: the drafter itself, given the same tokens
+hidden size, V vocabulary, W draft vocabulary. Tested against the drafter itself, given the same tokens
 (tests/lab/training/test_heads.py).
 """
 

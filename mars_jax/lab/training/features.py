@@ -1,7 +1,7 @@
 """Features of a frozen target, stored on disk so that training a head needs no forward pass of the target.
 
 A dump is a folder of shards, and a shard is a folder of arrays. R rows of L tokens, E hidden size of the target, K
-layers that are read. Oracle: the loss on the target's own forward pass (tests/lab/training/test_features.py).
+layers that are read. Tested against the loss on the target's own forward pass (tests/lab/training/test_features.py).
 """
 
 from __future__ import annotations

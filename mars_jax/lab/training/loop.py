@@ -1,6 +1,7 @@
 """The training loop: a jitted step over the batches of a grain dataset, with Orbax checkpoints and a log.
 
-Oracle: a killed run compared with an uninterrupted one (tests/lab/training/test_loop.py, tests/cli/test_hosts.py).
+Tested against a killed run compared with an uninterrupted one (tests/lab/training/test_loop.py,
+tests/cli/test_hosts.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Source: OSD (2310.07177). The loss is the cross entropy to the target's distribution at positions where drafts were
 rejected. At these positions, an EAGLE-3 head learns at every step of its chain.
 B rows, T tokens, n positions, K draft tokens, V vocabulary.
-Oracle: a run's steps, counted by hand (tests/lab/training/test_online.py).
+Tested against a run's steps, counted by hand (tests/lab/training/test_online.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The arms of a benchmark: the measured rule at each of its thresholds, and the controls it is compared with.
 
-B batch, N nodes, V vocabulary. Oracle: tests/lab/evaluate/test_arms.py.
+B batch, N nodes, V vocabulary. Tests: tests/lab/evaluate/test_arms.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A longer draft also yields more tokens per step, without changing the output. The first quarter of a task's problems
 selects the lengths, and the remaining problems are scored. Source of the comparison: arXiv 2607.08690.
 
-Oracle: recounts from rows, and decodes of the same pair (tests/lab/evaluate/test_tuned.py).
+Tested against recounts from rows, and decodes of the same pair (tests/lab/evaluate/test_tuned.py).
 """
 
 from __future__ import annotations

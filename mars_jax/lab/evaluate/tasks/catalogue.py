@@ -1,8 +1,8 @@
 """Catalogue of tasks: problems from the package, from local files, or from datasets on the Hub or in a local folder.
 
 The question sets of the MARS release and Spec-Bench have `question_id`, `category`, `turns` and `reference`. GSM8K,
-HumanEval, MBPP, MT-Bench, Alpaca, CNN/DailyMail and WMT19 can also be read in their original layouts. Oracles: folders
-read directly with `datasets`, in tests/lab/evaluate/test_datasets.py, and hand-written rows in test_tasks.py.
+HumanEval, MBPP, MT-Bench, Alpaca, CNN/DailyMail and WMT19 can also be read in their original layouts. Tested against
+folders read directly with `datasets`, in tests/lab/evaluate/test_datasets.py, and hand-written rows in test_tasks.py.
 """
 
 from __future__ import annotations
