@@ -27,9 +27,9 @@ RULES = {
     "mars over block": verify.mars(base=verify.rejection(block=True)),
 }
 PAIRS = [
-    ("ngram", "exact"),
     ("chain", "mars"),
     ("sampled chain", "mars over block"),
+    ("ngram", "exact"),
     ("static tree", "mars"),
     ("static tree", "exact"),
     ("chain of 1", "rejection"),
@@ -42,7 +42,7 @@ def autoregressive(prompts, lengths, **settings):
     return decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths, **settings)[0]
 
 
-@pytest.mark.parametrize(("drafter", "rule"), slow_but(PAIRS, *PAIRS[:4]))
+@pytest.mark.parametrize(("drafter", "rule"), slow_but(PAIRS, *PAIRS[:2]))
 def test_greedy_output_is_that_of_autoregression(drafter, rule):
     prompts, lengths = ragged([1, 2, 19, 30], 48, VOCAB)
     state, stats = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, theta=np.inf)

@@ -90,7 +90,7 @@ class Served:
                     previous = jax.tree.map(np.asarray, without_keys(state))
                     batch = self.batch([in_rows[row]])
                     # Prompts may be narrower than the buffer of the state.
-                    batch = dataclasses.replace(batch, tokens=batch.tokens[:, : max(int(batch.length[0]), 8)])
+                    batch = dataclasses.replace(batch, tokens=batch.tokens[:, : max(LENGTHS)])
                     rows = jnp.asarray([row])
                     state, stats = refill.refill(self.decoder, self.params, state, stats, rows, batch)
                     check_untouched(previous, without_keys(state), row)

@@ -166,20 +166,18 @@ BLOCKS = {
     "trees of more nodes than a word has bits": AttentionBlocks(32, 70),
 }
 SIMULATED = [("mosaic_simulated", case) for case in CASES]
-PAIRS = [(name, case) for name in ("reference", "xla") for case in CASES]
 LIKE_ANOTHER = (
     "trees in float32", "chunk with a window of one", "sinks of a chunk", "one query and many heads",
     "int8 with a scale per token and head",
 )  # fmt: skip
-"""Cases of the interpreted kernel that differ from another in one option. They are slow."""
-MOSAIC = [("mosaic", case) for case in CASES]
+"""Cases that differ from another in one option. They are slow."""
+PAIRS = [(name, case) for name in ("reference", "xla", "mosaic") for case in CASES]
 
 
 @pytest.mark.parametrize(
     ("implementation", "case"),
     [
-        *PAIRS,
-        *slow_but(MOSAIC, *[pair for pair in MOSAIC if pair[1] not in LIKE_ANOTHER]),
+        *slow_but(PAIRS, *[pair for pair in PAIRS if pair[1] not in LIKE_ANOTHER]),
         *slow_but(SIMULATED, ("mosaic_simulated", "trees with a window in float32")),
     ],
 )

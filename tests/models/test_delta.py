@@ -1,6 +1,7 @@
 """Gated DeltaNet: the rule of transformers, and drafts that leave no trace in the state."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,7 @@ HEADS = {
 """Heads that share the target's unembedding."""
 
 
+@functools.cache
 def weights():
     """Return random weights, with states that decay slowly, and few likely tokens, so that heads are often right."""
     params = init_params(CONFIG, jax.random.key(0), scale=0.3)
@@ -248,6 +250,11 @@ def test_the_state_after_50_rounds_is_that_of_the_text():
         np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
+@jax.jit
+def predictions(tokens, segments):
+    return predict(MODEL, weights(), tokens, segments)
+
+
 @pytest.mark.parametrize("lengths", [(5, 70, 1, 54), (64, 3, 61, 2), (20, 106, 2, 2)])
 def test_documents_in_one_row_do_not_read_each_other(lengths):
     """Documents begin and end inside chunks of 64 tokens and at their boundaries."""
@@ -256,7 +263,7 @@ def test_documents_in_one_row_do_not_read_each_other(lengths):
     # The first row has all documents. Each other row begins with one of them.
     tokens = jnp.stack([jnp.roll(packed, -start) for start in (0, *starts)])
     segments = jnp.zeros_like(tokens).at[0].set(np.repeat(np.arange(4), lengths))
-    together, *separate = jax.jit(lambda x, y: predict(MODEL, weights(), x, y))(tokens, segments)
+    together, *separate = predictions(tokens, segments)
     for start, length, alone in zip(starts, lengths, separate, strict=True):
         np.testing.assert_allclose(together[start : start + length], alone[:length], rtol=1e-4, atol=1e-4)
 

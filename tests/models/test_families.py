@@ -221,7 +221,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name, tmp_path):
     np.testing.assert_allclose(checkpoint.model.embed(checkpoint.params, PROMPTS), entered, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, *IN_TIME))
 def test_transformers_loads_what_was_loaded_and_saved(name, tmp_path):
     model, checkpoint = saved(transformers_config(*CASES[name]), tmp_path / "theirs")
     hub.save(tmp_path / "ours", checkpoint.config, checkpoint.params)

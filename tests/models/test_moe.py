@@ -37,6 +37,7 @@ SIZES = {
     "blocks of 2, part filled": (3, 1, 0, 0, 4),
     "blocks of 32, part filled": (70, 0, 33, 5, 100),
 }
+BLOCKS_OF_32 = "blocks of 32, part filled"
 WIDER = {"no row": ((0, 0), 5, 6, 7), "rest in each direction": ((100, 0, 60), 180, 1030, 1040)}
 
 
@@ -63,7 +64,9 @@ def test_a_tpu_multiplies_in_tiles_rows_that_may_be_of_experts_elsewhere(case):
     np.testing.assert_allclose(out[:count], by_definition(x[:count], w, sizes), atol=3e-4)
 
 
-@pytest.mark.parametrize("case", [*SIZES, *WIDER, "by columns"])
+@pytest.mark.parametrize(
+    "case", slow_but([*SIZES, *WIDER, "by columns"], BLOCKS_OF_32, *WIDER, "by columns")
+)
 @pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "bfloat16"))
 def test_the_kernel_of_8_bits_multiplies_what_it_dequantises(case, dtype, monkeypatch):
     wider = WIDER | {"by columns": ((20, 0, 30), 50, 384, 40)}
@@ -93,7 +96,7 @@ def dequantised(w):
     return w.astype("float32")
 
 
-@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("case", slow_but(SIZES, BLOCKS_OF_32))
 @pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "bfloat16"))
 @pytest.mark.parametrize("form", ["blocks", "ragged", "kernel"])
 def test_experts_in_mxfp4_multiply_as_their_dequantised_matrices(form, case, dtype, monkeypatch):

@@ -152,7 +152,7 @@ CONFIGS = {
     [
         pytest.param("qwen3 moe, a dense layer, untied", "int8", marks=pytest.mark.slow),
         pytest.param("qwen3 moe, a dense layer, untied", "int4", marks=pytest.mark.slow),
-        ("gemma2, tied", "int8"),
+        pytest.param("gemma2, tied", "int8", marks=pytest.mark.slow),
         ("gemma2, tied", "int4"),
         pytest.param("qwen3.5", "int8", marks=pytest.mark.slow),
         pytest.param("qwen3 next", "int4", marks=pytest.mark.slow),
@@ -253,7 +253,10 @@ def calls(monkeypatch):
     [
         ("model=4", (512, 256), {"outputs": ("hidden", 512)}, ["kernel"]),
         ("model=4", (128, 512), {"inputs": ("hidden", 512)}, ["bfloat16", "kernel"]),
-        ("model=2,expert=2", (128, 512), {"inputs": ("heads", 4)}, ["bfloat16", "kernel"]),
+        pytest.param(
+            *("model=2,expert=2", (128, 512), {"inputs": ("heads", 4)}, ["bfloat16", "kernel"]),
+            marks=pytest.mark.slow,
+        ),
         ("data=2,model=2", (128, 512), {"inputs": ("hidden", 512)}, ["float32", "kernel"]),  # 4 rows each
         ("model=4", (128, 384), {"inputs": ("hidden", 384)}, ["kernel"]),  # three groups do not divide
         ("model=4", (256, 128), {"outputs": ("kv_heads", 2)}, ["kernel"]),  # two heads do not divide

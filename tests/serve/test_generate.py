@@ -131,14 +131,15 @@ def test_the_most_probable_tokens_are_those_of_teacher_forcing_by_transformers(t
             assert_are_the_best(processed, edited[0])
 
 
-def test_a_lossy_rule_has_no_processed_most_probable_tokens(target):
+FAKE = mj.Pretrained.from_parts(fake.hash_model(vocab_size=64), (), max_positions=32)
+
+
+def test_a_lossy_rule_has_no_processed_most_probable_tokens():
     """A top_log_probs above the vocabulary size returns all tokens."""
-    scores = mj.generate(target, "ngram", [[3]], verify=verify.mars(), max_new_tokens=3, top_log_probs=100)
+    scores = mj.generate(FAKE, "ngram", [[3]], verify=verify.mars(), max_new_tokens=3, top_log_probs=100)
     log_probs = scores.completions[0].log_probs
     assert log_probs.processed_top == ((),) * 3
-    assert [sorted(token for token, _ in pairs) for pairs in log_probs.top] == [
-        list(range(CONFIG.vocab_size))
-    ] * 3
+    assert [sorted(token for token, _ in pairs) for pairs in log_probs.top] == [list(range(64))] * 3
 
 
 def test_the_command_writes_the_most_probable_tokens(capsys):
@@ -176,9 +177,8 @@ def test_the_command_and_the_library_draw_with_the_same_seeds(target, argv):
 
 
 def test_unseeded_samples_differ_and_every_call_repeats_them():
-    target = mj.Pretrained.from_parts(fake.hash_model(vocab_size=64), (), max_positions=32)
     unseeded, seeded = (
-        mj.generate(target, "none", [[3]] * 4, temperature=1.0, max_new_tokens=12, **seed).tokens
+        mj.generate(FAKE, "none", [[3]] * 4, temperature=1.0, max_new_tokens=12, **seed).tokens
         for seed in ({}, {"seed": [0, 1, 2, 3]})
     )
     assert unseeded == seeded and len({tuple(tokens) for tokens in unseeded}) == 4
