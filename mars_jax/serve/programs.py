@@ -63,7 +63,7 @@ def keep_programs(folder: str) -> None:
 
 
 def program(function: Any, decoder: Decoder, *args: Any) -> Callable[..., Any]:
-    """Return a jitted function of (decoder, *args) as a function of `args`, compiled for arguments with these shapes."""
+    """Return a jitted function of (decoder, *args) as a function of `args`, compiled for arguments of these shapes."""
     is_enabled = _is_enabled and jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     if not is_enabled or jax.default_backend() != "cpu" or jax.device_count() > 1:
         return functools.partial(function, decoder)
