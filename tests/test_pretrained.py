@@ -185,7 +185,7 @@ def test_a_mesh_may_be_a_text():
     ("mesh", "expected"),
     [
         *((text, "axes among") for text in ("data", "data=0", "data=" + "9" * 5000, "data=²", "rows=2", "")),
-        *((value, r"a jax\.sharding\.Mesh, or a text such as") for value in ({"data": 2}, jax.devices())),
+        *((value, r"a jax\.sharding\.Mesh, or a string such as") for value in ({"data": 2}, jax.devices())),
     ],
 )
 def test_a_value_that_is_no_mesh_gets_a_sentence(mesh, expected):

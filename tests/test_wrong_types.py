@@ -290,7 +290,7 @@ MISTAKES = [
     ({"stop_tokens": 4096}, "stop_tokens is .4096,.: expected a list of token ids from 0 to 4095"),
     ({"temperature": "hot"}, "temperature is 'hot': expected a finite number of at least 0"),
     ({"max_new_tokens": True}, "max_new_tokens is True: expected a whole number of at least 1"),
-    ({"prompts": {"a": 1}}, "the prompts are of type dict: give a text, texts, token ids, or conversations"),
+    ({"prompts": {"a": 1}}, "the prompts are of type dict: give strings, token ids or conversations"),
     ({"prompts": "a\ud800"}, "the prompt is 'a.*ud800', not valid Unicode: give it as UTF-8"),
     ({"prompts": [[1, 4096]]}, "prompt token 4096 is outside of the 4096 tokens of 'tiny/target'"),
 ]

@@ -120,7 +120,7 @@ def regex(pattern: str) -> Constraint:
     >>> regex(r"[0-9]{4}-[0-9]{2}").automaton.matches("2026-11")
     True
     """
-    check_type("the pattern", pattern, str, "a text")
+    check_type("the pattern", pattern, str, "a string")
     return _checked(Constraint("regex", pattern))
 
 

@@ -83,7 +83,7 @@ _VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
     "maxItems": _COUNT,
     "minLength": _COUNT,
     "maxLength": _COUNT,
-    "pattern": (lambda value: isinstance(value, str), "a text"),
+    "pattern": (lambda value: isinstance(value, str), "a string"),
     "format": (
         lambda value: isinstance(value, str) and value in json_text.FORMATS,
         f"one of {', '.join(json_text.FORMATS)}, or a pattern",

@@ -93,7 +93,7 @@ def checked_spans(spans: str | Iterable[str]) -> tuple[str, ...]:
     >>> checked_spans("think"), checked_spans(["<a>...</a>", "json"])
     (('think',), ('<a>...</a>', 'json'))
     """
-    check_type("the span", spans, (str, list, tuple), "a text, or a list of texts")
+    check_type("the span", spans, (str, list, tuple), "a string or a list of strings")
     if isinstance(spans, str):
         spans = (spans,)
     for name in spans:

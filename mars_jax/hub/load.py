@@ -140,7 +140,7 @@ def load(
     if isinstance(mesh, str):
         mesh = parse_mesh(mesh)
     check_type(
-        "the mesh", mesh, (Mesh, type(None)), 'a jax.sharding.Mesh, or a text such as "data=2,model=4"'
+        "the mesh", mesh, (Mesh, type(None)), 'a jax.sharding.Mesh, or a string such as "data=2,model=4"'
     )
     if mesh is not None and shardings is None:
         shardings = params_shardings(read_config(name_or_path), mesh)

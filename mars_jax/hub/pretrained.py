@@ -294,7 +294,7 @@ class Pretrained:
         Raises:
           MarsError: `encode` rejects a prompt; the error describes the first such prompt.
         """
-        check_type("prompts", prompts, (list, tuple), "a list of texts or conversations")
+        check_type("prompts", prompts, (list, tuple), "a list of strings or conversations")
         check_switch("chat", chat)
         encoded: list[list[int]] = []
         if not chat and all(isinstance(prompt, str) and len(prompt) <= PREFIXES[0] for prompt in prompts):

@@ -262,7 +262,7 @@ def _as_list(prompts: AnyPrompts) -> list[Any]:
         prompts = prompts.tolist()
     if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         raise MarsError(
-            f"the prompts are of type {type(prompts).__name__}: give a text, texts, token ids, or conversations."
+            f"the prompts are of type {type(prompts).__name__}: give strings, token ids or conversations."
         )
     if isinstance(prompts, str):
         return [prompts]

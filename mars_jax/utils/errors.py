@@ -90,9 +90,9 @@ def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None)
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
     """Raise MarsError unless `value` is an instance of `kinds`, which `expected` describes.
 
-    >>> check_type("the text", 3, str, "a text")
+    >>> check_type("the text", 3, str, "a string")
     Traceback (most recent call last):
-    mars_jax.utils.errors.MarsError: the text is of type int: expected a text.
+    mars_jax.utils.errors.MarsError: the text is of type int: expected a string.
     """
     if not isinstance(value, kinds):
         raise MarsError(f"{name} is of type {type(value).__name__}: expected {expected}.")
@@ -117,10 +117,10 @@ def check_text(name: str, value: object) -> None:
 
     >>> check_text("the prompt", 5)
     Traceback (most recent call last):
-    mars_jax.utils.errors.MarsError: the prompt is 5: expected a text.
+    mars_jax.utils.errors.MarsError: the prompt is 5: expected a string.
     """
     if not isinstance(value, str):
-        raise MarsError(f"{name} is {short_repr(value)}: expected a text.")
+        raise MarsError(f"{name} is {short_repr(value)}: expected a string.")
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -82,7 +82,7 @@ class Setting:
         """Describe the allowed values, for messages."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        words_by_type = {bool: "true or false", str: "a text"}
+        words_by_type = {bool: "true or false", str: "a string"}
         return words_by_type.get(self.kind) or self.range(**structural).words
 
     @property

@@ -103,7 +103,7 @@ REFUSED = {
     "a part that is a string": ({"role": "user", "content": ["a"]}, "a content part is 'a': expected"),
     "a part whose text is a number": ({"role": "user", "content": [text_part(5)]}, "the text of a content part is 5"),
     "None": ({"role": "assistant", "content": None}, "the content of a turn of the assistant is None"),
-    "a number": ({"role": "user", "content": 5}, "the content of a turn of the user is 5: expected a text"),
+    "a number": ({"role": "user", "content": 5}, "the content of a turn of the user is 5: expected a string"),
     "no role": ({"content": "a"}, "a turn is {'content': 'a'}: expected an object with a role"),
     "a role that is a number": ({"role": 1, "content": "a"}, "a turn is .*: expected an object with a role"),
     "half a character": ({"role": "user", "content": "\ud800"}, "a turn of the user is .* not valid Unicode"),

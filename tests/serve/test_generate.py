@@ -187,7 +187,7 @@ def test_unseeded_samples_differ_and_every_call_repeats_them():
 @pytest.mark.parametrize(
     ("prompts", "options", "sentence"),
     [
-        (None, {}, "the prompts are of type NoneType: give a text"),
+        (None, {}, "the prompts are of type NoneType: give strings"),
         ([], {}, "there are no prompts"),
         ([[]], {}, "the prompt has no tokens"),
         ([[1] * 96], {}, "the prompt has 96 tokens and .* a context of 96"),

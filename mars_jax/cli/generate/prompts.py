@@ -218,7 +218,7 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
         raise row.error("it needs one of prompt, messages and prompt_tokens, and no two of them.")
     prompt, tokens, messages = (fields.get(key) for key in ("prompt", "prompt_tokens", "messages"))
     if "prompt" in fields and not isinstance(prompt, str):
-        raise row.error(f"prompt is {prompt!r}: expected a text.")
+        raise row.error(f"prompt is {prompt!r}: expected a string.")
     # `type(i) is int` also refuses true and false, which are integers in Python.
     if "prompt_tokens" in fields:
         if not (isinstance(tokens, list) and all(type(i) is int for i in tokens)):
@@ -226,7 +226,7 @@ def _from_fields(fields: JsonObject, row: PromptRow, rule: RuleChoice) -> Prompt
         tokens = tuple(tokens)
     row_id = fields.get("id")
     if type(row_id) not in (str, int, type(None)):
-        raise row.error(f"id is {row_id!r}: expected a text or a whole number.")
+        raise row.error(f"id is {row_id!r}: expected a string or a whole number.")
     try:
         if "messages" in fields:
             as_conversation(messages)

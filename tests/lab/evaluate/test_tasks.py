@@ -144,7 +144,7 @@ def test_anybodys_prompts(write):
     ("rows", "message"),
     [
         ([{}], "line 1: it has no prompt"),
-        ([{"prompt": "a"}, {"prompt": 3}], "line 2: prompt is 3: expected a text"),
+        ([{"prompt": "a"}, {"prompt": 3}], "line 2: prompt is 3: expected a string"),
         ([{"turns": []}], r"line 1: turns is \[\]: expected a list of texts"),
         ([{"prompt": "a", "metric": "vibes"}], "metric is 'vibes': expected one of none"),
         ([{"prompt": "a", "metric": "final_answer", "reference": "twelve"}], "expected a whole number"),

@@ -38,7 +38,7 @@ class Fields:
             if isinstance(value, str) and value.strip():
                 return value
             if value is not None:
-                raise self.error(f"{key} is {value!r}: expected a text.")
+                raise self.error(f"{key} is {value!r}: expected a string.")
         raise self.error(f"it has no {' or '.join(keys)}: give one.")
 
     def texts(self, key: str) -> list[str]:
