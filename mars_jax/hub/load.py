@@ -280,7 +280,7 @@ def check_tensors(
         "tensors are missing": [row.name for key, row in table.items() if key not in grouped],
         "have the wrong shape": misshaped,
         "are not part of the architecture": extra,
-        "are duplicated, so it is unclear which one to use": twice,
+        "are there twice, so it is unclear which one to use": twice,
     }
     summaries = [f"{len(names)} {problem} ({listed(names)})" for problem, names in problems.items() if names]
     if summaries:

@@ -44,7 +44,7 @@ SIMULATED = f"{MODEL} --verify simulated --tau 2"
         (f"{MODEL} --draft-device 1 --tree 2-2", "--draft-device does not apply with --tree"),
         (f"{MODEL} --draft-device 1 --verify rejection", "--draft-device does not apply to"),
         (f"{MODEL} --draft-device 1 --compare", "--draft-device does not apply with --compare"),
-        (f"{MODEL} --draft-device 1 --regex a+", "--draft-device does not apply where a text is"),
+        (f"{MODEL} --draft-device 1 --regex a+", "--draft-device does not apply with constrained text"),
         ("--draft-stop 1", "--draft-stop does not apply to --draft ngram"),
         ("--top-p 0.9", "--top-p does not apply at temperature 0"),
         ("--min-p 0.1 --temperature 0", "--min-p does not apply at temperature 0"),

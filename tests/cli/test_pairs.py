@@ -77,6 +77,6 @@ def test_a_target_that_nothing_drafts_for_is_one_sentence(capsys, name, hint):
     assert commands.main(["pairs", name]) == 2
     expected = (
         f"error: no head and no small model is known for '{name}'{hint}: draft with ngram, self or a small "
-        "model with its tokenizer, or train one by mars-jax distill.\n"
+        "model with its tokenizer, or train one with mars-jax distill.\n"
     )
     assert capsys.readouterr() == ("", expected)

@@ -93,7 +93,7 @@ def test_columns_of_a_dataset_that_are_no_keys_are_left_out_and_named(tmp_path, 
     (folder / "train.jsonl").write_bytes(jsonl(rows))
     prompts = read_prompts(str(folder), MARS)
     assert [(row.prompt, row.id, row.settings) for row in prompts] == [("p0", 0, {}), ("p1", 1, {})]
-    note = f"other columns of '{folder}' are left out: category, choice, messages, seed."
+    note = f"other columns of '{folder}' are ignored: category, choice, messages, seed."
     assert note in capsys.readouterr().err
     (folder / "train.jsonl").write_bytes(jsonl([{"question": "Why?", "answer": "So."}]))
     with pytest.raises(MarsError, match="columns are question, answer, and none of prompt, messages"):

@@ -243,7 +243,7 @@ def test_a_real_terminal(target, tmp_path):
     # The prompt is echoed as typed, and printed again before its continuation.
     assert strip_escapes(shell.until(DONE)).count("猫は赤い😀") == 2
     shell.send("/se\t\n")  # completes to /set, the common prefix of /set and /settings
-    assert "/set takes a name" in strip_escapes(shell.until(PROMPT))
+    assert "/set takes NAME VALUE" in strip_escapes(shell.until(PROMPT))
     shell.send("\x04")
     assert shell.wait() == 0
     assert (tmp_path / "mars_jax" / "history").read_text().split("\n")[:2] == ["a story", "a story!"]

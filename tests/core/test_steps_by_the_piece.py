@@ -66,7 +66,7 @@ def test_a_state_goes_through_disk_and_onto_a_mesh(single_run, tmp_path):
         assert committed(decode.run(DECODER, NO_WEIGHTS, divided)[0]) == single_run[0]
     with pytest.raises(MarsError, match="choose the name of a new folder"):
         hub.save_state(tmp_path / "state", state)
-    with pytest.raises(MarsError, match="of another decoder or of other shapes"):
+    with pytest.raises(MarsError, match="of a different decoder or with other shapes"):
         hub.restore_state(tmp_path / "state", begun(2))
     with pytest.raises(MarsError, match="expected a folder that save_state wrote"):
         hub.restore_state(tmp_path / "nothing", state)

@@ -276,7 +276,7 @@ def test_a_damaged_file_is_named(tmp_path, damage, sentence):
     [
         ({"general.architecture": "bert"}, "has architecture 'bert': expected one of llama"),
         *(
-            ({"general.alignment": value}, f"its general.alignment is {value!r} in place of")
+            ({"general.alignment": value}, f"its general.alignment is {value!r} instead of")
             for value in (-1.0, 32.0, 0, True)
         ),
     ],

@@ -298,7 +298,7 @@ def test_a_target_too_shallow_for_the_usual_layers_is_refused(tmp_path):
     publish(tmp_path, eagle_3(), FIELDS_3)
     shallow = dataclasses.replace(TARGET, num_layers=4, windows=())
     text = message(hub.load_eagle, tmp_path, shallow, TARGET_PARAMS)
-    assert "of a target of at least 5, not of 4" in text
+    assert "a target of at least 5 layers, not of 4" in text
 
 
 # The layout of the speculators library, used by RedHatAI's heads.

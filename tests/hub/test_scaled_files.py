@@ -37,7 +37,7 @@ def changed(folder, **config):
 def test_scales_that_do_not_fit_are_refused(config, tmp_path):
     write(tmp_path / "scaled", "blocks")
     text = message(mj.load, changed(tmp_path / "scaled", **config))
-    assert "scales [2, 4] of model.layers.0.mlp.down_proj.weight, [64, 96], are read" in text
+    assert "scales [2, 4] of model.layers.0.mlp.down_proj.weight, [64, 96], are neither" in text
 
 
 def test_a_block_far_larger_than_its_matrix_takes_no_memory(tmp_path):

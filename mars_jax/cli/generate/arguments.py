@@ -85,7 +85,7 @@ def _add_models(command_parser: Parser) -> None:
         {
             "--target PATH": "directory, GGUF file, owner/name on the Hugging Face hub, or a name that mars-jax models "
             "lists (default: tiny/target, which is included)",
-            "--draft DRAFT": f"{draft_words()} (default: the target's best draft that needs no download, else ngram); "
+            "--draft DRAFT": f"{draft_words()} (default: the best draft that needs no download, else ngram); "
             "--list-drafters explains them",
         },
     )
@@ -189,7 +189,7 @@ def _add_output(command_parser: Parser) -> None:
         "--stream",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="print text as it is decoded (default), or when it is complete",
+        help="print text as it is decoded (default), or when done",
     )
     log_probs_help = (
         "with --json or --output: add three log-probabilities, the regret and the kind of every token"
