@@ -64,9 +64,7 @@ def test_a_tpu_multiplies_in_tiles_rows_that_may_be_of_experts_elsewhere(case):
     np.testing.assert_allclose(out[:count], by_definition(x[:count], w, sizes), atol=3e-4)
 
 
-@pytest.mark.parametrize(
-    "case", slow_but([*SIZES, *WIDER, "by columns"], BLOCKS_OF_32, *WIDER, "by columns")
-)
+@pytest.mark.parametrize("case", slow_but([*SIZES, *WIDER, "by columns"], BLOCKS_OF_32, *WIDER, "by columns"))
 @pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "bfloat16"))
 def test_the_kernel_of_8_bits_multiplies_what_it_dequantises(case, dtype, monkeypatch):
     wider = WIDER | {"by columns": ((20, 0, 30), 50, 384, 40)}

@@ -114,7 +114,9 @@ def test_a_chunk_is_that_of_one_device(changes, options, devices):
     ids=["rows are divided", "another order", "heads are not", "a bias after the sum", "experts"],
 )
 def test_other_meshes_and_layers_do_without(changes, axes):
-    _, sent = forwards(ModelConfig(**SMALL | {"num_layers": 1} | changes), shardings.parse_mesh(axes), batch=2)
+    _, sent = forwards(
+        ModelConfig(**SMALL | {"num_layers": 1} | changes), shardings.parse_mesh(axes), batch=2
+    )
     assert sent == 0
 
 
