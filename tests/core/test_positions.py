@@ -25,8 +25,8 @@ from tests.helpers.fake_drafters import DRAFTERS, TARGET, VOCAB
     "drafter", slow_but([name for name in DRAFTERS if "sampled" not in name], "static tree")
 )
 def test_under_exact_a_seed_gives_the_same_text_with_any_deterministic_draft_and_with_none(drafter):
-    prompts, lengths = ragged([1, 2, 6, 21], 48, VOCAB)
-    settings = {"temperature": [1.0, 0.7, 0.7, 1.4], "top_p": [1.0, 1.0, 0.9, 1.0]}
+    prompts, lengths = ragged([1, 6, 21], 48, VOCAB)
+    settings = {"temperature": [1.0, 0.7, 1.4], "top_p": [1.0, 0.9, 1.0]}
     oracle, _ = decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths, **settings)
     drafted, stats = decode_all(TARGET, DRAFTERS[drafter], verify.exact(), prompts, lengths, **settings)
     assert committed(drafted) == committed(oracle)

@@ -119,7 +119,7 @@ CASES = {
     "released": Case(contrib.released(ratio=0.4), verify.rejection(), None, {"ratio": np.inf}, drafter=SAMPLED),
 }  # fmt: skip
 LIKE_ANOTHER = {
-    "mars by position", "gap", "learned", "simulated", "topk", "typical", "adaptive", "entropy_gate", "nucleus",
+    "mars by position", "gap", "simulated", "topk", "typical", "adaptive", "entropy_gate", "nucleus",
     "lenience", "cactus", "diversed", "speccascade", "mars over rejection on trees", "mixture on trees", "phrase",
     "fly", "mentored", "fuzzy", "equivalent", "released", "block", "mars over rejection", "rejection on trees",
 }  # fmt: skip

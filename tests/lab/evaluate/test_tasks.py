@@ -145,7 +145,7 @@ def test_anybodys_prompts(write):
     [
         ([{}], "line 1: it has no prompt"),
         ([{"prompt": "a"}, {"prompt": 3}], "line 2: prompt is 3: expected a string"),
-        ([{"turns": []}], r"line 1: turns is \[\]: expected a list of texts"),
+        ([{"turns": []}], r"line 1: turns is \[\]: expected a list of strings"),
         ([{"prompt": "a", "metric": "vibes"}], "metric is 'vibes': expected one of none"),
         ([{"prompt": "a", "metric": "final_answer", "reference": "twelve"}], "expected a whole number"),
         ([{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}], "2 problems of jsonl with the id 1"),
