@@ -51,7 +51,7 @@ class Fields:
         if isinstance(value, str):
             return [value]
         if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
-            raise self.error(f"{key} is {value!r}: expected a list of texts.")
+            raise self.error(f"{key} is {value!r}: expected a list of strings.")
         return value
 
     def first_text(self, key: str, list_key: str) -> str:
