@@ -1,4 +1,4 @@
-"""Conversion of requests to arrays: checks against the pair, its decoder and params, and the prompts of a batch.
+"""Preparation of requests for decoding: checks, the decoder and its params, and arrays of prompts.
 
 B batch, T token buffer.
 """
@@ -39,11 +39,11 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.verify import exact
 
 STEPS = 8
-"""Number of steps that `step_seconds` times: enough to make the overhead of starting the loop small."""
+"""Number of steps that `step_seconds` measures, enough to make the overhead of starting the loop negligible."""
 
 
 class RequestGuides(NamedTuple):
-    """Tables that a step uses to track constraints and spans in completions."""
+    """Tables with which a step tracks constraints and spans in completions."""
 
     vocabulary: Vocabulary
     constraint: Compiled | None
@@ -51,16 +51,16 @@ class RequestGuides(NamedTuple):
 
     @property
     def tables(self) -> types.GuideTables:
-        """The tables for `Params.guides`."""
+        """The tables, in the form of `Params.guides`."""
         return types.GuideTables(
             constraint=self.constraint and self.constraint.tables, span=self.span and self.span.tables
         )
 
     def rows(self, requests: Sequence[Request]) -> types.GuideRows:
-        """Return `Controls.guides` for the requests of a batch."""
+        """Return the value of `Controls.guides` for the requests of a batch."""
         spans, start_states = [request.spans for request in requests], [FIRST] * len(requests)
         for row, span in enumerate(spans):
-            # A prompt may end inside a span, so the completion starts in the state after the prompt.
+            # A prompt may end inside a span, so start in the automaton state after the prompt.
             if span is not None:
                 start_states[row] = span.table(self.vocabulary).run(requests[row].prompt_tokens)
         return types.GuideRows(
@@ -70,17 +70,17 @@ class RequestGuides(NamedTuple):
 
 
 def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides | None:
-    """Build the tables of the requests' constraints and spans, if they have any; equal ones share a table.
+    """Build the tables of the requests' constraints and spans, if there are any. Equal constraints share a table.
 
     Raises:
-      MarsError: the target has no tokenizer, so the text of its tokens is unknown; or see `Constraint.table`.
+      MarsError: the target has no tokenizer, so the text of its tokens is unknown; or as for `Constraint.table`.
     """
     constraints = [r.constraint for r in requests if r.constraint is not None]
     spans = dict.fromkeys(r.spans for r in requests if r.spans is not None)
     if not constraints and not spans:
         return None
     vocab_size = target.config.vocab_size
-    # A constraint on token ids reads no text, so it also works without a tokenizer.
+    # A constraint on token ids does not need their text, so it also works without a tokenizer.
     vocab = Vocabulary(tokens=(None,) * vocab_size)
     if spans or any(constraint.kind != "tokens" for constraint in constraints):
         if not target.has_tokenizer:
@@ -98,7 +98,7 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Requests that one compiled program decodes. Array shapes are the same for any subset of the requests."""
+    """Requests that the same compiled program can decode. Array shapes are equal for any subset of the requests."""
 
     target: Pretrained
     requests: Sequence[Request]
@@ -106,20 +106,20 @@ class Prepared:
     params: types.Params
     drafter: drafters.LoadedDrafter
     loaded_rule: LoadedRule  # each numeric setting is one value for all requests, or one per request
-    width: int  # T
+    width: int  # T, size of the token buffer
     guides: RequestGuides | None  # None if no request has a constraint or spans
 
     @property
     def draws(self) -> bool:
-        """True if any request samples; otherwise the compiled program does not contain sampling."""
+        """Whether any request samples. If none does, the compiled program does not contain sampling."""
         return any(request.temperature != 0 for request in self.requests)
 
     def prompts(self, entries: Sequence[int | None]) -> types.Prompts:
         """Return the prompts of some requests for `Decoder.init`, sharded over `data` on a mesh.
 
         Args:
-          entries: the request index of each row, or None for a row that only fills the batch. Such a row starts at its
-            limit, so it is done before the first step.
+          entries: the request index of each row, or None for a row that only pads the batch. Such a row starts at its
+            length limit, so it is done before the first step.
         """
         requests = [self.requests[i] if i is not None else _FILL for i in entries]
         lengths = np.array([len(r.prompt_tokens) for r in requests], np.int32)
@@ -129,11 +129,11 @@ class Prepared:
         tokens = np.zeros((len(requests), self.width), np.int32)
         for row, request in enumerate(requests):
             tokens[row, : lengths[row]] = request.prompt_tokens
-        # Round up to a multiple of four, so that one more stop token rarely changes a shape.
+        # Round up to a multiple of four, so that an additional stop token rarely changes a shape.
         max_stop_tokens = max(4, *(len(r.stop_tokens) for r in self.requests))
         num_stop_tokens = max_stop_tokens + -max_stop_tokens % 4
-        # Without a row that samples, temperature None removes sampling from the program. A row with a constraint is
-        # strict unless the constraint may be relaxed.
+        # If no row samples, a temperature of None removes sampling from the program. A row with a constraint is strict
+        # unless the constraint may be relaxed.
         controls = make_controls(
             len(requests),
             limit=length_limits,
@@ -152,7 +152,7 @@ class Prepared:
         if self.guides is not None:
             controls = dataclasses.replace(controls, guides=self.guides.rows(requests))
         keys = types.keys_from_seeds(jnp.array(np.asarray([r.seed for r in requests], np.uint32)))
-        # Rows that only fill the batch take the rule of request 0.
+        # Rows that only pad the batch use the rule settings of request 0.
         row_rule = take_rows(self.loaded_rule.rule, [i or 0 for i in entries], len(self.requests))
         return self.placed(
             types.Prompts(
@@ -161,19 +161,19 @@ class Prepared:
         )
 
     def zero_stats(self, rows: int, *, log_probs: bool) -> DecodeStats:
-        """Return the counters of new rows. If `log_probs`, they also record the log-probabilities of each token."""
+        """Return the counters of new rows. With `log_probs`, they also record the log-probabilities of each token."""
         record_width = self.width if log_probs else None
         max_depth, num_top = self.decoder.max_depth, self.decoder.top_log_probs
         return self.placed(zero_stats(rows, max_depth, record=record_width, num_top=num_top))
 
     def placed(self, arrays: types.PyTree) -> types.PyTree:
-        """Shard the rows of arrays over `data` if there is a mesh."""
+        """Shard the rows of arrays over the mesh axis `data`, if there is a mesh."""
         if self.target.mesh is None:
             return arrays
         return hosts.put(arrays, state_shardings(arrays, self.target.mesh))
 
     def _edits(self, requests: Sequence[Request]) -> Edits:
-        # The width covers all requests, so it is the same for any subset. It is rounded up, so that one more token
+        # The width is that of all requests, so it is equal for any subset. It is rounded up, so that an additional bias
         # rarely changes it.
         max_biases = max(8, *(len(r.logit_bias) for r in self.requests))
         return make_edits(
@@ -187,13 +187,13 @@ class Prepared:
         )
 
     def drafting(self, drafter: drafters.LoadedDrafter) -> Prepared:
-        """Return the same requests with `drafter`, which differs from the current one only in its params."""
+        """Return the same requests with another drafter, which may differ from the current one only in its params."""
         return dataclasses.replace(self, drafter=drafter, params=self.params._replace(draft=drafter.params))
 
     def step_seconds(self, rows: int, *, log_probs: bool = False) -> float:
-        """Return the mean seconds per step of B rows, with caches that are half full. The first call compiles."""
-        # No row may end, so replace the stop tokens by one that never occurs. Their number is part of a shape and stays
-        # the same. No row reaches its limit, the width of the buffer.
+        """Measure the mean seconds per step of B rows with half-full caches. The first call also compiles."""
+        # No row may end, so replace the stop tokens by one that never occurs. Keep their number, which determines a
+        # shape. The length limit is the size of the buffer, which no row reaches.
         requests = [
             dataclasses.replace(
                 request,
@@ -204,15 +204,15 @@ class Prepared:
             for request in self.requests
         ]
         state = dataclasses.replace(self, requests=requests).start([i % len(requests) for i in range(rows)])
-        # Attention costs more over a longer cache. Reading long prompts would take long, so count empty slots as
-        # tokens, and leave room for the steps.
+        # Attention takes longer over a longer cache. Prefill of long prompts would take too long, so count empty slots
+        # as tokens, and leave room for the steps.
         room = self.width - (STEPS + 1) * (self.decoder.max_depth + 1)
         with self.target.on_mesh():
             state = dataclasses.replace(state, length=state.length + max(min(self.width // 2, room) - 2, 0))
             stats = self.zero_stats(rows, log_probs=log_probs)
             args = (self.params, state, stats, 1, 1)
             advance = program(refill.advance, self.decoder, *args)
-            # In the first step, a draft model reads the missing tokens.
+            # In the first step, a draft model also processes the missing tokens.
             state, stats, _ = jax.block_until_ready(advance(*args))
             start_time = time.perf_counter()
             num_steps = jax.block_until_ready(advance(self.params, state, stats, 1, STEPS))[2]
@@ -220,7 +220,7 @@ class Prepared:
         return seconds / max(int(np.max(hosts.fetch(num_steps))), 1)
 
     def start(self, entries: Sequence[int | None]) -> types.DecodeState:
-        """Return the state after prefill of some requests; `entries` has the format that `prompts` takes."""
+        """Return the state after prefill of some requests. `entries` is as for `prompts`."""
         prompts = decode.ready(self.decoder, self.prompts(entries))
         with self.target.on_mesh():
             return program(decode.start_ready, self.decoder, self.params, prompts)(self.params, prompts)
@@ -230,11 +230,11 @@ _FILL = Request(prompt_tokens=(0,), max_new_tokens=0)
 
 
 AnyRule = Rule | LoadedRule
-"""A rule in a form that `mars_jax.generate` accepts: without weights, or loaded with them."""
+"""The types of rule that `mars_jax.generate` accepts: without weights, or loaded with them."""
 
 
 def loaded_rule(verify: AnyRule | None) -> LoadedRule:
-    """Return a rule with its weights; None means `exact`.
+    """Convert a rule to a `LoadedRule`. None stands for `exact`.
 
     Raises:
       MarsError: `verify` is not a rule.
@@ -254,11 +254,11 @@ def prepared(
     *,
     verify: AnyRule | None = None,
 ) -> Prepared:
-    """Return the decoder of a pair, its params, and the checked requests.
+    """Check requests, and return them with a decoder for the target and drafter, and its params.
 
-    The width of the token buffer is rounded up to a bucket, so that prompts and limits of similar lengths share one
-    compilation. All other differences between requests are array values. Each numeric setting of the rule is one value
-    for all requests, or one per request.
+    The size of the token buffer is rounded up to a bucket, so that requests of similar lengths share one compilation.
+    All other differences between requests are array values. Each numeric setting of the rule is one value for all
+    requests, or one per request.
 
     Raises:
       MarsError: a request does not fit the target, the drafter or the rule.
@@ -277,10 +277,10 @@ def prepared(
     guides = guides_of(target, requests)
     tables = guides and guides.tables
     if tables is not None and target.mesh is not None:
-        # Every device of a mesh holds a copy of the whole tables.
+        # Replicate the tables on every device of the mesh.
         replicated_sharding = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
         tables = hosts.put(tables, jax.tree.map(lambda _: replicated_sharding, tables))
-    # A drafter with a reduced vocabulary reads bit masks over its own token ids.
+    # A drafter with a smaller vocabulary needs bit masks over its own token ids.
     if drafter.draft_ids is not None and tables is not None and tables.constraint is not None:
         tables = dataclasses.replace(tables, constraint=narrowed(tables.constraint, drafter.draft_ids))
     params = types.Params(target=target.params, draft=drafter.params, verify=rule.params, guides=tables)
@@ -297,12 +297,12 @@ def prepared(
 
 
 def of_mesh(target: Pretrained, rows: int) -> int:
-    """Round a number of rows up to a multiple of the target's mesh axis `data`."""
+    """Round a number of rows up to a multiple of the size of the target's mesh axis `data`."""
     return rows + -rows % size_of("data", target.mesh)
 
 
 def _check_rule(loaded: LoadedRule, drafter: Drafter, requests: Sequence[Request]) -> None:
-    """Raise MarsError if the rule cannot run, or if a request has an option that does not apply to it."""
+    """Raise MarsError if the rule cannot run with the drafter, or if an option of a request does not apply to it."""
     rule = loaded.rule
     with user_errors(rule):
         if "weights" in rule.needs and not jax.tree.leaves(loaded.params):
@@ -322,7 +322,8 @@ def _check_rule(loaded: LoadedRule, drafter: Drafter, requests: Sequence[Request
 def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
     """Raise MarsError if requests restrict where the rule may relax, but the rule is lossless.
 
-    Call this only for users' requests: a measurement may decode the same requests by a lossless and by a lossy rule.
+    Call this only for users' requests, because a benchmark may decode the same requests with a lossless and a lossy
+    rule.
     """
     rule = loaded_rule(verify).rule
     if not rule.lossless:
@@ -340,11 +341,12 @@ def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
 
 
 def bucket(length: int) -> int:
-    """Round a length up to one of 64, 96, 128, 192, 256, 384, ...
+    """Round a length up to one of the sizes 64, 96, 128, 192, 256, 384, ...
 
     >>> [bucket(n) for n in (1, 65, 128, 200)]
     [64, 96, 128, 256]
     """
-    # Powers of two alternate with 1.5 times a power of two. If a length is above 64, less than a third is padding.
+    # Sizes alternate between a power of two and 1.5 times a power of two. For lengths above 64, less than a third of
+    # the size is padding.
     sizes = (size for power in itertools.count(6) for size in (2**power, 3 * 2 ** (power - 1)))
     return next(size for size in sizes if size >= length)

@@ -1,11 +1,12 @@
-"""Compiled programs that later processes load without tracing them.
+"""A cache of compiled programs on disk, from which later processes load programs without tracing them.
 
-JAX's own cache must trace a program to look it up. The key here is instead everything that tracing depends on: the
-source of this package, the decoder with the variables that its functions close over, the shapes of the arguments,
-versions, settings and the machine. If any part has no exact description, such as a user's function, the program is
-compiled as usual. Loading a program runs code from its file, so programs are only kept in the user's own cache folder.
+JAX's own cache must trace a program before it can look it up. Here, the key is computed from everything that tracing
+depends on: the source of this package, the decoder with the variables that its functions close over, the shapes of the
+arguments, versions, settings and the machine. If any of these cannot be described exactly, such as a user's function,
+the program is compiled as usual. Loading a program runs code from its file, so programs are stored only in the user's
+own cache folder.
 
-Oracle: the process that compiled them (tests/serve/test_programs.py).
+Oracle: the results of the process that compiled the program (tests/serve/test_programs.py).
 """
 
 from __future__ import annotations
@@ -38,36 +39,36 @@ from mars_jax.utils.compilations import keep_bytes, kept_bytes
 
 _SOURCES = ("mars_jax", "kernels_pallas")
 _DESCRIBED = {*_SOURCES, "jax", "jaxlib", "numpy", "ml_dtypes", *sys.stdlib_module_names}
-"""Modules whose code a key describes by its source or its version."""
+"""Modules whose code the key describes by its source or its version."""
 _RECENT, _STARTED = 60.0, time.time()
-"""No program is kept or loaded if the source changed after `_STARTED`, the time of this import, or less than `_RECENT`
-seconds before: modules may be older than their files."""
+"""`_STARTED` is the time at which this module was imported. If the source changed after that time, or less than
+`_RECENT` seconds before, no program is stored or loaded, because imported modules may be older than their files."""
 
 _programs: dict[str, Callable[..., Any]] = {}
 _is_enabled = False
 
 
 def keep_programs(folder: str) -> None:
-    """Keep the programs of this process in a folder, unless it belongs to another user, whose code a file could run.
+    """Store this process's programs in a folder, unless it belongs to another user, whose files may run any code.
 
-    Only for commands, whose modules match the files on disk.
+    Call this only in commands, whose imported modules match the files on disk.
     """
     global _is_enabled
     with contextlib.suppress(OSError, AttributeError):  # no user ids on Windows
         os.makedirs(folder, exist_ok=True)
         _is_enabled = os.stat(folder).st_uid == os.getuid()
-    # Leave out source positions, which make up a fifth of a program's file and of the time to load it.
+    # Leave out source positions, which account for a fifth of a program's file size and of its load time.
     jax.config.update("jax_include_full_tracebacks_in_locations", False)
 
 
 def program(function: Any, decoder: Decoder, *args: Any) -> Callable[..., Any]:
-    """Return a jitted function of (decoder, *args), compiled for these arguments, as a function of `args`."""
+    """Turn a jitted function of (decoder, *args) into a function of `args`, compiled for arguments of these shapes."""
     is_enabled = _is_enabled and jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     if not is_enabled or jax.default_backend() != "cpu" or jax.device_count() > 1:
         return functools.partial(function, decoder)
     try:
         key = _key(function, decoder, args)
-    except Exception:  # pickle raises nothing narrower if it cannot describe an object
+    except Exception:  # if an object cannot be pickled, the exception may be of any type
         return functools.partial(function, decoder)
     if key not in _programs:
         _programs[key] = _load(key, args) or _compile(key, function, decoder, args)
@@ -75,7 +76,7 @@ def program(function: Any, decoder: Decoder, *args: Any) -> Callable[..., Any]:
 
 
 class _Description(pickle.Pickler):
-    """Pickler whose bytes describe objects completely. They are never unpickled."""
+    """A pickler whose output describes objects completely. The output is never unpickled."""
 
     def reducer_override(self, part: Any) -> Any:
         module = getattr(part, "__module__", None) or "builtins"
@@ -88,20 +89,20 @@ class _Description(pickle.Pickler):
         if isinstance(part, jax.stages.Wrapped):
             return tuple, ([inspect.unwrap(part, stop=lambda f: isinstance(f, types.FunctionType))],)
         if dataclasses.is_dataclass(part) and not isinstance(part, type):
-            # Only the fields: the instance also holds cached properties.
+            # Describe only the fields, because the instance also stores cached properties.
             return tuple, ([type(part), *(getattr(part, field.name) for field in dataclasses.fields(part))],)
         return NotImplemented
 
 
 def description(part: Any) -> bytes:
-    """Return bytes that are equal in all processes for equal objects.
+    """Describe an object by bytes that are equal in all processes for equal objects.
 
     Raises:
-      Exception: an object cannot be described, for example a function outside this package.
+      Exception: a part of the object cannot be described, for example a function outside this package.
     """
     file = io.BytesIO()
     pickler = _Description(file)
-    # Without a memo, the bytes do not depend on which equal objects are the same object.
+    # Without a memo, the bytes do not depend on whether equal objects are the same object.
     pickler.fast = True
     pickler.dump(part)
     return file.getvalue()
@@ -118,7 +119,7 @@ def _key(function: Any, decoder: Decoder, args: tuple[Any, ...]) -> str:
 
 
 def _cpu_features() -> list[str]:
-    """Return the instructions that this machine supports, if the system lists them; a program may use any of them."""
+    """Return the CPU features of this machine, if the system lists them, because a program may use any of them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -128,10 +129,10 @@ def _cpu_features() -> list[str]:
 
 @functools.cache
 def _source_digest() -> str:
-    """Return a digest of this package's source files.
+    """Return a hash of this package's source files.
 
     Raises:
-      ValueError: a file has just changed.
+      ValueError: a file changed too recently; see `_RECENT`.
     """
     digest, root = hashlib.sha256(), Path(__file__).parents[2]
     for path in sorted(file for package in _SOURCES for file in (root / package).rglob("*.py")):
@@ -142,8 +143,8 @@ def _source_digest() -> str:
 
 
 def _load(key: str, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Return the program that an earlier process kept; None if there is none."""
-    with contextlib.suppress(Exception):  # there is no file, or it is damaged and may raise anything
+    """Load the program that an earlier process stored; return None if there is none."""
+    with contextlib.suppress(Exception):  # the file is missing, or damaged and may raise any exception
         executable, outputs = pickle.loads(zlib.decompress(kept_bytes("programs", key) or b""))
         structures = jax.tree.structure((args, {})), jax.tree.structure(outputs)
         return serialize_executable.deserialize_and_load(executable, *structures)
@@ -151,8 +152,8 @@ def _load(key: str, args: tuple[Any, ...]) -> Callable[..., Any] | None:
 
 
 def _compile(key: str, function: Any, decoder: Decoder, args: tuple[Any, ...]) -> Callable[..., Any]:
-    """Compile a program, and keep it for later processes."""
-    # XLA cannot save a program that JAX's cache has loaded, so compile without this cache.
+    """Compile a program, and store it for later processes."""
+    # XLA cannot serialize a program that was loaded from JAX's cache, so compile without that cache.
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:
@@ -163,12 +164,12 @@ def _compile(key: str, function: Any, decoder: Decoder, args: tuple[Any, ...]) -
 
     def packed() -> bytes:
         executable, _, outputs = serialize_executable.serialize(compiled)
-        # Pickle a tree of numbers with the outputs' structure, because JAX's structures cannot be pickled.
+        # Pickle a tree of numbers that has the outputs' structure, because the structure itself cannot be pickled.
         return zlib.compress(
             pickle.dumps((executable, jax.tree.unflatten(outputs, range(outputs.num_leaves)))), 1
         )
 
-    with contextlib.suppress(Exception):  # the outputs' structure may contain parts that cannot be pickled
-        if _source_digest.__wrapped__() == _source_digest():  # otherwise a module may be older than its file
+    with contextlib.suppress(Exception):  # the outputs' tree may contain objects that cannot be pickled
+        if _source_digest.__wrapped__() == _source_digest():  # otherwise, a module may be outdated
             keep_bytes(packed, "programs", key)
     return compiled

@@ -1,6 +1,6 @@
-"""A queue of requests for a few rows: when a request ends, the next one takes its row while other rows continue.
+"""A queue of requests for a batch of rows. When a request ends, the next one starts in its row, and others continue.
 
-B rows. Oracle: each request decoded by itself (tests/serve/test_queue.py).
+B rows. Oracle: each request decoded separately (tests/serve/test_queue.py).
 """
 
 from __future__ import annotations
@@ -33,35 +33,36 @@ from mars_jax.serve.sizes import with_costs
 from mars_jax.serve.text import Rows, RowText, complete, token_log_probs
 
 WAIT = 32
-"""A batch of B rows refills after B // WAIT rows have finished, so that large batches do not stop at every step."""
+"""A batch of B rows is refilled after B // WAIT rows have finished, so that large batches do not stop at every step."""
 SAVED = 2048
-"""Minimum number of saved prompt tokens that justifies compiling the program that continues from a shared prefix."""
+"""Minimum number of prompt tokens that must be saved to justify compiling the program that continues from a shared
+prefix."""
 BETWEEN = 4
-"""Steps between two reads of new text on an accelerator, for streaming and stop strings. On a CPU, the text is read
-after every step, because a read costs less than a superfluous step."""
+"""Number of steps between two transfers of new tokens from an accelerator, for streaming and stop strings. On a CPU,
+tokens are transferred after every step, because that costs less than an unnecessary step."""
 
 
 class Finished(NamedTuple):
-    """A completion, and the index of its prompt."""
+    """The event that a request has ended, with its completion."""
 
-    index: int
+    index: int  # index of the prompt
     completion: Completion
 
 
 class Said(NamedTuple):
-    """New tokens of a request, and their text."""
+    """The event that new tokens of a request were decoded, with their text."""
 
     index: int  # index of the prompt
-    text: str  # may lag behind `tokens` inside a multi-byte character
+    text: str  # new text; it may lag behind `tokens` inside a multi-byte character
     pieces: tuple[tuple[str, str], ...]  # (entry of KINDS, text) per token; the texts concatenate to `text`
-    tokens: tuple[int, ...]
-    log_probs: TokenLogProbs  # one entry per token
+    tokens: tuple[int, ...]  # new token ids
+    log_probs: TokenLogProbs  # one entry for each token
 
 
 class Queue:
-    """Iterator that decodes requests in a few rows and yields each completion as it ends. It can be used once.
+    """An iterator that decodes requests in a batch of rows and yields each completion as it ends.
 
-    `forwards` counts the target's forward passes, each over all rows.
+    It can be used only once. `forwards` counts the target's forward passes, each of which covers all rows.
     """
 
     def __init__(
@@ -80,16 +81,17 @@ class Queue:
         """
         Args:
           prepared: the requests and their decoder.
-          rows: B, rounded up to a multiple of the mesh's axis `data`.
-          order: indices of requests in the order in which they begin; default: the order of `prepared.requests`.
-          log_probs: record log-probabilities of each token.
-          shared: the tokens that consecutive requests share and that are read only once; default: `shares_of`, which is
-            NOTHING on a mesh that shards rows.
-          telling: `events` also yields new tokens, which the host reads after every step, or after every fourth step on
-            accelerators.
-          state: rows that have read the first requests; default: new rows.
-          began: if `state` is given, the time at which its prompts began to be read, for `Completion.seconds`.
-          compiling: continue from the last prompt even if it shares too little to save time; see `warm_up`.
+          rows: B, the number of rows, which is rounded up to a multiple of the mesh axis `data`.
+          order: indices of the requests, in the order in which to start them; default: the order of
+            `prepared.requests`.
+          log_probs: whether to record the log-probabilities of each token.
+          shared: prompt tokens shared by consecutive requests, to be prefilled only once; default: the result of
+            `shares_of`, which is NOTHING on a mesh that shards rows.
+          telling: whether `events` also yields new tokens. They are copied to the host after every step, or after every
+            fourth step on accelerators.
+          state: state of rows in which the first requests are already prefilled; default: new rows.
+          began: if `state` is given, the time at which its prefill started, for `Completion.seconds`.
+          compiling: whether to continue from the last prompt even if they share too little to save time; see `warm_up`.
         """
         self.state = state
         """State of the rows between two events; None while the device is working on it."""
@@ -103,40 +105,42 @@ class Queue:
         self._shares = shares_of(prepared, order) if shared is None else shared
         self._read: Reading | None = None
         self._advance: Callable[..., Any] | None = None  # the compiled `refill.advance`
-        # The iterator of a drafter that runs its own steps.
+        # Iterator over steps, if the drafter runs its own.
         self._steps: Iterator[tuple[DecodeState, StepInfo]] | None = None
-        self._holds: list[int | None] = [None] * num_rows  # request by row
+        self._holds: list[int | None] = [None] * num_rows  # index of the request in each row
         self._began = [0.0] * num_rows
-        self._texts: list[RowText | None] = [None] * num_rows  # for rows whose text is read before they end
+        # Texts of rows whose new tokens are needed before the row ends.
+        self._texts: list[RowText | None] = [None] * num_rows
 
     def __iter__(self) -> Iterator[Finished]:
         return self.finished()
 
     def finished(self, *, early: bool = True) -> Iterator[Finished]:
-        """Yield each completion. If not `early`, yield those of the last rows together, after all have ended."""
+        """Yield each completion as it ends. If not `early`, yield those of the last rows after all rows have ended."""
         return (event for event in self.events(early=early) if isinstance(event, Finished))
 
     def events(self, *, early: bool = True) -> Generator[Said | Finished, None, None]:
-        """Yield new tokens, if the queue is `telling`, and each completion as it ends; `early` as for `finished`."""
+        """Yield each completion as it ends and, if the queue is `telling`, new tokens. `early` is as for `finished`."""
         state, stats = self._first()
         completions: Iterator[Finished] = iter(())
         while any(index is not None for index in self._holds):
-            # The device decodes while the host detokenizes the rows that ended before. With stop strings, it runs only
-            # a few steps at a time.
+            # The device decodes while the host detokenizes the rows that ended earlier. With stop strings, the device
+            # runs only a few steps at a time.
             state, stats, steps = self._advanced(state, stats, early)
             yield from completions
-            # Wait for the device. These copies outlive the state, whose buffers the next call donates.
+            # Wait for the device. The next call donates the state's buffers, so copy these parts to the host.
             row_parts, steps = fetch(((state.tokens, state.length, state.failed, state.done, stats), steps))
             rows = Rows(*row_parts)
             row_finished = rows.done.copy()
             row_stopped, new_texts = self._read_texts(rows)
-            # Only the host searches for stop strings, so mark these rows as done on the device. A drafter that runs
-            # its own steps holds the state, so these rows continue to decode, and their further tokens are ignored.
+            # Only the host searches for stop strings, so mark rows that contain one as done on the device. If a drafter
+            # runs its own steps, the state cannot be changed. Then these rows continue to decode, and their later
+            # tokens are ignored.
             if row_stopped.any() and self._steps is None:
                 with self._prepared.target.on_mesh():
                     state = refill.end(state, row_stopped & ~row_finished)
             row_finished |= row_stopped
-            # The caches of failed rows may hold NaN.
+            # The caches of failed rows may contain NaN, so do not store their state.
             if not rows.failed.any():
                 self.state = state
             yield from new_texts
@@ -153,20 +157,21 @@ class Queue:
         yield from completions
 
     def warm_up(self) -> None:
-        """Compile the programs of this queue by decoding one token of its first requests, cut to a few tokens.
+        """Compile the programs of this queue by decoding one token of its first requests.
 
-        This is cheap if they are already compiled. The queue can still be used once afterwards.
+        Their prompts are cut to a few tokens. This is cheap if the programs are already compiled. Afterwards, the queue
+        can still be used once.
         """
-        # Array shapes depend on all requests, so keep all of them.
+        # Array shapes depend on all requests, so shorten all of them and drop none.
         short_requests = []
         for i, request in enumerate(self._prepared.requests):
             short_prompt = request.prompt_tokens[:2]
             if self._shares is Shares.BEGINNINGS:
-                # Give adjacent requests prompts of different lengths: one then continues from another.
+                # Give adjacent requests prompts of different lengths, so that each continues from the previous one.
                 short_prompt = request.prompt_tokens[:1] * (2 + i % 2)
             short_requests.append(dataclasses.replace(request, prompt_tokens=short_prompt, max_new_tokens=1))
         num_rows = len(self._holds)
-        # Decode one more request than there are rows, to compile the refill of a row as well.
+        # Decode one more request than there are rows, so that the program that refills a row is compiled as well.
         queue = Queue(
             dataclasses.replace(self._prepared, requests=short_requests),
             num_rows,
@@ -182,7 +187,7 @@ class Queue:
     def _advanced(
         self, state: DecodeState, stats: DecodeStats, early: bool
     ) -> tuple[DecodeState, DecodeStats, Array]:
-        """Decode until some rows have ended, or for a few steps. Also return the number of steps."""
+        """Decode until some rows have ended, or for a few steps. Also return the number of steps that were run."""
         self.state = None  # its buffers are donated
         prepared = self._prepared
         with prepared.target.on_mesh():
@@ -190,7 +195,8 @@ class Queue:
                 self._steps = self._steps or prepared.drafter.steps(prepared.decoder, prepared.params, state)
                 state, step_info = next(self._steps)
                 return state, _counted(stats, step_info, state.length), jnp.ones(1, jnp.int32)
-            # Return when enough rows have ended to refill or yield them; otherwise decode until all have ended.
+            # Stop when enough rows have ended to refill or yield them. If there is no need for either, stop when all
+            # have ended.
             min_ended = max(1, len(self._holds) // WAIT)
             if not (early or self._waiting):
                 min_ended = len(self._holds)
@@ -202,18 +208,19 @@ class Queue:
             return self._advance(*args)
 
     def draft_with(self, params: PyTree) -> None:
-        """Continue with new drafter weights of the same shapes and dtypes, without recompiling.
+        """Replace the drafter's weights by new ones of the same shapes and dtypes, without recompilation.
 
-        Running rows keep the draft caches of the old weights, which lowers acceptance but does not affect exactness.
+        Running rows keep the draft caches that the old weights computed. This lowers acceptance but does not affect
+        correctness.
         """
         all_params = self._prepared.params
         if self._prepared.drafter.sizes is not None:
             params = all_params.draft._replace(weights=params)
         self._prepared = dataclasses.replace(self._prepared, params=all_params._replace(draft=params))
-        self._read = None  # this row read its prompt with the old weights
+        self._read = None  # the caches of this row were computed with the old weights
 
     def _next(self, row: int) -> int:
-        """Assign the next request to this row, and return its index."""
+        """Assign the next request to `row`, and return the index of the request."""
         self._began[row] = time.perf_counter()
         self._holds[row] = index = self._waiting.popleft()
         request = self._prepared.requests[index]
@@ -223,12 +230,15 @@ class Queue:
         return index
 
     def _read_texts(self, rows: Rows) -> tuple[np.ndarray, list[Said]]:
-        """Return bool[B], the rows whose text contains a stop string; and the new tokens, if the queue is `telling`."""
+        """Add the new tokens to the texts of the rows.
+
+        Return bool[B], True for rows whose text contains a stop string, and the new tokens if the queue is `telling`.
+        """
         row_stopped, new_texts = np.zeros(len(self._holds), bool), []
         for row, (index, row_text) in enumerate(zip(self._holds, self._texts, strict=True)):
             if index is None or row_text is None:
                 continue
-            # The row's text has read `row_text.count` new tokens so far.
+            # `row_text.count` new tokens have been added to the text so far.
             start = len(self._prepared.requests[index].prompt_tokens) + row_text.count
             tokens = rows.tokens[row, start : rows.length[row]].tolist()
             strings = row_text.feed_all(tokens, last=bool(rows.done[row]))
@@ -237,7 +247,7 @@ class Queue:
             remaining_text = row_text.feed([], last=True) if rows.done[row] else ""
             if not self._telling:
                 continue
-            assert rows.stats.tokens is not None  # recorded for a queue that is `telling`
+            assert rows.stats.tokens is not None  # recorded if the queue is `telling`
             log_probs = token_log_probs(rows.stats.tokens, row, start, len(strings))
             pieces = [*zip(log_probs.kind, strings, strict=True)]
             if remaining_text:
@@ -249,7 +259,8 @@ class Queue:
 
     def _first(self) -> tuple[DecodeState, DecodeStats]:
         entries: list[int | None] = [None] * len(self._holds)
-        # With shared prompts, all rows start empty, and `_refilled` fills them from a row that has read the prompt.
+        # With shared prompts, all rows start empty, and `_refilled` fills them from a row in which the prompt is
+        # prefilled.
         if not self._shares:
             for row in range(min(len(self._holds), len(self._waiting))):
                 entries[row] = self._next(row)
@@ -263,10 +274,10 @@ class Queue:
     def _refilled(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
         """Start free rows with the next requests, one row per `data` shard at a time.
 
-        This way, a prompt is read in arrays of the same shape whenever its request begins. One prompt keeps a device
-        busy, because prefill chunks have hundreds of tokens (`prefill.chunk_of`).
+        This way, arrays have the same shapes in every prefill. One prompt is enough to keep a device busy, because
+        prefill chunks have hundreds of tokens (`prefill.chunk_of`).
         """
-        if self._prepared.drafter.steps is not None:  # rows of such a drafter do not refill
+        if self._prepared.drafter.steps is not None:  # such a drafter starts all rows together
             if not self._waiting or any(index is not None for index in self._holds):
                 return state, stats
             self._steps = self.state = None
@@ -276,7 +287,7 @@ class Queue:
         while self._waiting and None in self._holds:
             rows_to_fill = [NO_ROW] * num_shards
             entries: list[int | None] = [None] * num_shards
-            # Shard i of the mesh holds the `stride` rows from row i * stride. Each pass starts at most one of them.
+            # Shard i of the mesh has `stride` rows, starting at row i * stride. Each pass starts at most one of them.
             for shard in range(num_shards):
                 free = (
                     row for row in range(shard * stride, (shard + 1) * stride) if self._holds[row] is None
@@ -285,7 +296,7 @@ class Queue:
                 if row != NO_ROW and self._waiting:
                     rows_to_fill[shard], entries[shard] = row, self._next(row)
             if self._shares and entries[0] is not None:
-                # There is one shard. Its row begins as a copy of a separate row that has read the prompt.
+                # There is only one shard. Its row starts as a copy of a separate row in which the prompt is prefilled.
                 self._read = self._reading(entries[0])
             prepared, read_state = self._prepared, self._read and self._read.state
             prompts = prepared.prompts(entries)
@@ -297,12 +308,12 @@ class Queue:
         return state, stats
 
     def _reading(self, index: int) -> Reading:
-        """Return a row that has read a request's prompt, continuing from a prefix of the last prompt if possible."""
+        """Prefill a request's prompt in a separate row, if possible continuing from a prefix of the last prompt."""
         prompt, prepared, previous = self._prepared.requests[index].prompt_tokens, self._prepared, self._read
         if previous is not None and previous.prompt == prompt:
             return previous
-        self._read = None  # free its memory before allocating another row
-        # `extend` donates the state of the last prompt. Rows that began from that state hold copies of it.
+        self._read = None  # free the memory of this row before allocating another
+        # `extend` donates the state of the last prompt. Rows that started from that state have copies of it.
         if previous is not None and self._continues(previous, prompt):
             with prepared.target.on_mesh():
                 state, _ = decode.extend(
@@ -317,13 +328,13 @@ class Queue:
             return Reading(prompt, state, _sound((state.cache, state.draft)))
 
     def _continues(self, previous: Reading, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt is read only from the end of the prefix that it shares with the last prompt."""
+        """Return whether to prefill only the part of a prompt after the prefix that it shares with the last prompt."""
         if previous.sound is None or len(prompt) == 1:
             return False
         chunk_length = chunk_of_decoder(self._prepared)
         if not self._compiling and not forwards_saved(previous.prompt, prompt, chunk_length):
             return False
-        # Broken weights may leave NaN in slots past the end of the row, which would corrupt the next prompt.
+        # Non-finite weights may leave NaN in slots after the end of the row, which would corrupt the next prompt.
         return bool(fetch(previous.sound))
 
     def _completed(self, rows: Rows, ended: Sequence[tuple[int, int, float]]) -> Iterator[Finished]:
@@ -336,11 +347,11 @@ class Queue:
 
 
 class Reading(NamedTuple):
-    """A row that has read a prompt."""
+    """A row in which a prompt is prefilled."""
 
     prompt: tuple[int, ...]
     state: DecodeState
-    sound: Array | None  # bool[]; True if its caches are finite; None if no prompt continues from this row
+    sound: Array | None  # bool[]; whether the caches are finite; None if no prompt continues from this row
 
 
 @jax.jit
@@ -353,7 +364,7 @@ _counted = jax.jit(accumulate, donate_argnums=0)
 
 
 class Shares(enum.IntEnum):
-    """Kinds of shared prompt tokens, which are read once for consecutive requests."""
+    """Kinds of prompt tokens that consecutive requests share, and that are prefilled only once."""
 
     NOTHING = 0
     PROMPTS = 1  # whole prompts, as for samples of one prompt
@@ -361,11 +372,11 @@ class Shares(enum.IntEnum):
 
 
 def shares_of(prepared: Prepared, order: Sequence[int]) -> Shares:
-    """Return which shared prompt tokens to read only once for requests in this order.
+    """Choose which shared prompt tokens to prefill only once, for requests in this order.
 
     Nothing is shared on a mesh that shards rows, or if the drafter runs its own steps. Beginnings are shared only if
-    this saves half of the prefill forward passes and `SAVED` tokens, because sharing has costs: rows read their prompts
-    one after the other, and there is one more program to compile.
+    this saves half of the prefill forward passes and `SAVED` tokens, because sharing has costs: prompts are prefilled
+    one after the other, and there is an additional program to compile.
     """
     if of_mesh(prepared.target, 1) > 1 or prepared.drafter.steps is not None:
         return Shares.NOTHING
@@ -378,15 +389,15 @@ def shares_of(prepared: Prepared, order: Sequence[int]) -> Shares:
 
 
 def chunk_of_decoder(prepared: Prepared) -> int:
-    """Return the number of prompt tokens per forward pass of prefill."""
+    """Return the number of prompt tokens that prefill processes in each forward pass."""
     with prepared.target.on_mesh():
-        # The tokens after a shared beginning are read in chunks of at most this length (`Decoder.extend`).
+        # The tokens after a shared prefix are prefilled in chunks of at most this length (`Decoder.extend`).
         default_chunk = min(chunk_of(prepared.width), WIDE_CHUNK)
         return prepared.decoder.prefill_chunk or prepared.target.model.prefill_chunk or default_chunk
 
 
 def forwards_saved(previous: Sequence[int], prompt: Sequence[int], chunk: int) -> int:
-    """Return the number of forward passes that a prompt saves if its common prefix with `previous` is already read.
+    """Return how many prefill forward passes a prompt saves if its common prefix with `previous` is already cached.
 
     >>> forwards_saved([1] * 130 + [2], [1] * 200, 64)
     2
@@ -406,15 +417,16 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def longest_first(requests: Sequence[Request]) -> list[int]:
-    """Return request indices by decreasing `max_new_tokens`, since a long request that begins last would run by itself.
+    """Return request indices in the order of decreasing `max_new_tokens`.
 
-    Requests with equal limits are sorted by their prompts if this order shares at least `SAVED` tokens.
+    A long request that starts last would decode in a batch of its own. Requests with equal limits are sorted by their
+    prompts if adjacent prompts then share at least `SAVED` tokens.
 
     >>> longest_first([Request(prompt_tokens=(1,), max_new_tokens=n) for n in (5, 9, 5)])
     [1, 0, 2]
     """
     order = sorted(range(len(requests)), key=lambda i: -requests[i].max_new_tokens)
-    # In sorted order, each prompt shares its longest prefix with a neighbour.
+    # In sorted order, each prompt is next to the one with which it shares its longest prefix.
     order_by_prompt = sorted(order, key=lambda i: (-requests[i].max_new_tokens, requests[i].prompt_tokens))
     prompt_pairs = itertools.pairwise(requests[i].prompt_tokens for i in order_by_prompt)
     return order_by_prompt if sum(common_length(a, b) for a, b in prompt_pairs if a != b) >= SAVED else order
