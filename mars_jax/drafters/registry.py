@@ -73,32 +73,32 @@ class DraftDefinition:
 
     @property
     def samples(self) -> bool:
-        """Whether the drafter can sample its drafts and return q, as rejection sampling requires."""
+        """True if the drafter can sample its drafts and return q, as rejection sampling requires."""
         return "sample" in self._defaults
 
     @property
     def trees(self) -> bool:
-        """Whether the drafter can draft static trees."""
+        """True if the drafter can draft static trees."""
         return "tree" in self._defaults
 
     @property
     def dynamic(self) -> bool:
-        """Whether the drafter can draft dynamic trees."""
+        """True if the drafter can draft dynamic trees."""
         return self.trees and not self.static
 
     @property
     def stops(self) -> bool:
-        """Whether the drafter supports early stopping by `draft_stop`."""
+        """True if the drafter supports early stopping by `draft_stop`."""
         return self.cls.stops is True
 
     @property
     def trusts(self) -> bool:
-        """Whether the drafter accepts some of its draft tokens itself, so that no rule is lossless with it."""
+        """True if the drafter accepts some of its draft tokens itself, so that no rule is lossless with it."""
         return self.cls.trusts is True
 
     @property
     def resizes(self) -> bool:
-        """Whether one draft state serves chains of any length, so that each step can choose a length."""
+        """True if one draft state serves chains of any length, so that each step can choose a length."""
         return self.cls.resizes is True
 
     @property

@@ -111,7 +111,7 @@ class Prepared:
 
     @property
     def draws(self) -> bool:
-        """Whether any request samples. If none does, the compiled program does not contain sampling."""
+        """True if any request samples. If none does, the compiled program does not contain sampling."""
         return any(request.temperature != 0 for request in self.requests)
 
     def prompts(self, entries: Sequence[int | None]) -> types.Prompts:
