@@ -1,5 +1,4 @@
-"""Preparation of requests for decoding: checks against the target and drafter, the decoder, its params, and the
-prompts.
+"""Preparation of requests for decoding: checks, the decoder and its params, and arrays of prompts.
 
 B batch, T token buffer.
 """
@@ -192,10 +191,7 @@ class Prepared:
         return dataclasses.replace(self, drafter=drafter, params=self.params._replace(draft=drafter.params))
 
     def step_seconds(self, rows: int, *, log_probs: bool = False) -> float:
-        """Measure the mean seconds per step of B rows whose caches are half full.
-
-        The first call includes compilation.
-        """
+        """Measure the mean seconds per step of B rows with half-full caches. The first call also compiles."""
         # No row may end, so replace the stop tokens by one that never occurs. Keep their number, which determines a
         # shape. The length limit is the size of the buffer, which no row reaches.
         requests = [
@@ -261,8 +257,8 @@ def prepared(
     """Check requests, and return them with a decoder for the target and drafter, and its params.
 
     The size of the token buffer is rounded up to a bucket, so that requests of similar lengths share one compilation.
-    All other settings of requests are array values. Each numeric setting of the rule is one value for all requests, or
-    one per request.
+    All other differences between requests are array values. Each numeric setting of the rule is one value for all
+    requests, or one per request.
 
     Raises:
       MarsError: a request does not fit the target, the drafter or the rule.
@@ -306,9 +302,7 @@ def of_mesh(target: Pretrained, rows: int) -> int:
 
 
 def _check_rule(loaded: LoadedRule, drafter: Drafter, requests: Sequence[Request]) -> None:
-    """Raise MarsError if the rule cannot run with the drafter, or if a request has an option that does not apply to the
-    rule.
-    """
+    """Raise MarsError if the rule cannot run with the drafter, or if an option of a request does not apply to it."""
     rule = loaded.rule
     with user_errors(rule):
         if "weights" in rule.needs and not jax.tree.leaves(loaded.params):

@@ -49,8 +49,7 @@ _is_enabled = False
 
 
 def keep_programs(folder: str) -> None:
-    """Store this process's programs in a folder, unless it belongs to another user, whose files could run arbitrary
-    code.
+    """Store this process's programs in a folder, unless it belongs to another user, whose files may run any code.
 
     Call this only in commands, whose imported modules match the files on disk.
     """
@@ -63,7 +62,7 @@ def keep_programs(folder: str) -> None:
 
 
 def program(function: Any, decoder: Decoder, *args: Any) -> Callable[..., Any]:
-    """Return a jitted function of (decoder, *args) as a function of `args`, compiled for arguments of these shapes."""
+    """Turn a jitted function of (decoder, *args) into a function of `args`, compiled for arguments of these shapes."""
     is_enabled = _is_enabled and jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     if not is_enabled or jax.default_backend() != "cpu" or jax.device_count() > 1:
         return functools.partial(function, decoder)
@@ -171,7 +170,6 @@ def _compile(key: str, function: Any, decoder: Decoder, args: tuple[Any, ...]) -
         )
 
     with contextlib.suppress(Exception):  # the outputs' tree may contain objects that cannot be pickled
-        # If the source has changed, a module may be older than its file.
-        if _source_digest.__wrapped__() == _source_digest():
+        if _source_digest.__wrapped__() == _source_digest():  # otherwise, a module may be outdated
             keep_bytes(packed, "programs", key)
     return compiled

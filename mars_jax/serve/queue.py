@@ -1,6 +1,4 @@
-"""A queue of requests for a batch of rows.
-
-When a request ends, the next one starts in its row while other rows continue.
+"""A queue of requests for a batch of rows. When a request ends, the next one starts in its row, and others continue.
 
 B rows. Tested against each request decoded separately (tests/serve/test_queue.py).
 """
@@ -56,9 +54,7 @@ class Said(NamedTuple):
 
     index: int  # index of the prompt
     text: str  # new text; it may lag behind `tokens` inside a multi-byte character
-    pieces: tuple[
-        tuple[str, str], ...
-    ]  # (entry of KINDS, text) for each token; the texts concatenate to `text`
+    pieces: tuple[tuple[str, str], ...]  # (entry of KINDS, text) per token; the texts concatenate to `text`
     tokens: tuple[int, ...]  # new token ids
     log_probs: TokenLogProbs  # one entry for each token
 
@@ -113,18 +109,14 @@ class Queue:
         self._steps: Iterator[tuple[DecodeState, StepInfo]] | None = None
         self._holds: list[int | None] = [None] * num_rows  # index of the request in each row
         self._began = [0.0] * num_rows
-        self._texts: list[RowText | None] = [
-            None
-        ] * num_rows  # text of rows whose tokens are needed before they end
+        # Texts of rows whose new tokens are needed before the row ends.
+        self._texts: list[RowText | None] = [None] * num_rows
 
     def __iter__(self) -> Iterator[Finished]:
         return self.finished()
 
     def finished(self, *, early: bool = True) -> Iterator[Finished]:
-        """Yield each completion as it ends.
-
-        If `early` is False, yield those of the last rows together, after all have ended.
-        """
+        """Yield each completion as it ends. If not `early`, yield those of the last rows after all rows have ended."""
         return (event for event in self.events(early=early) if isinstance(event, Finished))
 
     def events(self, *, early: bool = True) -> Generator[Said | Finished, None, None]:
@@ -165,10 +157,10 @@ class Queue:
         yield from completions
 
     def warm_up(self) -> None:
-        """Compile the programs of this queue by decoding one token of its first requests, whose prompts are cut to a
-        few tokens.
+        """Compile the programs of this queue by decoding one token of its first requests.
 
-        This is cheap if the programs are already compiled. Afterwards, the queue can still be used once.
+        Their prompts are cut to a few tokens. This is cheap if the programs are already compiled. Afterwards, the queue
+        can still be used once.
         """
         # Array shapes depend on all requests, so shorten all of them and drop none.
         short_requests = []
@@ -359,9 +351,7 @@ class Reading(NamedTuple):
 
     prompt: tuple[int, ...]
     state: DecodeState
-    sound: (
-        Array | None
-    )  # bool[]; whether the row's caches are finite; None if no prompt continues from this row
+    sound: Array | None  # bool[]; whether the caches are finite; None if no prompt continues from this row
 
 
 @jax.jit
@@ -407,8 +397,7 @@ def chunk_of_decoder(prepared: Prepared) -> int:
 
 
 def forwards_saved(previous: Sequence[int], prompt: Sequence[int], chunk: int) -> int:
-    """Return the number of prefill forward passes saved for a prompt if its common prefix with `previous` is already
-    cached.
+    """Return how many prefill forward passes a prompt saves if its common prefix with `previous` is already cached.
 
     >>> forwards_saved([1] * 130 + [2], [1] * 200, 64)
     2
@@ -428,11 +417,10 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def longest_first(requests: Sequence[Request]) -> list[int]:
-    """Order requests by decreasing `max_new_tokens`, because a long request that starts last would run alone.
+    """Return request indices in the order of decreasing `max_new_tokens`.
 
-    Return indices.
-
-    Requests with equal limits are sorted by their prompts if adjacent prompts then share at least `SAVED` tokens.
+    A long request that starts last would decode in a batch of its own. Requests with equal limits are sorted by their
+    prompts if adjacent prompts then share at least `SAVED` tokens.
 
     >>> longest_first([Request(prompt_tokens=(1,), max_new_tokens=n) for n in (5, 9, 5)])
     [1, 0, 2]

@@ -1,6 +1,6 @@
-"""Requests (a prompt with its settings), the options that create them, and completions with their metrics.
+"""Requests, which are prompts with their settings; the options from which they are made; and completions.
 
-Tested against the fields of `Request` and the docstring of `generate` (tests/serve/test_options.py).
+Tested against the docstring of `generate` and the fields of `Request`, compared in tests/serve/test_options.py.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ AnyArray = np.ndarray | np.generic | jax.Array
 Each = T | Sequence[T] | AnyArray
 """One value for all prompts, or one per prompt."""
 TokenIds = int | Sequence[int] | Sequence[Sequence[int]] | AnyArray
-"""One id or several for all prompts, or a sequence of them per prompt."""
+"""One or several token ids for all prompts, or a sequence of token ids per prompt."""
 Schema = Mapping[str, object] | str | os.PathLike[str]
 
 
 class Options(TypedDict, total=False):
-    """Options of a request. Each is one value for all prompts, or one per prompt; see `generate`.
+    """Options of requests. Each is one value for all prompts, or one value per prompt; see `generate`.
 
     >>> chosen: Options = {"temperature": 0.7, "seed": [3, 4]}
     >>> sorted(Options.__optional_keys__)[:2]
@@ -80,9 +80,9 @@ class CallOptions(Options, total=False):
 
 
 AnyPrompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Turn] | Sequence[Sequence[Turn]]
-"""A string, strings, token ids, a conversation or conversations."""
+"""The types of prompts: a string, several strings, lists of token ids, a conversation or several conversations."""
 OptionValues = dict[str, Any]
-"""Values of options by name."""
+"""Values of options, keyed by name."""
 
 
 def _check_constraint(constraint: Constraint) -> Constraint:
@@ -97,36 +97,36 @@ _CONSTRAINTS = {
     "choice": constraints.choice,
     "allowed_tokens": constraints.tokens,
 }
-"""Options that constrain a completion, with functions that turn their values into constraints."""
+"""Options that constrain a completion, with the functions that convert their values to constraints."""
 _SEQUENCES = ("stop_tokens", "banned_tokens", "stop_strings", "choice", "allowed_tokens")
 """Options whose value for one prompt is a sequence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request(RequestSettings):
-    """One prompt with its settings. `make_requests` increments the seed, so that requests draw differently."""
+    """One prompt with its settings. `make_requests` increments the seed, so that requests are sampled independently."""
 
     prompt: str | None = None  # None if the prompt is a conversation or token ids
     messages: tuple[Turn, ...] | None = None  # the conversation; None if the prompt is not a conversation
-    prompt_tokens: tuple[int, ...]  # token ids, at least one
-    id: Any = None  # the user's id, unchanged
+    prompt_tokens: tuple[int, ...]  # token ids of the prompt, at least one
+    id: Any = None  # id that the user chose for the request
     stop_tokens: tuple[int, ...] = ()  # token ids that end the completion
     stop_strings: tuple[str, ...] = ()  # strings that end the completion and are not part of it
     # (token id, number to add to its logit); -inf bans a token
     logit_bias: tuple[tuple[int, float], ...] = ()
     constraint: Constraint | None = None  # constraint on the completion
-    # spans to which a lossy rule's relaxation is limited; see `constraints.spans`
+    # spans outside which a lossy rule relaxes no tokens; see `constraints.spans`
     relax_in: tuple[str, ...] = ()
-    strict_in: tuple[str, ...] = ()  # spans in which a lossy rule relaxes no token
+    strict_in: tuple[str, ...] = ()  # spans inside which a lossy rule relaxes no tokens
 
     @property
     def spans(self) -> Spans | None:
-        """Spans in which a lossy rule may relax; None means everywhere."""
+        """Spans in which a lossy rule may relax tokens; None means everywhere."""
         return Spans(self.relax_in, self.strict_in) if self.relax_in or self.strict_in else None
 
     @property
     def edits(self) -> bool:
-        """True if the request changes the target's logits."""
+        """True if the request changes the target's logits by biases, penalties or a minimum length."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return bool(self.logit_bias or self.min_new_tokens) or penalties != (1.0, 0.0, 0.0)
 
@@ -142,10 +142,10 @@ class TokenLogProbs(NamedTuple):
     processed_log_prob: tuple[float, ...]  # NaN if the rule is not lossless
     regret: tuple[float, ...]
     kind: tuple[str, ...]  # entries of KINDS
-    # With `top_log_probs=n`: for each new token, up to n pairs (token id, log-probability), most probable first.
-    top: tuple[TopTokens, ...] = ()  # of the raw target, as in `log_prob`
-    # Like `top`, but from the distribution that the token was drawn from, without tokens that filters exclude. There
-    # are no pairs if the rule is not lossless.
+    # With `top_log_probs=n`: for each new token, up to n pairs (token id, log-probability) in descending order.
+    top: tuple[TopTokens, ...] = ()  # under the raw target, as in `log_prob`
+    # Like `top`, but under the distribution that the token was drawn from, without tokens that filters exclude. Empty
+    # for each token if the rule is not lossless.
     processed_top: tuple[TopTokens, ...] = ()
 
 
@@ -157,17 +157,17 @@ KINDS = ("exact", "relaxed", "corrected", "trusted")
 class Completion:
     """The completion of one prompt.
 
-    `seconds` is the wall time of the row, from its prefill until the host reads that it has ended. `metrics` counts all
-    decoded tokens, including tokens after a stop string.
+    `seconds` is the wall time from the start of the prefill until the host finds that the row has ended. `metrics`
+    counts all decoded tokens, including tokens after a stop string.
     """
 
     request: Request  # the request that was completed
-    text: str  # "" if the checkpoint has no tokenizer; it ends before a stop string
+    text: str  # text of the new tokens, up to a stop string; "" if the checkpoint has no tokenizer
     tokens: list[int]  # new tokens, including the stop token or the token that completes a stop string
     finish_reason: str  # "stop", "length", or "failed" if the target's logits were not finite
     metrics: Metrics  # counters of the row's steps
     seconds: float  # wall time of the row
-    log_probs: TokenLogProbs | None = None  # of the new tokens; None without `log_probs=True`
+    log_probs: TokenLogProbs | None = None  # those of the new tokens; None without `log_probs=True`
 
     @property
     def tokens_per_second(self) -> float:
@@ -181,7 +181,7 @@ class Result:
     completions: list[Completion]  # in the order of the prompts
     metrics: Metrics  # totals over all prompts
     seconds: float  # wall time of the call
-    forwards: int  # forward passes of the target, each over all rows of a batch
+    forwards: int  # number of forward passes of the target, each over all rows of a batch
 
     @property
     def text(self) -> list[str]:
@@ -207,9 +207,9 @@ def make_requests(
     samples: int = 1,
     **options: Unpack[Options],
 ) -> list[Request]:
-    """Tokenize prompts, and assign options to each of them; see `generate`. The samples of a prompt are adjacent.
+    """Tokenize prompts and build their requests; see `generate`. The samples of a prompt are adjacent.
 
-    All values from users are validated here.
+    This function validates all values from users.
     """
     check_pretrained(target)
     check_switch("chat", chat)
@@ -276,7 +276,7 @@ def _as_list(prompts: AnyPrompts) -> list[Any]:
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Raise an error for options that do not exist."""
+    """Raise an error if there is no option of one of these names."""
     option_names = Options.__optional_keys__
     for name in set(names) - option_names:
         for rule_row in rules().values():
@@ -290,15 +290,16 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def _sampled(requests: list[Request], samples: int, *, one_seed: bool) -> list[Request]:
-    """Repeat each request for its samples, and increment the seeds.
+    """Repeat each request once per sample, and increment the seeds.
 
-    A single seed is incremented for each request. A seed per prompt is incremented for each sample of that prompt.
+    A single seed for all prompts is incremented for each request. If there is one seed per prompt, it is incremented
+    for each sample of that prompt.
     """
     if samples > 1 and any(request.temperature == 0 for request in requests):
         raise MarsError(
             "samples do not apply at temperature 0, as all are equal: give a temperature above 0."
         )
-    # Sample j of prompt i draws with seed + i * samples + j, or with seed[i] + j.
+    # Sample j of prompt i uses the seed `seed + i * samples + j`, or `seed[i] + j`.
     stride = samples if one_seed else 0
     return [
         dataclasses.replace(request, seed=(request.seed + index * stride + sample) % 2**32)
@@ -312,7 +313,7 @@ def _is_conversation(prompt: object) -> TypeGuard[Sequence[Turn]]:
 
 
 def _with_special(target: Pretrained, options: OptionValues) -> OptionValues:
-    """Return options in which stop strings that are special tokens become stop tokens: text omits special tokens."""
+    """Replace stop strings that are special tokens by stop tokens, because decoded text omits special tokens."""
     if not target.has_tokenizer:
         raise MarsError(
             f"stop_strings do not apply to '{target.name}', without a tokenizer: give stop_tokens."
@@ -327,14 +328,15 @@ def _with_special(target: Pretrained, options: OptionValues) -> OptionValues:
 
 
 def take_constraint(options: OptionValues, by_id: dict[tuple[str, int], Constraint]) -> Constraint | None:
-    """Remove the options that constrain a completion from the options of one prompt, and return its constraint.
+    """Remove the constraint options from the options of one prompt, and return the prompt's constraint.
 
     Args:
       options: the options of one prompt.
-      by_id: constraints by option and the `id` of its value, so that a value for all prompts is compiled only once.
+      by_id: constraints made so far, keyed by the name of the option and the `id` of its value. A value that is used
+        for all prompts is thus compiled only once.
 
     Raises:
-      MarsError: there are two constraints, or as for the functions of `constraints`.
+      MarsError: there is more than one constraint, or as for the functions of `constraints`.
     """
     may_relax = options.pop("relax_constrained", False)
     check_switch("relax_constrained", may_relax)
@@ -350,14 +352,14 @@ def take_constraint(options: OptionValues, by_id: dict[tuple[str, int], Constrai
 
 
 def _ids(target: Pretrained, name: str, value: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the token ids of an option with one id or several."""
+    """Return the token ids of an option whose value is one id or several."""
     if isinstance(value, int):
         value = (value,)
     return token_ids(name, value, target.config.vocab_size)
 
 
 def _pairs(bias: Mapping[int, float] | None) -> dict[int, float]:
-    """Return a logit bias as a dict."""
+    """Check a logit bias and convert it to a dict."""
     check_type(
         "logit_bias", bias, (Mapping, type(None)), "a mapping of token ids to numbers, or one per prompt"
     )
@@ -365,11 +367,11 @@ def _pairs(bias: Mapping[int, float] | None) -> dict[int, float]:
 
 
 def _spread(name: str, value: Any, count: int) -> list[Any]:
-    """Return the value of an option for each of `count` prompts."""
+    """Return a list with the value of an option for each of `count` prompts."""
     if hasattr(value, "tolist"):  # an array
         value = value.tolist()
-    # A list holds one value per prompt, except for spans, which apply to all prompts. If one value is itself a list,
-    # as for `_SEQUENCES`, only a list of lists holds one value per prompt.
+    # A list contains one value per prompt, except for spans, which apply to all prompts. If a single value is already a
+    # list, as for `_SEQUENCES`, only a list of lists contains one value per prompt.
     per_prompt = isinstance(value, list | tuple) and name not in ("relax_in", "strict_in")
     if name in _SEQUENCES:
         per_prompt = per_prompt and any(
@@ -383,7 +385,7 @@ def _spread(name: str, value: Any, count: int) -> list[Any]:
 
 
 def _checked(target: Pretrained, name: str, value: Any) -> Any:
-    """Return the value of an option for one prompt, converted to the type of the `Request` field.
+    """Check the value of an option for one prompt, and convert it to the type of the `Request` field.
 
     Raises:
       MarsError: the value has the wrong type or is out of range.
@@ -401,7 +403,7 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
             raise MarsError(
                 f"stop_strings is {errors.short_repr(value)}: expected texts of at least one character."
             )
-        # A lone surrogate never occurs in decoded text, so a string that contains one would never match.
+        # Decoded text never contains a lone surrogate, so a stop string with one would never match.
         for text in stop_strings:
             errors.check_text("stop_strings", text)
         return tuple(stop_strings)
@@ -413,7 +415,7 @@ def _checked(target: Pretrained, name: str, value: Any) -> Any:
 
 
 def check_request(target: Pretrained, request: Request) -> None:
-    """Raise MarsError if a request leaves no room for a new token."""
+    """Raise MarsError if a request has no room for a new token, or its settings contradict each other."""
     context_length = target.config.max_positions
     if len(request.prompt_tokens) >= context_length:
         raise MarsError(
@@ -434,7 +436,7 @@ def check_request(target: Pretrained, request: Request) -> None:
 
 
 def total_metrics(completions: Sequence[Completion]) -> Metrics:
-    """Return the metrics summed over completions."""
+    """Return the sums of the metrics of several completions."""
     counters = [dataclasses.asdict(c.metrics) for c in completions]
     totals = {name: sum(p[name] for p in counters) for name in counters[0] if name != "depth_histogram"}
     histogram = tuple(map(sum, zip(*(p["depth_histogram"] for p in counters), strict=True)))

@@ -1,10 +1,10 @@
-"""Rows of a run on disk: JSON lines that one process appends, and the settings that determine those lines.
+"""Files of JSON rows, to which one process appends the results of a run, and the recorded settings of the run.
 
-`FILE.settings.json` records the settings and the fingerprints of the weights. Each row contains a digest of both, so
-that a row from a different run is refused, even in a file that combines rows from several machines.
+`FILE.settings.json` records the settings and the fingerprints of the weights. Each row contains a hash of both, so that
+rows from a different run are detected, even in a file that combines rows from several machines.
 
-A row is one line, written under a lock that is released when the process ends, and followed by fsync. A killed process
-therefore leaves whole lines and at most one torn line at the end.
+Each row is one line. It is written under a file lock, which is released when the process ends, and followed by fsync.
+If the process is killed, the file contains only complete lines, except possibly the last one.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Row = JsonObject
 
 
 class RowFile:
-    """The rows of one run.
+    """The file of a run's rows.
 
-    If several processes decode on one mesh, all of them hold the rows and only the first one writes.
+    If several processes decode on one mesh, all of them have the rows in memory, but only the first one writes them.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "rows.jsonl"
@@ -64,17 +64,18 @@ class RowFile:
         settings_path: Path | None = None,
         resume: bool = True,
     ):
-        """Lock the file. If it has rows, compare its settings with those of this run, before any model is loaded.
+        """Lock the file. If it has rows, compare its recorded settings with those of this run. No model is loaded yet.
 
         Args:
-          path: path of the file, which need not exist.
-          settings: everything that determines the rows, except for the fingerprints passed to `start`.
-          flag: the flag that names the file, for messages.
-          settings_path: path of the recorded settings; default: `FILE.settings.json`.
+          path: path of the file, which does not have to exist.
+          settings: all settings that determine the rows, except the fingerprints, which are passed to `start`.
+          flag: command-line flag for the file, for error messages.
+          settings_path: path of the file of recorded settings; default: `FILE.settings.json`.
           resume: whether the file may already have rows.
 
         Raises:
-          MarsError: another process writes to the file, it cannot be opened, or it belongs to a different run.
+          MarsError: another process is writing to the file, the file cannot be opened, or it belongs to a different
+            run.
         """
         self.path, self.fingerprint = Path(path), ""
         self.rows: list[Row] = []
@@ -102,13 +103,14 @@ class RowFile:
             raise
 
     def start(self, fingerprints: Mapping[str, str] | None = None) -> None:
-        """Compare the fingerprints, and read the existing rows.
+        """Compare the fingerprints with the recorded ones, and read the existing rows.
 
         Args:
-          fingerprints: fingerprints of the weights, by component.
+          fingerprints: fingerprints of the weights, keyed by component.
 
         Raises:
-          MarsError: the file belongs to a run with different weights, or is not a file of rows. It is then closed.
+          MarsError: the file belongs to a run with different weights, or is not a file of rows. The file is then
+            closed.
         """
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
@@ -117,10 +119,12 @@ class RowFile:
             has_record = self._data and compare_settings(
                 self._settings_path, self._settings, self.path, self._flag
             )
-            # Each whole line ends in a newline, so the part after the last newline is empty or torn.
+            # Each complete line ends in a newline, so the part after the last newline is either empty or an incomplete
+            # line.
             *lines, torn_line = hosts.broadcast_bytes(self._data).split(b"\n")
             if lines and b"\0" in lines[-1]:
-                # After a power cut, a file may have its new length and NUL bytes in place of its last line.
+                # After a power failure, a file may already have its new length but contain NUL bytes in place of its
+                # last line.
                 lines.pop()
             if torn_line and self._lock is not None and not (lines or has_record):
                 raise MarsError(f"{self._flag} '{self.path}' is not a file of rows: choose another path.")
@@ -132,12 +136,15 @@ class RowFile:
                         "settings, weights and prompts of the run that wrote it."
                     )
                 self.rows.append(row)
-            # Size in bytes of the whole lines. `begin` truncates the file to this size.
+            # Total size in bytes of the complete lines. `begin` truncates the file to this size.
             self._intact = sum(len(line) + 1 for line in lines)
             on_error.pop_all()
 
     def begin(self) -> None:
-        """Record the settings, and cut off a torn line. The first `append` does this as well."""
+        """Record the settings, and remove an incomplete last line.
+
+        If this was not called before the first `append`, `append` calls it.
+        """
         self._begun = True
         if self._lock is None:
             return
@@ -149,7 +156,7 @@ class RowFile:
             raise self._unwritable(error) from None
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Write one row, and return when it is on disk. NaN and infinities become null.
+        """Append one row, and return once it is on disk. NaN and infinities become null.
 
         Raises:
           MarsError: the file cannot be written.
@@ -163,7 +170,7 @@ class RowFile:
                     self._lock.write(line.encode("utf-8", errors="replace") + b"\n")
             except OSError as error:
                 raise self._unwritable(error) from None
-            # Keep the row as a later run will read it: with lists in place of tuples, and null for NaN.
+            # Store the row as a later run will read it, with lists instead of tuples and null instead of NaN.
             self.rows.append(json.loads(line))
 
     def _unwritable(self, error: OSError) -> MarsError:
@@ -172,17 +179,17 @@ class RowFile:
         )
 
     def batch(self, keys: Sequence[Mapping[str, object]], make: Callable[[], Sequence[Row]]) -> list[Row]:
-        """Return the rows for some keys. If the file lacks any of them, make all, and append the missing ones.
+        """Return the rows with the given keys. If any are missing, make all of them and append the missing ones.
 
         Args:
-          keys: fields that identify a row, the same fields in every call.
-          make: returns the rows in the order of `keys`.
+          keys: for each row, the fields that identify it. Every call must use the same fields.
+          make: function that makes all rows, in the order of `keys`.
         """
         key_fields = tuple(keys[0])
         if not self._by_key:
             self._by_key = {tuple(row.get(name) for name in key_fields): row for row in self.rows}
         key_values = [tuple(key.values()) for key in keys]
-        # The rows of a batch are decoded together, so a missing one is made with the others.
+        # The rows of a batch are decoded together, so if one is missing, make all of them again.
         if not self._by_key.keys() >= set(key_values):
             for key, row in zip(key_values, make(), strict=True):
                 if key not in self._by_key:
@@ -191,8 +198,8 @@ class RowFile:
         return [self._by_key[key] for key in key_values]
 
     def stop(self) -> int:
-        """Close the file when a signal ends the process, so that no more rows are written. Return the row count."""
-        # Never release this lock: an `append` in the main thread must not write to the closed file.
+        """Close the file before a signal ends the process, to prevent further writes. Return the number of rows."""
+        # Never release this lock, because an `append` in the main thread must not write to the closed file.
         self._writing.acquire()
         self.close()
         return len(self.rows)
@@ -207,7 +214,7 @@ class RowFile:
 
 
 class Lock:
-    """A file or directory that no other process may write to, until `close` or the end of the process."""
+    """A lock on a file or directory against writes by other processes. It ends with `close` or with the process."""
 
     def __init__(self, path: str | os.PathLike[str], *, flags: int = os.O_RDONLY):
         """
@@ -216,7 +223,7 @@ class Lock:
           flags: flags for `os.open`.
 
         Raises:
-          MarsError: another process has locked it, or it cannot be opened.
+          MarsError: another process holds the lock, or the path cannot be opened.
         """
         busy_error = MarsError(
             f"another process is writing to '{path}': wait until it ends, or choose another path."
@@ -233,15 +240,15 @@ class Lock:
             os.close(self.descriptor)
             raise busy_error from None
         except OSError:
-            # The file system has no locks.
+            # The file system does not support locks.
             return
         if not os.path.exists(path) or not os.path.samestat(os.fstat(self.descriptor), os.stat(path)):
-            # The previous owner deleted the file before this process locked it.
+            # Another process deleted the file before this process locked it.
             os.close(self.descriptor)
             raise busy_error
 
     def write(self, data: bytes) -> None:
-        """Write all bytes, and return once they are on disk."""
+        """Write all of `data`, and return once it is on disk."""
         remaining_bytes = memoryview(data)
         while remaining_bytes:
             remaining_bytes = remaining_bytes[os.write(self.descriptor, remaining_bytes) :]
@@ -255,17 +262,17 @@ class Lock:
 def compare_settings(
     path: Path, settings: Mapping[str, object], owner: Path, flag: str, *, but: str | None = None
 ) -> bool:
-    """Compare settings with the recorded ones. Return whether a record exists.
+    """Compare settings with the recorded ones. Return whether recorded settings exist.
 
     Args:
-      path: path of the recorded settings.
+      path: path of the file of recorded settings.
       settings: settings of this run, as JSON values.
-      owner: file or directory of the run, for messages.
-      flag: the flag that names the owner.
-      but: a setting to skip, because its value is not known yet.
+      owner: file or directory of the run, for error messages.
+      flag: command-line flag for the owner, for error messages.
+      but: name of a setting to skip because its value is not known yet.
 
     Raises:
-      MarsError: a setting differs, or the file is damaged.
+      MarsError: a setting differs, or the file of recorded settings is damaged.
     """
     if not path.exists():
         return False
@@ -278,7 +285,7 @@ def compare_settings(
             f"{flag} '{owner}' was begun by mars-jax {recorded_version}, and this is {settings['version']}: finish it "
             f"with that version, or choose another {flag}."
         )
-    # Include names from both sides, because a setting at its default may be left out.
+    # Compare the names of both, because settings with default values may be left out.
     for name in [*settings, *recorded_settings]:
         if name != but and (change := difference(name, recorded_settings.get(name), settings.get(name))):
             raise MarsError(
@@ -288,7 +295,7 @@ def compare_settings(
 
 
 def difference(name: str, recorded: object, current: object) -> str | None:
-    """Describe the difference if a setting differs, otherwise return None.
+    """Describe how a setting differs from its recorded value. Return None if both are equal.
 
     >>> difference("seed", 0, 1), difference("theta", None, 0.9), difference("seed", 1, 1)
     ('seed 0, not 1', 'theta at its default, not 0.9', None)
@@ -305,7 +312,7 @@ def difference(name: str, recorded: object, current: object) -> str | None:
         changed = (part for part in sorted(current | recorded) if recorded.get(part) != current.get(part))
         return next((f"other weights of the {part}" for part in changed), None)
     name = name.replace("_", " ")
-    # These are digests, whose values mean nothing to the user.
+    # These values are hashes, which mean nothing to the user.
     if all(isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) for value in (recorded, current)):
         return f"other {name}"
     return f"{name} {_brief(recorded)}, not {_brief(current)}"
@@ -318,7 +325,7 @@ def _brief(value: object) -> str:
 
 
 def parse_line(line: bytes) -> Row | None:
-    """Return the JSON object of a line, or None."""
+    """Parse a line as a JSON object. Return None if it is not one."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -329,7 +336,7 @@ def parse_line(line: bytes) -> Row | None:
 
 
 def to_line(row: Mapping[str, object]) -> str:
-    """Return one line of JSON. NaN and infinities become null.
+    """Convert a row to one line of JSON. NaN and infinities become null.
 
     >>> to_line({"tau": float("nan"), "tokens": [1]})
     '{"tau": null, "tokens": [1]}'
@@ -348,7 +355,7 @@ def _finite(value: object) -> object:
 
 
 def plain(value: Any) -> Any:
-    """Return a setting as a JSON value: tuples become lists, dataclasses objects, and other types strings.
+    """Convert a setting to a JSON value. Tuples become lists, dataclasses objects, and values of other types strings.
 
     >>> plain({"tree": (4, 2), "path": Path("a")}), plain(float("inf"))
     ({'tree': [4, 2], 'path': 'a'}, 'inf')
@@ -369,17 +376,18 @@ def plain(value: Any) -> Any:
 
 
 ROWS = 16
-"""Number of rows of each weight that a fingerprint hashes. Training changes nearly all rows, so a few are enough."""
+"""Number of rows of each weight that are hashed for a fingerprint. Training changes nearly all rows, so a few are
+enough."""
 
 
 def fingerprint(params: PyTree, *checkpoints: str | os.PathLike[str]) -> str:
-    """Hash the name, shape, dtype and `ROWS` rows of each weight, including the first and last row.
+    """Hash the name, shape and dtype of each weight, and `ROWS` of its rows, including the first and the last.
 
     The hash does not depend on the mesh. In a run of several processes, all of them must call this function.
 
     Args:
-      params: arrays.
-      checkpoints: directories or GGUF files whose configs are hashed too.
+      params: weights to hash.
+      checkpoints: directories or GGUF files whose configs are hashed as well.
 
     >>> fingerprint({"w": np.zeros((2, 3))}) == fingerprint({"w": np.ones((2, 3))})
     False
@@ -399,19 +407,19 @@ def fingerprint(params: PyTree, *checkpoints: str | os.PathLike[str]) -> str:
 
 
 def _some_rows(weight: Array | np.ndarray) -> Array | np.ndarray:
-    """Return rows that are evenly spaced over all axes but the last, including a leading axis of experts."""
+    """Return `ROWS` rows of a weight, evenly spaced over all axes but the last, including a leading axis of experts."""
     if weight.ndim < 2 or not weight.size:
         return weight
     outer_shape = weight.shape[:-1]
-    # If the weight has fewer than `ROWS` rows, some numbers occur twice.
+    # `unique` removes numbers that occur twice because the weight has fewer than `ROWS` rows.
     row_numbers = np.unique(np.linspace(0, math.prod(outer_shape) - 1, ROWS).round().astype(np.int64))
     row_indices = tuple(axis.astype(np.int32) for axis in np.unravel_index(row_numbers, outer_shape))
     if isinstance(weight, jax.Array) and (mesh := jax.typeof(weight).sharding.mesh).explicit_axes:
-        # Indexing an array with explicit axes requires the sharding of the result.
+        # To index an array that is sharded over explicit axes, the sharding of the result must be given.
         return weight.at[row_indices].get(out_sharding=NamedSharding(mesh, PartitionSpec()))
     return weight[row_indices]
 
 
 def digest(data: bytes) -> str:
-    """Return a short hash of bytes."""
+    """Return a short hash of `data`, 16 hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()[:16]

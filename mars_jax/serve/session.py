@@ -1,4 +1,4 @@
-"""A pair of models and its rule: the engine behind every way to generate.
+"""A target with its drafter and rule, with which all functions that generate text decode.
 
 B batch, T token buffer, M stop tokens. Tested against `transformers` generate with the same checkpoint
 (tests/serve/test_generate.py).
@@ -35,16 +35,17 @@ from mars_jax.utils.limits import BATCH_ROWS, TOP_LOG_PROBS
 from mars_jax.verify import exact
 
 MOST, MOST_ON_CPU = 128, 16
-"""Maximum rows of a batch. A few rows saturate a CPU: with more, the time of a step grows in proportion to the rows."""
+"""Maximum number of rows in a batch. A few rows saturate a CPU: beyond them, the time of a step is proportional to the
+number of rows."""
 SHARE, SHARE_OF_HOST = 0.85, 0.25
-"""Fraction of a device's memory, and of a host's, to use for weights, rows and a step's arrays. Other programs share
-the host's memory."""
+"""Fractions of a device's and of a host's memory to use for weights, rows and the arrays of a step. The host's fraction
+is smaller because other programs share its memory."""
 
 
 def default_rows(prepared: Prepared) -> int:
-    """Return the number of rows to decode side by side: as many as fit in memory, at most one per request.
+    """Return the default number of rows to decode in parallel: as many as fit in memory, at most one per request.
 
-    The number depends only on the machine, not on what else is in its memory. If the memory size is unknown, use the
+    The number depends on the size of the memory, not on how much of it is free. If the size is unknown, use the
     maximum, `MOST` or `MOST_ON_CPU`.
     """
     target = prepared.target
@@ -61,10 +62,10 @@ def default_rows(prepared: Prepared) -> int:
 
 
 def row_bytes(prepared: Prepared) -> int:
-    """Return the number of bytes that a row occupies on each device that holds it.
+    """Return the number of bytes that a row occupies on each device on which it is stored.
 
-    These are the row's state, plus the larger of two buffers: four copies of a step's logits, or one layer's
-    activations for a prompt chunk.
+    They consist of the row's state and the larger of two buffers: four copies of a step's logits, or the activations of
+    one layer for a prompt chunk.
     """
     target = prepared.target
     prompts = prepared.prompts([None] * of_mesh(target, 1))
@@ -76,21 +77,21 @@ def row_bytes(prepared: Prepared) -> int:
         shardings = jax.tree.leaves(state_shardings(state, target.mesh))
     num_nodes, vocab_size = prepared.drafter.drafter.num_nodes, target.model.vocab_size
     config, model = target.config, target.model
-    # A user's model may have a config without these fields.
+    # The config of a user-defined model may lack these fields.
     activation_width = 2 * getattr(config, "intermediate_size", 0) + 4 * getattr(config, "hidden_size", 0)
-    # Activations of one layer in float32: `activation_width` numbers for each prompt token of a chunk.
+    # Activations of one layer in float32: `activation_width` numbers for each token of a prompt chunk.
     prefill_bytes = min(model.prefill_chunk or WIDE_CHUNK, state.tokens.shape[1]) * activation_width * 4
     return max(4 * num_nodes * vocab_size * 4, prefill_bytes) + sum(map(_device_bytes, leaves, shardings))
 
 
 def _device_bytes(x: Array | jax.ShapeDtypeStruct, sharding: Sharding | None) -> int:
-    """Return the size in bytes of an array, or of the part of it that a device holds."""
+    """Return the size in bytes of an array or, if it is sharded, of the shard on one device."""
     shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize
 
 
 def _bytes_of(device: Any) -> float | None:
-    """Return the bytes of a device's memory that may be used; None if they are unknown."""
+    """Return how many bytes of a device's memory may be used; None if the memory size is unknown."""
     if device.platform == "cpu":
         try:
             return SHARE_OF_HOST * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -102,16 +103,17 @@ def _bytes_of(device: Any) -> float | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Session:
-    """A target, its drafter and the rule."""
+    """A target with its drafter and verification rule, for decoding requests."""
 
     target: Pretrained
     drafter: drafters.LoadedDrafter
     # Each numeric setting of the rule is one value for all requests, or one per request.
     loaded_rule: LoadedRule = dataclasses.field(default_factory=lambda: LoadedRule(exact()))
-    batch_size: int = 1  # rows decoded in parallel; 0: as many as fit in memory
-    log_probs: bool = False  # record log-probabilities of each token
-    top_log_probs: int = 0  # also record this many of the target's most probable tokens
-    _warned: set[str] = dataclasses.field(default_factory=set, repr=False)  # drafters already warned about
+    batch_size: int = 1  # number of rows to decode in parallel; 0: as many as fit in memory
+    log_probs: bool = False  # whether to record the log-probabilities of each token
+    top_log_probs: int = 0  # number of the target's most probable tokens to record as well
+    # Names of drafters for which a warning was issued.
+    _warned: set[str] = dataclasses.field(default_factory=set, repr=False)
 
     @classmethod
     def of(
@@ -124,19 +126,19 @@ class Session:
         log_probs: bool = False,
         top_log_probs: int = 0,
     ) -> Session:
-        """Make a session from the arguments of `mars_jax.generate`.
+        """Create a session from the arguments of `mars_jax.generate`.
 
         Args:
           target, drafter, verify, batch_size, log_probs, top_log_probs: as for `mars_jax.generate`.
 
         Raises:
-          MarsError: see `drafters.load`; or batch_size or top_log_probs is out of range.
+          MarsError: as for `drafters.load`, or batch_size or top_log_probs is out of range.
         """
         if batch_size is not None:
             check_count("batch_size", batch_size, most=BATCH_ROWS)
         check_switch("log_probs", log_probs)
         check_count("top_log_probs", top_log_probs, 0, TOP_LOG_PROBS)
-        rule = loaded_rule(verify)  # refuse a wrong rule before a draft loads
+        rule = loaded_rule(verify)  # check the rule before loading a drafter
         return cls(
             target=target,
             drafter=drafters.loaded(drafter, target),
@@ -152,20 +154,20 @@ class Session:
         return self.loaded_rule.rule.name
 
     def using(self, rule: LoadedRule) -> Session:
-        """Return a session of the same pair with a different rule."""
+        """Return a session with the same target and drafter but a different rule."""
         return dataclasses.replace(self, loaded_rule=rule)
 
     @functools.cached_property
     def autoregressive(self) -> Session:
-        """A session of the target without a draft."""
+        """A session with the same target that decodes without drafting."""
         drafter = drafters.load("none", self.target)
         return dataclasses.replace(self, drafter=drafter, loaded_rule=LoadedRule(exact()))
 
     def _check_length(self, requests: Sequence[Request]) -> None:
-        """Warn, once per session, if a sequence may become longer than the drafter was trained for."""
+        """Warn once if a sequence may become longer than the context for which the drafter was trained."""
         max_len = max(len(request.prompt_tokens) + request.max_new_tokens for request in requests)
         max_len, trained_max = min(max_len, self.target.config.max_positions), self.drafter.max_positions
-        # `using` passes the same `_warned` on, so a pair warns once under all of its rules.
+        # Sessions made by `using` share the same `_warned`, so there is only one warning for all rules.
         drafter_name = self.drafter.drafter.name
         if trained_max is not None and max_len > trained_max and drafter_name not in self._warned:
             self._warned.add(drafter_name)
@@ -176,7 +178,7 @@ class Session:
             )
 
     def prepared(self, requests: Sequence[Request]) -> Prepared:
-        """Return requests that fit the pair, with their decoder; see `serve.prepare.prepared`."""
+        """Check requests and return them with their decoder; see `serve.prepare.prepared`."""
         prepared_requests = prepared(self.target, self.drafter, requests, verify=self.loaded_rule)
         self._check_length(requests)
         # A small vocabulary may have fewer tokens than requested.
@@ -187,11 +189,12 @@ class Session:
     def queue(
         self, requests: Sequence[Request], *, order: Sequence[int] | None = None, telling: bool = False
     ) -> Queue:
-        """Return an iterator that decodes requests in `batch_size` rows, starting each as soon as a row is free.
+        """Return an iterator that decodes requests in `batch_size` rows. A request starts as soon as a row is free.
 
         Args:
-          requests: any number of them.
-          order: indices of the requests to decode, in the order in which they begin; default: all, in their order.
+          requests: requests to decode, of any number.
+          order: indices of the requests to decode, in the order in which to start them; default: all, in the given
+            order.
           telling: whether `Queue.events` also yields new tokens.
 
         Raises:
@@ -203,18 +206,18 @@ class Session:
 
     @activity.doing("compiling")
     def warm_up(self, requests: Sequence[Request]) -> None:
-        """Compile the programs that `decode` uses, by decoding one token, so that timings exclude compilation."""
+        """Compile the programs that `decode` uses, by decoding one token, so that later timings exclude compilation."""
         self.queue(requests, order=longest_first(requests)).warm_up()
 
     @activity.doing("timing a step")
     def plain_seconds(self, requests: Sequence[Request]) -> float:
-        """Estimate the seconds that decoding takes without a draft, if no completion ends early.
+        """Estimate the seconds that decoding takes without drafting, if all completions reach their length limits.
 
-        The estimate comes from timing a few steps. It excludes prefill. Useful drafts make decoding faster.
+        The estimate is based on the time of a few steps, and excludes prefill.
         """
         prepared_requests = self.autoregressive.prepared(requests)
         num_rows = of_mesh(self.target, self.batch_size or default_rows(prepared_requests))
-        # The first timing includes compilation.
+        # Measure twice, because the first measurement includes compilation.
         _, step_seconds = (
             prepared_requests.step_seconds(num_rows, log_probs=self.log_probs) for _ in range(2)
         )
@@ -226,7 +229,7 @@ class Session:
         """Decode all requests, in decreasing order of `max_new_tokens`.
 
         Raises:
-          MarsError: see `queue`.
+          MarsError: as for `queue`.
         """
         start_time = time.perf_counter()
         queue = self.queue(requests, order=longest_first(requests))
@@ -240,12 +243,12 @@ class Session:
         )
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Said | Finished]:
-        """Decode requests in `batch_size` rows, and yield the tokens of each row as they are decoded."""
+        """Decode requests in `batch_size` rows, and yield new tokens and completions as they are decoded."""
         return self.queue(requests, telling=True).events()
 
 
 def check_finite(target: Pretrained, completions: Sequence[Completion]) -> None:
-    """Raise MarsError if any prompt failed, for callers that treat such prompts as an error."""
+    """Raise MarsError if any completion failed, for callers that treat this as an error."""
     num_failed = sum(completion.finish_reason == "failed" for completion in completions)
     if num_failed:
         raise MarsError(
@@ -261,10 +264,10 @@ def prepare(
     *,
     verify: AnyRule | None = None,
 ) -> tuple[Decoder, Params, DecodeState]:
-    """Return the decoder, its params, and the state after prefill of one batch, for use in the caller's own loop.
+    """Prefill one batch, and return the decoder, its params and the state, for use in a loop of your own.
 
-    If the draft length adapts to its cost, measure that cost first. On the target's mesh, the rows are sharded over
-    `data`, and their number is rounded up to a multiple of that axis.
+    If the draft length is adaptive, the costs of all lengths are measured first. On a mesh, the rows are sharded over
+    the axis `data`, and their number is rounded up to a multiple of its size.
 
     Args:
       target, drafter, requests, verify: as for `prepared`.

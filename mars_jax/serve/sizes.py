@@ -1,4 +1,4 @@
-"""Costs of a step with each draft length, measured on the device before the first batch of a shape and saved on disk.
+"""Costs of a step at each draft length. They are measured before the first batch of each shape and stored on disk.
 
 Tested against the wall time of steps with fixed sizes (scripts/results/bench_sizes.json at commit 5336526).
 """
@@ -22,29 +22,30 @@ from mars_jax.utils.compilations import keep_bytes, kept_bytes
 from mars_jax.utils.version import __version__
 
 ROUNDS, SECONDS = 4, 1.0
-"""Minimum number of rounds, and minimum seconds of the rounds after the first, which compiles. Each round times every
-size. The fastest time counts, because other load on the machine only adds time."""
+"""Minimum number of rounds, and minimum total seconds of the rounds after the first, which includes compilation. Each
+round measures every size once. The fastest time is used, because other load on the machine only adds time."""
 STEADY = 1.5
-"""Costs are saved on disk only if the median time of each size is less than this many times the fastest one. Otherwise
-other load may have slowed down all rounds, and the next process measures again."""
+"""Costs are stored on disk only if the median time of each size is less than this many times its fastest time.
+Otherwise, other load may have slowed down all rounds, so the next process measures again."""
 
 _MEASURED: dict[tuple[Decoder, str], list[float]] = {}
-"""Costs that this process measured or read, keyed by the decoder and a string with everything else they depend on."""
+"""Costs that this process has measured or loaded, keyed by the decoder and a string of everything else they depend
+on."""
 
 
 def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Prepared:
-    """Add measured costs of the draft's sizes to prepared requests; return them unchanged if no costs are needed.
+    """Add the measured costs of the draft lengths to prepared requests. Return them unchanged if they need no costs.
 
     Args:
       prepared: the requests and their decoder.
-      rows: B, a multiple of the mesh's `data`.
-      log_probs: whether the loop that will decode them records log-probabilities.
+      rows: B, the number of rows, a multiple of the mesh axis `data`.
+      log_probs: whether decoding will record log-probabilities.
     """
     drafter, mesh = prepared.drafter, prepared.target.mesh
     if drafter.sizes is None or np.all(np.asarray(drafter.params.costs) > 0):
         return prepared
     machine = (jax.devices()[0].device_kind, os.cpu_count(), jax.process_count(), mesh and dict(mesh.shape))
-    # A decoder's functions differ between processes, so the key on disk has configs and names instead.
+    # A decoder's functions differ between processes, so the key on disk consists of configs and names instead.
     names = (prepared.loaded_rule.rule.name, drafter.drafter.name, drafter.sizes.lengths)
     batch = (rows, prepared.width, prepared.draws, any(r.edits for r in prepared.requests), log_probs)
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype.name), prepared.params)
@@ -56,8 +57,8 @@ def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Pre
 
 
 def _costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> list[float]:
-    """Return the costs that an earlier process saved; if there are none, measure them and save them."""
-    # Save costs only in single-process runs, and only for a model that its config describes.
+    """Return the costs that an earlier process stored. If there are none, measure and store them."""
+    # Store costs only in single-process runs, and only for models that are fully described by their config.
     is_kept = jax.process_count() == 1 and not isinstance(prepared.target.config, OwnConfig)
     with contextlib.suppress(ValueError):  # the stored text is damaged
         costs = json.loads((is_kept and kept_bytes("draft_costs", cost_key)) or "[]")
@@ -65,7 +66,7 @@ def _costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> 
             return costs
     with activity.doing("measuring the cost of drafts"):
         times = np.asarray(_measure(prepared, rows, log_probs=log_probs))
-    # All processes of a mesh must choose the same sizes, so they share the costs of the first.
+    # All processes of a mesh must choose the same sizes, so they use the costs that the first process measured.
     costs = np.frombuffer(hosts.broadcast_bytes(np.min(times, axis=0).tobytes())).tolist()
     if is_kept and np.all(np.median(times, axis=0) < STEADY * np.min(times, axis=0)):
         keep_bytes(lambda: json.dumps(costs).encode(), "draft_costs", cost_key)
@@ -73,17 +74,17 @@ def _costs(prepared: Prepared, rows: int, cost_key: str, *, log_probs: bool) -> 
 
 
 def _measure(prepared: Prepared, rows: int, *, log_probs: bool) -> list[list[float]]:
-    """Return the seconds per step of each round, for each size."""
-    # All sizes run the same compiled program, which reads the size from the costs.
+    """Measure the seconds per step for each size, in several rounds. Return one list for each round."""
+    # All sizes run the same compiled program, in which the costs determine the size.
     num_sizes = len(prepared.drafter.params.costs)
     by_size = [prepared.drafting(with_size(prepared.drafter, size)) for size in range(num_sizes)]
 
     def seconds() -> list[float]:
         return [arm.step_seconds(rows, log_probs=log_probs) for arm in by_size]
 
-    # The first round compiles, so it does not count towards `SECONDS`.
+    # The first round includes compilation, so it does not count towards `SECONDS`.
     rounds, end_time = [seconds()], time.perf_counter() + SECONDS
-    # The processes of a mesh must all run the same number of rounds, so they ignore the time.
+    # All processes of a mesh must run the same number of rounds, so with several processes ignore the time.
     while len(rounds) < ROUNDS or (jax.process_count() == 1 and time.perf_counter() < end_time):
         rounds.append(seconds())
     return rounds

@@ -1,4 +1,7 @@
-"""Text of a row as its tokens arrive, and the row's completion, cut from batch arrays. B batch, T token buffer."""
+"""Incremental conversion of a row's tokens to text, and completions made from the arrays of a batch.
+
+B batch, T token buffer.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,22 @@ from mars_jax.serve.requests import KINDS, Completion, Request, TokenLogProbs, T
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LONGEST_PERIOD, LOOP_TOKENS = 90, 12
-"""Maximum length of a loop's phrase, and minimum length of a loop, in tokens."""
+"""Maximum length of a phrase that repeats in a loop, and minimum length of a loop, in tokens."""
 
 
 class Detokenizer:
     """An incremental detokenizer, whose pieces of text concatenate to the text of all tokens.
 
-    Text that a later token may change is held back: an unfinished character, and with byte fallback a whole run of
-    byte tokens, since `tokenizers` replaces every byte of a run that is not valid UTF-8. Only the tokens after the
-    second-to-last piece are decoded again, so that the cost of a piece does not grow with the length of the text.
+    Text that a later token may change is held back. This is an incomplete character or, with byte fallback, a whole run
+    of byte tokens, because `tokenizers` replaces every byte of a run that is not valid UTF-8. For each piece, only the
+    tokens after the second-to-last piece are decoded again, so that the cost does not grow with the length of the text.
     """
 
     def __init__(self, pretrained: Pretrained, prompt_tokens: Sequence[int]):
         self._decode = pretrained.decode
         self._invalid_byte = pretrained.invalid_byte
-        # Decode the first new token after the end of the prompt, since a tokenizer may drop the space before the very
-        # first word. Drop tokens from the front of this context while it contains a partial character.
+        # Decode new tokens after the end of the prompt, because a tokenizer may drop a space before the first word.
+        # Drop tokens from the front of this context while it contains an incomplete character.
         context = list(prompt_tokens)[-8:]
         while REPLACEMENT in self._decode(context):
             context.pop(0)
@@ -38,7 +41,7 @@ class Detokenizer:
         self._context, self._read = 0, len(context)
 
     def feed(self, tokens: Sequence[int], *, last: bool = False) -> str:
-        """Return the text that `tokens` complete. `last` releases the text that was held back."""
+        """Add `tokens`, and return the text that is now complete. With `last`, also return text that was held back."""
         self._tokens += list(tokens)
         text = self.pending()
         if not last and (not text or text.endswith(REPLACEMENT) or self._may_change()):
@@ -50,14 +53,14 @@ class Detokenizer:
         """Return the text of all tokens since the last piece, including text that later tokens may change."""
         context_text = self._decode(self._tokens[self._context : self._read])
         text = self._decode(self._tokens[self._context :])
-        # An invalid byte replaces its whole run of bytes, which may begin in the prompt. The text then has a different
-        # beginning.
+        # An invalid byte changes the text of its whole run of bytes, which may begin in the prompt. The text then
+        # begins differently.
         if not text.startswith(context_text):
             return self._decode(self._tokens[self._read :])
         return text[len(context_text) :]
 
     def _may_change(self) -> bool:
-        """Return True if the text ends in a run of byte tokens: an invalid byte would replace the whole run."""
+        """Return whether the text ends in a run of byte tokens, whose text an invalid byte would change."""
         if self._invalid_byte is None:
             return False
         window = self._tokens[self._context :]
@@ -65,11 +68,11 @@ class Detokenizer:
 
 
 class RowText:
-    """Text of one request's tokens, piece by piece, up to the first stop string.
+    """The text of one request's tokens, piece by piece, up to the first stop string.
 
-    The text ends before the stop string, as in OpenAI's API. The tokens end with the one that completes it, as in
-    transformers. Stop strings are searched for only in new text, not across the end of the prompt. Text that may begin
-    a stop string is held back until the next tokens show whether it does. Concatenated, the pieces are the whole text.
+    The text ends before the stop string, as in OpenAI's API. The last token is the one that completes the stop string,
+    as in transformers. Stop strings are searched for only in new text, not across the end of the prompt. Text that may
+    be the beginning of a stop string is held back until later tokens decide. The pieces concatenate to the whole text.
     """
 
     def __init__(self, target: Pretrained, request: Request):
@@ -81,7 +84,10 @@ class RowText:
         self.stopped = False
 
     def feed(self, tokens: Sequence[int], *, last: bool = False) -> str:
-        """Return the text that tokens complete, or "" after a stop string; `last` releases the text held back."""
+        """Add `tokens`, and return the text that is now complete. After a stop string, return "".
+
+        With `last`, also return text that was held back.
+        """
         if self.stopped:
             return ""
         self.count += len(tokens)
@@ -89,7 +95,7 @@ class RowText:
         # Characters that the detokenizer still holds back may complete a stop string.
         pending_text = self._detokenizer.pending() if self._stops else ""
         searched_text = text if pending_text.endswith(REPLACEMENT) else text + pending_text
-        # The text ends before the first stop string.
+        # End the text before the first stop string.
         stop_starts = [index for stop in self._stops if (index := searched_text.find(stop)) >= 0]
         if stop_starts:
             self.stopped, self._held = True, ""
@@ -101,7 +107,7 @@ class RowText:
         return text[:text_end]
 
     def feed_all(self, tokens: Sequence[int], *, last: bool = False) -> list[str]:
-        """Return the text of each token, up to one that completes a stop string; `last` applies to the last token."""
+        """Add `tokens`; return the text of each, up to one that completes a stop string. `last` is as for `feed`."""
         pieces: list[str] = []
         for number, token in enumerate(tokens, start=1):
             if not self.stopped:
@@ -110,7 +116,7 @@ class RowText:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Count the characters at the end of `text` that may be the beginning of a stop string.
+    """Return how many characters at the end of `text` may be the beginning of a stop string.
 
     >>> _begun("the en", "end"), _begun("the end", "end")
     (2, 0)
@@ -119,7 +125,7 @@ def _begun(text: str, stop: str) -> int:
 
 
 def token_log_probs(record: TokenRecord, row: int, first: int, count: int) -> TokenLogProbs:
-    """Return log-probabilities of `count` tokens of a row, from a `TokenRecord` on the host."""
+    """Extract the log-probabilities of `count` tokens of a row from a `TokenRecord` on the host."""
     columns = slice(first, first + count)
     score_names = ("log_prob", "temperature_log_prob", "processed_log_prob", "regret")
     field_values = {name: tuple(getattr(record, name)[row, columns].tolist()) for name in score_names}
@@ -132,13 +138,13 @@ def token_log_probs(record: TokenRecord, row: int, first: int, count: int) -> To
 
 
 def _pairs(ids: Array, scores: Array) -> tuple[TopTokens, ...]:
-    """Return the pairs (token id, log-probability) of each token, without scores of NaN and -inf."""
+    """Return the pairs (token id, log-probability) of each token, without those whose score is NaN or -inf."""
     rows = zip(ids.tolist(), scores.tolist(), strict=True)
     return tuple(tuple(pair for pair in zip(*row, strict=True) if math.isfinite(pair[1])) for row in rows)
 
 
 class Rows(NamedTuple):
-    """The parts of a batch's state that completions are made from."""
+    """The parts of a batch's state from which completions are made."""
 
     tokens: np.ndarray  # i32[B, T]
     length: np.ndarray  # i32[B]
@@ -148,27 +154,27 @@ class Rows(NamedTuple):
 
 
 def complete(target: Pretrained, request: Request, row: int, rows: Rows, seconds: float) -> Completion:
-    """Return the completion of one row: its new tokens, cut from the batch's final state, and its finish reason.
+    """Build the completion of one row from the batch's final state.
 
     Args:
-      target, request: target and request of the row.
+      target, request: target, and request of the row.
       row: index of the row in the batch.
-      rows: the batch, on the host.
+      rows: state of the batch, on the host.
       seconds: value of `Completion.seconds`.
     """
     prompt_length = len(request.prompt_tokens)
     decoded_tokens = rows.tokens[row, prompt_length : rows.length[row]].tolist()
-    # Detokenize in the same way as the stream, so that a character split over tokens gives the same text in both.
+    # Detokenize as in streaming, so that both return the same text if a character is split over tokens.
     row_text = RowText(target, request)
     pieces = row_text.feed_all(decoded_tokens, last=True)
     new_tokens = decoded_tokens[: len(pieces)]
     is_stopped = row_text.stopped or (new_tokens and new_tokens[-1] in request.stop_tokens)
     if request.constraint is not None and not is_stopped:
-        # Without stop tokens a constrained row ends when the constraint allows no further token.
+        # Without a stop token, a constrained row ends when its constraint allows no further token.
         max_tokens = min(request.max_new_tokens, target.config.max_positions - prompt_length)
         is_stopped = len(new_tokens) < max_tokens
     finish_reason = "stop" if is_stopped else "length"
-    # Tokens after a stop string do not belong to the completion.
+    # A failure after a stop string does not affect the completion.
     if rows.failed[row] and not row_text.stopped:
         finish_reason = "failed"
     token_record = rows.stats.tokens
@@ -187,9 +193,9 @@ def ends_in_loop(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool
     """Return whether a completion ends in a loop: a phrase of up to 90 tokens, repeated at least three times.
 
     Holtzman et al. 1904.09751 count a completion as repetitive if it ends in three copies of a phrase; their code
-    allows phrases of up to 90 tokens. Here the repeated tail must also have at least 12 tokens, so that "!!!" or "ha ha
-    ha" is not a loop. A completion that is cut off inside the phrase ends in a rotation of the phrase, which also
-    counts. A final stop token is ignored.
+    allows phrases of up to 90 tokens. Here, the copies must also have at least 12 tokens in total, so that "!!!" or "ha
+    ha ha" is not a loop. If a completion is cut off inside a phrase, it ends in copies of a rotation of the phrase,
+    which also count. A final stop token is ignored.
 
     Source: 1904.09751. Raises: nothing.
 
