@@ -71,7 +71,7 @@ def _of_module(source: str) -> Iterator[tuple[int, str]]:
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     ]
-    # Comments on consecutive lines form one paragraph: their line number minus their index is the same.
+    # Comments on consecutive lines form one paragraph. They have the same difference of line number and index.
     blocks: dict[int, list[tuple[int, str]]] = collections.defaultdict(list)
     for index, (line, text) in enumerate(comments):
         blocks[line - index].append((line, text))

@@ -18,7 +18,7 @@ def figures() -> dict[str, Any]:
 
 
 def one_chip() -> dict[str, Any]:
-    """Return the figures of a published model in 4 and 8 bits on one chip, by the compiler, from plan_bits.json."""
+    """Return the compiler's figures for a published model in 4 and 8 bits on one chip, from plan_bits.json."""
     results = load("plan_bits.json")["results"]
 
     def row(name: str, plan: Mapping[str, Any]) -> list[str]:
