@@ -174,7 +174,10 @@ class Rule:
             if setting.per_row:
                 dtype = {int: np.int32, float: np.float32}[setting.kind]
                 # NumPy must not read a JAX array, which may be traced or on a device.
-                typed_value = value.astype(dtype) if isinstance(value, Array) else np.asarray(value, dtype)
+                with np.errstate(over="ignore"):  # a number beyond float32 becomes inf
+                    typed_value = (
+                        value.astype(dtype) if isinstance(value, Array) else np.asarray(value, dtype)
+                    )
                 object.__setattr__(self, name, typed_value)
 
     @property

@@ -186,3 +186,7 @@ def test_texts_and_json_become_values():
     assert run.from_text("3") == 3
     assert "max_relaxed_run is 1.5" in message(run.from_text, "1.5")
     assert "max_relaxed_run is 2.0" in message(run.from_json, 2.0)
+
+
+def test_a_number_beyond_float32_is_infinite():
+    assert verify.typical(delta=1e308).delta == float("inf")
