@@ -188,8 +188,8 @@ def _kernel(
     # A tile with rows of several experts is visited once for each of these experts. Only write the rows of this expert.
     row = tile_id * y.shape[0] + lax.broadcasted_iota(jnp.int32, y.shape, 0)
     in_expert = (row >= begins[expert_id]) & (row < ends[expert_id])
-    # At the first visit of a tile, `out` is not initialised. All visits of the tile together write every row that has
-    # an expert. Other rows remain undefined.
+    # On the first visit to a tile, `out` is not initialised. Together, the visits to a tile write every row that has an
+    # expert. Other rows remain undefined.
     out[...] = jnp.where(in_expert, y, out[...])
 
 

@@ -194,11 +194,11 @@ def _kernel(*refs: Ref, by_group: bool, in_bfloat16: bool) -> None:
 
 
 def _order_rows(memory: _Memory, pairs: bool) -> None:
-    """Reorder the inputs of x like the unpacked weights, and compute the sums of x over groups."""
+    """Reorder the inputs of x to match the order of the unpacked weights, and compute the sums of x over groups."""
     x, ordered, added = memory.x, memory.ordered, memory.added
     steps, _, inner = ordered.shape
-    # `permutation` bf16[CHUNK, CHUNK] reorders the inputs of a chunk like the unpacked weights. Input 64h + 8s + k + 4t
-    # goes to column 64h + 16k + 2s + t if `pairs`, and otherwise to 64h + 16k + 8t + s.
+    # `permutation` bf16[CHUNK, CHUNK] reorders the inputs of a chunk to match the order of the unpacked weights. Input
+    # 64h + 8s + k + 4t moves to column 64h + 16k + 2s + t if `pairs`, and otherwise to 64h + 16k + 8t + s.
     row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
     s, t = ((column >> 1) & 7, column & 1) if pairs else (column & 7, (column >> 3) & 1)
     input_row = (column & 64) + 8 * s + ((column >> 4) & 3) + 4 * t

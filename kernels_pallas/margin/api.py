@@ -238,7 +238,8 @@ def _map(
         raise ValueError(
             f"a vocabulary of {vocab} does not divide over {shards} devices: pad the unembedding, with -inf logits."
         )
-    # The first and last dimensions of the logits are sharded. Of the other operands and the result, only the first is.
+    # The first and last dimensions of the logits are sharded. The other operands and the result are sharded only over
+    # their rows.
     rows_spec = PartitionSpec(batch_axis)
     logits_spec = PartitionSpec(batch_axis, *[None] * (logits.ndim - 2), axis)
     # `check_vma` is False because pallas_call does not declare how its results vary over a mesh. After the merge, the

@@ -58,7 +58,7 @@ class Shape(NamedTuple):
     causal: bool  # whether the mask is causal
     writes: bool  # whether there are new rows to write
     blocks: AttentionBlocks
-    simulated: bool  # whether JAX's simulation of TPU memory runs the kernel
+    simulated: bool  # True if the kernel runs in JAX's simulation of TPU memory
 
 
 def tree_attention(
@@ -214,8 +214,7 @@ def _cost(queries: Array, k: Array) -> pl.CostEstimate:
 def _tiled(q: Array, tiles: int, per_tile: int) -> Array:
     """Reshape q [B, N, K, G, D] to [B, T, K, M, D], padded to whole memory tiles."""
     batch, n, heads, group, dim = q.shape
-    # Of the M rows of a tile, row i * G + g belongs to query i and head g of the group. All heads of a group use the
-    # same keys.
+    # Row i * G + g of a tile belongs to query i and head g of the group. All heads of a group use the same keys.
     q = jnp.pad(q, ((0, 0), (0, tiles * per_tile - n), (0, 0), (0, 0), (0, 0)))
     q = jnp.moveaxis(q.reshape(batch, tiles, per_tile, heads, group, dim), 2, 3)
     q = q.reshape(batch, tiles, heads, per_tile * group, dim)
@@ -547,7 +546,7 @@ def _of_head(ref: Ref, buffer: Array, head: int, dtype: DTypeLike, simulated: bo
         return ref[buffer].astype(dtype)
     _, parts, size, heads, width = ref.shape
     packing = 4 // jnp.dtype(ref.dtype).itemsize
-    # Number of words per slot, and the index of the head in its word, beginning with the low bits.
+    # A slot has `slot_words` 32-bit words, each with `packing` heads. `place_in_word` counts heads from the low bits.
     slot_words, place_in_word = heads // packing, head % packing
     head_parts = []
     for part in range(parts):

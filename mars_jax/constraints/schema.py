@@ -246,7 +246,7 @@ class _Writer:
         for name, bound in keywords.items():
             if type(bound) is not int or abs(bound) >= 10**MOST_DIGITS:
                 raise _unexpected(name, bound, where, f"a whole number of at most {MOST_DIGITS} digits")
-        # Compute inclusive bounds: `i` is 1 for the exclusive keyword.
+        # Convert all bounds to inclusive ones: `i` is 1 if the keyword is exclusive, otherwise 0.
         low = max((keywords[name] + i for i, name in enumerate(_LOWS) if name in keywords), default=None)
         high = min((keywords[name] - i for i, name in enumerate(_HIGHS) if name in keywords), default=None)
         if low is not None and high is not None and low > high:

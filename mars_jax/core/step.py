@@ -115,7 +115,7 @@ def score_tree(
     def forward_root() -> tuple[ForwardOutput, Array]:
         output, raw = forward(chain(tree.tokens[:, :1]))
         # Both branches of a `cond` must return the same shapes, so pad [B, 1, ...] to [B, N, ...]. N is D + 1, because
-        # the draft is a chain. The cache already has the full shape, and only its row of the root has changed.
+        # the draft is a chain. The cache already has the full shape, and only the root's slot in it has changed.
         root_outputs = (output._replace(cache=()), raw)
         root_outputs = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, tree.max_depth), (0, 0))), root_outputs)
         return root_outputs[0]._replace(cache=output.cache), root_outputs[1]

@@ -39,5 +39,5 @@ def _by_halves(x: Array) -> Array:
 @_by_halves.defjvp
 def _by_halves_jvp(primals, tangents):
     # A sum is linear, so the tangent of the sum is the sum of the tangents. The default derivative would transpose the
-    # slices above to a chain of pads.
+    # slices above into a chain of pads.
     return _by_halves(*primals), _sum(*tangents)

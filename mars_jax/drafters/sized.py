@@ -285,5 +285,5 @@ def best_size(
     tokens_per_step = jnp.stack([1.0 + jnp.sum(mean_powers[:length]) for length in lengths])
     # If costs have not been measured, assume that all sizes cost the same.
     speeds = tokens_per_step / jnp.where(params.costs > 0, params.costs, 1.0)
-    # Choose size 0 unless a draft is more than `MARGIN` times as fast. Of equally fast sizes, choose the shortest.
+    # Choose size 0 unless a draft is more than `MARGIN` times as fast, and the shortest of equally fast sizes.
     return jnp.argmax(speeds.at[0].multiply(MARGIN)).astype(jnp.int32)

@@ -18,8 +18,8 @@ class Dynamic:
     """A tree whose shape follows the drafter's confidence (EAGLE-2 2406.16858, section 4).
 
     A node's score is the product of the drafter's probabilities along its path from the root. At each of `depth`
-    levels, the `top_k` nodes with the highest scores get their `top_k` most probable children. Of all these children,
-    the `nodes` - 1 with the highest scores are kept.
+    levels, the `top_k` nodes with the highest scores get their `top_k` most probable children. The
+    `nodes` - 1 children with the highest scores are kept.
 
     Raises:
       MarsError: a size is too small, or there are more than `TREE_NODES` nodes.

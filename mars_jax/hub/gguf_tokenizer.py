@@ -123,7 +123,7 @@ def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
 
 
 def _special_tokens(file: GGUFFile) -> dict[str, str]:
-    """Return the special tokens of a file by their names in transformers."""
+    """Return the special tokens of a file, keyed by the names that transformers uses."""
     tokens = file.get("tokenizer.ggml.tokens")
     ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED.items()}
     return {name: tokens[i] for name, i in ids.items() if i is not None}

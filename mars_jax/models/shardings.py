@@ -1,7 +1,7 @@
 """Shardings of weights on a mesh: trees of `NamedSharding` with the structure of params.
 
 Tensor parallelism follows Megatron (arXiv 1909.08053): heads, hidden units and the vocabulary are sharded, so a layer
-needs one all-reduce after attention and one after its MLP. Experts are first sharded as a whole. If the mesh axis
+needs one all-reduce after attention and one after its MLP. Each device first gets whole experts. If the mesh axis
 `model` is not used for that, it shards the hidden units of each expert. The rows of a batch are sharded over `data`,
 which needs no communication.
 

@@ -351,7 +351,7 @@ class Reading(NamedTuple):
 
     prompt: tuple[int, ...]
     state: DecodeState
-    sound: Array | None  # bool[]; whether the caches are finite; None if no prompt continues from this row
+    sound: Array | None  # bool[]; True if the caches are finite; None if no prompt continues from this row
 
 
 @jax.jit

@@ -41,7 +41,7 @@ def pieces(draw: np.random.Generator) -> Iterator[str]:
     yield from characters
     known, listed = set(characters), characters[:95]
     while True:
-        # Prefer early pieces, so that they are parts of more pieces, as in a learned vocabulary.
+        # Prefer early pieces: in a learned vocabulary, frequent pieces are also parts of many longer ones.
         first, second = (listed[int(len(listed) * draw.random() ** 2)] for _ in range(2))
         joined = first + second
         if len(joined) <= 16 and joined not in known:

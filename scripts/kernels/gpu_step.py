@@ -73,7 +73,7 @@ class Shape(NamedTuple):
 
     config: ModelConfig
     dtype: str
-    context: int  # tokens in each row before the first step, and of the prompt
+    context: int  # number of tokens in the prompt of each row
     steps: tuple[TimedArm, ...]  # with one row
     batches: tuple[TimedArm, ...]  # with `rows` rows
     rows: int

@@ -239,7 +239,7 @@ class Talk:
     def _answer(self, text: str) -> None:
         printer = TextPrinter(self._out, colours=self._job.drafts)
         completion = None
-        # Ctrl-C ends the answer after the current step. In a chat, closing the stream then adds the text so far as
+        # Ctrl-C ends the answer after the current step. In a chat, closing the stream then records the partial text as
         # the answer.
         with signals.stoppable() as stop_event, contextlib.closing(self._events(text)) as events:
             self._last, self._count = text, self._count + 1
@@ -312,7 +312,7 @@ class Talk:
             raise MarsError(f"there is no setting {words[0]}{suggestion}: expected {', '.join(names)}.")
         argv = [*self._argv, flag_of(name), words[1]]  # if a flag is given twice, the last one counts
         args, _ = _parsed(argv)
-        # Settings of a request take effect with the next line. A setting of the rule requires a new rule.
+        # Settings of a request apply from the next line on. Changing a setting of the rule creates a new rule.
         if name in rule_options:
             session = self._job.session
             self._running.session = session.using(load_rule(args.rule, session.target, _ROW))

@@ -37,8 +37,8 @@ class ProxyVerdict(NamedTuple):
     """The verdict of a proxy on P positions; each field is [B, P]."""
 
     token: Array  # i32; the proxy's most probable token
-    differs: Array  # bool; whether `token` replaces the drafted token, which may be NO_TOKEN
-    unsure: Array  # bool; whether to leave the decision to the target
+    differs: Array  # bool; True if `token` replaces the drafted token, which may be NO_TOKEN
+    unsure: Array  # bool; True if the target must decide
 
 
 def margin_gate(logits: Array, drafted: Array, least: ArrayLike) -> ProxyVerdict:
@@ -99,7 +99,7 @@ class _Round(NamedTuple):
     begin: Array  # i32[B]; number of trusted tokens before the last round
     trusted: Array  # i32[B]; number of trusted tokens after the last round
     drafted: Array  # i32[B, M]; the draft: trusted tokens, followed by those that the target must verify
-    waits: Array  # bool[B]; whether the row's draft is complete, so that it waits for the target
+    waits: Array  # bool[B]; True if the row's draft is complete and waits for the target
     state: CascadeState
 
 
@@ -116,7 +116,7 @@ class Cascade(Drafter):
     full. Otherwise the tokens of x before t_m are trusted, and the target verifies the remaining ones. *Trusted* tokens
     are emitted without verification. `StepInfo` marks them by their kind and reports the target's regret for them.
 
-    The drafter is lossy by design, whatever the rule. No tokens are trusted in rows above temperature 0, in strict
+    The drafter is lossy under every rule. No tokens are trusted in rows above temperature 0, in strict
     rows, or within a rule's `exact_prefix`; there, the rule verifies the inner draft. The same holds for every row if
     the gate's threshold is above 1. Stop tokens and tokens that the request forbids are never trusted: the target
     verifies them. The proxy ignores a request's biases and penalties, so they do not affect trusted tokens. A row that

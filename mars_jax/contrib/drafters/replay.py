@@ -32,8 +32,8 @@ class Replay(NGram):
     """Copies of tokens from a corpus of earlier answers, or from the row's own context.
 
     Search a corpus of answers and the row's own tokens for the row's last tokens, and draft what followed the longest
-    match. Of equally long matches, one in the row's own tokens is preferred, and then the latest. A draft ends at the
-    end of the answer that it copies. If no match of at least `min_ngram` tokens is found in the corpus, the draft
+    match. If several matches are equally long, prefer one in the row's own tokens, and then the latest. A draft ends at
+    the end of the answer that it copies. If no match of at least `min_ngram` tokens is found in the corpus, the draft
     equals that of `ngram`.
 
     The corpus is `Params.draft`, an i32[C] made by `corpus`. A new corpus of the same size, such as the last epoch's

@@ -73,7 +73,7 @@ class Fly(Relaxed):
         assert logsumexp is not None
         top_probs = jnp.exp(top_k_logits(evidence.logits, 3).values - logsumexp[..., None])
         is_unsure = jnp.sum(jax.scipy.special.entr(top_probs), axis=-1) >= self.entropy[:, None]
-        # bool[B, N]; whether the token at each node is the target's own.
+        # bool[B, N]; True at nodes whose token is the target's own.
         is_native = (tree.tokens == at_parent(tree, target_tokens(evidence))) & (tree.depths > 0)
         return at_parent(tree, is_unsure) & (followed(tree, is_native) >= self.window[:, None])
 

@@ -114,7 +114,7 @@ def from_head_json(data: JsonObject, shapes: Shapes, target: ModelConfig) -> Eag
     nested = nested_layer(data)
     if nested is not None:
         data = flatten(data, nested)
-    # Only the layer of EAGLE-3 has a norm for the target's features.
+    # Only EAGLE-3 heads normalise the target's features.
     version = 3 if "layers.0.hidden_norm.weight" in shapes else 1
     layer = layer_config(data, shapes)
     if version == 1:  # these heads draft from the target's whole vocabulary

@@ -142,7 +142,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> int:
     def pair(
         slice_: Topology, dtype: str, draft: AnyConfig | str = draft, shape: DraftShape | None = None
     ) -> Programs:
-        """Return the programs on a slice. `--mesh` applies only to the slice of `--topology`."""
+        """Return the programs on a slice. `--mesh` applies only to the slice that `--topology` names."""
         axes = args.mesh
         if axes is None or slice_ is not requested_slice:
             axes = default_mesh(target, len(slice_.devices), args.batch)

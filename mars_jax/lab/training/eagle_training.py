@@ -40,7 +40,7 @@ class Labels(NamedTuple):
     output: ForwardOutput  # [B, n, ...]; the target's output, with the features that the head reads
     logits: Array  # f32[B, n, W]; the target's logits of token t + 2 in the draft vocabulary
     choice: Array  # i32[B, n]; the target's most likely token t + 2
-    in_vocabulary: Array  # bool[B, n]; whether `choice` is in the draft vocabulary
+    in_vocabulary: Array  # bool[B, n]; True if `choice` is in the draft vocabulary
 
 
 def _labels(target: LanguageModel, teacher: PyTree, batch: Batch, ids: Array | None) -> Labels:
