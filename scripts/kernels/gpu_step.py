@@ -161,7 +161,7 @@ def joined_products() -> Iterator[None]:
         qkv = dense(x, layer["qkv"]).reshape(*x.shape[:2], -1, size)
         q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=2)
         q, k = (rotate(y, rotation.cos, rotation.sin) for y in (q, k))
-        return q.reshape(*k.shape[:3], -1, size), k, v
+        return q.reshape(*k.shape[:3], -1, size), k, v, None
 
     def mlp(config: ModelConfig, layer: dict, x: Any) -> Any:
         gate, up = jnp.split(dense(x, layer["gate_up"], dtype=jnp.float32), 2, axis=-1)
