@@ -2,15 +2,19 @@
 
     python -m scripts.checks.cpu_bits --keep scripts/results/cpu_bits.json
 
-The dtypes take turns to decode the same prompt greedily. `qwen2.5-0.5b` has the shapes of that model and random
-weights. The loss is the cross-entropy per token. It is not measured for random weights.
+The dtypes, and transformers with the same file in float32 and bfloat16, take turns to decode the same prompt greedily
+in one process. `stand-in` is the model of scripts/checks/first_token.py. `qwen2.5-0.5b` has the shapes of that model;
+it has no file and is not compared with transformers. Both have random weights. The loss is the cross-entropy per
+token. It is not measured for random weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
+import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +23,17 @@ import numpy as np
 
 import mars_jax as mj
 from kernels_pallas.int4.xla import dequantised
+from mars_jax.hub.files import resolve
 from mars_jax.models import quantize
 from mars_jax.models.config import ModelConfig, Rope
 from mars_jax.models.transformer import init_params, language_model
 from mars_jax.models.weights import build_rows, get, leaves
 from scripts import common
+from scripts.checks.first_token import write_stand_in
+from scripts.smollm2.torch_side import Transformers
 
 DTYPES = ("float32", "bfloat16", "int8", "int4")
-MODELS = ("tiny/target", "smollm2", "qwen2.5-0.5b")
+MODELS = ("tiny/target", "smollm2", "stand-in", "qwen2.5-0.5b")
 PROMPT = "The history of the lighthouse begins with a storm in the year"
 TEXT = (
     "When the mill closed, most people in the valley expected the town to empty within a year. Instead, the workers "
@@ -75,6 +82,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"default: {' '.join(MODELS)}")
     parser.add_argument("--new-tokens", type=int, default=64, help="default: 64")
     parser.add_argument("--turns", type=int, default=5, help="timed turns of each dtype; default: 5")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the stand-in"
+    )
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write the figures to this JSON file")
     args = parser.parse_args()
     report: dict[str, Any] = common.provenance() | {
@@ -90,34 +100,46 @@ def main() -> None:
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the figures of a model, keyed by dtype."""
-    load = random_target if name == "qwen2.5-0.5b" else lambda dtype: mj.load(name, dtype=dtype)
-    targets = {dtype: load(dtype) for dtype in DTYPES}
-    prompt: Any = PROMPT if targets["float32"].has_tokenizer else list(range(100, 112))
-    options = {"max_new_tokens": args.new_tokens, "stop_tokens": ()}
-    seconds: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
-    for turn in range(1 + args.turns):
-        for dtype, target in targets.items():
-            began = time.perf_counter()
-            mj.generate(target, mj.drafters.none(), [prompt], **options)
-            if turn:  # the first turn compiles
-                seconds[dtype].append(args.new_tokens / (time.perf_counter() - began))
-    best = max(map(statistics.median, seconds.values()))
-    return {
-        dtype: {
-            "tokens_per_s": round(statistics.median(rates), 1),
-            "of_best": round(statistics.median(rates) / best, 3),
-            "rates": [round(rate, 1) for rate in rates],
-            "loss": loss(targets[dtype]),
-        }
-        for dtype, rates in seconds.items()
+    """Return the figures of a model, keyed by dtype; those of transformers by "transformers, DTYPE"."""
+    source = str(write_stand_in(args.folder / "stand-in-270m.gguf")) if name == "stand-in" else name
+    random = name in ("stand-in", "qwen2.5-0.5b")
+    load = random_target if name == "qwen2.5-0.5b" else partial(mj.load, source)
+    targets = {dtype: load(dtype=dtype) for dtype in DTYPES}
+    first = targets["float32"]
+    prompt = list(range(300, 312)) if random else first.tokenizer(PROMPT)["input_ids"]
+    arms: dict[str, Callable[[], list[int]]] = {
+        dtype: partial(_decode, target, prompt, args.new_tokens) for dtype, target in targets.items()
     }
+    if name != "qwen2.5-0.5b":
+        for dtype in ("float32", "bfloat16"):
+            peer = Transformers(resolve(source), dtype)
+            arms[f"transformers, {dtype}"] = lambda peer=peer: peer.generate([prompt], args.new_tokens)[0]
+    seconds = common.in_turns(arms, args.turns)
+    rates = {arm: (args.new_tokens / times).tolist() for arm, times in seconds.items()}
+    best = max(statistics.median(rates[dtype]) for dtype in DTYPES)
+    report: dict[str, dict[str, Any]] = {
+        arm: {
+            "tokens_per_s": round(statistics.median(measured), 1),
+            "of_best": round(statistics.median(measured) / best, 3),
+            "rates": [round(rate, 1) for rate in measured],
+        }
+        for arm, measured in rates.items()
+    }
+    for dtype, target in targets.items():
+        report[dtype]["loss"] = None if random else loss(target)
+    expected = arms["float32"]()
+    for arm in set(arms) - set(DTYPES):
+        report[arm]["tokens_as_float32"] = sum(a == b for a, b in zip(arms[arm](), expected, strict=True))
+    return report
 
 
-def loss(target: mj.Pretrained) -> float | None:
-    """Return nats per token of `TEXT`, or None if the model has no tokenizer."""
-    if not target.has_tokenizer:
-        return None
+def _decode(target: mj.Pretrained, prompt: list[int], new: int) -> list[int]:
+    [text] = mj.generate(target, mj.drafters.none(), [prompt], max_new_tokens=new, stop_tokens=()).completions
+    return list(text.tokens)
+
+
+def loss(target: mj.Pretrained) -> float:
+    """Return nats per token of `TEXT`."""
     [scored] = mj.score(target, [TEXT])
     return round(-float(np.mean(scored.log_p)), 5)
 

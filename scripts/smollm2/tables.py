@@ -82,10 +82,21 @@ def _bits(report: Mapping[str, Any]) -> dict[str, Any]:
     for name, dtypes in report["models"].items():
         base = dtypes["bfloat16"]["tokens_per_s"]
         for dtype, row in dtypes.items():
-            rate, loss = row["tokens_per_s"], row["loss"]
+            rate, loss = row["tokens_per_s"], row.get("loss")
             rows.append(
                 (name, dtype, f"{rate:.1f}", f"{rate / base:.2f} x", "-" if loss is None else f"{loss:.3f}")
             )
+    over_transformers = {
+        name: max(rates[dtype]["tokens_per_s"] for dtype in ("float32", "bfloat16"))
+        / max(row["tokens_per_s"] for arm, row in rates.items() if arm.startswith("transformers"))
+        for name, rates in report["models"].items()
+        if "transformers, float32" in rates
+    }
+    as_float32 = {
+        name: rates["transformers, float32"]["tokens_as_float32"]
+        for name, rates in report["models"].items()
+        if "transformers, float32" in rates
+    }
     return {"rows": rows, "turns": report["turns"], "new_tokens": report["new_tokens"]}
 
 
