@@ -108,8 +108,8 @@ def read_manifest(directory: Path) -> Conversion:
     Raises:
       MarsError: the file is damaged.
     """
-    data = read_json(directory / MANIFEST)
-    conversion = Conversion(data.get("dtype", ""), data.get("bits"), data.get("checksums", {}))
+    manifest = read_json(directory / MANIFEST)
+    conversion = Conversion(manifest.get("dtype", ""), manifest.get("bits"), manifest.get("checksums", {}))
     valid_dtype = conversion.dtype in ("float32", "bfloat16") and conversion.bits in (None, 8, 4)
     if not valid_dtype or not isinstance(conversion.checksums, dict):
         raise MarsError(f"'{directory / MANIFEST}' is damaged: convert it again.")

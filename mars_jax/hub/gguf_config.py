@@ -116,7 +116,7 @@ def gguf_to_json(file: GGUFFile) -> JsonObject:
     if layers is not None:
         layers -= file.of_model("nextn_predict_layers", 0)
     stops = [file.get(f"tokenizer.ggml.{name}_token_id") for name in _STOPS]
-    data = {
+    config_json = {
         "architectures": [ARCHITECTURES[file.architecture]],
         "vocab_size": embed.shape[0],
         "hidden_size": hidden,
@@ -136,15 +136,15 @@ def gguf_to_json(file: GGUFFile) -> JsonObject:
         "eos_token_id": list(dict.fromkeys(stop for stop in stops if stop is not None)),
     }
     if experts := file.of_model("expert_count"):
-        data |= {
+        config_json |= {
             # Qwen, Mixtral (with gpt-oss) and GLM-4.5 use different keys for the number of experts.
             **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts),
             "num_experts_per_tok": file.of_model("expert_used_count"),
             "moe_intermediate_size": file.of_model("expert_feed_forward_length"),
         }
     if file.architecture in _FAMILIES:
-        data |= _FAMILIES[file.architecture](file, data)
-    return {key: value for key, value in data.items() if value is not None}
+        config_json |= _FAMILIES[file.architecture](file, config_json)
+    return {key: value for key, value in config_json.items() if value is not None}
 
 
 def _check_forward(file: GGUFFile, config: ModelConfig) -> None:

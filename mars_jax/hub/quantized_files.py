@@ -275,31 +275,30 @@ def _compressed(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix
         zero = _spread(pieces["weight_zero_point"].T.copy())
     else:
         zero = np.full(scale.shape, 8, np.uint8)
-    group = pieces.get("weight_g_idx")
-    if group is not None and np.any(group < 0):  # -1 if inputs are in order
-        group = None
-    return _matrix(q, zero, scale, group)
+    input_group = pieces.get("weight_g_idx")
+    if input_group is not None and np.any(input_group < 0):  # -1 if inputs are in order
+        input_group = None
+    return _matrix(q, zero, scale, input_group)
 
 
-def _matrix(q: np.ndarray, zero: np.ndarray, scale: np.ndarray, group: np.ndarray | None) -> _Matrix:
-    """Combine the pieces of a matrix. `group` i32[in] is the group of each input; None if inputs are in order.
+def _matrix(q: np.ndarray, zero: np.ndarray, scale: np.ndarray, input_group: np.ndarray | None) -> _Matrix:
+    """Combine the pieces of a matrix. `input_group` i32[in] is the group of each input; None if inputs are in order.
 
     Raises:
       ValueError: the pieces do not belong to one matrix.
     """
     (inputs, outputs), groups = q.shape, len(scale)
-    input_groups = np.arange(inputs) // (inputs // groups)
-    if group is not None:
-        input_groups = group
+    if input_group is None:
+        input_group = np.arange(inputs) // (inputs // groups)
     if (
         not scale.shape == zero.shape == (groups, outputs)
-        or input_groups.shape != (inputs,)
+        or input_group.shape != (inputs,)
         or inputs % groups
     ):
         raise ValueError("their shapes do not fit")
-    if np.any((input_groups < 0) | (input_groups >= groups)):
+    if np.any((input_group < 0) | (input_group >= groups)):
         raise ValueError("an input belongs to no group")
-    return _Matrix(q, zero, scale, input_groups.astype(np.int32))
+    return _Matrix(q, zero, scale, input_group.astype(np.int32))
 
 
 _READERS = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}

@@ -32,8 +32,8 @@ def _yarn(frequency: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
 
     # Compute the dimension whose angle makes this many full turns over the trained length.
     def dimension(rotations: float) -> float:
-        turns = rope.original_max_positions / (rotations * 2 * math.pi)
-        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+        positions_per_radian = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(positions_per_radian) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:

@@ -505,11 +505,11 @@ def _language_model(
     def init_cache(batch: int, slots: int) -> KVCache:
         # On CPUs and GPUs, round up to whole blocks. On a CPU, blocks then start at the same slots whatever the length,
         # so the order of sums does not depend on it. On a GPU, aligned rows of scores are faster.
-        kernel = form != "xla"
+        pad_for_kernel = form != "xla"
         if form == "auto":
             # Small batches with short caches never use the kernel.
-            kernel = on_tpu() and (batch >= KERNEL_ROWS or slots > TURN_SLOTS)
-        if kernel:
+            pad_for_kernel = on_tpu() and (batch >= KERNEL_ROWS or slots > TURN_SLOTS)
+        if pad_for_kernel:
             multiple = KERNEL_SLOTS
         elif on_tpu():
             multiple = 1

@@ -86,18 +86,24 @@ def _bits(report: Mapping[str, Any]) -> dict[str, Any]:
             rows.append(
                 (name, dtype, f"{rate:.1f}", f"{rate / base:.2f} x", "-" if loss is None else f"{loss:.3f}")
             )
+    compared = {name: rates for name, rates in report["models"].items() if "transformers, float32" in rates}
     over_transformers = {
         name: max(rates[dtype]["tokens_per_s"] for dtype in ("float32", "bfloat16"))
-        / max(row["tokens_per_s"] for arm, row in rates.items() if arm.startswith("transformers"))
-        for name, rates in report["models"].items()
-        if "transformers, float32" in rates
+        / max(rates[f"transformers, {dtype}"]["tokens_per_s"] for dtype in ("float32", "bfloat16"))
+        for name, rates in compared.items()
     }
-    as_float32 = {
-        name: rates["transformers, float32"]["tokens_as_float32"]
-        for name, rates in report["models"].items()
-        if "transformers, float32" in rates
+    differing = [
+        name
+        for name, rates in compared.items()
+        if rates["transformers, float32"]["tokens_as_float32"] < report["new_tokens"]
+    ]
+    return {
+        "rows": rows,
+        "turns": report["turns"],
+        "new_tokens": report["new_tokens"],
+        "over_transformers": over_transformers,
+        "differing": differing,
     }
-    return {"rows": rows, "turns": report["turns"], "new_tokens": report["new_tokens"]}
 
 
 def _span(cell: Sequence[float], show: str = "{:.2f}") -> str:
