@@ -1,4 +1,4 @@
-"""Short and slow versions of `margin_stats` and `margin_accept`, to which tests compare all other implementations.
+"""Short and slow versions of `margin_stats` and `margin_accept`, against which tests check all other implementations.
 
 Tested against numpy and plain Python (tests/kernels).
 

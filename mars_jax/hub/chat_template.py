@@ -108,7 +108,8 @@ class _Hooks(NodeTransformer):
     visit_Macro = visit_CallBlock = visit_For
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
-        return nodes.Const(node.data, lineno=node.lineno)  # count the text, as for any constant
+        # A constant's length counts towards the limit.
+        return nodes.Const(node.data, lineno=node.lineno)
 
 
 def _filtered(node: nodes.Expr, name: str) -> nodes.Node:

@@ -202,7 +202,10 @@ def _write_gemma(config: ModelConfig) -> JsonObject:
 
 
 def _read_gemma3(data: JsonObject) -> Fields:
-    """Read Gemma 3's fields. transformers 5 sets the rope per layer type, transformers 4 by `rope_local_base_freq`."""
+    """Read Gemma 3's fields.
+
+    transformers 5 writes the RoPE settings of each layer type; transformers 4 writes `rope_local_base_freq`.
+    """
     if data.get("attn_logit_softcapping") is not None:
         raise MarsError("attn_logit_softcapping has no effect in Gemma 3: set it to null.")
     full, sliding = _by_layer_type(data)

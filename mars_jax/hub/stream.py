@@ -118,7 +118,7 @@ def read_array(
     else:
         host_arrays = [HostArray(shape, dtype, sharding)]
     stacked = len(shape) > len(tensors[0][1].shape)
-    # The fields of an `Int4` matrix have its rows, the outputs, on their last axis.
+    # In each field of an `Int4` matrix, the last axis runs over the rows of the matrix (the outputs).
     axis = -1 if bits == 4 and len(shape) == 2 else 0
     for i, (name, tensor) in enumerate(tensors):
         number = i if stacked else None

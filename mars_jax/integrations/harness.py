@@ -370,7 +370,7 @@ class MarsJax(TemplateLM):
         return self._each("generate_until", requests, lambda numbers: self._generate(requests, numbers), "")
 
     def _generate(self, requests: Sequence[Instance], numbers: Sequence[int]) -> Iterator[str]:
-        """Yield the completions of some requests, in their order."""
+        """Yield the completions of some requests, in the order of the requests."""
         queued_requests = []
         # Make the requests of other parts too, because a request's seed depends on its index in the whole call.
         for index, request in enumerate(requests):

@@ -173,7 +173,7 @@ class Rollout:
         Raises:
           MarsError: the model is unknown or its logits differ from those computed here; or a rule is lossy.
         """
-        del rollout_config  # each call of `generate` receives its own
+        del rollout_config  # each call to `generate` receives its own
         rule = loaded_rule(verify)
         self._tokenizer, self._rule = tokenizer, rule
         self._batch_size, self._calls = batch_size, 0

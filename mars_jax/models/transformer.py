@@ -494,7 +494,7 @@ def _language_model(
 ) -> LanguageModel:
     """Build the functions of `language_model`. Equal arguments return the same functions, so jit compiles them once.
 
-    `draft_nodes` is the number of nodes of the longest draft, whose inputs recurrent layers store.
+    `draft_nodes` is the number of nodes in the longest draft. Recurrent layers store the inputs of that many nodes.
     """
     if wrong := [layer for layer in feature_layers if not 0 <= layer < config.num_layers]:
         raise MarsError(

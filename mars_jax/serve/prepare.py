@@ -173,7 +173,7 @@ class Prepared:
         return hosts.put(arrays, state_shardings(arrays, self.target.mesh))
 
     def _edits(self, requests: Sequence[Request]) -> Edits:
-        # The width is that of all requests, so it is equal for any subset. It is rounded up, so that an additional bias
+        # Compute the width from all requests, so that it is the same for every subset. Round it up, so that one more bias
         # rarely changes it.
         max_biases = max(8, *(len(r.logit_bias) for r in self.requests))
         return make_edits(

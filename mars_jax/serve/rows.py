@@ -265,7 +265,7 @@ def compare_settings(
     """Compare settings with the recorded ones. Return whether recorded settings exist.
 
     Args:
-      path: path of the file of recorded settings.
+      path: file with the recorded settings.
       settings: settings of this run, as JSON values.
       owner: file or directory of the run, for error messages.
       flag: command-line flag for the owner, for error messages.

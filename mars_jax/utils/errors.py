@@ -68,7 +68,7 @@ def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None)
 
     Args:
       error: an error from any library.
-      path: path to name in the message if the error contains no file name.
+      path: the path that the message reports if the error contains no file name.
 
     >>> print(unwritable(ValueError("RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']"), "out"))
     cannot write to 'out': No space left on device; make room, or choose another path.

@@ -138,7 +138,7 @@ def distributions(draft: str) -> list[Arm]:
         *swept("rejection", draft, [{"block": True}], family="block", **options),
         *mars(grid("theta", (0.95, 0.9, 0.8), base="rejection")),
         *swept("mixture", draft, grid("weight", (0.8, 0.5, 0.2)), **options),
-        # The head learned to weight the target almost fully; a shift below 0 gives the draft more weight.
+        # The head learned to put nearly all weight on the target; a shift below 0 gives the draft more.
         *swept("diversed", draft, grid("shift", (0.0, -4.0, -6.0)), **options),
         *swept("lenience", draft, grid("factor", (0.7, 0.5, 0.3)), **options),
         *swept("nucleus", draft, grid("mass", (0.5, 0.8, 0.9)), **options),

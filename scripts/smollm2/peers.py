@@ -160,7 +160,7 @@ def one_by_one(run: Callable[..., Tokens], **options: Any) -> Callable[[Tokens],
 
 
 def measure(arms: dict[str, Callable[[Tokens], Tokens]], prompts: Tokens, repeats: int) -> dict[str, Any]:
-    """Time all arms in turns. Return the seconds of every run, and the tokens/s at the median time."""
+    """Time all arms in turns. Return the duration of each run in seconds, and the tokens/s at the median duration."""
     report: dict[str, Any] = {}
     completions: dict[str, Tokens] = {}
     for name, run in list(arms.items()):

@@ -107,8 +107,8 @@ class _Round(NamedTuple):
 class Cascade(Drafter):
     """A drafter with a proxy model that verifies its drafts and leaves only unsure decisions to the target.
 
-    With the gate "margin" and a small model as proxy, this is TriSpec (arXiv 2601.23180). With the gate "ratio" and the
-    target without some of its layers (`LanguageModel.with_layers`) as proxy, it is VIA-SD (arXiv 2606.12243).
+    With the gate "margin" and a small model as proxy, this is TriSpec (arXiv 2601.23180). With the gate "ratio" and, as
+    proxy, the target without some of its layers (`LanguageModel.with_layers`), it is VIA-SD (arXiv 2606.12243).
 
     In each round, the inner drafter drafts tokens x, and the proxy scores them. Let t_a be the first position at which
     the gate replaces x by the proxy's token a, and t_m the first at which the proxy is unsure (see `GATES`). If

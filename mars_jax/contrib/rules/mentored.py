@@ -16,8 +16,8 @@ from mars_jax.core import struct
 from mars_jax.verify import Evidence, Retargeted, register
 from mars_jax.verify.ranges import HARMS, nats
 
-# Number of bisection steps for a, after which the mass of v is accurate to 2**-18, and number of Newton steps for b in
-# each of them.
+# Number of bisection steps for `a`, enough for an error of at most 2**-18 in the mass of v, and number of Newton steps
+# for `b` in each bisection step.
 HALVINGS, STEPS = 18, 3
 
 

@@ -237,7 +237,8 @@ def _read(
 def _repeats(head_table: np.ndarray, target_table: jax.Array | Int8) -> bool:
     """Return whether one table is a copy of the other, possibly in a narrower dtype. Compare in blocks to save memory.
 
-    A table is a copy of an 8-bit table if it rounds to the same values. Each process compares its own shards.
+    A table counts as a copy of an 8-bit table if its values, rounded to 8 bits, are the same. Each process compares its
+    own shards.
     """
 
     def copied(a: np.ndarray, b: np.ndarray) -> bool:

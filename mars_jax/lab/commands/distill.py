@@ -177,7 +177,7 @@ def parser() -> Parser:
 
 
 def check_distill_flags(args: argparse.Namespace) -> None:
-    """Raise MarsError for values out of range and for incompatible flags of a kind."""
+    """Raise MarsError if a value is out of range, or if flags conflict for the chosen kind of drafter."""
     source_flags = [flag for flag in ("--data", "--features") if flag in KINDS[args.kind].flags]
     if source_flags and args.data is None and args.features is None:
         raise MarsError(f"there is no text to learn from: give {' or '.join(source_flags)}.")

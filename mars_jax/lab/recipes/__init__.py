@@ -76,7 +76,7 @@ class Recipe:
 
 
 def _words(name: str, value: object) -> list[str]:
-    """Return a flag with its values as command-line words.
+    """Return a flag and its values as a list of command-line arguments.
 
     >>> _words("task", ["a", "b"]), _words("chat", True), _words("tune", ()), _words("temperatures", ["0", "1"])
     (['--task', 'a', '--task', 'b'], ['--chat'], ['--tune'], ['--temperatures', '0', '1'])
