@@ -173,8 +173,8 @@ class Prepared:
         return hosts.put(arrays, state_shardings(arrays, self.target.mesh))
 
     def _edits(self, requests: Sequence[Request]) -> Edits:
-        # Compute the width from all requests, so that it is the same for every subset. Round it up, so that one more bias
-        # rarely changes it.
+        # Compute the width from all requests, so that it is the same for every subset. Round it up, so that one more
+        # bias rarely changes it.
         max_biases = max(8, *(len(r.logit_bias) for r in self.requests))
         return make_edits(
             len(requests),
