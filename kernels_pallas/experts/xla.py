@@ -52,7 +52,7 @@ def dense_by_expert_int8(x: Array, values: Array, scale: Array, sizes: Array) ->
 def dequantised_mxfp4(values: Array, scale: Array) -> Array:
     """Dequantise MXFP4 matrices, values u8[..., N, K / 2] and scale u8[..., N, K / 32], to f32[..., N, K].
 
-    The format is that of `models.quantize.Mxfp4`. The result is exact for exponents from 1 to 254.
+    See `models.quantize.Mxfp4` for the format. The result is exact for exponents from 1 to 254.
 
     >>> dequantised_mxfp4(jnp.full((1, 16), 0xA7, jnp.uint8), jnp.asarray([[128]], jnp.uint8))[0, :2].tolist()
     [12.0, -2.0]

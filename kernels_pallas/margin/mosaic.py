@@ -2,7 +2,7 @@
 
 A kernel processes the vocabulary block by block. Each of the 128 lanes stores the two largest logits of its own tokens,
 and lanes are only compared after the last block. The kernel for `margin_accept` then also walks the tree. A logit takes
-a few vector operations and no reduction across lanes, so the time is that of reading the logits.
+a few vector operations and no reduction across lanes, so reading the logits takes most of the time.
 
 A block is [rows, tokens] or [trees, N, tokens], and the state is [rows, 128] or [trees, N, 128]. Tested against
 `reference`.

@@ -2,7 +2,7 @@
 
 `jax.lax.top_k` is a full sort on a TPU, which compiles slowly, and a scalar loop on a CPU.
 
-Tested against direct calls of `jax.lax.top_k` and `jax.nn.logsumexp` (tests/kernels/test_top_k.py).
+Tested against direct calls to `jax.lax.top_k` and `jax.nn.logsumexp` (tests/kernels/test_top_k.py).
 """
 
 from __future__ import annotations

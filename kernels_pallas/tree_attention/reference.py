@@ -1,4 +1,4 @@
-"""Short and slow version of `tree_attention`, to which tests compare all other implementations.
+"""Short and slow version of `tree_attention`, against which tests check all other implementations.
 
 Tested against softmax in numpy float64 (tests/kernels/test_attention.py). Dimensions: B batch, N queries, S slots.
 """

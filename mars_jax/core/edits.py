@@ -5,9 +5,9 @@ exactly. Penalties at a draft node also count the drafted tokens on the path fro
 
 Dimensions: B batch, N nodes, T token buffer, K biased tokens per row, V vocabulary.
 
-Sources: the bias, the repetition penalty (CTRL, arXiv 1909.05858) and the minimum length are those of transformers:
+Sources: the bias, the repetition penalty (CTRL, arXiv 1909.05858) and the minimum length follow transformers:
 `SequenceBiasLogitsProcessor`, `RepetitionPenaltyLogitsProcessor` and `MinNewTokensLengthLogitsProcessor`. The presence
-and frequency penalties are those of OpenAI's API. Tested against these processors, and against autoregression
+and frequency penalties follow OpenAI's API. Tested against these processors, and against autoregression
 (tests/core/test_edits.py).
 """
 

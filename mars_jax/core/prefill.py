@@ -54,7 +54,7 @@ class _Reading(NamedTuple):
 
     next_start: Array  # i32[B]; first token of each row that is not in the cache yet
     cache: PyTree
-    state: PyTree  # result of the latest call of `observe`
+    state: PyTree  # result of the latest call to `observe`
 
 
 def prefill(

@@ -378,7 +378,7 @@ def _vector(file: GGUFFile, name: str) -> list[float]:
 def _llama3(file: GGUFFile) -> JsonObject:
     """Infer the parameters of Llama 3's rope scaling from `rope_freqs.weight`, the divisor of each frequency.
 
-    The factor is the largest divisor. The other parameters are those of Llama 3.1, which all published models share.
+    The factor is the largest divisor. The other parameters have the values of Llama 3.1, as in all published models.
 
     Raises:
       MarsError: these parameters do not reproduce the divisors in the file.

@@ -2,7 +2,7 @@
 
 Importing this module adds the model to the harness's registry, because the harness has no plugins. A program that calls
 `lm_eval.simple_evaluate(model="mars_jax", ...)` must import it first. `generate_until` decodes with the draft and the
-rule, so that a task measures their quality. Likelihoods are those of the target, independent of the rule.
+rule, so that a task measures their quality. Likelihoods come from the target and do not depend on the rule.
 
 Tested against PyTorch transformers with the same checkpoint, in tests/integrations/test_harness.py.
 """
@@ -61,7 +61,7 @@ class Answered(Exception):
 
 @register_model("mars_jax")
 class MarsJax(TemplateLM):
-    """A target and its draft as a model of the harness. The arguments are those of `--model_args`."""
+    """A target and its draft as a model of the harness. The arguments come from `--model_args`."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ The engine converts the weights of Tunix's Qwen3, Qwen2 and Llama 3 from nnx sta
 continuous batching, prefills each distinct prompt once, and returns log-probabilities as Tunix defines them. By default
 samples follow the policy's distribution exactly; lossy rules need `lossy=True`.
 
-The interface is that of google-tunix 0.1.7: `rl/rollout/base_rollout.py`, `rl/rl_cluster.py`,
+The interface follows google-tunix 0.1.7: `rl/rollout/base_rollout.py`, `rl/rl_cluster.py`,
 `generate/sampler.py`, `models/{qwen3,qwen2,llama3}/model.py`. Tested against the actor's own logits
 (tests/integrations/test_tunix.py), and the real package (tests/integrations/test_tunix_cluster.py).
 """

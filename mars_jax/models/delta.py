@@ -110,7 +110,7 @@ def with_states(
     Args:
       model: model whose cache is a `KVCache` of the attention layers.
       config: the model's config.
-      nodes: M, the number of nodes of the longest draft.
+      nodes: M, the number of nodes in the longest draft.
       dtype: dtype of the cache. If "int8", the inputs of the convolution are stored in bfloat16.
       for_chains: value of `LanguageModel.for_chains`.
     """

@@ -183,7 +183,7 @@ class FeatureHead(LayeredHead):
         Args:
           target: the target model.
           params: params of the target and the head; the head's params are `params.draft`.
-          feature: [B, N, E] or [B, N, F]; the result of `fuse`, or of an earlier call of this function.
+          feature: [B, N, E] or [B, N, F]; the result of `fuse`, or of an earlier call to this function.
           tokens: i32[B, N]; entry t gets token t + 1.
           visible, cache: as in `types.LanguageModel.forward`.
           needed: i32[B, P]; indices of the entries whose outputs are returned. The last MLP skips all other entries.

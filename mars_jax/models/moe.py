@@ -141,7 +141,7 @@ def choose_experts(
 ) -> tuple[Array, Array]:
     """Run the router on tokens [T, E]; return the weights f32[T, C] and indices i32[T, C] of each token's experts.
 
-    The arguments are those of `experts_mlp`.
+    The arguments are the same as for `experts_mlp`.
     """
     logits = dense(tokens, layer["router"], layer.get("router_bias"), dtype=jnp.float32)
     if "score_bias" in layer:

@@ -132,7 +132,7 @@ def _mlp(config: ModelConfig, layer: dict, x: Array) -> Array:
 def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Attend, k_cache, v_cache):
     """Run the self-attention of one layer on x [B, N, E]; return its output [B, N, E] and the updated k and v caches.
 
-    The widths of the input and output are those of the projections, and may differ from `config.hidden_size`.
+    The projections determine the widths of the input and output, which may differ from `config.hidden_size`.
     """
     q, k, v, gate = _project(config, layer, x, rotation)
     scale, cap = _score_scale(config), config.attention_cap

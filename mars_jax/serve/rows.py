@@ -70,7 +70,7 @@ class RowFile:
           path: path of the file, which does not have to exist.
           settings: all settings that determine the rows, except the fingerprints, which are passed to `start`.
           flag: command-line flag for the file, for error messages.
-          settings_path: path of the file of recorded settings; default: `FILE.settings.json`.
+          settings_path: file with the recorded settings; default: `FILE.settings.json`.
           resume: whether the file may already have rows.
 
         Raises:

@@ -1,6 +1,6 @@
 """Table of the models that have a short name, and the drafters for each. This module does not import jax.
 
-The digests are those of the publishers' files on the Hugging Face hub. `docs/heads.md` shows the same pairs.
+The digests belong to the publishers' files on the Hugging Face hub. `docs/heads.md` shows the same pairs.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Mars(Relaxed):
         if not isinstance(self.base, Exact) or evidence.strict_nodes is not None:
             return super().__call__(evidence)
         tree, logits, controls = evidence.tree, evidence.logits, evidence.controls
-        # If all rows are greedy, pass NO_TOKEN, and the kernel uses its own argmax. A cond around two calls of the
+        # If all rows are greedy, pass NO_TOKEN, and the kernel uses its own argmax. A cond around two calls to the
         # kernel would compile the kernel twice.
         y = if_greedy(
             controls,

@@ -5,7 +5,7 @@
 The wording is low-margin: names, things and phrasings are drawn at random, independent of the problem. The numbers
 are high-margin: one wrong digit makes the answer wrong. A problem is assigned to a split by its kinds of step and its
 numbers, so an evaluation problem is never a training problem in other words; single facts such as 7 * 8 occur in both.
-The form of the answers, with `####` before the result, is that of GSM8K (arXiv 2110.14168).
+As in GSM8K (arXiv 2110.14168), answers end with `####` and the result.
 
 Tests: tests/lab/evaluate/test_arithmetic.py.
 """

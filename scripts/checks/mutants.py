@@ -6,7 +6,7 @@
     python -m scripts.checks.mutants --seed 22 --again --only 5 19 --first tests/core/test_spans.py
     python -m scripts.checks.mutants --seed 22 --explain 17 "the branch only skips work"
 
-The operators are those of mutmut (libcst). The runner of mutmut does not work with jax. It selects mutants when
+The operators come from mutmut (libcst). The runner of mutmut does not work with jax. It selects mutants when
 functions are called and skips functions with a decorator, so it misses jitted functions. It selects tests by the
 functions that they called in a first run, but a compiled program does not call its Python functions again. This script
 therefore imports jax and forks for each mutant. On import, the changed source replaces the source of its module. The

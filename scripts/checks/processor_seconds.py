@@ -3,7 +3,7 @@
     python -m scripts.checks.processor_seconds python -m pytest -n auto -m "not slow"
     python -m scripts.checks.processor_seconds --keep scripts/results/checks.json --case "fast tests" COMMAND
 
-The report is the last line on stderr, and the exit status is that of the command. If the command succeeds, `--keep`
+The report is the last line on stderr, and the exit status is the command's. If the command succeeds, `--keep`
 appends the report to a file, with the date, the machine and the commit. On Linux, processes that outlived their parents
 are also counted.
 """

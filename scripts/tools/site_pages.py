@@ -196,7 +196,7 @@ REFERENCE = {
         "All of `mars_jax.contrib` may change in any version.",
     ),
 }
-"""Pages of the reference by purpose: (file, first line). All purposes but the last are those of docs/stability.md."""
+"""Pages of the reference by purpose: (file, first line). All purposes except the last appear in docs/stability.md."""
 
 
 def promised() -> dict[str, list[str]]:

@@ -31,8 +31,8 @@ from mars_jax.utils.errors import MarsError
 from mars_jax.utils.types import JsonObject
 
 LAYOUTS = ("dflash", "speculators")
-"""Layouts of config.json. "dflash" is that of z-lab or, if each position predicts the next token, of DeepSeek.
-"speculators" is that of the speculators library."""
+"""Layouts of config.json. "dflash" is z-lab's or, if each position predicts the next token, DeepSeek's.
+"speculators" is the layout of the speculators library."""
 _STATES = "aux_hidden_state_layer_ids"
 _SUPPORTED = {
     "projector_type": ("dflash", "dspark"),

@@ -34,7 +34,7 @@ class Fly(Relaxed):
 
     The target is unsure if the entropy of its three largest probabilities, not renormalised, is at least `entropy`
     nats. It agrees if the next `window` drafted tokens are the target's own. A mismatch whose window extends past the
-    end of the draft is rejected, so drafts must be longer than the window. All other decisions are those of `exact()`.
+    end of the draft is rejected, so drafts must be longer than the window. Other decisions are made as by `exact()`.
     The rule is lossy. With entropy = inf, it equals `exact()` bit for bit.
 
     >>> from mars_jax import verify

@@ -33,7 +33,7 @@ class Phrase(Relaxed):
     measures how far the drafted phrase is from the target's choices along the draft. (To compare it with the target's
     own continuation would take another forward pass.) In a tree, the path with the smallest sum below the token is
     used. A mismatch whose phrase extends past the end of the draft is rejected. FLy (`fly`) instead requires that the
-    following tokens are the target's own. All other decisions are those of `exact()`. The rule is lossy. With
+    following tokens are the target's own. Other decisions are made as by `exact()`. The rule is lossy. With
     bound = 0, it equals `exact()` bit for bit.
 
     >>> from mars_jax import verify

@@ -1,6 +1,6 @@
 """Loading and saving of MTP modules, which are part of their targets' checkpoints.
 
-The layouts are those of DeepSeek-V3 and GLM-4.5, of Qwen3-Next and Qwen3.5, and of MiMo. Tested against the weights
+The layouts come from DeepSeek-V3 and GLM-4.5, from Qwen3-Next and Qwen3.5, and from MiMo. Tested against the weights
 that transformers reads (tests/models/test_mtp.py).
 """
 

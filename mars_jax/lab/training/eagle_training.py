@@ -302,7 +302,7 @@ def new_eagle3(
 def new_eagle1(
     target: ModelConfig, *, intermediate_size: int | None = None, divergence: Divergence, seed: int = 0
 ) -> Apprentice:
-    """Return an apprentice for an EAGLE-1 head. The arguments are those of `new_eagle3`."""
+    """Return an apprentice for an EAGLE-1 head. It takes the arguments of `new_eagle3`."""
     config = EagleConfig(
         version=1,
         layer=layers_like(target, intermediate_size),
@@ -320,7 +320,7 @@ def new_eagle1(
 def new_mtp(
     target: ModelConfig, params: PyTree, *, steps: int = 5, divergence: Divergence, seed: int = 0
 ) -> Apprentice:
-    """Return an apprentice for an MTP module. The arguments are those of `new_eagle3`."""
+    """Return an apprentice for an MTP module. It takes the arguments of `new_eagle3`."""
     config = MtpConfig.outline(target)
     model = language_model(target, dtype="bfloat16", feature_layers=config.feature_layers)
     init = functools.partial(from_target, config, target, params, None, seed)

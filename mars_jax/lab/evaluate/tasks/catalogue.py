@@ -105,7 +105,7 @@ def _alpaca(fields: Fields, name: str, chat: bool) -> Problem:
 
 
 def _cnn_dm(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read the article and the highlights of a CNN/DailyMail row. The prompt is that of the MARS release."""
+    """Read the article and the highlights of a CNN/DailyMail row. The prompt comes from the MARS release."""
     prompt, reference = f"Summarize: {fields.text('article')}", fields.text("highlights")
     return Problem(task="cnn_dm", id=name, turns=(prompt,), metric="rouge_l", references=(reference,))
 
