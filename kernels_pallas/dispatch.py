@@ -205,7 +205,7 @@ def _failure(
     def attempt() -> None:
         try:
             jax.jit(functools.partial(function, **dict(options))).lower(*operands).compile()
-        # Use the fallback after any error of Pallas, Mosaic, XLA or the driver.
+        # Use the fallback after any error from Pallas, Mosaic, XLA or the driver.
         except Exception as error:
             error_lines = str(error).strip().splitlines() or [""]
             errors.append(f"{type(error).__name__}: {error_lines[0][:200].rstrip('.')}")

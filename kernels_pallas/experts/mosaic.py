@@ -62,8 +62,8 @@ def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
     >>> experts[:3].tolist(), tiles[:3].tolist(), int(count)
     ([0, 2, 2], [0, 0, 1], 3)
     """
-    # Expert e has the rows from row_ends[e] - sizes[e] to row_ends[e] - 1. `visit_ends[e]` is the number of visits of
-    # the experts up to e.
+    # Expert e has the rows from row_ends[e] - sizes[e] to row_ends[e] - 1. `visit_ends[e]` is the total number of
+    # visits to experts 0 to e.
     row_ends = jnp.cumsum(sizes)
     first_tile = (row_ends - sizes) // rows
     visit_counts = jnp.where(sizes > 0, (row_ends - 1) // rows - first_tile + 1, 0)

@@ -46,7 +46,7 @@ class Operands(NamedTuple):
         return self.k.dtype if self.k_scale is None else self.q.dtype
 
     def region(self) -> tuple[Array | None, Array | None]:
-        """Call the function `region` for these operands."""
+        """Call the function `region` with these operands."""
         return region(self.seen, self.positions, self.seen_positions, self.window)
 
 

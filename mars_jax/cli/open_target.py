@@ -29,7 +29,7 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
     """Load the weights of a target.
 
     Raises:
-      MarsError: see `hub.load` and `open_mesh`; or --no-check is given for a target without checksums.
+      MarsError: --no-check is given for a target without checksums; see also `hub.load` and `open_mesh`.
     """
     if args.no_check and not is_converted(sketch.path):
         raise MarsError(
@@ -105,7 +105,7 @@ def check_draft(target: Pretrained, draft: DraftSpec) -> None:
     """Check, without loading weights, that a draft exists and fits the target. Print a note if its tokenizer differs.
 
     Raises:
-      MarsError: see `hub.outline` and `shared_tokens`; or the draft does not exist.
+      MarsError: the draft does not exist; see also `hub.outline` and `shared_tokens`.
     """
     path = draft.path
     # A head is compared with the target when its weights are loaded. Here, check only that it exists, and download its
@@ -130,7 +130,7 @@ def joined_processes(args: argparse.Namespace, rows: object, out: IO[str]) -> It
     """Join the other processes of a run if it has a mesh, and yield the output stream of this process.
 
     Raises:
-      MarsError: see `hosts.connect`; or flags or prompts differ between processes; or another process failed.
+      MarsError: flags or prompts differ between processes, or another process failed; see also `hosts.connect`.
     """
     if args.mesh is None:
         yield out

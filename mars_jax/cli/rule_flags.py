@@ -53,7 +53,7 @@ def choose_with_weights(spec: str, given: Mapping[str, Given]) -> RuleChoice:
     """Choose a rule, and check that its weights are given if it needs any.
 
     Raises:
-      MarsError: see `choose`; or weights are missing.
+      MarsError: weights are missing; see also `choose`.
     """
     choice = choose(spec, given)
     if "weights" in choice.definition.needs and not split(spec)[1]:

@@ -115,6 +115,6 @@ def _char_in_string(ranges: nodes.Ranges) -> Node:
     parts = [escape for code, escape in _ESCAPED.items() if any(low <= code <= high for low, high in ranges)]
     if not parts:
         return Chars(ranges)
-    # The characters in `ranges` that need no escape: all characters except those outside of `ranges` and escaped ones.
+    # The characters in `ranges` that need no escape.
     unescaped = nodes.complement(ranges_of([*nodes.complement(ranges), *((code, code) for code in _ESCAPED)]))
     return Either((*parts, Chars(unescaped)))

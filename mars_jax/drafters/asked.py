@@ -36,7 +36,7 @@ class LoadedDrafter(NamedTuple):
         """Return a decoder that pairs this drafter with a target.
 
         Raises:
-          MarsError: as for `speculative_decoder`, or the rule is lossy and the draft length adaptive.
+          MarsError: the rule is lossy and the draft length adaptive; see also `speculative_decoder`.
         """
         if self.sizes is not None:
             return self.sizes.decoder(target, verify)

@@ -64,7 +64,7 @@ class FeatureDrafter(HeadDrafter):
     from `Params.target`.
 
     Raises:
-      MarsError: the head does not fit the target, or as for `DraftModel`.
+      MarsError: the head does not fit the target; see also `DraftModel`.
     """
 
     config: FeatureHead
@@ -214,7 +214,7 @@ def load_eagle_drafter(arguments: Asked) -> LoadedDrafter:
     """Load an `eagle` drafter from the checkpoint of its head.
 
     Raises:
-      MarsError: as for `hub.load_eagle`.
+      MarsError: see `hub.load_eagle`.
     """
     target = arguments.target
     config, params = hub.load_eagle(

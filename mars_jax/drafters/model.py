@@ -188,7 +188,7 @@ def load_model(arguments: Asked) -> LoadedDrafter:
     If the model's tokenizer differs from the target's, the drafter proposes only tokens that are in both vocabularies.
 
     Raises:
-      MarsError: as for `hub.load` and `shared_tokens`.
+      MarsError: see `hub.load` and `shared_tokens`.
     """
     target = arguments.target
     draft = hub.load(

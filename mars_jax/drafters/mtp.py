@@ -48,7 +48,7 @@ def load_mtp_drafter(arguments: Asked) -> LoadedDrafter:
     """Load an MTP module from the checkpoint in the spec, or by default from the target's checkpoint.
 
     Raises:
-      MarsError: the spec has no path and the target was not loaded from a checkpoint, or as for `load_mtp`.
+      MarsError: the spec has no path and the target was not loaded from a checkpoint; see also `load_mtp`.
     """
     target = arguments.target
     if not arguments.path and target.path == Path(os.devnull):

@@ -60,7 +60,7 @@ def shared_tokens(target: Pretrained, draft: Pretrained) -> Shared | None:
     Ordinary tokens are shared if their bytes are equal, and special tokens if their names are equal.
 
     Raises:
-      MarsError: fewer than `FEWEST` tokens are shared, or as for `hub.pretrained.differing_tokens`.
+      MarsError: fewer than `FEWEST` tokens are shared; see also `hub.pretrained.differing_tokens`.
 
     >>> from mars_jax import hub
     >>> shared_tokens(hub.outline("tiny/target"), hub.outline("tiny/draft")) is None

@@ -166,7 +166,7 @@ class SizedDrafter(Skipping):
         """Return the decoder for a target.
 
         Raises:
-          MarsError: as for `speculative_decoder`, or the rule is lossy and `any_rule` is not set.
+          MarsError: the rule is lossy and `any_rule` is not set; see also `speculative_decoder`.
         """
         if not (self.any_rule or verify.lossless):
             raise MarsError(

@@ -29,7 +29,7 @@ ARCHITECTURES = {
     "qwen3moe": "Qwen3MoeForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
     "phi3": "Phi3ForCausalLM",  # also Phi-4
-    "chatglm": "GlmForCausalLM",  # the first GLM-4
+    "chatglm": "GlmForCausalLM",  # the original GLM-4
     "glm4": "Glm4ForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",

@@ -391,7 +391,7 @@ class MarsJax(TemplateLM):
             )
         if not queued_requests:
             return
-        # Rows are written in the order of the requests, so with a file of rows, decode them in that order.
+        # The rows in a file are in request order, so if there is a file, decode the requests in that order.
         order = longest_first(queued_requests) if self._rows is None else numbers
         queue = self._session.queue(queued_requests, order=order)
         queue.warm_up()

@@ -38,7 +38,7 @@ class Generate:
       **settings: other arguments of `mars_jax.generate`, one value for all rows, such as `max_new_tokens`.
 
     Raises:
-      MarsError: as for `load` and `generate`; the rows have no integer `id`; or a column has the name of a result.
+      MarsError: the rows have no integer `id`, or a column has the name of a result; see also `load` and `generate`.
 
     >>> import ray  # doctest: +SKIP
     >>> rows = ray.data.read_json("in.jsonl")  # doctest: +SKIP

@@ -143,7 +143,7 @@ def joined_with_folder(args: argparse.Namespace, folder: Path, out: IO[str]) -> 
     continue a run with different settings.
 
     Raises:
-      MarsError: as for `joined_processes`.
+      MarsError: see `joined_processes`.
     """
     with joined_processes(args, (), out):
         recorded_settings = b""

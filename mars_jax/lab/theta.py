@@ -87,7 +87,7 @@ def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoi
       given: the settings of the rule that the user gave, from `given_settings`.
 
     Raises:
-      MarsError: as for `file_of`; or the rule or its settings differ from those in the file.
+      MarsError: the rule or its settings differ from those in the file; see also `file_of`.
     """
     theta_file = file_of(given["theta"])
     if spec is not None:
@@ -98,7 +98,7 @@ def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoi
         )
     else:
         spec = theta_file.spec
-    # Flags may repeat settings of the file, but not contradict them.
+    # Flags may repeat settings from the file but must not contradict them.
     theta_file.check_settings(choose(spec, {k: v for k, v in given.items() if k != "theta"}).settings)
     return RuleChoice(spec, theta_file.rule).but(theta=theta_file.theta), theta_file
 
@@ -107,7 +107,7 @@ def file_of(given: Given) -> ThetaFile:
     """Read the threshold file that a user named in place of a number.
 
     Raises:
-      MarsError: as for `read_theta`, or the file does not exist.
+      MarsError: the file does not exist; see also `read_theta`.
     """
     check_path(given.text, given.shown)
     if not Path(given.text).exists():

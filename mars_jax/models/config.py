@@ -191,7 +191,7 @@ class ModelConfig:
     # Groups of experts; a token only uses experts of its best `groups_per_token` groups. Only with sigmoid_router.
     expert_groups: int = 1
     groups_per_token: int = 1
-    expert_multiplier: float = 1.0  # factor of the routing weights of a token's experts
+    expert_multiplier: float = 1.0  # scales the routing weights of a token's experts
     # Scale the routing weights of a token's experts to sum to 1. If False, keep their probabilities among all experts.
     normalize_experts: bool = True
     dense_layers: tuple[int, ...] = ()  # layers with a single dense MLP in a model with experts

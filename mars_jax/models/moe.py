@@ -6,7 +6,7 @@ Experts have no capacity limit: a token always uses all experts that the router 
 depend on the rest of the batch.
 
 Gathering the matrices of each token would copy them, and running every expert on every token would take X / C times as
-many operations. Instead, the pairs of a token and an expert (rows) are sorted by expert, and each expert multiplies its
+many operations. Instead, the (token, expert) pairs, one per row, are sorted by expert, and each expert multiplies its
 rows. `lax.ragged_dot_general` does this in one operation, but is slow on two backends:
 
 - On TPUs, except for int8 on v5e, XLA first copies all matrices to a different layout. TPUs therefore use Megablox,
@@ -268,7 +268,7 @@ def _mix(
 
     Args:
       matrices: matrices of all experts if `first` is None, and otherwise only those of this device's experts. Also
-        the biases of gate and up.
+        contains the biases of the gate and up projections.
       tokens: [T, E].
       share: f32[T, C]; weights of the experts.
       expert_ids: i32[T, C]. Experts on other devices contribute nothing.

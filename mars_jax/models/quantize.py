@@ -74,8 +74,8 @@ class Int8:
 class Int4:
     """A matrix [out, in] in 4 bits, in groups of G inputs. It also represents GGUF's Q4_0, Q4_1 and Q4_K.
 
-    The inputs are the first dimensions, because a TPU multiplies matrices in this layout. With the outputs first, it
-    would rearrange the weights in every step.
+    The input dimensions come first, because a TPU multiplies matrices in this layout. With the outputs first, it would
+    rearrange the weights in every step.
     """
 
     values: Array  # i4[in / G, G, out], in [-8, 7]; i8 on a CPU, which does not pack i4 and computes with it slowly

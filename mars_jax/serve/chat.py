@@ -198,8 +198,8 @@ class Chat:
         """Decode the answer to a user turn, and add both to the conversation.
 
         Raises:
-          MarsError: the conversation fills the model's context, or as for `generate`. The conversation is then
-            unchanged.
+          MarsError: the conversation fills the model's context; see also `generate`. After an error, the conversation
+            is unchanged.
         """
         [finished_event] = (event for event in self.stream(text) if isinstance(event, Finished))
         return finished_event.completion

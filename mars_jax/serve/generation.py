@@ -125,7 +125,7 @@ def generate_iter(
       An iterator of `Finished(index, completion)`, with the index of the prompt and its `Completion`.
 
     Raises:
-      MarsError: as for `generate`. It is raised when the function is called, not at the first completion.
+      MarsError: see `generate`. The error is raised when the function is called, not at the first completion.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> for index, completion in mj.generate_iter(mj.load(), "ngram", texts, batch_size=16):  # doctest: +SKIP
@@ -162,7 +162,7 @@ def generate_stream(
       completion)` for each completion. `pieces` are (kind, text) pairs whose texts concatenate to `text`.
 
     Raises:
-      MarsError: as for `generate`. It is raised when the function is called.
+      MarsError: see `generate`. The error is raised when the function is called.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> for event in mj.generate_stream(mj.load(), "ngram", texts):  # doctest: +SKIP

@@ -73,7 +73,7 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides 
     """Build the tables of the requests' constraints and spans, if there are any. Equal constraints share a table.
 
     Raises:
-      MarsError: the target has no tokenizer, so the text of its tokens is unknown; or as for `Constraint.table`.
+      MarsError: the target has no tokenizer, so the text of its tokens is unknown; see also `Constraint.table`.
     """
     constraints = [r.constraint for r in requests if r.constraint is not None]
     spans = dict.fromkeys(r.spans for r in requests if r.spans is not None)

@@ -336,7 +336,7 @@ def take_constraint(options: OptionValues, by_id: dict[tuple[str, int], Constrai
         for all prompts is thus compiled only once.
 
     Raises:
-      MarsError: there is more than one constraint, or as for the functions of `constraints`.
+      MarsError: there is more than one constraint; see also the functions of `constraints`.
     """
     may_relax = options.pop("relax_constrained", False)
     check_switch("relax_constrained", may_relax)

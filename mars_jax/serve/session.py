@@ -132,7 +132,7 @@ class Session:
           target, drafter, verify, batch_size, log_probs, top_log_probs: as for `mars_jax.generate`.
 
         Raises:
-          MarsError: as for `drafters.load`, or batch_size or top_log_probs is out of range.
+          MarsError: batch_size or top_log_probs is out of range; see also `drafters.load`.
         """
         if batch_size is not None:
             check_count("batch_size", batch_size, most=BATCH_ROWS)
@@ -229,7 +229,7 @@ class Session:
         """Decode all requests, in decreasing order of `max_new_tokens`.
 
         Raises:
-          MarsError: as for `queue`.
+          MarsError: see `queue`.
         """
         start_time = time.perf_counter()
         queue = self.queue(requests, order=longest_first(requests))

@@ -60,7 +60,7 @@ class Setting:
     name: str
     kind: type  # float, int, bool or str
     help: str
-    default: Any = None  # None if there is no default: the user must pass a value, or may leave it out
+    default: Any = None  # None if there is no default
     optional: bool = False
     ranges: Range | Mapping[str, Range] = Range("a number")
     by: str | None = None

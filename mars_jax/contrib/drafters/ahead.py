@@ -72,7 +72,7 @@ def ahead(target: LanguageModel, drafter: Drafter, verify: Rule) -> Ahead:
       verify: the verification rule.
 
     Raises:
-      MarsError: the drafter uses the target's outputs or does not draft chains of at least 2 tokens; or as for
+      MarsError: the drafter uses the target's outputs or does not draft chains of at least 2 tokens; see also
         `speculative_decoder`.
 
     >>> from mars_jax import drafters, fake, verify
@@ -87,7 +87,7 @@ def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
     """Return a K-token drafter to pair with the target. The caller supplies its drafts from a (K + 1)-token drafter.
 
     Raises:
-      MarsError: as for `ahead`.
+      MarsError: see `ahead`.
     """
     check_drafts_alone(drafter, 2)  # the last token is the guess
     return Handed(drafter.max_depth - 1, target.vocab_size, drafter.stops)

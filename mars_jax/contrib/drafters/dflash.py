@@ -61,7 +61,7 @@ class DFlash(HeadDrafter):
     `Controls.draft_stop`. With a confidence head, it ends where one minus the confidence exceeds `draft_stop`.
 
     Raises:
-      MarsError: the head does not fit the target, the draft is longer than a block, or as for `DraftModel`.
+      MarsError: the head does not fit the target, or the draft is longer than a block; see also `DraftModel`.
 
     >>> from mars_jax.models import ModelConfig, language_model
     >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
@@ -224,7 +224,7 @@ def load_dflash_drafter(asked: Asked) -> LoadedDrafter:
     """Load a `dflash` drafter from the checkpoint of its head.
 
     Raises:
-      MarsError: as for `contrib.load_dflash`.
+      MarsError: see `contrib.load_dflash`.
     """
     target = asked.target
     config, params = dflash_files.load_dflash(

@@ -78,8 +78,8 @@ def draft_elsewhere(
       **options: options of `drafters.load`.
 
     Raises:
-      MarsError: as for `drafters.load`, or the drafter cannot draft ahead because it uses the target's outputs or
-        drafts trees, or because its spec is not `model:PATH`. When decoding begins: the rule needs the draft's true
+      MarsError: the drafter cannot draft ahead because it uses the target's outputs or drafts trees, or because its
+        spec is not `model:PATH`; see also `drafters.load`. When decoding begins: the rule needs the draft's true
         probabilities.
 
     >>> drafter = draft_elsewhere("model:tiny/draft", target, jax.devices()[1])  # doctest: +SKIP
@@ -107,7 +107,7 @@ def open_elsewhere(
     """Call `draft_elsewhere` for the devices with the given numbers. This implements `--draft-device`.
 
     Raises:
-      MarsError: as for `open_device` and `draft_elsewhere`.
+      MarsError: see `open_device` and `draft_elsewhere`.
     """
     return draft_elsewhere(spec, target, open_device(numbers, target.mesh), **options)
 

@@ -158,7 +158,7 @@ def load_medusa_drafter(asked: Asked) -> LoadedDrafter:
     """Load a `medusa` drafter from the checkpoint of its heads.
 
     Raises:
-      MarsError: as for `medusa_files.load_medusa`.
+      MarsError: see `medusa_files.load_medusa`.
     """
     target = asked.target
     config, params = medusa_files.load_medusa(asked.path, target.config, dtype=asked.heads_dtype)

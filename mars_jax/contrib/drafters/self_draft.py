@@ -44,7 +44,7 @@ class SelfDraft(ShapedDrafter):
     `Params.draft` are weights with the target's structure, such as its quantised weights.
 
     Raises:
-      MarsError: as for `DraftModel`.
+      MarsError: see `DraftModel`.
 
     >>> from mars_jax.core.fake import hash_model
     >>> self_draft(hash_model(vocab_size=11), tree=(2, 2)).num_nodes

@@ -30,7 +30,7 @@ def load_sprinter(asked: Asked) -> LoadedDrafter:
     """Load a `sprinter` drafter from the directory of a SPRINTER system.
 
     Raises:
-      MarsError: as for `hub.load` and `load_system`, or the classifier was trained for a different model.
+      MarsError: the classifier was trained for a different model; see also `hub.load` and `load_system`.
     """
     system = load_system(asked.path, "sprinter")
     draft = _model(asked, system, system.draft)
@@ -54,7 +54,7 @@ def load_trispec(asked: Asked) -> LoadedDrafter:
     """Load a TriSpec system, which is a `cascade` with a small model as proxy, from its directory.
 
     Raises:
-      MarsError: as for `hub.load`, `load_system` and `cascade`, or the vocabularies of the models differ.
+      MarsError: the vocabularies of the models differ; see also `hub.load`, `load_system` and `cascade`.
     """
     system = load_system(asked.path, "trispec")
     proxy = _model(asked, system, system.proxy)
@@ -67,7 +67,7 @@ def load_via_sd(asked: Asked) -> LoadedDrafter:
     The proxy uses the target's weights, not a copy.
 
     Raises:
-      MarsError: as for `load_system` and `cascade`, or the layer mask is for a different target.
+      MarsError: the layer mask is for a different target; see also `load_system` and `cascade`.
     """
     system, model = load_system(asked.path, "via_sd"), asked.target.model
     if model.with_layers is None:

@@ -72,7 +72,7 @@ def by_context(by: str, **settings: Any) -> ByContext:
       **settings: settings of `verify.mars`.
 
     Raises:
-      MarsError: as for `verify.mars`, or the context is unknown.
+      MarsError: the context is unknown; see also `verify.mars`.
 
     >>> by_context("position", theta=0.8).name
     'mars(by position)'

@@ -149,7 +149,7 @@ def read(path: str, target: Pretrained | None) -> PyTree:
     The file must contain an object with `alike`, a list of names, and `groups`, a list of lists of strings.
 
     Raises:
-      MarsError: there is no target, the file is missing or invalid, or as for `token_groups`.
+      MarsError: there is no target, or the file is missing or invalid; see also `token_groups`.
     """
     if target is None:
         raise MarsError("the rule equivalent needs a target, whose tokens it compares: give one.")

@@ -136,7 +136,7 @@ def _prefixes(args: argparse.Namespace) -> list[int]:
 def _thetas(args: argparse.Namespace) -> list[float]:
     """Return the thresholds to try, by default the rule's grid, which is fixed in advance as the test requires.
 
-    They are ordered from strict to loose. For a user's rule, that order may be rising or falling.
+    They are ordered from strict to loose. For a user's rule, this can be ascending or descending order.
     """
     setting, structure = args.rule.setting("theta")
     rule_grid = setting.range(**structure).grid

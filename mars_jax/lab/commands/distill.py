@@ -185,7 +185,7 @@ def check_distill_flags(args: argparse.Namespace) -> None:
         raise MarsError(
             "--data with --features is the text of a draft vocabulary: give --draft-vocab, or leave out --data."
         )
-    # The authors' layout is named after the drafter, which is eagle for eagle1 and eagle3.
+    # The authors' layout has the name of the drafter; for both eagle1 and eagle3 it is eagle.
     authors_layout = args.kind.rstrip("13")
     if args.layout not in (None, authors_layout, "speculators"):
         raise MarsError(f"--layout is {args.layout}: expected {authors_layout} or speculators.")

@@ -95,7 +95,7 @@ def chosen_rule(args: argparse.Namespace, *, instead: Collection[str] = ()) -> R
       instead: as for `add_rule_flags`.
 
     Raises:
-      MarsError: as for `choose`; or a setting is set twice, or weights are missing.
+      MarsError: a setting is set twice, or weights are missing; see also `choose`.
     """
     settings = given_settings(args)
     for name in settings.keys() & set(instead):

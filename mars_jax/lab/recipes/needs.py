@@ -34,7 +34,7 @@ def check_memory(args: argparse.Namespace, name: str, topology: str = "") -> str
       topology: a TPU slice on which the pair fits, to suggest in the error message; "" if none is known.
 
     Raises:
-      MarsError: the weights do not fit on the devices; or as for `hub.outline`.
+      MarsError: the weights do not fit on the devices; see also `hub.outline`.
     """
     needed_bytes = weight_bytes(args)
     device_bytes = _memory(jax.local_devices()[0])

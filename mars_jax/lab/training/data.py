@@ -98,7 +98,7 @@ def batches(streams: Sequence[Stream], *, rows: int, length: int, seed: int) -> 
     Args:
       streams: streams of at least `length + 1` tokens.
       rows, length: a batch has `rows` rows of `length` tokens, plus one more token per row to predict.
-      seed: seed of the order.
+      seed: seed for shuffling.
 
     Raises:
       MarsError: a stream is shorter than one row.

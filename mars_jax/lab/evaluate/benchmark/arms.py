@@ -151,7 +151,7 @@ def make_arms(
         adds controls in which the target samples from the tokens that a relaxed rule would accept from a draft.
 
     Raises:
-      MarsError: as for `verify.load`.
+      MarsError: see `verify.load`.
 
     >>> [arm.name for arm in make_arms(RuleChoice("mars", {}), [0.9], temperature=0.0)]
     ['autoregressive', 'exact', 'mars theta=0.9', 'low-margin sampling']

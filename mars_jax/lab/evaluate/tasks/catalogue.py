@@ -403,7 +403,7 @@ def columns(path: str) -> Iterator[tuple[str, JsonObject]] | None:
     """Return the rows of a dataset as (place, columns) for `generate --prompts-file`, or None for any other path.
 
     Raises:
-      MarsError: as for `read_hub`.
+      MarsError: see `read_hub`.
     """
     if not is_hub_name(path):
         return None
