@@ -39,7 +39,7 @@ class Op(NamedTuple):
     # True if the instruction launches a routine or a collective. Copies overlap with other instructions, and scalars
     # take only a few bundles of the top level.
     is_launch: bool
-    # Size in bytes of a collective's operands and results, and number of devices in its group; 0 for other instructions.
+    # Size in bytes of a collective's operands and results, and number of devices in its group; 0 if not a collective.
     sent: int
     received: int
     devices: int
