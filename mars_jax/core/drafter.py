@@ -71,7 +71,7 @@ class Drafter:
 
     @property
     def num_nodes(self) -> int:
-        """N, the number of nodes including the root. The default is the number for a chain."""
+        """N, the number of nodes including the root. The default is correct for a chain."""
         return self.max_depth + 1
 
     @property

@@ -181,8 +181,8 @@ class Checkpoints:
         self._directory, self._steps, self._manager = directory, steps, None
         if hosts.is_first():
             (directory / CHECKPOINTS).mkdir(exist_ok=True)
-            # By default Orbax synchronises all processes, but only the first one calls it. With these
-            # options it cannot create the directory.
+            # By default Orbax waits for all processes, but only the first one calls it. These options prevent this
+            # wait; with them, Orbax cannot create the directory.
             first_process = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=2, create=False, multiprocessing_options=first_process
