@@ -289,7 +289,7 @@ def _matrix(q: np.ndarray, zero: np.ndarray, scale: np.ndarray, input_group: np.
     """
     (inputs, outputs), groups = q.shape, len(scale)
     if input_group is None:
-        input_group = np.arange(inputs) // (inputs // groups)
+        input_group = np.repeat(np.arange(groups), inputs // groups)
     if (
         not scale.shape == zero.shape == (groups, outputs)
         or input_group.shape != (inputs,)
