@@ -1,1 +1,1 @@
-"""Evaluation: tasks with scores, arms with controls, figures with confidence intervals; `mars-jax benchmark`."""
+"""Evaluation for `mars-jax benchmark`: scored tasks, arms and their controls, and figures with confidence intervals."""

@@ -18,7 +18,7 @@ from mars_jax.serve.session import Session
 from mars_jax.utils.errors import MarsError
 
 UPDATES = 8
-"""Number of updates to a refined draft after every group of problems."""
+"""Number of training updates to a refined draft after each group of problems."""
 GROUP = 4
 """Number of batches that an arm decodes before the next arm takes over."""
 
@@ -41,7 +41,7 @@ class Decoding:
     session: Session  # each arm replaces its rule
     chat: bool = False
     max_new_tokens: int = 256
-    refiner: Refiner | None = None  # refiner of the draft, for the arm that refines it
+    refiner: Refiner | None = None  # only for the arm whose draft is refined
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ class Decoding:
     def answer(
         self, arm: Arm, problems: Sequence[Problem], seeds: Sequence[int], *, temperature: float
     ) -> list[Answer]:
-        """Decode problems, such as those of one group, in `session.batch_size` rows.
+        """Decode some problems, such as one group, in `session.batch_size` rows.
 
         A finished row continues with the next problem. The prompt of a follow-up turn contains this arm's earlier
         answers.
@@ -155,7 +155,7 @@ def _decoded(pair: Session, requests: list[request.Request]) -> tuple[list[Compl
 
 
 def turns_asked(problem: Problem, chat: bool) -> tuple[str, ...]:
-    """Return the turns to decode: all turns with a chat template, and only the first turn without one."""
+    """Return the turns to decode: all of them with a chat template, otherwise only the first."""
     return problem.turns if chat and not problem.continues else problem.turns[:1]
 
 

@@ -1,4 +1,4 @@
-"""Figures of one arm, computed from its rows and compared with the target without a draft.
+"""Figures for one arm, computed from its rows; some are relative to the target without a draft.
 
 R is the number of resamples. Tested against recounts by hand and the coverage of simulated intervals, in
 tests/lab/evaluate/test_figures.py.
@@ -31,10 +31,10 @@ def arm_figures(
     metric: str,
     seed: int = 0,
 ) -> JsonObject:
-    """Return the figures of one arm on one task at one temperature.
+    """Return the figures for one arm on one task at one temperature.
 
     Args:
-      rows: rows of the arm, see `rows.make_row`.
+      rows: rows of the arm; see `rows.make_row`.
       autoregressive: rows of the target without a draft, on the same problems in the same order.
       strict: rows of the strict rule, in the same order; None if it was not decoded.
       metric: metric of the task.
@@ -70,10 +70,10 @@ def intervals(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> JsonObject:
-    """Compute 95% intervals of an arm's figures by the paired bootstrap over problems, with shared resamples.
+    """Compute 95% confidence intervals for an arm's figures by the paired bootstrap over problems.
 
-    The intervals cover the choice of problems, not the choice of seeds. For speed, they cover only the variation
-    between problems.
+    All figures share the same resamples. The intervals reflect the choice of problems, but not the choice of seeds.
+    Intervals for speeds reflect only the variation between problems, not the variation between repeated timings.
 
     Args:
       rows, autoregressive, metric, seed: as for `arm_figures`.
@@ -86,7 +86,7 @@ def intervals(
     Source: Efron and Tibshirani 1993, chapter 13; paired as in Koehn 2004. Raises: nothing.
     """
     if len(rows) == 1:
-        # A single problem has no variation between problems, so there are no intervals.
+        # With a single problem there is no variation between problems, so there are no intervals.
         resamples = 0
     weights = resampled(len(rows), seed, resamples)
     figure_arrays = _figures(rows, autoregressive, weights, metric)
@@ -106,8 +106,8 @@ def _figures(
         return weights @ np.asarray([row[name] for row in summed_rows], np.float64)
 
     tokens, seconds = sums(rows, "emitted"), sums(rows, "seconds")
-    # reached[d, r] counts the steps that accepted at least d draft tokens. A step whose draft ended at depth d, or that
-    # a stop token cut off there, counts as a rejection at depth d + 1.
+    # reached[d, r] counts the steps that accepted at least d draft tokens. A step whose draft ended at depth d, or was
+    # cut off there by a stop token, counts as a rejection at depth d + 1.
     reached = np.cumsum(sums(rows, "depth_histogram").T[::-1], axis=0)[::-1]
     score = base_score = np.full(len(weights), np.nan)
     if all(row["score"] is not None for row in (*rows, *autoregressive)):
@@ -116,7 +116,7 @@ def _figures(
         token_rate = tokens / seconds
         recovered_share = score / base_score
         if not base_score.all():
-            # If the target scores 0 in any resample, an interval would cover only the other resamples: report none.
+            # If the target scores 0 in any resample, an interval could use only the other resamples, so report none.
             recovered_share = np.full_like(recovered_share, np.nan)
         return {
             "tau": tokens / sums(rows, "steps"),
@@ -158,7 +158,7 @@ def _same(rows: Sequence[Row], reference: Sequence[Row]) -> float:
 
 
 def tau_of(rows: Sequence[Row]) -> float:
-    """Return tau over all rows: the emitted tokens per forward pass of the target."""
+    """Return tau over all rows: the number of tokens emitted per forward pass of the target."""
     return sum(row["emitted"] for row in rows) / sum(row["steps"] for row in rows)
 
 

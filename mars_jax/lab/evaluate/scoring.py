@@ -183,7 +183,7 @@ def write_and_score_samples(folder: Path, problems: Sequence[Problem], rows: Seq
       rows: see `rows.make_row`.
 
     Returns:
-      All rows, in the same order. A row with a result has the score 1 or 0.
+      All rows, in the same order. A row that has a result gets a score of 1 or 0.
 
     Raises:
       MarsError: a results file belongs to different samples or cannot be read.

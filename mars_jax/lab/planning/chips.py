@@ -1,7 +1,7 @@
-"""Published figures of TPU chips, and the topologies that libtpu compiles for.
+"""Published specifications of TPU chips, and the topologies that libtpu can compile for.
 
 Sources: Google's Cloud TPU documentation, pages v4, v5e, v5p, v6e (Trillium) and TPU7x (Ironwood), 2026. The pages list
-the memory, bandwidth, peak and link bandwidth of each chip, and the slice shapes by accelerator type.
+the memory, bandwidth, peak FLOP/s and link bandwidth of each chip, and the slice shape of each accelerator type.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mars_jax.utils.errors import MarsError
 
 
 class Chip(NamedTuple):
-    """One chip. The compiler treats a chip of v4 or tpu7x as two devices that share its memory and its units."""
+    """One chip. The compiler treats a v4 or tpu7x chip as two devices that share its memory and its compute units."""
 
     hbm_bytes: int
     # Bytes per second between HBM and the cores.
@@ -44,7 +44,7 @@ SHAPES = {
         1024: "8x8x16", 2048: "8x16x16",
     },
 }  # fmt: skip
-"""Shapes of slices in Google Cloud, by number of dimensions and number of chips."""
+"""Shapes of slices in Google Cloud, keyed by the number of dimensions and the number of chips."""
 
 
 def slice_of(name: str) -> str:
@@ -64,7 +64,8 @@ def slice_of(name: str) -> str:
     if not dash or generation not in CHIPS:
         return name
     dims = CHIPS[generation].dims
-    # Slices of three dimensions are counted in cores, two per chip, and those of two dimensions in chips.
+    # The size of a three-dimensional slice is given in cores, two per chip, and that of a two-dimensional slice in
+    # chips.
     counts_per_chip, unit_words = {2: (1, "chips"), 3: (2, "cores, two a chip")}[dims]
     shape_by_count = {str(chips * counts_per_chip): shape for chips, shape in SHAPES[dims].items()}
     if size not in shape_by_count:
@@ -93,7 +94,7 @@ class Topology(NamedTuple):
     name: str
     chips: int
     devices: tuple[Any, ...]
-    # Specification of one device, with its share of the memory, bandwidth and peak of a chip.
+    # Specification of one device, with its share of the chip's memory, bandwidth and peak FLOP/s.
     device: Chip
 
     @property
@@ -135,7 +136,7 @@ def topology(name: str) -> Topology:
         devices = topologies.get_topology_desc(
             platform="tpu", topology_name=name, chips_per_host_bounds=host_bounds
         ).devices
-    except Exception as error:  # jaxlib raises several types
+    except Exception as error:  # jaxlib raises errors of several types
         error_text = str(error)
         if "libtpu" in error_text.lower() or isinstance(error, ImportError):
             raise MarsError("a plan needs libtpu: pip install 'jax[tpu]' on Linux x86-64.") from None

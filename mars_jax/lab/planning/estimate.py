@@ -2,8 +2,8 @@
 
 For each generation of chips, `overheads.json` lists the time that a step takes in addition to reading its bytes:
 launches, collectives, and computation that takes longer than the reads. `python -m scripts.tpu_schedule --overheads`
-measures these overheads on the schedules of libtpu's compiler. An estimate is a range, since a launch takes between 0.2
-and 1.5 us.
+derives these overheads from the schedules of libtpu's compiler. An estimate is a range, since a launch takes between
+0.2 and 1.5 us.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StepBytes(NamedTuple):
     layers: int
     # The target's final norm and unembedding matrix.
     unembed: int
-    # The draft, over all of its passes.
+    # The draft, summed over all of its passes.
     draft: int
 
     @property
@@ -46,10 +46,10 @@ class Work(NamedTuple):
     """The work of one step on one device."""
 
     bytes: StepBytes
-    # Operations of the target's matrix products.
+    # Floating-point operations in the target's matrix products.
     flops: float
     dtype: str
-    # Tokens that the target scores, over all rows of the device.
+    # Number of tokens that the target scores, over all rows on the device.
     tokens: int
     context: int
     num_layers: int
@@ -57,9 +57,9 @@ class Work(NamedTuple):
     num_experts: int
     # Number of devices that share a layer.
     devices: int
-    # Key of the table's "drafts", or the name of a drafter that was not measured.
+    # A key under "drafts" in the table, or the name of a drafter that was not measured.
     draft: str
-    # Passes of the draft, and transformer layers per pass.
+    # Number of passes of the draft, and of transformer layers per pass.
     passes: int
     draft_layers: int
 
@@ -88,14 +88,14 @@ def step_time(work: Work, generation: str, device: Chip) -> StepTime:
     Args:
       work: from `fit.count_work`.
       generation: generation of the chip, such as "v5e".
-      device: bandwidth, peak and links of a device.
+      device: bandwidth, peak FLOP/s and link bandwidth of a device.
     """
     bandwidth = device.bandwidth
     floor_seconds = max(work.bytes.total / bandwidth, work.flops / device.peak_flops)
     if missing := _missing(work, generation):
         return StepTime(floor_seconds, floor_seconds, floor_seconds, missing)
     chip_table = overheads()[generation]
-    # Use the row of the table with the smallest number of tokens that is not below that of the step.
+    # Use the row of the table with the smallest number of tokens that is at least that of the step.
     layer_rows = chip_table["layers"][work.dtype]
     layer_overheads = layer_rows[str(min(count for count in map(int, layer_rows) if count >= work.tokens))]
     draft_overheads = chip_table["drafts"][work.draft]
@@ -141,7 +141,7 @@ def _missing(work: Work, generation: str) -> str:
 
 
 def collective_seconds(kind: str, sent: int, received: int, devices: int, link: float) -> float:
-    """Return the seconds of a collective over a bidirectional ring: its hops, plus its bytes over one link.
+    """Return a collective's time in seconds on a bidirectional ring: latency of its hops plus transfer of its bytes.
 
     An all-reduce is a reduce-scatter of its operand and an all-gather of its result. A permute takes one hop.
 

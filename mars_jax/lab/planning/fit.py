@@ -34,7 +34,7 @@ from mars_jax.utils.settings import BITS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The compiler's report on the decode loop, and estimates of a step. All byte counts are per device."""
+    """The compiler's report on the decode loop, and estimates of the time of a step. All byte counts are per device."""
 
     topology: str
     chips: int
@@ -50,24 +50,24 @@ class Plan:
     cache_bytes: int
     # Minimum number of bytes that a step reads, with full contexts.
     read_bytes: int
-    # The larger of (bytes read / bandwidth) and (operations / peak).
+    # The larger of (bytes read / bandwidth) and (operations / peak FLOP/s).
     floor_seconds: float
     # The same bound for a step without a draft.
     autoregressive_floor_seconds: float
-    # Number of collectives in the loop, by kind and shape.
+    # Number of collectives in the loop, keyed by kind and shape.
     collectives: dict[str, int]
     compile_seconds: float
     # The estimated range, as low_seconds and high_seconds; None if the table of overheads does not cover the step.
     step: dict[str, float] | None
     autoregressive_step: dict[str, float] | None
-    # Arrays that every device stores unsharded, and the reason if there is no estimate.
+    # Notes on the arrays that every device stores unsharded, and the reason if there is no estimate.
     notes: tuple[str, ...]
 
 
 def make_plan(
     pair: Programs, autoregressive: Programs, topology: Topology, dump: Callable[[str, str], object]
 ) -> Plan:
-    """Compile the decode loop for a slice and estimate its step.
+    """Compile the decode loop for a slice and estimate the time of a step.
 
     Args:
       pair: the pair on the slice's devices.
@@ -116,7 +116,7 @@ def _range(time: StepTime) -> dict[str, float] | None:
 
 
 def planned_time(pair: Programs, topology: Topology) -> tuple[Work, StepTime]:
-    """Return the work of a step with full contexts, and its time, without compiling."""
+    """Return the work and the estimated time of a step with full contexts, without compiling."""
     work = count_work(pair)
     return work, step_time(work, topology.generation, topology.device)
 
@@ -206,7 +206,8 @@ def read_once(config: AnyConfig, params: PyTree, *, tokens: int) -> int:
     """Return the bytes of weights that one device reads in a forward pass over `tokens` tokens.
 
     An untied embedding is not counted, since only a few of its rows are looked up. Each token is assumed to choose k of
-    E experts uniformly and independently, so the tokens use a share of 1 - (1 - k / E) ** tokens of the experts.
+    E experts uniformly and independently, so the expected share of experts that the tokens use is 1 - (1 - k / E) **
+    tokens.
     """
     read_bytes = local_bytes(params)
     if "embed" in params and not (isinstance(config, ModelConfig) and config.tie_embeddings):
@@ -271,8 +272,8 @@ class DraftShape(NamedTuple):
         """Return the expected tokens per step, given the acceptance probability of a drafted token at each depth.
 
         The last probability applies to all deeper levels. For a chain, tau is `1 + a + ... + a^length` (Leviathan et
-        al. 2211.17192, equation 1). A level of a tree is assumed to be accepted if one of its two likeliest children
-        is, so `a` becomes `1 - (1 - a)^2`.
+        al. 2211.17192, equation 1). At each level of a tree, a token is assumed to be accepted if one of the two
+        likeliest candidates is, so `a` becomes `1 - (1 - a)^2`.
 
         >>> round(DraftShape(3, None).tau([0.5]), 3), round(DraftShape(None, Dynamic(depth=3)).tau([0.5]), 3)
         (1.875, 2.734)
@@ -300,12 +301,12 @@ DEEPER = (DraftShape(5, None), DraftShape(None, Dynamic()), DraftShape(None, Dyn
 
 
 class DraftEstimate(NamedTuple):
-    """The estimated time of a step with a draft, and the tokens it yields at the assumed acceptance."""
+    """The estimated time of a step with a draft, and the number of tokens it yields at the assumed acceptance rate."""
 
     flags: str
     low_seconds: float
     high_seconds: float
-    # The range in which tau breaks even: above it, the draft is faster than no draft.
+    # The range in which the break-even tau lies: above it, the draft is faster than no draft.
     pays_above: tuple[float, float]
     # Expected tokens per step.
     tau: float
@@ -319,7 +320,7 @@ def compare_drafts(
     acceptance: Sequence[float],
     shapes: Sequence[DraftShape] = SHAPES,
 ) -> list[DraftEstimate]:
-    """Return the drafts that fit, sorted by tokens per second, with the fastest first.
+    """Return the drafts that fit, sorted by estimated tokens per second, fastest first.
 
     Args:
       step: returns the time of a step with a draft, or None if it does not fit.
@@ -335,13 +336,13 @@ def compare_drafts(
         low, high = draft_time.low_seconds, draft_time.high_seconds
         base_low, base_high = autoregressive.low_seconds, autoregressive.high_seconds
         if draft_time.missing or autoregressive.missing:
-            # Compare lower bounds with lower bounds.
+            # Unless both steps have an estimate, compare their lower bounds.
             low = high = draft_time.floor_seconds
             base_low = base_high = autoregressive.floor_seconds
-        # A draft pays if tau exceeds the ratio of the two step times.
+        # A draft pays off if tau exceeds the ratio of the two step times.
         ratios = low / base_low, high / base_high
         tau = shape.tau(acceptance)
-        # Compare the middles of the two ranges.
+        # Compare the midpoints of the two ranges.
         gain = tau * (base_low + base_high) / (low + high)
         estimates.append(DraftEstimate(shape.flags, low, high, (min(ratios), max(ratios)), tau, gain))
     return sorted(estimates, key=lambda draft: -draft.gain)
@@ -351,7 +352,7 @@ def advise(attempt: Callable[[str | None, str], Attempt], dtype: str, larger: Se
     """Try fewer bits on the same slice, then larger slices with the same dtype. Each series ends at the first fit.
 
     Args:
-      attempt: maps a slice (None for the same) and a dtype to an attempt.
+      attempt: function that maps a slice (None for the same slice) and a dtype to an attempt.
       dtype: the dtype that does not fit.
       larger: larger slices in the order to try.
 

@@ -2,8 +2,8 @@
 
 The fields come from the config.json files of lmsys/vicuna-13b-v1.3, meta-llama/Llama-3.1-8B-Instruct,
 meta-llama/Llama-3.2-1B-Instruct, meta-llama/Llama-3.3-70B-Instruct, Qwen/Qwen3-8B, Qwen/Qwen3-32B,
-Qwen/Qwen3-235B-A22B, Qwen/Qwen3.5-9B, Qwen/Qwen3.5-35B-A3B, openai/gpt-oss-20b and openai/gpt-oss-120b. Other fields
-have the defaults of their family.
+Qwen/Qwen3-235B-A22B, Qwen/Qwen3.5-9B, Qwen/Qwen3.5-35B-A3B, openai/gpt-oss-20b and openai/gpt-oss-120b. All other
+fields have the defaults of the model family.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from mars_jax.utils.types import JsonObject
 
 
 def wide_dtype(dtype: str) -> str:
-    """Return the dtype of the weights that stay unquantised if `dtype` is requested, one of `settings.DTYPES`.
+    """Return the dtype of the unquantised weights for a requested `dtype`, which is one of `settings.DTYPES`.
 
     >>> wide_dtype("int4"), wide_dtype("float32")
     ('bfloat16', 'float32')
@@ -119,9 +119,9 @@ def kind_of(config: AnyConfig | str) -> str:
 def default_mesh(config: ModelConfig, count: int, batch: int) -> str:
     """Return the default axes of a mesh of `count` devices, in the format of --mesh.
 
-    `model` gets the largest divisor of `count` that also divides the number of key-value heads, or of attention heads
-    with latent attention, whose heads share one cache row per token. The remaining devices go to `data` if they divide
-    the batch evenly, and otherwise also to `model`.
+    The size of `model` is the largest divisor of `count` that also divides the number of key-value heads. With latent
+    attention, whose heads share one cache row per token, it divides the number of attention heads instead. The
+    remaining devices go to `data` if they divide the batch evenly, and otherwise also to `model`.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=8)
     >>> default_mesh(config, 16, 2), default_mesh(config, 16, 1)
@@ -208,7 +208,7 @@ def abstract_state(
 
 
 def local_bytes(tree: PyTree) -> int:
-    """Return the number of bytes of a tree of abstract arrays that one device stores."""
+    """Return how many bytes of a tree of abstract arrays one device stores."""
     shapes = [(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree)]
     return sum(num_bytes(jax.ShapeDtypeStruct(shape, dtype)) for shape, dtype in shapes)
 
@@ -217,7 +217,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 
 
 class OutOfMemory(Exception):
-    """Error of a program that does not fit on its devices. `used` is the bytes it needs per device, or 0 if unknown."""
+    """Error for a program that does not fit on its devices. `used` is its bytes per device, or 0 if unknown."""
 
     def __init__(self, used: int):
         super().__init__(f"{used} bytes")
@@ -230,7 +230,7 @@ def compile_program(lowered: jax.stages.Lowered, *, read: Callable[[str], Any] |
 
     Args:
       lowered: program lowered for abstract arguments with shardings on the devices to compile for.
-      read: function of the compiled program's text. Its result becomes the entry "read" of the report.
+      read: called with the text of the compiled program; its result becomes the entry "read" of the report.
 
     Raises:
       OutOfMemory: the program does not fit.
@@ -278,7 +278,7 @@ def collectives(program: str) -> dict[str, int]:
 
 
 def held_bytes(report: JsonObject) -> int:
-    """Return the peak bytes of a program on a device: arguments, results that alias no argument, and temporaries."""
+    """Return a program's peak bytes on a device: arguments, results that alias no argument, and temporaries."""
     return (
         report["argument_bytes"]
         + report["output_bytes"]

@@ -60,12 +60,12 @@ class LowMarginSampling(verify.Lossy):
     def __call__(self, evidence: Evidence) -> tuple[Verdict, LowMarginSampling]:
         tree, controls, stats = evidence.tree, evidence.controls, evidence.stats
         theta = jnp.broadcast_to(self.theta[:, None], stats.top1.shape)
-        # A node determines the token after it, which is one level deeper.
+        # The token chosen at a node is one level deeper than the node.
         is_relaxable = tree.depths >= self.strict_edges(evidence)[:, None]
         is_low = MARGINS[self.margin](stats.top1, stats.top2, theta) & is_relaxable
-        # As in `mars`, a margin between two tokens is never low if one of them is a stop token.
+        # As in `mars`, the margin never counts as low if one of the two tokens is a stop token.
         is_low &= ~is_stop(stats.id1, controls.stop_tokens) & ~is_stop(stats.id2, controls.stop_tokens)
-        # The runner-up's share of the probability of the two best tokens.
+        # The runner-up's share of the combined probability of the two best tokens.
         runner_up_share = jax.nn.sigmoid((stats.top2 - stats.top1) / divisor(controls)[:, None])
         takes_runner_up = node_uniforms(evidence.keys, evidence.positions) < runner_up_share
         # y[b, n] is the token that the target itself samples after node n.
@@ -83,9 +83,9 @@ def low_margin_sampling(
     """Return a control in which the target samples from the tokens that `verify.mars` would accept.
 
     If the margin of the two best tokens is low, the target draws one of these two, in proportion to their probabilities
-    at the row's temperature (1 in a greedy row). It instead emits the token of `verify.exact` if the margin is not low,
-    if one of the two is a stop token, or within the first `exact_prefix` tokens. A difference in quality between mars
-    and this control is therefore due to the draft. The control works with any tree, but is meant to run without a
+    at the row's temperature (1 in a greedy row). If the margin is not low, if one of the two is a stop token, or within
+    the first `exact_prefix` tokens, it emits the token that `verify.exact` would emit. A difference in quality between
+    mars and this control is therefore due to the draft. The control works with any tree, but is meant to run without a
     draft.
 
     Args:
@@ -143,8 +143,8 @@ def make_arms(
       choice: the rule to measure.
       thetas: thresholds of the rule, one arm each; the first also sets the threshold of the controls. Empty for a rule
         without a threshold, which gets one arm.
-      temperature: at 0, the control that samples from the two best tokens everywhere equals autoregression and is
-        omitted.
+      temperature: at 0, the control that samples from the two best tokens at every position is identical to
+        autoregression and is omitted.
       target: from `mars_jax.load`, for a rule with weights.
       refined: append an arm of the strict rule whose draft is trained during the run.
       controls: "none" returns only the target without a draft and the rule. "paper" adds the strict rule. "all" also

@@ -25,7 +25,7 @@ LEAST_POINTS = 10
 
 
 def captions(summary: JsonObject) -> dict[str, str]:
-    """Return the captions of a run's plots. If no rule has theta, omit the plot over theta."""
+    """Return the captions of a run's plots. Omit the plot over theta if no rule has a threshold."""
     arms = [arm for table in summary["tables"] for arm in table["arms"]]
     if any(arm["role"] == "rule" and arm["theta"] is not None for arm in arms):
         return PICTURES

@@ -50,7 +50,7 @@ def make_summary(
     table_summaries = []
     for task, metric in {problem.task: problem.metric for problem in problems}.items():
         for temperature in settings["temperatures"]:
-            # Iterate in reverse, so that the first arm of each role is kept, such as the rule at its first threshold.
+            # Iterate in reverse, so that the first arm of each role wins, such as the rule at its first threshold.
             by_role = {arm.role: by_arm[task, temperature, arm.name] for arm in reversed(arms[temperature])}
             arm_summaries = []
             for arm in arms[temperature]:
@@ -169,7 +169,7 @@ def markdown(summary: JsonObject) -> str:
 
 
 def contents(summary: JsonObject) -> JsonObject:
-    """Return the contents of summary.json as the strings that templates show."""
+    """Convert the contents of summary.json to strings for the templates."""
     tables = [
         {
             "heading": heading(table),
@@ -231,7 +231,7 @@ def heading(table: JsonObject) -> str:
 
 
 def change(arm: JsonObject, metric: str) -> str:
-    """Return an arm's change in score from the target without a draft, with a verdict in words.
+    """Describe the difference in score between an arm and the target without a draft, with a verdict in words.
 
     >>> arm = {"arm": "mars", "score_change": -0.02, "intervals": {"score_change": [-0.03, -0.01]}}
     >>> change(arm, "final_answer"), change(arm, "likelihood")
@@ -285,7 +285,7 @@ _CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 16
 
 
 def render(template: str, folder: Path = Path(__file__).parent, /, **values: object) -> str:
-    """Render a template in a folder, by default the folder of this module. In HTML templates, escape all values."""
+    """Render a template in a folder, by default the folder of this module. Values are escaped in HTML templates."""
     import jinja2
 
     # Without `finalize`, a control character in a completion would make the page invalid HTML.

@@ -103,11 +103,11 @@ def score_answers(
 
 @dataclasses.dataclass
 class Recorder:
-    """Decoder of problems with several arms that stores the rows in a file and reports progress."""
+    """A recorder that decodes problems with several arms, stores the rows in a file and reports progress."""
 
     file: RowFile
     show: Show
-    total: int  # turns of all decodes
+    total: int  # number of turns over all arms and problems
     seeds: Mapping[tuple[str, str], int]  # keyed by task and id
     done: int = 0
     score: Callable[[Decoding, Sequence[Problem], Sequence[Answer]], list[list[float] | None]] = scored
@@ -120,14 +120,14 @@ class Recorder:
     ) -> dict[tuple[str, int | None], list[Row]]:
         """Return the rows of several arms for problems of one task, keyed by arm name and draft length.
 
-        Rows that the file already has are not decoded again. All arms decode a group of problems before the next group
-        begins, so that a temporary slowdown affects all arms equally.
+        Rows that are already in the file are not decoded again. All arms decode a group of problems before the next
+        group begins, so that a temporary slowdown affects all arms equally.
 
         Args:
           problems: problems of one task.
           temperature: temperature of all requests.
-          arms: the arms, each with its decoding and its draft length, or None if the length is not part of a row's key.
-            All decodings have the same group size.
+          arms: the arms, each with its decoding and its draft length. The length is None if it is not part of a row's
+            key. All decodings have the same group size.
         """
         rows: dict[tuple[str, int | None], list[Row]] = {(arm.name, length): [] for arm, _, length in arms}
         group_size = arms[0][1].group

@@ -49,7 +49,7 @@ class Study:
 
     @functools.cached_property
     def seeds(self) -> dict[tuple[str, str], int]:
-        """Seeds of the problems in every arm, keyed by task and id: problem i of a task draws with seed + i."""
+        """Seeds of the problems, the same in every arm, keyed by task and id: problem i of a task uses `seed + i`."""
         return {
             (task, problem.id): (self.args.seed + i) % 2**32
             for task, problems in by_task(self.problems).items()
@@ -88,7 +88,7 @@ class Study:
     def decoding(self, drafter: drafters.LoadedDrafter, refiner: Refiner | None = None) -> Decoding:
         """Return the decoding settings with a drafter."""
         args = self.args
-        # Tasks are decoded one after another, so a batch never holds more problems than the largest task has.
+        # Tasks are decoded one after another, so a batch never needs more rows than the largest task has problems.
         max_problems = max(len(group) for group in by_task(self.problems).values())
         session = Session(target=self.target, drafter=drafter, batch_size=min(args.batch_size, max_problems))
         return Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens, refiner=refiner)
@@ -129,7 +129,7 @@ def evaluate(
       drafter: from `mars_jax.drafters.load`, with `sample=True` if it has weights and the rule is based on `rejection`.
       refiner: adds an arm whose draft learns from its rejected tokens. After a kill, the draft learns only from the
         remaining problems; the decoded tokens are the same.
-      progress: `(done, total, text)`, called after every group of decodes.
+      progress: called with `(done, total, text)` after every group of problems.
 
     Returns:
       The contents of summary.json, or {} for a part.

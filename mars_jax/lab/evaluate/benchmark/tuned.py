@@ -61,8 +61,8 @@ def arms_at(
         rules += [RuleChoice("rejection", {}), RuleChoice("rejection", {"block": True})]
         if "base" in rule.definition.settings and rule.settled()["base"] == "exact":
             rules.append(rule.but(base="rejection"))
-    # `make_arms` returns the autoregressive arm first, which is dropped here. Strict arms that several rules share
-    # have equal names, so each is measured once.
+    # `make_arms` returns the autoregressive arm first, which is dropped here. A strict arm that several rules share has
+    # the same name for each of them, so it is measured only once.
     arms: dict[str, Arm] = {}
     for choice in rules:
         rule_thetas = thetas if choice.spec == rule.spec else ()
@@ -81,7 +81,7 @@ def tuned(study: Study, drafters: Mapping[bool, LoadedDrafter], *, progress: Sho
         cost of drafting one token, in target forwards; if it is None, lengths are compared by measured wall time.
       drafters: the drafter, keyed by whether it samples, from `mars_jax.drafters.load`, with a chain of the longest
         length.
-      progress: `(done, total, text)`, called after every group of decodes.
+      progress: called with `(done, total, text)` after every group of problems.
 
     Returns:
       The contents of tuned.json.
@@ -106,8 +106,8 @@ def tuned(study: Study, drafters: Mapping[bool, LoadedDrafter], *, progress: Sho
         for is_sampled, drafter in drafters.items()
         for length in lengths
     }
-    # Count the turns of all decodes for the progress bar: every arm at every length on the first problems of a task,
-    # then every arm once on the others.
+    # Count all turns for the progress bar: every arm at every length on the first problems of a task, then every arm
+    # once on the others.
     num_turns, num_arms = 0, sum(map(len, arms.values()))
     for group in tasks.values():
         split = _split(group)
@@ -130,11 +130,11 @@ def tuned(study: Study, drafters: Mapping[bool, LoadedDrafter], *, progress: Sho
 
 @dataclasses.dataclass
 class _Run:
-    """Measurement of the tables of a run."""
+    """A run in progress, which measures one table after another."""
 
     args: argparse.Namespace
     recorder: Recorder
-    decodings: Mapping[tuple[bool, int], Decoding]  # keyed by whether the draft is sampled, and its length
+    decodings: Mapping[tuple[bool, int], Decoding]  # keyed by whether the draft is sampled, and by its length
 
     def table(self, problems: Sequence[Problem], temperature: float, arms: Sequence[Arm]) -> JsonObject:
         """Choose the lengths on the first problems of a task, then score the arms at these lengths on the others."""
@@ -191,7 +191,7 @@ class _Run:
         }
 
     def _with_modelled_cost(self, rows: Sequence[Row], length: int) -> Sequence[Row]:
-        """Return the rows. With --draft-cost, replace their seconds by the modelled cost, in target forwards."""
+        """Return the rows. With --draft-cost, replace their seconds with the modelled cost in target forwards."""
         if self.args.draft_cost is None:
             return rows
         # A step takes one target forward, plus `cost` forwards for each drafted token.

@@ -71,7 +71,7 @@ def _humaneval(fields: Fields, name: str, chat: bool) -> Problem:
 
 
 def _mbpp(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read a row of a full or sanitized MBPP file, with the prompt of Austin et al. 2108.07732 without examples."""
+    """Read a row of a full or sanitized MBPP file, with the zero-shot prompt of Austin et al. 2108.07732."""
     tests = fields.texts("test_list")
     # Full files contain setup code. Sanitized files contain a list of imports, which is often empty.
     setup_lines = [fields.values.get("test_setup_code") or ""]
@@ -117,7 +117,7 @@ _LANGUAGES = {
 
 
 def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
-    """Read a row of WMT19, a sentence in two languages. If one of them is English, the task is to translate into it."""
+    """Read a row of WMT19, a sentence in two languages. If one is English, the text is translated into English."""
     texts = fields.values.get("translation")
     if not isinstance(texts, dict) or len(texts) != 2 or not all(isinstance(t, str) for t in texts.values()):
         raise fields.error("it has neither turns nor a translation of two languages: give one.")
@@ -334,9 +334,9 @@ PARTS = {
     "prompts": (None, "train"),
 }
 """Default configs and splits, from the dataset cards of openai/gsm8k, tatsu-lab/alpaca, HuggingFaceH4/mt_bench_prompts,
-abisee/cnn_dailymail and wmt/wmt19. Other datasets use no config and the split test, for example
-openai/openai_humaneval and google-research-datasets/mbpp. "prompts" is for the datasets that `mars-jax generate` reads,
-most of which have only a train split."""
+abisee/cnn_dailymail and wmt/wmt19. Other datasets, such as openai/openai_humaneval and google-research-datasets/mbpp,
+default to no config and the split "test". "prompts" applies to the datasets that `mars-jax generate` reads, most of
+which have only a train split."""
 
 
 def is_hub_name(path: str) -> bool:
