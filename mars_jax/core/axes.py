@@ -3,8 +3,8 @@
 Tested against the same program on one device (tests/mesh/test_shardings.py).
 
 Each axis has one of three roles: `data` shards the rows of a batch; `model` shards heads, hidden units and the
-vocabulary; `expert` shards the experts of a mixture of experts. A mesh may have any of these axes, with these names or
-names that `name_axes` has registered.
+vocabulary; `expert` shards the experts of a mixture of experts. A mesh may have any subset of these axes, under these
+names or under names registered with `name_axes`.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _ROLES: dict[str, str] = {name: name for name in AXES}  # role of each axis name
 
 
 def name_axes(**names: str | Sequence[str]) -> None:
-    """Register additional names for mesh axes in this process, such as `("fsdp", "tp")` of a training library.
+    """Register additional names for mesh axes in this process, such as the names "fsdp" and "tp" of a training library.
 
-    A call may be repeated. Names are never removed, so compiled programs remain valid.
+    Repeated calls add names. Names are never removed, so compiled programs remain valid.
 
     Args:
       **names: maps a role (one of `AXES`) to the name of an axis, or to several names with this role, outermost first.
 
     Raises:
-      MarsError: a role does not exist, or a name already has a different role.
+      MarsError: a role is unknown, or a name already has a different role.
 
     >>> name_axes(data="fsdp", model="tp")
     >>> axes_of("heads", 8, AbstractMesh((2, 4), ("fsdp", "tp")))
@@ -105,14 +105,14 @@ def size_of(role: str, mesh: AnyMesh | None) -> int:
 
 
 def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
-    """Build the mesh that the value of `--mesh` describes, from the first devices, with axes of type Auto.
+    """Build the mesh described by a `--mesh` value from the first devices, with axes of type Auto.
 
     Args:
       text: the axes and their sizes, outermost first, such as "data=2,model=4".
       devices: the available devices. Default: `jax.devices()`.
 
     Raises:
-      MarsError: an axis does not exist, or the mesh needs more devices than are available.
+      MarsError: the name of an axis is unknown, or the mesh needs more devices than are available.
 
     >>> dict(parse_mesh("model=1").shape)
     {'model': 1}
@@ -170,10 +170,10 @@ def current() -> AbstractMesh | None:
 
 
 def device_kind() -> str:
-    """Return the kind of device, as named by jax, for which the current program is traced.
+    """Return JAX's name for the kind of device that the current program is traced for.
 
-    These are the devices of the current mesh, or else the default devices. The devices of an abstract mesh, which
-    `plan` uses, need not be on this machine.
+    The device is taken from the current mesh if there is one, otherwise it is the default device. The devices of an
+    abstract mesh, which `plan` uses, need not be on this machine.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     return device.device_kind
@@ -239,7 +239,7 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def over_rows(count: Array) -> Array:
-    """Sum a count of each device over all shards of the rows, inside `by_rows`."""
+    """Sum a per-device count over all shards of the rows. Call this function inside `by_rows`."""
     mesh = current()
     data_axes = names_of("data", mesh)
     if mesh is None or not data_axes or set(data_axes) - set(mesh.manual_axes):
@@ -262,8 +262,8 @@ Axes = tuple[str | None, ...]
 def logical_axes(x: object) -> Axes | None:
     """Return the logical axis of each dimension of the arrays in a container, or None if the container declares none.
 
-    Logical axes are keys of `RULES`. A cache declares them in an attribute `logical_axes` if its arrays are sharded by
-    more than their rows.
+    Logical axes are keys of `RULES`. A cache whose arrays are sharded along more than the rows declares them in an
+    attribute `logical_axes`.
     """
     return getattr(x, "logical_axes", None)
 
@@ -304,8 +304,8 @@ def _spec(x: Array, axes: Axes, mesh: AnyMesh, *, rows: bool = True) -> P:
     def of(name: str | None, size: int) -> tuple[str, ...] | None:
         if name is None or (name == "rows" and not rows):
             return None
-        # If the number of rows is not divisible by the number of devices, `check_rows` raises an error. Other axes are
-        # replicated in this case.
+        # `check_rows` raises an error if the rows do not divide evenly over the devices. Any other axis that does not
+        # divide evenly is replicated.
         if name == "rows":
             return names_of("data", mesh) or None
         return axes_of(name, size, mesh) or None
@@ -325,16 +325,16 @@ def _hold(x: Array, axes: Axes | None) -> Array:
 def hold_heads(buffer: PyTree) -> PyTree:
     """Shard keys or values [B, S, K, ...] by heads, or replicate them if the number of devices does not divide K.
 
-    Without this constraint, XLA would shard the heads over some of the devices in the second case, and move the whole
-    buffer between devices.
+    Without this constraint, XLA would shard heads that do not divide evenly over only some of the devices, and move the
+    whole buffer between devices.
     """
     return jax.tree.map(lambda x: _hold(x, (None, None, "kv_heads")), buffer)
 
 
 def hold_whole(x: Array) -> Array:
-    """Replicate activations [B, N, E] over the devices of `model`.
+    """Replicate activations [B, N, E] over all devices that share the same rows.
 
-    Without this constraint, XLA may shard activations by E to match a later matmul and gather them again in every
+    Without this constraint, XLA may shard activations along E to match a later matmul and gather them again in every
     layer, or exchange data between devices to shard a concatenation.
     """
     return _hold(x, (None,) * x.ndim)
@@ -343,7 +343,7 @@ def hold_whole(x: Array) -> Array:
 def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """Call `function` with the axes of an explicit mesh changed to Auto, as `jax.sharding.auto_axes` does.
 
-    The results are resharded by `row_specs` after tracing, when their shapes are known.
+    The results are resharded according to `row_specs` after tracing, when their shapes are known.
     """
     auto_mesh = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
     with jax.sharding.use_abstract_mesh(auto_mesh):
@@ -353,10 +353,11 @@ def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: Py
 
 
 def _ready() -> AbstractMesh | None:
-    """Return the current mesh if other axes may be mapped manually, that is, inside `by_rows`; otherwise None."""
+    """Return the current mesh if its other axes can be mapped manually, as inside `by_rows`; otherwise None."""
     mesh = current()
     data_axes = set(names_of("data", mesh))
-    # Exactly the axes of the rows must be mapped: outside of `by_rows` they are not, and in `map_devices` all axes are.
+    # Exactly the row axes must be mapped already. Outside of `by_rows` no axis is mapped; inside `map_devices` all axes
+    # are.
     if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) != data_axes:
         return None
     return mesh
@@ -399,7 +400,7 @@ def alone(logical: str, size: int) -> tuple[str, ...]:
 
 
 def in_order(axes: Sequence[str]) -> bool:
-    """Return True if `axes` are in the order of the current mesh, in which `lax.ppermute` numbers the devices."""
+    """Return True if `axes` are in mesh order, the order in which `lax.ppermute` numbers the devices."""
     mesh = _ready()
     return mesh is not None and tuple(axes) == tuple(name for name in mesh.axis_names if name in axes)
 
@@ -421,7 +422,7 @@ def map_devices(
     """Apply `jax.shard_map` over all mesh axes except those of the rows. By default, results are replicated."""
     mesh = jax.sharding.get_abstract_mesh()
     free = set(mesh.axis_names) - set(mesh.manual_axes)
-    # Disable check_vma, which cannot infer that results are equal if every device computes them from the same gathered
+    # Disable check_vma: it cannot infer that results are identical if every device computes them from the same gathered
     # arrays.
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False)
 
@@ -432,11 +433,11 @@ def over_vocabulary(
     """Call `unsharded(logits, *others)`, or `local(axes, shard, *others)` on each device if the vocabulary is sharded.
 
     Args:
-      local: function of the mesh axes that shard the vocabulary and of this device's shard of the logits. It must
-        return equal results on all devices.
+      local: function of the mesh axes that shard the vocabulary, this device's shard of the logits, and `others`. It
+        must return the same result on all devices.
       unsharded: function that computes the same result if the vocabulary is not sharded.
       logits: [..., V].
-      others: arrays that are replicated over the devices.
+      others: further arguments, which are replicated over the devices.
     """
     axes = vocabulary_axes(logits.shape[-1])
     if not axes:

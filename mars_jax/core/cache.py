@@ -1,4 +1,4 @@
-"""Key-value cache: allocation, writes for one forward pass, and moves of a tree's accepted rows.
+"""Key-value cache: functions that allocate it, write rows to it, and move the accepted rows of a draft tree.
 
 Tested against a cache that is rebuilt from only the committed tokens (tests/core/test_cache.py). Dimensions: B batch, S
 slots, N nodes.
@@ -61,7 +61,7 @@ class KVCache:
     """Keys and values per layer. Row b is valid in slots `[0, length[b] - 1)`; other slots are never read."""
 
     logical_axes: ClassVar[tuple[str | None, ...]] = ("rows", None, "kv_heads", None)
-    """The logical axis of each dimension, from which a mesh derives its sharding; see `mesh.logical_axes`."""
+    """The logical axis of each dimension, which determines how a mesh shards it; see `axes.logical_axes`."""
 
     k: tuple[Rows, ...]  # each [B, S, kv_heads, head_dim]
     v: tuple[Rows, ...]  # same shape as k
@@ -72,7 +72,7 @@ class KVCache:
 
 
 def init_cache(layers: int, shape: tuple[int, int, int, int], dtype: DTypeLike) -> KVCache:
-    """Allocate a cache of zeros for some layers, whose keys have the shape (batch, slots, kv_heads, head_dim)."""
+    """Allocate a cache of zeros, with keys and values of shape (batch, slots, kv_heads, head_dim) in every layer."""
 
     def zero_rows() -> Rows:
         zeros = jnp.zeros(shape, dtype)
@@ -115,7 +115,7 @@ def _write_rows(buffer: Array, rows: Array, start: Array) -> Array:
 
 
 def _is_short(buffer: Array) -> bool:
-    """Return True if a token's row has fewer values than a TPU has lanes (128), as the scales of int8 rows do.
+    """Return True if each token has fewer values than a TPU has lanes (128), as in the scales of int8 rows.
 
     A scatter or gather of such rows would pad each of them to 128 lanes and copy the whole buffer into that layout. A
     select over all slots keeps the layout that attention reads, with the slots along the lanes.

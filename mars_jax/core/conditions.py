@@ -1,8 +1,8 @@
 """Conditions that a request can add to the rule: edits of the logits, constraints and spans.
 
-Each of the three is None if no row uses it, and then adds nothing to the compiled program. Dimensions: B batch, N
-nodes, V vocabulary. Tested against the logits processors of transformers, and against autoregression
-(tests/core/test_edits.py, tests/core/test_guide.py).
+A condition that no row uses is None and adds nothing to the compiled program. Dimensions: B batch, N nodes, V
+vocabulary. Tested against the logits processors of transformers, and against autoregression (tests/core/test_edits.py,
+tests/core/test_guide.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mars_jax.core.types import DecodeState, DraftTree, Edits, GuideStates, Para
 
 
 class Conditions(NamedTuple):
-    """The conditions of all rows in one step, with automata in their states after the last committed token."""
+    """The conditions of all rows in one step. The automata are in their states after the last committed token."""
 
     edits: Edits | None
     constraint: Guide | None
@@ -35,7 +35,7 @@ class Conditions(NamedTuple):
         return cls(state.controls.edits, constraint, span)
 
     def steered(self, tree: DraftTree, *, fill: bool) -> DraftTree:
-        """Remove the tokens that the constraint forbids from a draft; see `Guide.steered`."""
+        """Remove from a draft the tokens that the constraint forbids; see `Guide.steered`."""
         if self.constraint is None:
             return tree
         return self.constraint.steered(tree, fill=fill)

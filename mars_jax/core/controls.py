@@ -58,10 +58,10 @@ def make_controls(
       top_p: sample from the smallest set of tokens with at least this total probability; 1 disables the filter.
       min_p: drop tokens below this fraction of the highest probability; 0 disables the filter.
       strict: True makes the row use the lossless base of a lossy rule.
-      draft_stop: threshold on the square root of the draft's entropy in nats. Drafting stops after a node that exceeds
-        it (SVIP, arXiv 2411.18462). inf disables it.
-      stop_tokens: token ids that end any row, or one sequence of ids per row. They are padded with `NO_TOKEN` to a
-        common M >= 1.
+      draft_stop: threshold on the square root of the draft's entropy in nats. Drafting stops after a node at which this
+        value exceeds the threshold (SVIP, arXiv 2411.18462). inf disables it.
+      stop_tokens: token ids that end any row, or one sequence of ids per row. Sequences are padded with `NO_TOKEN` to a
+        common length M >= 1.
 
     Raises:
       MarsError: a value is out of range or has the wrong shape. The values of traced arrays are not checked.
@@ -87,7 +87,7 @@ def make_controls(
 
 
 def is_stop(tokens: Array, stop_tokens: Array) -> Array:
-    """Return bool[B, ...], True for tokens i32[B, ...] in their row's stop tokens i32[B, M]; False for NO_TOKEN.
+    """Return bool[B, ...], True where `tokens` i32[B, ...] are stop tokens of their row; False for NO_TOKEN.
 
     >>> is_stop(jnp.asarray([[2, 7, -1]]), jnp.asarray([[2, -1]])).tolist()
     [[True, False, False]]
@@ -167,16 +167,16 @@ _SAME_KIND = {
         "both the same kinds of guides; a row without one begins in the state 0",
     ),
 }
-"""Fields of `Controls` that may be None, which changes the compiled step. New rows and the state must have None in the
-same fields."""
+"""Fields of `Controls` that may be None. The compiled step depends on which fields are None, so new rows and the state
+must have None in the same fields."""
 
 
 def pad_controls(controls: Controls, state: Controls) -> Controls:
     """Pad the stop tokens and the biased tokens of new rows to the widths of the running state.
 
     Raises:
-      MarsError: temperature, edits or guides are None only in the new rows or only in the state, or a new row has more
-        stop tokens or biased tokens than the state has room for.
+      MarsError: temperature, edits or guides are None in the new rows but not in the state, or the reverse; or a new
+        row has more stop tokens or biased tokens than the state has room for.
     """
     for name, (field, fix) in _SAME_KIND.items():
         if jax.tree.structure(getattr(controls, name)) != jax.tree.structure(getattr(state, name)):

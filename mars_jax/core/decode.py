@@ -85,17 +85,17 @@ def extend(
 ) -> tuple[DecodeState, Array]:
     """Check the arguments and continue every row with a new prompt, using the compiled `decoder.extend`.
 
-    `state` is donated. Use `refill` instead for a failed row, because its cache may contain non-finite values, and for
-    a prompt of one token, because a draft head would start from the features of the row's earlier tokens.
+    `state` is donated. Use `refill` instead in two cases: for a failed row, whose cache may contain non-finite values;
+    and for a prompt of one token, for which a draft head would start from the features of the row's earlier tokens.
 
     Args:
       decoder, params: the result of `speculative_decoder`, and the weights.
-      state: a state from `start`, `run`, `stream` or this function; its rows may be finished or not.
+      state: a state from `start`, `run`, `stream` or this function; its rows may be finished or unfinished.
       prompts: the full token sequence of every row, including the tokens that the state has already read.
 
     Returns:
-      The state, which decodes the same tokens as `start` would on these prompts, and the number of tokens read in each
-      row, i32[B].
+      The state, which decodes to the same tokens as a state that `start` creates from these prompts, and the number of
+      tokens read in each row, i32[B].
 
     >>> from mars_jax import drafters, fake, make_controls, verify
     >>> from mars_jax.core.types import keys_from_seeds
@@ -144,9 +144,10 @@ def run(
     Args:
       decoder, params: the result of `speculative_decoder`, and the weights.
       state: a state from `start`.
-      record: also record how every new token was accepted, and its log-probabilities, in `DecodeStats.tokens`.
+      record: for every new token, also record its kind (how it was accepted) and its log-probabilities, in
+        `DecodeStats.tokens`.
       max_steps: stop after at most this many steps, so that the caller can inspect the state and resume. The number is
-        traced, so changing it does not trigger recompilation. None sets no limit.
+        traced, so changing it does not trigger recompilation. None means no limit.
 
     Returns:
       The final state, and the counters of each row over these steps.
@@ -207,8 +208,8 @@ def stream(
 
     `state` is donated, so use the yielded state afterwards. The host reads the done flags `ahead` steps late, so that
     the device need not wait for the host. The loop therefore yields `ahead` more steps after the last row has ended.
-    These steps emit no tokens and leave the lengths, flags and rules unchanged. The number of steps depends only on the
-    tokens and not on timing, so all processes of a multi-host run take the same number of steps.
+    These extra steps emit no tokens and leave the lengths, flags and rules unchanged. The number of steps depends only
+    on the tokens and not on timing, so all processes of a multi-host run take the same number of steps.
 
     Args:
       decoder, params, state: as for `run`.

@@ -109,7 +109,7 @@ class Decoder:
         Args:
           params, state: the weights, and a state of this decoder with B rows.
           rows: i32[b]; the row of the state for each prompt, or -1 to skip the prompt. Rows must not repeat. On a mesh
-            with data=d, both `rows` and the state are split into d equal parts, and the i-th part of `rows` may only
+            with data=d, `rows` and the state are each split into d equal parts, and the i-th part of `rows` may only
             contain rows in the i-th part of the state.
           prompts: b prompts, whose arrays are at most T wide.
           read: a state of b rows that has already read these prompts. Allowed only if the mesh does not shard rows.
@@ -128,7 +128,7 @@ class Decoder:
         self._check_state(read)
         self._check_cache(read)
         prompts = dataclasses.replace(prompts, tokens=read.tokens, length=read.length)
-        # Replace -1 by the index past the end, which scatter drops.
+        # Replace -1 with an index past the end, which scatter drops.
         return self._put(
             state, jnp.where(rows < 0, rows_of(state), rows), begun(prompts, read.cache, read.draft)
         )
@@ -166,7 +166,7 @@ class Decoder:
         """Check prompts, broadcast the rule's parameters to one value per row, and copy all arrays.
 
         Raises:
-          MarsError: the rule's structure differs from this decoder's, the keys use another generator than
+          MarsError: the rule's structure differs from this decoder's, the keys are not from the generator of
             `keys_from_seeds`, or an array has the wrong shape or dtype. Concrete values are also checked: every length
             must be from 1 to the width of the prompts, and every token in the vocabulary.
         """
@@ -344,14 +344,14 @@ def speculative_decoder(
     prefill_chunk: int | None = None,
     top_log_probs: int = 0,
 ) -> Decoder:
-    """Build a speculative decoder (Leviathan et al. 2211.17192) from any drafter and any rule.
+    """Build a speculative decoder (Leviathan et al., arXiv 2211.17192) from any drafter and any rule.
 
-    The decoder stores only the structure of `verify`, so rules that differ only in their parameters result in equal
+    The decoder stores only the structure of `verify`, so rules that differ only in their parameters produce equal
     decoders. The parameters are passed in `Prompts`.
 
     Args:
       target: the model to sample from.
-      drafter: the drafter that proposes tokens; `drafters.none()` results in plain autoregression.
+      drafter: the drafter that proposes tokens; with `drafters.none()`, decoding is plain autoregression.
       verify: the rule, which decides how much of a draft is accepted; see `mars_jax.verify`.
       prefill_chunk: prompt tokens per forward pass of the target during prefill. Default: `target.prefill_chunk` if
         set, otherwise `prefill.chunk_of`. A draft model uses its own `prefill_chunk`.
@@ -399,6 +399,6 @@ def speculative_decoder(
 
 @functools.lru_cache(maxsize=64)
 def _with_features(target: LanguageModel, layers: tuple[int, ...]) -> LanguageModel:
-    """Return `target.with_features(layers)`; equal arguments return the same object, so that programs are reused."""
+    """Return `target.with_features(layers)` from a cache, so that equal arguments reuse the same compiled programs."""
     assert target.with_features is not None
     return target.with_features(layers)

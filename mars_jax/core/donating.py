@@ -1,4 +1,4 @@
-"""Jitted functions that donate arguments, with the types of the original function and an error for reused arguments.
+"""Jitted functions that donate arguments, keep the original type signature, and reject arguments already donated.
 
 Tests: tests/test_wrong_types.py, with donated states and weights.
 """
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class Donating(Generic[P, R]):
-    """A function compiled by `jax.jit` that donates some of its arguments, with the methods of a jitted function.
+    """A function compiled by `jax.jit` that donates some of its arguments. It has the methods of a jitted function.
 
     Raises (when called):
       MarsError: an argument was already donated to an earlier call.
@@ -52,9 +52,9 @@ class Donating(Generic[P, R]):
 def donating(
     *donated: int, check: Callable[..., None] | None = None, **options: Any
 ) -> Callable[[Callable[P, R]], Donating[P, R]]:
-    """Return a decorator that compiles a function whose argument 0, a decoder, is static, and donates these arguments.
+    """Return a decorator that jits a function, with argument 0 (a decoder) static and the arguments `donated` donated.
 
-    The compiled function first calls `check` with its arguments. `check` raises an error if an argument has a wrong
+    The compiled function first calls `check` with its arguments. `check` raises an error if an argument has the wrong
     type.
 
     >>> @donating(1)

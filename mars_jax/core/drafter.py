@@ -17,7 +17,7 @@ from mars_jax.core.types import Controls, DraftTree, ForwardOutput, Params, PyTr
 
 @struct.dataclass(kw_only=True)
 class DraftInput:
-    """The input of `Drafter.propose`. It is a struct, so that new fields do not change the signature of any drafter."""
+    """The input of `Drafter.propose`: one struct, so that new fields do not change the signature of any drafter."""
 
     keys: Array  # key[B]; different in every step
     tokens: Array  # i32[B, T]; the first `length` tokens of a row are committed
@@ -56,14 +56,15 @@ class Drafter:
     max_depth: int
     """D, the maximum depth of a draft: the number of drafted tokens on its longest path."""
     vocab_size: int | None = None
-    """Size of the target's vocabulary; None if the drafter only copies tokens of the row."""
+    """Size of the target's vocabulary; None if the drafter only copies tokens from the row."""
     reads: tuple[int, ...] | None = None
     """Target layers whose outputs are passed to `observe` and `update`. An empty tuple passes only the final hidden
     states. None means that the drafter does not read its target."""
     stops: bool = False
     """True if the drafter respects `Controls.draft_stop`."""
     sparse: bool = False
-    """True if drafts often contain only padding. If no row has a draft, a CPU computes only the root."""
+    """True if drafts often contain only padding. In a step in which no row has a draft, a CPU evaluates the target only
+    at the root."""
     trusts: bool = False
     """True if the drafter's trees may contain `trusted` nodes. No rule is lossless with such a drafter."""
     resizes: bool = False
@@ -91,7 +92,7 @@ class Drafter:
     def init(self, params: Params, tokens: Array, length: Array) -> PyTree:
         """Return the drafter's initial state for prompts in `tokens` i32[B, T], whose lengths are `length` i32[B].
 
-        If the target has recurrent layers and `reads` is not None, the array is wider by one prefill chunk.
+        If the target has recurrent layers and `reads` is not None, `tokens` is wider by one prefill chunk.
         """
         return ()
 
@@ -133,10 +134,10 @@ class Drafter:
         raise NotImplementedError
 
     def catch_up(self, params: Params, state: PyTree, tokens: Array, cached: Array, length: Array) -> PyTree:
-        """Return the drafter's state after reading tokens [cached, length) of each row, which it has not read yet.
+        """Return the drafter's state after reading the tokens [cached, length) of each row, which are new to it.
 
         `tokens` is i32[B, T], and `cached` and `length` are i32[B]. Override this method if the drafter has a cache
-        that `observe` does not fill. It is called when a row continues with a new prompt, and after steps without a
-        draft. By default, a drafter without `reads` calls `init` on the whole row.
+        that `observe` does not fill. `catch_up` is called when a row continues with a new prompt, and after steps
+        without a draft. By default, a drafter without `reads` calls `init` on the whole row.
         """
         return state if self.reads is not None else self.init(params, tokens, length)

@@ -1,7 +1,7 @@
 """Per-request edits of the target's logits: biases, banned tokens, repetition penalties and a minimum length.
 
 The edited logits define the target distribution, so the output of a lossless rule follows the edited distribution
-exactly. Penalties at a draft node also count the drafted tokens on the path from the root to this node.
+exactly. Penalties at a draft node also take into account the drafted tokens on the path from the root to this node.
 
 Dimensions: B batch, N nodes, T token buffer, K biased tokens per row, V vocabulary.
 
@@ -169,7 +169,7 @@ def edited(
     def per_row(values: Array) -> Array:
         return values[:, None, None]
 
-    # Apply the edits in the order of transformers: bias, penalties, minimum length.
+    # Apply the edits in the same order as transformers: bias, penalties, minimum length.
     z = logits.astype(jnp.float32) + scatter_add(edits.bias_tokens, edits.bias)[:, None]
     # The CTRL penalty as in transformers: a value above 1 lowers both positive and negative logits.
     is_repeated = (counts > 0) | (prompt_counts > 0)[:, None]

@@ -30,8 +30,9 @@ def hash_model(*, vocab_size: int, seed: int = 0, scale: float = 2.0, agree: flo
       vocab_size: V, the size of the vocabulary.
       seed: selects the hash function, so that models with different seeds disagree.
       scale: half the range of the logits, which are roughly uniform in `[0, 2 * scale)`.
-      agree: weight in [0, 1] of a component of the logits that is the same for all seeds. With a high weight, one such
-        model accepts many tokens that another one drafts, as in a real pair of a target and a draft model.
+      agree: weight in [0, 1] of a component of the logits that is the same for all seeds. If the weight is high, one
+        such model accepts many of the tokens that another drafts, as a real target accepts many of its draft model's
+        tokens.
 
     >>> hash_model(vocab_size=7).vocab_size
     7

@@ -1,6 +1,6 @@
 """Validation of the inputs of `Decoder.init`, `insert` and `extend`.
 
-Shapes and dtypes are always checked. Values are checked only if this process can read them, so not if an array is
+Shapes and dtypes are always checked. Values are checked unless this process cannot read them, because the array is
 traced or partly stored on another host. Dimensions: B state rows, b prompts, t prompt width, T token buffer. Tested on
 a table of invalid inputs (tests/core/test_given.py).
 """
@@ -23,7 +23,7 @@ from mars_jax.core.types import KEY_IMPL, Controls, DecodeState, LanguageModel, 
 from mars_jax.utils.errors import MarsError, check_type
 
 NO_ROW = -1
-"""An entry of `rows` in `Decoder.insert` whose prompt is padding and is ignored."""
+"""Value in `rows` of `Decoder.insert` for a prompt that is padding and is ignored."""
 
 
 def check_pair(target: object, drafter: Drafter) -> None:
@@ -94,7 +94,7 @@ def check_prompts(prompts: Prompts, vocab_size: int) -> None:
 
 
 def check_settings(controls: Controls, keys: Array, count: int) -> None:
-    """Raise MarsError unless the controls and keys have `count` rows, and the keys are of the generator `KEY_IMPL`."""
+    """Raise MarsError unless the controls and keys have `count` rows, and the keys use the generator `KEY_IMPL`."""
     check_type("controls", controls, Controls, f"the result of make_controls({count})")
     for path, leaf in jax.tree_util.tree_leaves_with_path(controls):
         if np.shape(leaf)[:1] != (count,):
@@ -166,17 +166,17 @@ def begun(prompts: Prompts, cache: PyTree, draft: PyTree) -> DecodeState:
 
 
 def rows_of(state: Any) -> int:
-    """Return the number of rows of a state. Raise MarsError if it is not a `DecodeState`, or was already donated."""
+    """Return the number of rows of a state. Raise MarsError if it is not a `DecodeState` or was already donated."""
     check_type("state", state, DecodeState, "the result of decode.start or Decoder.init")
     check_held(state.tokens, "state", "this function")
     return state.tokens.shape[0]
 
 
 def check_same(name: str, field: PyTree, expected: PyTree, *, rows: bool = True) -> None:
-    """Raise MarsError if a field of the state has another structure, shape or dtype than this decoder creates.
+    """Raise MarsError unless a field of the state has the structure, shapes and dtypes that this decoder creates.
 
     Args:
-      name: name of the field, for the message.
+      name: name of the field, used in the message.
       field: value of the field.
       expected: the arrays or shapes that this decoder would create.
       rows: if False, ignore the first dimension of each array, the number of rows.

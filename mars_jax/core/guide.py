@@ -106,19 +106,19 @@ class Guide:
         return words
 
     def _stops(self, states: Array) -> Iterator[tuple[Array, Array]]:
-        """Yield every stop token i32[B, 1, 1] with bool[B, P, 1], True if it is allowed in states i32[B, P]."""
+        """Yield each stop token i32[B, 1, 1] and whether it is allowed in states i32[B, P], as bool[B, P, 1]."""
         for m in range(self.stop_tokens.shape[1]):
             stop = self.stop_tokens[:, m, None]
             is_allowed = self.moved(states, jnp.broadcast_to(stop, states.shape)) != DEAD
             yield stop[..., None], is_allowed[..., None]
 
     def masked(self, logits: Array, states: Array, *, ids: Callable[[], Array] | None = None) -> Array:
-        """Set the logits f32[B, P, V] of tokens that are forbidden in states i32[B, P] to -inf.
+        """Set to -inf the logits f32[B, P, V] of tokens that are forbidden in states i32[B, P].
 
         Args:
           logits: logits over the target's vocabulary, or f32[B, P, U] over a draft vocabulary.
-          states: automaton states. DEAD masks nothing, because logits below a dead node are never read.
-          ids: function that returns the target's token id of every draft token, i32[U]. It is called only if
+          states: automaton states. Nothing is masked in state DEAD, because logits below a dead node are never read.
+          ids: function that returns the target's token id of every draft token, i32[U]. `ids` is called only if
             `Tables.narrow` is not set; every draft level then gathers U single bits.
         """
         # Use the bit rows for the draft vocabulary if the tables contain them.
@@ -149,14 +149,14 @@ class Guide:
         return self.tables.forced[states]
 
     def steered(self, tree: DraftTree, *, fill: bool) -> DraftTree:
-        """Replace the forbidden nodes of a draft, and all nodes below them, by padding.
+        """Replace the forbidden nodes of a draft, and all nodes below them, with padding.
 
         A sampled draft stays unchanged, because removing a node would change its distribution q. The masked target
         assigns probability 0 to a forbidden node, so a rule that uses q rejects the node and stays lossless.
 
         Args:
           tree: the draft.
-          fill: replace drafted tokens by forced tokens. Use this only for chains of stateless drafters, because the
+          fill: replace drafted tokens with forced tokens. Use this only for chains of stateless drafters, because the
             cache of a drafter does not contain tokens that it did not draft.
         """
         if tree.draft_logits is not None:
@@ -201,7 +201,7 @@ class Followed(NamedTuple):
     states: Array  # i32[B, N]; see `Guide.along`
 
     def masked(self, logits: Array) -> Array:
-        """Set the logits f32[B, N, V] of forbidden tokens to -inf."""
+        """Set to -inf the logits f32[B, N, V] of forbidden tokens."""
         return self.guide.masked(logits, self.states)
 
     @property
@@ -231,7 +231,7 @@ def _unpacked(words: Array) -> Array:
 
 
 def _mask(words: Array, logits: Array) -> Array:
-    """Set the logits f32[..., V] whose bit in `words` u32[..., W] is 0 to -inf."""
+    """Set to -inf those logits f32[..., V] whose bit in `words` u32[..., W] is 0."""
     return jnp.where(_unpacked(words)[..., : logits.shape[-1]], logits, -jnp.inf)
 
 
@@ -245,9 +245,9 @@ def _mask_by_words(words: Array, logits: Array) -> Array:
 
 @jax.jit
 def narrowed(tables: Tables, ids: Array) -> Tables:
-    """Add bit masks for a draft vocabulary to the tables; `ids` i32[U] are the target's ids of the draft tokens.
+    """Add bit masks for a draft vocabulary to the tables; `ids` i32[U] holds the target's token id of each draft token.
 
-    Each draft level can then read one row of bits. Gathering U single bits instead is slow on a TPU.
+    Each draft level can then read one row of bits, instead of gathering U single bits, which is slow on a TPU.
     """
     num_words = (ids.shape[0] + BITS - 1) // BITS
     shift = jnp.arange(BITS, dtype=jnp.uint32)[:, None]
@@ -262,10 +262,10 @@ def narrowed(tables: Tables, ids: Array) -> Tables:
 
 
 def guide_of(kind: str, params: Params, state: DecodeState) -> Guide | None:
-    """Return the guide of a kind ("constraint" or "span") for one step; None if no row uses it.
+    """Return the guide of the given kind ("constraint" or "span") for one step; None if no row has one.
 
     Raises:
-      MarsError: some rows use it, but `params` contains no tables for it.
+      MarsError: some rows have such a guide, but `params` contains no tables for it.
     """
     rows = getattr(state.controls.guides, kind, None)
     if rows is None:

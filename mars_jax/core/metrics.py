@@ -26,28 +26,28 @@ COUNTERS = ("steps", "emitted", "proposed", "accepted_exact", "accepted_relaxed"
 
 @struct.dataclass(kw_only=True)
 class DecodeStats:
-    """Counters of each row over the steps before it was done. A pytree that `run` carries in its loop."""
+    """Counters of each row over the steps before it was done, as a pytree that `run` carries in its loop."""
 
     steps: Array  # i32[B]; forward passes of the target
     emitted: Array  # i32[B]; new tokens
     proposed: Array  # i32[B]; drafted tokens, excluding padding
     accepted_exact: Array  # i32[B]; emitted draft tokens that the strict rule accepts
     accepted_relaxed: Array  # i32[B]; emitted draft tokens that only the relaxed rule accepts
-    accepted_trusted: Array  # i32[B]; emitted draft tokens that were trusted, so that no rule verified them
+    accepted_trusted: Array  # i32[B]; emitted draft tokens that were trusted and not verified
     depth_histogram: Array  # i32[B, D + 1]; number of steps that emitted 0, 1, ..., D draft tokens
     regret: Array  # f32[B]; sum over emitted tokens of (largest logit - logit of the token), nats
     tokens: TokenRecord | None = None  # only with `record`
 
 
 SCORES = ("regret", "log_prob", "temperature_log_prob", "processed_log_prob")
-"""Names of the fields of `TokenRecord` with one float per token."""
+"""Names of the fields of `TokenRecord` that hold one float per token."""
 
 
 @struct.dataclass(kw_only=True)
 class TokenRecord:
     """Information about each new token: entry [b, t] describes `DecodeState.tokens[b, t]`; see `StepInfo`."""
 
-    kind: Array  # i32; NO_KIND for tokens of the prompt and of steps without recording
+    kind: Array  # i32; NO_KIND for prompt tokens and tokens from steps that were not recorded
     regret: Array  # f32, as are the next three fields; 0 if `kind` is NO_KIND
     log_prob: Array
     temperature_log_prob: Array
@@ -59,7 +59,7 @@ class TokenRecord:
 # contain the same buffer twice.
 @functools.partial(jax.jit, static_argnames=("batch", "max_depth", "record", "num_top"))
 def zero_stats(batch: int, max_depth: int, record: int | None = None, num_top: int = 0) -> DecodeStats:
-    """Return counters of 0 for `batch` rows and draft trees of depth `max_depth`.
+    """Return counters set to 0 for `batch` rows and draft trees of depth `max_depth`.
 
     If `record` is not None, it is the width T of a `TokenRecord`, whose field `top` has `num_top` tokens per position.
     """
@@ -121,7 +121,7 @@ def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats
 class Metrics:
     """Totals over some rows of a batch.
 
-    `tau` includes the correction or bonus token, as in the MARS paper. Other engines may report it without this token.
+    `tau` includes the correction or bonus token, as in the MARS paper. Other engines may report tau without this token.
 
     >>> m = Metrics(steps=2, emitted=6, proposed=8, accepted_exact=3, accepted_relaxed=1,
     ...             depth_histogram=(0, 1, 0, 1, 0), regret=0.5)
@@ -136,7 +136,7 @@ class Metrics:
     accepted_relaxed: int  # accepted draft tokens that only the relaxed rule accepts
     depth_histogram: tuple[int, ...]  # number of steps that accepted 0, 1, ..., D draft tokens
     regret: float  # sum over new tokens, nats
-    accepted_trusted: int = 0  # draft tokens that were trusted, so that no rule verified them
+    accepted_trusted: int = 0  # accepted draft tokens that were trusted and not verified
 
     @property
     def accepted(self) -> int:

@@ -51,7 +51,7 @@ def leading(flags: Array) -> Array:
 
 
 def in_rows(rows: Array, if_true: PyTree, if_false: PyTree) -> PyTree:
-    """Select each row from `if_true` or `if_false`, two pytrees of arrays [B, ...], depending on `rows` bool[B].
+    """Take each row from `if_true` or `if_false`, two pytrees of arrays [B, ...], according to `rows` bool[B].
 
     >>> in_rows(jnp.asarray([True, False]), jnp.asarray([[1, 1], [1, 1]]), jnp.asarray([[2, 2], [2, 2]])).tolist()
     [[1, 1], [2, 2]]
@@ -95,7 +95,7 @@ def _compare(values: Array, places: Array) -> Array:
 
 
 def scatter_integers(size: int, places: Array, values: Array) -> Array:
-    """Scatter integers [B, P] into zeros [B, size] at the indices `places` i32[B, P], distinct and in [0, size).
+    """Scatter integers [B, P] into zeros [B, size] at `places` i32[B, P], distinct indices in [0, size).
 
     >>> scatter_integers(4, jnp.asarray([[2, 0]]), jnp.asarray([[7, 5]])).tolist()
     [[5, 0, 7, 0]]

@@ -19,14 +19,14 @@ from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
 
 CHUNK, LONG_CHUNK, LONG = 64, 256, 1024
-"""Chunk sizes on a CPU: tokens per chunk, tokens per chunk for long buffers, and the length from which a buffer is
-long. A chunk of a few dozen tokens is already compute-bound, and small chunks waste little time on a short prompt.
-Larger chunks read a long cache less often."""
+"""Chunk sizes on a CPU: tokens per chunk, tokens per chunk for long buffers, and the minimum length of a long buffer. A
+chunk of a few dozen tokens is already compute-bound, and small chunks waste little time on a short prompt. Larger
+chunks read a long cache less often."""
 WIDE_CHUNK = 512
 """Tokens per chunk on accelerators. Reading the weights takes as long as the arithmetic for 166 tokens on a TPU v5p and
 560 tokens on a TPU v6e."""
 RING_CHUNK, RING_LONG = 2048, 4096
-"""Tokens per chunk, summed over the rows, if the devices of a TPU mesh divide each chunk among them, and the minimum
+"""Tokens per chunk, summed over the rows, if the devices of a TPU mesh split each chunk between them, and the minimum
 buffer length for such chunks. These chunks are large enough for arithmetic to hide the communication
 (`models/ring.py`), but a short prompt would leave them mostly empty. Models without ring communication, such as
 mixtures of experts, do not benefit."""
@@ -35,7 +35,7 @@ mixtures of experts, do not benefit."""
 def chunk_of(buffer: int = 0, rows: int = 1) -> int:
     """Return the number of prompt tokens per forward pass, given the length of the token buffer and the number of rows.
 
-    Use the default `buffer` to extend existing rows, because usually only a few of their tokens are new.
+    To extend existing rows, use the default of `buffer`, because usually only a few of their tokens are new.
 
     >>> chunk_of(256) if on_cpu() else 64
     64
@@ -78,16 +78,16 @@ def prefill(
     Args:
       model, params: the model whose cache is filled.
       tokens: i32[B, T].
-      first: i32[B], at least 0; number of tokens in each row that are already in the cache.
-      count: i32[B]; number of tokens in each row that must be in the cache afterwards. A row with `first >= count` is
+      first: i32[B], at least 0; number of tokens of each row that are already in the cache.
+      count: i32[B]; number of tokens of each row that must be in the cache afterwards. A row with `first >= count` is
         already complete.
       cache: the model's cache, with at least T slots.
       state: initial state that `observe` updates, such as a drafter's state.
       observe: function that is called after every window, as in `state = observe(state, start, output)`. `start` i32[B]
-        is the first position of each row's window. Windows are passed in order. The last window may begin earlier to
-        stay inside the buffer; it then repeats positions. Complete rows get windows past their end until all rows are
-        complete. For recurrent models, the last window may instead end past the buffer, and complete rows get windows
-        without tokens.
+        is the first position of each row's window. Windows are passed to `observe` in order. The last window may begin
+        earlier to stay inside the buffer; it then overlaps the window before it. Complete rows get windows past their
+        end until all rows are complete. For recurrent models, the last window may instead end past the buffer, and
+        complete rows get windows without tokens.
       chunk: tokens per window. Default: the model's `prefill_chunk` if set, otherwise `chunk_of`.
     """
     buffer = tokens.shape[1]
@@ -117,7 +117,7 @@ def prefill(
         state = carry.state if observe is None else observe(carry.state, start, output)
         return _Reading(start + chunk_size, output.cache, state)
 
-    # The loop processes complete rows until all rows are complete. Their windows write garbage past their end.
+    # Complete rows stay in the loop until all rows are complete, and their windows write garbage past their end.
     end = lax.while_loop(lambda carry: jnp.any(carry.next_start < count), body, _Reading(first, cache, state))
     return end.cache, end.state
 

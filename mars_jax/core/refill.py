@@ -1,4 +1,4 @@
-"""Continuous batching: decode until some rows are done, replace them by new prompts, and continue.
+"""Continuous batching: decode until some rows are done, replace them with new prompts, and continue.
 
 Dimensions: B rows of the state, b new rows, T token buffer. Tested against decoding each row in a batch of one
 (tests/core/test_insert.py).
@@ -61,7 +61,7 @@ def advance(
     Args:
       decoder, params, state: as for `decode.run`.
       stats: counters to update, from `metrics.zero_stats` or an earlier call.
-      ended: i32[]; number of further rows that must be done before the loop ends, at least 1.
+      ended: i32[]; number of additional rows that must finish before the loop ends, at least 1.
       most: i32[]; maximum number of steps, at least 1.
 
     Returns:
@@ -110,7 +110,7 @@ def refill(
     prompts: Prompts,
     read: DecodeState | None = None,
 ) -> tuple[DecodeState, DecodeStats]:
-    """Replace some rows by new prompts with the compiled `decoder.insert`, and reset their counters.
+    """Restart some rows with new prompts, using the compiled `decoder.insert`, and reset their counters.
 
     The arguments are checked first. `state` and `stats` are donated.
 

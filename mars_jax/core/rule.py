@@ -29,11 +29,11 @@ from mars_jax.utils.user_code import MODULES, described, failure, frames_in, is_
 
 @struct.dataclass(kw_only=True)
 class Evidence:
-    """The input of a rule in one step. It is a struct, so that new fields do not change the signature of any rule.
+    """The input of a rule in one step: one struct, so that new fields do not change the signature of any rule.
 
     Row i of the logits is p(. | tokens up to node i), so a node's token is judged by the logits of its parent. In the
-    example, the target's most probable token after the root is 1, the token of node 1. After node 1 it is 3, but the
-    token of node 2 is 2.
+    example, the target's most probable token after the root is 1, which is also the token of node 1. Its most probable
+    token after node 1 is 3, but node 2 has the token 2.
 
     >>> from mars_jax.core.tree import at_parent, chain
     >>> tree = chain(jnp.asarray([[0, 1, 2]], jnp.int32))
@@ -66,12 +66,12 @@ class Evidence:
 
     @property
     def stats(self) -> MarginStats:
-        """The two largest logits of every node and their token ids, [B, N] each. XLA merges repeated computations."""
+        """The two largest logits at every node and their token ids, [B, N] each. XLA merges repeated calls."""
         return node_stats(self.logits)
 
 
 def node_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
-    """Compute the margin statistics of each node, [B, N] each, from logits f32[B, N, V] that may be sharded over V."""
+    """Compute the margin statistics at each node, [B, N] each, from logits f32[B, N, V] that may be sharded over V."""
     axes = vocabulary_axes(logits.shape[-1])
     if axes:
         return sharded_margin_stats(logits, axis=axes, logsumexp=logsumexp)
@@ -121,7 +121,7 @@ def evidence(tree: DraftTree, logits: Array, *, seeds: ArrayLike | None = None, 
 
 
 ALL_EDGES = np.iinfo(np.int32).max
-"""The largest depth: the value of `strict_edges` for a row whose edges are all strict."""
+"""Value of `strict_edges` for a row in which all edges are strict: larger than any depth."""
 _VALUES = (bool, int, float, str, list, tuple, np.ndarray, np.generic, Array)
 
 
@@ -130,8 +130,8 @@ class Rule:
 
     A rule is a frozen pytree, declared with `struct.dataclass`. Its structure (such as the class, the margin and the
     base) is static and determines the compiled program. Its parameters are leaves with one value or one value per row;
-    in a step they are [B]. A rule stores its state of each row in its leaves and returns an updated copy of itself. The
-    attributes below are defaults, which subclasses override with class attributes or properties.
+    during a step they are [B]. A rule stores its per-row state in leaves and returns an updated copy of itself. The
+    attributes below are defaults, which subclasses may override with class attributes or properties.
 
     >>> import dataclasses
     >>> from mars_jax import verify
@@ -165,7 +165,7 @@ class Rule:
         # Check choices first, because they determine the ranges of numbers.
         for name, setting in sorted(settings.items(), key=lambda item: not item[1].choices):
             value = getattr(self, name)
-            # Skip rules, because the class that declares a base rule checks it. Skip unknown types, because other
+            # Skip base rules, because the class that declares a base checks it. Skip unknown types, because other
             # libraries may rebuild a pytree with placeholders as leaves.
             is_checkable = setting.choices or value is None or isinstance(value, _VALUES)
             if isinstance(value, Rule) or not is_checkable:
@@ -259,14 +259,14 @@ EXPECTED = {
     "cost": "(f32[B, N], f32[B]) or None",
     "spend": "the rule with its new budget",
 }
-"""Descriptions, for messages, of the values that the methods and properties of a rule must return."""
+"""Descriptions, used in messages, of the values that the methods and properties of a rule must return."""
 
 
 @contextlib.contextmanager
 def user_errors(rule: Rule) -> Iterator[None]:
-    """Convert any exception that a user's rule raises in the `with` block to a MarsError.
+    """Convert any exception that a user's rule raises in the `with` block into a MarsError.
 
-    Exceptions of the rules in this package are not changed.
+    Exceptions raised by the rules of this package are not changed.
     """
     try:
         yield
@@ -353,7 +353,7 @@ def _path_name(path: jax.tree_util.KeyPath) -> str:
 
 
 def wrong_result(rule: Rule, method: str, returned: str, expected: str | None = None) -> MarsError:
-    """Return the error for a method of a rule that returned a value of a wrong type, shape or dtype."""
+    """Return the error for a method of a rule that returned a value of the wrong type, shape or dtype."""
     function = getattr(type(rule), method)
     return MarsError(
         f"the rule {type(rule).__name__} fails in {location_of(function)}: {method} returned {returned}; expected "
@@ -369,7 +369,7 @@ def for_rows(rule: PyTree, batch: int) -> PyTree:
       batch: B, the number of rows.
 
     Raises:
-      MarsError: a parameter has another shape.
+      MarsError: a parameter is neither a scalar nor an array [batch, ...].
 
     >>> from mars_jax import verify
     >>> for_rows(verify.mars(theta=0.5), 3).theta.tolist()
@@ -398,7 +398,7 @@ def for_rows(rule: PyTree, batch: int) -> PyTree:
 
 
 def take_rows(rule: PyTree, rows: Sequence[int] | Array | np.ndarray, count: int) -> PyTree:
-    """Select the entries `rows` of every parameter of a rule that has one value for each of `count` prompts.
+    """Select the entries `rows` from every parameter of a rule that has one value for each of `count` prompts.
 
     Raises:
       MarsError: a parameter has neither one value nor one value per prompt.

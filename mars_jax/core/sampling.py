@@ -1,8 +1,8 @@
-"""Sampling with temperature, top-k, top-p and min-p, with one uniform number per node; log-probabilities of tokens.
+"""Sampling with temperature, top-k, top-p and min-p, using one uniform number per node; log-probabilities of tokens.
 
 Drafters and rules call the same functions, so that the draft distribution q is processed exactly like the target
 distribution p. Dimensions: B batch, N nodes, P path nodes, V vocabulary. Tested against the warpers of transformers and
-a reference that sorts (tests/core/test_sampling.py), and against teacher forcing with transformers (tests/serve).
+a sort-based reference (tests/core/test_sampling.py), and against teacher forcing with transformers (tests/serve).
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ def process(logits: Array, controls: Controls) -> Array:
 
     Apply temperature, top-k, top-p (relative to the mass that top-k keeps) and min-p, in this order. The logits of
     excluded tokens become `-inf`, and each node's logits are shifted so that the largest is 0. In a row with
-    temperature 0, only the most probable token remains (ties go to the smallest id), with the logit 0. Such a row is
-    never divided by its temperature.
+    temperature 0, only the most probable token remains (ties go to the smallest id), with the logit 0. The logits of
+    such a row are never divided by the temperature.
 
     All three filters are thresholds on the raw logit z, so tokens that tie with the last kept token are also kept:
     top-k keeps `z >= k-th largest`, top-p keeps `mass(z' > z) < top_p`, and min-p keeps `p >= min_p * max(p)`. Without
     ties, the warpers of transformers keep the same tokens if they are applied in this order.
 
     Args:
-      logits: f32[B, N, V]; raw logits. `-inf` marks forbidden tokens, and every node has at least one allowed token.
+      logits: f32[B, N, V]; raw logits. `-inf` marks forbidden tokens, and every node must have at least one allowed
+        token.
       controls: temperature, top_k, top_p and min_p, [B] each. Filters that no row uses are skipped.
 
     >>> from mars_jax.core.controls import make_controls
@@ -81,7 +82,7 @@ def process(logits: Array, controls: Controls) -> Array:
         return jnp.where(ids == argmax(z)[..., None], jnp.float32(0), jnp.float32(-jnp.inf))
 
     def mixed() -> Array:
-        # Process greedy rows at temperature 1, and then replace them by their one-hot distribution.
+        # Process greedy rows at temperature 1, and then replace them with their one-hot distribution.
         warped = _warp(z, controls, ~greedy)
         return jax.lax.cond(
             jnp.any(greedy),
@@ -125,7 +126,7 @@ def _warp(z: Array, controls: Controls, active: Array) -> Array:
 
 
 def _top_k_kept(z: Array, top: Array, top_k: Array, use: Array) -> Array:
-    """Return bool[B, N, V], True for logits of at least the top_k-th largest; all True in rows without top-k."""
+    """Return bool[B, N, V], True for logits not below the top_k-th largest; all True in rows without top-k."""
     k = top_k[:, None]
 
     def keeps_enough(threshold: Array) -> Array:
@@ -188,7 +189,7 @@ def _bisect(holds: Callable[[Array], Array], high: Array, use: Array) -> _Bounds
 
 
 def _to_order(x: Array) -> Array:
-    """Map float32 to int32 and preserve the order."""
+    """Map float32 to int32 so that the order is preserved."""
     # The bits of positive floats, read as integers, are in the same order, and those of negative floats in reverse
     # order. Flip all bits of negative floats except the sign.
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
@@ -232,7 +233,7 @@ def argmax(logits: Array) -> Array:
 def _shards_argmax(axes: tuple[str, ...], part: Array) -> Array:
     # Device i has the i-th shard, so its token ids begin at i times the shard size.
     ids = _argmax(part) + jax.lax.axis_index(axes) * part.shape[-1]
-    # Combine the maximum and its id in one array, so that a single collective suffices. The floats are bitcast to
+    # Stack the maximum and its id in one array, so that a single collective suffices. The floats are bitcast to
     # integers, which are copied bit for bit.
     largest = jax.lax.bitcast_convert_type(jnp.max(part, axis=-1).astype(jnp.float32), jnp.int32)
     gathered = jax.lax.all_gather(jnp.stack([largest, ids]), axes)  # i32[parts, 2, ...]
@@ -242,8 +243,8 @@ def _shards_argmax(axes: tuple[str, ...], part: Array) -> Array:
 
 
 def _argmax(logits: Array) -> Array:
-    # Reshape [..., V] to [..., V / BLOCK, BLOCK]. `argmax` returns the first of several equal blocks and of several
-    # equal tokens.
+    # Reshape [..., V] to [..., V / BLOCK, BLOCK]. `jnp.argmax` breaks ties in favour of the first block and the first
+    # token.
     blocks = _blocks(logits, -jnp.inf)
     best_block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
     return best_block * BLOCK + jnp.argmax(_block(blocks, best_block), axis=-1).astype(jnp.int32)
@@ -316,7 +317,7 @@ def inverse_cdf(weights: Array, uniform: Array) -> Array:
     """
 
     def local(axes: tuple[str, ...], part: Array, uniform: Array) -> Array:
-        """Use the uniform number to select first a shard, then a block and a token."""
+        """Use the uniform number to select first a shard, then a block in it, then a token."""
         blocks = _blocks(part, 0)
         block_sums = jnp.sum(blocks, axis=-1)
         # f32[..., devices]: the sums of all shards. Every device has all sums, so that all devices select the same
@@ -384,9 +385,9 @@ def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) 
 
     Args:
       logits: f32[B, P, V]; raw target logits.
-      tokens: i32[B, P]; negative ids are read as token 0.
+      tokens: i32[B, P]; negative ids are treated as token 0.
       controls: per-request settings.
-      lossless: True if the rule is lossless. If False, `processed_log_prob` is NaN except in strict rows.
+      lossless: True if the rule is lossless. For a lossy rule, `processed_log_prob` is NaN except in strict rows.
 
     >>> from mars_jax.core.controls import make_controls
     >>> z = jnp.log(jnp.asarray([[[0.5, 0.25, 0.25]]]))
@@ -400,7 +401,7 @@ def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) 
 
     def of_token(z: Array) -> Array:
         top_logit = jnp.max(z, axis=-1)
-        # Sum each shard locally, and then all shards with one psum. Adding halves of a sharded vocabulary would
+        # Sum each shard locally, and then all shards with one psum. Summing a sharded vocabulary by halves would
         # exchange data between devices, which may run different numbers of steps.
         exp_sum = over_vocabulary(
             lambda axes, part: jax.lax.psum(total(part), axes), total, jnp.exp(z - top_logit[..., None])

@@ -1,6 +1,6 @@
-"""The parts of a decoding step: propose, score_tree, judge, emit and commit. `Decoder.step` calls them in this order.
+"""The parts of a decoding step: propose, score_tree, judge, emit and commit, which `Decoder.step` calls in this order.
 
-All of them are pure functions. Dimensions: B batch, N nodes, D draft depth, T token buffer, V vocabulary. Tested token
+All of these functions are pure. Dimensions: B batch, N nodes, D draft depth, T token buffer, V vocabulary. Tested token
 by token against greedy autoregression of the same model (tests/core/test_decode.py), and against a version of `cut`
 that loops over the nodes in Python (tests/core/test_cut.py).
 """
@@ -95,13 +95,13 @@ def score_tree(
 ) -> Scores:
     """Run one forward pass of the target over a draft tree. Row i of the logits is p(. | tokens up to node i).
 
-    If a `sparse` drafter has not drafted a token in any row, a CPU computes only the root, and the logits of padding
+    If a `sparse` drafter has not drafted a token in any row, a CPU evaluates only the root, and the logits of padding
     are 0. On an accelerator the padding costs almost nothing, so only the full forward pass is compiled.
 
     Args:
       drafter: the drafter that has drafted the tree.
-      target, params, state: the target, the weights and the state before the step. The root is at position
-        `state.length - 1`, the first one that is not cached.
+      target, params, state: the target, the weights and the state before the step. The root is at `state.length - 1`,
+        the first position that is not cached.
       tree: the draft.
       nodes: the conditions at the nodes of the tree.
     """
@@ -139,7 +139,8 @@ def judge(
 ) -> tuple[Verdict, PyTree, Array | None]:
     """Apply the rule to a draft, and return its verdict on which tokens to accept.
 
-    With the rule `mars` this is Algorithm 1 of arXiv 2601.15498, which walks down the tree using the target's logits.
+    For the rule `mars`, this step is Algorithm 1 of arXiv 2601.15498, which walks down the tree using the target's
+    logits.
 
     Args:
       params, state, tree, scores, nodes: the weights, the state before the step, the draft, the target's output, and
@@ -239,7 +240,7 @@ def emit(
     if state.controls.edits is not None:  # edits may ban every token
         top_decided = pick(jnp.max(decided, axis=-1), verdict.path)
         all_banned = jnp.any(~jnp.isfinite(top_decided), axis=1)
-        # It is not a failure that no token is allowed at the end of a constraint.
+        # At the end of a constraint no token is allowed, which is not a failure.
         if ended is not None:
             all_banned &= ~ended
         is_broken |= all_banned & ~state.done
@@ -295,7 +296,7 @@ def emit(
 def _most_probable(
     logits: Array, decided: Array, controls: Controls, count: int, lossless: bool, written: Array
 ) -> TopLogProbs:
-    """Return the `count` most probable tokens at each node of the path, from their logits f32[B, D + 1, V]."""
+    """Return the `count` most probable tokens at each node of the path, given the logits f32[B, D + 1, V]."""
     tokens, log_prob = top_log_probs(logits, count)
     processed_tokens, processed_log_prob = top_log_probs(process(decided, controls), count)
     if not lossless:
@@ -337,7 +338,7 @@ def commit(
     """Assemble the state after a step, and move the cache rows of the accepted path.
 
     Args:
-      target: the target, which can move rows of its cache.
+      target: the target, whose `commit` moves the cache rows.
       state: the state before the step.
       emitted: the state that `emit` returned, with the new tokens.
       tree, verdict: the draft and its verdict.

@@ -1,8 +1,8 @@
 """Frozen dataclasses that are registered with JAX as pytrees.
 
 They are compatible with `flax.struct.dataclass`: a user's rule may use either decorator, and may derive from a class in
-this package. Flax is not imported, because that takes a quarter of the time needed to import the decoding step. Tested
-against `flax.struct` (tests/core/test_struct.py).
+this package. Flax is not imported, because importing it would take a quarter of the time needed to import the decoding
+step. Tested against `flax.struct` (tests/core/test_struct.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def dataclass(cls: type[T] | None = None, **options: Any) -> type[T] | Callable[
       **options: options of `dataclasses.dataclass`, such as `kw_only`.
 
     Returns:
-      The class, registered with JAX. If `cls` is None, a decorator.
+      The class, registered with JAX, or a decorator if `cls` is None.
     """
     if cls is None:
         return lambda cls: dataclass(cls, **options)

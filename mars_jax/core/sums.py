@@ -8,10 +8,10 @@ from jax import Array, lax
 
 
 def total(x: Array) -> Array:
-    """Sum `x` f32[..., n] over its last axis. On a CPU, the rounding of a sum does not depend on the number of rows.
+    """Sum `x` f32[..., n] over its last axis, so that on a CPU the rounding does not depend on the number of rows.
 
     On a CPU, LLVM chooses the order of the additions in an XLA sum, and this order depends on the number of rows. With
-    such sums, a forward pass over a draft would differ in its last bits from a forward pass over one token. A matrix
+    XLA sums, a forward pass over a draft would differ in its last bits from a forward pass over one token. A matrix
     product with ones does not have a fixed order either.
 
     >>> total(jnp.ones((2, 3))).tolist()
@@ -26,7 +26,7 @@ def _sum(x: Array) -> Array:
 
 @jax.custom_jvp
 def _by_halves(x: Array) -> Array:
-    """Add the second half to the first until one value remains. The compiler does not reorder these additions."""
+    """Add the second half to the first repeatedly, until one value remains. The compiler keeps this order."""
     while (width := x.shape[-1]) > 1:
         half = (width + 1) // 2
         second = x[..., half:]

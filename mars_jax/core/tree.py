@@ -62,8 +62,8 @@ def visible(tree: DraftTree, start: Array) -> Visible:
     Each node attends to the committed slots `[0, start)`, to itself and to its ancestors. Node j is written to slot
     `start + j` and has the position `start + depth`.
     """
-    # The slots of a chain are in the order of its positions, so its attention is causal and needs no mask. In a tree,
-    # siblings have the same position but different slots, so positions are computed from depths.
+    # The slots of a chain are in the same order as its positions, so its attention is causal and needs no mask. In a
+    # tree, siblings have the same position but different slots, so positions are computed from depths.
     seen = None if tree.is_chain else ancestors(tree.parents, tree.max_depth)
     return Visible(first=start, positions=start[:, None] + tree.depths, slot=start, seen=seen)
 
@@ -75,7 +75,7 @@ class Allowance(NamedTuple):
     max_run: Array  # i32[B]; maximum number of consecutive relaxed edges
     cost: Array | None = None  # f32[B, N], at least 0; cost of relaxing the edge into node i
     budget: Array | None = None  # f32[B]; maximum total cost of a walk; None if `cost` is None
-    max_relaxed: Array | None = None  # i32[B]; maximum number of relaxed edges of a walk; None sets no limit
+    max_relaxed: Array | None = None  # i32[B]; maximum number of relaxed edges of a walk; None means no limit
 
 
 def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Array, Array, Array]:

@@ -3,9 +3,9 @@
 Dimensions: B batch, N nodes, V vocabulary. Tested against a Python loop over the same models
 (tests/contrib/test_cascade.py).
 
-A rule never verifies trusted tokens. Its evidence begins after them, as if they were already committed. All rules, with
-their guards and states, therefore work unchanged, and the probability ratios of rejection sampling and block
-verification begin after the trusted tokens.
+A rule never verifies trusted tokens. The evidence that it receives begins after them, as if they were already
+committed. All rules, with their guards and states, therefore work unchanged, and the probability ratios of rejection
+sampling and block verification begin after the trusted tokens.
 """
 
 from __future__ import annotations

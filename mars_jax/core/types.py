@@ -1,4 +1,4 @@
-"""Containers, protocols and constants that all modules share. The module contains no logic to test.
+"""Containers, protocols and constants that are shared by all modules. The module contains no logic to test.
 
 Dimensions: B batch, N tree nodes, D tree depth, T token buffer, S cache slots, V vocabulary, E hidden size, M stop
 tokens.
@@ -79,7 +79,7 @@ class DraftTree:
 
 @struct.dataclass(kw_only=True)
 class Edits:
-    """Per-row edits of the target's logits. A repetition penalty of 1 and 0 in the other fields have no effect."""
+    """Per-row edits of the target's logits. A repetition penalty of 1, or 0 in any other field, has no effect."""
 
     bias_tokens: Array  # i32[B, K]; padded with NO_TOKEN
     bias: Array  # f32[B, K]; added to the logits of these tokens; -inf bans a token
@@ -174,7 +174,7 @@ class Controls:
 
 @struct.dataclass(kw_only=True)
 class Verdict:
-    """The accepted path through a draft tree, and the token that the target adds after it.
+    """The accepted path through a draft tree, and the token that the target adds at its end.
 
     In the example, the tokens 1, 5 and 9 are drafted after 4. The target accepts 1 and replaces 5 by 2, so 9 is
     discarded.
@@ -344,8 +344,8 @@ class LanguageModel(NamedTuple):
 
 
 KEY_IMPL = "threefry2x32"
-"""The PRNG implementation of row keys. With others, such as `rbg`, the random numbers of a row would depend on the
-batch."""
+"""The PRNG implementation of row keys. With other implementations, such as `rbg`, the random numbers of a row would
+depend on the batch."""
 
 
 def keys_from_seeds(seeds: Array) -> Array:

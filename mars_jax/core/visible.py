@@ -17,9 +17,9 @@ from mars_jax.core import struct
 class Visible:
     """The cache slots to which each of N nodes attends, and the slots to which the rows of the nodes are written.
 
-    Every slot before `first` is committed, contains the token at the same position, and is visible to all nodes. Row r
-    is slot `first + r`, and node i attends to it if `seen[b, i, r]` is True. A slot that no node attends to is never
-    read. Kernels use this description directly; `dense` builds the mask for other code.
+    Every slot before `first` is committed, contains the token at the position with the same number, and is visible to
+    all nodes. Row r is slot `first + r`, and node i attends to it if `seen[b, i, r]` is True. A slot that no node
+    attends to is never read. Kernels use this description directly; `dense` builds the mask for other code.
 
     In the example, one token is cached, and the root of a draft has two children, which do not attend to each other.
 
@@ -54,7 +54,7 @@ class Visible:
         Args:
           slots: S, the number of slots in the cache.
           window: size of the sliding window: mask keys that are `window` or more positions before the query. None
-            disables this.
+            disables the window.
 
         >>> Visible.causal(jnp.asarray([1], jnp.int32), 2).dense(4)[0].astype(int).tolist()
         [[1, 1, 0, 0], [1, 1, 1, 0]]
