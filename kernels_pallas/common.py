@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
-"""Number of vector lanes of a TPU. It is the same in all generations so far."""
+"""Number of lanes in a TPU vector register, the same in all generations so far."""
 SUBLANES = 8
 """Number of rows of a float32 vector register. Two bfloat16 rows share a register row, so the number of rows in a
 bfloat16 block must be a multiple of 16."""
 TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 """JAX's names of device kinds with two cores, which share the work of a kernel: TPU v4 and v5p."""
 LAST_ID = 2**31 - 1
-"""Stands for a missing id in comparisons, so that a missing entry loses every tie."""
+"""Replaces the id of a missing entry in comparisons, so that the entry loses every tie."""
 LOWEST = -3.4028234663852886e38
 """The lowest finite float32. It is subtracted from rows of -inf before exp, because subtracting -inf would give NaN."""
 Axis = str | tuple[str, ...]

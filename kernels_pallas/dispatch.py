@@ -1,14 +1,15 @@
-"""Automatic choice between implementations of an operation, such as a kernel and XLA operations, during lowering.
+"""Automatic choice, during lowering, between implementations of an operation, such as a kernel and XLA operations.
 
 `margin` and `top_k` call `dispatch`. The layers of `mars_jax.models` call the other functions directly.
 
 A kernel is compiled as part of a program, so the whole program would fail if the kernel did not compile. Each kernel is
-therefore first compiled separately, on the local chip, and XLA operations replace it if this trial fails. Without a
-chip, for example when a program is compiled ahead of time for a TPU, there is no trial, and the user gets the error.
+therefore first compiled separately for the local chip. If this trial fails, XLA operations replace the kernel. Without
+a local chip, for example when a program is compiled ahead of time for a TPU, there is no trial, and a kernel that does
+not compile raises an error.
 
 XLA cannot partition a Mosaic kernel over devices. Whether XLA will partition a program is only known during lowering,
-and jax exposes this only in private attributes. `is_partitioned` and `runs_here` are the only functions that use
-private parts of jax.
+and JAX exposes this only in private attributes. `is_partitioned` and `runs_here` are the only functions that use
+private APIs of JAX.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ def dispatch(
 
     Args:
       implementation: name of the implementation, or None.
-      interpret: how to run the kernel; only with a named kernel.
+      interpret: see `Interpret`; allowed only with "pallas_tpu".
       operands: arrays, or pytrees of arrays.
       forms: implementations by name, including "xla", "partitioned" and "pallas_tpu".
-      blocks: block sizes of the kernel; only with a named kernel.
+      blocks: block sizes of the kernel; allowed only with "pallas_tpu".
 
     Raises:
       ValueError: the name is unknown, `blocks` or `interpret` is used without a named kernel, or the environment
@@ -107,9 +108,9 @@ def check_options(
 def kernel_on(platform: str, kernel: Form, xla: Form, partitioned: Form | None = None) -> Form:
     """Return a function that chooses between a kernel and XLA operations, for programs lowered for `platform`.
 
-    On one device or inside `shard_map`, it runs `kernel` if the kernel is enabled and compiles, and `xla` otherwise. If
-    XLA partitions the program over devices, it runs `partitioned`, or `xla` if `partitioned` is None. All three
-    functions must support vmap.
+    On one device or inside `shard_map`, the function runs `kernel` if the kernel is enabled and compiles, and `xla`
+    otherwise. If XLA partitions the program over devices, the function runs `partitioned`, or `xla` if `partitioned` is
+    None. All three functions must support vmap.
     """
     return whole_or_partitioned(kernel_or(kernel, xla, platform=platform), partitioned or xla)
 
@@ -164,8 +165,8 @@ def runs_here(platform: str) -> bool:
     """Return whether this process has already started JAX on a device of the platform.
 
     Querying the platform would start it, and a process that compiles ahead of time must not take a chip from another
-    process. This function uses a private function of jax, because there is no public one. If a later version of jax
-    lacks it, the default backend is started, as the creation of the first array would do.
+    process. This function uses a private function of JAX, because there is no public one. If a later version of JAX
+    lacks it, this function starts the default backend, as creating the first array would.
     """
     backends_started = getattr(xla_bridge, "backends_are_initialized", lambda: True)
     return backends_started() and jax.default_backend() == platform
@@ -175,7 +176,8 @@ def _compiles(kernel: Form, operands: tuple[object, ...]) -> bool:
     """Return whether the kernel compiles for operands of these shapes. Log the first failure of each kernel."""
     leaves, structure = jax.tree.flatten(operands)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    # Partials of one function with equal keywords are different objects, so look up the trial by function and keywords.
+    # Two partials of the same function with the same keywords are different objects, so look up the trial by function
+    # and keywords.
     function, options = kernel, ()
     if isinstance(kernel, functools.partial):
         function, options = kernel.func, tuple(sorted(kernel.keywords.items()))
@@ -227,7 +229,7 @@ _choice_p.multiple_results = True
 def whole_or_partitioned(unpartitioned: Form, partitioned: Form) -> Form:
     """Return a function that runs `partitioned` if XLA partitions its operands, and `unpartitioned` otherwise.
 
-    Both functions must accept the same arrays, return results with equal structures, shapes and dtypes, and support
+    Both functions must accept the same arrays, return results with the same structure, shapes and dtypes, and support
     vmap.
     """
 
@@ -268,7 +270,7 @@ def _batch(
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, unpartitioned: Form, partitioned: Form) -> Any:
-    """Lower the implementation that is suitable for the program."""
+    """Lower whichever implementation suits the program."""
     if is_partitioned(ctx):
         form = partitioned
     elif jax.sharding.get_abstract_mesh().manual_axes:

@@ -1,14 +1,14 @@
-"""TPU kernels for experts in int8 or MXFP4: multiply rows, sorted by expert, by the matrices of their experts.
+"""TPU kernels that multiply rows, sorted by expert, by the int8 or MXFP4 matrices of their experts.
 
 On v5p and v6e, XLA's ragged product first copies all experts into a different layout, and Megablox does not support
 these dtypes. The kernels of this module read only the matrices of experts that have rows, in the layout in which they
-are stored. MXFP4 is dequantised exactly, one block at a time.
+are stored. MXFP4 matrices are dequantised exactly, one block at a time.
 
 The kernels process visits. A visit is a pair of a row tile and an expert that has rows in this tile. For each visit, a
 kernel multiplies the whole tile by the expert's matrix, and masks the rows of other experts, as in Megablox (arXiv
 2211.15841).
 
-Tested against each row times its dequantised matrix (tests/models/test_moe.py).
+Tested against the product of each row with its expert's dequantised matrix (tests/models/test_moe.py).
 
 Dimensions: R rows, K inputs, N outputs, X experts.
 """
@@ -30,8 +30,8 @@ from kernels_pallas.experts.xla import mxfp4_numbers, mxfp4_powers
 ROWS = 128
 """Maximum number of rows per tile."""
 WEIGHT_BYTES = 2**21
-"""Maximum number of bytes per block of a matrix. Two such blocks must fit in fast memory, together with the copy in a
-wider dtype that is multiplied."""
+"""Maximum number of bytes per block of a matrix. Two such blocks must fit in fast memory, together with a copy of one
+of them in the dtype of x."""
 MXFP4_WIDTH = 256
 """Maximum number of outputs per block of an MXFP4 matrix. The kernel converts a block to 32 bits before the product, so
 blocks must be small."""
@@ -124,8 +124,8 @@ def _by_expert(
     Args:
       product: computes f32[rows, out_width] from a tile of x and references to blocks of an expert's matrices.
       x: [R, K]; rows sorted by expert.
-      matrices: arrays [X, ., .] that represent the matrices, each with the axis of its outputs, which is divided into
-        blocks.
+      matrices: arrays [X, ., .] that together represent the experts' matrices, each with the number of its output axis,
+        which is divided into blocks.
       sizes: i32[X]; number of rows of each expert.
       out_width: number of outputs per block.
       interpret: see `kernels_pallas.common.Interpret`.
@@ -149,7 +149,8 @@ def _by_expert(
     padded_product = pl.pallas_call(
         functools.partial(_kernel, product=product),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            # The visits and the bounds of the experts' rows are scalars. The block indices are computed from them.
+            # Prefetch the visits and the bounds of the experts' rows as scalars, because the block indices depend on
+            # the visits.
             num_scalar_prefetch=4,
             # The visits of a tile are consecutive, so its results stay in fast memory between them.
             grid=(pl.cdiv(num_outputs, out_width), num_visits),
@@ -172,7 +173,7 @@ def _by_expert(
 def _kernel(
     expert: Ref, tile: Ref, begins: Ref, ends: Ref, x_ref: Ref, *refs: Ref, product: Callable[..., Array]
 ) -> None:
-    """Compute one visit for one block of outputs.
+    """Compute one block of outputs for one visit.
 
     Args:
       expert, tile: i32[visits]; expert and row tile of each visit.
@@ -194,7 +195,7 @@ def _kernel(
 
 
 def _product(x: Array, w: Array, inner_axis: int) -> Array:
-    # If x is bfloat16, one pass of the matrix unit multiplies it exactly with int8 or MXFP4 numbers. If x is float32,
+    # If x is bfloat16, one pass of the matrix unit multiplies it exactly by int8 or MXFP4 numbers. If x is float32,
     # several passes are needed.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dimensions = (((1,), (inner_axis,)), ((), ()))

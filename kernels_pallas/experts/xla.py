@@ -1,6 +1,6 @@
 """Matrix products of rows sorted by expert, computed with XLA's ragged product.
 
-Tested against each row times its expert's matrix (tests/models/test_moe.py).
+Tested against the product of each row with its expert's matrix (tests/models/test_moe.py).
 
 Dimensions: R rows, K inputs, N outputs, X experts.
 """
@@ -70,7 +70,7 @@ def mxfp4_numbers(codes: Array) -> Array:
 
 
 def mxfp4_powers(scale: Array) -> Array:
-    """Convert E8M0 exponents u8[...] to powers of two f32[...]. As in float32, the exponent 127 stands for 1."""
+    """Convert E8M0 exponents u8[...] to powers of two f32[...]. As in float32, an exponent of 127 represents 1."""
     return lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
 
 

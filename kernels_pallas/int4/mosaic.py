@@ -3,16 +3,17 @@
 XLA computes one product per group, scales the results and adds them up. For 60 rows and groups of 32, this takes far
 longer than reading the weights. The kernel reads the matrix in the layout in which it is stored.
 
-A 32-bit word contains inputs 8s to 8s + 7 of an output. A shift, a mask and an exclusive-or extract inputs k and k + 4
-as two bfloat16 numbers 24 + v, where v is the weight. For numbers between 16 and 32, the top four bits of the mantissa
-are v + 8. This extraction changes the order of the inputs, so a permutation matrix reorders x in the same way, which is
-exact.
+Each 32-bit word contains the weights of eight consecutive inputs for one output. A shift, a mask and an exclusive-or
+convert the weights of inputs k and k + 4 of a word to two bfloat16 numbers, 24 + v for a weight v. These numbers are
+between 16 and 32, so the top four bits of their mantissa are v + 8. This extraction changes the order of the inputs, so
+a permutation matrix reorders x in the same way, which is exact.
 
-The results of each group are scaled after the product, which is exact, too. The offset corrects for the 24. A chunk is
-the depth of a matrix unit, 128 inputs. If a chunk has several groups, each row of x is split into one row per group,
-with 0 in the other groups. Then 8 rows of results match the scales of a chunk in the layout in which they are stored,
-and the rows are added up at the end. If this results in too many rows, as for a draft tree, the weights are scaled
-before the product instead, and rounded to bfloat16, like the weights of a dequantised model.
+The results of each group are scaled after the product, which is also exact. The offsets are adjusted to cancel the 24.
+A chunk is 128 inputs, the depth of a matrix unit. If a chunk has several groups, each row of x is split into one row
+per group, with 0 in the other groups. The kernel stores the scales of a chunk as 8 rows, which line up with 8 rows of
+results. At the end, it adds up the results of rows that come from the same row of x. If the split results in too many
+rows, as for a draft tree, the weights are scaled before the product instead, and rounded to bfloat16, like the weights
+of a dequantised model.
 
 Tested against the product with the dequantised matrix (tests/kernels/test_int4.py).
 
@@ -36,9 +37,9 @@ from kernels_pallas.int4.shapes import CHUNK, ROWS
 INNER = 2048
 """Maximum number of inputs per block."""
 WEIGHTS = 2**20, 2**21
-"""Maximum number of weights per block, on chips before v6e, and on v6e and later. Blocks are small because the copy of
-the first block does not overlap with any computation. On v6e and later, computing a block takes about as long as
-copying it, so larger blocks cause fewer gaps."""
+"""Maximum number of weights per block: the first for chips before v6e, the second for v6e and later. Blocks are small
+because the copy of the first block does not overlap with any computation. On v6e and later, computing a block takes
+about as long as copying it, so larger blocks leave fewer gaps between blocks."""
 SCALES = 2**18
 """Maximum number of scales for the outputs of a block, over all groups. Each scale takes 16 to 28 bytes of fast memory,
 and a v4 has 16 MB."""
@@ -52,7 +53,7 @@ def block_sizes(inputs: int, outputs: int, groups: int, *, in_bfloat16: bool) ->
     Args:
       inputs, outputs: shape of the matrix.
       groups: G, the number of groups.
-      in_bfloat16: weights are scaled in bfloat16, as on v6e and later chips.
+      in_bfloat16: whether weights are scaled in bfloat16, as on v6e and later chips.
 
     >>> block_sizes(13824, 5120, 108, in_bfloat16=False)
     (1536, 640)
@@ -80,7 +81,7 @@ def dense_int4(
     """
     (row_count, inputs), (groups, group_size, outputs) = x.shape, values.shape
     groups_per_chunk = CHUNK // group_size
-    # Scale the results of each group if the rows of x, split by the groups of a chunk, are few enough for a product.
+    # Scale the results of each group if one product can have a row for every row of x and every group of a chunk.
     # Otherwise scale the weights.
     by_group = groups_per_chunk * row_count <= ROWS or groups_per_chunk == 1
     in_bfloat16 = not chip.startswith(("TPU v4", "TPU v5"))
@@ -148,7 +149,7 @@ def _row_per_group(x: Array, group_size: int, parts: int) -> Array:
 class _Memory(NamedTuple):
     """References to the kernel's inputs, its output, and its scratch arrays, which begin with `ordered`."""
 
-    x: Ref  # bf16[R, K]; `parts` rows of x result in one row of the output
+    x: Ref  # bf16[R, K]; each row of the output is the sum of `parts` rows
     values: Ref  # i4[groups of the block, size, outputs]; weights
     bits: Ref  # u16[G, outputs]; bits of the float16 scales
     offset: Ref  # f32[G, outputs]; offsets
@@ -248,7 +249,7 @@ def _start_total(memory: _Memory, by_group: bool) -> None:
 
 
 def _add_groups(memory: _Memory, product: Array, step: Array) -> Array:
-    """Return `product` plus the product of one block, in which the results of each group are scaled."""
+    """Return `product` plus the product of one block, scaling the results of each group."""
     values, scales, (rows, _) = memory.values, memory.scales, product.shape
     for c in range(memory.ordered.shape[2] // CHUNK):
         # bf16[CHUNK, outputs]; weights of the chunk plus 24, in the order of `ordered`.
@@ -264,7 +265,7 @@ def _add_groups(memory: _Memory, product: Array, step: Array) -> Array:
 
 
 def _add_scaled_weights(memory: _Memory, product: Array, step: Array, in_bfloat16: bool) -> Array:
-    """Return `product` plus the product of one block, in which the weights are scaled and rounded to bfloat16."""
+    """Return `product` plus the product of one block, whose weights are scaled and rounded to bfloat16."""
     block_groups, inner = memory.values.shape[0], memory.ordered.shape[2]
     first_group = pl.multiple_of(step * block_groups, block_groups)
     scale = _float32(memory.bits[pl.ds(first_group, block_groups), :])
@@ -288,7 +289,7 @@ def _add_scaled_weights(memory: _Memory, product: Array, step: Array, in_bfloat1
 
 
 def _put(total: Ref, product: Array) -> None:
-    """Store `product` f32[R, outputs] as slices of 128 columns below each other, so that strided reads are possible."""
+    """Store `product` f32[R, outputs] as slices of 128 columns, one below the other, to allow strided reads."""
     num_rows = len(product)
     for t in range(len(total) // num_rows):
         total[num_rows * t : num_rows * (t + 1)] = product[:, 128 * t : 128 * (t + 1)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 CHUNK = 128
 """Number of inputs that are unpacked together: the depth of a matrix unit."""
 ROWS = 64
-"""Maximum number of rows of a product. Rows are only split by group if the split rows do not exceed this number."""
+"""Maximum number of rows of a product. Rows are split by group only if the number of rows after the split does not
+exceed this maximum."""
 
 
 def supports_product(rows: int, inputs: int, outputs: int, size: int) -> bool:

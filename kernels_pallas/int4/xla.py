@@ -26,8 +26,8 @@ def dequantised(values: Array, scale: Array, offset: Array) -> Array:
 def dense_int4(x: Array, values: Array, scale: Array, offset: Array) -> Array:
     """Multiply x [R, K] by a matrix of 4-bit weights; return f32[R, N].
 
-    For a few rows, compute one product per group and scale the results. For many rows, as in prefill, dequantise the
-    matrix first.
+    If x has only a few rows, compute one product per group and scale the results. If it has many, as in prefill,
+    dequantise the matrix first.
     """
     row_count, (num_groups, group_size, _) = x.shape[0], values.shape
     if row_count > ROWS:
@@ -35,7 +35,7 @@ def dense_int4(x: Array, values: Array, scale: Array, offset: Array) -> Array:
         return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     # Pad to a multiple of 8 rows: for fewer rows, a TPU would not use its matrix units.
     x_groups = jnp.pad(x, ((0, -row_count % SUBLANES), (0, 0))).reshape(-1, num_groups, group_size)
-    # Every float dtype represents the integers exactly, so multiply these and scale the sums of each group.
+    # Every float dtype represents 4-bit integers exactly, so multiply by the integers and scale the sums of each group.
     y = jnp.einsum("bgk,gkn->gbn", x_groups, values.astype(x.dtype), preferred_element_type=jnp.float32)
     # f32[G, R, 1]; sums of x over groups, which are multiplied by the offsets.
     x_sums = jnp.sum(x_groups.astype(jnp.float32), axis=-1).T[..., None]

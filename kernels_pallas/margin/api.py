@@ -4,8 +4,8 @@ Both operations read the logits once. For a `top_k` over a sharded vocabulary, X
 cannot partition a Mosaic kernel at all. The sharded versions therefore use `shard_map`: each device processes its own
 shard, and one all-gather of a few numbers per node combines the results.
 
-Tested against `reference.margin_stats` and `reference.accept_by_edges`, and numpy and a walk in plain Python
-(tests/kernels). A sharded vocabulary is tested against the same operation on one device.
+Tested against `reference.margin_stats` and `reference.accept_by_edges`, and against numpy and a walk in plain Python
+(tests/kernels). The sharded versions are tested against the same operation on one device.
 
 Dimensions: B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens.
 """
@@ -54,12 +54,12 @@ def margin_stats(
       implementation: "pallas_tpu" (Mosaic), "xla", "partitioned", "reference", or None. None selects "partitioned" on
         GPUs and in programs that XLA partitions over devices, "pallas_tpu" in other programs for a TPU, and "xla"
         otherwise. A named implementation is never replaced, so it fails on a platform that does not support it.
-      blocks: block sizes of the kernel; only with a named kernel.
-      interpret: True or `pltpu.InterpretParams(...)` to run the named kernel on a CPU.
+      blocks: block sizes of the kernel; allowed only with "pallas_tpu".
+      interpret: True or `pltpu.InterpretParams(...)` to run "pallas_tpu" on a CPU.
 
     Raises:
-      ValueError: the implementation is unknown, the block sizes are illegal, or the implementation does not support
-        one of the options.
+      ValueError: the implementation is unknown, the block sizes are invalid, or the implementation does not support one
+        of the options.
 
     >>> import jax.numpy as jnp
     >>> margin_stats(jnp.asarray([[1.0, 3.0, 2.0]])).id2.tolist()
@@ -89,11 +89,11 @@ def margin_accept(
 ) -> Acceptance:
     """Apply margin-aware acceptance (MARS, arXiv 2601.15498, Algorithm 1) to a tree of drafted tokens.
 
-    At every node, y is the target's token. The walk starts at the root and moves to the child whose token is y. If
-    there is no such child and the margin of the node is low, the walk moves to the first child whose token has one of
-    the two largest logits. This edge is then relaxed. Nothing is relaxed in strict rows, on strict edges, or after
-    `max_relaxed_run` consecutive relaxed tokens. An edge is also not relaxed if the drafted token, y, or the token
-    with the largest logit is a stop token. On a TPU, one kernel performs the whole operation.
+    At every node, y is the target's token. The walk starts at the root and repeatedly moves to the child whose token is
+    y. If there is no such child and the margin of the node is low, the walk moves to the first child whose token has
+    one of the two largest logits. Such an edge is called relaxed. Nothing is relaxed in strict rows, on strict edges,
+    or after `max_relaxed_run` consecutive relaxed tokens. An edge is never relaxed if the drafted token, y, or the
+    token with the largest logit is a stop token. On a TPU, one kernel performs the whole operation.
 
     Args:
       logits: bfloat16 or float32 [B, N, V]; raw logits of the target.
@@ -103,8 +103,8 @@ def margin_accept(
         the target's token at temperature 0.
       controls: settings of each row: `AcceptControls`, or any object with the same fields.
       max_depth: D, the depth of the tree.
-      margin: "ratio" (low if z2 / z1 > theta and z1 > 0) or "gap" (low if z1 - z2 < theta, in nats). For both,
-        `theta = inf` is strict.
+      margin: "ratio" (low if z2 / z1 > theta and z1 > 0) or "gap" (low if z1 - z2 < theta, in nats). With either
+        margin, `theta = inf` relaxes nothing.
       logsumexp: also return the logsumexp of each node.
       implementation, blocks, interpret: as in `margin_stats`.
 
@@ -144,7 +144,7 @@ def merge_over(stats: MarginStats, axis: Axis, *, local_vocab: int) -> MarginSta
         `(i + 1) * local_vocab - 1`.
 
     Returns:
-      The statistics of the whole vocabulary, equal on all devices.
+      The statistics of the whole vocabulary, identical on all devices.
     """
     first_id = lax.axis_index(axis) * local_vocab
     # Convert local ids to ids of the whole vocabulary. The id of a missing entry, -1, does not change.
@@ -239,11 +239,11 @@ def _map(
             f"a vocabulary of {vocab} does not divide over {shards} devices: pad the unembedding, with -inf logits."
         )
     # The first and last dimensions of the logits are sharded. The other operands and the result are sharded only over
-    # their rows.
+    # the batch.
     rows_spec = PartitionSpec(batch_axis)
     logits_spec = PartitionSpec(batch_axis, *[None] * (logits.ndim - 2), axis)
     # `check_vma` is False because pallas_call does not declare how its results vary over a mesh. After the merge, the
-    # results are equal on all devices along `axis`.
+    # results are identical on all devices along `axis`.
     mapped_function = jax.shard_map(
         function,
         mesh=mesh,

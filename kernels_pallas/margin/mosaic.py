@@ -1,8 +1,8 @@
 """TPU kernels for `margin_stats` and `margin_accept`, which read the logits once.
 
 A kernel processes the vocabulary block by block. Each of the 128 lanes stores the two largest logits of its own tokens,
-and lanes are only compared after the last block. The kernel for `margin_accept` then also walks the tree. A logit takes
-a few vector operations and no reduction across lanes, so reading the logits takes most of the time.
+and lanes are only compared after the last block. The kernel for `margin_accept` then also walks the tree. Each logit
+needs only a few vector operations and no reduction across lanes, so reading the logits takes most of the time.
 
 A block is [rows, tokens] or [trees, N, tokens], and the state is [rows, 128] or [trees, N, 128]. Tested against
 `reference`.
@@ -73,7 +73,7 @@ def margin_accept(
     # of the logits, and a tile of bfloat16 logits has twice as many rows.
     tree_multiple = tile_rows(logits.dtype) if nodes == 1 else SUBLANES
     if blocks is None and min(batch, tree_multiple) * nodes > MAX_ROWS:
-        # The walk needs whole trees in a block, and even the smallest legal number of trees does not fit in a block.
+        # The walk needs whole trees in a block, and even the smallest allowed number of trees does not fit in a block.
         # Compute only the statistics with the kernel, because they do not need whole trees.
         stats = margin_stats(logits, logsumexp=logsumexp, interpret=interpret)
         return accept_from_stats(stats, tokens, parents, y, controls, max_depth, margin)
@@ -112,7 +112,7 @@ class _Plan(NamedTuple):
 
 
 def _grouped(nodes: int, trees: int) -> bool:
-    """Return whether to keep the shape [trees, N, V], because a reshape to [trees * N, V] would need a copy."""
+    """Return whether to keep the shape [trees, N, V], to avoid the copy that a reshape to [trees * N, V] needs."""
     # In memory, the rows of each tree are padded to a multiple of SUBLANES. In a matrix, only the last rows are padded.
     return trees > 1 and nodes > 1 and nodes % SUBLANES != 0 and nodes <= MAX_ROWS
 
@@ -142,7 +142,7 @@ def _pass(
     """
     logits, blocks, lead = plan.logits, plan.blocks, plan.lead
     row_count, vocab = math.prod(logits.shape[:-1]), logits.shape[-1]
-    # In the first dimension, block i is the i-th group of trees or rows. If there is a dimension of nodes, each block
+    # In the first dimension, block i is the i-th group of trees or rows. If there is a node dimension, each block
     # contains all nodes.
     inner_indices = (0,) * (len(lead) - 1)
 
@@ -151,7 +151,7 @@ def _pass(
 
     return pl.pallas_call(
         kernel,
-        # The grid runs over the vocabulary first, so the state of a block of rows stays in fast memory.
+        # The vocabulary is the inner grid dimension, so the state of a block of rows stays in fast memory.
         grid=(pl.cdiv(plan.trees, blocks.trees), pl.cdiv(vocab, blocks.tokens)),
         in_specs=[
             pl.BlockSpec((*lead, blocks.tokens), lambda i, j: (i, *inner_indices, j)),
@@ -166,9 +166,9 @@ def _pass(
             *(jax.ShapeDtypeStruct((plan.trees, width), jnp.int32) for width in widths),
         ],
         scratch_shapes=[pltpu.VMEM((*lead, LANES), dtype) for dtype in dtypes(logsumexp=plan.logsumexp)],
-        # On chips with two cores, the cores share the rows. The blocks of the vocabulary run in order on one core.
+        # On chips with two cores, the cores share the rows. One core processes the blocks of the vocabulary in order.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        # A logit takes about 8 operations, and one exponential with the logsumexp.
+        # Each logit takes about 8 operations, and one exponential if the logsumexp is computed.
         cost_estimate=pl.CostEstimate(
             flops=row_count * vocab * 8,
             transcendentals=row_count * vocab * plan.logsumexp,
@@ -256,7 +256,7 @@ def _fold(logits_ref: Ref, state: tuple[Ref, ...], block: int | Array, last: int
 
 
 class _State(NamedTuple):
-    """State of a strip of rows, [rows, 128] each. Lane l stores the two best of the tokens l, l + 128, l + 256, ..."""
+    """State of a strip of rows, as arrays [rows, 128]. Lane l stores the two best of tokens l, l + 128, l + 256, ..."""
 
     top1: Ref  # f32; largest logit
     id1: Ref  # i32; token with the largest logit

@@ -1,4 +1,4 @@
-"""Short and slow versions of `margin_stats` and `margin_accept`, against which tests check all other implementations.
+"""Short, slow versions of `margin_stats` and `margin_accept`, against which tests check all other implementations.
 
 Tested against numpy and plain Python (tests/kernels).
 
@@ -67,7 +67,8 @@ def accept_by_edges(
     low_margin = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(controls.theta[:, None], y.shape))
     open_node = low_margin & ~is_stop(stats.id1) & ~is_stop(y)
     exact = (tokens >= 0) & (tokens == at_parent(y))
-    # If a sampled y differs from the target's best token, the best token may be relaxed as well as the runner-up.
+    # If a sampled y differs from the target's best token, edges to both the best token and the runner-up may be
+    # relaxed.
     is_top_two = (tokens == at_parent(stats.id1)) | (tokens == at_parent(stats.id2))
     relaxable = (tokens >= 0) & ~exact & is_top_two & at_parent(open_node) & ~is_stop(tokens)
 

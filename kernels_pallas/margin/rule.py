@@ -1,7 +1,7 @@
 """Margin statistics of logits, the margins of MARS, and the walk over the edges that MARS accepts.
 
 `walk_columns` uses only arrays [B, N] or [B, 1], and neither gathers nor sorts, so the same code runs in XLA and in the
-TPU kernel. Tested against sorting in numpy (tests/kernels/test_margin.py), and `reference.accept_by_edges`.
+TPU kernel. Tested against sorting in numpy (tests/kernels/test_margin.py) and against `reference.accept_by_edges`.
 
 Dimensions: B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens; `...` stands for any leading dimensions.
 """
@@ -23,8 +23,8 @@ NO_ID = -1
 class MarginStats(NamedTuple):
     """The two largest entries of each row. Among equal entries, the one with the smaller id comes first.
 
-    `-inf` is treated like any other value. With two or more tokens, `0 <= id < V` therefore holds even in rows where
-    one or no token is unmasked. If a row contains NaN or `+inf`, the statistics are undefined.
+    `-inf` is treated like any other value. With two or more tokens, `0 <= id < V` therefore holds even in rows with at
+    most one unmasked token. If a row contains NaN or `+inf`, the statistics are undefined.
     """
 
     top1: Array  # f32[...]; largest value
@@ -73,8 +73,8 @@ def merge(a: MarginStats, b: MarginStats) -> MarginStats:
     # The largest entry of the union is the largest entry of a or b.
     a_leads = _before(a.top1, a.id1, b.top1, b.id1)
     top1, id1 = jnp.where(a_leads, a.top1, b.top1), jnp.where(a_leads, a.id1, b.id1)
-    # If it is from a, the second entry of the union is the second entry of a or the first of b. Otherwise it is the
-    # first entry of a or the second of b.
+    # If the largest entry is from a, the second entry of the union is the second of a or the first of b. Otherwise it
+    # is the first of a or the second of b.
     za, ia = jnp.where(a_leads, a.top2, a.top1), jnp.where(a_leads, a.id2, a.id1)
     zb, ib = jnp.where(a_leads, b.top1, b.top2), jnp.where(a_leads, b.id1, b.id2)
     a_second = _before(za, ia, zb, ib)
@@ -85,7 +85,7 @@ def merge(a: MarginStats, b: MarginStats) -> MarginStats:
 
 
 def _before(za: Array, ia: Array, zb: Array, ib: Array) -> Array:
-    """Return whether entry a precedes entry b: if its value is larger, or equal and its id is smaller.
+    """Return whether entry a precedes entry b: its value is larger, or the values are equal and its id is smaller.
 
     Missing entries come last among equal values.
     """
@@ -99,7 +99,7 @@ def close(top1: Array, id1: Array, top2: Array, id2: Array, vocab: int) -> tuple
     If `top2` is -inf, all tokens except `id1` are -inf, so the second id is the smallest id other than `id1`. The
     function uses only comparisons and selections, so it also runs inside kernels.
     """
-    # If all tokens are -inf, the token with the smallest id comes first, which is 0.
+    # If all tokens are -inf, token 0 comes first, because it has the smallest id.
     id1 = jnp.where(top1 == -jnp.inf, 0, id1)
     if vocab == 1:
         return id1, jnp.full_like(id2, NO_ID)
@@ -138,15 +138,15 @@ class Acceptance(NamedTuple):
 
 
 Margin = Callable[[Array, Array, Array], Array]
-"""A function of the two largest raw logits z1 >= z2 and of theta, f32 arrays of equal shape. It returns a bool array:
-True if the margin is low, and False if theta is infinite."""
+"""A function of the two largest raw logits z1 >= z2 and of theta, f32 arrays of the same shape. It returns a bool
+array: True if the margin is low, and False if theta is infinite."""
 
 
 def ratio(z1: Array, z2: Array, theta: Array) -> Array:
     """Return whether `z2 / z1 > theta` (MARS, arXiv 2601.15498, Algorithm 1).
 
-    For z1 <= 0, the ratio is meaningless, and the result is False. The ratio depends on the offset of the logits. For
-    example, a theta of 0.9 allows all p2 / p1 above exp(-0.1 z1).
+    For z1 <= 0, the ratio is meaningless, and the result is False. The ratio changes if a constant is added to all
+    logits: a theta of 0.9, for example, allows all p2 / p1 above exp(-0.1 z1).
 
     >>> ratio(jnp.asarray([10.0, -1.0]), jnp.asarray([9.5, -2.0]), jnp.asarray([0.9, 0.9])).tolist()
     [True, False]
@@ -158,7 +158,7 @@ def ratio(z1: Array, z2: Array, theta: Array) -> Array:
 def gap(z1: Array, z2: Array, theta: Array) -> Array:
     """Return whether `z1 - z2 < theta` in nats, which is equivalent to `p2 / p1 > exp(-theta)`.
 
-    Unlike `ratio`, this does not depend on the offset of the logits.
+    Unlike the ratio, the gap does not change if a constant is added to all logits.
 
     >>> gap(jnp.asarray(10.0), jnp.asarray(9.5), jnp.asarray(1.0)).item()
     True

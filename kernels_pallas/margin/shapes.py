@@ -37,7 +37,7 @@ def tpu_blocks(
       group: the number of trees per block must be a multiple of this, or the number of all trees.
 
     Raises:
-      BlockError: the kernel does not support these shapes, or not with this block size.
+      BlockError: the kernel does not support these shapes or this block size.
     """
     itemsize = jnp.dtype(dtype).itemsize
     if itemsize not in (2, 4) or not jnp.issubdtype(dtype, jnp.floating):

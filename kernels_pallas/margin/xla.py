@@ -34,9 +34,9 @@ def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
     largest maximum, and the second largest entry is in the same block or in the block with the second largest maximum.
     Only these two blocks are searched. On a CPU, `lax.top_k` compares one entry at a time, and `argmax` is even slower.
 
-    With the logsumexp, a CPU processes a few rows at a time, because XLA's CPU backend writes all exponentials to
-    memory before it adds them up. The exponentials of a few rows stay in the processor's cache, and so do the logits
-    between the two passes.
+    If the logsumexp is requested, a CPU processes only a few rows at a time, because XLA's CPU backend writes all
+    exponentials to memory before it adds them up. The exponentials of a few rows stay in the processor's cache, and so
+    do the logits between the two passes.
     """
     rows = logits.reshape(-1, logits.shape[-1])
     if logsumexp:
@@ -93,7 +93,7 @@ def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> Margi
 
     If the vocabulary is sharded, each device reduces its own shard, and the devices exchange one number per node for
     each reduction. For `margin_stats` above and `lax.top_k`, XLA would gather all logits. This implementation is slow
-    on a CPU, because argmax is slow there. It is the fastest one on an H100.
+    on a CPU, because argmax is slow there. On an H100, it is the fastest implementation.
     """
     z = logits.astype(jnp.float32)
     ids = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)

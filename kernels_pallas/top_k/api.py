@@ -108,9 +108,9 @@ def join_top_k(parts: Array, k: int, size: int, *, interpret: Interpret | None =
 
 
 def _runs_kernel(logits: Array, k: int, implementation: str | None) -> bool:
-    """Return whether to use the kernel: if the rows fit in fast memory, or if the caller named the kernel.
+    """Return whether to use the kernel: the rows fit in fast memory, or the caller named the kernel.
 
-    If the caller named it and the rows do not fit, the kernel raises an error.
+    If the caller named the kernel and the rows do not fit, the kernel raises an error.
     """
     return implementation == "pallas_tpu" or fits_in_vmem(logits.shape[-1], k)
 

@@ -168,7 +168,7 @@ def _write(packed_ref: Ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[
     lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
 
     def following(value: Array, id: Array) -> tuple[Array, Array]:
-        """Return the entry that follows (value, id), as f32[rows, 128] and i32[rows, 128] with equal lanes."""
+        """Return the entry that follows (value, id), as f32[rows, 128] and i32[rows, 128] with identical lanes."""
 
         def body(carry: Carry, z: Array, ids: Array, real: Array) -> Carry:
             lane_best, lane_best_id = carry
@@ -179,7 +179,7 @@ def _write(packed_ref: Ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[
             return jnp.where(replaces_best, z, lane_best), jnp.where(replaces_best, ids, lane_best_id)
 
         def merge(a: Carry, b: Carry) -> Carry:
-            # The ids of different chains interleave, so compare the ids of equal values.
+            # The ids of different chains interleave, so break ties between equal values by id.
             replaces_best = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
             return jnp.where(replaces_best, b[0], a[0]), jnp.where(replaces_best, b[1], a[1])
 
@@ -193,7 +193,7 @@ def _write(packed_ref: Ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[
     def add(i: Array, entries: _Entries) -> _Entries:
         value, id = following(entries.value, entries.id)
         values = jnp.where(lane == i, value, entries.values)
-        # A row of NaN has no next entry. Limit the id, so that it is valid.
+        # A row of NaN has no next entry. Clip its id to the vocabulary, so that the id is valid.
         return _Entries(value, id, values, jnp.where(lane == i, jnp.minimum(id, vocab - 1), entries.ids))
 
     # All entries come after (inf, -1), so the first scan finds the largest entry. Write the i-th entry to lane i.

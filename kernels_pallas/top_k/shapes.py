@@ -16,7 +16,8 @@ def fits_in_vmem(vocab: int, k: int) -> bool:
     >>> fits_in_vmem(32000, 10), fits_in_vmem(262144, 10)
     (True, False)
     """
-    # One lane is needed for the logsumexp. The smallest block has as many rows as a register, converted to float32.
+    # One lane is needed for the logsumexp. The smallest block has as many rows as a register, and takes 4 bytes per
+    # number after the conversion to float32.
     return k < LANES and SUBLANES * 4 * vocab <= BLOCK_BYTES
 
 

@@ -13,8 +13,9 @@ from kernels_pallas.top_k import reference
 from kernels_pallas.top_k.reference import TopKEntries, unpack
 
 BLOCK = 64
-"""Number of tokens per block; only the blocks with the largest maxima are searched. Ten blocks contain fewer than 1,024
-tokens. On a GPU, XLA sorts up to this number, which is faster than the search that it uses for more tokens."""
+"""Number of tokens per block; only the blocks with the largest maxima are searched. For k = 10, these blocks contain
+fewer than 1,024 tokens in total. On a GPU, XLA sorts rows of up to 1,024 tokens, which is faster than the search that
+it uses for longer rows."""
 
 
 def top_k(logits: Array, k: int) -> TopKEntries:

@@ -2,7 +2,7 @@
 
 `tree_attention` reads the cache. `write_and_attend` writes new keys and values to the cache first.
 
-Tested against `reference.tree_attention`, and softmax in numpy float64 (tests/kernels).
+Tested against `reference.tree_attention`, and against a softmax in numpy float64 (tests/kernels).
 
 Dimensions: B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows
 of the region, W new rows.
@@ -53,14 +53,14 @@ def tree_attention(
       q: [B, N, K, G, D]; bfloat16 or float32.
       k: [B, S, K, D]; float32, bfloat16, or int8 with scales.
       v: [B, S, K, D].
-      first: i32[B]; number of committed slots. Each of them contains the token of the same position.
+      first: i32[B]; number of committed slots. Committed slot s contains the token at position s.
       seen: bool[B or 1, N, R]; the rows of the region that each query attends to. None: R is N, and query i attends to
         rows 0 to i.
       positions: i32[B, N]; positions of the queries, only used with a window. None: `first + i`.
       seen_positions: i32[B, R]; positions of the region's rows. None: the rows are the queries.
       window: mask keys that are `window` or more positions before the query; None: no window.
-      cap: soft cap of the scores: `cap * tanh(scores / cap)`; None: no cap.
-      scale: factor of the scores; None: D ** -0.5.
+      cap: soft cap on the scores: `cap * tanh(scores / cap)`; None: no cap.
+      scale: factor by which the scores are multiplied; None: D ** -0.5.
       sinks: f32[K, G]; attention sinks (gpt-oss, arXiv 2508.10925): one logit per head for an extra slot that every
         query attends to, and whose value is zero. The logits are neither scaled nor capped. None: no sinks.
       k_scale, v_scale: f32[B, S, K]; scales of int8 keys and values, per slot and head. Pass both or neither.
@@ -111,7 +111,7 @@ def write_and_attend(
     """Write new keys and values to the cache, and then compute `tree_attention`. Donated caches are updated in place.
 
     The kernel writes the rows itself, which saves a separate scatter. There is one exception: in a cache with a single
-    head in a dtype of less than 32 bits, neighbouring slots share 32-bit words. DMA can only copy whole words, so XLA
+    head and a dtype of less than 32 bits, neighbouring slots share 32-bit words. DMA can only copy whole words, so XLA
     scatters the rows before the kernel runs.
 
     Args:
@@ -161,8 +161,8 @@ def _attend(
     cache_dtype = operands.k.dtype
     if operands.k_scale is None and not jnp.issubdtype(cache_dtype, jnp.floating):
         raise ValueError(f"keys are {cache_dtype.name} without scales: give k_scale and v_scale.")
-    # The kernel writes new rows itself, except if neighbouring slots share 32-bit words, because DMA copies whole
-    # words. In all other cases, scatter the rows first.
+    # Scatter the new rows first, unless the kernel can write them itself. DMA copies whole words, so the kernel cannot
+    # write rows if neighbouring slots share a 32-bit word.
     if new is not None and (implementation != "pallas_tpu" or is_flat(operands.k)):
         k, v = xla.write_new_rows(operands.k, operands.v, new)
         operands, new = operands._replace(k=k, v=v), None

@@ -27,8 +27,8 @@ from kernels_pallas.tree_attention.operands import NewRows, Operands, pack_bits
 from kernels_pallas.tree_attention.shapes import AttentionBlocks, attention_blocks, is_flat
 
 LOG2_E = 1.4426950408889634
-"""Factor of the scores. With it, the kernel computes 2 ** x, for which a TPU has an instruction, instead of e ** x.
-This saves one product per score."""
+"""Factor by which the scores are multiplied, so that the kernel can compute 2 ** x, for which a TPU has an instruction,
+instead of e ** x. This saves one product per score."""
 FIRST, BASE, COUNT, RECENT, WRITTEN = range(5)
 """Indices of the table entries of an item.
 
@@ -46,15 +46,15 @@ number of blocks that have been used, and whether the new rows have been written
 
 
 class Shape(NamedTuple):
-    """Static parameters of a call of the kernel."""
+    """Static parameters of a kernel call."""
 
     slots: int  # S
     align: int  # the first slot of a block is a multiple of this
     tiles: int  # T
     cores: int  # number of cores, or of halves that run one after the other on a single core
     items: int  # number of items per core
-    cap: float | None  # soft cap of the scores
-    scale: float  # factor of the scores
+    cap: float | None  # soft cap on the scores
+    scale: float  # factor by which the scores are multiplied
     causal: bool  # whether the mask is causal
     writes: bool  # whether there are new rows to write
     blocks: AttentionBlocks
@@ -188,11 +188,11 @@ def _sources(operands: Operands, shape: Shape, *, in_place: bool) -> tuple[list[
         part_width = min(dim, LANES)
         buffer_shape = (dim // part_width, block_slots, k.shape[2], part_width)
     if in_place:
-        # Without this constraint, XLA would use the cost estimate and move a whole cache to fast memory if it fits.
+        # Without this constraint, the cost estimate makes XLA move a whole cache to fast memory if it fits.
         sources = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in sources]
     buffers = [pltpu.VMEM((shape.blocks.buffers, *buffer_shape), k.dtype) for _ in sources]
     if operands.k_scale is not None and operands.v_scale is not None:
-        # Put the slots in lanes, as in the scores, which are multiplied by the scales.
+        # Put the slots in lanes, to match the layout of the scores that the scales multiply.
         sources += [jnp.swapaxes(x, 1, 2) for x in (operands.k_scale, operands.v_scale)]
         scale_buffer = (shape.blocks.buffers, k.shape[2], block_slots)
         buffers += [pltpu.VMEM(scale_buffer, jnp.float32) for _ in range(2)]
@@ -200,7 +200,7 @@ def _sources(operands: Operands, shape: Shape, *, in_place: bool) -> tuple[list[
 
 
 def _cost(queries: Array, k: Array) -> pl.CostEstimate:
-    """Estimate the cost of a call if all slots are used. XLA uses it to schedule prefetches during the call."""
+    """Estimate the cost of a call, assuming that all slots are used. XLA uses it to schedule prefetches."""
     batch, tiles, heads, m, dim = queries.shape
     num_scores = batch * tiles * heads * m * k.shape[1]
     # There are two products per score, one with keys and one with values. Each tile reads both caches once.
@@ -302,14 +302,15 @@ class _Folded(NamedTuple):
     """Running softmax of each head over the blocks processed so far."""
 
     # `top` and `total` are repeated in all lanes, because all lanes of the scores need them. If they were stored in one
-    # lane, every register of scores would need a permutation, which took nearly half the time of a block of a tree.
-    top: Ref  # f32[K, M, 128], equal in all lanes; largest score
-    total: Ref  # f32[K, M, 128], equal in all lanes; sum of the weights relative to `top`
+    # lane, every register of scores would need a permutation. These permutations took nearly half the time of a block
+    # when the queries were a tree.
+    top: Ref  # f32[K, M, 128], identical in all lanes; largest score
+    total: Ref  # f32[K, M, 128], identical in all lanes; sum of the weights relative to `top`
     mixed: Ref  # f32[K, M, D]; sum of the weighted values
 
 
 class _Core(NamedTuple):
-    """DMA copies of one core. They start in the order of use, ahead of their use, and even across batch rows."""
+    """DMA copies of one core. They start in the order in which blocks are used, but ahead, even across batch rows."""
 
     number: Array  # i32[]; index of the core, 0 or 1
     shape: Shape
@@ -365,7 +366,7 @@ class _Core(NamedTuple):
                     yield pltpu.make_async_copy(rows, target.at[buffer, part], semaphore)
 
     def begin(self) -> None:
-        """Start to write all new rows of this core, and to copy its first blocks."""
+        """Start writing all new rows of this core, and copying its first blocks."""
         # On a chip with one core, the second half of the batch uses the same state as the first half, so reset it.
         for i in range(5):
             self.state[i] = 0
@@ -377,7 +378,7 @@ class _Core(NamedTuple):
                 return 0
 
             lax.fori_loop(0, self.rows, start_row, 0)
-        # Start to fill all buffers except one, which the first step of the first item fills.
+        # Start filling all buffers except one, which the first step of the first item fills.
         for _ in range(self.shape.blocks.buffers - 1):
             self.copy_next()
 
@@ -393,7 +394,7 @@ class _Core(NamedTuple):
         self.state[LANDED] = 1
 
     def copy_next(self) -> None:
-        """Start to copy the next block, of this item or the next one."""
+        """Start copying the next block, of this item or the next one."""
         state, blocks = self.state, self.shape.blocks
         item, block = state[ITEM], state[BLOCK]
 
@@ -421,7 +422,7 @@ def _attend_rows(
     columns: Ref,  # i32[1, 1, M, 2 + words]
     sources: list[Ref],
     new_rows: list[Ref],
-    sinks: list[Ref],  # f32[K, M, 128], equal in all lanes; empty if there are no sinks
+    sinks: list[Ref],  # f32[K, M, 128], identical in all lanes; empty if there are no sinks
     out: Ref,  # [1, 1, K, M, D]
     caches: list[Ref],
     softmax: tuple[Ref, Ref, Ref],  # scratch memory of `_Folded`
@@ -448,7 +449,7 @@ def _attend_rows(
         folded.total[...] = jnp.ones(folded.total.shape, jnp.float32)
 
     def step(block: Array, _: int) -> int:
-        # Start to fill the buffer that the previous step used. The copy runs while the current block is processed.
+        # Start filling the buffer that the previous step used. The copy runs while the current block is processed.
         core.copy_next()
         # The slots from `own_start` on belong to this block. The last block of the cache may begin earlier, at `start`.
         start, own_start = core.start_of(item, block), base + block * block_slots
@@ -510,7 +511,7 @@ def _attend_block(q: Ref, folded: _Folded, core: _Core, buffer: Array, mask: Arr
 
 
 def _wide(x: Array, width: int) -> Array:
-    """Widen f32[M, 128] with equal lanes to f32[M, width]. Equal lanes avoid a permutation across lanes."""
+    """Widen f32[M, 128] with identical lanes to f32[M, width]. This needs no permutation across lanes."""
     return jnp.concatenate([x] * pl.cdiv(width, LANES), axis=1)[:, :width]
 
 

@@ -1,4 +1,4 @@
-"""Operands and masks of tree attention, in which queries attend to all slots before `first` and some rows after it.
+"""Operands and masks of tree attention: queries attend to all slots before `first` and to some of the slots after it.
 
 Tested against masks that are built slot by slot in Python (tests/core/test_visible.py).
 
@@ -24,7 +24,7 @@ class NewRows(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Arguments of `kernels_pallas.tree_attention`, in which defaults have been replaced by their values."""
+    """Arguments of `kernels_pallas.tree_attention`, with the defaults of `positions` and `scale` filled in."""
 
     q: Array  # [B, N, K, G, D]
     k: Array  # [B, S, K, D]
@@ -63,7 +63,7 @@ def region(
 
     Returns:
       The rows of the region that each query attends to, bool[B or 1, N, R], or None for a causal mask; and the last
-      position that is outside the window of each query, i32[B, N], or None without a window.
+      position before the window of each query, i32[B, N], or None without a window.
     """
     n = positions.shape[1]
     # The window contains the positions above `position - window`, so this is the last hidden position.

@@ -1,4 +1,4 @@
-"""Short and slow version of `tree_attention`, against which tests check all other implementations.
+"""Short, slow version of `tree_attention`, against which tests check all other implementations.
 
 Tested against softmax in numpy float64 (tests/kernels/test_attention.py). Dimensions: B batch, N queries, S slots.
 """
@@ -42,7 +42,8 @@ def tree_attention(operands: Operands) -> Array:
     scores = jnp.einsum("bnkgd,bskd->bnkgs", q.astype(jnp.float32), keys, precision="highest") * scale
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
-    # If a query attends to no slot, its output is zero. A softmax over equal scores would result in the mean instead.
+    # If a query attends to no slot, its output is zero. A softmax over equal scores would give the mean of the values
+    # instead.
     mask = mask[:, :, None, None]
     scores = jnp.where(mask, scores, -1e30)
     if sinks is not None:

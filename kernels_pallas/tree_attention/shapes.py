@@ -42,7 +42,7 @@ def attention_blocks(
       The block sizes, and the alignment of blocks: the first slot of a block must be a multiple of this number.
 
     Raises:
-      BlockError: the kernel does not support this cache, or not with these block sizes.
+      BlockError: the kernel does not support this cache or these block sizes.
     """
     _, n, heads, group, dim = queries
     itemsize = jnp.dtype(dtype).itemsize
@@ -84,5 +84,5 @@ def attention_blocks(
 
 
 def is_flat(k: Array) -> bool:
-    """Return whether to read a cache as [B, S, D], because slots instead of heads share 32-bit words."""
+    """Return whether to read a cache as [B, S, D]: slots, instead of heads, share 32-bit words."""
     return k.shape[2] == 1 and jnp.dtype(k.dtype).itemsize < 4

@@ -17,7 +17,8 @@ from kernels_pallas.tree_attention.operands import NewRows, Operands, dense_mask
 def tree_attention(operands: Operands) -> Array:
     """Compute `kernels_pallas.tree_attention` over all slots of the cache at once, in the dtype of keys and values.
 
-    The scales of an int8 cache are applied to the scores and weights, so the cache is not copied in a wider dtype.
+    The scales of an int8 cache are applied to the scores and weights, which avoids a copy of the cache in a wider
+    dtype.
     """
     q, k, v, cap = operands.q, operands.k, operands.v, operands.cap
     mask = dense_mask(operands.first, q.shape[1], k.shape[1], *operands.region())
