@@ -1,17 +1,18 @@
-"""Calibration of a threshold or of a strict prefix: its risk stays below a bound with a given confidence.
+"""Calibration of a threshold or a strict prefix, so that the risk stays below a bound with a given confidence.
 
 The risk compares a rule with the strict rule on the same prompts and seeds. There are n problems, each with one loss
 per threshold. Learn then Test (Angelopoulos et al. 2110.01052) accepts a threshold only if it rejects the hypothesis
 that the risk exceeds the bound. Thresholds are tested from strict to loose, and testing stops at the first hypothesis
-that is not rejected. All tests together therefore err with probability at most 1 - confidence (fixed-sequence testing,
+that is not rejected. The probability that any test errs is therefore at most 1 - confidence (fixed-sequence testing,
 section 2.3 of that paper).
 
-Conformal risk control (2208.02814) bounds only the mean over calibrations, and it needs a loss that grows as the
-threshold becomes looser. Here the completions differ between thresholds, so a looser threshold can have a lower loss.
+Conformal risk control (2208.02814) bounds the risk only on average over calibration sets, and it needs a loss that
+grows as the threshold becomes looser. Here the completions differ between thresholds, so a looser threshold can have a
+lower loss.
 
-The test bets against the hypothesis (Waudby-Smith and Ramdas 2010.09686; as a bound in 2101.02703, section 3.1). It is
-valid for any bounded loss and any n, and it is tight if most losses are zero, as they are here. Tested against 200
-resamplings of a known population in tests/lab/evaluate/test_calibration.py.
+The test bets against the hypothesis (Waudby-Smith and Ramdas 2010.09686; stated as a bound in 2101.02703, section 3.1).
+It is valid for any bounded loss and any n, and it is tight if most losses are zero, as they are here. Tested against
+200 resamplings of a known population in tests/lab/evaluate/test_calibration.py.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Judge = Callable[[str, str], float]
 CLIP = 1.0
 """Clip value of a completion's loss, in nats per token: the test needs bounded losses."""
 BET = 0.75
-"""Bet size as a share of the largest bet that cannot go bankrupt. Waudby-Smith and Ramdas advise 1/2 or 3/4."""
+"""Bet size as a share of the largest bet that cannot lead to bankruptcy. Waudby-Smith and Ramdas advise 1/2 or 3/4."""
 
 
 def calibrate(
@@ -60,7 +61,7 @@ def calibrate(
     judge: Judge | None,
     progress: Show,
 ) -> JsonObject:
-    """Decode held-out problems with successively looser values of a setting, until the risk is no longer certified.
+    """Decode held-out problems with successively looser values of a setting, until a value cannot be certified.
 
     Args:
       args: flags of `mars-jax calibrate`. `setting` is "theta" or "exact_prefix", the number of leading tokens that are
@@ -70,7 +71,7 @@ def calibrate(
         with seed `args.seed` + i under every rule.
       file: stores the rows, so that a run with the same arguments can continue after a kill.
       judge: scores the answers if the risk is "judge", and is None otherwise.
-      progress: `(done, total, text)`, called after every group.
+      progress: called with `(done, total, text)` after every group of problems.
 
     Returns:
       A dict with `value`, the loosest certified value, or inf if there is none; `tau` at that value; `strict_tau`, the
@@ -127,7 +128,7 @@ def calibrate(
 
 
 def judged(judge: Judge, problem: Problem, answer: str) -> float:
-    """Return a judge's score of an answer.
+    """Return a judge's score for an answer.
 
     Raises:
       MarsError: the result is not a number from 0 to 1.
@@ -148,7 +149,7 @@ def judged(judge: Judge, problem: Problem, answer: str) -> float:
 
 
 def check_certifiable(args: argparse.Namespace, problems: Sequence[Problem]) -> None:
-    """Raise MarsError if the problems cannot measure the risk, or are too few to certify it."""
+    """Raise MarsError if the risk cannot be measured on the problems, or if there are too few to certify it."""
     risk, bound, confidence = args.risk, args.bound, args.confidence
     metrics = {p.metric for p in problems}
     if risk == "accuracy" and metrics & {*UNJUDGED, "bleu", "pass@1"}:
@@ -185,7 +186,7 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
 
     Args:
       losses: f64[n] in [-1, 1], in an order that does not depend on their values.
-      bound: bound of the mean loss, in (-1, 1).
+      bound: bound on the mean loss, in (-1, 1).
       confidence: determines the size of the bets. The p-value is valid for any confidence.
 
     Source: 2010.09686, section 3.2, via 2101.02703, equation 12.
@@ -193,10 +194,10 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
     >>> p_value(np.zeros(400), 0.02, 0.95) < 0.05, p_value(np.full(400, 0.02), 0.02, 0.95)
     (True, 1.0)
     """
-    # Map losses and bound from [-1, 1] to the [0, 1] of the paper.
+    # Map losses and bound from [-1, 1] to the paper's range [0, 1].
     x, r = (np.asarray(losses, np.float64) + 1) / 2, (bound + 1) / 2
     num_losses = np.arange(1, len(x) + 1)
-    # The running mean and variance of the paper, with its prior of one loss: mean 1/2, variance 1/4.
+    # The paper's running mean and variance. Its prior counts as one loss, with mean 1/2 and variance 1/4.
     running_mean = (0.5 + np.cumsum(x)) / (1 + num_losses)
     running_variance = (0.25 + np.cumsum((x - running_mean) ** 2)) / (1 + num_losses)
     # Each bet depends only on earlier losses, so the capital is a supermartingale.
@@ -242,7 +243,7 @@ def choose_threshold(
     Args:
       thetas: thresholds from strict to loose, fixed in advance.
       losses_at: theta -> (losses f64[n] in [-1, 1], tau). It is not called after the first threshold that fails.
-      bound: bound of the mean loss.
+      bound: bound on the mean loss.
       confidence: probability, over the choice of the calibration problems, with which the bound holds.
 
     >>> choose_threshold([0.9, 0.8], lambda theta: (np.full(500, 1 - theta - 0.1), 2.0), bound=0.05, confidence=0.95)[0]

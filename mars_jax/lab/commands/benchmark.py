@@ -155,7 +155,7 @@ def _check(args: argparse.Namespace) -> None:
     args.controls = args.controls or "paper"
     for flag in ("thetas", "temperatures"):
         values = getattr(args, flag) or []
-        # Arms and tables are named by values in this format, so the names must differ.
+        # The names of arms and tables contain the values in this format, so the formatted values must differ.
         if len({f"{value:g}" for value in values}) < len(values):
             raise MarsError(f"--{flag} has a value twice: give each once.")
     if args.thetas and math.inf in args.thetas:

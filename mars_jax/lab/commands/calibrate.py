@@ -184,7 +184,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
         check_writable(args.output)
     # --output must not exist until the end, so the rows go to a folder next to it.
     rows_folder = args.output.with_name(f"{args.output.name}-rows")
-    # The default number of problems certifies the bound if the mean loss is a tenth of the bound.
+    # By default, use enough problems to certify the bound if the mean loss is a tenth of it.
     default_problems = calibration.FACTORS[0.1] * calibration.fewest(args.bound, args.confidence)
     check_problems = functools.partial(calibration.check_certifiable, args)
     problems, target, drafter = pair.open_study(
@@ -197,7 +197,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
     if args.judge is not None:
         promise["judge"] = args.judge
         judge, judge_source = load_function(args.judge, "judge"), source_digest(args.judge)
-    # These settings also become part of the output file.
+    # These settings are also written to the output file.
     study_settings = {
         "settings": run_settings(args, temperature=args.temperature),
         "promise": promise,
@@ -209,7 +209,7 @@ def _study(args: argparse.Namespace, out: IO[str]) -> None:
         "seed": args.seed,
         "version": __version__,
     }
-    # Everything that determines the rows. A run continues only with equal settings.
+    # All settings that determine the rows. A run can continue only with the same settings.
     row_settings = study.settings(drafter.params) | study_settings | {"judge_source": judge_source}
     with contextlib.closing(open_rows(rows_folder, row_settings)) as rows, progress("answers") as show:
         decoding = study.decoding(drafter)
@@ -252,7 +252,7 @@ def _table(report: JsonObject, value: float, args: argparse.Namespace) -> str:
     promise = f"{args.risk} below {args.bound:g} {risk_units[args.risk]} with confidence {args.confidence:g}"
     if value == math.inf:
         table_lines.append(f"no {setting_word} is certified for {promise}: the file has inf, which is strict")
-        # Testing stops at the first value that fails, which here was the strictest one.
+        # Testing stops at the first value that fails, which in this case was the strictest one.
         strictest_risk = report["trials"][0]["risk"]
         if factors := [factor for share, factor in FACTORS.items() if strictest_risk / args.bound <= share]:
             needed_problems = factors[0] * fewest(args.bound, args.confidence)

@@ -49,8 +49,8 @@ from mars_jax.utils.paths import expanded
 from mars_jax.utils.types import JsonObject
 
 _NO_MATTER = ("output", "work", "data", "features", "mesh", "dtype", "layout", "minutes", *HOSTS)
-"""Flags that do not identify a training run: paths, devices, time limit, dtype of the result. Instead of the paths, the
-contents of the files identify the run."""
+"""Flags that do not identify a training run: paths, devices, time limit, dtype of the result. The run is identified by
+the contents of the files instead of their paths."""
 WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
 """Number of texts that the target decodes at a time for --write, and number of texts between two writes to disk."""
 SHARD, FORWARD = 128, 2048
@@ -103,7 +103,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         "weights": fingerprint((target.params, start_params), target.path),
     }
     if args.features is not None:
-        # Only eagle3 has --features. A head of --from determines the layers.
+        # Only eagle3 has --features. If --from names a head, its layers are used.
         layers = features.layers_of(args.feature_layers) or features.default_layers(target.config)
         if start_checkpoint is not None:
             layers = start_checkpoint[0].feature_layers
@@ -170,7 +170,7 @@ def _train(
 
 
 def _write(args: argparse.Namespace, config: Any, params: PyTree, first: Any) -> None:
-    """Write the drafter in the layout of its kind, atomically: a kill leaves no partial result at --output."""
+    """Write the drafter in the layout of its kind, atomically: a killed run leaves no partial result at --output."""
     params = jax.tree.map(
         lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, jax.device_get(params)
     )
@@ -259,7 +259,7 @@ def _write_texts(
 
 
 def _start(args: argparse.Namespace, target: Pretrained, first: Any, ids: np.ndarray | None) -> Apprentice:
-    """Create the apprentice of a kind. `first` is the checkpoint of --from, and `ids` i32[W] the draft vocabulary."""
+    """Create the `Apprentice`. `first` is the checkpoint of --from, and `ids` i32[W] is the draft vocabulary."""
     config, params, loss, seed = target.config, target.params, divergence(args.loss), args.seed
     if args.kind == "model":
         return distillation.small_model(config, first.config, first.params, divergence=loss)
@@ -339,10 +339,10 @@ def write_features(args: argparse.Namespace) -> None:
 def _document_tokens(
     target: Pretrained, documents: Sequence[str], args: argparse.Namespace, first: int
 ) -> list[list[int]]:
-    """Return the tokens of documents, or of chats in which the target answers at temperatures 0 and 1 in turn."""
+    """Return the tokens of documents, or of chats in which the target answers alternately at temperatures 0 and 1."""
     if not args.chat:
         return target.encode_many(documents)
-    # An answer gets at least a quarter of the row.
+    # Reserve at least a quarter of the row for the answer.
     prompts = [ids for ids in target.encode_many(documents, chat=True) if len(ids) <= args.length * 3 // 4]
     if not prompts:
         return []
@@ -412,13 +412,13 @@ def _sprinter(
             target.model, teacher, small.model, params, batch, key
         )
     )
-    # The label of a token that the small model drafts is the target's probability of accepting it.
+    # The label of a token drafted by the small model is the probability that the target accepts it.
     keys = jax.random.split(jax.random.key(args.seed), len(batches))
     labelled_batches = [
         jax.device_get(label_batch(target.params, small.params, batch, key))
         for batch, key in zip(batches, keys, strict=True)
     ]
-    # Hold out the last eighth of the batches for the test.
+    # Hold out the last eighth of the batches for testing.
     num_held_out = max(1, len(labelled_batches) // 8)
     training = sprinter_training.classifier_training(
         sprinter_training.flattened(labelled_batches[:-num_held_out]), seed=args.seed

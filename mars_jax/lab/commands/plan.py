@@ -142,7 +142,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> int:
     def pair(
         slice_: Topology, dtype: str, draft: AnyConfig | str = draft, shape: DraftShape | None = None
     ) -> Programs:
-        """Return the programs on a slice. `--mesh` applies only to the slice that `--topology` names."""
+        """Return the decoding programs for a slice. `--mesh` applies only to the slice that `--topology` names."""
         axes = args.mesh
         if axes is None or slice_ is not requested_slice:
             axes = default_mesh(target, len(slice_.devices), args.batch)
@@ -161,7 +161,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> int:
     def step(shape: DraftShape) -> StepTime | None:
         """Return the time of a step with a draft of a different shape, or None if it does not fit."""
         shaped_programs = pair(requested_slice, args.dtype, shape=shape)
-        # The plan has already compiled the usual shape, and it fits.
+        # The plan has already compiled the draft of the usual shape, and it fits.
         is_planned = shape == drafter.usual(mixture=is_mixture)
         if not is_planned and not fit.try_fit(shaped_programs, requested_slice).fits:
             return None
@@ -240,9 +240,9 @@ def _draft(spec: str, target: ModelConfig) -> AnyConfig | str:
 
 
 def _step_rows(plan: Plan, batch: int, max_depth: int) -> list[tuple[str, str]]:
-    """Return the table rows of the estimates, for drafts of at most `max_depth` tokens."""
+    """Return the estimates as table rows, for drafts of at most `max_depth` tokens."""
     step, autoregressive_step = plan.step, plan.autoregressive_step
-    # The table of overheads may cover the target's step but not the draft's. The reverse is impossible.
+    # The table of overheads may cover a step without the draft but not one with it. The reverse is impossible.
     if autoregressive_step is None:
         return []
     if step is None:
@@ -277,7 +277,7 @@ def _milliseconds(step: dict[str, float]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Return milliseconds with two decimals, or with two significant digits if the time is below 0.1 ms.
+    """Format milliseconds with two decimals, or with two significant digits if the time is below 0.1 ms.
 
     >>> _ms(0.0123), _ms(0.0000123)
     ('12.30', '0.012')

@@ -51,7 +51,7 @@ class Recipe:
     paper: Mapping[str, object] = dataclasses.field(default_factory=dict)
     # A TPU slice on which the pair fits, and its mesh.
     slice: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # Published values of the strict and of the relaxed rule, keyed by figure.
+    # Published values for the strict and the relaxed rule, keyed by the name of the figure.
     published: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
 
     def argv(self, part: str, user_flags: Sequence[str]) -> list[str]:
@@ -121,10 +121,10 @@ def read_recipe(name: str) -> Recipe:
 
 
 def measured(summary: JsonObject) -> dict[str, float]:
-    """Return means over the tables of summary.json, as papers report them.
+    """Return the speed and tau of the strict and the relaxed rule, averaged over the tables of summary.json.
 
-    They are the speed and tau of the strict and of the relaxed rule. If answers are scored, they include the share of
-    the target's score that the relaxed rule keeps.
+    Papers report such averages. If answers are scored, the result also includes the share of the target's score that
+    the relaxed rule retains.
 
     >>> arms = [{"role": r, "speedup": s, "tau": s, "recovered": 1.0} for r, s in (("strict", 2.0), ("rule", 3.0))]
     >>> measured({"tables": [{"arms": arms}]})
@@ -132,7 +132,7 @@ def measured(summary: JsonObject) -> dict[str, float]:
     """
     values_by_name: dict[str, list[float]] = {}
     for table in summary["tables"]:
-        # If the rule has several arms, use the first one: the controls have its threshold.
+        # If the rule has several arms, use the first one, whose threshold the controls share.
         arm_by_role = {arm["role"]: arm for arm in reversed(table["arms"])}
         for role in ("strict", "rule"):
             values_by_name.setdefault(f"{role} speed", []).append(arm_by_role[role]["speedup"])

@@ -1,9 +1,9 @@
 """Training of block drafters on masked blocks at many positions of a row at once.
 
 Sources: DFlash 2602.06036, section 3.3 (random anchors, loss that decays over the positions of a block); DSpark
-(deepseek-ai/DeepSpec: the Markov head learns on the true tokens; the confidence head learns the overlap of the draft's
-distribution with the target's). B rows, L tokens per row, A blocks per row, K tokens per block, of which D are drafted,
-V vocabulary, W draft vocabulary. Tested against the drafter itself, given the same tokens
+(deepseek-ai/DeepSpec: the Markov head is trained on the true tokens; the confidence head learns the overlap of the
+draft's and the target's distributions). B rows, L tokens per row, A blocks per row, K tokens per block, of which D are
+drafted, V vocabulary, W draft vocabulary. Tested against the drafter itself, given the same tokens
 (tests/lab/training/test_blocks.py).
 """
 
@@ -46,9 +46,10 @@ def decay_of(block_size: int) -> float:
 
 
 def anchors(tokens: Array, count: int) -> Array:
-    """Draw the start positions of A blocks in each row, i32[B, A]: one in each of A equal parts.
+    """Draw the start positions i32[B, A] of A blocks per row, one in each of A equal parts of the row.
 
-    The positions are a function of the tokens i32[B, L], so that a killed run continues bit for bit.
+    The positions depend only on the tokens i32[B, L], so that a run that is killed and resumed gives bit-identical
+    results.
     """
     rows, length = tokens.shape
     key = jax.random.fold_in(jax.random.key(0), jnp.sum(tokens))
@@ -86,9 +87,9 @@ def dflash(
         pair = Params(target=teacher, draft=cast(params, dtype, ids))
         hidden = block_hidden(config, target, pair, lesson.output, tokens, segments, starts)
 
-        # Drafted position i learns the target's distribution after the token at `previous_positions[..., i]`.
+        # The label of drafted position i is the target's distribution after the token at `previous_positions[..., i]`.
         previous_positions = starts[..., None] + jnp.arange(config.drafts, dtype=jnp.int32)[None, None]
-        # Positions past the end of the row read its last token, and are not valid.
+        # Positions past the end of the row are clipped to its last token, and are not valid.
         clipped_positions = jnp.minimum(previous_positions, length - 1)
         anchor_segments = jnp.take_along_axis(segments, starts, axis=1)[..., None]
         same_document = jnp.take_along_axis(segments[:, None], clipped_positions, axis=2) == anchor_segments
@@ -101,7 +102,7 @@ def dflash(
         target_logits = jax.vmap(lambda z, index: z[index])(lesson.logits, clipped_positions)  # [B, A, D, V]
         label_logits = objectives.select(target_logits, ids)
 
-        # The functions of the head take one axis of tokens, [B, A * D], instead of blocks [B, A, D].
+        # The head's functions expect a single axis of tokens, [B, A * D], instead of blocks [B, A, D].
         rows = tokens.shape[0]
         flat_hidden = hidden.reshape(rows, -1, hidden.shape[-1])
         previous_tokens = jnp.take_along_axis(tokens[:, None], clipped_positions, axis=2).reshape(rows, -1)
@@ -178,7 +179,9 @@ def block_hidden(
 
 
 def block_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers that a DFlash head reads: the five published or, below 12 layers, the last of each third.
+    """Return the target layers that a DFlash head reads.
+
+    They are the published five or, if the target has fewer than 12 layers, the last layer of each third.
 
     >>> block_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1))
     (1, 9, 17, 25, 33)
@@ -202,7 +205,7 @@ def new_dflash(
     divergence: Divergence,
     seed: int = 0,
 ) -> Apprentice:
-    """Return an apprentice for a DFlash head that starts from its target; see `eagle_training.from_target`.
+    """Return an `Apprentice` for a new DFlash head, whose weights are initialised from the target by `from_target`.
 
     Args:
       target, params, ids, seed: as for `eagle_training.new_eagle3`.

@@ -37,7 +37,7 @@ from mars_jax.utils.errors import MarsError
 def small_model(
     target: ModelConfig, draft: ModelConfig, params: PyTree, *, divergence: Divergence
 ) -> Apprentice:
-    """Return an apprentice for a small language model that learns the target's distributions (DistillSpec 2310.08461).
+    """Return an `Apprentice` for a small model that learns the target's distributions (DistillSpec 2310.08461).
 
     Args:
       target, draft: configs with the same vocabulary.
@@ -60,7 +60,7 @@ def small_model(
 def new_medusa(
     target: ModelConfig, params: PyTree, *, count: int = 4, divergence: Divergence, seed: int = 0
 ) -> Apprentice:
-    """Return an apprentice for `count` heads of one block each that start from the target's unembedding.
+    """Return an `Apprentice` for `count` heads with one block each, whose unembeddings are copied from the target.
 
     Head i learns the target's distribution i + 2 tokens ahead (Medusa 2401.10774, section 2.2).
     """
@@ -183,7 +183,7 @@ def train_on_features(
     seed: int = 0,
     minutes: float | None = None,
 ) -> PyTree:
-    """Train a head on stored features of its target. Figures of held-out rows are logged in `held_out.jsonl`.
+    """Train a head on stored features of its target. Metrics on held-out rows are logged in `held_out.jsonl`.
 
     Args:
       apprentice: the head to train, whose loss must accept `Recorded` rows.

@@ -60,7 +60,7 @@ def _recorded_labels(record: Recorded, vocab_size: int, layers: int, ids: Array 
     features = tuple(jnp.split(record.features[:, : length - 1], layers, axis=-1))
     top_ids, log_probs = record.top[:, 1:], record.log_probs[:, 1:].astype(jnp.float32)
     remaining_prob = jnp.maximum(1 - jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True), 1e-6)
-    # The index of each token of `top` in the draft vocabulary, which is its column in the logits.
+    # The index of each token of `top` in the draft vocabulary, which is also its column in the logits.
     width, draft_ids = vocab_size, top_ids
     if ids is not None:
         # Tokens outside the draft vocabulary map past its end, where the scatter drops them.
@@ -83,7 +83,7 @@ def entries(output: ForwardOutput, count: int) -> ForwardOutput:
 
 
 def _agreement(config: FeatureHead, params: Params, drafted: Array, choice: Array, valid: Array) -> Array:
-    """Return the share of the valid entries whose most likely token is the target's choice i32[B, n]."""
+    """Return the share of valid entries whose most likely token is the target's choice i32[B, n]."""
     drafted_tokens = config.to_target(params, jnp.argmax(drafted, axis=-1))
     return objectives.masked_mean((drafted_tokens == choice).astype(jnp.float32), valid)
 
@@ -194,7 +194,7 @@ def eagle1(
     divergence: Divergence = forward_kl,
     dtype: DTypeLike = "bfloat16",
 ) -> Loss:
-    """Return the loss of an EAGLE-1 head: regression of the next feature (smooth L1) and divergence of its token.
+    """Return the loss of an EAGLE-1 head: regression of the next feature (smooth L1) and divergence of the next token.
 
     Noise on the features makes the head robust to errors that accumulate in decoding.
 
@@ -209,7 +209,7 @@ def eagle1(
         pair = Params(target=teacher, draft=cast(params, dtype))
         segments = batch.segments[:, :length]
         feature = lesson.output.hidden[:, :n]
-        # The noise is a function of the batch, so that a killed run continues bit for bit.
+        # The noise depends only on the batch, so that a run that is killed and resumed gives bit-identical results.
         key = jax.random.fold_in(jax.random.key(0), jnp.sum(batch.tokens))
         feature = feature + jax.random.uniform(key, feature.shape, feature.dtype, -NOISE, NOISE)
         next_tokens, visible = batch.tokens[:, 1:length], in_documents(segments[:, :n])
@@ -239,7 +239,7 @@ def from_target(
 ) -> PyTree:
     """Return the initial params of a head, in float32.
 
-    If the head has a final norm or an unembedding, they are copied from the target. An identity matrix is added to the
+    The head's final norm and unembedding, if it has any, are copied from the target. An identity matrix is added to the
     columns of `fc` that read the target's last feature. All other weights are random. `ids` i32[W] is the draft
     vocabulary, or None if the head drafts all tokens.
     """
@@ -266,7 +266,7 @@ def new_eagle3(
     divergence: Divergence,
     seed: int = 0,
 ) -> Apprentice:
-    """Return an apprentice for an EAGLE-3 head, which starts from its target (`from_target`) or from a trained head.
+    """Return an `Apprentice` for an EAGLE-3 head, initialised from the target (`from_target`) or from a trained head.
 
     Args:
       target, params: the model and its weights.
@@ -302,7 +302,7 @@ def new_eagle3(
 def new_eagle1(
     target: ModelConfig, *, intermediate_size: int | None = None, divergence: Divergence, seed: int = 0
 ) -> Apprentice:
-    """Return an apprentice for an EAGLE-1 head. It takes the arguments of `new_eagle3`."""
+    """Return an `Apprentice` for an EAGLE-1 head. The arguments are as for `new_eagle3`."""
     config = EagleConfig(
         version=1,
         layer=layers_like(target, intermediate_size),
@@ -320,7 +320,7 @@ def new_eagle1(
 def new_mtp(
     target: ModelConfig, params: PyTree, *, steps: int = 5, divergence: Divergence, seed: int = 0
 ) -> Apprentice:
-    """Return an apprentice for an MTP module. It takes the arguments of `new_eagle3`."""
+    """Return an `Apprentice` for an MTP module. The arguments are as for `new_eagle3`."""
     config = MtpConfig.outline(target)
     model = language_model(target, dtype="bfloat16", feature_layers=config.feature_layers)
     init = functools.partial(from_target, config, target, params, None, seed)

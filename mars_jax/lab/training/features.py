@@ -76,7 +76,7 @@ def reader(target: LanguageModel) -> Callable[[PyTree, Array, Array], Recorded]:
     def record(params: PyTree, tokens: Array, segments: Array) -> Recorded:
         output = forward_packed(target, params, tokens, segments)
 
-        # Run row by row: the logits of one row take a hundred megabytes.
+        # Process one row at a time: the logits of a row take up a hundred megabytes.
         def likeliest(hidden: Array) -> tuple[Array, Array]:
             logits = target.unembed(params, hidden[None])[0]
             top_logits, ids = jax.lax.top_k(logits, min(TOP, target.vocab_size))
@@ -168,7 +168,9 @@ def dump_batches(dumps: Sequence[Path], *, step_tokens: int, seed: int) -> tuple
 
 
 def default_layers(target: ModelConfig) -> tuple[int, ...]:
-    """Return the layers that an EAGLE-3 head reads: the published ones or, below 12 layers, the last of each third.
+    """Return the target layers that an EAGLE-3 head reads.
+
+    They are the published layers or, if the target has fewer than 12 layers, the last layer of each third.
 
     >>> default_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1))
     (1, 15, 28)

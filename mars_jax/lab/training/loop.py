@@ -28,7 +28,8 @@ from mars_jax.utils.errors import MarsError
 CHECKPOINTS = "orbax"
 """Directory of the checkpoints, inside the directory of a training run."""
 WARMUP, DECAY = 50, 0.35
-"""Number of steps over which the learning rate rises, and final share of the steps over which it falls to zero."""
+"""Number of steps over which the learning rate rises, and share of the steps, at the end, over which it falls to
+zero."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,14 +51,14 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
 
     Args:
       peak: learning rate of the plateau.
-      steps: number of steps of the whole training.
+      steps: total number of training steps.
 
     >>> muon(1e-3, 100).init({"q": jax.numpy.ones((4, 4))}) is not None
     True
     """
     warmup_steps = min(WARMUP, max(1, steps // 10))
     fall_steps = max(1, round(steps * DECAY))
-    # A linear schedule stays at its last value, so the rising one is also the plateau.
+    # A linear schedule stays at its last value, so the rising one also provides the plateau.
     rise, fall = optax.linear_schedule(0.0, peak, warmup_steps), optax.linear_schedule(peak, 0.0, fall_steps)
     schedule = optax.join_schedules([rise, fall], [steps - fall_steps])
 
@@ -114,12 +115,12 @@ def fit(
 
     Args:
       training: see `Training`.
-      directory: holds the checkpoints, and `log.jsonl` with one line of figures per step.
+      directory: holds the checkpoints, and `log.jsonl` with one line of metrics per step.
       teacher: frozen params, passed to the loss.
       prepare: (params, batch) -> the batch for the loss, for example the same batch placed on devices.
       save_every: steps between checkpoints.
       minutes: time after which training ends early; default: no limit.
-      held_out: params -> figures, logged in `held_out.jsonl` with each checkpoint.
+      held_out: params -> metrics, logged in `held_out.jsonl` with each checkpoint.
       description: label of the progress bar.
 
     Raises:

@@ -115,6 +115,6 @@ def chain_mean(values: Iterable[Array], fade: float = FADE) -> Array:
 
 
 def chain_figures(losses: Iterable[Array], accepted: Iterable[Array]) -> dict[str, Array]:
-    """Return the figures of a chain for the log: the loss of each token, and the share that the target accepts."""
+    """Return the metrics of a chain to log: the loss at each token, and the share of drafts that are accepted there."""
     figures = {f"loss_{j}": loss for j, loss in enumerate(losses, start=1)}
     return figures | {f"accept_{j}": share for j, share in enumerate(accepted, start=1)}

@@ -68,8 +68,8 @@ class Learner(NamedTuple):
 def rejected_places(kinds: Sequence[str], depth: int) -> list[bool]:
     """Return which tokens replaced a rejected draft, given the kind of each (`LogProbs.kind`) and K = `depth`.
 
-    A token that ends a step is a bonus if K drafts were accepted before it, and otherwise a correction. A position
-    without a draft also counts as a correction.
+    A token that ends a step is a bonus token if K drafts were accepted before it, and otherwise a correction. A
+    position without a draft also counts as a correction.
 
     >>> rejected_places(["exact", "corrected", "exact", "exact", "corrected", "corrected"], 2)
     [False, True, False, False, False, True]
@@ -85,10 +85,10 @@ def rejected_places(kinds: Sequence[str], depth: int) -> list[bool]:
 class Refiner:
     """Training of a draft model or an EAGLE-3 head on its rejected drafts, with a guard against forgetting.
 
-    The expected tau on held-out documents must not fall below a share of its first value. If an update lowers it that
-    far, the update is rolled back, including the state of the optimizer. If a change of the target has already lowered
-    tau that far, an update must not lower it further. To preserve earlier knowledge, the draft is also trained on old
-    documents, at every position.
+    The expected tau on held-out documents must not fall below a given share of its initial value. An update that lowers
+    it below that share is rolled back, including the state of the optimizer. If a change in the target has already
+    lowered tau below that share, an update must not lower it further. To preserve earlier knowledge, the draft is also
+    trained on old documents, at every position.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class Refiner:
           depth: K of the drafted chain.
           held_out: token ids of documents that are never trained on.
           target_params: the current target params; pass later ones to `refine`.
-          old: token ids of documents that the draft should remember.
+          old: token ids of documents that the draft should not forget.
           optimizer: an optax optimizer; default: adamw(3e-4) with gradients clipped at norm 1.
           rows, width: the latest `rows` completions are stored, each truncated to `width` tokens.
-          fall: share of the first held-out tau that may be lost.
-          temperature: temperature of the expected tau: 0 compares best tokens, a positive one compares distributions.
+          fall: share of the initial held-out tau that may be lost.
+          temperature: temperature of the expected tau: at 0 the best tokens are compared, above 0 the distributions.
           seed: seed of the order of the documents.
 
         Raises:
@@ -198,7 +198,7 @@ class Refiner:
                     self._params, self._state, self._lessons(), target_params
                 )
         tau_after = self.expected_tau(target_params)
-        # A change of the target may have lowered tau below this share of its first value already.
+        # A change in the target may already have lowered tau below this share of its initial value.
         least_tau = min((1 - self._fall) * self._first, tau_before)
         is_kept = math.isfinite(tau_after) and tau_after >= least_tau
         if not is_kept:
@@ -216,7 +216,7 @@ class Refiner:
         lessons = [self._texts[i] for i in self._random.choice(len(self._texts), BATCH)]
         for _ in range(BATCH):
             text = self._old[self._random.integers(len(self._old))]
-            # Train on every token but the first, which no position predicts.
+            # Train on every token except the first, which no position predicts.
             lessons.append((list(text), [position > 0 for position in range(len(text))]))
         texts, masks = zip(*lessons, strict=True)
         return _batch(texts, masks, self._width)
@@ -241,7 +241,7 @@ def _measure(
 ) -> tuple[Array, Array]:
     """Sum the expected tau of the chains from all positions, and count these chains."""
     acceptance = learner.acceptance(params, teacher, tokens)
-    # tau = 1 + a_1 + a_1 a_2 + ... The product so far is the probability that the chain gets that far.
+    # tau = 1 + a_1 + a_1 a_2 + ... The product so far is the probability that the chain is accepted that far.
     tau = reach_prob = jnp.float32(1)
     for j, accept in enumerate(acceptance):
         # Draft j of the chain that begins at t is at position t + j.

@@ -85,7 +85,7 @@ def _save(report: JsonObject, output: Path | None) -> None:
 
 
 def make_report(output: Path | None = None) -> JsonObject:
-    """Run all checks, write the report into `output` after each of them, and return it.
+    """Run all checks, write the report to `output` after each of them, and return it.
 
     Its entry "wrong" lists the failures, one sentence each.
     """
@@ -189,7 +189,7 @@ def _large_table(large: JsonObject) -> Table:
             continue
         product_ms = 1e3 * row["flops"] / product_rate
         cells = ["", _number(product_ms), "", ""]
-        # The row of the prompt has no bytes and no tokens per second.
+        # The row for the prompt contains neither bytes nor tokens per second.
         if "bytes" in row:
             read_ms = 1e3 * row["bytes"] / copy_rate
             cells = [

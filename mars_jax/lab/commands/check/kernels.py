@@ -28,11 +28,11 @@ from mars_jax.utils import activity
 from mars_jax.utils.types import JsonObject
 
 VOCABULARIES = {"interpreted": 1500, "compiled": 32000}
-"""V for interpreted and for compiled kernels. The first is not a multiple of a register's width."""
+"""V for interpreted and for compiled kernels. The first is not a multiple of the width of a vector register."""
 ROUNDS = 7
-"""Timed runs of each compiled operation."""
+"""Number of timed runs per compiled operation."""
 LOOPED = 50
-"""Calls per timed run on an accelerator, where dispatching a call takes longer than the call itself."""
+"""Number of calls per timed run on an accelerator, where dispatching a call takes longer than the call itself."""
 ROWS = 12
 """Number of rows, B."""
 _SUMS = ("logsumexp", "result")
@@ -170,7 +170,7 @@ def _logits(nodes: int, vocab: int, dtype: str, *, seed: int) -> np.ndarray:
     """Return positive logits [B, N, V]. In 2 of 3 nodes the two best logits are so close that they tie in bfloat16."""
     random = np.random.default_rng(seed)
     logits = random.gamma(2.0, size=(ROWS, nodes, vocab)).astype(np.float32)
-    # Any token but the best one becomes the runner-up.
+    # Choose a random token other than the best one as the runner-up.
     best_ids = np.argmax(logits, axis=-1)
     runner_up_ids = (best_ids + random.integers(1, vocab, best_ids.shape)) % vocab
     best_logit = np.take_along_axis(logits, best_ids[..., None], axis=-1)
@@ -193,7 +193,7 @@ def _accept(
     # The best tokens of every node, i32[B, N, 3]. The stable sort breaks ties as the kernels do, by the lower id.
     best_ids = np.argsort(-logits.astype(np.float32), axis=-1, kind="stable").astype(np.int32)[..., :3]
     runner_up_ids = best_ids[..., 1]
-    # y=None stands for the argmax.
+    # With y=None, the argmax is used.
     y = None
     if sampled:
         y = np.where(random.random(runner_up_ids.shape) < 0.3, runner_up_ids, best_ids[..., 0])
@@ -249,7 +249,7 @@ def _experts() -> Case:
     random = np.random.default_rng(0)
     x, w = _normals(random, "bfloat16", (48, 256), (4, 128, 256))
     rows_per_expert = np.array([20, 0, 1, 27], np.int32)
-    # Rows are sorted by expert, and expert 1 has none.
+    # Rows are sorted by expert, and expert 1 gets no rows.
     expert_of_row = np.repeat(np.arange(4), rows_per_expert)
     expected = np.einsum("ri,roi->ro", x.astype(np.float32), w.astype(np.float32)[expert_of_row])
     # Products of bfloat16 numbers are exact in float32, so a sum of 256 products rounds at most 256 times.

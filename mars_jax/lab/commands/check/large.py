@@ -1,4 +1,4 @@
-"""Times of an 8B model on this device: steps of one row and of a batch, and the prefill of a prompt.
+"""Timing of an 8B model on this device: decoding steps with one row and with a batch, and the prefill of a prompt.
 
 For comparison, a memory copy and a matrix product are also timed. Weights and caches are random, and acceptance is
 simulated at a published tau. No files are read. The times equal those of a real model, though the generated text is
@@ -48,7 +48,7 @@ COPIED, SIDE, REPEATS = GIB, 8192, 16
 
 
 class TimedArm(NamedTuple):
-    """A draft shape of an EAGLE-3 head to measure, or decoding without a draft."""
+    """A draft shape to measure with an EAGLE-3 head, or decoding without a draft."""
 
     name: str
     options: dict[str, Any] | None  # options of `draft_of`; None: no draft
@@ -57,7 +57,7 @@ class TimedArm(NamedTuple):
 
 PLAIN = TimedArm("plain", None)
 CHAIN = TimedArm("chain of 5", {"num_draft_tokens": 5}, 3.5)
-# Tokens per step of an 8B model with EAGLE-3 and MARS (2601.15498, table 1).
+# 6.61 tokens per step is the published tau of an 8B model with EAGLE-3 and MARS (2601.15498, table 1).
 TREE = TimedArm("tree 10-7-60", {}, 6.61)
 
 
@@ -68,7 +68,7 @@ class Program(NamedTuple):
     params: Params
     start: Callable[[], DecodeState]
     bytes: int  # minimum bytes that one step reads
-    flops: int  # operations of the target's matrix products in one step
+    flops: int  # floating-point operations in the target's matrix products in one step
 
 
 class RandomPair(NamedTuple):
@@ -115,7 +115,7 @@ def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -
 
     Args:
       config: config of the target.
-      dtype: dtype of the target's weights, one of `settings.DTYPES`. The head keeps the wide dtype.
+      dtype: dtype of the target's weights, one of `settings.DTYPES`. The head is not quantised.
       context: tokens in each row before its first step, and in the prompt.
       options: options of `transformer.language_model`.
     """
@@ -138,12 +138,12 @@ def check_large() -> JsonObject:
 
 
 def measure(config: ModelConfig, dtype: str, *, rows: int, context: int) -> JsonObject:
-    """Return the step times for one row and for `rows` rows, and the time of a prompt, in milliseconds.
+    """Return the times of steps with one row and with `rows` rows, and of the prefill of a prompt, in milliseconds.
 
     Args:
       config: config of the target.
-      dtype: dtype of the target's weights, one of `settings.DTYPES`. The EAGLE-3 head of matching size keeps the wide
-        dtype.
+      dtype: dtype of the target's weights, one of `settings.DTYPES`. The EAGLE-3 head of matching size is not
+        quantised.
       rows: number of rows of the batch, B.
       context: tokens in each row before its first step, and in the prompt.
     """
@@ -169,7 +169,7 @@ def measure(config: ModelConfig, dtype: str, *, rows: int, context: int) -> Json
 
 
 def _live_bytes(part: PyTree, context: int) -> int:
-    """Return the bytes that `context` tokens occupy in the caches, which are the arrays with more slots than that."""
+    """Return the bytes that `context` tokens occupy in the caches (the arrays with more than `context` slots)."""
     caches = [x for x in jax.tree.leaves(part) if x.ndim > 2 and x.shape[1] > context]
     return sum(num_bytes(x) * context // x.shape[1] for x in caches)
 
@@ -181,7 +181,7 @@ def error_summary(error: Exception) -> str:
 
 
 def attempt(measure: Callable[[], JsonObject]) -> JsonObject:
-    """Return the figures of `measure`, or its error, so that running out of memory does not abort the report."""
+    """Return the result of `measure`, or its error, so that running out of memory does not abort the report."""
     try:
         return measure()
     except Exception as error:  # compilers and drivers raise errors of many types
@@ -189,7 +189,7 @@ def attempt(measure: Callable[[], JsonObject]) -> JsonObject:
 
 
 def seconds_of(call: Callable[[], PyTree], rounds: int) -> list[float]:
-    """Return the seconds of each of `rounds` calls, after a warm-up call."""
+    """Return the time of each of `rounds` calls in seconds, after a warm-up call."""
     seconds = []
     for _ in range(1 + rounds):
         start_time = time.perf_counter()
@@ -246,7 +246,7 @@ def prompt_times(compiled: jax.stages.Compiled, params: Params, prompts: Prompts
 
 def copy_rate(size: int) -> float:
     """Return the rate of copying an array of `size` bytes, in bytes per second. Reads and writes both count."""
-    # Add 1, so that XLA cannot elide the copy. Each number has 4 bytes.
+    # Add 1, so that XLA cannot elide the copy. Each number takes 4 bytes.
     repeated_copy = looped(lambda x: (x + 1,), REPEATS, (jnp.zeros(size // 4, jnp.uint32),))
     return 2 * size * REPEATS / min(seconds_of(repeated_copy, ROUNDS))
 
@@ -258,9 +258,10 @@ def product_rate(side: int) -> float:
 
 
 def drawn(shapes: PyTree) -> PyTree:
-    """Return arrays of these shapes, with random floats as small as weights, and random bits in 4- and 8-bit integers.
+    """Return arrays of these shapes: random floats on the scale of weights, and random bits for 4- and 8-bit integers.
 
-    Float vectors are ones, since they scale norms. i32 vectors are consecutive ids, and other i32 arrays are zeros.
+    Float vectors are ones, since they are the scales of norms. i32 vectors are consecutive ids, and other i32 arrays
+    are zeros.
     """
     leaves, tree = jax.tree.flatten(shapes)
     return jax.tree.unflatten(tree, [_drawn(x.shape, jnp.dtype(x.dtype), i) for i, x in enumerate(leaves)])

@@ -21,7 +21,7 @@ TOKENS = 48
 TREE = (4, 2, 2, 1)
 TIE = 1e-3
 """Maximum difference in nats between logits that count as tied. The number of nodes in a forward pass changes the order
-of summation. In float32, this changes the logits of these models by about 1e-5."""
+of summation. In float32, this changes these models' logits by about 1e-5."""
 
 
 def check_tokens() -> list[JsonObject]:
