@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mars_jax.utils.version import __version__ as __version__
 
-if TYPE_CHECKING:  # `as` marks a name as exported
+if TYPE_CHECKING:  # the form `X as X` marks a name as exported
     from mars_jax import constraints as constraints
     from mars_jax import contrib as contrib
     from mars_jax import drafters as drafters
@@ -95,7 +95,7 @@ _MODULES = {
 __all__ = sorted([*_HOME, *_MODULES])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-if not TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any name
+if not TYPE_CHECKING:  # if a type checker saw `__getattr__`, it would accept any name
 
     def __getattr__(name: str):
         if name in _HOME:

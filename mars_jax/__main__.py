@@ -8,14 +8,14 @@ from mars_jax.cli import quiet, signals
 
 
 def main(*words: str) -> int:
-    """Run the command line, with these words placed before its arguments, and return the exit code."""
-    # Nearly all objects that a start allocates stay alive, so frequent garbage collection would only delay it.
+    """Run the command line, with `words` inserted before its arguments, and return the exit code."""
+    # Nearly all objects allocated at startup stay alive, so frequent garbage collection would only slow it down.
     gc.set_threshold(50_000)
     _reserve()
     signals.handle()  # imports are slow, and Ctrl-C must work during them
     quiet.quiet()
     quiet.quiet_duplicates()
-    # JAX's preemption service would replace our handler of SIGTERM.
+    # JAX's preemption service would replace this program's SIGTERM handler.
     os.environ.setdefault("JAX_ENABLE_PREEMPTION_SERVICE", "false")
     from mars_jax.cli import commands
 
@@ -30,7 +30,7 @@ def _reserve() -> None:
     if sys.stdin is None:
         sys.stdin = open(0)  # noqa: SIM115
     if sys.stdout is None:
-        # Open stdout read-only, so that writing raises an error and output is not lost silently.
+        # Open stdout read-only, so that writing raises an error instead of losing output silently.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
         sys.stdout = open(1, "w")  # noqa: SIM115
     if sys.stderr is None:

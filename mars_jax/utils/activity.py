@@ -1,4 +1,4 @@
-"""A registry of long-running activities, from which a command reports its progress. Does not import jax."""
+"""A registry of running activities, which commands read to report their progress. Does not import jax."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def doing(name: str) -> Iterator[Activity]:
 
 
 def describe() -> str:
-    """Describe the running activities, outermost first. Activities without a detail are shown with their running time.
+    """Describe the running activities, outermost first. An activity without a detail is shown with its running time.
 
     >>> with doing("prompts") as prompts, doing("compiling"), doing("compiling"):
     ...     prompts.detail = "3 of 9"

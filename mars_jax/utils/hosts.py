@@ -35,8 +35,7 @@ def connect(
 
     Args:
       coordinator: "host:port" of process 0, which listens only on this address. Set JAX_COORDINATOR_BIND_ADDRESS to
-        listen on a different address, for example if the other processes use a different name for the host of process
-        0.
+        listen on a different address, for example if the other processes reach process 0 under a different host name.
       num_processes: number of processes in the run.
       process_id: index of this process.
 
@@ -65,7 +64,7 @@ def connect(
             coordinator,
             num_processes,
             process_id,
-            # By default JAX listens on all addresses of the machine, so that any machine that can reach the port could
+            # By default JAX listens on all addresses of the machine, and any machine that can reach the port could
             # join.
             coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator),
             initialization_timeout=START,
@@ -73,8 +72,8 @@ def connect(
             shutdown_timeout_seconds=HEARTBEAT,
         )
     except Exception as error:  # jaxlib raises its own gRPC errors, ValueError and RuntimeError
-        # These messages mean that JAX detects no cluster, or that JAX was already used and therefore runs as a single
-        # process.
+        # These messages mean that JAX detects no cluster, or that JAX has already been used and therefore runs as a
+        # single process.
         single_process_messages = (
             "coordinator_address should be defined",
             "must be called before any JAX calls",
@@ -90,7 +89,7 @@ def connect(
 
 
 def _can_listen(coordinator: str) -> bool:
-    """Return True if this machine can listen on an address, or if the address cannot be resolved, which JAX reports.
+    """Return True if this machine can listen on an address or cannot resolve it (JAX reports that error).
 
     Check the address in advance, because jaxlib may crash if its server cannot start.
     """
@@ -119,7 +118,7 @@ def _no_listening(coordinator: str | None) -> MarsError:
 
 
 def check_devices() -> None:
-    """Raise MarsError if JAX cannot initialise the devices of JAX_PLATFORMS. Call this function after `connect`."""
+    """Raise MarsError if JAX cannot initialise the devices in JAX_PLATFORMS. Call this function after `connect`."""
     try:
         jax.devices()
     # If there is no plugin for a platform, JAX raises an AssertionError without a message.
@@ -147,7 +146,7 @@ def leave(code: int) -> None:
 
 
 def is_first() -> bool:
-    """Return True in the process that prints and writes files."""
+    """Return True in the first process, the only one that prints and writes files."""
     return jax.process_index() == 0
 
 
@@ -190,7 +189,7 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 
 def put(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Place arrays that every process has on devices, which may belong to several processes."""
+    """Copy arrays to devices, which may belong to several processes. Every process must pass the same arrays."""
 
     def one(x: jax.Array | np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
         if sharding.is_fully_addressable:

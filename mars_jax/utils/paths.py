@@ -18,11 +18,11 @@ from mars_jax.utils.limits import FILE_BYTES, NAME_BYTES, PATH_BYTES
 
 
 def check_path(path: str | os.PathLike[str], shown: str = "the path") -> None:
-    """Raise MarsError if a path is invalid, because a system call would fail with a less helpful OSError.
+    """Raise MarsError if a path is invalid. Without this check, a system call would fail with a less helpful OSError.
 
     Args:
       path: path to check.
-      shown: name of the argument in the message.
+      shown: name of the argument, used in the message.
 
     >>> check_path("runs/a\\0b", "--output")
     Traceback (most recent call last):
@@ -43,7 +43,7 @@ def check_path(path: str | os.PathLike[str], shown: str = "the path") -> None:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Replace a leading `~` or `~user` of a path by the home folder.
+    """Replace a leading `~` or `~user` in a path with the home folder.
 
     Raises:
       MarsError: the user does not exist, the home folder is unknown, or the path is invalid (see `check_path`).
@@ -62,7 +62,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def kept(variable: str, *usual: str) -> Path | None:
-    """Return the folder that an environment variable contains, or else a default folder in the user's home.
+    """Return the folder that an environment variable names, or else a default folder in the user's home folder.
 
     Return None if the home folder is unknown, for example in a container whose user has no name and no HOME variable.
 
@@ -86,8 +86,8 @@ def open_file(path: str | os.PathLike[str], max_bytes: int = FILE_BYTES) -> IO[b
 
     Raises:
       MarsError: the path is invalid.
-      OSError: the file does not exist, cannot be read, is too large, or is a directory, a pipe or a device. `strerror`
-        describes the reason.
+      OSError: the file does not exist, cannot be read, is too large, or is a directory, a pipe or a device. The error's
+        `strerror` states the reason.
     """
     check_path(path)
     # Without O_NONBLOCK, opening a pipe would block until another process writes to it.
@@ -106,13 +106,13 @@ def open_file(path: str | os.PathLike[str], max_bytes: int = FILE_BYTES) -> IO[b
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int = FILE_BYTES) -> bytes:
-    """Read the bytes of a regular file, with the arguments and errors of `open_file`."""
+    """Read the bytes of a regular file. The arguments and errors are those of `open_file`."""
     with open_file(path, max_bytes) as file:
         return file.read()
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int = FILE_BYTES) -> str:
-    """Read a regular file as UTF-8 text, with the arguments and errors of `open_file`.
+    """Read a regular file as UTF-8 text. The arguments and errors are those of `open_file`.
 
     Raises:
       UnicodeDecodeError: the file is not UTF-8.
@@ -131,7 +131,8 @@ def unpacked(path: str | os.PathLike[str]) -> bytes:
     if decompress is None:
         return read_bytes(path)
     with open_file(path) as packed_file, decompress(packed_file, "rb") as file:
-        # A small archive may expand to any size. Reading one byte more than the limit shows that the data is too large.
+        # A small archive may expand to any size. Try to read one byte more than the limit, to detect data that is too
+        # large.
         content = file.read(FILE_BYTES + 1)
     if len(content) > FILE_BYTES:
         raise OSError(errno.EFBIG, f"it holds more than {FILE_BYTES:,} bytes")

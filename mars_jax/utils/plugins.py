@@ -1,6 +1,6 @@
 """Loading of plugins, which are modules that register rules and drafters when they are imported.
 
-Each plugin is an entry point in the group `mars_jax.plugins`. `mars_jax.contrib` is one of them.
+Each plugin is an entry point in the group `mars_jax.plugins`. The package `mars_jax.contrib` is itself a plugin.
 """
 
 from __future__ import annotations

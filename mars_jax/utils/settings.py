@@ -19,7 +19,7 @@ from mars_jax.utils.limits import BATCH_ROWS, DRAFT_TOKENS, SAMPLES, TOP_LOG_PRO
 from mars_jax.utils.types import JsonObject
 
 LARGEST_INT = 2**31 - 1
-"""Largest value of an integer setting. Devices store integers as int32 and other numbers as float32."""
+"""Largest value of an integer setting. On devices, integers are int32 and other numbers float32."""
 LARGEST_FLOAT = 3e38
 
 
@@ -37,7 +37,7 @@ class Range:
     high: float = math.inf  # maximum
     above: bool = False  # True if `low` is excluded
     inf: bool = False  # True if math.inf is included, even if `high` is finite
-    grid: tuple[float, ...] = ()  # values that are worth trying, from strict to loose
+    grid: tuple[float, ...] = ()  # values that `calibrate` and `benchmark` try, from strict to loose
 
     def __contains__(self, value: float) -> bool:
         # Comparisons with NaN are False, so no range contains NaN.
@@ -49,12 +49,11 @@ class Range:
 class Setting:
     """A setting of a request, a batch or a rule.
 
-    `ranges` is either one range, or one range for each value of the setting that `by` names. For example, the threshold
-    of `mars` has a different unit for each margin.
+    `ranges` is either a single range, or a range for each value of the setting that `by` names. For example, the units
+    of the threshold of `mars` depend on its margin.
 
-    Settings with `choices`, bools, and numbers that are not `per_row` are structural, that is, they determine the
-    compiled program. Numbers that are `per_row` are stored on the device, as one value for all rows or one value per
-    row.
+    Bools, settings with `choices`, and numbers that are not `per_row` are structural: the compiled program depends on
+    them. Numbers that are `per_row` are stored on the device, as one value for all rows or one value per row.
     """
 
     name: str
@@ -67,7 +66,7 @@ class Setting:
     choices: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> description
     per_row: bool = False  # True if each row may have a different value
     flag: bool = False  # True if the setting has a command-line flag; others are passed with --rule-option
-    word: str | None = None  # description of the default, if the number needs one
+    word: str | None = None  # description of the default, if the number alone would be unclear
 
     @property
     def metavar(self) -> str:
@@ -79,7 +78,7 @@ class Setting:
         return self.ranges if isinstance(self.ranges, Range) else self.ranges[str(structural[self.by or ""])]
 
     def expected(self, **structural: object) -> str:
-        """Describe the allowed values, for messages."""
+        """Describe the allowed values, for use in messages."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         words_by_type = {bool: "true or false", str: "a string"}
@@ -87,7 +86,7 @@ class Setting:
 
     @property
     def default_words(self) -> str:
-        """Description of the default, for the help text."""
+        """Description of the default, for use in the help text."""
         if self.default is None:
             return "none" if self.optional else "must be given"
         return self.word or format(self.default, "g" if self.kind is float else "").lower()
@@ -97,7 +96,7 @@ class Setting:
 
         Args:
           value: one value, or an array or list with one value per row.
-          shown: name of the setting in the message. Default: `name`.
+          shown: name of the setting, used in the message. Default: `name`.
           structural: the structural settings on which the range may depend.
 
         >>> Setting(name="top_k", kind=int, help="", ranges=Range("at least 0", 0), per_row=True).check([0, 5])
@@ -148,7 +147,7 @@ class Setting:
         return self._valid(value, text, shown, structural)
 
     def from_json(self, value: object, **structural: object) -> Any:
-        """Convert a JSON value of a prompts file, or an argument of `generate`, to the setting's type.
+        """Convert a JSON value from a prompts file, or an argument of `generate`, to the setting's type.
 
         Raises:
           MarsError: the value has the wrong type, or is out of range.
@@ -167,7 +166,7 @@ class Setting:
         return value
 
     def as_json(self) -> JsonObject:
-        """Describe the setting as JSON for `--list-rules --json`. Non-finite numbers are strings."""
+        """Describe the setting as JSON for `--list-rules --json`. Non-finite numbers become strings."""
 
         def range_as_json(limits: Range) -> JsonObject:
             low, high = (x if math.isfinite(x) else str(x) for x in (limits.low, limits.high))
@@ -187,7 +186,7 @@ class Setting:
 
 
 def _each(value: Any) -> list[Any]:
-    """Flatten an array, a list or a number to a list of numbers. For a traced value, return an empty list."""
+    """Flatten an array, list or number into a list of numbers. Return an empty list for a traced value."""
     # Values cannot be traced unless JAX has been imported.
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(value, jax.core.Tracer):
@@ -217,7 +216,7 @@ def setting(
     choices: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Any:
-    """Declare a dataclass field that users may set with a flag, in a prompts file or as an argument.
+    """Declare a dataclass field that users can set with a flag, in a prompts file or as an argument.
 
     In a rule, numbers are leaves of the pytree, with one value for all rows or one value per row. Choices and bools are
     static.
@@ -258,7 +257,7 @@ def setting(
 
 @functools.cache
 def settings_of(cls: type) -> dict[str, Setting]:
-    """Return the settings that the fields of a class declare, by name. Inherited settings are last."""
+    """Return the settings that the fields of a class declare, by name. Inherited settings come last."""
     setting_fields = {f.name: f for f in dataclasses.fields(cls) if "setting" in f.metadata}
     # `dataclasses.fields` lists inherited fields first, but the MRO begins with the class itself.
     ordered_names = [name for owner in cls.__mro__ for name in inspect.get_annotations(owner)]
@@ -273,8 +272,8 @@ def settings_of(cls: type) -> dict[str, Setting]:
 class RequestSettings:
     """The numeric and boolean settings of a request.
 
-    Each field defines a key of prompts files, its checks and its default. Each field except `strict` also defines a
-    flag.
+    Each field defines a key of prompts files, with its checks and its default. Each field except `strict` also defines
+    a flag.
     """
 
     # sampling temperature; 0 selects greedy decoding
@@ -301,19 +300,19 @@ class RequestSettings:
         ranges=Range("a number between 0 and 1 (0 is off)", 0, 1),
         help="drop tokens below X times the highest probability (default: off)",
     )
-    # penalty on tokens that are in the prompt or the completion; 1 disables it
+    # penalty on tokens that occur in the prompt or the completion; 1 disables it
     repetition_penalty: float = setting(
         default=1.0,
         ranges=Range("a finite number above 0 (1 is off)", 0, LARGEST_FLOAT, above=True),
         help="divide positive and multiply negative logits of tokens in the prompt or output by X (default: off)",
     )
-    # penalty on tokens that are in the completion; 0 disables it
+    # penalty on tokens that occur in the completion; 0 disables it
     presence_penalty: float = setting(
         default=0.0,
         ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),
         help="subtract X from the logit of every token that is in the output (default: off)",
     )
-    # penalty on a token for each occurrence in the completion; 0 disables it
+    # penalty on a token, once for each of its occurrences in the completion; 0 disables it
     frequency_penalty: float = setting(
         default=0.0,
         ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),
@@ -331,7 +330,7 @@ class RequestSettings:
         ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
         help="maximum number of new tokens per prompt (default: 256)",
     )
-    # stop tokens are banned until the completion has this many tokens; stop strings are not
+    # stop tokens, but not stop strings, are banned until the completion has this many tokens
     min_new_tokens: int = setting(
         default=0,
         ranges=Range("a whole number of at least 0 (0 is off)", 0, LARGEST_INT),
@@ -353,9 +352,9 @@ class RequestSettings:
 
 
 REQUEST = settings_of(RequestSettings)
-"""The settings of a request by name. Each row of a prompts file may set them."""
+"""The settings of a request by name, which each row of a prompts file may contain."""
 FILTERS = ("top_k", "top_p", "min_p")
-"""Names of the settings that filter tokens for sampling. All of them are off by default."""
+"""Names of the settings that filter the tokens to sample from. All of these filters are off by default."""
 
 
 def _count(name: str, most: int, help: str) -> Setting:
@@ -375,7 +374,7 @@ BATCH = by_name(
     _count(
         "samples",
         SAMPLES,
-        "number of completions of each prompt, one after another; more than 1 need a temperature (default: 1)",
+        "number of completions of each prompt, one after another; values above 1 require a temperature (default: 1)",
     ),
     _count(
         "top_log_probs",
@@ -397,11 +396,11 @@ DTYPES = (*STORED_DTYPES, "int4")
 BITS = {"int8": 8, "int4": 4}
 """Bits per weight of each quantised dtype."""
 ATTENTION = ("auto", "xla", "pallas")
-"""Implementations of the target's attention that users can choose; see `models.language_model`."""
+"""Implementations of the target's attention that users can select; see `models.language_model`."""
 
 
 def check_dtype(dtype: str | None, *, shown: str = "dtype", known: Sequence[str] = DTYPES) -> None:
-    """Raise MarsError if a dtype of weights or of a cache is unknown. None stands for the default.
+    """Raise MarsError if a dtype of weights or of a cache is unknown. None is valid and selects the default.
 
     >>> check_dtype("bfloat16")
     """

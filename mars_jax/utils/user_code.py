@@ -1,4 +1,4 @@
-"""Loading of functions from users' files, and descriptions of the exceptions that they raise. Does not import jax."""
+"""Functions that load a user's functions from files and describe the exceptions they raise. Does not import jax."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PURPOSES = {
     "rule": "that makes a rule",
     "judge": "of a prompt and an answer that returns a number from 0 to 1",
 }
-"""Descriptions of users' functions for messages, by kind."""
+"""Descriptions of users' functions, by kind, for use in messages."""
 
 
 def is_user_module(name: str) -> bool:
@@ -37,12 +37,11 @@ def is_user_module(name: str) -> bool:
 
 
 def frames_in(modules: Collection[str], error: BaseException) -> list[tuple[types.CodeType, int]]:
-    """Return the frames of an error's traceback that are in some modules, as (code, line) pairs, the innermost frame
-    last."""
+    """Return the frames of an error's traceback that belong to `modules`, as (code, line) pairs, innermost last."""
     return [
         (frame.f_code, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        # Methods that `dataclasses` has generated have no source file.
+        # Methods that `dataclasses` generates have no source file.
         if frame.f_globals.get("__name__") in modules and frame.f_code.co_filename != "<string>"
     ]
 
@@ -52,9 +51,9 @@ def failure(
     frames: Sequence[tuple[types.CodeType, int]],
     code: Callable[..., object] | None = None,
 ) -> str | None:
-    """Return "FILE, line N: FUNCTION raised ERROR (MESSAGE)" for the innermost of the frames from `frames_in`.
+    """Return "FILE, line N: FUNCTION raised ERROR (MESSAGE)" for the innermost of `frames`, which `frames_in` returned.
 
-    If there are no frames, name the file and line at which `code` is defined. If `code` is None, return None.
+    If `frames` is empty, name the file and line at which `code` is defined, or return None if `code` is None.
     """
     if frames:
         deepest_code, line = frames[-1]
@@ -113,7 +112,7 @@ def load_function(spec: str, kind: str = "rule") -> Callable[..., Any]:
 
 
 def spec_file_digest(spec: str) -> str | None:
-    """Return a digest of the file that defines a user's function. Files that it imports are not included."""
+    """Return a digest of the file that defines a user's function, without the files that it imports."""
     source = spec.rpartition(":")[0]
     path = source if source.endswith(".py") else _from_module(source, spec, "rule").__file__
     return None if path is None else hashlib.sha256(read_bytes(path)).hexdigest()[:16]
@@ -149,7 +148,7 @@ def _from_file(path: str, kind: str) -> types.ModuleType:
 
 
 def _import_failure(error: BaseException, module: str, name: str) -> str:
-    """Describe the error of a failed import, with the file and line at which it was raised."""
+    """Describe the error that made an import fail, with the file and line at which it was raised."""
     if isinstance(error, SyntaxError):  # raised before any line was executed
         return f"{error.filename}, line {error.lineno}: SyntaxError ({error.msg})"
     return failure(error, frames_in({module}, error)) or f"{name}: {reason(error)}"
