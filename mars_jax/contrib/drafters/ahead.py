@@ -4,11 +4,11 @@ Source: PEARL 2408.11850 (pre-verify and post-verify). B batch, K tokens per dra
 sequential loop, token for token (tests/contrib/test_ahead.py).
 
 The drafter drafts K + 1 tokens and passes the first K to the target. While the target verifies them, the drafter
-continues as if the target had accepted all K and then emitted token K + 1. If that guess is right for every live row,
-the next draft is ready as soon as the verdict is, and a step takes the longer of the two times instead of their sum.
-Otherwise the drafter drafts again from the committed tokens. This overwrites the cache entries of the wrong guess, so
-no rollback is needed. With a lossless rule, the emitted tokens equal those of the sequential loop whether the guesses
-are right or wrong.
+continues drafting as if the target had accepted all K and then emitted token K + 1. If that guess is right for every
+live row, the next draft is ready as soon as the verdict is, and a step takes the longer of the two times instead of
+their sum. Otherwise the drafter drafts again from the committed tokens. This overwrites the cache entries of the wrong
+guess, so no rollback is needed. With a lossless rule, the emitted tokens are the same as in the sequential loop,
+whether the guesses are right or wrong.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ DraftDevice = Any
 class Ahead(NamedTuple):
     """A target and a drafter that run in parallel; see `ahead`."""
 
-    decoder: Decoder  # decoder of the target; the caller supplies its drafts of K tokens
+    decoder: Decoder  # decoder of the target; the caller fills in its K-token drafts
     drafter: Drafter  # drafter of K + 1 tokens
 
 
 @dataclasses.dataclass
 class Guesses:
-    """Counts of decoding steps and of right guesses."""
+    """Numbers of decoding steps and of correct guesses."""
 
     steps: int = 0
-    held: int = 0  # steps with a right guess, after which the next draft was already available
+    held: int = 0  # steps with a correct guess, after which the next draft was already available
 
 
 def ahead(target: LanguageModel, drafter: Drafter, verify: Rule) -> Ahead:
@@ -84,7 +84,7 @@ def ahead(target: LanguageModel, drafter: Drafter, verify: Rule) -> Ahead:
 
 
 def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
-    """Return a K-token drafter to pair with the target. The caller supplies its drafts from a (K + 1)-token drafter.
+    """Return a K-token drafter to pair with the target. The caller fills in its drafts from a (K + 1)-token drafter.
 
     Raises:
       MarsError: see `ahead`.
@@ -133,7 +133,7 @@ def _begin(drafter: Drafter, params: PyTree, text: Committed) -> PyTree:
 def _draft(
     drafter: Drafter, params: PyTree, state: PyTree, text: Committed, controls: Controls, keys: Array
 ) -> tuple[Array, Committed, PyTree]:
-    """Return the draft i32[B, K + 1], the committed tokens if all of it is accepted, and the drafter's state."""
+    """Return the draft i32[B, K + 1], the tokens committed if all of it is accepted, and the drafter's new state."""
     draft_input = DraftInput(keys=keys, tokens=text.tokens, length=text.length, controls=controls)
     tree, state = drafter.propose(Params((), params), state, draft_input)
     if tree.draft_logits is not None:
@@ -191,9 +191,9 @@ def stream_ahead(
         already sharded.
       pre_verify: after a wrong guess, let the target decode one token without a draft while the drafter drafts again.
         If that token equals the first of the new draft, the target verifies the remaining ones next. This is worthwhile
-        if a draft takes about as long as a forward pass of the target. With a lossless rule, the same tokens are then
-        emitted in more steps.
-      guesses: counters to increment for each step and each right guess.
+        if drafting takes about as long as a forward pass of the target. With a lossless rule, the emitted tokens do not
+        change, but they take more steps.
+      guesses: counters to increment for each step and each correct guess.
 
     Raises:
       MarsError: the drafter samples its drafts.
@@ -211,7 +211,7 @@ def stream_ahead(
         handed_columns = slice(1, None) if first_known else slice(-1)
         handed_tokens = remote.part(draft, handed_columns)
         state, info, committed, done_rows = _verify(pair.decoder, target_params, state, handed_tokens)
-        # Start the next draft before the verdict is known.
+        # Start drafting the next draft before the verdict is known.
         next_draft, next_assumed_text = remote.draft(assumed_text)
         if first_known:
             guess = remote.part(next_draft, slice(1))
@@ -268,7 +268,7 @@ class _Drafter:
         return jax.device_put(part, self._target_sharding)
 
     def draft(self, text: Committed) -> tuple[Array, Committed]:
-        """Return the draft i32[B, K + 1] after `text`, and the committed tokens if all of it is accepted."""
+        """Return the draft i32[B, K + 1] after `text`, and the tokens committed if all of it is accepted."""
         text = jax.device_put(text, self._place)
         with self._here():
             drafted_tokens, assumed_text, self._state = _draft(
@@ -291,7 +291,7 @@ def run_ahead(
       prompts: the prompts, on the target's device.
 
     Returns:
-      The final state, the counters of each row, and the counts of steps and right guesses.
+      The final state, the counters of each row, and the numbers of steps and correct guesses.
     """
     state = decode.start(pair.decoder, params._replace(draft=()), prompts)
     guesses = Guesses()

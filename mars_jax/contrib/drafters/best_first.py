@@ -3,12 +3,12 @@
 Source: DDTree 2604.12989. B batch, D depth, V vocabulary, M nodes without the root, k maximum children per node.
 Tested against a best-first search with a heap in Python (tests/contrib/test_best_first.py).
 
-All nodes at one depth have the same candidate children. So once the prefixes at a depth are sorted, each node's rank
-has a lower bound that does not depend on the probabilities. Consider the j-th child of the r-th prefix, both counted
-from 0. At its depth, (r + 1) * (j + 1) nodes, itself included, have a prefix and a last token that rank at least as
-high; their ancestors rank at least as high too. If these are more than M nodes, the node can be in no tree. `_plan`
-lists all other nodes, about 3,000 for M = 59 and D = 15, three depths at a time. Their log-probabilities are sums over
-static indices, and only the last of three depths is sorted for the next three.
+All nodes at one depth have the same candidate children. So once the prefixes at a depth are sorted, there is a lower
+bound on each node's rank that does not depend on the probabilities. Consider the j-th child of the r-th prefix, both
+counted from 0. At its depth, (r + 1) * (j + 1) nodes, itself included, have a prefix and a last token that rank at
+least as high; their ancestors rank at least as high too. If there are more than M of these nodes, the node cannot be in
+the tree. `_plan` lists all other nodes, about 3,000 for M = 59 and D = 15, three depths at a time. Their
+log-probabilities are sums of terms at static indices, and only the last of three depths is sorted for the next three.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mars_jax.drafters.tree_shapes import Dynamic
 
 @jax.named_scope("best_first")
 def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> DraftTree:
-    """Return the tree of the `shape.num_nodes` most probable nodes in order, with up to `shape.top_k` children each.
+    """Return the tree of the `shape.num_nodes` most probable nodes, in order, with up to `shape.top_k` children each.
 
     Args:
       shape: shape of the tree, with depth D.
@@ -63,8 +63,8 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
             sorted_prefixes.append(best_indices + part.first + part.last)
 
     # A child's sum is its parent's sum with a zero replaced by a term of at most 0, so it is never higher, even after
-    # rounding. top_k breaks ties in favour of the lower number, which is the parent's. So the kept nodes form a tree in
-    # which parents precede their children.
+    # rounding. top_k breaks ties in favour of the lower number, which is the parent's. The kept nodes therefore form a
+    # tree in which parents precede their children.
     ranks, kept_ids = lax.top_k(jnp.concatenate(node_log_q, axis=1), m)
     # Look up the kept candidates in the static table of all candidates; each column becomes an i32[B, M].
     node_columns = jnp.asarray(plan.table).at[kept_ids].get(mode="promise_in_bounds")
@@ -180,8 +180,8 @@ def _nodes(m: int, k: int, begin: int, end: int, prefixes: int) -> Iterator[tupl
     def descendants(path: tuple[int, ...], width: int, num_likelier: int) -> Iterator[tuple[int, ...]]:
         """Yield the nodes below `path` that may be among the m most probable ones.
 
-        At least `width` nodes at the depth of `path`, itself included, and `num_likelier` nodes in total are at least
-        as probable as `path`.
+        `width` is a lower bound on the number of nodes at the depth of `path`, including `path` itself, that are at
+        least as probable as `path`. `num_likelier` is a lower bound on the number of such nodes at all depths.
         """
         for j in range(k):
             num_ahead = num_likelier + width * (j + 1)
@@ -195,5 +195,6 @@ def _nodes(m: int, k: int, begin: int, end: int, prefixes: int) -> Iterator[tupl
         yield from descendants((0,), 1, 0)
         return
     for r in range(min(m, prefixes)):
-        # At least r + 1 nodes at the prefix's depth and one node at each depth above it are at least as probable.
+        # At least r + 1 nodes at the prefix's depth, and at least one at each depth above it, are at least as probable
+        # as prefix r.
         yield from descendants((r,), r + 1, r + begin)

@@ -5,8 +5,8 @@ round, T token buffer, V vocabulary.
 Tested against the same loop in Python, model by model from empty caches (tests/contrib/test_cascade.py).
 
 Invariants: the inner drafter's invariant holds if a row's length includes its trusted tokens. Slots `[0, length - 1)`
-of the proxy's cache are valid, like those of a target's cache. So every token that can be committed without another
-round has already been fed to the proxy.
+of the proxy's cache are valid, as in a target's cache. So every token that can be committed without another round has
+already been fed to the proxy.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def ratio_gate(logits: Array, drafted: Array, bounds: tuple[ArrayLike, ArrayLike
 
 
 GATES: Mapping[str, Callable[..., ProxyVerdict]] = {"margin": margin_gate, "ratio": ratio_gate}
-"""Functions that decide for a proxy, by name: (logits f32[B, P, V], drafted i32[B, P], thresholds) -> verdict."""
+"""Functions that decide for a proxy, keyed by name: (logits f32[B, P, V], drafted i32[B, P], thresholds) -> verdict."""
 
 
 class CascadeParams(NamedTuple):
@@ -89,7 +89,7 @@ class CascadeState(NamedTuple):
 
     inner: PyTree  # state of the inner drafter
     cache: PyTree  # cache of the proxy
-    rounds: Array  # i32[B]; number of rounds since the row started, not counting those in which it waited
+    rounds: Array  # i32[B]; number of rounds since the row started, except those in which it waited
 
 
 class _Round(NamedTuple):
@@ -117,13 +117,13 @@ class Cascade(Drafter):
     are emitted without verification. `StepInfo` marks them by their kind and reports the target's regret for them.
 
     The drafter is lossy under every rule. No tokens are trusted in rows above temperature 0, in strict
-    rows, or within a rule's `exact_prefix`; there, the rule verifies the inner draft. The same holds for every row if
-    the gate's threshold is above 1. Stop tokens and tokens that the request forbids are never trusted: the target
-    verifies them. The proxy ignores a request's biases and penalties, so they do not affect trusted tokens. A row that
-    waits for others repeats its last round, so its tokens do not depend on the batch.
+    rows, or within a rule's `exact_prefix`; in these cases, the rule verifies the inner draft. The same holds for every
+    row if the gate's threshold is above 1. Stop tokens and tokens that the request forbids are never trusted: the
+    target verifies them. The proxy ignores a request's biases and penalties, so they do not affect trusted tokens. A
+    row that waits for others repeats its last round, so its tokens do not depend on the batch.
 
     Raises:
-      MarsError: the inner drafter does not draft greedy chains from the tokens only, the vocabularies differ,
+      MarsError: the inner drafter does not draft greedy chains from the tokens alone, the vocabularies differ,
         `num_draft_tokens` is too small for a round, or the gate is unknown.
 
     >>> from mars_jax.core.fake import hash_model
@@ -280,7 +280,7 @@ def _first(mask: Array) -> Array:
 
 
 def _put(values: Array, first: Array, new: Array, mask: Array) -> Array:
-    """Write new [B, P] into values [B, M] at indices from `first` i32[B] on, but only where mask bool[B, P] is True."""
+    """Write new [B, P] into values [B, M], starting at index `first` i32[B], but only where mask bool[B, P] is True."""
     write_indices = first[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     write_indices = jnp.where(mask, write_indices, values.shape[1])
     return jax.vmap(lambda row, indices, updates: row.at[indices].set(updates, mode="drop"))(

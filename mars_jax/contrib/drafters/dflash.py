@@ -6,7 +6,7 @@ from an empty cache (tests/contrib/test_dflash.py).
 
 Invariant: slots `[0, length - 1)` of the head's cache contain the context, which is computed from the target's features
 of these tokens. A block is written after the context, starting at the slot of the last committed token. `update`
-overwrites the block.
+overwrites the block with context.
 """
 
 from __future__ import annotations

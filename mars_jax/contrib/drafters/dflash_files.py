@@ -170,7 +170,7 @@ def _check_kind(data: JsonObject, shapes: Shapes) -> None:
 
 
 def _layer(data: JsonObject, shapes: Shapes, target: ModelConfig) -> ModelConfig:
-    """Return the config of the layers: that of Qwen3, with only the norms and biases for which there are tensors."""
+    """Return the config of the layers: a Qwen3 config with only those norms and biases for which there are tensors."""
     norm_shape = shapes.get("layers.0.self_attn.q_norm.weight")
     fields = {"vocab_size": target.vocab_size} | {k: v for k, v in data.items() if v is not None}
     if "head_dim" not in fields:
@@ -208,7 +208,10 @@ def _feature_layers(data: JsonObject, shapes: Shapes, target: ModelConfig, neste
 
 
 def to_dflash_json(config: DFlashConfig, *, dtype: str, layout: str, verifier: str | None) -> JsonObject:
-    """Return the contents of config.json. Args: config, dtype: config and dtype of the head.
+    """Return the contents of config.json.
+
+    Args:
+      config, dtype: config and dtype of the head.
       layout: one of `LAYOUTS`.
       verifier: name of the target, written only if the layout is "speculators".
 
@@ -222,7 +225,7 @@ def to_dflash_json(config: DFlashConfig, *, dtype: str, layout: str, verifier: s
             "config.json of a DFlash head has one rope, one window and no experts: change the layers."
         )
     layer = to_json(dataclasses.replace(layer_config, family="qwen3"), dtype=dtype) | {"architectures": None}
-    # Values of `causal` that occur among the layers with a window, and among those with full attention.
+    # The values of `causal` that occur in the layers with a window, and in those with full attention.
     windows_and_causal = list(zip(layer_config.windows, config.causal, strict=True))
     windowed_causal = {causal for window, causal in windows_and_causal if window is not None}
     full_causal = {causal for window, causal in windows_and_causal if window is None}

@@ -1,4 +1,4 @@
-"""A drafter that runs on its own devices and drafts while the target verifies.
+"""A drafter that runs on its own devices, and drafts while the target verifies.
 
 Source: PEARL 2408.11850. The decoding loop is in `ahead`. Tested against the tokens, steps and accepted drafts of the
 sequential loop (tests/contrib/test_elsewhere.py).

@@ -34,8 +34,8 @@ class Medusa(ShapedDrafter):
     """The Medusa heads of a target, each of which predicts the token at one depth.
 
     The heads' weights are `Params.draft`. In a greedy tree, the children of every node are the most probable tokens of
-    the head for the next depth. In a sampled draft, the true q of a path is the product of the heads' probabilities of
-    its tokens.
+    the head for the next depth. In a sampled draft, the true q of a path is the product of the probabilities that the
+    heads assign to its tokens.
 
     Raises:
       MarsError: the heads have a different vocabulary than the target, the draft is deeper than the number of heads, or

@@ -1,9 +1,9 @@
 """Readers and writers of Medusa heads in their published format. Tested against `torch.save`
 (tests/contrib/test_medusa.py).
 
-A directory contains config.json, with the numbers of heads and layers, and one of medusa_lm_head.safetensors,
-medusa_lm_head.pt and model.safetensors, with only the heads' weights. In some files, the name of every tensor begins
-with `medusa_head.`.
+A directory contains config.json, which lists the numbers of heads and layers, and the heads' weights in one of the
+files medusa_lm_head.safetensors, medusa_lm_head.pt and model.safetensors. In some files, the name of every tensor
+begins with `medusa_head.`.
 """
 
 from __future__ import annotations

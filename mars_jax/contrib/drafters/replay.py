@@ -31,14 +31,14 @@ CORPUS = 1 << 16
 class Replay(NGram):
     """Copies of tokens from a corpus of earlier answers, or from the row's own context.
 
-    Search a corpus of answers and the row's own tokens for the row's last tokens, and draft what followed the longest
-    match. If several matches are equally long, prefer one in the row's own tokens, and then the latest. A draft ends at
-    the end of the answer that it copies. If no match of at least `min_ngram` tokens is found in the corpus, the draft
-    equals that of `ngram`.
+    Search a corpus of answers and the row's own tokens for the row's last tokens, and draft the tokens after the
+    longest match. If several matches are equally long, prefer one in the row's own tokens, and then the latest. A draft
+    ends at the end of the answer that it copies. If no match of at least `min_ngram` tokens is found in the corpus, the
+    draft is the same as with `ngram`.
 
-    The corpus is `Params.draft`, an i32[C] made by `corpus`. A new corpus of the same size, such as the last epoch's
-    rollouts, does not trigger recompilation. Lossless rules stay lossless with this drafter, because a draft is a
-    function of the committed tokens and the corpus.
+    The corpus is `Params.draft`, an array i32[C] from `corpus`. A new corpus of the same size, such as the last epoch's
+    rollouts, does not trigger recompilation. Lossless rules stay lossless with this drafter, because a draft depends
+    only on the committed tokens and the corpus.
 
     Raises:
       MarsError: a field is out of range.

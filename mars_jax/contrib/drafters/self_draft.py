@@ -5,8 +5,8 @@ StreamingLLM 2309.17453 (attention sinks). B batch, C kept slots, D depth, S slo
 the target itself with its whole cache and an attention mask (tests/contrib/test_self_draft.py).
 
 The drafter has no long KV cache of its own. After every step it copies the C rows that it can attend to from the
-target's cache. So prompts need no second prefill, and drafting a token reads C rows whatever the context length. The
-8-bit weights are a second copy of the target's, unless the target is already in 8 bits; then the arrays are shared.
+target's cache. So prompts need no second prefill, and drafting a token reads C rows for any context length. The 8-bit
+weights are a second copy of the target's weights, unless the target is already in 8 bits; then the arrays are shared.
 
 Invariant: slot c of the draft cache contains the keys and values of position c if c < `SINKS`, and of position c +
 `skipped` otherwise, with `skipped = max(length - 1 - C, 0)`. Slots before `length - 1 - skipped` are valid.
@@ -41,7 +41,7 @@ SINKS, WINDOW = 4, 256
 class SelfDraft(ShapedDrafter):
     """The target itself, with 8-bit weights and attention to only part of the context.
 
-    `Params.draft` are weights with the target's structure, such as its quantised weights.
+    `Params.draft` contains weights with the target's structure, such as its quantised weights.
 
     Raises:
       MarsError: see `DraftModel`.

@@ -1,10 +1,10 @@
-"""Search for VIA-SD's slim verifier, the target without those sublayers whose removal changes its output least.
+"""Search for VIA-SD's slim verifier: the target without the sublayers whose removal changes its output least.
 
-L layers. Source: arXiv 2606.12243, section 3. About 45% of the sublayers (attention or MLP) are removed, but none of
-the first and the last layer. A random search followed by a guided one finds the mask that minimizes the sum of
+L layers. Source: arXiv 2606.12243, section 3. About 45% of the sublayers (attention or MLP) are removed, but none from
+the first or the last layer. A random search followed by a guided one finds the mask that minimizes the sum of
 KL(target, slim). If there are no more masks than evaluations, all masks are tried. Otherwise, half of the evaluations
-try random masks, and the other half swap a kept and a removed sublayer of the best mask. Tested against models without
-the removed sublayers, one by one, in tests/contrib/test_system_training.py.
+try random masks, and the other half take the best mask and swap a kept sublayer with a removed one. Tested against
+models that lack the removed sublayers, one mask at a time, in tests/contrib/test_system_training.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Mask = tuple[tuple[bool, bool], ...]
 Sublayers = frozenset[tuple[int, int]]
 """A set of sublayers, each given as (layer, 0 for attention or 1 for MLP)."""
 _OUT = {"o": 0, "o_bias": 0, "down": 1, "down_bias": 1, "expert_down": 1}
-"""For each weight whose output a sublayer adds to the residual stream, the sublayer's index in a mask's pair."""
+"""Weights whose output is added to the residual stream, each with the index of its sublayer in a mask's pair."""
 
 
 class Found(NamedTuple):
@@ -43,7 +43,7 @@ class Found(NamedTuple):
 
 
 def leave_out(params: PyTree, mask: Array) -> PyTree:
-    """Disable the sublayers for which mask f32[L, 2] is 0, by scaling their outputs. One program serves all masks.
+    """Disable the sublayers for which mask f32[L, 2] is 0, by scaling their outputs. All masks share one program.
 
     >>> params = {"layers": ({"o": jnp.ones((2, 2)), "down": jnp.ones((2, 2))},)}
     >>> [float(x.sum()) for x in leave_out(params, jnp.asarray([[0.0, 1.0]]))["layers"][0].values()]

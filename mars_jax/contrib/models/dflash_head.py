@@ -7,8 +7,8 @@ against a reimplementation in PyTorch with the Qwen3 layers of transformers (tes
 
 The context of token t consists of the keys and values that each layer computes from the target's features of t. They
 have position t and are stored in slot t. A block is the last committed token, which has no features yet, followed by K
-- 1 mask tokens. It attends to the whole context and, in layers that are not causal, to all of its own positions. Its
-outputs are independent marginals. A Markov head makes each marginal depend on the previous token.
+- 1 mask tokens. It attends to the whole context and, in layers that are not causal, to all of its own positions. The
+outputs of a block are independent marginals. A Markov head makes each marginal depend on the previous token.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class DFlashConfig(LayeredHead):
     def outline(cls, target: ModelConfig) -> Self:
         """Return the config of a head of the published shape: five Qwen3 layers, as wide as the target.
 
-        Its input is the outputs of five of the target's layers.
+        It reads the outputs of five of the target's layers.
 
         >>> target = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1)
         >>> DFlashConfig.outline(target).feature_layers
@@ -101,7 +101,7 @@ class DFlashConfig(LayeredHead):
         return cls(
             layer=layers_like(target, family="qwen3", num_layers=5, qk_norm=True),
             target_hidden_size=target.hidden_size,
-            # There are always five. If the target has too few layers, some are repeated.
+            # There are always five feature layers. If the target has too few layers, some are repeated.
             feature_layers=tuple(max(0, min(count - 1, round(1 + i * (count - 4) / 4))) for i in range(5)),
             block_size=16,
             mask_token=target.vocab_size - 1,
@@ -193,8 +193,8 @@ def forward(
       config, target: the head's configuration, and the model that it was trained for.
       params: params of both models; the head's are `params.draft`.
       tokens: i32[B, N]; tokens of the blocks, from `block`.
-      visible: attention visibility of the positions. Layers that are not causal use its mask `seen`; windowed and
-        causal layers mask more.
+      visible: attention visibility of the positions. Layers without a window that are not causal use its mask `seen` as
+        it is; windowed and causal layers mask more.
       cache: the head's cache, which contains the context.
 
     Returns:

@@ -1,8 +1,8 @@
 """A small head that predicts whether accepting the runner-up would change a completion's outcome, and its training.
 
 n examples, E hidden size, W width. `mars_jax.lab.training.loop.fit` trains the head, and `contrib.save` writes its
-params. Tested against labels computed by a known function, in tests/contrib/test_indicator_training.py, and held-out
-completions, in scripts/results/eval_indicator.json of commit 2bb9d2d.
+params. Tested against labels computed by a known function, in tests/contrib/test_indicator_training.py, and against
+held-out completions, in scripts/results/eval_indicator.json of commit 2bb9d2d.
 """
 
 from __future__ import annotations

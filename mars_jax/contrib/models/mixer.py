@@ -2,7 +2,7 @@
 
 E hidden size of the target, F of the draft, W width, V vocabulary. Source: DIVERSED, arXiv 2604.07622, whose head takes
 the hidden states of both models as input. This head also uses the entropies of both distributions and their total
-variation distance. Tested against the formula, in tests/contrib/test_diversed.py; held-out rewards, in
+variation distance. Tested against the formula, in tests/contrib/test_diversed.py; held-out rewards are in
 scripts/results/eval_systems.json of commit 5336526.
 """
 

@@ -1,4 +1,4 @@
-"""Margin thresholds that depend on context: one theta, whose looseness is scaled by a factor for each bin of contexts.
+"""Margin thresholds that depend on context: one theta, whose looseness is scaled by a factor per bin of contexts.
 
 B batch, N nodes, V vocabulary, C bins. Tested against the same decisions, made with the threshold of each node's bin,
 in tests/contrib/test_context.py.
@@ -22,7 +22,7 @@ from mars_jax.verify.relaxed import over
 
 KINDS = ("entropy", "position", "class")
 CLASSES = ("word", "number", "punctuation")
-"""Classes of tokens, in the order of their ids in `Context.classes`. All tokens but numbers and punctuation are
+"""Classes of tokens, in the order of their ids in `Context.classes`. All tokens except numbers and punctuation are
 words."""
 
 
@@ -82,7 +82,7 @@ def by_context(by: str, **settings: Any) -> ByContext:
 
 
 def _factor(by: str, evidence: Evidence) -> Array:
-    """Return the factor at every node, f32[B, N], from the table in `Params.verify`.
+    """Return the factor at each node, f32[B, N], from the table in `Params.verify`.
 
     Raises:
       MarsError: the table is missing, or was made for a kind of context other than `by`.
@@ -119,7 +119,7 @@ def context(
     The looseness of a threshold is the largest gap between the two best logits at which the runner-up is accepted. It
     is measured in nats for the margin "gap", and relative to the second logit for "ratio". In bin c of the context, it
     is multiplied by `factors[c]`: 0 is strict, and 1 leaves theta unchanged. So theta is still the only number to
-    choose for a request. It can change without recompilation, and can be calibrated.
+    choose for a request. It can be calibrated, and changing it does not trigger recompilation.
 
     Args:
       by: kind of context: "entropy" for the entropy of the target's distribution at the node, in nats at temperature 1;
@@ -127,7 +127,7 @@ def context(
         the target's two best tokens.
       factors: [C], each at least 0. For "class", these are the factors of words, numbers and punctuation, and the
         smaller factor of the two tokens is used.
-      edges: [C - 1], ascending; edges between the bins of entropy or position.
+      edges: [C - 1], ascending; boundaries between the bins of entropy or position.
       classes: u8[V] as bytes; only for "class"; see `token_classes`.
 
     Raises:
@@ -158,7 +158,7 @@ def context(
 
 
 def token_classes(texts: Sequence[str]) -> bytes:
-    """Classify every token by its string. Return u8[V] as bytes, indices into `CLASSES`.
+    """Classify every token by its string. Return u8[V] as bytes: indices into `CLASSES`.
 
     A token that contains a digit is a number. A token without letters or digits, other than white space, is
     punctuation.

@@ -89,7 +89,7 @@ def rollouts(
       target, small: target and draft model, which have the same vocabulary.
       prompts: token ids of the prompts.
       reward: function `(index of the prompt, text of the completion) -> reward`.
-      seed: base seed. Draw i uses the seed `seed + i`, and the prompt at index i modulo the number of prompts.
+      seed: base seed. Draw i uses the seed `seed + i` and prompt i modulo the number of prompts.
     """
     drafter = language_model(small.model, CHAIN, sample=True, vocab_size=target.config.vocab_size)
     length = max(map(len, prompts)) + ANSWER_TOKENS

@@ -126,7 +126,7 @@ def token_groups(
 
 
 def _key(text: str, alike: tuple[str, ...]) -> str:
-    """Normalize a string, so that strings that differ only in the ways that `alike` lists become equal.
+    """Normalize a string, so that strings that differ only in the ways listed in `alike` become equal.
 
     >>> _key(" Two", ("case", "space", "numbers")), _key("2", ("numbers",))
     ('2', '2')

@@ -32,8 +32,8 @@ class Mentored(Retargeted):
     accepted with probability min(1, b p(x) / q(x)); otherwise a token is drawn from norm((a p - q)+). If KL(p || q) is
     within the bound, v is q. If max(q, a p) sums to less than 1 over the tokens with p > 0, the tokens with p = 0 get
     the remaining mass. The rule is lossy. At bound 0 it equals `rejection` bit for bit, and at temperature 0 it is
-    exact. `lenience` has only b, as `factor` = 1 / b. The search for a and b makes a step read both distributions about
-    90 times.
+    exact. `lenience` uses only b, with `factor` = 1 / b. Because of the search for a and b, a step reads both
+    distributions about 90 times.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain

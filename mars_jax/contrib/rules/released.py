@@ -1,4 +1,4 @@
-"""The rule in the released code of MARS, which differs from the paper's. B batch, N nodes, V vocabulary.
+"""The rule in the released code of MARS, which differs from the rule in the paper. B batch, N nodes, V vocabulary.
 
 Tested against the same decisions, made one by one in Python, in tests/verify/test_distributions.py.
 """

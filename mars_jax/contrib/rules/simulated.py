@@ -1,4 +1,4 @@
-"""Simulated acceptance at a given tau, to estimate hardware needs before a good drafter exists.
+"""Simulated acceptance at a given tau, to estimate hardware requirements before a good drafter exists.
 
 B batch, N nodes, D depth. Tested against the mean number of tokens over many steps, in tests/contrib/test_simulated.py.
 """
@@ -22,21 +22,21 @@ from mars_jax.verify import Evidence, Lossy, Range, at_parent, register
 from mars_jax.verify.lossy import below_strict
 
 HALVINGS = 24
-"""Number of bisection steps for the acceptance rate. More would not change tau in float32."""
+"""Number of bisection steps for the acceptance rate. More steps would not change tau in float32."""
 
 
 @register("simulated", paper="the rate: 2211.17192, equation 1")
 @struct.dataclass(kw_only=True)
 class Simulated(Lossy):
-    """Accept draft tokens at random, to measure speed at a given acceptance; the text is meaningless.
+    """Accept draft tokens at random, to measure speed at a given acceptance rate; the text is meaningless.
 
     A step emits `tau` tokens on average, including the bonus token. In each step, the path to the first of the deepest
     nodes is accepted up to a random depth, with a constant acceptance rate per token. The rate is computed from tau and
     the length of that path. So chains and trees all reach tau, even if their shapes change from step to step. If a
     draft is too short for tau, its whole path is accepted. The step emits the accepted tokens and then the target's
-    token. A step costs as much as with `exact`, which also verifies strict rows and the exact prefix. A drafted stop
-    token ends a completion, so use `ignore_eos` to reach a given length. The last step of a completion emits fewer
-    tokens if the length limit cuts it off.
+    token. A step costs as much as with `exact`. Strict rows and the exact prefix are verified as with `exact`. A
+    drafted stop token ends a completion, so use `ignore_eos` to reach a given length. The last step of a completion
+    emits fewer tokens if the length limit cuts it off.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
