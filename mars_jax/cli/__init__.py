@@ -1,1 +1,1 @@
-"""The command lines: flags, prompts files, JSON rows, resumable output and output on a terminal."""
+"""The command-line interface: flags, prompts files, JSON rows, resumable output and output on a terminal."""

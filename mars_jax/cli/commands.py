@@ -1,4 +1,4 @@
-"""The commands by name, and functions that run them and return their parsers."""
+"""The commands, keyed by name, and functions that run a command or return its parser."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def flag_of(name: str) -> str:
 
 
 def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Remove some flags and their values from a command line.
+    """Return a command line without some flags and their values.
 
     >>> without(["--tune", "3", "5", "--problems", "4", "--output=b"], ["--tune", "--output"])
     ['--problems', '4']
@@ -102,7 +102,7 @@ def _is_here(name: str) -> bool:
 
 
 def add_draft_flags(group: argparse._ActionsContainer) -> None:
-    """Add the flags that set a head's embedding, adaptive draft length, and lossy rules with adaptive drafts."""
+    """Add the flags for a head's embedding, an adaptive draft length, and lossy rules with adaptive drafts."""
     embed_help = (
         f"embedding that a head uses, with {drafters_that('embeds')} (default: own, if its checkpoint has one); "
         "target: share the target's"
@@ -214,7 +214,8 @@ WITH = [
     (["--controls", "--refine"], ["--tune"], ", which chooses its own arms"),
     (["--thetas"], ["--prefixes"], ", at one theta"),
 ]
-"""Rows of (flags or prompt keys, conflicting flags, note): the flags or keys do not work with any conflicting flag."""
+"""Rows of (flags or prompt keys, conflicting flags, note): the flags or keys cannot be combined with any of the
+conflicting flags."""
 OF_DRAFT = [
     (["--tree"], "trees", "drafts no trees"),
     (["--draft-stop", "draft_stop"], "stops", "has no entropy to stop by"),
@@ -231,7 +232,7 @@ class Present:
     def __init__(self, args: argparse.Namespace, rows: Sequence[PromptRow] = ()):
         """
         Args:
-          args: arguments of any command; flags that the command does not have count as not set.
+          args: parsed arguments of any command; flags that the command does not have count as not set.
           rows: prompts, whose keys count too.
         """
         self._args, self._rows = args, rows
@@ -255,7 +256,7 @@ class Present:
         """
         for name in names:
             sentence = f"{name} does not apply {why}."
-            # A name with dashes is a flag. Any other name is a key in the rows of a prompts file.
+            # A name with dashes is a flag. Any other name is a key in the rows of the prompts file.
             if name.startswith("--"):
                 if name in self._flags:
                     raise MarsError(sentence)

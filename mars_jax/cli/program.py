@@ -45,7 +45,8 @@ class Parser(argparse.ArgumentParser):
     """Parser of every command. It accepts no abbreviations, because adding a flag could change their meaning.
 
     Args:
-      short: names of the arguments that `--help` shows; `--help-all` then shows all. None: `--help` shows all.
+      short: names of the arguments that `--help` shows; `--help-all` then shows all of them. If None, `--help` shows
+        all.
       options: further arguments of `argparse.ArgumentParser`.
     """
 
@@ -119,9 +120,9 @@ class Parser(argparse.ArgumentParser):
         """Refuse values that are invalid for any flag or path, before opening a file.
 
         An empty value usually comes from an unset shell variable. It would silently select the default or the current
-        folder. A URL in place of a local path would become a folder of that name.
+        folder. A URL in place of a local path would create a folder with that name.
         """
-        # The long form of a flag, or the metavar of a positional argument.
+        # Name of the argument for messages: the long form of a flag, or the metavar of a positional argument.
         name = [str(action.metavar or action.dest), *action.option_strings][-1]
         is_path = action.type is Path or action.metavar in PATHS
         # An empty PROMPT is refused later, with a message about prompts.
@@ -169,7 +170,7 @@ def command(
         except MarsError:
             raise
         except Exception as error:
-            # Name the output file, because the error of a library may not name it.
+            # Name the output file in the error, because a library's error may not name it.
             if clear_error := unwritable(error, getattr(args, "output", None)):
                 raise clear_error from error
             raise
@@ -193,7 +194,7 @@ def program(run: Callable[[Sequence[str], IO[str]], int | None], argv: Sequence[
 def _program(run: Callable[[Sequence[str], IO[str]], int | None], argv: Sequence[str]) -> int:
     stdout = sys.stdout
     try:
-        # Redirect stdout, because output of libraries must not mix with the result.
+        # Redirect stdout, because output from libraries must not mix with the result.
         with contextlib.redirect_stdout(sys.stderr), _one_line_warnings():
             _check_switch()
             try:
@@ -208,7 +209,7 @@ def _program(run: Callable[[Sequence[str], IO[str]], int | None], argv: Sequence
                 raise
             finally:
                 try:
-                    # Flush now, because a failed flush at the exit of Python prints several lines and changes the exit
+                    # Flush now, because a flush that fails when Python exits prints several lines and changes the exit
                     # code.
                     stdout.flush()
                 except OSError as error:

@@ -17,7 +17,7 @@ Show = Callable[[int, int | None, str], None]
 SECONDS = 30.0
 """Seconds between two progress lines if stderr is not a terminal."""
 WINDOW = 600.0
-"""Seconds of recent work from which the remaining time is estimated. One batch may take minutes."""
+"""Length of the recent period from which the remaining time is estimated, in seconds. One batch may take minutes."""
 
 
 @contextlib.contextmanager
@@ -118,7 +118,7 @@ def announce(runs: str, seconds: float) -> None:
 
 
 def speed(emitted: int, steps: int, seconds: float) -> str:
-    """Format tokens per second and tau. If all rows were read from a file, there is no time to report.
+    """Format tokens per second and tau. If all rows were read from a file, there are no times to report.
 
     >>> speed(40, 20, 2.0), speed(40, 20, 0.0)
     ('20 tokens/s, tau 2.00', 'read from the file')

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 _QUIET = {
-    # Level 3 shows only fatal errors, because XLA logs alarms about slow compilations as errors.
+    # Level 3 shows only fatal errors. Level 2 would also show XLA's alarms about slow compilations, which it logs as
+    # errors.
     "TF_CPP_MIN_LOG_LEVEL": "3",
     # huggingface_hub's progress bars would overwrite ours, which show the same downloads.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

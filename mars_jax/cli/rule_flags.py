@@ -26,7 +26,7 @@ def add_rule_flags(
     Args:
       group: a parser, or one of its groups.
       default: default rule, for the help.
-      instead: settings to leave out, because the command sets them in a different way.
+      instead: settings that get no flag here, because the command sets them in a different way.
     """
     specs = ", ".join(f"{row.name}:PATH" if "weights" in row.needs else row.name for row in rules().values())
     verify_help = (
@@ -122,7 +122,7 @@ FLAGS = ("verify", *_flags())
 
 
 def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
-    """Return the help text of a setting. Rules that give the setting the same meaning share one entry."""
+    """Return the help text of a setting. Rules for which the setting has the same meaning share one entry."""
     rules_by_text: dict[str, list[str]] = {}
     for rule, setting in settings:
         # The short help ends at the first semicolon, so the choices and the default go before it.

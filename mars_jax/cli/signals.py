@@ -36,8 +36,8 @@ class _State:
         self.actions: list[Callable[[], str]] = []  # actions of the enclosing `ending` blocks
         self.turn = threading.Lock()  # held while reading the pipe
         self.marked = threading.Event()
-        self.ending = threading.Lock()  # taken once, by the thread that calls the action
-        self.printing = threading.Lock()  # taken once, by the thread that prints the line
+        self.ending = threading.Lock()  # acquired once, by the thread that calls the action
+        self.printing = threading.Lock()  # acquired once, by the thread that prints the line
 
 
 _state = _State()
@@ -65,7 +65,7 @@ def handle() -> None:
 
 
 def _release(numbers: list[signal.Signals]) -> None:
-    """Restore Python's handlers in a forked child, whose signals must not end the parent through the shared pipe."""
+    """Restore Python's handlers in a forked child: its signals must not end the parent through the shared pipe."""
     signal.set_wakeup_fd(-1)
     _state.writing = None
     for number in numbers:
@@ -73,7 +73,7 @@ def _release(numbers: list[signal.Signals]) -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    """Handle a signal in the main thread. Python writes to the pipe only those signals that have a handler."""
+    """Handle a signal in the main thread. Python writes a signal to the pipe only if it has a handler."""
     if number == signal.SIGINT and _state.raises:
         raise KeyboardInterrupt
 

@@ -16,11 +16,11 @@ from mars_jax.verify import RuleChoice
 
 
 class Choices(NamedTuple):
-    """Resolved choices about the drafter and the output."""
+    """Resolved choices: the draft, whether text is streamed, and the draft size."""
 
     draft: DraftSpec
     streams: bool
-    draft_size: str  # "fixed", "auto", or "usual": auto on a CPU, where rejected nodes are most expensive
+    draft_size: str  # "fixed", "auto", or "usual", which is auto on a CPU and fixed elsewhere
 
 
 def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
@@ -49,7 +49,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
 
 
 def _draft_size(args: argparse.Namespace, draft: DraftSpec, rule: RuleChoice) -> str:
-    """Return --draft-size. Without it, return "usual" for a default draft that may be resized, otherwise "fixed"."""
+    """Return --draft-size; its default is "usual" for a default draft that may be resized, otherwise "fixed"."""
     if args.draft_size is not None:
         return args.draft_size
     may_resize = args.draft_is_default and draft.definition.resizes and rule.name == "exact"

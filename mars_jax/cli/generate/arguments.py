@@ -216,7 +216,7 @@ def _check_constraints(args: argparse.Namespace) -> None:
     from mars_jax import constraints
     from mars_jax.constraints.spans import checked_spans
 
-    # This call is only for its errors. The constraints themselves are built with the requests.
+    # This call only checks for errors. The constraints themselves are built together with the requests.
     constraints.from_fields({"regex": args.regex, "choice": args.choice})
     if args.json_schema is not None:
         # The settings of a run then record the schema, not a path whose content may change.
@@ -254,8 +254,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.logit_bias = logit_bias_of({token: value for token, _, value in bias_parts})
     args.template_args = _template_args(args.template_args or []) or None
     _check_constraints(args)
-    # With a draft, the default rule is mars for the embedded pair, with --compare, and if a rule setting is given. In
-    # all other cases it is exact.
+    # Without a draft, the default rule is exact. With a draft, it is mars if the pair is the embedded one, --compare is
+    # set or a rule setting is given, and exact otherwise.
     is_embedded_pair = args.target is None and args.draft is None
     args.target = args.target or assets.TARGET
     # A default draft may adapt its length on a CPU (see `check_flags`), except for the embedded pair.

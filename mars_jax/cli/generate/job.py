@@ -35,7 +35,7 @@ from mars_jax.verify import LoadedRule, RuleChoice
 T = TypeVar("T")
 
 CHUNK = 2048
-"""Number of prompts tokenized at once: enough for all cores, and few enough to show progress."""
+"""Number of prompts tokenized at once: enough to use all cores, but few enough to show progress."""
 SHORT = 3
 """Default length of a chain on a CPU, where each drafted node costs time and each draft size compiles separately."""
 
@@ -43,9 +43,9 @@ SHORT = 3
 def in_order(
     numbered: Iterable[tuple[int, T]], order: Iterable[int], *, ends: Callable[[T], bool] = lambda value: True
 ) -> Iterator[T]:
-    """Yield the values of the first number in `order` as they arrive, then those of the second number, and so on.
+    """Yield all values with the first number in `order` as they arrive, then those with the second number, and so on.
 
-    `ends` returns whether a value is the last one of its number.
+    `ends` returns whether a value is the last one with its number.
 
     >>> list(in_order([(1, "b"), (0, "a"), (2, "c")], range(3)))
     ['a', 'b', 'c']
@@ -64,7 +64,7 @@ def in_order(
 
 
 class JobCompletions:
-    """Iterable over the completions of a job, in the order in which its requests were queued.
+    """Iterable over the completions of a job, in the order in which the requests were queued.
 
     `seconds` is the time spent decoding, without the time that the caller spends on the completions.
     """
@@ -82,7 +82,7 @@ class JobCompletions:
             self._job.finished.append(completion)
             any_succeeded = any_succeeded or completion.finish_reason != "failed"
             held_completions.append(completion)
-            # Hold back all completions until one has succeeded, so that broken weights produce no output.
+            # Hold back completions until one has succeeded, so that broken weights produce no output.
             if any_succeeded:
                 yield from held_completions
                 held_completions.clear()
@@ -137,7 +137,7 @@ class Job:
 
     @property
     def trusts(self) -> bool:
-        """True if drafts may have `trusted` nodes, which are accepted without a test."""
+        """True if drafts may have `trusted` nodes, which are accepted without verification."""
         return self.session.drafter.drafter.trusts
 
 
@@ -240,9 +240,9 @@ def _dtype(params: PyTree) -> str:
 
 
 def load_rule(choice: RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:
-    """Load the rule. A setting that some rows choose becomes a list with one value per prompt."""
+    """Load the rule. A setting that some rows override becomes a list with one value per prompt."""
     row_settings = dict.fromkeys(name for row in rows for name in row.numbers)
-    # For prompts that do not choose a setting, use the value of its flag, or its default.
+    # For prompts that do not override a setting, use the value of its flag or its default.
     common = {name: setting.default for name, setting in choice.options.items()} | dict(choice.settings)
     per_row = {name: [row.numbers.get(name, common[name]) for row in rows] for name in row_settings}
     for name, values in per_row.items():
@@ -277,10 +277,10 @@ def make_job_requests(
     flags = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     requests = []
     part_slice = args.part or slice(0, None, 1)
-    # The rows' numbers in the whole run, which determine their seeds.
+    # The numbers of the rows within the whole run, which determine the seeds.
     row_numbers = range(part_slice.start, part_slice.start + part_slice.step * len(rows), part_slice.step)
     for number, row, tokens in zip(row_numbers, rows, _tokens(target, rows, args), strict=True):
-        # Later entries win: the flags, then the seed of this row number, then the row's own settings.
+        # Later entries take precedence: the flags, then the seed for this row number, then the row's own settings.
         settings = flags | {"seed": ((args.seed or 0) + number) % 2**32} | row.settings
         if any(name in row.settings for name in CONSTRAINTS):
             # A row's constraint replaces the one from the flags.

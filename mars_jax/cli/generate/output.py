@@ -41,7 +41,7 @@ _ELSEWHERE = {
     # The digest of the prompts covers these flags.
     "prompts", "prompts_file",
     "output", "resume", "json", "stream", "compare", "part",
-    # This flag only allows adaptive draft length, which changes no token.
+    # This flag only allows an adaptive draft length, which does not change any tokens.
     "draft_is_default",
     # A row's tokens do not depend on its batch or on the number of devices.
     "batch_size", "prefill_chunk", "mesh", "draft_device", "coordinator", "num_processes", "process_id",
@@ -50,15 +50,15 @@ _ELSEWHERE = {
     # The rule's settings record these flags.
     "theta_file", "rule", "rule_option", *FLAGS,
 }  # fmt: skip
-"""Flags that are not recorded in rows, because they change no tokens or because other settings cover them. All other
-flags are recorded, including flags that are added later."""
+"""Flags that are not recorded in rows, because they do not change any tokens or because other settings cover them. All
+other flags are recorded, including flags that are added later."""
 _METRICS = ("steps", "tau", "proposed", "accepted_exact", "accepted_relaxed", "depth_histogram")
 """Metrics that each row contains."""
 _DEFAULTS = {name: row.default for name, row in REQUEST.items()}
 
 
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
-    """Print text as it is decoded, one prompt after another. Text of later prompts waits until earlier ones end."""
+    """Print text as it is decoded, one prompt after another. Later text is held back until earlier prompts end."""
     printer, completions = TextPrinter(console(out), colours=job.drafts), job.finished
     numbered_events, current_index = ((event.index, event) for event in job.stream()), None
     start_time = time.perf_counter()
@@ -117,7 +117,7 @@ def print_json(job: Job, out: IO[str]) -> None:
 
 
 def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
-    """Decode the rows that the file lacks and append them, with a progress bar. If `json`, also print them."""
+    """Decode the rows missing from the file and append them, with a progress bar. If `json`, also print them."""
     missing_indices, total_rows = missing_rows(file, job.requests), len(job.requests)
     if not missing_indices:
         say(f"the --output has all {total_rows} rows already: nothing to do.")
@@ -136,10 +136,10 @@ def write_output(job: Job, file: RowFile, out: IO[str], *, json: bool) -> None:
 def compare_ways(job: Job, show: Show) -> JsonObject:
     """Decode all requests without a draft, with exact and with the rule, `REPEATS` times each, and return the speeds.
 
-    The ways of decoding alternate, so that a slow phase of the machine affects all of them.
+    The decoding methods take turns, so that a temporary slowdown of the machine affects all of them.
 
-    A user's lossy rule is also compared with `mars` at its default theta. Compilation happens beforehand and is not
-    timed. `show(done, total, "")` is called after every run.
+    A user's lossy rule is also compared with `mars` at its default theta. Everything is compiled beforehand, so
+    compilation is not timed. `show(done, total, "")` is called after every run.
 
     Raises:
       MarsError: see `Session.decode`.
@@ -319,7 +319,7 @@ def missing_rows(file: RowFile, requests: Sequence[Request]) -> list[int]:
                 f"line {line} of '{file.path}' repeats another line or belongs to another --part: remove the line, or "
                 "choose another --output."
             )
-        # Equal requests share a key, and each row in the file accounts for one of them.
+        # Identical requests share a key, and each row in the file accounts for one of them.
         numbers_by_key[row_key].pop(0)
     return sorted(itertools.chain.from_iterable(numbers_by_key.values()))
 

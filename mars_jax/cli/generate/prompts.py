@@ -25,7 +25,7 @@ CONSTRAINTS = ("regex", "json_schema", "choice", "allowed_tokens")
 """Keys that set a constraint."""
 SPANS = ("relax_in", "strict_in")
 _PIPES = ("/dev/stdin", "/dev/fd/")
-"""Prefixes of paths of inherited open files. Shells replace <(...) by a path such as /dev/fd/63."""
+"""Prefixes of the paths of inherited open files. Shells replace <(...) with a path such as /dev/fd/63."""
 _PROMPTS = ("prompt", "messages", "prompt_tokens")
 _KEYS = (*_PROMPTS, "id", *REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS)
 
@@ -134,8 +134,8 @@ def _of_dataset(
     """Yield the prompts and ids of a dataset, and print the names of its other columns."""
     other_columns: set[str] = set()
     for where, values in columns:
-        # Use the first kind of prompt that the dataset has. Other columns are never settings, even if they have the
-        # name of one.
+        # Use the first kind of prompt that the dataset has. Other columns are never read as settings, even if a setting
+        # has the same name.
         prompt_columns = [key for key in _PROMPTS if values.get(key) is not None]
         if not prompt_columns:
             raise MarsError(
@@ -298,7 +298,7 @@ def _unknown(name: str, rule: RuleChoice, keys: Sequence[str]) -> str:
 
 
 def _checked(row: PromptRow) -> PromptRow:
-    """Check a prompt before anything is loaded, as far as this is possible without a tokenizer, and return its row."""
+    """Check a prompt as far as possible without a tokenizer, before anything is loaded, and return its row."""
     if row.prompt is None:
         if row.messages is None and not row.tokens:
             raise row.error("prompt_tokens is empty: give at least one token id.")

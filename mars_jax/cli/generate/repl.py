@@ -116,7 +116,7 @@ def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]
     readline.set_completer(lambda text, state: _completion(readline.get_line_buffer(), words, state))
     readline.parse_and_bind("tab: complete")
     readline.set_history_length(HISTORY_LINES)
-    # Drop lines of an earlier session, because the history is global to the process.
+    # Drop lines from an earlier session, because the history is global to the process.
     readline.clear_history()
     history_path = history_file() or Path(os.devnull)
     with contextlib.suppress(OSError):

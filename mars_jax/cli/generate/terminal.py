@@ -84,7 +84,7 @@ def legend(width: int, *, trusts: bool = False) -> Text:
 
     Args:
       width: columns of the terminal.
-      trusts: whether drafts may have `trusted` nodes, which are accepted without a test.
+      trusts: whether drafts may have `trusted` nodes, which are accepted without verification.
     """
     shown_kinds = [kind for kind in _MEANING if trusts or kind != "trusted"]
     kind_texts = [Text(kind, STYLES[kind]) + Text(f" {_MEANING[kind]}") for kind in shown_kinds]
