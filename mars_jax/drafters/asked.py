@@ -19,7 +19,7 @@ Steps = Callable[[Decoder, Params, DecodeState], Iterator[tuple[DecodeState, Ste
 
 
 class LoadedDrafter(NamedTuple):
-    """A drafter, its weights, and the properties of it that code outside a decoding step uses."""
+    """A drafter, its weights, and the properties that code outside the decoding step needs."""
 
     drafter: Drafter  # methods and sizes, without weights
     params: PyTree  # weights of the drafter, for `Params.draft`
@@ -27,8 +27,8 @@ class LoadedDrafter(NamedTuple):
     # uses these ids to restrict a constraint's tables to the draft vocabulary.
     draft_ids: Array | None = None
     sizes: DraftSizes | None = None  # draft lengths that each step chooses from; see `drafters.sized`
-    # Iterator over the decoding steps of a batch, used instead of `refill.advance`. Finished rows are then not refilled
-    # with new prompts.
+    # Function that runs a batch and yields its decoding steps, used instead of `refill.advance`. Finished rows are then
+    # not refilled with new prompts.
     steps: Steps | None = None
     max_positions: int | None = None  # longest context that the drafter was trained for
 

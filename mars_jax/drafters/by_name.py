@@ -40,12 +40,12 @@ def load(
 
     Args:
       spec: one of `none`, `ngram`, `self` (the target with 8-bit weights), `mtp` (the MTP module in the target's
-        checkpoint) and `replay:FILE` (a file of earlier answers). With a directory or hub name as PATH: `model:PATH`
-        for a small language model, `eagle:PATH` for an EAGLE head, `mtp:PATH` for an MTP module, `medusa:PATH` for
-        Medusa heads, and `dflash:PATH` for a DFlash or DSpark head. `sprinter:PATH`, `trispec:PATH` and `via_sd:PATH`
-        accept some draft tokens without verification and are therefore never lossless.
-      target: the model to draft for. Heads and systems must share its vocabulary. The drafter's weights are sharded
-        over the target's mesh.
+        checkpoint) and `replay:FILE` (a file of earlier answers). In the other specs, PATH is a directory or hub name:
+        `model:PATH` for a small language model, `eagle:PATH` for an EAGLE head, `mtp:PATH` for an MTP module,
+        `medusa:PATH` for Medusa heads, and `dflash:PATH` for a DFlash or DSpark head. `sprinter:PATH`, `trispec:PATH`
+        and `via_sd:PATH` accept some draft tokens without verification and are therefore never lossless.
+      target: the model to draft for. Heads, and the drafters of SPRINTER, TriSpec and VIA-SD, must share its
+        vocabulary. The drafter's weights are sharded over the target's mesh.
       num_draft_tokens: chain length. Default: 5 for a model or `self`, 3 for MTP, the number of heads for Medusa, a
         whole block for DFlash, 8 for n-grams and replay, 20 for SPRINTER, and 24 for TriSpec and VIA-SD. If the target
         is a mixture of experts, the default is at most 3, because each draft token activates different experts.
@@ -58,8 +58,8 @@ def load(
         drafts a chain by default, of 5 tokens unless a length is given.
       dtype: dtype of the drafter's weights; default: the checkpoint's for a model, the target's for heads.
       draft_size: "fixed" or "auto". With "auto", each step drafts the full chain, half of it or nothing, whichever is
-        estimated to be fastest; see `drafters.sized`. Available for n-grams, replay, and chains of models, EAGLE heads
-        and MTP modules.
+        estimated to be fastest; see `drafters.sized`. "auto" is available for n-grams, replay, and chains of models,
+        EAGLE heads and MTP modules.
       any_rule: with "auto", also allow lossy rules, whose output then depends on the other rows of the batch.
       head_embed: embedding of an EAGLE or DFlash head. "own" uses the one in the head's checkpoint, if there is one;
         "target" always uses the target's.
@@ -102,7 +102,7 @@ def load(
     is_recurrent = target is not None and target.model.for_chains is not None
     must_chain = sample or draft_size == "auto" or is_recurrent
     length, usual_tree = draft_definition.usual(mixture=is_mixture, chain=must_chain)
-    # {argument: (whether the caller set it, the field of the definition that says whether it applies)}
+    # {argument: (whether the caller set it, the capability of the drafter that it requires)}
     optional_arguments = {
         "tree": (tree is not None, "trees"),
         "sample": (sample, "samples"),
@@ -158,7 +158,7 @@ def loaded(drafter: AnyDrafter, target: Pretrained) -> LoadedDrafter:
 def _are_finite(weights: list[Array]) -> list[Array]:
     """Return, for each array, whether all of its entries are finite.
 
-    One program checks all arrays, because launching a program costs more than a check.
+    One program checks all arrays, because launching a program takes longer than a check.
     """
     return [jnp.all(jnp.isfinite(weight)) for weight in weights]
 

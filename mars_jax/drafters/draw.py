@@ -1,8 +1,8 @@
 """Sampling of sibling nodes without replacement, for sampled draft trees.
 
 B batch, W nodes per level, k children per node, V vocabulary. Sources: Gumbel top-k, Kool et al. 1903.06059; drafts
-sampled without replacement, SpecInfer 2305.09781 and EAGLE 2401.15077. Tested against sequential draws, enumerated, in
-tests/verify/test_siblings.py.
+sampled without replacement, SpecInfer 2305.09781 and EAGLE 2401.15077. Tested against an enumeration of sequential
+draws in tests/verify/test_siblings.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Drawn(NamedTuple):
 
     ids: Array  # i32[B, W, k]; padded with NO_TOKEN if the filters leave fewer than k tokens
     log_q: Array  # f32[B, W, k]; log-probability of each child under its parent's q
-    likeliest: Array  # f32[B, W, k]; the k largest log-probabilities of q, whichever tokens were drawn
+    likeliest: Array  # f32[B, W, k]; the k largest log-probabilities of q, regardless of the drawn tokens
     logits: Array  # f32[B, W, V]; their softmax is q
 
 

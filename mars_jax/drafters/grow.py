@@ -83,8 +83,8 @@ def grow(
       growth: logits, carry and functions of the drafter.
       root: i32[B, 1]; the last committed token.
       keys: key[B]; random keys, different in every step.
-      controls: sampling controls of the requests. A node gets no children if the square root of the draft's entropy
-        after it exceeds `controls.draft_stop`.
+      controls: sampling controls of the requests. A node gets no children if the square root of the drafter's entropy
+        at that node exceeds `controls.draft_stop`.
       guide: an output constraint. Each level is drafted from the allowed tokens, and q is renormalised over them.
 
     Returns:
@@ -101,7 +101,7 @@ def grow(
 
 
 def stops_at(logits: Array, controls: Controls) -> Array:
-    """Return bool[B, W], True for nodes after which the draft's entropy is too high to draft children."""
+    """Return bool[B, W], True for nodes at which the drafter's entropy is too high to draft children."""
 
     def unsure() -> Array:
         # The entropy in nats is H = log(sum w) - sum(w (z - top)) / sum w, with w = exp(z - top). SVIP stops if sqrt(H)
@@ -177,7 +177,7 @@ def _chain(shape: Static, steering: Steering, root: Array, keys: Array, controls
 def _visible(
     growth: Growth, seen: Array, depth: Array | int, row: Array | int, depths: np.ndarray
 ) -> Visible:
-    """Return the attention visibility of W nodes at one depth, whose consecutive cache rows start at `row`.
+    """Return the `Visible` of W nodes at one depth, which are stored in consecutive cache rows from `row` on.
 
     Args:
       seen: bool[B, W, R]; the rows that each node attends to.
@@ -197,7 +197,7 @@ def _visible(
 
 @jax.named_scope("mask")
 def _seen(parent_rows: Array, parents: Array, first: Array | int) -> Array:
-    """Return bool[B, W, R], the mask of W new rows from row `first` on: each sees itself and what its parent sees."""
+    """Return the mask bool[B, W, R] of W new rows: each row attends to itself and to the rows its parent attends to."""
     row_numbers = jnp.arange(parent_rows.shape[2], dtype=jnp.int32)
     # bool[W, R]; new node i is stored in row `first + i`.
     is_self = row_numbers[None] == first + jnp.arange(parents.shape[1], dtype=jnp.int32)[:, None]
@@ -210,7 +210,7 @@ def _static(shape: Static, steering: Steering, root: Array, keys: Array, control
     drawn_logits = []  # f32[B, W, V] for each level
 
     def children(raw_logits: Array, depth: int, alive: Array, carry: PyTree, states: Array | None) -> Array:
-        """Return i32[B, W * width], the children of the nodes at `depth`; NO_TOKEN for children of nodes not alive."""
+        """Return i32[B, W * width], the children of the nodes at `depth`; NO_TOKEN if a parent is not alive."""
         width = shape.branching[depth]
         logits = steering.logits(raw_logits, states)
         alive = alive & ~growth.ends(steering.confidence_logits(raw_logits, logits), carry, controls)
@@ -292,8 +292,8 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
     """Grow a tree whose shape follows the drafter's confidence.
 
     In a sampled tree, whether a candidate is kept must not depend on its token, or the kept tokens would not be samples
-    from q. So a candidate's rank does not depend on its own token. Its descendants and later siblings do depend on that
-    token, but they never rank above it.
+    from q. So a candidate's rank does not depend on its own token. The ranks of its descendants and later siblings do
+    depend on that token, but they are never higher than its own.
     """
     growth, k, batch = steering.growth, shape.top_k, root.shape[0]
 
@@ -310,8 +310,8 @@ def _dynamic(shape: Dynamic, steering: Steering, root: Array, keys: Array, contr
 
         if steering.sample:
             siblings = draw_siblings(logits, k, _level_keys(keys, depth), controls)
-            # Rank the j-th child by the j-th largest probability of q, whichever token was drawn, but no higher than
-            # its parent.
+            # Rank the j-th child by the j-th largest probability of q, whatever token was drawn, but no higher than its
+            # parent.
             ranks = jnp.minimum(path + siblings.likeliest, rank[..., None])
             return _Children(flat(siblings.ids), flat(ranks), flat(path + siblings.log_q)), siblings.logits
         best_tokens = top_k_logits(logits, k)
@@ -412,8 +412,8 @@ def keep(shape: Dynamic, root: Array, candidates: Candidates) -> tuple[DraftTree
     # children.
     kept_ids = jnp.sort(lax.top_k(candidates.ranks, n - 1)[1], axis=1)
     node_numbers = jnp.broadcast_to(jnp.arange(1, n, dtype=jnp.int32), (batch, n - 1))
-    # i32[B, C]: the tree node of each candidate. Dropped candidates map to 0; a kept candidate never has one as its
-    # parent.
+    # i32[B, C]: the tree node of each candidate. Dropped candidates map to 0, which does not matter, because no kept
+    # candidate has a dropped parent.
     candidate_nodes = scatter_integers(len(candidates.depths), kept_ids, node_numbers)
     parents = pick(candidates.parents, kept_ids)
     parents = jnp.where(parents < 0, 0, pick(candidate_nodes, jnp.maximum(parents, 0)))

@@ -1,10 +1,10 @@
 """A drafter that runs a small language model. It drafts chains, static trees or dynamic trees, greedy or sampled.
 
-Source: Leviathan et al. 2211.17192 (sampled chain), SpecInfer 2305.09781 (static trees). B batch, N nodes,
-V vocabulary. Tested against the same model run from an empty cache each round (tests/drafters/test_model.py).
+Source: Leviathan et al. 2211.17192 (sampled chain), SpecInfer 2305.09781 (static trees). B batch, N nodes, V
+vocabulary. Tested against the same model run from an empty cache in every step (tests/drafters/test_model.py).
 
 Invariant: slots `[0, length - 2)` of the draft model's KV cache are valid. Leaves are drafted but never fed to the
-model, so after a fully accepted draft its last token is missing from the cache. Each step therefore begins by feeding
+model, so if a draft is fully accepted, its last token is missing from the cache. Each step therefore begins by feeding
 the last two committed tokens.
 """
 

@@ -79,7 +79,7 @@ def expected(matched: Array) -> Array:
     """Return the expected acceptance rate f32[B] of a draft after a match of i32[B] tokens; 0 without a match.
 
     Drafts after longer matches are accepted more often. The numbers are rough priors, which `drafters.sized` corrects
-    by the observed acceptance.
+    with the observed acceptance rate.
 
     >>> [round(x, 2) for x in expected(jnp.asarray([0, 1, 2, 6])).tolist()]
     [0.0, 0.3, 0.55, 0.8]
@@ -117,7 +117,7 @@ def lookup(
 def longest_match(
     tokens: Array, length: Array, past: Array, past_length: Array, *, max_ngram: int, min_ngram: int
 ) -> tuple[Array, Array, Array]:
-    """Find the longest suffix of each row that also occurs in `past` before another token, and its last occurrence.
+    """Find each row's longest suffix that also occurs in `past`, followed by another token, and its last occurrence.
 
     Args:
       tokens: i32[B, T]; valid below `length` i32[B], at least 1.

@@ -98,7 +98,7 @@ class DraftDefinition:
 
     @property
     def resizes(self) -> bool:
-        """True if one draft state serves chains of any length, so that each step can choose a length."""
+        """True if one draft state works for chains of any length, so that each step can choose a length."""
         return self.cls.resizes is True
 
     @property
@@ -117,7 +117,7 @@ class DraftDefinition:
         ((5, None), (3, None))
         """
         length = self.length
-        # Trusted tokens are not rejected, so the target never loads experts for them in vain.
+        # Trusted tokens are never rejected, so loading experts for them is never wasted.
         if mixture and length is not None and not self.trusts:
             length = min(length, MIXTURE_LENGTH)
         if mixture and self.block:
@@ -165,7 +165,7 @@ def register(
 
 
 def definitions() -> Mapping[str, DraftDefinition]:
-    """Return the definitions of all drafters, keyed by name. Plugins come last.
+    """Return the definitions of all drafters, keyed by name. Drafters from plugins come last.
 
     >>> [*definitions()][:4], "medusa" in definitions()
     (['none', 'ngram', 'model', 'eagle'], True)
@@ -197,7 +197,7 @@ class DraftSpec(NamedTuple):
 
 
 def draft_words(names: Iterable[str] | None = None) -> str:
-    """Return a list of spec patterns as text, for help and error messages; by default, of all drafters.
+    """Return a list of spec patterns, by default those of all drafters, as text for help and error messages.
 
     >>> draft_words(["ngram", "model", "eagle"])
     'ngram, model:PATH or eagle:PATH'

@@ -5,8 +5,8 @@ vocabulary. Tested against the model itself, run token by token in Python (tests
 
 Tokens that the target lacks get probability 0 and q is renormalised, so q is the true sampling distribution and every
 rule works unchanged. The draft model is fed the target's tokens, although its own tokenizer would split the text
-differently. A token that its vocabulary lacks is replaced by a suffix of that token's bytes. Both lower the acceptance
-rate but do not affect correctness.
+differently. A token that the draft vocabulary lacks is replaced by the longest suffix of its bytes in that vocabulary.
+Both lower the acceptance rate but do not affect correctness.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FEWEST = 100
 
 
 class Shared(NamedTuple):
-    """`Params.draft` of a draft model with a different tokenizer. The tables are replicated on every device."""
+    """`Params.draft` for a draft model with a different tokenizer. The tables are replicated on every device."""
 
     weights: PyTree  # weights of the draft model; None before they are added to the tables
     ids: Array  # i32[U]; target token id of each draft token id; NO_TOKEN if the target lacks it
@@ -57,7 +57,7 @@ def translated(model: LanguageModel) -> LanguageModel:
 def shared_tokens(target: Pretrained, draft: Pretrained) -> Shared | None:
     """Return the token tables of two models, without weights; None if both models have the same vocabulary.
 
-    Ordinary tokens are shared if their bytes are equal, and special tokens if their names are equal.
+    Ordinary tokens are shared if they have the same bytes, and special tokens if they have the same name.
 
     Raises:
       MarsError: fewer than `FEWEST` tokens are shared; see also `hub.pretrained.differing_tokens`.
@@ -103,14 +103,14 @@ def tables(target: Vocabulary, draft: Vocabulary, stand_in: int = 0) -> Shared:
         # the last bytes.
         suffixes = ((False, token[start:]) for start in range(len(token)))
         to_draft[i] = next((draft_ids[suffix] for suffix in suffixes if suffix in draft_ids), stand_in)
-    # Feed a special token as the special token of the same name, or else as `stand_in`.
+    # For a special token, feed the draft's special token of the same name, or `stand_in` if there is none.
     for i, special_name in target.marks:
         to_draft[i] = draft_ids.get((True, special_name), stand_in)
     return Shared(None, jnp.asarray(to_target), jnp.asarray(to_draft))
 
 
 def _ids_of_bytes(words: Vocabulary) -> dict[tuple[bool, bytes], int]:
-    """Map keys, (False, bytes) of ordinary tokens and (True, name) of special ones, to token ids.
+    """Map each token's key to its id. Keys are (False, bytes) for ordinary tokens and (True, name) for special ones.
 
     If several tokens have the same bytes, use the first id.
     """

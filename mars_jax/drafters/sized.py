@@ -37,13 +37,12 @@ tokens had been accepted at this rate. The rate is moderate so that short answer
 expensive compared with a step."""
 MARGIN = 1.1
 """Minimum estimated speedup for which a draft is worthwhile. It exceeds 1 because the costs do not include the tokens
-that a draft model must process to catch up, and because a batch is only done when its slowest row is."""
+that a draft model must process to catch up, and because a batch is done only when its slowest row is."""
 OPTIMISM = 0.1
 """Amount added to the acceptance rate in a trial. Steps without a draft do not measure acceptance, so occasionally try
 a draft that would be worthwhile at this higher rate."""
 PAUSE = 32
-"""Number of steps without a draft before a trial. A rejected draft costs about as much time as one or two such
-steps."""
+"""Number of steps without a draft before a trial. A rejected draft takes about as long as one or two of these steps."""
 
 
 class Counts(NamedTuple):
@@ -54,7 +53,7 @@ class Counts(NamedTuple):
     idle: Array  # i32[B]; steps since the last draft
 
     def after(self, length: Array, num_accepted: Array, expected: Array, patience: int) -> Counts:
-        """Return the counts updated by a step with a draft of `length` i32[] tokens. `expected` is as in `best_size`.
+        """Return the counts after a step with a draft of `length` i32[] tokens. `expected` is as in `best_size`.
 
         If the row had no draft for `patience` or more steps, also halve the weight of the older counts.
         """
@@ -87,10 +86,12 @@ def sized(
 ) -> LoadedDrafter:
     """Wrap a drafter so that each step chooses the length of the drafted chain.
 
-    With the rule `exact` and greedy drafts, the emitted tokens equal those of any fixed length. With a sampling rule
-    such as `rejection`, the output distribution is unchanged, but the tokens depend on the other rows of the batch.
+    With the rule `exact` and greedy drafts, the emitted tokens are the same as with any fixed length. With a sampling
+    rule such as `rejection`, the output distribution is unchanged, but the tokens depend on the other rows of the
+    batch.
 
-    Steps without a draft do not update the drafter's cache. The next draft first processes the tokens that it lacks.
+    Steps without a draft do not update the drafter's cache. Before the next draft, the drafter processes the tokens
+    that the cache lacks.
 
     Args:
       loaded: a drafter of chains with its weights; its length is the maximum length.
@@ -152,7 +153,7 @@ def with_size(loaded: LoadedDrafter, index: int) -> LoadedDrafter:
 
 @dataclasses.dataclass(frozen=True)
 class SizedDrafter(Skipping):
-    """A drafter whose decoder chooses among several lengths. Used without that decoder, it drafts the longest."""
+    """A drafter whose decoder chooses among several lengths. Without that decoder, it drafts the longest one."""
 
     lengths: tuple[int, ...] = ()  # chain lengths, increasing from 0
     any_rule: bool = False  # also allow lossy rules
@@ -216,7 +217,7 @@ class SizedDecoder(Decoder):
 
             def step(_: int, turn: tuple[DecodeState, StepInfo], decoder: Decoder = decoder):
                 state, info = decoder._step(params, turn[0])
-                # If the draft is shorter than the longest one, the entries of greater depths stay blank.
+                # If the draft is shorter than the longest one, the entries at greater depths stay blank.
                 return state, jax.tree.map(
                     lambda x, y: lax.dynamic_update_slice(x, y, [0] * x.ndim), turn[1], info
                 )
@@ -241,7 +242,7 @@ def _blank(x: jax.ShapeDtypeStruct) -> Array:
 
 
 def _expected(drafter: Drafter, params: Params, state: DecodeState) -> Array:
-    """Return the expected acceptance rate of a drafter's next draft, f32[B]; 0 in rows where it finds no draft."""
+    """Return the expected acceptance rate of a drafter's next draft, f32[B]; 0 in rows without a draft."""
     tree, _ = propose(drafter, params, state, Conditions.of(params, state), step_keys(state)[0])
     acceptance = jnp.full(state.length.shape, USUAL_ACCEPTANCE)
     if tree.expected is not None:
@@ -285,5 +286,6 @@ def best_size(
     tokens_per_step = jnp.stack([1.0 + jnp.sum(mean_powers[:length]) for length in lengths])
     # If costs have not been measured, assume that all sizes cost the same.
     speeds = tokens_per_step / jnp.where(params.costs > 0, params.costs, 1.0)
-    # Choose size 0 unless a draft is more than `MARGIN` times as fast, and the shortest of equally fast sizes.
+    # Choose the fastest size, and the shortest of equally fast ones. A draft must be more than `MARGIN` times as fast
+    # as size 0.
     return jnp.argmax(speeds.at[0].multiply(MARGIN)).astype(jnp.int32)

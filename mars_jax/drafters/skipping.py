@@ -1,4 +1,4 @@
-"""A wrapper that runs a drafter only in steps with a draft. The next draft first fills the gap in the drafter's cache.
+"""A wrapper that runs a drafter only in steps with a draft. The next such step first fills the gap in its cache.
 
 To do so, a draft model processes the missing tokens. A head also needs the target's features at these tokens, so the
 state stores the features of the last P tokens. If more than P tokens are missing, for example after a long prompt, the
@@ -97,7 +97,8 @@ class Skipping(Drafter):
             # Add slots for a window of P tokens that starts near the end of the buffer.
             tokens = jnp.pad(tokens, ((0, 0), (0, FEATURES)))
         draft = self.longest.init(_inner(params), tokens, length)
-        # A head's cache is still empty. `observe` stores the features that its first draft will process.
+        # At this point, a head's cache is empty. `observe` stores the features that the head's first draft will
+        # process.
         cached = self._complete(length) * int(features is None)
         origin = jnp.zeros_like(length)
         return SkippingState(draft=draft, origin=origin, cached=cached, features=features)

@@ -20,9 +20,9 @@ from mars_jax.core.types import NO_TOKEN
 
 
 class Steering(NamedTuple):
-    """The constraint to apply while drafting. Without a guide, its methods return their inputs unchanged."""
+    """The constraint to apply while drafting. Without a guide, its methods constrain nothing."""
 
-    growth: Any  # the drafter's `grow.Growth`, of which `to_target` and `widen` are used
+    growth: Any  # the drafter's `grow.Growth`; only `to_target` and `widen` are used
     sample: bool
     guide: Guide | None
 
@@ -41,7 +41,8 @@ class Steering(NamedTuple):
     def logits(self, logits: Array, states: Array | None) -> Array:
         """Set the logits of forbidden tokens to -inf. The result is f32[B, W, U], or f32[B, W, V] for a sampled draft.
 
-        If the drafter of a sampled draft gives all allowed tokens probability 0, q is uniform over the allowed tokens.
+        If the drafter assigns probability 0 to all allowed tokens in a sampled draft, q is uniform over the allowed
+        tokens.
         """
         if self.sample:
             logits = self.growth.widen(logits)
@@ -53,12 +54,12 @@ class Steering(NamedTuple):
             return self.growth.to_target(jnp.arange(vocab, dtype=jnp.int32))
 
         # The mask needs target token ids if the draft vocabulary has a different size. It also needs them if a
-        # different tokenizer has a vocabulary of the same size; `guide.narrowed` has then set `tables.narrow`.
+        # different tokenizer has a vocabulary of the same size; in that case, `guide.narrowed` has set `tables.narrow`.
         narrowed = not self.sample and (vocab != self.guide.vocab or self.guide.tables.narrow is not None)
         masked_logits = self.guide.masked(logits, states, ids=token_ids if narrowed else None)
         if not self.sample:
             return masked_logits
-        # bool[B, W, 1]: q has no mass on allowed tokens. All-zero logits, once masked, are a uniform q over those
+        # bool[B, W, 1]: q has no mass on allowed tokens. All-zero logits, once masked, give a uniform q over those
         # tokens.
         none_allowed = jnp.max(masked_logits, axis=-1, keepdims=True) == -jnp.inf
         return jnp.where(none_allowed, self.guide.masked(jnp.zeros_like(logits), states), masked_logits)

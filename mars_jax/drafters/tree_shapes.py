@@ -18,8 +18,8 @@ class Dynamic:
     """A tree whose shape follows the drafter's confidence (EAGLE-2 2406.16858, section 4).
 
     A node's score is the product of the drafter's probabilities along its path from the root. At each of `depth`
-    levels, the `top_k` nodes with the highest scores get their `top_k` most probable children. The
-    `nodes` - 1 children with the highest scores are kept.
+    levels, the `top_k` most probable children are drafted for each of the `top_k` nodes with the highest scores. The
+    `nodes` - 1 drafted children with the highest scores are kept.
 
     Raises:
       MarsError: a size is too small, or there are more than `TREE_NODES` nodes.
@@ -32,7 +32,7 @@ class Dynamic:
     def __post_init__(self):
         for name, least in {"top_k": 1, "depth": 1, "nodes": 2}.items():
             check_count(f"{name} of a dynamic tree", getattr(self, name), least, TREE_NODES)
-        # Also limit the nodes that are expanded, because they take time even if few are kept.
+        # Also limit the nodes that are expanded, because expanding them takes time even if few are kept.
         check_nodes(
             "the tree", f"{self.top_k}-{self.depth}-{self.nodes}", max(self.nodes, self.top_k * self.depth)
         )
@@ -122,7 +122,7 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
     """Parse a tree argument: the children per node at each depth, or the sizes of a dynamic tree.
 
     Raises:
-      MarsError: the text is not a list of whole numbers of at least 1 joined by "-", or there are too many nodes.
+      MarsError: the text is not a valid tree such as "4-2-2-1" or "dynamic", or the tree is too large.
 
     >>> parse_tree("4-2-2-1"), parse_tree("dynamic:8-6-40")
     ((4, 2, 2, 1), Dynamic(top_k=8, depth=6, nodes=40))
@@ -143,7 +143,7 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
         if sizes[2] < 2:
             raise MarsError(f"{shown} is {text}: expected at least 2 nodes, the first being the root.")
         top_k, depth, nodes = sizes
-        check_nodes(shown, text, max(nodes, top_k * depth))  # the error of Dynamic would not name the flag
+        check_nodes(shown, text, max(nodes, top_k * depth))  # Dynamic's own error would not name the flag
         return Dynamic(*sizes)
     check_branching(shown, text, sizes)
     return sizes

@@ -1,6 +1,7 @@
 """Attention over the key-value cache, accumulated in float32.
 
-Tested against `attend_all`, which computes the scores of all slots, and transformers' `eager_attention_forward`.
+Tested against `attend_all`, which computes the scores of all slots at once, and against transformers'
+`eager_attention_forward`.
 
 Dimensions: B batch, N tokens, S cache slots, K key-value heads, G query heads per key-value head, D head dimension.
 """
@@ -42,8 +43,9 @@ from mars_jax.utils.errors import MarsError
 BLOCK = 128
 """Number of KV cache slots per block on a CPU. The keys and values of a block fit in the CPU's caches."""
 TURN_BYTES, TURN_SLOTS = 4 << 20, 1024
-"""Minimum bytes of keys and values, and minimum number of slots, that one iteration of the loop over blocks reads on an
-accelerator. The overhead of an iteration costs as much time as reading a few megabytes."""
+"""Target bytes of keys and values, and minimum number of slots, for one iteration of the loop over blocks on an
+accelerator, unless the scores limit the block. The overhead of an iteration takes as long as reading a few
+megabytes."""
 SCORE_BYTES, GPU_SCORE_BYTES = 8 << 20, 512 << 20
 """Maximum bytes of attention scores per iteration. The first limit keeps the scores in an accelerator's fast on-chip
 memory. The second limit is for GPUs, where each iteration copies the slots that it reads, and the copies must fit in
@@ -64,7 +66,7 @@ KERNEL_ROWS, KERNEL_NODES = 8, 64
 A chunk of a prompt needs no mask and may have any length. Smaller batches use the kernel only if XLA would loop over
 blocks of slots; otherwise the kernel is no faster than XLA (docs/kernels.md)."""
 KERNEL_SLOTS = 128
-"""The number of cache slots must be a multiple of this for the kernel, whatever the dtype and number of heads."""
+"""The kernel requires a number of cache slots that is a multiple of this, whatever the dtype and number of heads."""
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -83,7 +85,8 @@ sinks. It returns the output [B, N, K, G, D] and the updated k and v of the cach
 def attending(form: str, visible: Visible, slots: int, window: int | None) -> Attend:
     """Return a function that computes attention for the nodes of `visible` over a cache of `slots` slots.
 
-    The returned function is a pytree of the arrays that it reads, so it can be an argument of a jitted function.
+    The returned function is a pytree whose leaves are the arrays that it reads, so it can be an argument of a jitted
+    function.
 
     Args:
       form: implementation, one of `FORMS`.
@@ -105,7 +108,7 @@ def attending(form: str, visible: Visible, slots: int, window: int | None) -> At
 
 @functools.lru_cache
 def _bind(attend: Attend, *options: str | int | None):
-    """Return the same `functools.partial` object for equal arguments, so that jit does not recompile."""
+    """Return the same `functools.partial` object for the same arguments, so that jit does not recompile."""
     return functools.partial(attend, *options)
 
 
@@ -250,8 +253,8 @@ def attend(
       live: i32[]; upper bound of the visible slots: `mask[:, :, live:]` is False everywhere.
       sinks: f32[K, G]; attention sinks (gpt-oss, arXiv 2508.10925): one logit per head for an extra slot that every
         query attends to, and whose value is zero. The logits are neither scaled nor capped. None: no sinks.
-      scale: factor of the scores; None: D ** -0.5.
-      cap: limit of the scores, applied by `layers.soft_cap` before the mask; None: no limit.
+      scale: factor by which the scores are multiplied; None: D ** -0.5.
+      cap: limit on the scores, applied by `layers.soft_cap` before the mask; None: no limit.
       flash: use cuDNN on a single GPU if it supports the arrays and is expected to be faster.
 
     Returns:
@@ -329,7 +332,7 @@ def _flash(
 def wide_block(q: Array, k: Rows) -> int:
     """Return the number of slots per block on an accelerator: a power of two.
 
-    If the heads are sharded over a mesh, the number depends on the heads of one device.
+    If the heads are sharded over a mesh, the size depends on the number of heads per device.
 
     Args:
       q: [B, N, K, G, D].

@@ -27,7 +27,7 @@ _COUNTS = (
 
 
 LEAST = 1e-15
-"""Lower bound of theta, the factor and the divisors of a rotary embedding. With smaller values, the frequencies would
+"""Lower bound on theta, the factor and the divisors of a rotary embedding. Smaller values would make the frequencies
 overflow float32."""
 
 
@@ -35,18 +35,18 @@ overflow float32."""
 class Rope:
     """Rotary position embedding (RoPE), with the frequency scaling that extends the trained context length.
 
-    The names of kinds and fields follow transformers' `ROPE_INIT_FUNCTIONS`. The comment of a field lists the kinds
-    that use the field.
+    The names of kinds and fields follow transformers' `ROPE_INIT_FUNCTIONS`. The comment on each field lists the kinds
+    that use it.
 
     The kind "dynamic" (dynamic NTK) has no effect: it only changes the frequencies of sequences longer than
-    `max_positions`, and mars-jax does not decode such sequences. For "longrope", transformers selects the divisors by
-    the current length, and recomputes the cache when the selection changes. mars-jax selects the divisors once, by the
-    maximum context length of the config, as vLLM does.
+    `max_positions`, and mars-jax does not decode such sequences. For "longrope", transformers selects the divisors from
+    the current length, and recomputes the cache when the selection changes. Like vLLM, mars-jax selects the divisors
+    once, from the maximum context length of the config.
     """
 
     theta: float = 10000.0
     kind: str = "none"
-    fraction: float = 1.0  # fraction of a head's dimensions that is rotated, from the first dimension on
+    fraction: float = 1.0  # fraction of a head's dimensions that is rotated, starting with the first
     interleaved: bool = False  # rotate pairs of adjacent dimensions; False: pair dimension i with i + half
     factor: float = 1.0  # linear, dynamic, llama3, yarn: divisor of the scaled frequencies
     original_max_positions: int = 0  # llama3, yarn, longrope, query_growth: trained context length
@@ -54,7 +54,7 @@ class Rope:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn, longrope: factor of cos and sin
+    attention_factor: float = 1.0  # yarn, longrope: factor by which cos and sin are multiplied
     truncate: bool = True  # yarn: round the bounds of the correction range outwards to whole dimensions
     short_divisors: tuple[float, ...] = ()  # longrope: divisor of each frequency, up to the trained length
     long_divisors: tuple[float, ...] = ()  # longrope: divisor of each frequency, for longer contexts
@@ -143,7 +143,7 @@ class ModelConfig:
 
     Invariants: `num_heads % num_kv_heads == 0`, `head_dim % 2 == 0`, `len(windows) == num_layers`,
     `experts_per_token <= num_experts`. In a layer with window w, a query at position p attends to keys at positions
-    above p - w. With a window of None, it attends to all keys.
+    above p - w. If the window is None, queries attend to all keys.
 
     Raises:
       MarsError: an invariant does not hold.
@@ -175,7 +175,7 @@ class ModelConfig:
     qk_norm: bool = False  # normalise queries and keys, each head separately
     whole_qk_norm: bool = False  # normalise queries and keys over all heads of a token together
     attention_sinks: bool = False  # add a learned logit per head to the denominator of the softmax
-    attention_gate: bool = False  # multiply attention's output by the sigmoid of a gate, which `q` projects
+    attention_gate: bool = False  # multiply attention's output by the sigmoid of a gate, which `q` computes
     delta: Delta | None = None  # recurrent layers, with a state instead of keys and values
     windows: tuple[int | None, ...] = ()  # sliding windows, one per layer; None or (): full attention
     activation: str = "silu"
@@ -191,20 +191,20 @@ class ModelConfig:
     # Groups of experts; a token only uses experts of its best `groups_per_token` groups. Only with sigmoid_router.
     expert_groups: int = 1
     groups_per_token: int = 1
-    expert_multiplier: float = 1.0  # scales the routing weights of a token's experts
+    expert_multiplier: float = 1.0  # factor by which the routing weights of experts are multiplied
     # Scale the routing weights of a token's experts to sum to 1. If False, keep their probabilities among all experts.
     normalize_experts: bool = True
     dense_layers: tuple[int, ...] = ()  # layers with a single dense MLP in a model with experts
-    embedding_multiplier: float = 1.0  # factor of input embeddings, such as sqrt(hidden_size)
-    residual_multiplier: float = 1.0  # factor of the outputs of attention and MLP
+    embedding_multiplier: float = 1.0  # factor for input embeddings, such as sqrt(hidden_size)
+    residual_multiplier: float = 1.0  # factor for the outputs of attention and MLP
     logit_divisor: float = 1.0  # divisor of the logits, Granite's `logits_scaling`
     norm_plus_one: bool = False  # norms multiply by 1 + weight (zero-centred norms)
     pre_norms: bool = True  # normalise the inputs of attention and MLP
     # Normalise the outputs of attention and MLP before adding them to the residual stream.
     post_norms: bool = False
     query_scalar: float = 0.0  # divide attention scores by the square root of this number; 0: head_dim
-    attention_cap: float | None = None  # soft cap of attention scores x: cap * tanh(x / cap); None: no cap
-    logit_cap: float | None = None  # soft cap of the logits; None: no cap
+    attention_cap: float | None = None  # soft cap on attention scores x: cap * tanh(x / cap); None: no cap
+    logit_cap: float | None = None  # soft cap on the logits; None: no cap
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -7,7 +7,7 @@ is S^T q.
 A token cannot be removed from a state, so drafted tokens must not enter the state before they are verified. The cache
 therefore stores the state before the root of the last draft, and the inputs of the draft's nodes. The next forward pass
 first updates the state with the accepted nodes. It then computes the outputs of its own nodes, without storing the
-state after them.
+resulting state.
 
 Tested against transformers' `modeling_qwen3_next.py` (tests/models/test_delta.py).
 
@@ -47,7 +47,7 @@ _matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 @struct.dataclass(kw_only=True)
 class DeltaRows:
-    """Cache of one layer: its state before token `RecurrentCache.at`, and the inputs of the next M tokens or fewer."""
+    """Cache of one layer: its state before token `RecurrentCache.at`, and the inputs of up to M tokens from `at` on."""
 
     logical_axes: ClassVar[tuple[str | None, ...]] = ("rows", "delta_heads")
 
@@ -321,7 +321,7 @@ def _mix(
       rows: cache of the layer.
 
     Returns:
-      [B, H, N, G V] and the cache.
+      The outputs [B, H, N, G V], and the updated cache.
     """
     log_rate, bias = (x.astype(jnp.float32)[None, :, None] for x in offsets)
     b, a = (x.astype(jnp.float32) for x in gates)

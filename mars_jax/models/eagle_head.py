@@ -73,7 +73,7 @@ class EagleConfig(FeatureHead):
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """Return an EAGLE-3 config like the published ones: a Llama layer as wide as the target, 32,000 draft tokens.
+        """Return a typical EAGLE-3 config: one Llama layer as wide as the target, and a draft vocabulary of 32,000.
 
         >>> target = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1)
         >>> EagleConfig.outline(target).feature_layers
@@ -91,7 +91,7 @@ class EagleConfig(FeatureHead):
 
     @property
     def read_once(self) -> tuple[str, ...]:
-        """Names of the weights that combine the target's features in EAGLE-3. Drafting does not read them again."""
+        """Names of the weights that combine the target's features in EAGLE-3; only one pass per step reads them."""
         return ("fc", "fc_bias", "fc_norm") if self.version == 3 else ()
 
     def weights(self) -> tuple[Weight, ...]:

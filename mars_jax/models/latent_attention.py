@@ -2,7 +2,7 @@
 
 The matrix that computes keys from latents is applied to the queries instead, and the matrix that computes values is
 applied to the outputs. Attention therefore has a single key-value head. A cache row consists of the latent and the
-rotated key, and serves as key and as value.
+rotated key, and serves as both key and value.
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. Tested against `DeepseekV3Attention` of transformers
 (tests/models/test_families.py).

@@ -34,7 +34,7 @@ ACTIVATIONS = {
 def clamped_swiglu(gate: Array, up: Array, alpha: float, limit: float) -> Array:
     """Compute gpt-oss' activation (up + 1) * gate * sigmoid(alpha * gate), with clamped inputs.
 
-    First, `gate` is limited to at most `limit`, and `up` to [-limit, limit]. In gpt-oss, `alpha` is 1.702
+    First, `gate` is clipped to at most `limit`, and `up` to [-limit, limit]. In gpt-oss, `alpha` is 1.702
     (`swiglu_alpha`) and `limit` is `swiglu_limit`.
 
     >>> float(clamped_swiglu(jnp.asarray(9.0), jnp.asarray(-9.0), 0.0, 2.0))  # (-2 + 1) * 2 * sigmoid(0)
@@ -45,7 +45,7 @@ def clamped_swiglu(gate: Array, up: Array, alpha: float, limit: float) -> Array:
 
 
 _LONGEST_SUM = (2**31 - 1) // 127**2
-"""Maximum number of products of 8-bit integers whose sum cannot exceed int32."""
+"""Maximum number of products of 8-bit integers whose sum always fits in int32."""
 _FEW = 8
 """Minimum number of rows for which devices exchange partial sums in the dtype of x instead of float32."""
 
@@ -81,7 +81,7 @@ def _dense_int8(x: Array, values: Array) -> Array:
 
 
 def _integer_products(x: Array, values: Array) -> Array:
-    """Multiply x by int8 weights with the integer instructions of a CPU, at least about as fast as in bfloat16.
+    """Multiply x by int8 weights with a CPU's integer instructions, at about the speed of bfloat16 or faster.
 
     Each row of x is represented by three rows of 8-bit integers: x = scale * (high + middle / 254 + low / 254^2). This
     preserves 23 bits of the largest number in the row. Integer sums are exact, so the result does not depend on the
@@ -238,7 +238,7 @@ def dense(
 def rms_norm(x: Array, scale: Array, eps: float, *, plus_one: bool = False) -> Array:
     """Apply RMSNorm (arXiv 1910.07467): divide x [..., E] by its root mean square and multiply by scale [E].
 
-    The norm is computed in float32 and cast to the dtype of x. With `plus_one`, the factor is 1 + scale (zero-centred
+    The result is computed in float32 and cast to the dtype of x. With `plus_one`, the factor is 1 + scale (zero-centred
     RMSNorm), as in the checkpoints of Gemma and Qwen3-Next.
     """
     y = x.astype(jnp.float32)
@@ -276,7 +276,7 @@ def gated_mlp(layer: dict[str, Array], x: Array, activation: str) -> Array:
 
 
 def soft_cap(x: Array, cap: float) -> Array:
-    """Limit x smoothly to (-cap, cap): cap * tanh(x / cap) (Gemma 2, arXiv 2408.00118). Small x hardly change.
+    """Limit x smoothly to (-cap, cap): cap * tanh(x / cap) (Gemma 2, arXiv 2408.00118). Small values hardly change.
 
     >>> soft_cap(jnp.asarray([0.0, 1e9]), 30.0).tolist()
     [0.0, 30.0]
@@ -314,6 +314,6 @@ def _take_bits(table: Array, ids: Array) -> Array:
 
 @_gather.defjvp
 def _gather_jvp(primals, tangents):
-    # The cast to integers has no derivative. The gather is linear in the table, so the derivative is a gather, too.
+    # The cast to integers has no derivative. The gather is linear in the table, so the derivative is also a gather.
     (table, ids), (change, _) = primals, tangents
     return _gather(table, ids), _take(change, ids)

@@ -5,9 +5,9 @@ For the few tokens of a decoding step, this transfers less data than sending tok
 Experts have no capacity limit: a token always uses all experts that the router chose, so the output of a row does not
 depend on the rest of the batch.
 
-Gathering the matrices of each token would copy them, and running every expert on every token would take X / C times as
-many operations. Instead, the (token, expert) pairs, one per row, are sorted by expert, and each expert multiplies its
-rows. `lax.ragged_dot_general` does this in one operation, but is slow on two backends:
+Gathering the expert matrices for each token would copy them, and running every expert on every token would take X / C
+times as many operations. Instead, the (token, expert) pairs, one per row, are sorted by expert, and each expert's
+matrix multiplies that expert's rows. `lax.ragged_dot_general` does this in one operation, but is slow on two backends:
 
 - On TPUs, except for int8 on v5e, XLA first copies all matrices to a different layout. TPUs therefore use Megablox,
   JAX's kernel for MegaBlocks (arXiv 2211.15841). Megablox does not support int8 and MXFP4, which have kernels in
@@ -202,7 +202,7 @@ def experts_mlp(
       normalize: scale the routing weights of each token to sum to 1.
       swiglu: (alpha, limit) of `layers.clamped_swiglu`, which then replaces `activation`.
       groups: number of groups of experts, and number of groups that a token may use. Only used with `score_bias`.
-      multiplier: factor of the routing weights, applied after `normalize`.
+      multiplier: factor by which the routing weights are multiplied after `normalize`.
 
     Returns:
       [B, N, E] in the dtype of x. Activations and weighted sums are computed in float32.

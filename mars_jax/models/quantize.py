@@ -1,8 +1,9 @@
 """Quantised weights: int8 per output channel, int4 per group of inputs with a scale and an offset, and MXFP4.
 
-A quantised matrix takes the place of the matrix in the params. `layers.dense` accepts `Int8` and `Int4`,
-`layers.embed` accepts `Int8`, and `moe.dense_by_expert` accepts `Int8` and `Mxfp4`. Products with `Int8` and `Int4`
-multiply the integers, which bfloat16, float16 and float32 represent exactly, sum in float32, and then apply the scales.
+In the params, a quantised matrix replaces the original one. `layers.dense` accepts `Int8` and `Int4`, `layers.embed`
+accepts `Int8`, and `moe.dense_by_expert` accepts `Int8` and `Mxfp4`. Products with `Int8` and `Int4` multiply by the
+integers, sum in float32 and then apply the scales. The dtypes bfloat16, float16 and float32 represent these integers
+exactly.
 
 Tested against the product with the dequantised matrix (tests/models/test_quantize.py).
 """
@@ -72,7 +73,7 @@ class Int8:
 
 @struct.dataclass
 class Int4:
-    """A matrix [out, in] in 4 bits, in groups of G inputs. It also represents GGUF's Q4_0, Q4_1 and Q4_K.
+    """A matrix [out, in] in 4 bits, in groups of G inputs. The class also represents GGUF's Q4_0, Q4_1 and Q4_K.
 
     The input dimensions come first, because a TPU multiplies matrices in this layout. With the outputs first, it would
     rearrange the weights in every step.
@@ -117,9 +118,10 @@ class Int4:
 
 @struct.dataclass
 class Mxfp4:
-    """A stack of matrices [..., out, in] of 4-bit floats (e2m1). Each block of 32 inputs has a power of two as scale.
+    """A stack of matrices [..., out, in] of 4-bit floats (e2m1).
 
-    The experts of gpt-oss are published in this format. Source: OCP Microscaling Formats, version 1.0.
+    Each block of 32 inputs has one scale, a power of two. The experts of gpt-oss are published in this format. Source: OCP
+    Microscaling Formats, version 1.0.
     """
 
     values: Array  # u8[..., out, in / 2]; two numbers per byte, the first one in the low 4 bits
@@ -139,7 +141,7 @@ class Mxfp4:
     def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
         """Return the arrays of a stack of matrices of this shape, in the order of the fields.
 
-        A sharded dimension is divided in whole blocks of 32, or replicated if the blocks do not divide evenly. This
+        A sharded dimension is divided into whole blocks of 32, or replicated if the blocks do not divide evenly. This
         applies to outputs as well, because the outputs of gate and up are the inputs of down.
         """
         del group
@@ -158,7 +160,7 @@ Quantized = Int8 | Int4 | Mxfp4
 
 
 def form_of(bits: int, shape: tuple[int, ...]) -> type[Quantized]:
-    """Return the class for a matrix, or a stack of matrices, of this shape in 4 or 8 bits.
+    """Return the class for a matrix, or a stack of matrices, with this shape and 4 or 8 bits.
 
     In 4 bits, a single matrix is `Int4` and a stack is `Mxfp4`.
 

@@ -87,7 +87,7 @@ def specs(axes: Axes, layer: Mapping[str, PyTree]) -> dict[str, PyTree]:
             return dataclasses.replace(w, values=P(inner, None, out), scale=by_group, offset=by_group)
         if isinstance(w, Int8):
             return dataclasses.replace(w, values=P(out, inner), scale=P(out))
-        # A matrix, a vector, or a scalar (only in a user's model).
+        # Here, w is a matrix or a vector, or a scalar in a user's model.
         return P(*(out, inner)[: getattr(w, "ndim", 0)])
 
     return {name: spec(name, w) for name, w in layer.items()}

@@ -78,7 +78,7 @@ class Rotation(NamedTuple):
 
     cos: Array  # f32[B, N, 1, pairs]
     sin: Array  # f32[B, N, 1, pairs]
-    query_factor: Array | None  # f32[B, N, 1, 1]; factor of the queries; None: 1
+    query_factor: Array | None  # f32[B, N, 1, 1]; factor by which queries are multiplied; None: 1
 
 
 def rotation_at(positions: Array, rope: Rope | None, head_dim: int) -> Rotation | None:

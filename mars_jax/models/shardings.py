@@ -1,11 +1,11 @@
 """Shardings of weights on a mesh: trees of `NamedSharding` with the structure of params.
 
 Tensor parallelism follows Megatron (arXiv 1909.08053): heads, hidden units and the vocabulary are sharded, so a layer
-needs one all-reduce after attention and one after its MLP. Each device first gets whole experts. If the mesh axis
-`model` is not used for that, it shards the hidden units of each expert. The rows of a batch are sharded over `data`,
-which needs no communication.
+needs one all-reduce after attention and one after its MLP. Whole experts are distributed over devices. If that does not
+use the mesh axis `model`, this axis shards the hidden units of each expert. The rows of a batch are sharded over
+`data`, which needs no communication.
 
-Tested against the unsharded run (tests/mesh/test_shardings.py).
+Tested against an unsharded run (tests/mesh/test_shardings.py).
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
     `replication_notes` mentions it. This mostly happens for key-value heads.
 
     Raises:
-      MarsError: the number of experts is not divisible by the axis `expert`, or an axis has no role (`name_axes`).
+      MarsError: the number of experts is not divisible by the size of the axis `expert`, or an axis has no role
+        (`name_axes`).
 
     >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig

@@ -40,7 +40,7 @@ Sublayers = tuple[tuple[bool, bool], ...]
 
 
 def _lowered_once(num_static: int) -> Callable[[Callable], Callable]:
-    """Decorate a function so that equal calls in one program are lowered only once.
+    """Decorate a function so that identical calls in one program are lowered only once.
 
     The first `num_static` arguments are static. Inside a `shard_map`, such as that of `by_rows`, calls are inlined
     instead: libtpu 0.0.42 aborts if a function that is called twice contains another `shard_map`.
@@ -164,7 +164,8 @@ def _project(
     q, k, v = project("q", heads), project("k", kv_heads), project("v", kv_heads)
     gate = None
     if config.attention_gate:
-        # Output gate (`attn_output_gate`): for each head, the matrix contains the rows of the query, then of the gate.
+        # Output gate (`attn_output_gate`): for each head, the matrix contains the rows of the query, followed by those
+        # of the gate.
         q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
     if config.qk_norm:
         norm = _norm(config)
@@ -202,8 +203,8 @@ def run_layer(
 ):
     """Run one layer on x [B, N, E]; return its output [B, N, E] and its updated cache.
 
-    The function is jitted, so equal layers are traced and lowered once, and XLA inlines each call. A loop over stacked
-    layers would compile even faster, but would take 1.4 to 2 times as long per token on a CPU.
+    The function is jitted, so identical layers are traced and lowered once, and XLA inlines each call. A loop over
+    stacked layers would compile even faster, but would take 1.4 to 2 times as long per token on a CPU.
 
     Args:
       config: the model's config.
@@ -212,7 +213,7 @@ def run_layer(
       x: residual stream.
       rotation: rotation of queries and keys; None: no rotary embedding.
       attend: attention function of the layer; `delta.Span` for a recurrent layer.
-      rows: cache of the layer: its k and v, or `DeltaRows`; None without attention.
+      rows: cache of the layer: its k and v, or `DeltaRows`; None if attention does not run.
     """
     attends, has_mlp = sublayers
     if attends:
@@ -492,7 +493,7 @@ def _language_model(
     sublayer_mask: Sublayers,
     draft_nodes: int,
 ) -> LanguageModel:
-    """Build the functions of `language_model`. Equal arguments return the same functions, so jit compiles them once.
+    """Build the functions of `language_model`. Results are cached by argument, so jit compiles each function once.
 
     `draft_nodes` is the number of nodes in the longest draft. Recurrent layers store the inputs of that many nodes.
     """
@@ -503,8 +504,8 @@ def _language_model(
     recurrent = config.delta.layers if config.delta else ()
 
     def init_cache(batch: int, slots: int) -> KVCache:
-        # On CPUs and GPUs, round up to whole blocks. On a CPU, blocks then start at the same slots whatever the length,
-        # so the order of sums does not depend on it. On a GPU, aligned rows of scores are faster.
+        # On CPUs and GPUs, round up to whole blocks. On a CPU, blocks then start at the same slots for every length, so
+        # the order of sums does not depend on the length. On a GPU, aligned rows of scores are faster.
         pad_for_kernel = form != "xla"
         if form == "auto":
             # Small batches with short caches never use the kernel.

@@ -217,7 +217,7 @@ _FUSED = {
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA,
 }
-"""For families that fuse matrices: the checkpoint name of each matrix, and of the tensor that contains it."""
+"""For families that fuse matrices: maps the name of each matrix to the name of the tensor that contains it."""
 
 
 def stored_tensors(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
@@ -274,7 +274,7 @@ def stacked(table: Iterable[Weight]) -> dict[Weight, tuple[Weight, ...]]:
 
 
 def build(config: ModelConfig, make: Callable[[Weight], Array]) -> PyTree:
-    """Build the params of a model, with `make(row)` for each row of its table of weights.
+    """Build the params of a model by calling `make(row)` for each row of its table of weights.
 
     The result has the structure `{"embed": ..., "layers": ({"q": ...}, ...), "norm": ...}`.
 
@@ -325,7 +325,7 @@ def random_rows(
 
 
 def build_rows(rows: Iterable[Weight], make: Callable[[Weight], PyTree]) -> PyTree:
-    """Build params for any table of weights, with `make(row)` for each row.
+    """Build params for any table of weights by calling `make(row)` for each row.
 
     Names in paths become keys of dicts, and numbers become indices of tuples.
     """
