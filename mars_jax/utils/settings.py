@@ -37,7 +37,7 @@ class Range:
     high: float = math.inf  # maximum
     above: bool = False  # True if `low` is excluded
     inf: bool = False  # True if math.inf is included, even if `high` is finite
-    grid: tuple[float, ...] = ()  # values that `calibrate` and `benchmark` try, from strict to loose
+    grid: tuple[float, ...] = ()  # values that `calibrate` tries, from strict to loose
 
     def __contains__(self, value: float) -> bool:
         # Comparisons with NaN are False, so no range contains NaN.

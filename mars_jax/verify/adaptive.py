@@ -1,4 +1,4 @@
-"""Acceptance by the ratio of a token's probability to the best probability.
+"""Acceptance by the ratio between a token's probability and the largest probability.
 
 Tested against transformers' min-p warper (tests/verify/test_edges.py).
 """
@@ -25,8 +25,8 @@ class Adaptive(Relaxed):
 
     AdaptiveSpec (arXiv 2609.02897): accept a drafted token x if p(x) / p(top1) > theta.
 
-    This rule equals `mars(margin="gap", theta=-log(theta))`, except that it is not limited to the two best tokens. It
-    is lossy. For theta >= 1, including inf, it equals `base` bit for bit.
+    This rule is the same as `mars(margin="gap", theta=-log(theta))`, except that it is not limited to the two best
+    tokens. It is lossy. For theta >= 1, including inf, it equals `base` bit for bit.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -38,7 +38,7 @@ class Adaptive(Relaxed):
     [0, 1]
     """
 
-    # f32[] or [B]; a token is accepted if its probability is above theta times the largest probability
+    # f32[] or [B]; a token is accepted if its probability exceeds theta times the largest probability
     theta: Any = struct.setting(
         default=0.3,
         ranges=share("a number above 0 and at most 1, or inf, which is strict", ODDS),

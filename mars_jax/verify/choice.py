@@ -1,4 +1,4 @@
-"""A rule as a user chooses it in flags, files or benchmark arms: its name, and its settings.
+"""The name and settings of a rule that a user has chosen with flags, in a file or in a benchmark arm.
 
 Call `verify.load(choice.spec, target, **choice.settings)` to build the rule of a `RuleChoice`.
 """
@@ -20,8 +20,8 @@ from mars_jax.verify.own import find, is_own
 class Given(NamedTuple):
     """The value of a setting as a string, and the name of the setting in error messages."""
 
-    text: str  # value, as the user wrote it
-    shown: str  # name in messages, such as --theta
+    text: str  # the value as the user wrote it
+    shown: str  # the name to show in messages, such as --theta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RuleChoice:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Needs of the rule and its base, as keys of `NEEDS`. The setting `block` adds "chain".
+        """Requirements of the rule and its base, as keys of `NEEDS`. The setting `block` adds "chain".
 
         >>> sorted(choose("mars", {"base": Given("rejection", "--base"), "block": Given("true", "--block")}).needs)
         ['chain', 'draft', 'q']
@@ -75,7 +75,7 @@ class RuleChoice:
         return self.definition.settle(self.settings)
 
     def as_json(self, *, but: Collection[str] = ()) -> JsonObject:
-        """Return the spec and all settings except `but`, for the JSON record of a run. Infinities become strings.
+        """Return the spec and all settings not in `but`, for the JSON record of a run. Infinities become strings.
 
         >>> RuleChoice("rejection", {}).as_json()
         {'verify': 'rejection', 'settings': {'block': False}}
@@ -90,7 +90,7 @@ class RuleChoice:
         """Return a copy of this choice with some settings changed.
 
         Raises:
-          MarsError: as in `Definition.settle`.
+          MarsError: a changed setting is invalid; see `Definition.settle`.
         """
         changed = RuleChoice(self.spec, {**self.settings, **settings})
         changed.settled()
@@ -117,15 +117,16 @@ def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
       given: settings as strings, by name.
 
     Raises:
-      MarsError: the rule does not exist, it does not have one of the settings (the message lists rules that have it),
-        or a value is out of range.
+      MarsError: the rule does not exist, the rule lacks one of the settings (the message lists rules that have it), or
+        a value is out of range.
 
     >>> dict(choose("mars", {"theta": Given("0.8", "--theta")}).settings)
     {'theta': 0.8}
     """
     row = find(spec)
     settings: dict[str, Any] = {}
-    # Parse structural settings, which have choices, first: they determine the other settings and their ranges.
+    # Parse the structural settings (those with choices) first, because they determine the other settings and their
+    # ranges.
     for name in sorted(given, key=lambda name: not (name in row.settings and row.settings[name].choices)):
         choice = RuleChoice(spec, settings)
         setting_text, label = given[name]
@@ -140,7 +141,7 @@ def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
 
 
 def not_in(choice: RuleChoice, name: str) -> str:
-    """Return the end of an error message about a setting that does not apply to a rule: the reason and the fix.
+    """Return the second part of an error message about a setting that does not apply to a rule: the reason and the fix.
 
     >>> not_in(RuleChoice("exact", {}), "tau")
     'the rule exact, which has no settings: leave it out, or verify with simulated'

@@ -1,4 +1,4 @@
-"""Registry of rules: each rule has a name and a definition, which is derived from the rule's class.
+"""Registry of rules. Each rule has a name, and a definition that is derived from the rule's class.
 
 The fields of a class declare the settings of the rule. Flags, keys of prompts files, lists of rules and checks are
 derived from the definitions. Rules of other packages are plugins: an entry point in the group `mars_jax.plugins`
@@ -29,7 +29,7 @@ NEEDS = {
     "draft_hidden": "hidden states of the draft, if its head reads them",
     "long": "drafts of a fixed length: no ngram, no draft_stop",
 }
-"""Possible needs of a rule, with their descriptions."""
+"""The possible requirements of a rule, with their descriptions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,11 +38,11 @@ class Definition:
 
     name: str  # must not contain a colon
     make: Callable[..., Any]  # returns the rule, given its settings as keyword arguments
-    help: str  # description: one sentence without a period
-    lossless: bool = False  # whether the output follows the target's distribution
-    needs: tuple[str, ...] = ()  # keys of NEEDS
+    help: str  # description, one sentence without a period
+    lossless: bool = False  # True if the output follows the target's distribution
+    needs: tuple[str, ...] = ()  # requirements, as keys of NEEDS
     paper: str = ""  # source of the rule, such as an arXiv number
-    settings: Mapping[str, Setting]  # settings by name; those that the class adds precede inherited ones
+    settings: Mapping[str, Setting]  # settings by name, first those of the class itself, then inherited ones
 
     def options(self, **chosen: Any) -> dict[str, Setting]:
         """Return the settings of the rule and of its base, by name. `chosen` may contain the name of the base.
@@ -72,7 +72,7 @@ class Definition:
         return options[name]
 
     def structure(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of the structural settings, which are those with choices; missing ones get their defaults.
+        """Return the values of the structural settings (those with choices), with defaults for the missing ones.
 
         Raises:
           MarsError: a value is not one of the choices.

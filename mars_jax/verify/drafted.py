@@ -1,7 +1,7 @@
 """Statistics of drafted tokens under the target's distribution at their parents, for rules that relax edges.
 
-By default, the statistics are computed from raw logits, that is, at temperature 1 whatever the temperature of the row.
-The entries of the root and of padding are meaningless. Tested against the logits warpers of transformers
+By default, the statistics are computed from raw logits, that is, at temperature 1 regardless of the row's temperature.
+The entries for the root and for padding are meaningless. Tested against the logits warpers of transformers
 (tests/verify/test_edges.py).
 
 Dimensions: B batch, N nodes, V vocabulary.
@@ -39,7 +39,7 @@ def log_prob(evidence: Evidence) -> Array:
 
 
 def preferred(evidence: Evidence, logits: Array) -> tuple[Array, Array]:
-    """Return the logits f32[B, N, V] at each node's parent, and a mask bool[B, N, V].
+    """Return the logits at each node's parent, f32[B, N, V], and a mask of the preferred tokens, bool[B, N, V].
 
     The mask is True for tokens whose logit is larger than the logit of the drafted token.
     """

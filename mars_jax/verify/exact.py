@@ -27,12 +27,12 @@ class Exact(Rule):
     """Accept a drafted token if it equals the target's own token.
 
     The target chooses one token y at each node, and a child is accepted if its token is y. In a greedy row, y is the
-    argmax; otherwise it is a sample from the processed distribution. If the walk stops at a node, its y becomes
+    argmax; otherwise it is a sample from the processed distribution. The y of the node at which the walk stops becomes
     `next_token`.
 
-    The rule is lossless for every draft that does not depend on the target's random numbers, such as greedy chains,
-    top-k trees and n-grams. These random numbers depend only on the row's key and the position, so a seed produces the
-    same tokens with every such draft, and without a draft.
+    The rule is lossless for every draft that does not depend on the target's random numbers, such as a greedy chain, a
+    top-k tree or an n-gram draft. These random numbers depend only on the row's key and the position, so a given seed
+    produces the same tokens with any such draft, and without a draft.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax import verify
@@ -53,9 +53,9 @@ class Exact(Rule):
         """Verify like `__call__`, but also accept the edges in `allowed`, unless the target chose a stop token."""
         tree, controls = evidence.tree, evidence.controls
         y = target_tokens(evidence)
-        target_token = at_parent(tree, y)  # i32[B, N]; y at the parent, which is the token of an exact node
+        target_token = at_parent(tree, y)  # i32[B, N]; y at each node's parent; exact nodes have this token
         if allowed is not None:
-            # If the edge is not relaxed, the row emits y. A y that ends the output must not be replaced.
+            # If the edge is not relaxed, the row emits y. A y that is a stop token must not be replaced.
             allowed = allowed._replace(edges=allowed.edges & ~is_stop(target_token, controls.stop_tokens))
         path, num_accepted, relaxed = walk(tree, tree.tokens == target_token, allowed)
         # The last entry of the path is the node where the walk stopped. Its y corrects the rejected token, or is the

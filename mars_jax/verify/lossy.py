@@ -20,12 +20,13 @@ from mars_jax.verify.ranges import WHOLE
 class Lossy(Rule):
     """Base class of lossy rules. The first `exact_prefix` generated tokens of a row are verified strictly.
 
-    `exact_prefix` is 0 by default, as in the papers. Lossy rules make a model less robust against jailbreaks and prompt
-    injection than their benchmark scores suggest. With one strict token, Qwen3 regains most of its robustness, but
-    Llama-3 only a little (Secure Speculative Decoding, arXiv 2610.08678).
+    `exact_prefix` is 0 by default, as in the papers that propose these rules. Lossy rules make a model less robust
+    against jailbreaks and prompt injection than their benchmark scores suggest. If only the first token is verified
+    strictly, Qwen3 regains most of its robustness, but Llama-3 only a little (Secure Speculative Decoding, arXiv
+    2610.08678).
     """
 
-    # i32[] or [B]; number of generated tokens at the start that are verified strictly
+    # i32[] or [B]; number of tokens at the start of the output that are verified strictly
     exact_prefix: Any = struct.setting(
         default=0,
         kind=int,
@@ -36,13 +37,14 @@ class Lossy(Rule):
 
     def strict_edges(self, evidence: Evidence) -> Array:
         """Return the depth down to which edges must be exact, i32[B]. In strict rows, all edges must be exact."""
-        # An edge to depth d emits generated token number `generated` + d, so the prefix ends at depth `remaining`.
+        # An edge to depth d emits the generated token with number `generated` + d, so the prefix ends at depth
+        # `remaining`.
         remaining = jnp.maximum(self.exact_prefix - evidence.generated, 0)
         return jnp.where(evidence.controls.strict, ALL_EDGES, remaining)
 
 
 def below_strict(evidence: Evidence) -> Array | bool:
-    """Return whether the edge into each node is strict because of a span, bool[B, N]; False if there are no spans."""
+    """Return bool[B, N], True if a span makes the edge into the node strict; return False if there are no spans."""
     if evidence.strict_nodes is None:
         return False
     return at_parent(evidence.tree, evidence.strict_nodes)

@@ -25,7 +25,7 @@ from mars_jax.verify.exact import Exact
 from mars_jax.verify.ranges import RATIOS, share
 from mars_jax.verify.relaxed import Relaxed, over
 
-# Thresholds of the gap that `calibrate` and `benchmark` try, from strict to loose.
+# Thresholds for the margin `gap` that `calibrate` tries, from strict to loose.
 GAPS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
 
 
@@ -36,11 +36,11 @@ class Mars(Relaxed):
 
     MARS (arXiv 2601.15498): accept a drafted token that `base` rejects if it is one of the target's two best tokens,
     and the margin between these two is low. The margin is computed from the raw float32 logits at the token's parent.
-    At temperature 0 over `exact()`, this is Algorithm 1 of the paper.
+    At temperature 0 and with the base `exact()`, the rule is Algorithm 1 of the paper.
 
     A token is never relaxed if it, the target's top token, or the token that `base` would emit instead is a stop token
-    of the row. Nothing is relaxed in a row with `strict` set, or among the first `exact_prefix` tokens. At most
-    `max_relaxed_run` consecutive tokens are relaxed. An exact sibling has priority.
+    of the row. No token is relaxed in a row with `strict` set, or among the first `exact_prefix` tokens. At most
+    `max_relaxed_run` consecutive tokens are relaxed. In a tree, an exact sibling has priority over a relaxed one.
 
     The rule is lossy by design. At theta = inf, it equals `base` bit for bit. Because the margin is computed from raw
     logits, a sampled row may emit a token that top-k or top-p excludes.
@@ -68,7 +68,7 @@ class Mars(Relaxed):
         flag=True,
         kw_only=False,
     )
-    # Key of MARGINS; determines the units of theta
+    # a key of MARGINS, which determines the units of theta
     margin: str = struct.setting(
         default="ratio",
         choices={"ratio": "second logit / best > theta", "gap": "nats between them < theta"},
@@ -81,13 +81,13 @@ class Mars(Relaxed):
         return over("mars" if self.margin == "ratio" else f"mars({self.margin})", self.base)
 
     def low(self, evidence: Evidence) -> Array:
-        # The margin is low if z_2 / z_1 > theta (in the paper), or if z_1 - z_2 < theta (for the gap).
+        # The margin is low if z_2 / z_1 > theta (`ratio`, as in the paper) or z_1 - z_2 < theta (`gap`).
         stats = evidence.stats
         return MARGINS[self.margin](stats.top1, stats.top2, self.theta[:, None])
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
-        # Over `exact`, one fused operation computes the margins, the guards and the walk, with the same verdict as
-        # `Relaxed.__call__`. It supports strict rows and the exact prefix, but not spans.
+        # With the base `exact`, one fused operation computes the margins, the guards and the walk. Its verdict is the
+        # same as that of `Relaxed.__call__`. It supports strict rows and the exact prefix, but not spans.
         if not isinstance(self.base, Exact) or evidence.strict_nodes is not None:
             return super().__call__(evidence)
         tree, logits, controls = evidence.tree, evidence.logits, evidence.controls

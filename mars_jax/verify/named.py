@@ -1,4 +1,4 @@
-"""Loading of rules by name: registered rules, rules with weights in a checkpoint, and rules in a user's file.
+"""Loading of rules by name: registered rules, rules with weights in a checkpoint, and rules defined in a user's file.
 
 Tested against rules that are constructed directly (tests/verify/test_named.py).
 """
@@ -26,8 +26,8 @@ def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
       target: target from `mars_jax.load`. If the rule has weights that read the target's features, they must match the
         target's size, and they are placed on the target's mesh.
       **settings: settings of the rule, as listed by `generate --list-rules`. A number applies to all prompts; an array
-        has one number per prompt. `base` is a strict rule or its name. Settings of the base, such as `block`, are
-        allowed, too.
+        has one number per prompt. `base` is a strict rule or its name. Settings of the base, such as `block`, are also
+        allowed.
 
     Raises:
       MarsError: a name or setting is unknown, a value is out of range, or weights are missing or do not match.
@@ -66,7 +66,7 @@ def _load_user_rule(spec: str, definition: Definition, settings: dict[str, Any])
     parameters = inspect.signature(factory).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name, value in settings.items():
-        # Parameters whose value cannot be written as text, such as a base, are not settings. Do not check them.
+        # Do not check parameters whose values cannot be written as text, such as a base rule: they are not settings.
         if name in definition.settings or not (open_ended or name in parameters):
             definition.setting(name).check(value)
     for name, setting in definition.settings.items():
@@ -92,7 +92,7 @@ def _load_user_rule(spec: str, definition: Definition, settings: dict[str, Any])
 
 
 def needs_q(rule: Rule) -> bool:
-    """Return whether a rule or its base needs q, the probabilities from which the draft was sampled.
+    """Return True if a rule or its base needs q, the probabilities from which the draft was sampled.
 
     >>> needs_q(load("mars", base="rejection").rule), needs_q(load("mars").rule)
     (True, False)

@@ -34,9 +34,9 @@ class Nucleus(Relaxed):
     a total probability below `mass`.
 
     After a rejection, the next token is drawn from norm((p - q)+) as usual. In one step, the total variation distance
-    from the target's distribution is therefore the sum of (q - p)+ over the nucleus. p is the distribution after
-    temperature and filters. At temperature 0, the nucleus contains only the top token, and the rule is exact. The rule
-    is lossy. At `mass` = 0, it equals `base` bit for bit.
+    from the target's distribution is therefore the sum of (q - p)+ over the nucleus. Here p is the target's
+    distribution after temperature and filters. At temperature 0, the nucleus contains only the top token, and the rule
+    is exact. The rule is lossy. At `mass` = 0, it equals `base` bit for bit.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain

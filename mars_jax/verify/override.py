@@ -1,4 +1,4 @@
-"""Relaxation of `rejection`, on chains and trees: if the rule would stop, it may take a relaxed edge instead.
+"""Relaxation of `rejection`, on chains and trees: instead of stopping, the rule may take a relaxed edge.
 
 Tests: tests/verify/test_mars.py and tests/verify/test_siblings.py. Dimensions: B batch, N nodes, D depth.
 """
@@ -19,8 +19,8 @@ from mars_jax.core.tree import Allowance
 from mars_jax.core.types import DraftTree, Verdict
 
 Stretch = Callable[[Array], tuple[Array, Array]]
-"""A function that runs a rule from the start nodes i32[B], as if they were roots. It returns the nodes where the rule
-stops, and the tokens that it emits there, i32[B] each."""
+"""A function that runs a rule from start nodes i32[B], one per row, as if they were roots. It returns the nodes where
+the rule stops, and the tokens that it emits there, i32[B] each."""
 
 
 class _WalkState(NamedTuple):
@@ -28,7 +28,7 @@ class _WalkState(NamedTuple):
 
     start: Array  # i32[B]; node where the current stretch starts
     stop: Array  # i32[B]; node where the rule stops
-    token: Array  # i32[B]; token that the rule emits there
+    token: Array  # i32[B]; token that the rule emits at `stop`
     run: Array  # i32[B]; number of consecutive relaxed edges up to `start`
     spent: Array  # f32[B]; total cost of the relaxed edges so far
     relaxed: Array  # bool[B, D]; edges that were relaxed
@@ -42,12 +42,12 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
 
     Args:
       evidence: evidence of the step.
-      stretch: runs the rule from a start node.
-      allowed: edges that may be relaxed; None: no edges.
+      stretch: function that runs the rule from a start node in each row.
+      allowed: edges that may be relaxed; None allows no edges.
     """
     tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
     batch, n = tree.tokens.shape
-    # The first stretch begins at the root. Without relaxed edges, it is the whole walk.
+    # The first stretch begins at the root. If no edge is relaxed, it is the whole walk.
     origin = jnp.zeros((batch,), jnp.int32)
     no_edges = jnp.zeros((batch, tree.max_depth), bool)
     stop, token = stretch(origin)
@@ -57,8 +57,9 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
     can_relax = allowed.edges & (tree.tokens >= 0)
 
     def override(walk: _WalkState) -> tuple[Array, Array, Array, Array]:
-        """Return whether each row relaxes an edge, its child, the run before it, and the total cost including it."""
-        # If the rule emits the token of a child anyway, taking this edge is not a relaxation.
+        """For each row, return whether it relaxes an edge, the child of this edge, the run length before it, and the
+        total cost including it."""
+        # If the rule emits the token of a child anyway, taking the edge to this child is not a relaxation.
         children = can_relax & (tree.parents == walk.stop[:, None]) & (tree.tokens != walk.token[:, None])
         # If the rule accepted an edge in the current stretch, a new run of relaxed edges begins.
         run = jnp.where(walk.stop > walk.start, 0, walk.run)
@@ -68,7 +69,8 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
         children &= may_relax[:, None]
         if allowed.cost is not None and allowed.budget is not None:
             children &= walk.spent[:, None] + allowed.cost <= allowed.budget[:, None]
-        # Take the child with the lowest id. If there is none, `child` is n: clamp it to a valid id, which is not used.
+        # Take the child with the lowest id. If there is none, `child` is n. Clamp it to a valid id, which is never
+        # used.
         child = jnp.min(jnp.where(children, ids, n), axis=1)
         takes_edge, child = child < n, jnp.minimum(child, n - 1)
         spent = walk.spent if allowed.cost is None else walk.spent + pick_one(allowed.cost, child)
@@ -78,7 +80,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
         takes_edge, child, run, spent = override(walk)
         start = jnp.where(takes_edge, child, walk.start)
         stop, token = stretch(start)
-        # The relaxed edge leaves the node of the previous stop, and edge d leaves a node of depth d.
+        # The relaxed edge starts at the previous stop node, and edge d starts at depth d.
         is_edge = jnp.arange(tree.max_depth, dtype=jnp.int32)[None] == _depth(tree, walk.stop)[:, None]
         return _WalkState(
             start=start,
@@ -89,15 +91,15 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
             relaxed=walk.relaxed | (takes_edge[:, None] & is_edge),
         )
 
-    # In each iteration, at least one row takes a relaxed edge and a new stretch, and the other rows do not change. A
-    # path has at most D edges, so the loop terminates.
+    # In each iteration, at least one row takes a relaxed edge and starts a new stretch. Rows that take none do not
+    # change. A path has at most D edges, so the loop terminates.
     initial_state = _WalkState(origin, stop, token, origin, jnp.zeros((batch,), jnp.float32), no_edges)
     final_state = jax.lax.while_loop(lambda walk: jnp.any(override(walk)[0]), continue_walk, initial_state)
     return _verdict(tree, final_state.stop, final_state.token, final_state.relaxed)
 
 
 def _depth(tree: DraftTree, node: Array) -> Array:
-    """Return the depth i32[B] of one node i32[B] per row."""
+    """Return the depth of one node per row, i32[B], given the node ids i32[B]."""
     if tree.is_chain:
         return node
     return pick_one(tree.depths, node)
@@ -108,8 +110,8 @@ def _verdict(tree: DraftTree, stop: Array, token: Array, relaxed: Array) -> Verd
     if tree.is_chain:
         path = jnp.minimum(jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None], stop[:, None])
         return Verdict(path=path, num_accepted=depth, next_token=token, relaxed=relaxed)
-    # Build the path from entry D down to entry 0. Entries beyond the depth of the stop repeat the stop node, and every
-    # other entry is the parent of the next entry.
+    # Build the path from entry D down to entry 0. Entries deeper than the stop node repeat it, and every other entry is
+    # the parent of the next entry.
     nodes = [stop]
     for entry in range(tree.max_depth, 0, -1):
         parent = pick_one(tree.parents, nodes[-1])

@@ -1,4 +1,4 @@
-"""Definitions of user-defined rules, which are named FILE.py:NAME or package.module:NAME.
+"""Definitions of user-defined rules, which users specify as FILE.py:NAME or package.module:NAME.
 
 A file is executed only if the user names it.
 """
@@ -26,7 +26,7 @@ _RANGES = {
 
 
 _TAKEN = {*REQUEST, "id", "prompt", "prompt_tokens"}
-"""Keys in a row of a prompts file that already have another meaning."""
+"""Keys that already have another meaning in a row of a prompts file."""
 
 
 def split(spec: str) -> tuple[str, str]:
@@ -40,7 +40,7 @@ def split(spec: str) -> tuple[str, str]:
 
 
 def is_own(spec: str) -> bool:
-    """Return True if a spec names a user-defined rule.
+    """Return True if a spec refers to a user-defined rule.
 
     >>> is_own("gates.py:entropy_gate"), is_own("mars"), is_own("learned:some/folder")
     (True, False, False)
@@ -91,7 +91,7 @@ def source_digest(spec: str) -> str | None:
 def _settings(spec: str, factory: Callable[..., Any]) -> list[Setting]:
     try:
         signature = inspect.signature(factory)
-        # The evaluation fails if an annotation refers to a name that only type checkers import.
+        # Evaluating an annotation fails if it refers to a name that is imported only for type checkers.
         with contextlib.suppress(Exception):
             signature = inspect.signature(factory, eval_str=True)
     except (TypeError, ValueError):
@@ -132,14 +132,14 @@ def _setting(parameter: inspect.Parameter) -> Setting | None:
         optional=parameter.default is None,
         ranges=_RANGES.get(kind, Range("a number")),
         choices=choices,
-        # In a prompts file, reserved names such as temperature and seed are settings of the request, not of the rule.
+        # In a prompts file, names such as `temperature` and `seed` are settings of the request, not of the rule.
         per_row=kind in _RANGES and parameter.name not in _TAKEN,
         help="",
     )
 
 
 def _kind(annotation: Any) -> tuple[type | None, dict[str, str]]:
-    """Return the type of an annotation, and its choices if it is a `Literal`; `float | None` counts as float."""
+    """Return the type that an annotation stands for, and the choices of a `Literal`. `float | None` counts as float."""
     if typing.get_origin(annotation) is typing.Literal:
         choice_names = typing.get_args(annotation)
         if all(isinstance(name, str) for name in choice_names):

@@ -1,4 +1,4 @@
-"""Ranges of settings, and thresholds that `calibrate` and `benchmark` try, from strict to loose; shared by rules."""
+"""Ranges and grids of thresholds that several rules share. Grids run from strict to loose; `calibrate` tries them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHOLE = Range("a whole number of at least 0", 0, LARGEST_INT)
 
 
 def share(words: str, grid: tuple[float, ...]) -> Range:
-    """Return the range of numbers in (0, 1], and inf."""
+    """Return the range that contains the numbers in (0, 1], and inf."""
     return Range(words, 0, 1, above=True, inf=True, grid=grid)
 
 

@@ -1,7 +1,7 @@
-"""Speculative sampling: verify sampled drafts with the probabilities from which they were sampled.
+"""Speculative sampling: verify sampled drafts using the probabilities from which they were sampled.
 
-p is the softmax of the processed target logits. q is the softmax of `tree.draft_logits`, or the one-hot of the drafted
-token if `draft_logits` is None.
+p is the softmax of the processed target logits. q is the softmax of `tree.draft_logits`, or the one-hot distribution of
+the drafted token if `draft_logits` is None.
 
 Tested against exact enumeration of tiny vocabularies (tests/verify/test_rejection.py) and of trees
 (tests/verify/test_siblings.py).
@@ -45,13 +45,14 @@ class Rejection(Rule):
 
     The output follows the target's distribution exactly, for any q.
 
-    By tokens (arXiv 2211.17192, 2302.01318): accept a drafted token x with probability min(1, p(x) / q(x)), and
-    otherwise emit a sample of norm((p - q)+). If all tokens are accepted, emit a sample of p. In a tree, siblings are
-    drawn without replacement and tried in order, each against the residuals of p and q that remain after the siblings
-    before it (see `siblings`).
+    Token by token (arXiv 2211.17192, 2302.01318): accept a drafted token x with probability min(1, p(x) / q(x)), and
+    otherwise emit a sample from norm((p - q)+). If all tokens are accepted, emit a sample from p. In a tree, siblings
+    are drawn without replacement and tried in order, each against the residuals of p and q that remain after the
+    siblings before it (see `siblings`).
 
     With `block=True` (arXiv 2403.10444), the drafted tokens of a chain are verified together. The expected number of
-    accepted tokens is then at least as large. Padding nodes shorten the draft. Rows at temperature 0 follow `exact`.
+    accepted tokens is then at least as large as with token-by-token verification. Padding nodes shorten the draft. Rows
+    at temperature 0 use `exact`.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -73,16 +74,17 @@ class Rejection(Rule):
         return self.relax(evidence, None), self
 
     def relax(self, evidence: Evidence, allowed: Allowance | None) -> Verdict:
-        """Verify like `__call__`, but when the rule stops, take an edge in `allowed` and continue.
+        """Verify like `__call__`, but instead of stopping, take an edge in `allowed` and continue.
 
         The edge is not taken if the rule would emit a stop token instead. The rule restarts after the relaxed token,
-        and verifies the tokens below as a new draft. With blocks, the verification of the new draft is only
+        and verifies the tokens below it as a new draft. With blocks, the verification of the new draft is only
         approximately lossless: its tokens influenced where the first block stopped, so they are no longer samples from
         q.
         """
         if self.block:
             check_chain(evidence.tree, self.name)
-        # In greedy rows, p is a one-hot, and rejection is the same as `exact`, which needs no sums over the vocabulary.
+        # In greedy rows, p is a one-hot distribution, so rejection is the same as `exact`, which needs no sums over the
+        # vocabulary.
         return if_greedy(
             evidence.controls,
             lambda: Exact().relax(evidence, allowed),
@@ -111,8 +113,8 @@ def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
     Args:
       evidence: evidence of the step.
       log_v: f32[B, N, V]; processed logits of the distribution that the output must follow, such as the target's.
-      allowed: edges that may be relaxed when the rule stops; None: no edges.
-      block: verify by blocks instead of by tokens; chains only.
+      allowed: edges that may be relaxed when the rule would stop; None allows no edges.
+      block: verify whole blocks instead of single tokens; chains only.
     """
     # Use different keys to accept tokens and to sample the next token, because the sample from the residual must not
     # depend on the random number that caused the rejection.
@@ -125,7 +127,8 @@ def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
     # In a chain, node ids are depths, so node `start` is at position `evidence.start + start`.
     def stretch(start: Array) -> tuple[Array, Array]:
         if block:
-            # The decision about a block depends on all of its random numbers, so the next block must use new ones.
+            # The decision about a block depends on all of its random numbers, so the next block must use different
+            # ones.
             block_keys = jax.vmap(jax.random.fold_in)(accept_keys, evidence.start + start)
             stop, scale = _block_stop(ratios, node_uniforms(block_keys, evidence.positions), start)
         else:
@@ -146,7 +149,7 @@ class _Ratios:
     log_q: Array | None  # f32[B, N, V]; draft logits, not normalised; None for a deterministic draft
     norm_p: Array  # f32[B, N]; logsumexp of log_p
     norm_q: Array | None  # f32[B, N]; logsumexp of log_q
-    ratio: Array  # f32[B, K]; entry i is p / q of the token of node i + 1, in [0, inf]
+    ratio: Array  # f32[B, K]; entry i is p / q for the token of node i + 1, in [0, inf]
 
     @staticmethod
     def of(tree: DraftTree, log_p: Array) -> _Ratios:
@@ -163,12 +166,12 @@ class _Ratios:
             # rejected.
             return jnp.minimum(drafted_logit - norm[:, :-1], 0.0)
 
-        # In a deterministic draft, q is 1 for each drafted token, so log(p / q) is log p.
+        # In a deterministic draft, q(x) is 1 for each drafted token x, so log(p / q) is log p.
         log_ratio = at_drafted(log_p, norm_p)
         if log_q is not None:
             norm_q = jax.nn.logsumexp(log_q, axis=-1)
             log_ratio = log_ratio - at_drafted(log_q, norm_q)
-        # The ratio is NaN if the token has probability 0 under both p and q. Replace it by 0, to reject the token.
+        # The ratio is NaN if the token has probability 0 under both p and q. Replace it with 0, to reject the token.
         return _Ratios(
             tree, leading(drafted >= 0), log_p, log_q, norm_p, norm_q, jnp.nan_to_num(jnp.exp(log_ratio))
         )
@@ -190,7 +193,7 @@ class _Ratios:
         If all drafted tokens were accepted, the weights are p.
         """
         p = jnp.exp(pick_one(self.log_p, stop) - pick_one(self.norm_p, stop)[:, None])
-        # Compute q at the same node. For a deterministic draft, q is the one-hot of the drafted token.
+        # Compute q at the same node. For a deterministic draft, q is the one-hot distribution of the drafted token.
         if self.log_q is None or self.norm_q is None:
             next_token = pick_one(following(self.tree), stop)
             q = (next_token[:, None] == jnp.arange(p.shape[-1], dtype=jnp.int32)[None]).astype(jnp.float32)
@@ -206,7 +209,7 @@ class _Ratios:
 def _token_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, Array]:
     """Find the node where token-wise rejection stops (Leviathan et al., arXiv 2211.17192, Algorithm 1).
 
-    The same algorithm is in Chen et al., arXiv 2302.01318.
+    Chen et al., arXiv 2302.01318, describe the same algorithm.
 
     Returns:
       The node i32[B], and the scale of p for the residual, f32[B].

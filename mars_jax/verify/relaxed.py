@@ -45,15 +45,16 @@ def base_setting(default: str = "exact") -> Any:
 class Relaxed(Lossy):
     """Base class of rules that accept some edges that a strict rule rejects. Subclass it to write such a rule.
 
-    A subclass defines either `low`, which returns the nodes where the target's runner-up is as good as its top token,
-    or `relaxable`, which returns the edges that may be relaxed. `max_relaxed_run` limits the number of consecutive
-    relaxed edges, and `max_relaxed` limits the relaxed edges per step. With `cost` and `spend`, a rule can limit the
-    total cost of the relaxed edges in the whole output of a row. The remaining budget is then part of the rule's state.
+    A subclass defines either `low`, which returns the nodes at which the target's runner-up is about as good as its top
+    token, or `relaxable`, which returns the edges that may be relaxed. `max_relaxed_run` limits the number of
+    consecutive relaxed edges, and `max_relaxed` limits the number of relaxed edges per step. With `cost` and `spend`, a
+    rule can limit the total cost of the relaxed edges in the whole output of a row. The remaining budget is then part
+    of the rule's state.
 
-    This class implements the guards. An exact sibling has priority over a relaxed one. Nothing is relaxed in strict
-    rows, in strict spans, and in the exact prefix. Padding, and tokens that a ban or a constraint forbids, are never
-    relaxed. No edge is relaxed if the drafted token, the target's top token, or the token that the base would emit is
-    a stop token.
+    This class implements the guards. An exact sibling has priority over a relaxed one. No edge is relaxed in strict
+    rows, in strict spans or in the exact prefix. Edges to padding, and to tokens that a ban or a constraint forbids,
+    are never relaxed. No edge is relaxed if the drafted token, the target's top token, or the token that the base would
+    emit is a stop token.
     """
 
     base: Any = base_setting()  # an Exact or Rejection object, or the name of the rule
@@ -66,7 +67,7 @@ class Relaxed(Lossy):
         word="any",
         flag=True,
     )
-    max_relaxed: Any = None  # i32[] or [B]; maximum number of relaxed tokens per step; None: no limit
+    max_relaxed: Any = None  # i32[] or [B]; maximum number of relaxed tokens per step; None for no limit
     needs: ClassVar[tuple[str, ...]] = ("draft",)
 
     def __post_init__(self) -> None:
@@ -86,7 +87,7 @@ class Relaxed(Lossy):
         return over(type(self).__name__.lower(), self.base)
 
     def low(self, evidence: Evidence) -> Array:
-        """Return a mask bool[B, N] of the nodes where the target's runner-up is acceptable as the next token."""
+        """Return a mask bool[B, N] of the nodes at which the target's runner-up is acceptable as the next token."""
         raise MarsError(
             f"the rule {type(self).__name__} defines no relaxation: give it a method low or relaxable."
         )
@@ -94,8 +95,8 @@ class Relaxed(Lossy):
     def relaxable(self, evidence: Evidence) -> Array:
         """Return a mask bool[B, N] of the nodes whose incoming edge may be relaxed.
 
-        By default, an edge may be relaxed if the node contains one of the target's two best tokens, and `low` is True
-        at its parent.
+        By default, the edge into a node may be relaxed if the node's token is one of the target's two best tokens and
+        `low` is True at its parent.
         """
         shape = evidence.tree.tokens.shape
         low_margin = _spread(self.low(evidence), shape)
@@ -105,7 +106,7 @@ class Relaxed(Lossy):
     def cost(self, evidence: Evidence) -> tuple[Array, Array] | None:
         """Return the cost of relaxing the edge into each node, f32[B, N], and the remaining budget of each row, f32[B].
 
-        By default, return None: the total cost is not limited.
+        By default, return None, which sets no limit on the total cost.
         """
         return None
 
@@ -140,7 +141,8 @@ class Relaxed(Lossy):
         guarded_edges = self.guarded(evidence)
         check_array(self, "guarded", guarded_edges, "bool", evidence.tree.tokens.shape)
         allowed = Allowance(guarded_edges, self.max_relaxed_run, cost, budget, self.max_relaxed)
-        # The base verifies strictly. When it would stop, it takes an allowed edge, unless it would emit a stop token.
+        # The base verifies strictly. When it would stop, it takes an allowed edge instead, unless it would emit a stop
+        # token.
         verdict = self.base.relax(evidence, allowed)
         if cost is None or budget is None:
             return verdict, self
@@ -164,7 +166,7 @@ class Relaxed(Lossy):
 
 
 def _spread(value: Array, shape: tuple[int, ...]) -> Array:
-    """Broadcast an array to `shape` if each of its dimensions has the right size or size 1.
+    """Broadcast an array to `shape` if each of its dimensions already has the right size or has size 1.
 
     Return any other value unchanged.
     """
@@ -180,9 +182,9 @@ def over(name: str, base: Rule) -> str:
 
 
 def runner_up_edges(evidence: Evidence, low: Array) -> Array:
-    """Return a mask bool[B, N] of the edges that lead to one of the target's two best tokens at a low margin.
+    """Return a mask bool[B, N] of the edges from a node with a low margin to one of the target's two best tokens.
 
-    `low` bool[B, N] is True at nodes with a low margin. An edge is included if its parent is such a node.
+    `low` bool[B, N] is True at nodes with a low margin.
     """
     tree, stats = evidence.tree, evidence.stats
     # id1 and id2 are the target's top token and its runner-up at each node.

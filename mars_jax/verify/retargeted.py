@@ -1,4 +1,4 @@
-"""Base class of rules that use rejection sampling with a distribution other than the target's.
+"""Base class of rules that apply rejection sampling with a distribution other than the target's.
 
 Tested against exact enumeration (tests/verify/test_distributions.py).
 
@@ -26,21 +26,21 @@ from mars_jax.verify.rejection import Rejection, block_setting, check_chain, ver
 
 @struct.dataclass(kw_only=True)
 class Retargeted(Lossy):
-    """Base class of rules that verify drafts by rejection against a distribution v instead of the target's p.
+    """Base class of rules that verify drafts by rejection sampling with a distribution v in place of the target's p.
 
-    The output follows v. Subclass it to write a rule such as a mixture, lenience, or a cascade of distributions, and
-    define v in the method `target`. This class excludes tokens from v that a constraint or a ban forbids. It uses p
-    instead of v in strict rows, in the exact prefix, in rows at temperature 0, and for the token after the draft, which
-    has no q. A draft tree must have been sampled from q. If v depends on the drafted token, add "chain" to `needs`,
-    because a node of a tree may have several children with different tokens.
+    The output follows v. To write a rule such as a mixture, lenience, or a cascade of distributions, derive from this
+    class and define v in the method `target`. This class excludes from v the tokens that a constraint or a ban forbids.
+    It uses p instead of v in strict rows, in the exact prefix, in rows at temperature 0, and for the token after the
+    draft, which has no q. A draft that is a tree must have been sampled from q. If v depends on the drafted token, add
+    "chain" to `needs`, because a node of a tree may have several children with different tokens.
     """
 
-    block: bool = block_setting()  # verify by blocks; chains only
+    block: bool = block_setting()  # verify whole blocks instead of single tokens; chains only
     needs: ClassVar[tuple[str, ...]] = ("draft", "q")
 
     @property
     def base(self) -> Rejection:
-        """Lossless rule that strict rows follow."""
+        """The lossless rule that is used in strict rows."""
         return Rejection(block=self.block)
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
@@ -67,7 +67,7 @@ class Retargeted(Lossy):
 
         def retargeted() -> Verdict:
             # p is the target's distribution after temperature and filters. `follows_p` marks the nodes that use p, and
-            # all other nodes use v. The logits of a node verify its children, whose depth is larger by one.
+            # all other nodes use v. The logits of a node verify its children, which are one level deeper.
             log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls))
             is_leaf = ~_has_children(evidence.tree)
             follows_p = evidence.tree.depths < self.strict_edges(evidence)[:, None]
@@ -77,7 +77,7 @@ class Retargeted(Lossy):
             log_v = self.target(log_p, _log_q(evidence, is_leaf, log_p), evidence)
             check_array(self, "target", log_v, "floating", log_p.shape)
             if evidence.controls.guides is not None or evidence.controls.edits is not None:
-                # The draft may give forbidden tokens a positive probability. Exclude these tokens from v.
+                # The draft may assign a positive probability to forbidden tokens. Exclude these tokens from v.
                 log_v = jnp.where(evidence.logits > -jnp.inf, log_v, -jnp.inf)
                 # If v then excludes all tokens, use p.
                 is_empty = jnp.max(log_v, axis=-1, keepdims=True) == -jnp.inf
@@ -88,18 +88,18 @@ class Retargeted(Lossy):
 
 
 def _has_children(tree: DraftTree) -> Array:
-    """Return whether each node has a child that is not padding, bool[B, N]."""
+    """Return bool[B, N], True if a node has a child that is not padding."""
     if tree.is_chain:
         return jnp.pad(tree.tokens[:, 1:] >= 0, ((0, 0), (0, 1)))
-    # Entry [b, i, j] of this bool[B, N, N] is True if node j is a child of node i, and not padding.
+    # Entry [b, i, j] of this array bool[B, N, N] is True if node j is a child of node i and is not padding.
     node_ids = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None, :, None]
     return jnp.any((tree.parents[:, None] == node_ids) & (tree.tokens >= 0)[:, None], axis=2)
 
 
 def _log_q(evidence: Evidence, ends: Array, log_p: Array) -> Array:
-    """Return the log probabilities f32[B, N, V] of the draft at each node. `ends` marks nodes without children."""
+    """Return the draft's log probabilities at each node, f32[B, N, V]. `ends` marks the nodes without children."""
     if evidence.tree.draft_logits is None:
-        # Use the one-hot of the token drafted after each node. NO_TOKEN matches no token.
+        # Use the one-hot distribution of the token drafted after each node. NO_TOKEN matches no token.
         ids = jnp.arange(log_p.shape[-1], dtype=jnp.int32)[None, None]
         log_q = jnp.where(ids == following(evidence.tree)[..., None], 0.0, -jnp.inf)
     else:

@@ -1,7 +1,7 @@
-"""Rejection sampling in a tree: siblings are tried in order, each against the residual that remains of p.
+"""Rejection sampling in a tree: siblings are tried in order, each against the residual of p left by earlier siblings.
 
-Tested against exact enumeration of the drafts, of the intervals of the random numbers and of the emitted tokens, and a
-chi-square test of the whole rule (tests/verify/test_siblings.py).
+Tested against an exact enumeration of drafts, random-number intervals and emitted tokens, and with a chi-square test of
+the whole rule (tests/verify/test_siblings.py).
 
 Dimensions: B batch, N nodes, V vocabulary.
 """
@@ -26,14 +26,14 @@ class Residual(NamedTuple):
     """Loop carry of the descent: the current node of each row, and the residuals of p and q."""
 
     node: Array  # i32[B]; current node
-    tried: Array  # i32[B]; child that was rejected last; equal to `node` if no child was rejected
+    tried: Array  # i32[B]; the child rejected last, or `node` if no child has been rejected
     rank: Array  # i32[B]; number of rejected children
     p: Array  # f32[B, V]; residual of p, normalised
-    q: Array  # f32[B, V]; residual of q, normalised; all 0 for a deterministic draft
+    q: Array  # f32[B, V]; residual of q, normalised; 0 everywhere for a deterministic draft
 
 
 def sibling_stretch(evidence: Evidence, log_v: Array, accept_keys: Array, draw_keys: Array) -> Stretch:
-    """Return a function that descends a tree by rejection sampling, and samples a token where it stops.
+    """Return a function that descends a tree by rejection sampling, and samples a token at the node where it stops.
 
     Args:
       evidence: evidence of the step.
@@ -61,8 +61,8 @@ def descend(
 ) -> tuple[Array, Array]:
     """Descend a tree by rejection sampling, for siblings that were drawn from q without replacement.
 
-    Siblings are tried in the order of their ids. At a node with distributions p and q, accept the first child x if
-    u <= p(x) / q(x), for a random number u. Otherwise, replace p by norm((p - q)+), set q(x) to 0, normalise q, and try
+    Siblings are tried in the order of their ids. At a node with distributions p and q, accept the first child x if u <=
+    p(x) / q(x), for a random number u. Otherwise, replace p with norm((p - q)+), set q(x) to 0, normalise q, and try
     the next child against these residuals. If no child is accepted, the next token must be drawn from the residual of
     p. See SpecInfer (arXiv 2305.09781, Algorithm 2), and EAGLE (arXiv 2401.15077) for siblings without replacement.
 
@@ -70,14 +70,14 @@ def descend(
     This is correct if the token after a rejection follows norm((p - q)+). Given that x was rejected, the next child is
     a sample of q without x, so the same argument applies to the residuals, by induction. After the last child, the
     token is drawn from the residual itself. The proof holds for any number of children, provided that the presence of a
-    child in the tree does not depend on its token. For a deterministic draft, q is the one-hot of each child in turn,
-    and the residual of p excludes the rejected tokens.
+    child in the tree does not depend on its token. For a deterministic draft, q is the one-hot distribution of each
+    child in turn, and the residual of p excludes the rejected tokens.
 
     Args:
       tree: the draft. The children of node i were drawn from softmax(draft_logits[:, i]), or are deterministic.
       log_v: f32[B, N, V]; processed logits of p, the distribution that the output must follow.
-      uniform: returns the random numbers u f32[B], given the number of siblings rejected before and the depth of the
-        child, i32[B] each.
+      uniform: function that returns the random numbers u f32[B], given the number of siblings already rejected and the
+        depth of the child, i32[B] each.
       start: i32[B]; node where the descent starts.
 
     Returns:
@@ -87,7 +87,7 @@ def descend(
     ids = jnp.arange(n, dtype=jnp.int32)[None]
 
     def fresh(node: Array) -> Residual:
-        """Return the loop carry of rows that have just reached a node i32[B], and have not tried any child."""
+        """Return the loop carry for rows that have just reached `node` i32[B] and have not tried any child."""
         p = jax.nn.softmax(pick_one(log_v, node))
         if tree.draft_logits is None:
             q = jnp.zeros_like(p)
@@ -106,7 +106,8 @@ def descend(
         is_child, child = child < n, jnp.minimum(child, n - 1)
         token = jnp.maximum(pick_one(tree.tokens, child), 0)
         is_x = jnp.arange(carry.p.shape[-1], dtype=jnp.int32)[None] == token[:, None]
-        # In a deterministic draft, each child was chosen with probability 1, so its q is the one-hot of x.
+        # In a deterministic draft, each child was chosen with probability 1, so q is the one-hot distribution of its
+        # token x.
         q = carry.q
         if tree.draft_logits is None:
             q = jnp.where(is_x, 1.0, 0.0)
@@ -136,5 +137,5 @@ def descend(
 
 
 def _at_token(weights: Array, token: Array) -> Array:
-    """Return the weight f32[B] of one token i32[B] per row, from weights f32[B, V]."""
+    """Return the weight of one token per row, f32[B], given the weights f32[B, V] and the token ids i32[B]."""
     return at_tokens(weights[:, None], jnp.zeros_like(token)[:, None], token[:, None])[:, 0]

@@ -44,7 +44,7 @@ class TopK(Relaxed):
         help="number of the target's best tokens that are acceptable; 0 never relaxes",
         kw_only=False,
     )
-    # f32[] or [B]; maximum distance of the log probability from the best one, in nats
+    # f32[] or [B]; maximum difference between the best token's log probability and an accepted token's, in nats
     delta: Any = struct.setting(
         default=0.6,
         ranges=nats("a finite number of at least 0", NATS),

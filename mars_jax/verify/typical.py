@@ -29,8 +29,8 @@ class Typical(Relaxed):
     Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): accept a drafted token x if
     p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy in nats.
 
-    The threshold is lower if the target is uncertain. p is the target's distribution at temperature 1, whatever the
-    temperature of the row. The rule is lossy. At epsilon 1 and delta inf, it equals `base` bit for bit.
+    The threshold is lower if the target is uncertain. Here p is the target's distribution at temperature 1, regardless
+    of the row's temperature. The rule is lossy. With epsilon 1 and delta inf, it equals `base` bit for bit.
 
     >>> import jax
     >>> from mars_jax import verify
@@ -49,7 +49,7 @@ class Typical(Relaxed):
         help="probability above which a token is always accepted",
         kw_only=False,
     )
-    # f32[] or [B]; factor of exp(-entropy)
+    # f32[] or [B]; coefficient of exp(-entropy)
     delta: Any = struct.setting(
         default=0.3,
         ranges=Range("a number above 0; inf leaves it to epsilon", 0, above=True, grid=ODDS),
