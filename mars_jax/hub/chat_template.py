@@ -3,7 +3,7 @@
 transformers runs them in Jinja's sandbox. The sandbox protects Python's internals but limits neither memory nor time:
 `{{ 'x' * 10**10 }}` takes 10 GB, and three nested loops over `range(99999)` never finish. `BoundedEnvironment` limits
 the CPU time of each rendering, the total size of the values that it creates, and the size of the operands of each
-operation. Tested against the sandbox itself (tests/hub/test_chat_template.py).
+operation. Tested against Jinja's own sandbox (tests/hub/test_chat_template.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mars_jax.utils.limits import PROMPT_BYTES, TEMPLATE_BYTES, TEMPLATE_SECONDS
 _NUMBER_BITS = 1 << 16
 """Maximum size of an integer in bits. The time of a multiplication grows with the square of the size."""
 _ITEM = 64
-"""Size in characters that `_size` counts for every value that is not a string."""
+"""Size in characters that `_size` assigns to each value other than a string."""
 _COUNT = 1 << 24
 """Largest integer that a template may use as a repeat count or a width."""
 _LINEAR = (
@@ -37,14 +37,14 @@ _LINEAR = (
     *("removeprefix", "removesuffix", "default", "d", "truncate", "map", "select", "reject"),
     *("selectattr", "rejectattr", "sort", "unique", "groupby", "dictsort"),
 )
-"""Methods and filters that need no limit on their operands: their result is at most as large as the operands."""
+"""Methods and filters whose operands need no limit, because the result is at most as large as the operands."""
 _REFUSED = (
     *("encode", "decode", "generate_lorem_ipsum"),
     *("pprint", "urlize", "striptags", "xmlattr", "wordwrap"),
 )
 """Functions and filters that may take unbounded time even for small arguments."""
 _WIDTH = re.compile(r"\d{7,}|%[-+ #0]*[\d.]*\*|\{[^{}]*:[^{}]*\{")
-"""Pattern of a field width in a format string that is a million or more, or that is itself an argument."""
+"""Pattern for a format string with a field width of a million or more, or with a width that is itself an argument."""
 
 
 def _size(value: object) -> int:
@@ -67,13 +67,13 @@ def _size(value: object) -> int:
             pending += [*item, *item.values()]
         elif isinstance(item, list | tuple):
             pending += item
-        elif isinstance(item, Sequence | MappingView):  # such as a range
+        elif isinstance(item, Sequence | MappingView):  # for example, a range
             size += _ITEM * len(item)
     return size
 
 
 def _factor(operand: object) -> int:
-    """Return an upper bound on how many times an operand may repeat the other operand."""
+    """Return an upper bound on how many times one operand may repeat the other."""
     if not isinstance(operand, int):
         return _size(operand)
     if abs(operand) > _COUNT:
@@ -100,7 +100,7 @@ class _Hooks(NodeTransformer):
 
     def visit_For(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
         self.generic_visit(node)
-        # An empty output at the start of the body checks the time in every iteration or call.
+        # Insert an empty output at the start of the body, to check the time in every iteration or call.
         empty = nodes.Const("", lineno=node.lineno)
         node.body.insert(0, nodes.Output([_filtered(empty, " new")], lineno=node.lineno))
         return node
@@ -147,7 +147,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._remaining, self._deadline = TEMPLATE_SIZE, time.thread_time() + TEMPLATE_SECONDS
 
     def _new(self, value: Any) -> Any:
-        """Count a value that the template has created, check the time, and return the value."""
+        """Subtract the size of a new value from the remaining size, check the time, and return the value."""
         self._remaining -= _size(value)
         if self._remaining < 0:
             raise TemplateError(f"its values have more than {TEMPLATE_SIZE:,} characters")
@@ -156,7 +156,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _check(self, name: str, value: object, arguments: Sequence[object]) -> None:
-        """Raise TemplateError if an operation's result or run time may grow as the product of large operands."""
+        """Raise TemplateError for unsupported operations, and if the operands' sizes multiply to more than the
+        limit."""
         if name in _REFUSED:
             raise TemplateError(f"{name} is not supported")
         if (
@@ -177,8 +178,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 raise TemplateError(f"the operands of {name} multiply to more than {2 * TEMPLATE_SIZE:,}")
 
     def _limited(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wrap a filter to check its operands and count its result."""
-        first = int(hasattr(function, "jinja_pass_arg"))  # index of the value: 1 if the context comes first
+        """Wrap a filter so that its operands are checked and its result counts towards the limit."""
+        first = int(hasattr(function, "jinja_pass_arg"))  # index of the filtered value: 1 if the context precedes it
 
         @functools.wraps(function)
         def limited(*args: Any, **options: Any) -> Any:
@@ -202,12 +203,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self._new(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, function: Any, /, *args: Any, **options: Any) -> Any:  # pyright: ignore
-        """Call a function, a macro, or a method after checking its operands."""
+        """Call a function, a macro, or a method after checking its arguments."""
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps `str.format`
         name, owner = getattr(method, "__name__", ""), getattr(method, "__self__", None)
         if name in _REFUSED or isinstance(owner, str | bytes | int):
             # Turn iterators into lists, because measuring an iterator would consume it. For `separator.join(items)`,
-            # the items are the value.
+            # check `items` as the value and `separator` as its argument.
             args = tuple(list(item) if isinstance(item, Iterator) else item for item in args)
             value, *arguments = (args[0], owner) if name == "join" and args else (owner, *args)
             named = [item for key, item in options.items() if key not in ("_loop_vars", "_block_vars")]
@@ -230,8 +231,7 @@ _replacing = threading.RLock()
 def bounded_templates() -> Iterator[None]:
     """Make transformers render chat templates in a `BoundedEnvironment`, one thread at a time.
 
-    Inside the context, a private function of transformers is replaced, because it accepts no environment as an
-    argument.
+    Within the context, a private function of transformers is replaced, because it has no parameter for an environment.
     """
     module: Any = importlib.import_module("transformers.utils.chat_template_utils")
     with _replacing:

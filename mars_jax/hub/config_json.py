@@ -116,7 +116,7 @@ def read_json(path: Path, max_bytes: int = JSON_BYTES) -> JsonObject:
         raise MarsError(
             f"there is no readable {path.name} in '{path.parent}' ({error.strerror}): give a checkpoint's directory."
         ) from None
-    except (ValueError, RecursionError) as error:  # RecursionError: lists nested 100,000 deep
+    except (ValueError, RecursionError) as error:  # RecursionError: lists nested 100,000 levels deep
         raise MarsError(f"'{path}' is not valid JSON ({error}): download the checkpoint again.") from None
     if not isinstance(data, dict):
         raise MarsError(f"'{path}' holds {type(data).__name__}, not an object: download it again.")

@@ -36,11 +36,11 @@ class Conversion(NamedTuple):
 
     dtype: str  # floating-point dtype of all arrays that are not quantised
     bits: int | None  # bits per weight of matrices; None if they are not quantised
-    checksums: dict[str, int]  # CRC-32 by file in `WEIGHTS`
+    checksums: dict[str, int]  # CRC-32 of each file in `WEIGHTS`, keyed by file name
 
     @property
     def stored(self) -> str:
-        """The conversion's dtype in the terms of `convert`: "int8" or "int4" for quantised matrices, else `dtype`."""
+        """The conversion's dtype as `convert` names it: "int8" or "int4" for quantised matrices, else `dtype`."""
         return next((name for name, bits in settings.BITS.items() if bits == self.bits), self.dtype)
 
 
@@ -69,7 +69,7 @@ def restore_params(
       check: whether to verify the checksum of each file.
 
     Raises:
-      MarsError: the conversion cannot be cast to `dtype`, is damaged, or does not fit its config.
+      MarsError: the conversion cannot be cast to `dtype`, is damaged, or does not match its config.
     """
     conversion = read_manifest(directory)
     stored = conversion.stored
@@ -133,7 +133,7 @@ def _read_array(path: Path, array: Weight, floating: str, sharding: Sharding | N
         form = form_with(len(names), "uint8" if values.get_dtype() == "U8" else "int8")
         if form is None:
             return _place(values, Leaf(array.shape, dtype_of(array, floating), sharding))
-        # Values of an `Int4` matrix are [in / G, G, out]. Other forms ignore the group.
+        # Values of an `Int4` matrix are [in / G, G, out]. Other forms ignore the group size G.
         expected = form.leaves(array.shape, sharding, values.get_shape()[1])
         fields = [_place(file.get_slice(name), leaf) for name, leaf in zip(FIELDS, expected, strict=False)]
     return form(*fields, dtype=jnp.dtype(floating))

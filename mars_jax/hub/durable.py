@@ -70,7 +70,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically, and return once it is on disk under its name.
+    """Write a file atomically, and return once it is on disk under its final name.
 
     Raises:
       OSError: the file cannot be written.

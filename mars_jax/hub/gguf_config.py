@@ -42,10 +42,10 @@ ARCHITECTURES = {
     "gpt-oss": "GptOssForCausalLM",
 }
 _STOPS = ("eos", "eot", "eom")
-"""Names in the metadata of the tokens that end a text, a turn and a message."""
+"""Metadata names of the tokens that end a text, a turn and a message."""
 _27B = {"gemma2": 46, "gemma3": 62}
-"""Number of layers of the 27B models, by architecture. Their query scale is hidden size / heads, which no metadata key
-records."""
+"""Number of layers of the 27B models, by architecture. In these models, `query_pre_attn_scalar` is hidden size / heads,
+which no metadata key records."""
 _WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}
 """Period of the layers without a sliding window, as in llama.cpp and `hub.families`."""
 _GATING = {"glm4moe": 2, "gpt-oss": 3}
@@ -97,7 +97,7 @@ def read_gguf_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
 
 
 def packs_experts(file: GGUFFile) -> bool:
-    """Return whether a file has experts in MXFP4 that `models.quantize.Mxfp4` can hold."""
+    """Return whether a file has experts in MXFP4 that can be loaded as `models.quantize.Mxfp4`."""
     return file.architecture == "gpt-oss" and any(t.kind.name == "MXFP4" for t in file.tensors.values())
 
 
@@ -190,7 +190,7 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
     if config.delta is not None:
         is_recurrent = [i in config.delta.layers for i in range(config.num_layers)]
         neutral["attention.recurrent_layers"] = (is_recurrent,)
-        del neutral["rope.dimension_sections"]  # a token of text has the same position in each section
+        del neutral["rope.dimension_sections"]  # text tokens have the same position in every section
     if config.rope.query_growth:
         # Ministral 3's mscale equals its mscale_all_dim, so its YaRN does not scale cos and sin.
         neutral["rope.scaling.yarn_log_multiplier"] = (1,)
@@ -206,7 +206,7 @@ def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
 
 
 def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
-    """Return whether a value, or each value of a list with one per layer, is neutral up to float32 rounding."""
+    """Return whether a value, or every value in a per-layer list, is neutral up to float32 rounding."""
     if value in neutral:
         return True
     numbers = [number for number in neutral if not isinstance(number, list)]
@@ -232,7 +232,7 @@ def _gemma(file: GGUFFile, data: JsonObject) -> JsonObject:
 def _ministral(file: GGUFFile, data: JsonObject) -> JsonObject:
     growth = _decimal(file.of_model("attention.temperature_scale") or None)
     if growth is None:
-        return {"architectures": ["LlamaForCausalLM"]}  # the same forward pass, without a window
+        return {"architectures": ["LlamaForCausalLM"]}  # has the same forward pass, but no window
     scaling = data["rope_scaling"] or {}
     return {"rope_scaling": scaling | {"attention_factor": 1.0, "llama_4_scaling_beta": growth}}
 
@@ -321,7 +321,7 @@ _FAMILIES |= {"qwen2moe": _qwen_moe, "qwen3moe": _qwen_moe, "qwen35": _delta, "q
 
 
 def _number(file: GGUFFile, key: str, default: int | None = None) -> int | None:
-    """Return a size from the metadata. If the file lists one size per layer, all of them must be equal."""
+    """Return a size from the metadata. If the file lists a size for each layer, all sizes must be the same."""
     value = file.of_model(key, default)
     if isinstance(value, list):
         if len(set(value)) != 1:

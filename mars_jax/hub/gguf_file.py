@@ -1,8 +1,8 @@
 """Reader for the metadata and tensors of GGUF files, the format of llama.cpp. It runs no code from the file.
 
 Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3. The file is read, not memory-mapped. The reader in the package
-gguf maps the file, so that its pages count as memory of this process, and creates two arrays per token. Tested against
-the package's writer and its `dequantize` (tests/hub/test_gguf.py).
+gguf memory-maps the file, whose pages then count as this process's memory, and creates two arrays per token. Tested
+against the package's writer and its `dequantize` (tests/hub/test_gguf.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GGUFTensor(NamedTuple):
     version: Version  # version of that file when its header was read
 
     def part(self, first: int, *shape: int) -> GGUFTensor:
-        """Return the tensor of this shape whose data begin at row `first`."""
+        """Return a tensor of the given shape whose data begins at row `first` of this one."""
         begin = self.begin + first * _size(math.prod(self.shape[1:]), self.kind)
         return self._replace(shape=shape, begin=begin)
 
@@ -208,7 +208,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         raise MarsError(f"'{path}' needs the package gguf: pip install gguf.") from None
     except OSError as error:
         raise MarsError(f"'{path}' cannot be read ({error}).") from None
-    except Exception as error:  # a damaged byte may raise anything from ValueError to RecursionError
+    except Exception as error:  # a damaged byte may cause anything from ValueError to RecursionError
         raise MarsError(
             f"'{path}' is truncated, corrupt or no GGUF file ({first_line(error)}): download it again."
         ) from None
@@ -268,7 +268,7 @@ class _Header:
         return self._take(self._number())
 
     def _texts(self, count: int) -> list[bytes]:
-        """Read strings like `_text`, but faster, because a vocabulary has hundreds of thousands of them."""
+        """Read several strings, faster than by calling `_text`: a vocabulary has hundreds of thousands of them."""
         read, unpack, texts = self._file.read, struct.Struct("<Q").unpack, []
         limit = min(self._size, GGUF_HEADER_BYTES)
         for _ in range(count):

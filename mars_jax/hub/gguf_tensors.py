@@ -2,11 +2,11 @@
 
 4-bit blocks (Q4_0, Q4_1 and Q4_K) are converted to the layout of `models.quantize.Int4`. Their format is defined in
 ggml-org/ggml: `block_q4_0`, `block_q4_1` and `block_q4_K` of ggml-common.h, and `get_scale_min_k4` of ggml-quants.c. A
-block of 32 weights consists of a float16 scale d, in Q4_1 also a float16 minimum m, and 16 bytes: byte j holds weight j
-in its low half and weight j + 16 in its high half.
+block of 32 weights consists of a float16 scale d, a float16 minimum m (only in Q4_1), and 16 bytes. Byte j stores
+weight j in its low half and weight j + 16 in its high half.
 
-In Q4_K, eight blocks share two float16 factors, which multiply the 6-bit integer scales and offsets of the blocks;
-32 bytes hold one block in their low halves and the next one in their high halves. The scale in Q4_K is a product, and
+In Q4_K, eight blocks share two float16 factors, which multiply the 6-bit integer scales and offsets of the blocks; 32
+bytes store one block in their low halves and the next block in their high halves. The scale in Q4_K is a product, and
 rounding it to float16 adds a relative error of at most 2^-11. In Q4_0 and Q4_1 no weight is rounded again.
 
 A block of MXFP4 (`block_mxfp4`) consists of the exponent of its scale and 16 bytes, whose halves are ordered as in
@@ -64,7 +64,8 @@ def gguf_tensors(path: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]
     [kind] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture]
     names = gguf.get_tensor_name_map(kind, config.num_layers)
     canonical_names = {_gguf_name(names, row.name): row.name for row in stored_tensors(config)}
-    # Keep wider matrices only if the file also has 4-bit ones. In other files all matrices may be rounded to 4 bits.
+    # Keep matrices of more than 4 bits at 8 bits only if the file also has 4-bit matrices. In other files, all matrices
+    # may be rounded to 4 bits.
     has_4_bits = any(tensor.kind.name in _KINDS for tensor in file.tensors.values())
     tensors = {
         canonical_names.get(name, name): _tensor(file, name, config, keep_wider=has_4_bits)
@@ -94,8 +95,8 @@ def _split(file: GGUFFile, config: ModelConfig) -> dict[str, GGUFTensor]:
         if has_modules and block is not None and int(block[1]) >= config.num_layers:
             continue
         is_stack = stem.endswith("_exps") and len(inner) == 2 and rows == config.num_experts
-        # A matrix can be split at any row, because its rows consist of whole blocks. A vector can be split only in
-        # float32.
+        # A matrix can be split at any row, because its rows consist of whole blocks. A vector can be split only if it
+        # is stored in float32.
         has_rows = inner or tensor.kind.name == "F32"
         if is_stack and config.family != "gpt_oss":
             for i in range(rows):
@@ -158,7 +159,7 @@ def _value_heads(delta: Delta) -> np.ndarray:
 
 
 def _row_order(name: str, delta: Delta) -> np.ndarray | None:
-    """Return the stored row of each row of a tensor; None if the rows have no value heads."""
+    """Return the index in the file of each row of a tensor; None if its rows do not belong to value heads."""
     query_key_rows, size = 2 * delta.key_heads * delta.key_dim, delta.value_dim
     # For each tensor: the first row of its value heads, and the number of rows per head.
     value_rows = {
@@ -227,8 +228,8 @@ def _blocks(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.nda
         shared = data.reshape(-1, 144)
         factors = np.ascontiguousarray(shared[:, :4]).view(np.float16).astype(np.float32)
         low, mid, high = (shared[:, 4 + i : 8 + i] for i in (0, 4, 8))
-        # Unpack scales and minimums, first of blocks 0 to 3, then of blocks 4 to 7, whose two upper bits are stored in
-        # the unused upper bits of the former.
+        # Unpack scales and minimums: first those of blocks 0 to 3, then those of blocks 4 to 7, whose upper two bits
+        # are stored in unused bits of the first four.
         steps = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
         minimums = np.concatenate([mid & 63, high >> 4 | mid >> 6 << 4], axis=-1)
         pairs = shared[:, 16:].reshape(-1, 4, 32)

@@ -30,7 +30,7 @@ Build = Callable[[GGUFFile, dict[str, tuple[int, int]]], "tuple[Tokenizer, bool]
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's symbol for a space
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-"""Names of the special tokens in transformers, and in the metadata."""
+"""Names of the special tokens in the metadata, keyed by their names in transformers."""
 
 
 class _Split(NamedTuple):
@@ -107,7 +107,7 @@ def plain_tokenizer(file: GGUFFile) -> Tokenizer:
 
 
 def gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
-    """Return `plain_tokenizer` as a transformers tokenizer with its chat template. PyTorch is not needed.
+    """Return the result of `plain_tokenizer` as a transformers tokenizer with a chat template, without using PyTorch.
 
     Raises:
       MarsError: see `plain_tokenizer`.
@@ -203,7 +203,7 @@ def _byte_level(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Toke
 
 
 def _sentencepiece(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Tokenizer, bool]:
-    """Build a sentencepiece BPE tokenizer, which merges the highest-scoring pair. Return the same as `_byte_level`."""
+    """Build a sentencepiece BPE tokenizer, which merges the highest-scoring pair. See `_byte_level` for the result."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = file.get("tokenizer.ggml.scores")

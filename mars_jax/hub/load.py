@@ -62,7 +62,7 @@ def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
 
 
 def read_path(path: Path) -> tuple[ModelConfig, str | None]:
-    """Read the config of a directory or a GGUF file, and its dtype; None if it has no single dtype."""
+    """Read the config of a directory or a GGUF file, and its dtype, or None if it has no single dtype."""
     if is_gguf(path):
         return gguf_config.read_gguf_config(read_gguf(path))
     return read_directory(path)
@@ -125,8 +125,8 @@ def load(
       cache_dtype: dtype of keys and values: "float32", "bfloat16", or "int8", which stores 8 bits per number and
         a scale for each token and head. The default is the dtype of the weights, but float32 on a CPU, where XLA would
         widen the whole bfloat16 cache at every step.
-      prefill_chunk: prompt tokens per forward pass; default: chosen by backend and buffer. Draft models that are
-        loaded for this target use the same value.
+      prefill_chunk: prompt tokens per forward pass; default: chosen from the backend, the size of the buffer and the
+        number of rows. Draft models that are loaded for this target use the same value.
       attention: "auto", "xla" or "pallas" (a kernel on TPU); see `models.language_model`.
 
     Raises:
@@ -222,7 +222,7 @@ def resolve_dtype(requested: str | None, stored: str | None) -> tuple[str, int |
 
 
 def listed(names: list[str]) -> str:
-    """Format a list of names: the first three, and the number of the others."""
+    """Format a list of names: the first three, and the number of remaining names."""
     text = ", ".join(names[:3])
     if len(names) > 3:
         text += f" and {len(names) - 3} more"
@@ -254,7 +254,7 @@ def check_tensors(
     table: Mapping[str, Weight],
     harmless: Callable[[str], object],
 ) -> None:
-    """Compare the tensors of a checkpoint with a table of weights by canonical name.
+    """Compare the tensors of a checkpoint with a table of weights, both keyed by canonical name.
 
     Args:
       directory: for error messages.
@@ -263,7 +263,7 @@ def check_tensors(
       harmless: function that returns whether to ignore a tensor that is not in the table, given its name.
 
     Raises:
-      MarsError: tensors are missing, unexpected, mis-shaped or duplicated. The message lists them.
+      MarsError: tensors are missing, unexpected or duplicated, or have the wrong shape. The message lists them.
     """
     misshaped, extra, twice = [], [], []
     for key, candidates in grouped.items():
@@ -291,7 +291,7 @@ def check_tensors(
 
 
 def grouped_tensors(directory: Path, config: ModelConfig) -> dict[str, list[tuple[str, Tensor]]]:
-    """Return the (name in the files, tensor) pairs of a checkpoint by canonical name; see `collect`."""
+    """Return the (name in the files, tensor) pairs of a checkpoint, grouped by canonical name; see `collect`."""
     if is_gguf(directory):
         return collect(gguf_tensors(directory, config), _alias)
     if (packing_config := packing(directory)) is not None:
@@ -304,10 +304,10 @@ def grouped_tensors(directory: Path, config: ModelConfig) -> dict[str, list[tupl
 
 
 def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:
-    """Return the (name in the files, tensor) pair of each weight, by the weight's name in the table.
+    """Return the (name in the files, tensor) pair of each weight, keyed by the weight's name in the table.
 
     Raises:
-      MarsError: tensors are missing, unexpected, mis-shaped or duplicated. The message lists them.
+      MarsError: tensors are missing, unexpected or duplicated, or have the wrong shape. The message lists them.
     """
     grouped = grouped_tensors(directory, config)
     table = stored_tensors(config)
@@ -354,10 +354,10 @@ def read_leaf(
     parts = [named_tensors[row.name] for row in rows]
     all_packed = all(tensor.blocks is not None for _, tensor in parts)
     if all_packed and parts[0][1].shape == leaf.shape and len(leaf.shape) == 3:
-        # Only experts in MXFP4 are packed as a whole stack.
+        # Only experts in MXFP4 are stored as one packed tensor for the whole stack.
         bits = 4 if keep_packed or bits == 4 else bits_of(leaf, bits)
     elif keep_packed:
-        # Keep the packing only for weights that params can hold in 4 bits: no embeddings and no experts.
+        # Keep the packing only for weights that params can store in 4 bits, which excludes embeddings and experts.
         bits = 4 if all_packed and bits_of(leaf, 4) == 4 else None
     else:
         bits = bits_of(leaf, bits)
@@ -381,11 +381,11 @@ def read_params(
 
     Args:
       directory: for error messages.
-      named_tensors: (name in the files, tensor) pairs by the names of weights.
+      named_tensors: (name in the files, tensor) pairs, keyed by the names of the weights.
       table: the weights that each array of params consists of, as in `weights.leaves`.
       dtype: floating-point dtype of the params.
       bits: bits per weight of the matrices; see `quantize.bits_of`.
-      keep_packed: keep matrices at 4 bits if the checkpoint packs them, and everything else in `dtype`.
+      keep_packed: whether to keep matrices at 4 bits if the checkpoint packs them. Everything else is read in `dtype`.
       shardings: tree of shardings with the structure of params; None for JAX's default device.
     """
     params: dict[Weight, jax.Array | Quantized] = {}

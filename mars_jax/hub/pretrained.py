@@ -102,7 +102,7 @@ class Pretrained:
         return Pretrained(name, model, params, model_config, Path(os.devnull), mesh, tokenizer)
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
-        """Return a context manager for tracing and running programs over these params: `jax.set_mesh` for a mesh."""
+        """Return the context for tracing and running programs with these params: `jax.set_mesh` if there is a mesh."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @functools.cached_property
@@ -167,7 +167,7 @@ class Pretrained:
         """Ids that end an answer in a chat: `stop_tokens`, and the tokenizer's end-of-text and end-of-turn tokens.
 
         The end-of-turn token is the special token that the chat template writes directly after an assistant's message,
-        such as <|im_end|>. Some checkpoints do not list it in any of their configs.
+        such as <|im_end|>. Some checkpoints list this token in none of their configs.
         """
         if not self.has_tokenizer:
             return self.stop_tokens

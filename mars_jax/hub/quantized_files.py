@@ -9,13 +9,13 @@ for each output and group of inputs:
 | GPTQ | `qweight` [in / 8, out] | `scales` [in / G, out] | `qzeros` [in / G, out / 8], less 1 in the first version |
 | compressed-tensors | `weight_packed` [out, in / 8] | `weight_scale` [out, in / G] | `weight_zero_point` [out / 8, in / G], or 8 |
 
-In GPTQ, `g_idx` [in] lists the group of each input. With `desc_act` the inputs of a group are not neighbours. Such a
+In GPTQ, `g_idx` [in] lists the group of each input. With `desc_act`, the inputs of a group are not adjacent. Such a
 matrix is dequantised, and is rounded again only for an explicit dtype "int4". Sources: casper-hansen/AutoAWQ
 `packing_utils.py`, AutoGPTQ `qlinear_cuda_old.py`, vllm-project/compressed-tensors `pack_quantized`. Tested against
 matrices packed by these packages (tests/hub/packed_by_others.npz).
 
-**Scaled.** A weight is the stored number times its scale. A matrix [out, in] has one scale, one per output, or one per block. A
-group of inputs is a block with one output:
+**Scaled.** A weight is the stored number times its scale. A matrix [out, in] has a single scale, one per output, or one per block. A
+group of inputs counts as a block with one output:
 
 | | scales | made by |
 |---|---|---|
@@ -57,7 +57,7 @@ _PIECE = re.compile(r"^(.*)\.(qweight|qzeros|scales|g_idx|weight_(?:packed|scale
 
 
 class _Matrix(NamedTuple):
-    """An unpacked matrix, inputs first."""
+    """An unpacked matrix, with inputs on the first axis."""
 
     q: np.ndarray  # u8[in, out]
     zero: np.ndarray  # u8[groups, out]
@@ -164,7 +164,7 @@ def unpacked_tensors(
     Raises:
       MarsError: a piece of a matrix is missing.
     """
-    # The pieces of a matrix may be in different files, so no matrix is complete before the last file is read.
+    # The pieces of a matrix may be in different files, so a matrix may be incomplete until the last file is read.
     pieces: dict[str, dict[str, Tensor]] = {}
     for file in files:
         other_tensors = {}
@@ -220,8 +220,8 @@ def _tensor(
 
     outputs, inputs, groups = sizes
     size = inputs // groups
-    # The inputs of an `Int4` group must be neighbours. g_idx lists the group of each input; -1 means that the inputs
-    # are in order.
+    # The inputs of an `Int4` group must be adjacent. g_idx lists the group of each input; -1 means that the inputs are
+    # in order.
     neighbours = True
     if stored_group := pieces.get("g_idx") or pieces.get("weight_g_idx"):
         group = stored_group.read()

@@ -18,7 +18,7 @@ def yarn_attention_factor(scaling: JsonObject, factor: float) -> float:
     """Return YaRN's factor on cos and sin (arXiv 2309.00071, equation 15), following transformers' rules."""
 
     def mscale(weight: float) -> float:
-        # A factor of at most 1 does not stretch the context, so its logarithm counts as 0.
+        # A factor of at most 1 does not stretch the context, so its logarithm is taken as 0.
         return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
 
     if scaling.get("attention_factor") is not None:

@@ -78,7 +78,7 @@ def save(
     """Write config.json and model.safetensors to a new directory atomically; see `write_directory`.
 
     Args:
-      path: the directory. Its parents are created.
+      path: the directory. Missing parents are created.
       config: the model's config.
       params: the model's params, in the dtype to save.
       overwrite: whether to replace these two files in a directory that is not empty; other files are kept.
@@ -110,8 +110,8 @@ def write_directory(
 ) -> Path:
     """Write config.json, and the weights into `file`. Both are on disk before they get their final names.
 
-    A new directory appears complete or not at all. In an existing one, other files are kept. If config.json changes, it
-    is absent while the weights are replaced, so that old weights never load with a new config.
+    A new directory appears complete or not at all. In an existing directory, other files are kept. If config.json
+    changes, it is absent while the weights are replaced, so that old weights never load with a new config.
 
     Raises:
       MarsError: the files cannot be written.
@@ -183,8 +183,8 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
 
     Args:
       path: the directory that `save_state` wrote.
-      like: a state of the same decoder and shapes, whose values do not matter. The result of `jax.eval_shape` of
-        `Decoder.init` is enough; the shardings of its `jax.ShapeDtypeStruct`s place the arrays.
+      like: a state of the same decoder and shapes, whose values do not matter. The result of `jax.eval_shape` for
+        `Decoder.init` is enough; its `jax.ShapeDtypeStruct`s set the shardings of the arrays.
 
     Raises:
       MarsError: the checkpoint cannot be read, or has a different structure or different shapes.
@@ -233,7 +233,7 @@ def _check_shapes(
 
 
 def _named(state: PyTree) -> dict[str, jax.Array]:
-    """Return the leaves by path, with random keys replaced by their raw words."""
+    """Return the leaves, keyed by path, with random keys replaced by their key data."""
     return {
         _name(path): jax.random.key_data(x) if _is_key(x) else x
         for path, x in jax.tree_util.tree_leaves_with_path(state)

@@ -1,7 +1,7 @@
 """Experts that a checkpoint stores in one tensor for each layer: gpt-oss, in floating point or in MXFP4, and Qwen3.5.
 
 X experts, E hidden size, M hidden units of an expert, G blocks of 32 inputs. In gpt-oss, outputs 2i and 2i + 1 of a
-fused matrix are output i of gate and of up:
+fused matrix are output i of gate and output i of up:
 
 | | gate and up, `gate_up_proj` | `down_proj` |
 |---|---|---|

@@ -62,7 +62,7 @@ class HostArray:
             self._copy(((number, number + 1), *ranges), block[None])
 
     def _copy(self, box: Box, block: np.ndarray | jax.Array) -> None:
-        """Copy a block of the array into the parts that overlap it, cast to their dtype."""
+        """Copy a block of the array into the parts that overlap it, and cast it to the array's dtype."""
         for part_box, part in self.parts.items():
             common = tuple((max(i, k), min(j, l)) for (i, j), (k, l) in zip(box, part_box, strict=True))
             if all(first < end for first, end in common):

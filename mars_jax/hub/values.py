@@ -1,4 +1,4 @@
-"""Readers for values in a config.json. A key whose value is null counts as absent; 0 is a value."""
+"""Readers for values in a config.json. A key whose value is null counts as absent; a value of 0 does not."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from mars_jax.utils.errors import MarsError
 Result = TypeVar("Result")
 
 Version = tuple[int, ...] | None
-"""Device, inode, size, and the times of the last changes of data and inode; None if the file cannot be read."""
+"""Device, inode, size, and times of the last change to data and inode; None if the file cannot be read."""
 
 
 def version_of(path: Path) -> Version:

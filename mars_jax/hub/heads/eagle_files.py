@@ -62,8 +62,8 @@ def load_eagle(
       head_embed: "own" to read the head's embedding, if its checkpoint has one, or "target" to share the target's.
 
     Returns:
-      The config, and the value for `Params.draft`. If the draft vocabulary is smaller than V, its entry `ids` i32[W]
-      holds the target's token id of each draft token.
+      The config, and the value for `Params.draft`. If the draft vocabulary is smaller than V, the entry `ids` i32[W] of
+      this value contains the target's token id of each draft token.
 
     Raises:
       MarsError: the head cannot be read or does not fit the target. The message names the problem and the fix.
@@ -106,7 +106,7 @@ def save_eagle(
 
 @checked
 def from_head_json(data: JsonObject, shapes: Shapes, target: ModelConfig) -> EagleConfig:
-    """Make an EagleConfig from the contents of config.json and the shapes of the tensors by canonical name.
+    """Make an EagleConfig from the contents of config.json and the tensor shapes, keyed by canonical name.
 
     Raises:
       MarsError: the config, the tensors and the target contradict each other, or the head is not supported.
@@ -137,9 +137,10 @@ def from_head_json(data: JsonObject, shapes: Shapes, target: ModelConfig) -> Eag
 def flatten(data: JsonObject, layer: JsonObject) -> JsonObject:
     """Convert config.json from the layout of the speculators library to EAGLE's layout.
 
-    Layer numbers are copied unchanged. speculators numbers the target's hidden states, where state i is the input of
-    layer i; EAGLE's layout numbers the layers by their outputs, one less (vllm-project/speculators,
-    `Eagle3SpeculatorConfig` and `resolve_target_layer_ids`; vLLM, `aux_hidden_state_layers`).
+    Layer numbers are copied unchanged; `read_layers` converts them. speculators numbers the target's hidden states, and
+    state i is the input of layer i. EAGLE's layout numbers layers by their outputs, so its numbers are lower by one
+    (vllm-project/speculators, `Eagle3SpeculatorConfig` and `resolve_target_layer_ids`; vLLM,
+    `aux_hidden_state_layers`).
 
     Raises:
       MarsError: the config is for a different kind of drafter, or is incomplete.

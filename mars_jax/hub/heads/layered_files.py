@@ -63,7 +63,7 @@ def canonical(name: str) -> str:
 def shared_fields(
     title: str, data: JsonObject, shapes: Shapes, target: ModelConfig, layer: ModelConfig
 ) -> Fields:
-    """Return the fields of a head's config that all kinds of heads have.
+    """Return the fields of a head's config that all kinds of heads share.
 
     Raises:
       MarsError: the head is for a different target, or it has a smaller draft vocabulary and no d2t.
@@ -93,7 +93,7 @@ def shared_fields(
 
 
 def nested_layer(data: JsonObject) -> JsonObject | None:
-    """Return the config of the layers in the layout of the speculators library; None for other layouts."""
+    """Return the nested config of a head's layers if config.json is in the speculators layout, otherwise None."""
     if "speculators_model_type" not in data and "transformer_layer_config" not in data:
         return None
     layer = data.get("transformer_layer_config")
@@ -110,7 +110,7 @@ def read_layers(title: str, key: str, layers: Any, count: int, *, states: bool) 
       key: key in config.json, for messages.
       layers: the value of `key`.
       count: number of the target's layers.
-      states: whether `layers` numbers hidden states, where state i + 1 is the output of layer i.
+      states: whether `layers` lists numbers of hidden states; state i + 1 is the output of layer i.
     """
     if not isinstance(layers, list) or any(type(i) is not int for i in layers):
         raise MarsError(f"{key} is {layers!r}: give a list of whole numbers.")

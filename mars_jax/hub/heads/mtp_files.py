@@ -83,7 +83,7 @@ def load_mtp(
     floating, bits = resolve_dtype(dtype, stored_dtype)
     shardings = mesh and params_shardings(config, mesh)
     named_tensors = {name: candidates[0] for name, candidates in grouped.items()}
-    # Heads are small and need the accuracy of 8 bits, even if 4 are requested.
+    # Quantise heads to 8 bits even if 4 are requested, because they are small and need the accuracy.
     bits = bits and 8
     return config, read_params(directory, named_tensors, config.leaves(), floating, bits, shardings=shardings)
 
