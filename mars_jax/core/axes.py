@@ -208,7 +208,7 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     @functools.wraps(function)
     def call(params: PyTree, *rows: PyTree) -> PyTree:
-        # Arrays with explicit shardings contain their mesh, even if no mesh is set.
+        # Arrays with explicit shardings carry their mesh, even if no mesh is set.
         meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves((params, rows))]
         explicit_mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
         if explicit_mesh is not None:
@@ -290,7 +290,7 @@ def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
 
 
 def _map_nodes(function: Callable[[Array, Axes | None], PyTree], tree: PyTree) -> PyTree:
-    """Apply `function(array, logical axes of its container)` to every array of a tree."""
+    """Call `function(array, axes)` on every array of a tree, with the logical axes that its container declares."""
 
     def node(x: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: function(leaf, logical_axes(x)), x)

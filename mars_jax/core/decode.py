@@ -189,14 +189,14 @@ def jitted_step(decoder: Decoder, params: Params, state: DecodeState) -> tuple[D
 
 AHEAD = 2
 """Number of steps that `stream` dispatches before the host reads the done flags: one to keep the accelerator busy while
-the host processes an earlier step, and one more to absorb delays of the host."""
+the host processes an earlier step, and one more to absorb delays on the host."""
 
 
 def look_ahead(state: DecodeState) -> int:
     """Return the default of `stream`'s argument `ahead`: 0 if the state is on a CPU, otherwise `AHEAD`.
 
-    On a CPU, a dispatched step blocks until it is computed (measured with jax 0.10), so dispatching ahead only costs
-    time.
+    On a CPU, dispatching a step blocks until the step is computed (measured with jax 0.10), so dispatching ahead only
+    costs time.
     """
     return 0 if next(iter(state.done.devices())).platform == "cpu" else AHEAD
 
@@ -213,11 +213,11 @@ def stream(
 
     Args:
       decoder, params, state: as for `run`.
-      ahead: number of steps by which the host lags. 0 waits for each step before starting the next one, and yields no
-        steps past the end. Default: `look_ahead(state)`.
+      ahead: number of steps by which the host lags behind the device. 0 waits for each step before starting the next
+        one, and yields no steps past the end. Default: `look_ahead(state)`.
 
     Returns:
-      An iterator over pairs of the state after a step and the `StepInfo` of the step.
+      An iterator over pairs `(state, info)`: the state after each step, and the `StepInfo` of the step.
 
     Raises:
       MarsError: `ahead` is below 0, or the state was already donated.
@@ -226,7 +226,7 @@ def stream(
     if ahead is None:
         ahead = look_ahead(state)
     check_count("ahead", ahead, 0)
-    # `done_flags[0]` belongs to the state of `ahead` steps ago, so its copy has usually reached the host already.
+    # `done_flags[0]` is the flag from `ahead` steps ago, so its copy has usually reached the host already.
     done_flags = collections.deque([_all_done(state)])
     # No flag is read during the first `ahead` steps, so that the queue of dispatched steps fills up.
     while len(done_flags) <= ahead or not bool(done_flags.popleft()):

@@ -31,8 +31,8 @@ class DraftInput:
 class Drafter:
     """The base class of drafters: pure methods that draft trees, and a state whose leaves are [B, ...].
 
-    Subclasses are frozen dataclasses with hashable fields, so that equal drafters share compiled programs. A drafter of
-    chains must define `max_depth` and `propose`. A drafter with state must also define `init` and `update`.
+    Subclasses are frozen dataclasses with hashable fields, so that equal drafters share compiled programs. A drafter
+    that drafts chains must define `max_depth` and `propose`. A drafter with state must also define `init` and `update`.
 
     Example: a stateless drafter that repeats the last token.
 

@@ -150,7 +150,7 @@ class Rule:
     """
 
     lossless: ClassVar[bool] = False  # True if the output follows the target's distribution
-    needs: ClassVar[tuple[str, ...]] = ()  # names of required inputs, keys of `verify.NEEDS`
+    needs: ClassVar[tuple[str, ...]] = ()  # requirements, as keys of `verify.NEEDS`
     base: Any = None  # the strict rule that this rule relaxes, if any
     exact_prefix: Any = 0  # number of tokens at the start of the output that are verified strictly
 
@@ -323,7 +323,7 @@ def check_array(
       value: the returned value, or a part of it.
       dtype: the expected dtype; "floating" allows any floating-point dtype.
       shape: the expected shape.
-      place: text for the message that identifies a part of the returned value.
+      place: prefix in the message, which names the part of the returned value.
     """
     is_array = isinstance(value, Array | np.ndarray | np.generic) and value.shape == shape
     if dtype == "floating":

@@ -176,7 +176,7 @@ class Controls:
 class Verdict:
     """The accepted path through a draft tree, and the token that the target adds at its end.
 
-    In the example, the tokens 1, 5 and 9 are drafted after 4. The target accepts 1 and replaces 5 by 2, so 9 is
+    In the example, the tokens 1, 5 and 9 are drafted after 4. The target accepts 1 and replaces 5 with 2, so 9 is
     discarded.
 
     >>> import jax.numpy as jnp
@@ -247,8 +247,8 @@ class DecodeState:
 class StepInfo:
     """Results of one step that the next step does not need. Finished rows have `num_emitted == 0`.
 
-    In the example, the tokens 1 and 0 are drafted for the row in the example of `DecodeState`. The target accepts 1 and
-    replaces 0 by 2, whose kind is `CORRECTED`.
+    The example continues that of `DecodeState`: the tokens 1 and 0 are drafted for its row. The target accepts 1 and
+    replaces 0 with 2, whose kind is `CORRECTED`.
 
     >>> import jax.numpy as jnp
     >>> from mars_jax import make_controls, verify

@@ -18,7 +18,8 @@ from mars_jax.utils.errors import MarsError, check_type
 from mars_jax.utils.paths import kept
 
 _JAX_MIN_SECONDS = 1.0
-"""JAX's default for the minimum compilation time in seconds. Programs that compile faster are not cached."""
+"""JAX's default for the minimum compilation time of a cached program, in seconds. Programs that compile faster are not
+cached."""
 
 
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:

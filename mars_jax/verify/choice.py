@@ -56,7 +56,7 @@ class RuleChoice:
         ['chain', 'draft', 'q']
         """
         needs = {*self.definition.needs}
-        # A user's rule may have a setting with the same name and another meaning.
+        # A user's rule may have a setting with the same name but a different meaning.
         if not is_own(self.spec):
             base = self._structure().get("base")
             if base in ("exact", "rejection"):

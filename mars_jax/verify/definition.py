@@ -53,7 +53,7 @@ class Definition:
         options = dict(self.settings)
         if "base" in self.settings:
             base = chosen.get("base", self.settings["base"].default)
-            # In a user's rule, the setting `base` may have another meaning.
+            # In a user's rule, the setting `base` may have a different meaning.
             if base in _RULES:
                 for name, setting in _RULES[base].settings.items():
                     options.setdefault(name, setting)

@@ -23,7 +23,7 @@ def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
       spec: name of a rule in `verify.rules()`, followed by `:PATH` if the rule has weights; or a user's rule, as
         FILE.py:NAME or package.module:NAME. NAME is then a function that accepts the settings as keyword arguments and
         returns a rule or a `LoadedRule`. The file is executed.
-      target: target from `mars_jax.load`. If the rule has weights that read the target's features, they must match the
+      target: target from `mars_jax.load`. If the rule has weights for the target's features, they must match the
         target's size, and they are placed on the target's mesh.
       **settings: settings of the rule, as listed by `generate --list-rules`. A number applies to all prompts; an array
         has one number per prompt. `base` is a strict rule or its name. Settings of the base, such as `block`, are also

@@ -212,7 +212,7 @@ def _token_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     Chen et al., arXiv 2302.01318, describe the same algorithm.
 
     Returns:
-      The node i32[B], and the scale of p for the residual, f32[B].
+      The node i32[B], and the factor f32[B] by which p is scaled in the residual.
     """
     edge = jnp.arange(ratios.ratio.shape[1], dtype=jnp.int32)[None]
     # Edge i leads to node i + 1, and uses the random number u of that node's position. Since u < 1, the test u < p / q
@@ -229,7 +229,7 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     Accept the longest prefix i with u_i < h_i, even if shorter prefixes fail this test.
 
     Returns:
-      The node i32[B], and the scale of p for the residual, f32[B].
+      The node i32[B], and the factor f32[B] by which p is scaled in the residual.
     """
     n = ratios.ratio.shape[1] + 1
     node = jnp.arange(n, dtype=jnp.int32)[None]

@@ -42,7 +42,7 @@ class Typical(Relaxed):
     [0, 1]
     """
 
-    # f32[] or [B]; upper bound of the threshold
+    # f32[] or [B]; upper bound on the threshold
     epsilon: Any = struct.setting(
         default=0.09,
         ranges=share("a probability, a number above 0 and at most 1, or inf, which is strict", ODDS),
