@@ -52,8 +52,8 @@ def add_flags(group: argparse._ActionsContainer, helps: Mapping[str, str], **opt
 
     Args:
       group: a parser, or one of its groups.
-      helps: help texts by flag: "--flag" for a switch, "--flag X" for a flag with a value, and "--flag X ..." for a
-        flag that may be given several times.
+      helps: help texts, keyed by flag: "--flag" for a switch, "--flag X" for a flag with a value, and "--flag X ..."
+        for a flag that may be given several times.
       options: further options of `add_argument`.
     """
     for form, help_text in helps.items():
@@ -76,9 +76,9 @@ def add_settings(group: argparse._ActionsContainer, *names: str) -> None:
 
 
 def number_parser(name: str, shown: str | None = None) -> Callable[[str], Any]:
-    """Return a function that parses a number and checks the range of the setting `name`, as a type for argparse.
+    """Return an argparse type that parses a number and checks that it is in the range of the setting `name`.
 
-    The function raises MarsError if its argument is not a number or is out of range.
+    The type raises MarsError if its argument is not a number or is out of range.
 
     >>> number_parser("temperature")("0.5")
     0.5
@@ -168,7 +168,7 @@ HOSTS = ("coordinator", "num_processes", "process_id")
 
 
 def add_host_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a run with several processes to a parser."""
+    """Add the flags for runs with several processes to a parser."""
     group = parser.add_argument_group(
         "hosts", description="Several processes, with --mesh; on Cloud TPU and Slurm they find each other."
     )

@@ -58,7 +58,7 @@ def open_drafter(
     """Load the drafter that the flags select; see `drafters.load`.
 
     Args:
-      args, target: the flags and their target.
+      args, target: the flags, and the target that they select.
       samples: whether the drafter samples its tokens instead of taking the most probable ones.
       num_draft_tokens, draft_size: override the flags if given.
     """

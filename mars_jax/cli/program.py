@@ -86,14 +86,14 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def kinds(self) -> dict[str, Parser]:
-        """Return the parsers of the subcommands, by name."""
+        """Return the parsers of the subcommands, keyed by name."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 return dict(action.choices)
         return {}
 
     def groups(self) -> dict[str, argparse._ArgumentGroup]:
-        """Return the argument groups that are not empty, by title."""
+        """Return the argument groups that are not empty, keyed by title."""
         return {str(group.title): group for group in self._action_groups if group._group_actions}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

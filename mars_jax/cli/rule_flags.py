@@ -108,7 +108,7 @@ def given_settings(args: argparse.Namespace) -> dict[str, Given]:
 
 
 def _flags() -> dict[str, list[tuple[str, Setting]]]:
-    """Return the settings that have a flag, by name, each with the rules that use it."""
+    """Return the settings that have a flag, keyed by name, each with the rules that use it."""
     by_name: dict[str, list[tuple[str, Setting]]] = {}
     for row in rules().values():
         for name, setting in row.settings.items():

@@ -100,7 +100,7 @@ def stoppable() -> Iterator[threading.Event]:
     try:
         yield _state.interrupt_event
     finally:
-        if _state.writing is not None:  # wait until all signals of the block have been read
+        if _state.writing is not None:  # wait until all signals that arrived in the block have been read
             _state.marked.clear()
             os.write(_state.writing, bytes([_MARK]))
             _state.marked.wait()  # `_watch` has set `interrupt_event` to None: the next Ctrl-C ends the process

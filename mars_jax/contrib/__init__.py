@@ -1,7 +1,7 @@
 """Verification rules and drafters from single papers, without a guarantee of stability.
 
-They implement the same interfaces as the rest of the library. Each rule can be made by its name: `contrib.fly(...)` is
-short for `contrib.rules.fly.Fly(...)`.
+They implement the same interfaces as the rest of the library. Each rule can be created by its name: `contrib.fly(...)`
+is short for `contrib.rules.fly.Fly(...)`.
 """
 
 from __future__ import annotations

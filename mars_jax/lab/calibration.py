@@ -64,12 +64,12 @@ def calibrate(
     """Decode held-out problems with successively looser values of a setting, until a value cannot be certified.
 
     Args:
-      args: flags of `mars-jax calibrate`. `setting` is "theta" or "exact_prefix", the number of leading tokens that are
-        verified strictly. `values` are its values to test, from strict to loose, fixed in advance.
+      args: parsed flags of `mars-jax calibrate`. `setting` is "theta" or "exact_prefix", the number of leading tokens
+        that are verified strictly. `values` are its values to test, from strict to loose, fixed in advance.
       decoding: the pair of models, and how prompts are decoded.
       problems: held-out problems. The bound holds for problems from the same distribution. Problem i is sampled
         with seed `args.seed` + i under every rule.
-      file: stores the rows, so that a run with the same arguments can continue after a kill.
+      file: stores the rows, so that a run that was killed can be continued with the same arguments.
       judge: scores the answers if the risk is "judge", and is None otherwise.
       progress: called with `(done, total, text)` after every group of problems.
 
@@ -244,7 +244,7 @@ def choose_threshold(
       thetas: thresholds from strict to loose, fixed in advance.
       losses_at: theta -> (losses f64[n] in [-1, 1], tau). It is not called after the first threshold that fails.
       bound: bound on the mean loss.
-      confidence: probability, over the choice of the calibration problems, with which the bound holds.
+      confidence: probability that the bound holds, over the choice of the calibration problems.
 
     >>> choose_threshold([0.9, 0.8], lambda theta: (np.full(500, 1 - theta - 0.1), 2.0), bound=0.05, confidence=0.95)[0]
     0.9

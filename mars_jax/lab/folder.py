@@ -1,4 +1,4 @@
-"""The output folder of a run. It records the settings, so that a run with other settings cannot continue this run."""
+"""The output folder of a run, which records the settings, so that a run with different ones cannot continue it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_rows(folder: Path, settings: Mapping[str, object]) -> RowFile:
 
 @contextlib.contextmanager
 def claim(folder: Path, settings: Mapping[str, object], *, flag: str = "--output") -> Iterator[None]:
-    """Lock a folder for one run, and record or compare its settings.
+    """Lock a folder for one run, and record the run's settings or compare them with the recorded ones.
 
     Args:
       folder: a new or empty folder, or the folder of an interrupted run with the same settings.

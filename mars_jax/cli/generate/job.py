@@ -116,7 +116,7 @@ class Job:
     finished: list[Completion] = dataclasses.field(default_factory=list)
 
     def run_of(self, index: int) -> JsonObject:
-        """Return the settings that the row of prompt `index` records."""
+        """Return the settings that are recorded in the row of prompt `index`."""
         return self.run | {"settings": self.run["settings"] | plain(self.numbers[index])}
 
     def decode(self, order: Sequence[int] | None = None) -> JobCompletions:

@@ -264,7 +264,7 @@ def to_row(completion: Completion, rule: str, run: JsonObject) -> JsonObject:
     Args:
       completion: completion of the prompt.
       rule: name of the rule in reports.
-      run: settings that distinguish the row from those of other runs, from `Job.run_of`.
+      run: settings that distinguish the row from rows of other runs; from `Job.run_of`.
     """
     request, metrics = completion.request, completion.metrics
     row = {
@@ -295,12 +295,12 @@ def _columns(log_probs: TokenLogProbs) -> JsonObject:
 
 
 def sampling(request: Request) -> JsonObject:
-    """Return the settings of a request that its row records; docs/rows.md has their schema."""
+    """Return the settings of a request that are recorded in its row; docs/rows.md has their schema."""
     return {name: getattr(request, name) for name in (*SAMPLING, "strict")}
 
 
 def missing_rows(file: RowFile, requests: Sequence[Request]) -> list[int]:
-    """Return the indices of the requests that have no row in the file, whose rows may be in any order.
+    """Return the indices of the requests that have no row in the file. The rows may be in any order.
 
     Raises:
       MarsError: the file repeats a row, or contains a row of a different part of the run.

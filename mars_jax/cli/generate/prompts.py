@@ -44,7 +44,7 @@ class PromptRow:
 
     @property
     def given(self) -> JsonObject:
-        """Values of the row, by their keys in a prompts file."""
+        """Values that the row sets, keyed as in a prompts file."""
         return self.settings | {"messages": self.messages, "prompt_tokens": self.tokens}
 
     def error(self, message: object) -> MarsError:

@@ -78,7 +78,7 @@ def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     choices = check_flags(args, _ROW)
     keep_compilations()
     with joined_processes(args, _ROW, out):
-        # On a cluster, JAX may have found other processes without any flags for hosts.
+        # On a cluster, JAX may have found other processes even without flags for hosts.
         if jax.process_count() > 1:
             raise MarsError("one process answers on a terminal, and this run has several: give prompts.")
         with busy("loading"):
@@ -299,7 +299,7 @@ class Talk:
             self._tell(f"  {name:<20} {value}")
 
     def _set(self, words: list[str]) -> None:
-        """Parse the command line again with the flag of this setting, so that errors are the same as for the flag."""
+        """Parse the command line again with the flag for this setting, so that errors are the same as for the flag."""
         rule_options = {name: option for name, option in self._args.rule.options.items() if option.flag}
         names = [*SAMPLING, *rule_options]
         if len(words) != 2:

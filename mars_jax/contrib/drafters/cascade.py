@@ -111,10 +111,10 @@ class Cascade(Drafter):
     proxy, the target without some of its layers (`LanguageModel.with_layers`), it is VIA-SD (arXiv 2606.12243).
 
     In each round, the inner drafter drafts tokens x, and the proxy scores them. Let t_a be the first position at which
-    the gate replaces x by the proxy's token a, and t_m the first at which the proxy is unsure (see `GATES`). If
-    t_a < t_m, the tokens of x before t_a and the token a are trusted, and another round follows unless the draft is
-    full. Otherwise the tokens of x before t_m are trusted, and the target verifies the remaining ones. *Trusted* tokens
-    are emitted without verification. `StepInfo` marks them by their kind and reports the target's regret for them.
+    the gate replaces x with the proxy's token a, and t_m the first at which the proxy is unsure (see `GATES`). If t_a <
+    t_m, the tokens of x before t_a and the token a are trusted, and another round follows unless the draft is full.
+    Otherwise the tokens of x before t_m are trusted, and the target verifies the remaining ones. *Trusted* tokens are
+    emitted without verification. `StepInfo` marks them by their kind and reports the target's regret for them.
 
     The drafter is lossy under every rule. No tokens are trusted in rows above temperature 0, in strict
     rows, or within a rule's `exact_prefix`; in these cases, the rule verifies the inner draft. The same holds for every

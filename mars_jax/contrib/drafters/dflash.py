@@ -5,7 +5,7 @@ nodes, D depth, T token buffer, V vocabulary, W draft vocabulary. Tested against
 from an empty cache (tests/contrib/test_dflash.py).
 
 Invariant: slots `[0, length - 1)` of the head's cache contain the context, which is computed from the target's features
-of these tokens. A block is written after the context, starting at the slot of the last committed token. `update`
+at these tokens. A block is written after the context, starting at the slot of the last committed token. `update`
 overwrites the block with context.
 """
 

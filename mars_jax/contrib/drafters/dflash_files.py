@@ -82,7 +82,7 @@ def save_dflash(
     layout: str = "dflash",
     verifier: str | None = None,
 ) -> Path:
-    """Write a head in a published layout. For other arguments, the result and errors, see `hub.save`.
+    """Write a head in a published layout. For the other arguments, the return value and the errors, see `hub.save`.
 
     Args:
       layout: "dflash" for the layout of z-lab and DeepSeek, or "speculators".

@@ -163,7 +163,7 @@ def parser() -> Parser:
             usage="%(prog)s --output DIR [flags]",
             description=f"{kind.help[0].upper()}{kind.help[1:]}.",
         )
-        # Set all names for every kind, so that the checks need not test which flags a kind has.
+        # Set every name for every kind, so that the checks need not test which flags a kind has.
         subparser.set_defaults(**dict.fromkeys((*flag_names, *HOSTS)))
         group_by_title = {}
         for flag in kind.flags:

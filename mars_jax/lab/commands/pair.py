@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mars_jax.lab.evaluate.tasks.problems import Problem
 
 ARITHMETIC_PROBLEMS = 200
-"""Default number of problems of the task arithmetic."""
+"""Default number of problems for the arithmetic task."""
 TASKS = """\
 tasks, where PATH is a local file (plain, .xz or .gz) or, of a dataset of the
 hub, OWNER/NAME[:CONFIG[:SPLIT]]:
@@ -53,9 +53,9 @@ def make_parser(
     """Return a parser with the flags of the pair, its rule and its tasks.
 
     Args:
-      prog, description, epilog: strings of the command's help.
+      prog, description, epilog: texts for the command's help.
       instead: settings of the rule for which the command has its own flags; see `add_rule_flags`.
-      arithmetic: number of problems of the task arithmetic if --problems is not given.
+      arithmetic: number of problems for the arithmetic task if --problems is not given.
     """
     parser = Parser(prog=f"mars-jax {prog}", description=description, epilog=epilog)
     group = parser.add_argument_group("models")
@@ -151,15 +151,15 @@ def open_study(
     *,
     arithmetic: int = ARITHMETIC_PROBLEMS,
 ) -> tuple[list[Problem], Pretrained, LoadedDrafter]:
-    """Open problems, target and drafter for a command that measures a pair on tasks.
+    """Load the problems, the target and the drafter for a command that measures a pair on tasks.
 
     Prompts, rule and vocabularies are checked against configs and tokenizers before any weights are loaded.
 
     Args:
       args: from a parser of `make_parser`, after `check_pair_flags`.
-      folder: output folder of the rows.
+      folder: output folder for the rows.
       check: raises MarsError for problems that the command cannot use.
-      arithmetic: number of problems of the task arithmetic if --problems is not given.
+      arithmetic: number of problems for the arithmetic task if --problems is not given.
 
     Raises:
       MarsError: the folder holds unrelated files, `check` failed, or problems or checkpoints are invalid.
@@ -177,7 +177,7 @@ def open_study(
     problems = []
     for task in args.task:
         name, _, path = task.partition("=")
-        # Only the task arithmetic has a default number of problems.
+        # Only the arithmetic task has a default number of problems.
         limit = arithmetic if name == "arithmetic" and args.problems is None else args.problems
         problems += read_problems(name, path or None, chat=args.chat, limit=limit)
     check(problems)

@@ -18,7 +18,7 @@ RESAMPLES = 2000
 
 
 def resampled(count: int, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
-    """Return how often each of `count` problems occurs in each resample of the bootstrap, f64[R, count]."""
+    """Return how often each of `count` problems occurs in each bootstrap resample, f64[R, count]."""
     probabilities = np.full(count, 1 / count)
     return np.random.default_rng(seed).multinomial(count, probabilities, size=resamples).astype(np.float64)
 
@@ -153,7 +153,7 @@ def _mean(values: Iterable[bool]) -> float:
 
 
 def _same(rows: Sequence[Row], reference: Sequence[Row]) -> float:
-    """Return the share of answers with exactly the tokens of the reference arm."""
+    """Return the share of answers whose tokens are identical to those of the reference arm."""
     return _mean(a["tokens"] == b["tokens"] for a, b in zip(rows, reference, strict=True))
 
 

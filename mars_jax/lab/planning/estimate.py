@@ -65,9 +65,10 @@ class Work(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """The time of a step in seconds: the roofline of bytes and operations, and the estimated range.
+    """The time of a step in seconds: the roofline bound from bytes and operations, and the estimated range.
 
-    If the table does not cover the step, `missing` is the reason, and both ends of the range are the roofline.
+    If the table does not cover the step, `missing` states the reason, and both ends of the range equal the roofline
+    bound.
     """
 
     floor_seconds: float
@@ -141,7 +142,7 @@ def _missing(work: Work, generation: str) -> str:
 
 
 def collective_seconds(kind: str, sent: int, received: int, devices: int, link: float) -> float:
-    """Return a collective's time in seconds on a bidirectional ring: latency of its hops plus transfer of its bytes.
+    """Return the time of a collective on a bidirectional ring in seconds: hop latencies plus transfer time.
 
     An all-reduce is a reduce-scatter of its operand and an all-gather of its result. A permute takes one hop.
 

@@ -229,7 +229,7 @@ def compile_program(lowered: jax.stages.Lowered, *, read: Callable[[str], Any] |
     """Compile a program and report the compile time, the compiler's counts, and the collectives.
 
     Args:
-      lowered: program lowered for abstract arguments with shardings on the devices to compile for.
+      lowered: program lowered with abstract arguments, which are sharded over the devices to compile for.
       read: called with the text of the compiled program; its result becomes the entry "read" of the report.
 
     Raises:

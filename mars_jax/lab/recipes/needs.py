@@ -29,7 +29,7 @@ def check_memory(args: argparse.Namespace, name: str, topology: str = "") -> str
     """Check that the weights of a pair fit on the devices, and return a message with the sizes of both.
 
     Args:
-      args: flags of `mars-jax benchmark`.
+      args: parsed flags of `mars-jax benchmark`.
       name: name of the recipe, for the error message.
       topology: a TPU slice on which the pair fits, to suggest in the error message; "" if none is known.
 

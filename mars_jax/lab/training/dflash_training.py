@@ -48,8 +48,7 @@ def decay_of(block_size: int) -> float:
 def anchors(tokens: Array, count: int) -> Array:
     """Draw the start positions i32[B, A] of A blocks per row, one in each of A equal parts of the row.
 
-    The positions depend only on the tokens i32[B, L], so that a run that is killed and resumed gives bit-identical
-    results.
+    The positions depend only on the tokens i32[B, L], so a run that is killed and resumed gives bit-identical results.
     """
     rows, length = tokens.shape
     key = jax.random.fold_in(jax.random.key(0), jnp.sum(tokens))

@@ -110,7 +110,7 @@ def train(
     minutes: float | None = None,
     mesh: Mesh | None = None,
 ) -> PyTree:
-    """Train an apprentice on text. To continue a killed run, start it again: the result is the same bit for bit.
+    """Train an `Apprentice` on text. To continue a killed run, start it again: the result is the same bit for bit.
 
     Args:
       apprentice: see `small_model`, and the module of each kind of head.
@@ -122,8 +122,8 @@ def train(
       learning_rate: peak learning rate; see `loop.muon`.
       seed: seed of the order of the text.
       minutes: time after which training ends early; default: no limit.
-      mesh: divides the target over its axis `model` and each step's rows over `data`. The apprentice is replicated on
-        every device.
+      mesh: divides the target over its axis `model` and each step's rows over `data`. The apprentice's params are
+        replicated on every device.
 
     Returns:
       The trained params in float32, with `ids` if there is a draft vocabulary.

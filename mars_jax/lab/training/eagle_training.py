@@ -209,7 +209,7 @@ def eagle1(
         pair = Params(target=teacher, draft=cast(params, dtype))
         segments = batch.segments[:, :length]
         feature = lesson.output.hidden[:, :n]
-        # The noise depends only on the batch, so that a run that is killed and resumed gives bit-identical results.
+        # The noise depends only on the batch, so a run that is killed and resumed gives bit-identical results.
         key = jax.random.fold_in(jax.random.key(0), jnp.sum(batch.tokens))
         feature = feature + jax.random.uniform(key, feature.shape, feature.dtype, -NOISE, NOISE)
         next_tokens, visible = batch.tokens[:, 1:length], in_documents(segments[:, :n])

@@ -1,6 +1,6 @@
 """The training loop: a jitted step over the batches of a grain dataset, with Orbax checkpoints and a log.
 
-Tested against a killed run compared with an uninterrupted one (tests/lab/training/test_loop.py,
+Tested against an uninterrupted run, by killing and resuming one (tests/lab/training/test_loop.py,
 tests/cli/test_hosts.py).
 """
 

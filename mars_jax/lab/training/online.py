@@ -185,7 +185,7 @@ class Refiner:
         """Update the draft, and roll back if the held-out tau fell too far; see the class.
 
         Args:
-          target_params: the params that currently decode.
+          target_params: the params that are currently used for decoding.
           steps: number of updates, each on `BATCH` completions and as many old documents. Without completions there is
             no update.
         """

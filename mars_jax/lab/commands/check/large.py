@@ -1,8 +1,8 @@
 """Timing of an 8B model on this device: decoding steps with one row and with a batch, and the prefill of a prompt.
 
 For comparison, a memory copy and a matrix product are also timed. Weights and caches are random, and acceptance is
-simulated at a published tau. No files are read. The times equal those of a real model, though the generated text is
-meaningless. B batch.
+simulated at a published tau. No files are read. The times are the same as for a real model, though the generated text
+is meaningless. B batch.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def measure(config: ModelConfig, dtype: str, *, rows: int, context: int) -> Json
       config: config of the target.
       dtype: dtype of the target's weights, one of `settings.DTYPES`. The EAGLE-3 head of matching size is not
         quantised.
-      rows: number of rows of the batch, B.
+      rows: number of rows in the batch, B.
       context: tokens in each row before its first step, and in the prompt.
     """
     pair = random_pair(config, dtype, context)

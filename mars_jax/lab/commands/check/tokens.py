@@ -17,7 +17,7 @@ from mars_jax.utils.types import JsonObject
 
 PROMPTS = ("Once upon a time", "The little dog", "Anna went to the park because", "One day")
 TOKENS = 48
-"""New tokens per prompt."""
+"""Number of new tokens per prompt."""
 TREE = (4, 2, 2, 1)
 TIE = 1e-3
 """Maximum difference in nats between logits that count as tied. The number of nodes in a forward pass changes the order

@@ -146,7 +146,7 @@ def make_arms(
       temperature: at 0, the control that samples from the two best tokens at every position is identical to
         autoregression and is omitted.
       target: from `mars_jax.load`, for a rule with weights.
-      refined: append an arm of the strict rule whose draft is trained during the run.
+      refined: whether to append an arm of the strict rule whose draft is trained during the run.
       controls: "none" returns only the target without a draft and the rule. "paper" adds the strict rule. "all" also
         adds controls in which the target samples from the tokens that a relaxed rule would accept from a draft.
 

@@ -20,7 +20,7 @@ from mars_jax.serve.text import ends_in_loop
 
 
 def place_of(task: str, temperature: float) -> str:
-    """Return the name of a task at a temperature, for files and progress."""
+    """Return a name for a task at a temperature, for file names and progress reports."""
     return f"{task}, temperature {temperature:g}"
 
 
@@ -33,7 +33,7 @@ def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
 
 
 def turns_of(problems: Sequence[Problem], chat: bool) -> int:
-    """Return the total number of turns of the problems."""
+    """Return the total number of turns in the problems."""
     return sum(len(turns_asked(problem, chat)) for problem in problems)
 
 

@@ -117,18 +117,18 @@ class Study:
 def evaluate(
     study: Study, drafter: drafters.LoadedDrafter, *, refiner: Refiner | None, progress: Show
 ) -> JsonObject:
-    """Decode and score every arm, and write rows, summary, table and plots into `--output`.
+    """Decode and score every arm, and write the rows, summary, table and plots to `--output`.
 
-    After a kill, call it again with the same arguments to continue. Except for times, the files are then the same as
-    those of an uninterrupted run.
+    If the process is killed, call this again with the same arguments to continue. Except for times, the files are then
+    the same as those of an uninterrupted run.
 
     Args:
       study: the inputs of the run. With `--part`, decode only these problems and write only their rows. A later run
         without `--part` reuses the rows if its rows.jsonl is the concatenation of the files of all parts. `--part`
         cannot be combined with a refiner, because the updates of the draft depend on all problems.
       drafter: from `mars_jax.drafters.load`, with `sample=True` if it has weights and the rule is based on `rejection`.
-      refiner: adds an arm whose draft learns from its rejected tokens. After a kill, the draft learns only from the
-        remaining problems; the decoded tokens are the same.
+      refiner: adds an arm whose draft learns from its rejected tokens. If the run was killed and continued, the draft
+        learns only from the remaining problems; the decoded tokens are the same.
       progress: called with `(done, total, text)` after every group of problems.
 
     Returns:

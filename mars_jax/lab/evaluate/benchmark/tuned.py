@@ -3,7 +3,7 @@
 A longer draft also yields more tokens per step, without changing the output. The first quarter of a task's problems
 selects the lengths, and the remaining problems are scored. Source of the comparison: arXiv 2607.08690.
 
-Tested against recounts from rows, and decodes of the same pair (tests/lab/evaluate/test_tuned.py).
+Tested against recounts from rows and against decodes of the same pair (tests/lab/evaluate/test_tuned.py).
 """
 
 from __future__ import annotations
@@ -74,13 +74,12 @@ def arms_at(
 def tuned(study: Study, drafters: Mapping[bool, LoadedDrafter], *, progress: Show) -> JsonObject:
     """Choose the length of every arm on some problems, score all arms on the remaining ones, and write rows and tables.
 
-    Call it again with the same arguments to continue after a kill.
+    If the process is killed, call this again with the same arguments to continue.
 
     Args:
       study: the inputs of the run. `--tune` lists the chain lengths to try, in ascending order. `--draft-cost` is the
         cost of drafting one token, in target forwards; if it is None, lengths are compared by measured wall time.
-      drafters: the drafter, keyed by whether it samples, from `mars_jax.drafters.load`, with a chain of the longest
-        length.
+      drafters: drafters from `mars_jax.drafters.load` with a chain of the longest length, keyed by whether they sample.
       progress: called with `(done, total, text)` after every group of problems.
 
     Returns:
@@ -146,7 +145,7 @@ class _Run:
             rows = self._with_modelled_cost(trial_rows[arm.name, length], length)
             seconds = sum(row["seconds"] for row in rows)
             rate_by_arm[arm.name, length] = sum(row["emitted"] for row in rows) / seconds
-        # Each arm gets the length with its highest rate.
+        # Each arm uses the length at which its rate is highest.
         best_lengths = [max(lengths, key=lambda n, arm=arm: rate_by_arm[arm.name, n]) for arm in arms]
         tuned_arms = list(zip(arms, best_lengths, strict=True))
         decoded = self._decode(problems[split:], temperature, [(ALONE, 0), *tuned_arms])

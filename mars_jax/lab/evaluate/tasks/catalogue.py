@@ -1,8 +1,9 @@
 """Catalogue of tasks: problems from the package, from local files, or from datasets on the Hub or in a local folder.
 
-The question sets of the MARS release and Spec-Bench have `question_id`, `category`, `turns` and `reference`. GSM8K,
-HumanEval, MBPP, MT-Bench, Alpaca, CNN/DailyMail and WMT19 can also be read in their original layouts. Tested against
-folders read directly with `datasets`, in tests/lab/evaluate/test_datasets.py, and hand-written rows in test_tasks.py.
+The question sets of the MARS release and Spec-Bench have the fields `question_id`, `category`, `turns` and `reference`.
+GSM8K, HumanEval, MBPP, MT-Bench, Alpaca, CNN/DailyMail and WMT19 can also be read in their original layouts. Tested
+against folders read directly with `datasets`, in tests/lab/evaluate/test_datasets.py, and hand-written rows in
+test_tasks.py.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ READERS: dict[str, Reader] = {
 TASKS = ("stories", "arithmetic", *READERS)
 """Names that `read_problems` accepts."""
 STORY_WORDS = 24
-"""Number of words in a prompt of the task stories. Documents with at most twice as many words are skipped."""
+"""Number of words in each prompt of the stories task. Documents with at most twice as many words are skipped."""
 
 
 def read_problems(
