@@ -1,6 +1,6 @@
 """Automatic choice, during lowering, between implementations of an operation, such as a kernel and XLA operations.
 
-`margin` and `top_k` call `dispatch`. The layers of `mars_jax.models` call the other functions directly.
+`margin` and `top_k` call `dispatch`. The layers of `mars_jax.models` call the other functions of this module directly.
 
 A kernel is compiled as part of a program, so the whole program would fail if the kernel did not compile. Each kernel is
 therefore first compiled separately for the local chip. If this trial fails, XLA operations replace the kernel. Without
@@ -70,8 +70,8 @@ def dispatch(
         variable `SWITCH` is neither 0 nor 1.
     """
     check_options(implementation, forms, blocks, interpret)
-    # The decisions that follow from these operations have no gradient. Without `stop_gradient`, JAX could not
-    # differentiate a loss that includes decoding.
+    # Decisions based on these operations have no gradient. Without `stop_gradient`, JAX could not differentiate a loss
+    # that includes decoding.
     operands = jax.tree.map(lax.stop_gradient, operands)
     if implementation == "pallas_tpu":
         kernel = functools.partial(forms["pallas_tpu"], interpret=interpret)
@@ -94,7 +94,7 @@ def check_options(
     """Check the arguments of an operation that select its implementation.
 
     Raises:
-      ValueError: the implementation is unknown, or options of the kernel are used without the kernel.
+      ValueError: the implementation is unknown, or options of the kernel are set for another implementation.
     """
     if implementation is not None and implementation not in names:
         raise ValueError(f"implementation is {implementation!r}: expected None or one of {', '.join(names)}.")
@@ -140,7 +140,7 @@ def switched_on() -> bool:
 def kernel_or(kernel: Form, fallback: Form, *, platform: str) -> Form:
     """Return a function that calls `kernel` if it is enabled and compiles, and `fallback` otherwise.
 
-    As a trial, the kernel is first compiled with the actual shapes. The trial runs once per process for each set of
+    As a trial, the kernel is first compiled for the actual shapes. The trial runs once per process for each set of
     shapes, and only if the process has a device of `platform`. The first failure of a kernel is logged by the logger
     "kernels_pallas". Processes that decode together compile the same kernels, so they make the same choice.
 
@@ -286,10 +286,10 @@ def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, unpartitioned: Form, par
 def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
     """Return whether XLA will partition the operations that a lowering rule emits.
 
-    This function uses a private attribute of jax, because there is no public way to get the number of devices in a
-    lowering rule. jax's own rule for Mosaic calls reads the same attribute, `ctx.module_context.axis_context`
-    (`jax/_src/tpu_custom_call.py`, in jax 0.10 to 0.12). If a later version changes it, the program counts as
-    partitioned, because that implementation is always correct, only slower. tests/kernels/test_whole.py then fails.
+    This function uses a private attribute of JAX, because there is no public way to get the number of devices in a
+    lowering rule. JAX's own rule for Mosaic calls reads the same attribute, `ctx.module_context.axis_context`
+    (`jax/_src/tpu_custom_call.py`, in jax 0.10 to 0.12). If a later version changes this attribute, all programs count
+    as partitioned, because that implementation is always correct, only slower. tests/kernels/test_whole.py then fails.
     """
     context: Any = getattr(getattr(ctx, "module_context", None), "axis_context", None)
     if hasattr(context, "manual_axes"):

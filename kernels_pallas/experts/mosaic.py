@@ -62,8 +62,8 @@ def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
     >>> experts[:3].tolist(), tiles[:3].tolist(), int(count)
     ([0, 2, 2], [0, 0, 1], 3)
     """
-    # Expert e has the rows from row_ends[e] - sizes[e] to row_ends[e] - 1. `visit_ends[e]` is the total number of
-    # visits to experts 0 to e.
+    # The rows of expert e are row_ends[e] - sizes[e] to row_ends[e] - 1. `visit_ends[e]` is the total number of visits
+    # to experts 0 to e.
     row_ends = jnp.cumsum(sizes)
     first_tile = (row_ends - sizes) // rows
     visit_counts = jnp.where(sizes > 0, (row_ends - 1) // rows - first_tile + 1, 0)
@@ -124,7 +124,7 @@ def _by_expert(
     Args:
       product: computes f32[rows, out_width] from a tile of x and references to blocks of an expert's matrices.
       x: [R, K]; rows sorted by expert.
-      matrices: arrays [X, ., .] that together represent the experts' matrices, each with the number of its output axis,
+      matrices: arrays [X, ., .] that together represent the experts' matrices, each with the index of its output axis,
         which is divided into blocks.
       sizes: i32[X]; number of rows of each expert.
       out_width: number of outputs per block.

@@ -1,19 +1,19 @@
 """TPU kernel for products with grouped int4 weights, which unpacks them in registers and multiplies in bfloat16.
 
-XLA computes one product per group, scales the results and adds them up. For 60 rows and groups of 32, this takes far
-longer than reading the weights. The kernel reads the matrix in the layout in which it is stored.
+XLA computes one product per group, scales the results and adds them up. For 60 rows and groups of 32, these products
+take far longer than reading the weights. The kernel reads the matrix in the layout in which it is stored.
 
 Each 32-bit word contains the weights of eight consecutive inputs for one output. A shift, a mask and an exclusive-or
 convert the weights of inputs k and k + 4 of a word to two bfloat16 numbers, 24 + v for a weight v. These numbers are
-between 16 and 32, so the top four bits of their mantissa are v + 8. This extraction changes the order of the inputs, so
-a permutation matrix reorders x in the same way, which is exact.
+between 16 and 32, so the top four bits of their mantissa are v + 8. This conversion changes the order of the inputs, so
+a product with a permutation matrix, which is exact, reorders x in the same way.
 
-The results of each group are scaled after the product, which is also exact. The offsets are adjusted to cancel the 24.
-A chunk is 128 inputs, the depth of a matrix unit. If a chunk has several groups, each row of x is split into one row
-per group, with 0 in the other groups. The kernel stores the scales of a chunk as 8 rows, which line up with 8 rows of
-results. At the end, it adds up the results of rows that come from the same row of x. If the split results in too many
-rows, as for a draft tree, the weights are scaled before the product instead, and rounded to bfloat16, like the weights
-of a dequantised model.
+The scales multiply the results of each group, so that the weights need no rounding. The offsets are adjusted to cancel
+the 24. A chunk is 128 inputs, the depth of a matrix unit. If a chunk has several groups, each row of x is split into
+one row per group, with 0 in the other groups. The kernel stores the scales of a chunk as 8 rows, which line up with 8
+rows of results. At the end, it adds up the results of rows that come from the same row of x. If the split results in
+too many rows, as for a draft tree, the weights are scaled before the product instead, and rounded to bfloat16, like the
+weights of a dequantised model.
 
 Tested against the product with the dequantised matrix (tests/kernels/test_int4.py).
 
@@ -81,8 +81,8 @@ def dense_int4(
     """
     (row_count, inputs), (groups, group_size, outputs) = x.shape, values.shape
     groups_per_chunk = CHUNK // group_size
-    # Scale the results of each group if one product can have a row for every row of x and every group of a chunk.
-    # Otherwise scale the weights.
+    # Scale the results of each group if the rows of x fit in one product after they are split by group. Otherwise scale
+    # the weights.
     by_group = groups_per_chunk * row_count <= ROWS or groups_per_chunk == 1
     in_bfloat16 = not chip.startswith(("TPU v4", "TPU v5"))
     block_inputs, block_outputs = block_sizes(inputs, outputs, groups, in_bfloat16=in_bfloat16)

@@ -78,7 +78,8 @@ def margin_accept(
         stats = margin_stats(logits, logsumexp=logsumexp, interpret=interpret)
         return accept_from_stats(stats, tokens, parents, y, controls, max_depth, margin)
     plan = _plan(logits, nodes, tree_multiple, blocks, logsumexp)
-    # Pass the settings of the rows as one integer array: the bits of theta, strict, max_relaxed_run, the stop tokens.
+    # Pass the settings of the rows as one integer array: the bits of theta, strict, max_relaxed_run, and the stop
+    # tokens.
     settings_columns = [
         bits(controls.theta.astype(jnp.float32))[:, None],
         controls.strict.astype(jnp.int32)[:, None],
@@ -113,7 +114,8 @@ class _Plan(NamedTuple):
 
 def _grouped(nodes: int, trees: int) -> bool:
     """Return whether to keep the shape [trees, N, V], to avoid the copy that a reshape to [trees * N, V] needs."""
-    # In memory, the rows of each tree are padded to a multiple of SUBLANES. In a matrix, only the last rows are padded.
+    # In memory, the rows of each tree are padded to a multiple of SUBLANES. In a matrix, padding only follows the last
+    # row.
     return trees > 1 and nodes > 1 and nodes % SUBLANES != 0 and nodes <= MAX_ROWS
 
 

@@ -109,7 +109,7 @@ def close(top1: Array, id1: Array, top2: Array, id2: Array, vocab: int) -> tuple
 class AcceptControls(NamedTuple):
     """Settings that may differ between the rows of a batch."""
 
-    theta: Array  # f32[B]; threshold of the margin; inf is strict
+    theta: Array  # f32[B]; threshold of the margin; inf relaxes nothing
     # bool[B], True to relax nothing in the row; or i32[B], number of strict edges from the root
     strict: Array
     max_relaxed_run: Array  # i32[B]; maximum number of consecutive relaxed edges
@@ -151,7 +151,7 @@ def ratio(z1: Array, z2: Array, theta: Array) -> Array:
     >>> ratio(jnp.asarray([10.0, -1.0]), jnp.asarray([9.5, -2.0]), jnp.asarray([0.9, 0.9])).tolist()
     [True, False]
     """
-    # The inner `where` avoids a division by 0. The result is False for these rows.
+    # The inner `where` avoids a division by 0. In such rows, the result is False anyway.
     return (z1 > 0) & (z2 / jnp.where(z1 > 0, z1, 1.0) > theta)
 
 

@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 from kernels_pallas.common import LANES, SUBLANES, BlockError, round_up
 
 BLOCK_BYTES = 2 * 2**20
-"""Bytes of logits per block. Two blocks and the state are in VMEM at a time. They take far less than 16 MiB, which a
-kernel may use by default on every TPU generation."""
+"""Size of a block of logits, in bytes. Two blocks and the state are in VMEM at a time. They take far less than 16 MiB,
+which a kernel may use by default on every TPU generation."""
 MAX_ROWS = 1024
 """Maximum number of rows per block. The state takes 2.5 KiB per row."""
 

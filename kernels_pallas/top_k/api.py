@@ -1,6 +1,6 @@
 """Operations `top_k` and `sharded_top_k`, which find the k largest logits of each row and compute its logsumexp.
 
-Tested against `reference.top_k`, and `jax.lax.top_k` (tests/kernels/test_top_k.py).
+Tested against `reference.top_k` and against `jax.lax.top_k` (tests/kernels/test_top_k.py).
 
 Dimensions: V vocabulary, W vocabulary parts.
 """

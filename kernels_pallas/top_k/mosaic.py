@@ -85,7 +85,7 @@ def _top_k_kernel(logits_ref: Ref, packed_ref: Ref, *, vocab: int, k: int) -> No
 
     def scan(body: Callable[..., Carry], start: Carry, merge: Callable[[Carry, Carry], Carry]) -> Carry:
         def chunk(first: Array | int, carry: Carry) -> Carry:
-            """Process vector number `first` of every row in one chain. After the loop, `first` is a Python int."""
+            """Process vector number `first` of each row in one chain. In calls after the loop, `first` is an int."""
             offset = first * LANES if isinstance(first, int) else pl.multiple_of(first * LANES, LANES)
             z = logits_ref[:, pl.ds(offset, LANES)].astype(jnp.float32)
             ids = lane + offset
@@ -102,7 +102,8 @@ def _top_k_kernel(logits_ref: Ref, packed_ref: Ref, *, vocab: int, k: int) -> No
                 chains[j] = chunk(i * STRIP + c, chains[j])
             return chains
 
-        # The loop processes whole strips. Process the remaining vectors after it, because the last one may need a mask.
+        # The loop processes whole strips. Process the remaining vectors separately, because the last one may need a
+        # mask.
         strips = vocab // LANES // STRIP
         chains = lax.fori_loop(0, strips, strip, [start] * num_chains)
         for c in range(strips * STRIP, num_vectors):

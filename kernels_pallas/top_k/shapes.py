@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from kernels_pallas.common import LANES, SUBLANES, BlockError, tile_rows
 
 BLOCK_BYTES = 4 * 2**20
-"""Maximum bytes of logits per block. A block contains whole rows, and two blocks are in VMEM at a time."""
+"""Maximum size of a block of logits, in bytes. A block contains whole rows, and two blocks are in VMEM at a time."""
 
 
 def fits_in_vmem(vocab: int, k: int) -> bool:

@@ -61,8 +61,8 @@ def tree_attention(
       window: mask keys that are `window` or more positions before the query; None: no window.
       cap: soft cap on the scores: `cap * tanh(scores / cap)`; None: no cap.
       scale: factor by which the scores are multiplied; None: D ** -0.5.
-      sinks: f32[K, G]; attention sinks (gpt-oss, arXiv 2508.10925): one logit per head for an extra slot that every
-        query attends to, and whose value is zero. The logits are neither scaled nor capped. None: no sinks.
+      sinks: f32[K, G]; attention sinks (gpt-oss, arXiv 2508.10925): one logit per head, neither scaled nor capped, for
+        an extra slot with value zero that every query attends to; None for no sinks.
       k_scale, v_scale: f32[B, S, K]; scales of int8 keys and values, per slot and head. Pass both or neither.
       implementation: "pallas_tpu" (Mosaic), "xla", "reference", or None. None selects "xla", because the kernel has not
         run on a chip yet.

@@ -302,15 +302,15 @@ class _Folded(NamedTuple):
     """Running softmax of each head over the blocks processed so far."""
 
     # `top` and `total` are repeated in all lanes, because all lanes of the scores need them. If they were stored in one
-    # lane, every register of scores would need a permutation. These permutations took nearly half the time of a block
-    # when the queries were a tree.
+    # lane, every register of scores would need a permutation. For a draft tree, these permutations took nearly half of
+    # the time spent on a block.
     top: Ref  # f32[K, M, 128], identical in all lanes; largest score
     total: Ref  # f32[K, M, 128], identical in all lanes; sum of the weights relative to `top`
     mixed: Ref  # f32[K, M, D]; sum of the weighted values
 
 
 class _Core(NamedTuple):
-    """DMA copies of one core. They start in the order in which blocks are used, but ahead, even across batch rows."""
+    """DMA copies of one core. They start in the order of use and ahead of time, even across batch rows."""
 
     number: Array  # i32[]; index of the core, 0 or 1
     shape: Shape

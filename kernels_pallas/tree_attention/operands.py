@@ -109,8 +109,8 @@ def dense_mask(first: Array, n: int, slots: int, inside: Array | None, last_hidd
     row_ids = jnp.arange(inside.shape[2], dtype=jnp.int32)
     row_in_slot = (slot_row[:, None, :] == row_ids[None, :, None]).astype(jnp.float32)
     inside = jnp.broadcast_to(inside, (row_in_slot.shape[0], *inside.shape[1:])).astype(jnp.float32)
-    # Multiply [B, N, R] by [B, R, S]. Column s of the latter is the one-hot of the row in slot s, or 0 if the slot is
-    # outside the region.
+    # Multiply [B, N, R] by [B, R, S]. Column s of the latter is the one-hot vector of the row in slot s, or 0 if the
+    # slot is outside the region.
     sees_row = jnp.einsum("bnr,brs->bns", inside, row_in_slot) > 0
     sees_prefix = jnp.broadcast_to((slot_row < 0)[:, None], sees_row.shape)
     if last_hidden is not None:

@@ -23,7 +23,7 @@ class AttentionBlocks(NamedTuple):
 
 
 ATTENTION_BYTES = 2**19
-"""Maximum bytes of keys per block. Four blocks of keys and four blocks of values take 4 MiB of VMEM."""
+"""Maximum size of a block of keys, in bytes. Four blocks of keys and four blocks of values take 4 MiB of VMEM."""
 
 
 def attention_blocks(

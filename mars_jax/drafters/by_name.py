@@ -42,8 +42,9 @@ def load(
       spec: one of `none`, `ngram`, `self` (the target with 8-bit weights), `mtp` (the MTP module in the target's
         checkpoint) and `replay:FILE` (a file of earlier answers). In the other specs, PATH is a directory or hub name:
         `model:PATH` for a small language model, `eagle:PATH` for an EAGLE head, `mtp:PATH` for an MTP module,
-        `medusa:PATH` for Medusa heads, and `dflash:PATH` for a DFlash or DSpark head. `sprinter:PATH`, `trispec:PATH`
-        and `via_sd:PATH` accept some draft tokens without verification and are therefore never lossless.
+        `medusa:PATH` for Medusa heads, and `dflash:PATH` for a DFlash or DSpark head. SPRINTER, TriSpec and VIA-SD
+        (`sprinter:PATH`, `trispec:PATH` and `via_sd:PATH`) accept some draft tokens without verification and are
+        therefore never lossless.
       target: the model to draft for. Heads, and the drafters of SPRINTER, TriSpec and VIA-SD, must share its
         vocabulary. The drafter's weights are sharded over the target's mesh.
       num_draft_tokens: chain length. Default: 5 for a model or `self`, 3 for MTP, the number of heads for Medusa, a

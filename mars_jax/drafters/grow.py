@@ -402,7 +402,7 @@ class Candidates(NamedTuple):
 
 
 def keep(shape: Dynamic, root: Array, candidates: Candidates) -> tuple[DraftTree, Array]:
-    """Build the tree of root i32[B, 1] and the N - 1 highest-ranked candidates.
+    """Build a tree from the root i32[B, 1] and the N - 1 highest-ranked candidates.
 
     Return the tree and the numbers of the kept candidates, i32[B, N - 1].
     """

@@ -6,7 +6,7 @@ vocabulary. Tested against the model itself, run token by token in Python (tests
 Tokens that the target lacks get probability 0 and q is renormalised, so q is the true sampling distribution and every
 rule works unchanged. The draft model is fed the target's tokens, although its own tokenizer would split the text
 differently. A token that the draft vocabulary lacks is replaced by the longest suffix of its bytes in that vocabulary.
-Both lower the acceptance rate but do not affect correctness.
+Both differences lower the acceptance rate but do not affect correctness.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ The cost of a step at each length is either given or measured. The number of tok
 drafter's expected acceptance rate, corrected by the observed acceptance of recent drafts in the live rows. The length
 is chosen on the device. Source of the estimate: Leviathan et al. 2211.17192, section 3.3. B batch, n lengths.
 
-Tested against a drafter of fixed length, token for token, and a simulation in Python (tests/drafters/test_sized.py).
+Tested token for token against a drafter of fixed length, and against a simulation in Python
+(tests/drafters/test_sized.py).
 """
 
 from __future__ import annotations

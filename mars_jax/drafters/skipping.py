@@ -1,4 +1,4 @@
-"""A wrapper that runs a drafter only in steps with a draft. The next such step first fills the gap in its cache.
+"""A wrapper that runs a drafter only in steps with a draft, which first fill the gap in the drafter's cache.
 
 To do so, a draft model processes the missing tokens. A head also needs the target's features at these tokens, so the
 state stores the features of the last P tokens. If more than P tokens are missing, for example after a long prompt, the

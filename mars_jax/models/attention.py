@@ -43,13 +43,13 @@ from mars_jax.utils.errors import MarsError
 BLOCK = 128
 """Number of KV cache slots per block on a CPU. The keys and values of a block fit in the CPU's caches."""
 TURN_BYTES, TURN_SLOTS = 4 << 20, 1024
-"""Target bytes of keys and values, and minimum number of slots, for one iteration of the loop over blocks on an
-accelerator, unless the scores limit the block. The overhead of an iteration takes as long as reading a few
-megabytes."""
+"""Target size, in bytes, of the keys and values that one iteration of the loop over blocks reads on an accelerator, and
+its minimum number of slots. The size of the scores may limit a block further. The overhead of an iteration takes as
+long as reading a few megabytes."""
 SCORE_BYTES, GPU_SCORE_BYTES = 8 << 20, 512 << 20
-"""Maximum bytes of attention scores per iteration. The first limit keeps the scores in an accelerator's fast on-chip
-memory. The second limit is for GPUs, where each iteration copies the slots that it reads, and the copies must fit in
-memory together with the model."""
+"""Maximum size, in bytes, of the attention scores of one iteration. The first limit keeps the scores in an
+accelerator's fast on-chip memory. The second limit is for GPUs, where each iteration copies the slots that it reads,
+and the copies must fit in memory together with the model."""
 FLASH_QUERIES, FLASH_SINGLE = 2048, 256
 """Number of queries, summed over rows and heads, above which cuDNN is faster than XLA on an H100 with 4,000 slots. The
 first number is for several nodes per row, the second for a single node (docs/kernels.md)."""
@@ -250,9 +250,9 @@ def attend(
         scales are applied to the scores.
       v: [B, S, K, D]; cached values.
       mask: bool[B, N, S]; True where a query attends to a slot. The output of a query that attends to no slot is zero.
-      live: i32[]; upper bound of the visible slots: `mask[:, :, live:]` is False everywhere.
-      sinks: f32[K, G]; attention sinks (gpt-oss, arXiv 2508.10925): one logit per head for an extra slot that every
-        query attends to, and whose value is zero. The logits are neither scaled nor capped. None: no sinks.
+      live: i32[]; upper bound on the visible slots: `mask[:, :, live:]` is False everywhere.
+      sinks: f32[K, G]; attention sinks (gpt-oss, arXiv 2508.10925): one logit per head, neither scaled nor capped, for
+        an extra slot with value zero that every query attends to; None for no sinks.
       scale: factor by which the scores are multiplied; None: D ** -0.5.
       cap: limit on the scores, applied by `layers.soft_cap` before the mask; None: no limit.
       flash: use cuDNN on a single GPU if it supports the arrays and is expected to be faster.
@@ -404,7 +404,7 @@ def _slice(rows: Rows, first: Array, size: int) -> Rows:
 
 
 def _finish(mixed: Array, denominator: Array, dtype: DTypeLike) -> Array:
-    """Divide the weighted sums by the softmax denominator: N * D divisions instead of N * S."""
+    """Divide the weighted sums by the softmax denominator, which takes N * D divisions instead of N * S."""
     # The denominator is 0 for a query that attends to no slot.
     mixed = mixed / jnp.where(denominator == 0, 1.0, denominator)[..., None]
     return jnp.transpose(mixed, (0, 2, 1, 3, 4)).astype(dtype)

@@ -166,9 +166,9 @@ def delta_rule(
       q, k: f32[B, H, L, K]; normalised queries and keys.
       v: f32[B, H, G, L, V]; values.
       log_decay, rate: f32[B, H, G, L]; logarithm of the decay a (alpha), and learning rate b (beta).
-      documents: i32[B, L]; document of each token. `state` belongs to the document of the first token, and the new
-        state to the document of the last token. Other documents start with an empty state. None: all tokens belong to
-        one document.
+      documents: i32[B, L]; document of each token; None if all tokens belong to one document. `state` belongs to the
+        first token's document, and the new state to the last token's document. Other documents start with an empty
+        state.
     """
     length = q.shape[2]
     # Apply the rule chunk by chunk. With one token per chunk, this is the recurrence itself.

@@ -4,7 +4,7 @@ In a head with several layers, only the first layer reads embeddings and feature
 layers.
 
 Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858; the same heads with a different tree) and EAGLE-3 (arXiv
-2503.01840). Tested against a transcription in PyTorch with transformers' Llama layers (tests/models/test_eagle.py).
+2503.01840). Tested against a PyTorch transcription that uses transformers' Llama layers (tests/models/test_eagle.py).
 
 Dimensions: B batch, N tokens, E hidden size of the head, F hidden size of the target, V vocabulary, W draft vocabulary.
 """

@@ -160,7 +160,7 @@ class FeatureHead(LayeredHead):
     """Configuration of a head that predicts the target's next feature: an EAGLE head or an MTP module.
 
     A feature is a hidden state of the target. Entry t of a head, at position t, combines the target's feature of token
-    t with the embedding of token t + 1. The output of this entry predicts token t + 2. The output also replaces the
+    t with the embedding of token t + 1. The output of this entry predicts token t + 2. The output is also used as the
     feature of token t + 1 until the target has processed that token.
     """
 

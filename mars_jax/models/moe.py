@@ -67,7 +67,8 @@ def _blocks(x: Array, w: Array | Mxfp4, sizes: Array) -> Array:
         tied, _ = lax.optimization_barrier((w, i))
         matrix = jax.tree.map(lambda stack: stack[expert], tied).astype(x.dtype)
         product = dense_cpu(lax.dynamic_slice_in_dim(x, begin, size), matrix)
-        # The last block of an expert may extend over rows of the next experts. Later iterations overwrite these rows.
+        # The last block of an expert may extend into the rows of the next experts. Later iterations overwrite these
+        # rows.
         return lax.dynamic_update_slice_in_dim(y, product, begin, 0)
 
     y = jnp.zeros((rows + size, w.shape[1]), jnp.float32)
@@ -267,10 +268,10 @@ def _mix(
     """Compute the weighted sum f32[T, E] of the outputs of each token's experts.
 
     Args:
-      matrices: matrices of all experts if `first` is None, and otherwise only those of this device's experts. Also
-        contains the biases of the gate and up projections.
+      matrices: matrices of all experts if `first` is None, and otherwise only those of this device's experts. The dict
+        also contains the biases of the gate and up projections.
       tokens: [T, E].
-      share: f32[T, C]; weights of the experts.
+      share: f32[T, C]; routing weights of the experts.
       expert_ids: i32[T, C]. Experts on other devices contribute nothing.
       gated: computes the inputs of `expert_down` from the outputs of `expert_gate` and `expert_up`.
       first: i32[]; index of this device's first expert; None: all experts are on this device.

@@ -1,10 +1,10 @@
-"""Multi-token prediction (MTP) modules: an additional decoder layer that is trained with the target.
+"""Multi-token prediction (MTP) module: an additional decoder layer that is trained with the target.
 
 The module predicts the token after the next token. To draft more tokens, it reads its own output.
 
 Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2; here with a single module), MiMo (arXiv 2505.07608), and the files
-`qwen3_next_mtp.py` and `qwen3_5_mtp.py` of vLLM and SGLang. Tested against `MtpModel` of transformers, and
-transcriptions of the modules of MiMo and Qwen in PyTorch (tests/models/test_mtp.py).
+`qwen3_next_mtp.py` and `qwen3_5_mtp.py` of vLLM and SGLang. Tested against `MtpModel` of transformers, and against
+PyTorch transcriptions of the modules of MiMo and Qwen (tests/models/test_mtp.py).
 
 Dimensions: B batch, N tokens, E hidden size, V vocabulary.
 """
@@ -59,7 +59,7 @@ LAYOUTS = {
         mimo=True,
     ),
 }
-"""Layout of a module by the model family of its target. Other families use `DEEPSEEK`."""
+"""Layouts of modules, by the model family of the target. Other families use `DEEPSEEK`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

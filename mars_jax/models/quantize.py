@@ -28,7 +28,7 @@ from mars_jax.utils.errors import MarsError
 
 GROUPS = (128, 64, 32)
 """Group sizes of 4-bit matrices. A matrix uses the first size that divides its number of inputs. Larger groups need
-fewer scales and offsets, and with groups of 128 a TPU multiplies 60 rows as fast as 8."""
+fewer scales and offsets, and with groups of 128 a TPU multiplies 60 rows as fast as 8 rows."""
 
 MeshAxes = str | tuple[str, ...] | None
 """Names of the mesh axes that shard one dimension of an array."""
@@ -62,7 +62,7 @@ class Int8:
 
     @staticmethod
     def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
-        """Return the arrays of a matrix of this shape, in the order of the fields."""
+        """Return a `Leaf` for each array of a matrix of this shape, in the order of the fields."""
         del group  # each scale applies to a whole output channel
         spec = _axes(sharding, len(shape))
         return [
@@ -75,8 +75,8 @@ class Int8:
 class Int4:
     """A matrix [out, in] in 4 bits, in groups of G inputs. The class also represents GGUF's Q4_0, Q4_1 and Q4_K.
 
-    The input dimensions come first, because a TPU multiplies matrices in this layout. With the outputs first, it would
-    rearrange the weights in every step.
+    The input dimensions come first, because a TPU multiplies matrices in this layout. With the outputs first, the TPU
+    would rearrange the weights in every step.
     """
 
     values: Array  # i4[in / G, G, out], in [-8, 7]; i8 on a CPU, which does not pack i4 and computes with it slowly
@@ -98,7 +98,7 @@ class Int4:
 
     @staticmethod
     def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
-        """Return the arrays of a matrix of this shape, in the order of the fields.
+        """Return a `Leaf` for each array of a matrix of this shape, in the order of the fields.
 
         If the inputs are sharded, the groups are divided over the devices. If their number does not divide evenly, the
         inputs are replicated.
@@ -120,8 +120,8 @@ class Int4:
 class Mxfp4:
     """A stack of matrices [..., out, in] of 4-bit floats (e2m1).
 
-    Each block of 32 inputs has one scale, a power of two. The experts of gpt-oss are published in this format. Source: OCP
-    Microscaling Formats, version 1.0.
+    Each block of 32 inputs has one scale, a power of two. The experts of gpt-oss are published in this format.
+    Source: OCP Microscaling Formats, version 1.0.
     """
 
     values: Array  # u8[..., out, in / 2]; two numbers per byte, the first one in the low 4 bits
@@ -139,7 +139,7 @@ class Mxfp4:
 
     @staticmethod
     def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
-        """Return the arrays of a stack of matrices of this shape, in the order of the fields.
+        """Return a `Leaf` for each array of a stack of matrices of this shape, in the order of the fields.
 
         A sharded dimension is divided into whole blocks of 32, or replicated if the blocks do not divide evenly. This
         applies to outputs as well, because the outputs of gate and up are the inputs of down.

@@ -101,8 +101,8 @@ def rotate(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array
       x: queries or keys.
       cos, sin: [B, N, 1, pairs]; see `angles`.
       interleaved: rotate pairs of adjacent dimensions, and move the first dimensions of all pairs before the second
-        ones. The dot product of a query and a key does not depend on this order. False: pair dimension i with i + half,
-        as in most checkpoints.
+        ones. The dot product of a query and a key does not depend on this order. If False, pair dimension i with i +
+        half, as in most checkpoints.
     """
     x_float, unrotated = x.astype(jnp.float32), []
     if (rotated := 2 * cos.shape[-1]) < x.shape[-1]:

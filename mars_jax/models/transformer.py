@@ -298,9 +298,9 @@ def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) ->
     axes = alone("kv_heads", config.num_kv_heads) if on_tpu() and causal else ()
     same = alone("heads", config.num_heads) == alone("hidden", config.intermediate_size) == axes
     size, (batch, n) = devices_of("kv_heads", config.num_kv_heads), visible.positions.shape
-    # With a ring, an output bias would be added once per device, experts are sharded differently, and no device has all
-    # heads, which `whole_qk_norm` needs. Latent attention and gates are not implemented. Recurrent layers need the
-    # tokens in order.
+    # With a ring, every device would add the output bias, experts are sharded differently, and `whole_qk_norm` would
+    # need all heads on one device. Latent attention and gates are not implemented. Recurrent layers need the tokens in
+    # order.
     unsuitable = config.o_bias or config.mlp_bias or config.num_experts or config.whole_qk_norm
     unsuitable = unsuitable or config.latent or config.attention_gate or config.delta
     if not (axes and same and in_order(axes)) or unsuitable:
