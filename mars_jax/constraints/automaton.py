@@ -20,8 +20,7 @@ from mars_jax.utils.errors import MarsError
 
 DEAD, FIRST = 0, 1
 MOST_STATES = 32_000
-"""Maximum number of states of an automaton. State numbers are u16, and all constraints of a batch share these
-numbers."""
+"""Maximum number of states of an automaton. State numbers are u16, and all constraints of a batch share this range."""
 _MOST_STEPS = 5_000_000
 """Maximum number of steps of the subset construction. It also limits the total size of the subsets."""
 _MINIMISED = 6_000
@@ -180,7 +179,7 @@ def automaton(node: Node) -> Automaton:
     pieces = _Pieces()
     start_state = pieces.state()
     end_state = pieces.add(node, start_state)
-    # All bytes between two neighbouring ends of ranges lead to the same states, so they form one class.
+    # All bytes between two adjacent range boundaries lead to the same states, so they form one class.
     range_ends = {0, 256}
     for byte_steps in pieces.byte:
         for low, high, _ in byte_steps:
@@ -201,7 +200,7 @@ def _subsets(
     budget = WorkBudget(_MOST_STEPS, "steps from state to state")
 
     def closed(states: frozenset[int]) -> frozenset[int]:
-        """Return the epsilon closure of some states, without states that have no byte transitions, except `last`."""
+        """Return the epsilon closure of some states, limited to `last` and the states that have byte transitions."""
         reached_states, todo = set(states), list(states)
         while todo:
             for next_state in pieces.free[todo.pop()]:
@@ -214,7 +213,7 @@ def _subsets(
     start_set = closed(frozenset([first]))
     # If a constraint matches nothing, its initial set is empty, which is the state DEAD.
     set_ids = {start_set: FIRST, frozenset(): DEAD}
-    state_of: dict[frozenset[int], int] = {}  # state number of each set's closure, by the set
+    state_of: dict[frozenset[int], int] = {}  # maps a set to the state number of its closure
     todo = [start_set]
     next_rows = [[DEAD] * count, [DEAD] * count]
     accepting = [False, last in start_set]
@@ -285,7 +284,7 @@ def living(next: np.ndarray, accepting: np.ndarray) -> np.ndarray:
 
 
 def _alike(next: np.ndarray, accepting: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """Return labels i64[S], which are equal for equivalent states if the automaton is small."""
+    """Return labels i64[S]. Equivalent states have the same label if the automaton is small."""
     state_labels = np.where(alive, np.arange(len(next)), DEAD)
     if len(next) > _MINIMISED:
         return state_labels
@@ -293,8 +292,8 @@ def _alike(next: np.ndarray, accepting: np.ndarray, alive: np.ndarray) -> np.nda
     labels = accepting.astype(np.int64) + alive
     num_labels = len(np.unique(labels))
     for _ in range(_ROUNDS):
-        # Two states remain equivalent if their labels and the labels of their next states are equal. Compare the keys
-        # as bytes, which is faster than `np.unique` over an axis.
+        # Two states remain equivalent if they have the same label and their next states have the same labels. Compare
+        # the keys as bytes, which is faster than `np.unique` over an axis.
         keys = np.concatenate([labels[:, None], labels[next]], axis=1).astype(np.int32)
         key_bytes = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1] * 4))).reshape(-1)
         labels = np.unique(key_bytes, return_inverse=True)[1].reshape(-1)

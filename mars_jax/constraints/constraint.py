@@ -42,7 +42,7 @@ class Constraint:
         """The automaton over the bytes of a completion. Constraints of the kind `tokens` have no automaton.
 
         Raises:
-          MarsError: the constraint is invalid, as described at the function that creates it, or its kind is `tokens`.
+          MarsError: the constraint is invalid, as described for the function that creates it, or its kind is `tokens`.
         """
         return _automaton(self)
 
@@ -90,7 +90,7 @@ def _allow_list(ids: tuple[int, ...], size: int) -> TokenTable:
         raise MarsError(f"the constraint allows the token {bad_ids[0]}, and there are {size}: leave it out.")
     token_classes = np.zeros(size, np.uint16)
     token_classes[list(ids)] = 1
-    # State 0 is dead. State 1 is accepting, and the allowed tokens (class 1) do not leave it.
+    # State 0 is dead. State 1 is accepting, and the allowed tokens (class 1) lead back to it.
     return TokenTable(
         next=np.asarray([[0, 0], [0, FIRST]], np.uint16),
         classes=token_classes,
@@ -107,7 +107,7 @@ def _checked(constraint: Constraint) -> Constraint:
 
 
 def regex(pattern: str) -> Constraint:
-    """Return a constraint that allows only completions that fully match a regular expression, as `re.fullmatch` does.
+    """Return a constraint that allows only completions that fully match a regular expression, as in `re.fullmatch`.
 
     Args:
       pattern: pattern in the syntax of Python's `re`. It must not contain look-around, back-references or inner

@@ -1,4 +1,4 @@
-"""Nodes for JSON values in the format of `json.dumps`, with bounds of numbers and formats of strings.
+"""Nodes for JSON values in the format of `json.dumps`, with bounds on numbers and formats for strings.
 
 Tested against `json` and `jsonschema` (tests/constraints/test_schema.py).
 """
@@ -35,7 +35,7 @@ FORMATS = {
     "ipv4": rf"({_OCTET}\.){{3}}{_OCTET}",
     "email": r"[a-z0-9._+\-]{1,40}@[a-z0-9]([a-z0-9\-]{0,30}[a-z0-9])?(\.[a-z]{2,12}){1,3}",
 }
-"""Regular expressions of string formats, by their names in JSON Schema."""
+"""Regular expressions for string formats, keyed by their names in JSON Schema."""
 
 
 def string(least: int = 0, most: int | None = None) -> Node:

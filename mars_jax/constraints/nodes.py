@@ -7,7 +7,7 @@ from typing import NamedTuple, Union
 from mars_jax.utils.errors import MarsError, short_repr
 
 MOST_PIECES = 150_000
-"""Maximum number of pieces of a constraint, which are parts of a schema or pattern and states before minimisation."""
+"""Maximum number of pieces of a constraint: parts of a schema or pattern, or automaton states before minimisation."""
 LARGEST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 Ranges = tuple[tuple[int, int], ...]

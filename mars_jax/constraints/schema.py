@@ -46,7 +46,7 @@ _OF_TYPE = {
 }
 _KNOWN = {"$ref", "allOf", "anyOf", "const", "enum", "type"}.union(*_OF_TYPE.values())
 _PAIRS = (("properties", "additionalProperties"), ("prefixItems", "items"))
-"""Pairs of keywords, each of which depends on the other one."""
+"""Pairs of keywords whose meanings depend on each other."""
 _PYTHON_TYPES = {
     "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
     "null": type(None),
@@ -378,7 +378,8 @@ def _unexpected(name: str, value: object, where: str, expected: str) -> MarsErro
 def _both(beside: JsonObject, schema: object, where: str) -> JsonObject:
     """Merge a schema with the keywords next to the `$ref`, `allOf` or `anyOf` that contains it (`beside`)."""
     keywords = _keywords(schema, where)
-    # Values must satisfy both. A keyword in both would need an intersection, which is only supported for `type`, below.
+    # Values must satisfy both schemas. A keyword in both would need an intersection, which is only supported for
+    # `type`, below.
     for key, partner in [(name, name) for name in keywords] + [*_PAIRS, *((b, a) for a, b in _PAIRS)]:
         if key in keywords and partner in beside and key != "type":
             raise MarsError(

@@ -28,7 +28,7 @@ _BETWEEN = "..."
 
 @dataclasses.dataclass(frozen=True)
 class _Tags:
-    """Tracker of a span between two strings, with the state (inside the span, bytes read of the next string)."""
+    """Tracker of a span between two strings. Its state is (inside the span, bytes read of the next string)."""
 
     opening: bytes
     closing: bytes
@@ -51,7 +51,7 @@ class _Tags:
 
 @dataclasses.dataclass(frozen=True)
 class _Json:
-    """Tracker of JSON with the state (depth, mode). Modes: 0 outside of strings, 1 in a string, 2 after a backslash."""
+    """Tracker of JSON. Its state is (depth, mode): mode 0 outside of strings, 1 in a string, 2 after a backslash."""
 
     bytes: bytes = b'{}[]"\\'
 
@@ -111,7 +111,7 @@ class Spans:
 
     @functools.cached_property
     def followed(self) -> tuple[Automaton, np.ndarray]:
-        """An automaton over bytes, which accepts every text, and bool[S], True for its strict states."""
+        """An automaton over bytes that accepts every text, and bool[S], True for its strict states."""
         names = (*self.relax_in, *self.strict_in)
         trackers = [_tracker(name) for name in names]
         tag_bytes = sorted(set(b"".join(t.bytes for t in trackers)))
@@ -140,7 +140,7 @@ class Spans:
         return Automaton(np.asarray(next_rows, np.int32), classes, accepting), np.asarray(is_strict, bool)
 
     def table(self, vocabulary: Vocabulary) -> TokenTable:
-        """Return the table for a vocabulary, in which the text of a special token is its name."""
+        """Return the table for a vocabulary. The text of a special token is its name."""
         return _table(self, vocabulary)
 
 

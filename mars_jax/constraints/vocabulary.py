@@ -43,13 +43,12 @@ class Vocabulary:
         return padded_bytes, lengths
 
     def with_marks(self) -> Vocabulary:
-        """Return a vocabulary in which the names of special tokens are their text, because a span may begin with such a
-        token."""
+        """Return a vocabulary in which each special token has its name as text, because a span may begin with one."""
         marks = dict(self.marks)
         return Vocabulary(tokens=tuple(marks.get(i, token) for i, token in enumerate(self.tokens)))
 
     def spell(self, data: bytes) -> list[int]:
-        """Return the token ids with which the tokenizer would spell some bytes. They are used to draft forced text."""
+        """Return the token ids that the tokenizer would use to spell some bytes, for drafts of forced text."""
         if self.encode is not None:
             # Remove an incomplete character at the end, which the tokenizer cannot encode.
             text = data.decode("utf-8", errors="ignore")

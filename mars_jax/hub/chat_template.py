@@ -179,7 +179,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _limited(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wrap a filter so that its operands are checked and its result counts towards the limit."""
-        first = int(hasattr(function, "jinja_pass_arg"))  # index of the filtered value: 1 if the context precedes it
+        # Index of the filtered value: 1 if the context precedes it.
+        first = int(hasattr(function, "jinja_pass_arg"))
 
         @functools.wraps(function)
         def limited(*args: Any, **options: Any) -> Any:

@@ -11,7 +11,7 @@ mask bool[B, N, S], cache, slot i32[B]) -> (logits, cache)`:
 - Functions are reused: adapting a module twice with the same functions returns the same model, which is not compiled
   again. A lambda that is created a second time counts as a different function.
 
-`check` tests a model against the contract. Tested against transformers' logits through our own transformer
+`check` tests a model against the contract. Tested against transformers' logits by adapting our own transformer
 (tests/integrations/test_bridge.py).
 """
 
@@ -89,7 +89,7 @@ def from_nnx(
       (model, params), for `speculative_decoder`, `drafters.language_model` and `Pretrained.from_parts`.
 
     Raises:
-      MarsError: `module` is not an nnx module. When the model is called: logits or cache have the wrong shape.
+      MarsError: `module` is not an nnx module. Calls of the model raise it if logits or cache have the wrong shape.
     """
     if not isinstance(module, nnx.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_nnx takes a flax.nnx.Module.")
@@ -118,7 +118,7 @@ def from_linen(
         other five arguments. `apply(..., method="name")` calls a method.
 
     Raises:
-      MarsError: `module` is not a linen module. When the model is called: logits or cache have the wrong shape.
+      MarsError: `module` is not a linen module. Calls of the model raise it if logits or cache have the wrong shape.
     """
     if not isinstance(module, linen.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_linen takes a flax.linen.Module.")
@@ -202,8 +202,8 @@ def _check_shapes(
 def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> None:
     """Test a model against the contract of this module with a dozen random tokens, in a few seconds.
 
-    The test compares one forward pass over all tokens with passes over parts of them, over a tree in which two nodes
-    share a position, with swapped and replaced rows, and with junk in all masked slots of the cache.
+    The reference is one forward pass over all tokens. It is compared with passes over parts of the tokens, over a tree
+    in which two nodes share a position, over swapped and replaced rows, and over a cache with junk in all masked slots.
 
     Args:
       model, params: from `from_nnx` or `from_linen`, or a user's `LanguageModel`.

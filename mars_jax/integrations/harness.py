@@ -50,13 +50,13 @@ FLAGS = (
     *("verify", "num_draft_tokens", "tree", "dtype", "cache_dtype", "prefill_chunk", "attention", "seed"),
     *("batch_size", "regex", "json_schema", "coordinator", "num_processes", "process_id"),
 )
-"""Arguments of a model that are flags of `generate`, with the same values."""
+"""Arguments of the model that are also flags of `generate`, with the same values."""
 CHUNK = 32
 """Number of likelihood batches whose rows are written together. Within these, texts of similar length share a batch."""
 
 
 class Answered(Exception):
-    """Exception that ends a run of one part, which has no score. Its message includes the number of rows on file."""
+    """Exception that ends the run of a part, without a score. Its message includes the number of rows on file."""
 
 
 @register_model("mars_jax")
@@ -78,10 +78,11 @@ class MarsJax(TemplateLM):
     ):
         """
         Args:
-          target, draft: as for `python -m mars_jax.generate`; only the embedded target has a draft by default.
+          target, draft: as for `python -m mars_jax.generate`; only the target inside the package has a draft by
+            default.
           max_gen_toks: maximum number of new tokens in tasks that do not limit them.
           choice: strings separated by "|". Every generated text is constrained to one of them, unless a task sets
-            constraints in its generation_kwargs; there, choice is a list.
+            constraints in its generation_kwargs, in which choice is a list.
           mesh: axes with their sizes, joined by a plus because commas separate arguments: data=2+model=4.
           rows: path of a file that stores one row per answer. A run with the same arguments answers only the requests
             that the file lacks.
@@ -109,7 +110,7 @@ class MarsJax(TemplateLM):
             hosts.connect(args.coordinator, args.num_processes, args.process_id)
         if rows is not None and jax.process_count() > 1:
             raise MarsError("rows does not apply to several processes that decode as one: leave it out.")
-        # Refuse a wrong file before loading the weights.
+        # Refuse a file of another run before loading the weights.
         self._rows = None
         if rows is not None:
             run_settings = recorded(args, []) | {"max_gen_toks": max_gen_toks}
@@ -175,7 +176,7 @@ class MarsJax(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before text without context: the beginning-of-sequence token, or else the end-of-text token."""
+        """The token before a text without context: the beginning-of-sequence token, or else the end-of-text token."""
         bos_token_id = self._target.config.bos_token_id
         return self.eot_token_id if bos_token_id is None else bos_token_id
 
@@ -304,7 +305,7 @@ class MarsJax(TemplateLM):
         part_indices = [i for i, n in enumerate(numbers) if n % part.step == part.start]
         self._count += len(requests)
         answers = [placeholder] * len(requests)
-        # Digests of the requests' arguments, by which a later run detects rows of other tasks.
+        # Digests of the requests' arguments, which a later run uses to detect rows of other tasks.
         keys = [f"{kind} {digest(repr(request.args).encode())}" for request in requests]
         try:
             missing_indices = []
@@ -420,7 +421,7 @@ def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonOb
         stop_strings = [stop_strings]
     # This removes both names, because Python always evaluates the default of the outer `pop`.
     limit = int(kwargs.pop("max_gen_toks", kwargs.pop("max_new_tokens", limit)))
-    # Sample also if a task sets only a temperature above 0.
+    # Also sample if a task sets only a temperature above 0.
     is_sampled = bool(kwargs.pop("do_sample", float(kwargs.get("temperature") or 0) > 0))
 
     def taken(*names: str) -> JsonObject:

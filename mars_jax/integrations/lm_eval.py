@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         # The import registers the model with the harness.
         from mars_jax.integrations.harness import Answered
 
-        from lm_eval.__main__ import cli_evaluate  # isort: skip  # after ours, whose error explains the installation
+        from lm_eval.__main__ import cli_evaluate  # isort: skip  # our module comes first: its error explains the fix
 
         sys.argv = [sys.argv[0], *harness_args]  # the harness parses its arguments from here
         sys.stdout = out  # the harness prints its tables there

@@ -38,7 +38,8 @@ class Generate:
       **settings: other arguments of `mars_jax.generate`, one value for all rows, such as `max_new_tokens`.
 
     Raises:
-      MarsError: the rows have no integer `id`, or a column has the name of a result; see also `load` and `generate`.
+      MarsError: the rows have no integer `id`, or a column name clashes with an added column; see also `load` and
+        `generate`.
 
     >>> import ray  # doctest: +SKIP
     >>> rows = ray.data.read_json("in.jsonl")  # doctest: +SKIP
@@ -94,7 +95,7 @@ class Generate:
         new_columns["tau"] = [completion.metrics.tau for completion in completions]
         if self.settings.get("log_probs"):
             log_probs = (completion.log_probs for completion in completions)
-            # With log_probs=True every completion has scores, so the columns keep equal lengths.
+            # With log_probs=True, every completion has log-probabilities, so all columns have the same length.
             new_columns["log_probs"] = [list(scores.log_prob) for scores in log_probs if scores is not None]
         for name, values in new_columns.items():
             batch = batch.append_column(name, pyarrow.array(values))

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["MarsRollout", "Rollout", "config_of", "params_from_state"]
 
 SAME = 2e-2
-"""Largest difference between the actor's logits and ours that is due to bfloat16 rounding, relative to the standard
+"""Largest difference between the actor's logits and ours that bfloat16 rounding can cause, relative to the standard
 deviation of the logits."""
 
 
@@ -168,10 +168,11 @@ class Rollout:
           verify: the rule; default `exact`.
           batch_size: number of rows that decode at the same time; default: as many as fit in memory.
           lossy: allow a rule or a drafter whose samples do not follow the policy's distribution. Log-probabilities are
-            still the policy's, so importance ratios do not correct for it.
+            still the policy's, so importance ratios do not correct for the difference.
 
         Raises:
-          MarsError: the model is unknown or its logits differ from those computed here; or a rule is lossy.
+          MarsError: the model is unknown, its logits differ from those computed here, or the rule or drafter is lossy
+            and `lossy` is False.
         """
         del rollout_config  # each call to `generate` receives its own
         rule = loaded_rule(verify)
@@ -211,7 +212,7 @@ class Rollout:
         """Sample a completion of each prompt; see Tunix's `BaseRollout.generate`.
 
         Tokens include the stop token. The pad token is never sampled, because learners mask it. Samples depend on
-        `rollout_config.seed`, the number of earlier calls, and the index of a prompt.
+        `rollout_config.seed`, the number of earlier calls, and the index of the prompt.
         """
         del kwargs
         ids = [self._encode(text) for text in prompts]
@@ -373,7 +374,7 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> mj.models.Model
     therefore compares both bases, and chooses the one with the closer logits.
 
     Raises:
-      MarsError: the logits differ too much with both bases.
+      MarsError: the logits differ too much with either base.
     """
     config = config_of(actor)
     rope_thetas = [config.rope.theta]
@@ -388,7 +389,7 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> mj.models.Model
     actor_logits = actor(ids, positions, None, causal_mask)[0].astype(jnp.float32)
 
     def difference(candidate: mj.models.ModelConfig) -> float:
-        """Return the largest difference of logits, relative to the standard deviation of the actor's logits."""
+        """Return the largest difference between logits, relative to the standard deviation of the actor's logits."""
         model = mj.models.language_model(candidate, dtype=jax.tree.leaves(state)[0].dtype.name)
 
         @jax.jit

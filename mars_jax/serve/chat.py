@@ -33,8 +33,8 @@ from mars_jax.utils.errors import MarsError, check_type
 from mars_jax.utils.hosts import fetch
 
 WIDTH = 4096
-"""Initial size of the token buffer, unless the model's context is shorter. A row that needs more triggers another
-compilation. A larger initial size would take more memory."""
+"""Initial size of the token buffer, unless the model's context is shorter. A request that needs a larger buffer
+triggers another compilation. A larger initial size would take more memory."""
 
 
 class Running:
@@ -48,12 +48,13 @@ class Running:
     def __init__(self, session: Session):
         """
         Args:
-          session: the target, the drafter and the rule. It may be replaced between two requests, for example by
-            `session.using(rule)`.
+          session: the target, the drafter and the rule. The attribute may be replaced between two requests, for example
+            by `session.using(rule)`.
         """
         self.session = session
         self.read = 0
-        """Number of tokens of the last prompt that were prefilled. The first step feeds the prompt's last token."""
+        """Number of prefilled tokens of the last prompt. Its last token is not counted, because the first step
+        processes it."""
         self._width = 0
         self._decoder: Decoder | None = None
         self._queue: Queue | None = None  # queue that decodes the last request and stores the state
@@ -71,8 +72,8 @@ class Running:
         """Prefill the new tokens of the prompt, and return an iterator that decodes the completion.
 
         The iterator yields events after every step, or after every fourth step on accelerators. If the caller stops
-        iterating or closes it, the completion ends there, and the state includes the tokens decoded so far. The next
-        call continues from the state of an unfinished iterator.
+        iterating or closes the iterator, the completion ends there, and the state includes the tokens decoded so far.
+        The next call continues from the state of an unfinished iterator.
 
         Raises:
           MarsError: see `mars_jax.generate`.
@@ -127,12 +128,12 @@ Ask = Callable[[Sequence[Turn]], Request]
 class Chat:
     """A conversation whose turns share one KV cache, so that each turn prefills only its new tokens.
 
-    Answers equal those of a run without this cache. The chat template is applied to the whole conversation at each
-    turn. Some templates change earlier turns, for example by removing the reasoning from an answer. Tokens after the
-    first change are then prefilled again.
+    Answers are the same as without this cache. The chat template is applied to the whole conversation at each turn.
+    Some templates change earlier turns, for example by removing the reasoning from an answer. Tokens after the first
+    change are then prefilled again.
 
     `messages` is the list of turns, each with its `role` and `content`. Answers are stripped of surrounding white
-    space. You may change the list between two turns. If you change it during a turn, that turn is not added.
+    space. You may change the list between two turns. A turn during which the list changes is not added.
 
     User turn i, counted from 0, uses the seed `seed + i`, so repeating a conversation reproduces its answers.
 
@@ -233,7 +234,7 @@ class Chat:
     def _answered(
         self, turns: list[Turn], events: Generator[Said | Finished, None, None]
     ) -> Generator[Said | Finished]:
-        """Yield the events of a turn. At its end, add the turn and its answer to the conversation."""
+        """Yield the events of a turn, and then add the turn and its answer to the conversation."""
         answer = ""
         try:
             with contextlib.closing(events):
@@ -270,6 +271,6 @@ class Chat:
         return text
 
     def clear(self) -> None:
-        """Start a new conversation. Tokens at its beginning that it shares with the old one are not prefilled again."""
+        """Start a new conversation. A prefix that it shares with the old one is not prefilled again."""
         self._close()
         self.messages = []

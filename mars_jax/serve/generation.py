@@ -41,8 +41,8 @@ def generate(
 
     Args:
       target: model from `mars_jax.load`.
-      drafter: drafter from `mars_jax.drafters.load`, or a spec, such as "ngram", to load it with default settings, or a
-        `Drafter` without weights.
+      drafter: a drafter from `mars_jax.drafters.load`; a spec such as "ngram", which is loaded with default settings;
+        or a `Drafter` without weights.
       prompts: a string, a list of strings, lists of token ids, or conversations. A conversation is a list of turns with
         `role` and `content`. The content is a string or a list of text parts in OpenAI's format.
       verify: verification rule, such as `verify.mars(theta=0.9)`, or a `LoadedRule`. The default, `verify.exact()`,

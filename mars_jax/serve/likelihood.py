@@ -43,7 +43,7 @@ class Scored(NamedTuple):
 def score(
     target: Pretrained, texts: Sequence[str] | Sequence[Sequence[int]], *, rows: int = ROWS
 ) -> list[Scored]:
-    """Compute the target's log-probability of every token of a text but the first, given the tokens before it.
+    """Compute the target's log-probability of every token of each text except the first, given the tokens before it.
 
     Each forward pass processes rows of similar lengths. For a generated completion, the log-probabilities of its new
     tokens equal its `TokenLogProbs.log_prob`, up to rounding.
@@ -138,6 +138,6 @@ def _score_rows(model: LanguageModel, params, tokens):
         # log p(token) = z[token] - logsumexp(z)
         return jnp.take_along_axis(logits, target_tokens[..., None], axis=2)[..., 0] - stats.logsumexp, stats
 
-    # Join the parts, [parts, R, part_length], to [R, L - 1].
+    # Concatenate the parts [parts, R, part_length] to [R, L - 1].
     scores = jax.lax.map(part, jnp.arange(0, next_tokens.shape[1], part_length, dtype=jnp.int32))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1)[:, : length - 1], scores)

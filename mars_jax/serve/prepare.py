@@ -43,7 +43,7 @@ STEPS = 8
 
 
 class RequestGuides(NamedTuple):
-    """Tables with which a step tracks constraints and spans in completions."""
+    """Tables that a step uses to track constraints and spans in completions."""
 
     vocabulary: Vocabulary
     constraint: Compiled | None
@@ -70,7 +70,7 @@ class RequestGuides(NamedTuple):
 
 
 def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides | None:
-    """Build the tables of the requests' constraints and spans, if there are any. Equal constraints share a table.
+    """Build the tables of the requests' constraints and spans, if there are any. Identical constraints share one table.
 
     Raises:
       MarsError: the target has no tokenizer, so the text of its tokens is unknown; see also `Constraint.table`.
@@ -98,7 +98,7 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Requests that the same compiled program can decode. Array shapes are equal for any subset of the requests."""
+    """Requests that the same compiled program can decode. Every subset of the requests has the same array shapes."""
 
     target: Pretrained
     requests: Sequence[Request]
@@ -118,8 +118,8 @@ class Prepared:
         """Return the prompts of some requests for `Decoder.init`, sharded over `data` on a mesh.
 
         Args:
-          entries: the request index of each row, or None for a row that only pads the batch. Such a row starts at its
-            length limit, so it is done before the first step.
+          entries: the request index of each row, or None for a row that only pads the batch. A padding row starts at
+            its length limit, so it is done before the first step.
         """
         requests = [self.requests[i] if i is not None else _FILL for i in entries]
         lengths = np.array([len(r.prompt_tokens) for r in requests], np.int32)
@@ -212,7 +212,7 @@ class Prepared:
             stats = self.zero_stats(rows, log_probs=log_probs)
             args = (self.params, state, stats, 1, 1)
             advance = program(refill.advance, self.decoder, *args)
-            # In the first step, a draft model also processes the missing tokens.
+            # Exclude the first step, in which a draft model also processes the tokens that are missing from its cache.
             state, stats, _ = jax.block_until_ready(advance(*args))
             start_time = time.perf_counter()
             num_steps = jax.block_until_ready(advance(self.params, state, stats, 1, STEPS))[2]
@@ -257,8 +257,8 @@ def prepared(
     """Check requests, and return them with a decoder for the target and drafter, and its params.
 
     The size of the token buffer is rounded up to a bucket, so that requests of similar lengths share one compilation.
-    All other differences between requests are array values. Each numeric setting of the rule is one value for all
-    requests, or one per request.
+    Most other differences between requests are array values, which do not affect compilation. Each numeric setting of
+    the rule is one value for all requests, or one per request.
 
     Raises:
       MarsError: a request does not fit the target, the drafter or the rule.

@@ -2,7 +2,7 @@
 
 JAX's own cache must trace a program before it can look it up. Here, the key is computed from everything that tracing
 depends on: the source of this package, the decoder with the variables that its functions close over, the shapes of the
-arguments, versions, settings and the machine. If any of these cannot be described exactly, such as a user's function,
+arguments, versions, settings and the machine. If one of these, such as a user's function, cannot be described exactly,
 the program is compiled as usual. Loading a program runs code from its file, so programs are stored only in the user's
 own cache folder.
 
@@ -39,7 +39,7 @@ from mars_jax.utils.compilations import keep_bytes, kept_bytes
 
 _SOURCES = ("mars_jax", "kernels_pallas")
 _DESCRIBED = {*_SOURCES, "jax", "jaxlib", "numpy", "ml_dtypes", *sys.stdlib_module_names}
-"""Modules whose code the key describes by its source or its version."""
+"""Modules whose code the key covers, by a hash of their source or by their version."""
 _RECENT, _STARTED = 60.0, time.time()
 """`_STARTED` is the time at which this module was imported. If the source changed after that time, or less than
 `_RECENT` seconds before, no program is stored or loaded, because imported modules may be older than their files."""
@@ -49,9 +49,10 @@ _is_enabled = False
 
 
 def keep_programs(folder: str) -> None:
-    """Store this process's programs in a folder, unless it belongs to another user, whose files may run any code.
+    """Store this process's programs in a folder.
 
-    Call this only in commands, whose imported modules match the files on disk.
+    A folder that belongs to another user is ignored, because loading its files may run any code. Call this only in
+    commands, whose imported modules match the files on disk.
     """
     global _is_enabled
     with contextlib.suppress(OSError, AttributeError):  # no user ids on Windows
@@ -95,7 +96,7 @@ class _Description(pickle.Pickler):
 
 
 def description(part: Any) -> bytes:
-    """Describe an object by bytes that are equal in all processes for equal objects.
+    """Describe an object as bytes, which are the same in every process for equal objects.
 
     Raises:
       Exception: a part of the object cannot be described, for example a function outside this package.
@@ -144,7 +145,7 @@ def _source_digest() -> str:
 
 def _load(key: str, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """Load the program that an earlier process stored; return None if there is none."""
-    with contextlib.suppress(Exception):  # the file is missing, or damaged and may raise any exception
+    with contextlib.suppress(Exception):  # a missing or damaged file may raise any exception
         executable, outputs = pickle.loads(zlib.decompress(kept_bytes("programs", key) or b""))
         structures = jax.tree.structure((args, {})), jax.tree.structure(outputs)
         return serialize_executable.deserialize_and_load(executable, *structures)

@@ -43,14 +43,14 @@ tokens are transferred after every step, because that costs less than an unneces
 
 
 class Finished(NamedTuple):
-    """The event that a request has ended, with its completion."""
+    """An event for the end of a request, with its completion."""
 
     index: int  # index of the prompt
     completion: Completion
 
 
 class Said(NamedTuple):
-    """The event that new tokens of a request were decoded, with their text."""
+    """An event for new tokens of a request, with their text."""
 
     index: int  # index of the prompt
     text: str  # new text; it may lag behind `tokens` inside a multi-byte character
@@ -87,11 +87,12 @@ class Queue:
           log_probs: whether to record the log-probabilities of each token.
           shared: prompt tokens shared by consecutive requests, to be prefilled only once; default: the result of
             `shares_of`, which is NOTHING on a mesh that shards rows.
-          telling: whether `events` also yields new tokens. They are copied to the host after every step, or after every
-            fourth step on accelerators.
+          telling: whether `events` also yields new tokens. New tokens are then copied to the host after every step, or
+            after every fourth step on accelerators.
           state: state of rows in which the first requests are already prefilled; default: new rows.
           began: if `state` is given, the time at which its prefill started, for `Completion.seconds`.
-          compiling: whether to continue from the last prompt even if they share too little to save time; see `warm_up`.
+          compiling: whether to continue from the previous prompt even if the shared prefix is too short to save time;
+            see `warm_up`.
         """
         self.state = state
         """State of the rows between two events; None while the device is working on it."""
@@ -105,7 +106,7 @@ class Queue:
         self._shares = shares_of(prepared, order) if shared is None else shared
         self._read: Reading | None = None
         self._advance: Callable[..., Any] | None = None  # the compiled `refill.advance`
-        # Iterator over steps, if the drafter runs its own.
+        # Iterator over steps, if the drafter runs its own steps.
         self._steps: Iterator[tuple[DecodeState, StepInfo]] | None = None
         self._holds: list[int | None] = [None] * num_rows  # index of the request in each row
         self._began = [0.0] * num_rows
@@ -116,7 +117,7 @@ class Queue:
         return self.finished()
 
     def finished(self, *, early: bool = True) -> Iterator[Finished]:
-        """Yield each completion as it ends. If not `early`, yield those of the last rows after all rows have ended."""
+        """Yield each completion as it ends; if not `early`, those of the last rows only after all rows have ended."""
         return (event for event in self.events(early=early) if isinstance(event, Finished))
 
     def events(self, *, early: bool = True) -> Generator[Said | Finished, None, None]:
@@ -159,7 +160,7 @@ class Queue:
     def warm_up(self) -> None:
         """Compile the programs of this queue by decoding one token of its first requests.
 
-        Their prompts are cut to a few tokens. This is cheap if the programs are already compiled. Afterwards, the queue
+        The prompts are cut to a few tokens. This is cheap if the programs are already compiled. Afterwards, the queue
         can still be used once.
         """
         # Array shapes depend on all requests, so shorten all of them and drop none.
@@ -277,7 +278,7 @@ class Queue:
         This way, arrays have the same shapes in every prefill. One prompt is enough to keep a device busy, because
         prefill chunks have hundreds of tokens (`prefill.chunk_of`).
         """
-        if self._prepared.drafter.steps is not None:  # such a drafter starts all rows together
+        if self._prepared.drafter.steps is not None:  # a drafter with its own steps starts all rows together
             if not self._waiting or any(index is not None for index in self._holds):
                 return state, stats
             self._steps = self.state = None
@@ -308,12 +309,12 @@ class Queue:
         return state, stats
 
     def _reading(self, index: int) -> Reading:
-        """Prefill a request's prompt in a separate row, if possible continuing from a prefix of the last prompt."""
+        """Prefill a request's prompt in a separate row, if possible continuing from a prefix of the previous prompt."""
         prompt, prepared, previous = self._prepared.requests[index].prompt_tokens, self._prepared, self._read
         if previous is not None and previous.prompt == prompt:
             return previous
         self._read = None  # free the memory of this row before allocating another
-        # `extend` donates the state of the last prompt. Rows that started from that state have copies of it.
+        # `extend` donates the state of the previous prompt. Rows that started from that state have copies of it.
         if previous is not None and self._continues(previous, prompt):
             with prepared.target.on_mesh():
                 state, _ = decode.extend(
@@ -328,7 +329,7 @@ class Queue:
             return Reading(prompt, state, _sound((state.cache, state.draft)))
 
     def _continues(self, previous: Reading, prompt: Sequence[int]) -> bool:
-        """Return whether to prefill only the part of a prompt after the prefix that it shares with the last prompt."""
+        """Return whether to prefill only the tokens after the prefix that a prompt shares with the previous one."""
         if previous.sound is None or len(prompt) == 1:
             return False
         chunk_length = chunk_of_decoder(self._prepared)
@@ -347,7 +348,7 @@ class Queue:
 
 
 class Reading(NamedTuple):
-    """A row in which a prompt is prefilled."""
+    """A separate row in which a prompt has been prefilled."""
 
     prompt: tuple[int, ...]
     state: DecodeState
@@ -374,9 +375,9 @@ class Shares(enum.IntEnum):
 def shares_of(prepared: Prepared, order: Sequence[int]) -> Shares:
     """Choose which shared prompt tokens to prefill only once, for requests in this order.
 
-    Nothing is shared on a mesh that shards rows, or if the drafter runs its own steps. Beginnings are shared only if
-    this saves half of the prefill forward passes and `SAVED` tokens, because sharing has costs: prompts are prefilled
-    one after the other, and there is an additional program to compile.
+    Nothing is shared on a mesh that shards rows, or if the drafter runs its own steps. Prefixes are shared only if this
+    saves at least half of the prefill forward passes and at least `SAVED` tokens, because sharing has costs: prompts
+    are prefilled one after the other, and one more program is compiled.
     """
     if of_mesh(prepared.target, 1) > 1 or prepared.drafter.steps is not None:
         return Shares.NOTHING
@@ -397,7 +398,7 @@ def chunk_of_decoder(prepared: Prepared) -> int:
 
 
 def forwards_saved(previous: Sequence[int], prompt: Sequence[int], chunk: int) -> int:
-    """Return how many prefill forward passes a prompt saves if its common prefix with `previous` is already cached.
+    """Return how many prefill forward passes are saved if the common prefix of both prompts is already cached.
 
     >>> forwards_saved([1] * 130 + [2], [1] * 200, 64)
     2
@@ -420,7 +421,7 @@ def longest_first(requests: Sequence[Request]) -> list[int]:
     """Return request indices in the order of decreasing `max_new_tokens`.
 
     A long request that starts last would decode in a batch of its own. Requests with equal limits are sorted by their
-    prompts if adjacent prompts then share at least `SAVED` tokens.
+    prompts if adjacent prompts then share at least `SAVED` tokens in total.
 
     >>> longest_first([Request(prompt_tokens=(1,), max_new_tokens=n) for n in (5, 9, 5)])
     [1, 0, 2]

@@ -167,7 +167,7 @@ class Completion:
     finish_reason: str  # "stop", "length", or "failed" if the target's logits were not finite
     metrics: Metrics  # counters of the row's steps
     seconds: float  # wall time of the row
-    log_probs: TokenLogProbs | None = None  # those of the new tokens; None without `log_probs=True`
+    log_probs: TokenLogProbs | None = None  # log-probabilities of new tokens; None without `log_probs=True`
 
     @property
     def tokens_per_second(self) -> float:
@@ -276,7 +276,7 @@ def _as_list(prompts: AnyPrompts) -> list[Any]:
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Raise an error if there is no option of one of these names."""
+    """Raise an error if one of these names is not an option."""
     option_names = Options.__optional_keys__
     for name in set(names) - option_names:
         for rule_row in rules().values():

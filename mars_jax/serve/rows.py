@@ -214,7 +214,7 @@ class RowFile:
 
 
 class Lock:
-    """A lock on a file or directory against writes by other processes. It ends with `close` or with the process."""
+    """A lock that prevents other processes from writing to a file or directory, until `close` or process exit."""
 
     def __init__(self, path: str | os.PathLike[str], *, flags: int = os.O_RDONLY):
         """
@@ -285,7 +285,7 @@ def compare_settings(
             f"{flag} '{owner}' was begun by mars-jax {recorded_version}, and this is {settings['version']}: finish it "
             f"with that version, or choose another {flag}."
         )
-    # Compare the names of both, because settings with default values may be left out.
+    # Compare all names in either of the two, because settings with default values may be left out.
     for name in [*settings, *recorded_settings]:
         if name != but and (change := difference(name, recorded_settings.get(name), settings.get(name))):
             raise MarsError(
@@ -295,7 +295,7 @@ def compare_settings(
 
 
 def difference(name: str, recorded: object, current: object) -> str | None:
-    """Describe how a setting differs from its recorded value. Return None if both are equal.
+    """Describe how a setting differs from its recorded value; return None if it does not.
 
     >>> difference("seed", 0, 1), difference("theta", None, 0.9), difference("seed", 1, 1)
     ('seed 0, not 1', 'theta at its default, not 0.9', None)
@@ -355,7 +355,9 @@ def _finite(value: object) -> object:
 
 
 def plain(value: Any) -> Any:
-    """Convert a setting to a JSON value. Tuples become lists, dataclasses objects, and values of other types strings.
+    """Convert a setting to a JSON value.
+
+    Tuples become lists, dataclasses become objects, and values of other types become strings.
 
     >>> plain({"tree": (4, 2), "path": Path("a")}), plain(float("inf"))
     ({'tree': [4, 2], 'path': 'a'}, 'inf')

@@ -1,4 +1,4 @@
-"""A target with its drafter and rule, with which all functions that generate text decode.
+"""Sessions, which combine a target with a drafter and a rule. All functions that generate text use them.
 
 B batch, T token buffer, M stop tokens. Tested against `transformers` generate with the same checkpoint
 (tests/serve/test_generate.py).
@@ -64,8 +64,8 @@ def default_rows(prepared: Prepared) -> int:
 def row_bytes(prepared: Prepared) -> int:
     """Return the number of bytes that a row occupies on each device on which it is stored.
 
-    They consist of the row's state and the larger of two buffers: four copies of a step's logits, or the activations of
-    one layer for a prompt chunk.
+    This is the size of the row's state plus that of the larger of two buffers: four copies of a step's logits, or the
+    activations of one layer for a prompt chunk.
     """
     target = prepared.target
     prompts = prepared.prompts([None] * of_mesh(target, 1))
@@ -192,7 +192,7 @@ class Session:
         """Return an iterator that decodes requests in `batch_size` rows. A request starts as soon as a row is free.
 
         Args:
-          requests: requests to decode, of any number.
+          requests: any number of requests to decode.
           order: indices of the requests to decode, in the order in which to start them; default: all, in the given
             order.
           telling: whether `Queue.events` also yields new tokens.

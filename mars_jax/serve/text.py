@@ -18,15 +18,15 @@ from mars_jax.serve.requests import KINDS, Completion, Request, TokenLogProbs, T
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LONGEST_PERIOD, LOOP_TOKENS = 90, 12
-"""Maximum length of a phrase that repeats in a loop, and minimum length of a loop, in tokens."""
+"""Maximum length of the phrase that a loop repeats, and minimum total length of a loop, in tokens."""
 
 
 class Detokenizer:
     """An incremental detokenizer, whose pieces of text concatenate to the text of all tokens.
 
-    Text that a later token may change is held back. This is an incomplete character or, with byte fallback, a whole run
-    of byte tokens, because `tokenizers` replaces every byte of a run that is not valid UTF-8. For each piece, only the
-    tokens after the second-to-last piece are decoded again, so that the cost does not grow with the length of the text.
+    Text that a later token may change is held back: an incomplete character or, with byte fallback, a whole run of byte
+    tokens, because `tokenizers` replaces every byte of a run that is not valid UTF-8. For each piece, only the tokens
+    after the second-to-last piece are decoded again, so that the cost does not grow with the length of the text.
     """
 
     def __init__(self, pretrained: Pretrained, prompt_tokens: Sequence[int]):
@@ -72,7 +72,8 @@ class RowText:
 
     The text ends before the stop string, as in OpenAI's API. The last token is the one that completes the stop string,
     as in transformers. Stop strings are searched for only in new text, not across the end of the prompt. Text that may
-    be the beginning of a stop string is held back until later tokens decide. The pieces concatenate to the whole text.
+    be the beginning of a stop string is held back until later tokens show whether it is one. The pieces concatenate to
+    the whole text.
     """
 
     def __init__(self, target: Pretrained, request: Request):
