@@ -1,1 +1,1 @@
-"""Scripts that measure, draw, check and release. Run one as `python -m scripts.FOLDER.NAME`."""
+"""Scripts for measurements, plots, checks and releases. Run one as `python -m scripts.FOLDER.NAME`."""

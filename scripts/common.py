@@ -30,7 +30,7 @@ __all__ = ["cores", "git", "machine", "stamp"]
 RESULTS = ROOT / "scripts" / "results"
 RESAMPLES = 10_000
 PLACES = ("environment", "made", "machine")
-"""Keys of a report that may hold its provenance."""
+"""Keys under which a report may store its provenance."""
 
 
 class Origin(NamedTuple):
@@ -38,7 +38,7 @@ class Origin(NamedTuple):
 
     date: str | None  # when it ran
     commit: str
-    committed: str | None  # date of the commit that added the figures; None if the run recorded a commit
+    committed: str | None  # date of the commit that added the report; None if the run recorded its commit
     machine: str | None
     dirty: bool
 
@@ -54,9 +54,9 @@ def in_turns(arms: Mapping[Any, Callable[[], Any]], turns: int, *, warm: int = 1
     Every second turn runs the functions in reverse order, so that drift affects all of them equally.
 
     Args:
-      arms: the functions, keyed by name. Their times include the computation of their JAX results.
-      turns: number of timed turns.
-      warm: number of turns at the start that compile the programs and are not timed.
+      arms: the functions, keyed by name. Each time includes the wait for the function's JAX results.
+      turns: number of turns that are timed.
+      warm: number of warm-up turns before them, which compile the programs and are not timed.
     """
     import jax
     import numpy as np
@@ -71,11 +71,11 @@ def in_turns(arms: Mapping[Any, Callable[[], Any]], turns: int, *, warm: int = 1
 
 
 def ratio(numerators: Any, denominators: Any) -> dict[str, float]:
-    """Return the median ratio of paired turns, with a lower and an upper one-sided 95% bound by the bootstrap.
+    """Return the median ratio of paired turns, with lower and upper one-sided 95% bootstrap bounds.
 
     Args:
       numerators, denominators: seconds f64[turns], or f64[starts, turns] if processes were started several times. The
-        bootstrap then draws starts, and turns within each start.
+        bootstrap then resamples the starts, and the turns within each start.
 
     >>> ratio([2.0, 2.0], [1.0, 1.0])
     {'median': 2.0, 'lower_95': 2.0, 'upper_95': 2.0}
@@ -91,7 +91,7 @@ def ratio(numerators: Any, denominators: Any) -> dict[str, float]:
 
 
 def ratio_of_sums(tops: np.ndarray, bottoms: np.ndarray, *, digits: int = 4) -> list[float]:
-    """Return [ratio, low, high] of two sums over prompts f64[n], with a 95% bootstrap interval over prompts.
+    """Return [ratio, low, high] of two sums of f64[n], with a 95% bootstrap interval over the n prompts.
 
     All three are 0 if every element of `bottoms` is 0.
 
@@ -122,7 +122,7 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
     script can be detected.
 
     Args:
-      packages: packages to list with their versions. The version is None for a package that is not installed.
+      packages: names of packages. Their versions are recorded, or None for a package that is not installed.
       data: files or folders that were read. A digest of each is recorded.
       weights: params, keyed by name. A digest of each is recorded.
     """
@@ -155,7 +155,7 @@ def _digest_of(path: Path) -> str:
 
 
 def write(path: Path | None, report: Any, *, indent: int | None = 1) -> None:
-    """Write a report atomically. Do nothing without a path."""
+    """Write a report atomically. Do nothing if `path` is None."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def write(path: Path | None, report: Any, *, indent: int | None = 1) -> None:
 
 
 def load(name: str) -> Any:
-    """Return the contents of a JSON file of scripts/results."""
+    """Return the contents of a JSON file in scripts/results."""
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
@@ -179,12 +179,12 @@ def span(mean: float, low: float, high: float, show: str = "{:.2f}") -> str:
 
 
 def measured(name: str) -> str:
-    """Return a sentence with the date and the commit of the figures of a JSON file."""
+    """Return a sentence that states the date and the commit of the report in a JSON file."""
     return sentence(origin(load(name)))
 
 
 def origin(report: Any) -> Origin:
-    """Return the origin of a report. If its records have their own origins, return the latest one.
+    """Return the origin of a report, or the latest origin if each record of the report has its own.
 
     Raises:
       ValueError: the report has no origin.
@@ -216,7 +216,7 @@ def _origins(report: Any) -> Iterator[Origin]:
 
 
 def sentence(source: Origin) -> str:
-    """Return a sentence with the date of the measurement and the commit of its code."""
+    """Return a sentence that states when and at which commit a report was measured or committed."""
     if source.committed is None:
         changed = " with uncommitted changes" if source.dirty else ""
         return f"Measured on {str(source.date)[:10]} at {source.commit}{changed}, {source.machine}."
@@ -236,7 +236,7 @@ class Worker:
     def __init__(
         self, arguments: Sequence[str], *, checkout: Path = ROOT, environment: Mapping[str, str] | None = None
     ):
-        """Start `arguments`, a script with its arguments, which imports the mars_jax of `checkout`."""
+        """Start a script with the mars_jax of `checkout`. `arguments` are its path and its arguments."""
         self._name = shlex.join(arguments)
         self._process = subprocess.Popen(
             [sys.executable, *arguments], cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -251,7 +251,7 @@ class Worker:
         self._process.wait()
 
     def answer(self) -> Any:
-        """Read the next line from the process, and parse it as JSON."""
+        """Read the next line of the process's output, and parse it as JSON."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -259,7 +259,7 @@ class Worker:
         return json.loads(line)
 
     def ask(self, line: str = "go") -> Any:
-        """Send a line and return the answer."""
+        """Send a line to the process, and return its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()

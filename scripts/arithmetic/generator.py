@@ -2,10 +2,10 @@
 
     python -m scripts.arithmetic.generator
 
-The wording is low-margin: names, things and phrasings are drawn at random, independent of the problem. The numbers
-are high-margin: one wrong digit makes the answer wrong. A problem is assigned to a split by its kinds of step and its
-numbers, so an evaluation problem is never a training problem in other words; single facts such as 7 * 8 occur in both.
-As in GSM8K (arXiv 2110.14168), answers end with `####` and the result.
+The wording is low-margin: names, objects and phrasings are drawn at random, independently of the problem. The numbers
+are high-margin: one wrong digit makes the answer wrong. The kinds of steps and the numbers of a problem determine its
+split, so no evaluation problem is a rephrased training problem. Single facts such as 7 * 8 occur in both splits. As in
+GSM8K (arXiv 2110.14168), answers end with `####` and the result.
 
 Tests: tests/lab/evaluate/test_arithmetic.py.
 """
@@ -56,7 +56,7 @@ class Exercise:
 
 
 def problem(index: int, *, split: str, seed: int = 0) -> Exercise:
-    """Return problem `index` of the split "train" or "eval". It depends only on the three arguments."""
+    """Return problem `index` of the split "train" or "eval". The same arguments always return the same problem."""
     rng = Random(f"{split}/{seed}/{index}")
     steps = _steps(rng)
     while _split(steps) != split:
@@ -70,9 +70,9 @@ def generate(count: int, *, split: str, seed: int = 0) -> Iterator[Exercise]:
 
 
 def drill(count: int, *, seed: int = 0) -> Iterator[str]:
-    """Generate lines of 16 bare equations over every fact that a step of a problem can need.
+    """Generate lines of 16 bare equations, which cover every fact that a step of a problem can need.
 
-    A word problem spends some 75 tokens on one or two facts; this training text consists of facts only.
+    A word problem takes about 75 tokens to state one or two facts; this training text consists only of facts.
     """
     # `_equation` favours sums and differences: there are 4,843 of them, but only 144 products and quotients.
     for index in range(count):
@@ -88,7 +88,7 @@ class _Step(NamedTuple):
 
 
 def _steps(rng: Random) -> list[_Step]:
-    """Draw one to three steps, each of which works on the previous result."""
+    """Draw one to three steps, each of which is applied to the result of the previous step."""
     [count] = rng.choices((1, 2, 3), (40, 40, 20))
     kinds = _kinds(count, rng)
     while True:
@@ -105,7 +105,7 @@ def _steps(rng: Random) -> list[_Step]:
 
 
 def _kinds(number: int, rng: Random) -> list[Kind]:
-    """Draw kinds that make a story: a product comes first, a final step last, and there are at most two people."""
+    """Draw kinds of steps that form a story: products first, final steps last, and at most two people."""
     kinds: list[Kind] = []
     for i in range(number):
         paired = any(kind.pair for kind in kinds)
@@ -145,17 +145,17 @@ def _equation(rng: Random) -> str:
 
 
 def _key(steps: list[_Step]) -> str:
-    """Return the problem without its words, such as `gain 5/lose 3/12`."""
+    """Return the kinds of steps and the numbers of a problem, such as `gain 5/lose 3/12`."""
     return "/".join([*(f"{step.kind.name} {step.right}" for step in steps), str(steps[0].left)])
 
 
 def _split(steps: list[_Step]) -> str:
-    """Return the split of a problem. By the hash of their key, a tenth of all problems are for evaluation."""
+    """Return the split of a problem. The hash of its key assigns a tenth of all problems to evaluation."""
     return "train" if hashlib.sha256(_key(steps).encode()).digest()[0] % 10 else "eval"
 
 
 def _worded(steps: list[_Step], rng: Random) -> Exercise:
-    """Put the problem into words, drawn independently of its numbers."""
+    """Express the problem in words that are drawn independently of its numbers."""
     people = [
         (rng.choice(WORDS["girls"].split()), "she", "her", "her"),
         (rng.choice(WORDS["boys"].split()), "he", "his", "him"),

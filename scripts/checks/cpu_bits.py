@@ -2,10 +2,10 @@
 
     python -m scripts.checks.cpu_bits --keep scripts/results/cpu_bits.json
 
-The dtypes, and transformers with the same file in float32 and bfloat16, take turns to decode the same prompt greedily
-in one process. `stand-in` is the model of scripts/checks/first_token.py. `qwen2.5-0.5b` has the shapes of that model;
-it has no file and is not compared with transformers. Both have random weights. The loss is the cross-entropy per
-token. It is not measured for random weights.
+Each dtype decodes the same prompt greedily, and so does transformers with the same file in float32 and bfloat16. They
+take turns in one process. `stand-in` is the model of scripts/checks/first_token.py. `qwen2.5-0.5b` is a model in memory
+with the shapes of Qwen2.5-0.5B, so it is not compared with transformers. The weights of both models are random. The
+loss is the cross-entropy per token; it is not measured for models with random weights.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def random_target(dtype: str) -> mj.Pretrained:
             case 8:
                 return quantize.quantize(weight)
             case 4:
-                # As in `load`, 4-bit matrices are widened on a CPU.
+                # Widen 4-bit matrices, as `load` does on a CPU.
                 matrix = quantize.quantize_4(np.asarray(weight))
                 return dequantised(matrix.values, matrix.scale, matrix.offset).astype(floating)
             case _:
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the figures of a model, keyed by dtype; those of transformers by "transformers, DTYPE"."""
+    """Return the speed and the loss of a model, keyed by dtype. The key of transformers is "transformers, DTYPE"."""
     source = str(write_stand_in(args.folder / "stand-in-270m.gguf")) if name == "stand-in" else name
     random = name in ("stand-in", "qwen2.5-0.5b")
     load = random_target if name == "qwen2.5-0.5b" else partial(mj.load, source)
@@ -139,7 +139,7 @@ def _decode(target: mj.Pretrained, prompt: list[int], new: int) -> list[int]:
 
 
 def loss(target: mj.Pretrained) -> float:
-    """Return nats per token of `TEXT`."""
+    """Return the loss on `TEXT` in nats per token."""
     [scored] = mj.score(target, [TEXT])
     return round(-float(np.mean(scored.log_p)), 5)
 

@@ -5,9 +5,9 @@
 
 Every arm decodes the same prompts greedily under `exact` at batch 1. The arms take turns at each prompt, so that a
 temporary slowdown of the machine affects all of them. As in a session, programs are compiled and step costs are
-measured in advance.
-The report is written after every prompt, and a run with the same settings resumes there. `--data` is the folder of
-prompt sets; the default is `data/eval` in the folder that the environment variable MARS_JAX_SHARED names.
+measured in advance. The report is written after every prompt, and a later run with the same settings continues it.
+`--data` is the folder with the prompt sets. Its default is `data/eval` in the folder given by the environment variable
+MARS_JAX_SHARED.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
         )
         for kind, longest in KINDS.items()
     }
-    # Join the requests of all kinds with the same maximum, so that their programs have the same shapes.
+    # Prepare the requests of all kinds with the same maximum together, so that their programs have the same shapes.
     batches = {
         kind: [request for other in KINDS if KINDS[other] == KINDS[kind] for request in requests[other]]
         for kind in KINDS
@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
         for batch in batches.values():
             session.warm_up(batch)
     rows = report["rows"]
-    # Kinds alternate, so that an interrupted run has prompts of every kind.
+    # Alternate between kinds, so that an interrupted run contains prompts of every kind.
     order = [
         {"turn": turn, "prompt": number, "kind": kind}
         for turn in range(args.turns)

@@ -3,11 +3,11 @@
     python -m scripts.checks.family_variants --output FILE
 
 Each config has the settings of a published config that change the forward pass, with smaller widths and fewer layers.
-Context lengths and the context lengths of pretraining are divided by the same number, so that the test text is longer
-than the attention windows and the pretraining context. The logits of a variant must equal those of transformers within
-1e-4, or the package must refuse the config with a message. If the logits differ by more, the script also reports the
-error of both libraries relative to transformers in float64. It also reports how far the float64 logits move if each
-embedding value changes by a random share of at most 2^-24, the unit roundoff of float32.
+The maximum and the pretraining context lengths are divided by the same number, so that the test text is longer than the
+attention windows and the pretraining context. The logits of a variant must match those of transformers to within 1e-4,
+or the package must refuse the config with a message. If the logits differ by more, the script also reports the error of
+both libraries relative to transformers in float64. It also reports how much the float64 logits change if each embedding
+value is perturbed at random by a relative error of at most 2^-24, the unit roundoff of float32.
 
 The settings were entered by hand; the published files were not downloaded.
 """
@@ -28,12 +28,12 @@ from scripts import common
 
 TOLERANCE = 1e-4
 CONTEXT, TEXT, VOCAB, LAYERS, WIDTH = 128, 40, 61, 4, 16
-"""Sizes of the small models: context, length of the test text, vocabulary, layers, and width of a head."""
+"""Sizes of the small models: context, length of the test text, vocabulary, number of layers, and head width."""
 Json = dict[str, Any]
 
 
 def longrope(pairs: int, kind: str = "longrope") -> Json:
-    """Return LongRoPE settings, whose published divisors begin near 1 and grow."""
+    """Return LongRoPE settings with divisors that begin near 1 and grow, like the published ones."""
     short, long = np.linspace(1.0, 3.0, pairs), np.geomspace(1.0, 60.0, pairs)
     return {"type": kind, "short_factor": short.tolist(), "long_factor": long.tolist()}
 
@@ -225,7 +225,7 @@ def shrink(data: Json) -> Json:
 
 
 def outcome(data: Json, directory: Path) -> Json:
-    """Return the largest difference of logits of a variant, or the message that refuses it."""
+    """Return the largest logit difference of a variant, or the error message if the package refuses it."""
     from mars_jax import MarsError, hub
     from mars_jax.hub.config_json import from_json
     from tests.helpers import transformers_oracle
@@ -243,7 +243,7 @@ def outcome(data: Json, directory: Path) -> Json:
         config = transformers.AutoConfig.for_model(**fields)
     model = transformers_oracle.random_torch_model(config)
     transformers_oracle.save_torch(model, directory)
-    # Replace the config that transformers 5 saved by one in the published layout.
+    # Replace the config that transformers 5 saved with one in the published layout.
     (directory / "config.json").write_text(json.dumps(small))
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, TEXT))
     logits, _ = transformers_oracle.logits_and_greedy(hub.load(directory), tokens, 1)
@@ -260,12 +260,12 @@ def outcome(data: Json, directory: Path) -> Json:
 def float64_logits(model: Any, tokens: np.ndarray, *, noise: float) -> np.ndarray:
     """Return the logits of a torch model, computed in float64 even if its code casts to float32.
 
-    Each number of the embeddings is multiplied by a random factor from `1 - noise` to `1 + noise`.
+    Each embedding value is multiplied by a random factor from `1 - noise` to `1 + noise`.
     """
     import torch
 
     class InFloat64(torch.overrides.TorchFunctionMode):
-        """A mode that replaces float32 by float64 in the arguments of torch functions."""
+        """A mode that replaces float32 with float64 in the arguments of torch functions."""
 
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if function is torch.Tensor.float:
@@ -280,7 +280,7 @@ def float64_logits(model: Any, tokens: np.ndarray, *, noise: float) -> np.ndarra
     wide.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: output * (1 + torch.empty_like(output).uniform_(-noise, noise))
     )
-    wide.set_experts_implementation("eager")  # torch's grouped products do not support float64
+    wide.set_experts_implementation("eager")  # torch's grouped matrix products do not support float64
     with torch.no_grad(), InFloat64():
         return wide(torch.tensor(tokens), use_cache=False).logits.numpy()
 

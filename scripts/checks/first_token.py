@@ -31,7 +31,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def pieces(draw: np.random.Generator) -> Iterator[str]:
-    """Yield distinct pieces of a sentencepiece vocabulary, each a character or a join of two earlier pieces."""
+    """Yield distinct pieces of a sentencepiece vocabulary: characters, and concatenations of two earlier pieces."""
     characters = [
         _SPACE,
         *map(chr, range(33, 127)),
@@ -115,7 +115,7 @@ def run(model: str, cache: Path) -> dict[str, float]:
     """Return the wall time and processor seconds of one process."""
     command = [sys.executable, "-m", "mars_jax.generate", "--target", model, "--max-new-tokens", "16", PROMPT]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    # As in an installed package, modules are compiled once, by the first run.
+    # Store bytecode in the cache folder: as in an installed package, only the first run compiles the modules.
     environment = os.environ | {"XDG_CACHE_HOME": str(cache), "PYTHONPYCACHEPREFIX": str(cache)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)

@@ -3,9 +3,9 @@
     python -m scripts.checks.kills --times 20
     python -m scripts.checks.kills --times 10 --signals KILL INT --results interrupts.json
 
-Every command works on the embedded family. Results must be equal byte for byte, except for times. A command that gets
-INT or TERM must also end with the exit code of the signal and with one line that names it. The script ends with exit
-code 1 if a command fails one of these checks. Writes scripts/results/kills.json.
+Every command uses the embedded family. Apart from times, the results must be identical. A command that receives INT or
+TERM must also end with the exit code of the signal and with one line that names it. The script ends with exit code 1 if
+a command fails one of these checks. Writes scripts/results/kills.json.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ TIMES = {
 }
 """Fields that differ between any two runs."""
 EARLIEST = {signal.SIGKILL: 1.0, signal.SIGINT: 0.15, signal.SIGTERM: 0.15}
-"""Earliest time of a signal in seconds. Before it Python is still starting; SIGKILL during imports loses no work."""
+"""Earliest time of each signal, in seconds. Python needs this time to start; a SIGKILL during imports tests nothing."""
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 """First word of the line on stderr that reports the signal."""
 CHAIN = 5
-"""Maximum number of kills in one run of a command."""
+"""Maximum number of times that a command is killed before it runs to its end."""
 
 
 class Command(NamedTuple):
-    """A command line, with {} for its folder, and the output that exists only when the command has finished."""
+    """A command line, with {} for its folder, and the output that exists only after the command has finished."""
 
     name: str
     argv: str
@@ -55,14 +55,14 @@ class Command(NamedTuple):
 
 
 def timeless(value: Any) -> Any:
-    """Return a JSON value without times, and without speedups and their intervals."""
+    """Return a JSON value without times, speedups and the intervals of speedups."""
     if isinstance(value, dict):
         return {k: timeless(v) for k, v in value.items() if k not in TIMES and not k.startswith("speedup")}
     return [timeless(v) for v in value] if isinstance(value, list) else value
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """Return the files of a folder: rows and JSON without times, digests of weights, and None for other files."""
+    """Return the files of a folder by path: rows and JSON without times, digests of weights, None for other files."""
     contents = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -114,7 +114,7 @@ def run(
 ) -> dict[str, Any] | None:
     """Run a command, send it a signal after `kill_after` seconds, and wait until it has ended.
 
-    Return how it reacted to the signal, or None if it ended before the signal. No process is left running.
+    Return how the command reacted to the signal, or None if it ended before the signal. No process is left running.
     """
     argv = [sys.executable, "-m", "mars_jax", command.name, *command.argv.format(folder).split()]
     log = folder.parent / f"{folder.name}.log"
@@ -145,7 +145,7 @@ def run(
 
 
 def heed_interrupts() -> None:
-    """Restore the handler of SIGINT in a child. Background processes of a shell ignore SIGINT, and so do children."""
+    """Restore the SIGINT handler. Background processes of a shell ignore SIGINT, and their children inherit this."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -159,9 +159,9 @@ def catches(process: int, number: int) -> bool:
 def attack(
     command: Command, work: Path, times: int, numbers: Sequence[signal.Signals], rng: random.Random
 ) -> dict[str, Any]:
-    """Kill a command `times` times, up to `CHAIN` times in one run; compare the results with an uninterrupted run's.
+    """Kill a command `times` times, up to `CHAIN` times per run, and compare the results with an uninterrupted run.
 
-    Successive kills use the signals in turn.
+    The kills cycle through the signals.
     """
     undisturbed = work / f"{command.name}-undisturbed"
 

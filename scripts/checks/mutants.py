@@ -6,18 +6,18 @@
     python -m scripts.checks.mutants --seed 22 --again --only 5 19 --first tests/core/test_spans.py
     python -m scripts.checks.mutants --seed 22 --explain 17 "the branch only skips work"
 
-The operators come from mutmut (libcst). The runner of mutmut does not work with jax. It selects mutants when
-functions are called and skips functions with a decorator, so it misses jitted functions. It selects tests by the
-functions that they called in a first run, but a compiled program does not call its Python functions again. This script
-therefore imports jax and forks for each mutant. On import, the changed source replaces the source of its module. The
-checkout stays unchanged.
+The operators come from mutmut (libcst). The runner of mutmut does not work with jax. It switches mutants on when
+functions are called, and skips decorated functions, so it misses jitted functions. It selects the tests that called a
+function in a first run, but a compiled program does not call its Python functions again. This script therefore imports
+jax and forks for each mutant. In the fork, the changed source is loaded instead of the module's file. The checkout
+stays unchanged.
 
-Mutants are drawn with a seed: equally many from each of five rooms (packages of mars_jax), and within a room from each
-operator in turn, since most possible mutants drop an argument, which any test notices. Docstrings, annotations, error
-messages and code for type checkers are not changed. The fast tests of the room, of the matrix and of the rooms that
-import the file run until a test fails or the budget of processor seconds is spent. A survivor counts as a gap in the
-tests until it is explained. Only the first pass of a seed measures the tests, because tests for its survivors are added
-afterwards.
+Mutants are drawn with a seed, the same number from each of five packages of mars_jax. Within a package, the draw cycles
+through the operators, because most possible mutants drop an argument, which any test notices. Docstrings, annotations,
+error messages and code for type checkers are not changed. The fast tests of the package, of tests/matrix and of the
+packages that import the file run until a test fails or the budget of processor seconds is spent. A survivor counts as a
+gap in the tests until it is explained. Only the first pass of a seed measures how good the tests are, because tests for
+its survivors are added afterwards.
 
 Writes scripts/results/mutants_SEED.json.
 """
@@ -41,7 +41,7 @@ from scripts import common
 from scripts.checks.mutants_drawn import EXAMPLES, OF_ALL, ROOT, SUITE, Mutant, draw, tests_of
 
 STUCK = 3.0
-"""A run of tests counts as hung after this many times its budget, in wall-clock seconds."""
+"""A test run counts as hung if its wall-clock seconds exceed this many times its budget of processor seconds."""
 
 
 class Replaced(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
@@ -66,9 +66,9 @@ class Replaced(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 class Order:
     """A pytest plugin that orders tests, runs them until the processor seconds are spent, and records their outcomes.
 
-    The tests named by --first run first. The quick tests of all rooms and the tests that killed other mutants of the
-    file run next, then the tests named after the file, and then the folders in the order of `tests_of`. In each group,
-    quick tests run before slow ones. For a rule, only its own tests of the suite of rules run.
+    The tests given to --first run first. Next are the quick tests that run for every package and the tests that killed
+    other mutants of the file, then the tests named after the file, and then the folders in the order of `tests_of`. In
+    each group, quick tests run before slow ones. For a rule, only its own cases of the test suite for rules run.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ def run(
             return {"outcome": "timeout", "by": "", "seconds": took, "each": {}}
         if report_file.with_name("unknown").exists():
             raise SystemExit(f"one of {', '.join(tests)} is not a test: correct --first.")
-        # A mutant that crashes the whole process counts as killed.
+        # A mutant that crashes the test process counts as killed.
         outcome = (
             json.loads(report_file.read_text()) if report_file.exists() else {"by": "the process", "each": {}}
         )
@@ -168,7 +168,7 @@ def _in_child(tests: Sequence[str], mutant: Mutant | None, report_file: Path, or
         if mutant is not None:
             sys.meta_path.insert(0, Replaced(mutant.file, mutant.code))
         options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", "--tb=no"]
-        # Modules that are already imported cannot be rewritten.
+        # pytest warns that it cannot rewrite the assertions of modules that are already imported.
         options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         code = pytest.main([*tests, *options], plugins=[order])
         if code == pytest.ExitCode.INTERNAL_ERROR and not order.failed:
@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             report["seconds"] |= outcome.pop("each")
             record |= outcome
             if repeated and record["outcome"] != "survived":
-                record["survived_at_first"] = True  # a test that was added later kills it
+                record["survived_at_first"] = True  # killed by a test that was added later
             common.write(results, report)
             place = (record["number"], mutant.file, mutant.line, mutant.operator)
             print(*place, record["outcome"], record["seconds"], record["by"], flush=True)

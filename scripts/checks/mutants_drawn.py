@@ -1,4 +1,4 @@
-"""Mutants for scripts/checks/mutants.py: small changes of the package by mutmut's operators, and tests of each file.
+"""Mutants for scripts/checks/mutants.py, made by mutmut's operators, and the tests to run for each file.
 
 A room is a package of mars_jax, such as `core`.
 """
@@ -21,16 +21,16 @@ from scripts.common import ROOT
 
 ROOMS = ("core", "verify", "drafters", "serve", "constraints")
 SUITE, EXAMPLES, MATRIX = "tests/verify/test_rules.py", "tests/test_docstrings.py", "tests/matrix"
-"""`SUITE` has tests named after each rule, and `EXAMPLES` has tests named after each module."""
+"""The tests in `SUITE` are named after rules, and those in `EXAMPLES` after modules."""
 OF_ALL = (EXAMPLES, "tests/test_public.py", "tests/test_tables.py")
-"""Tests that run for a change in any room."""
+"""Tests that run for changes in every room."""
 
 
 def tests_of(file: str) -> list[str]:
     """Return the tests to run for a changed file.
 
-    These are the tests that run for any room, the tests of the file's room, the matrix of tests, and the tests of the
-    rooms that import the file.
+    These are the tests that run for every room, the tests of the file's room, the tests in `MATRIX`, and the tests of
+    the rooms that import the file.
     """
     rooms = dict.fromkeys(name.split("/")[1].removesuffix(".py") for name in [file, *importers(file)])
     paths = [path for room in rooms for path in (f"tests/{room}", f"tests/test_{room}.py")]
@@ -55,7 +55,7 @@ def importers(file: str) -> list[str]:
 
 
 class Places(cst.CSTVisitor):
-    """A visitor that collects the changes that operators can make and that a test could notice."""
+    """A visitor that collects all changes that the operators can make, except those that no test could notice."""
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
@@ -120,7 +120,7 @@ def mutants(room: str, file: str) -> list[Mutant]:
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
-    """Draw `count` mutants: equally many from each room, and within a room from each operator in turn."""
+    """Draw `count` mutants: the same number from each room, cycling through the operators within a room."""
     rng, rooms = random.Random(seed), []
     for room in ROOMS:
         by_operator: dict[str, list[Mutant]] = collections.defaultdict(list)

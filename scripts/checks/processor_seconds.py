@@ -1,4 +1,4 @@
-"""Run a command, and report the processor seconds of all its processes and the memory of the largest one.
+"""Run a command, and report the processor seconds of all its processes and the memory use of the largest process.
 
     python -m scripts.checks.processor_seconds python -m pytest -n auto -m "not slow"
     python -m scripts.checks.processor_seconds --keep scripts/results/checks.json --case "fast tests" COMMAND

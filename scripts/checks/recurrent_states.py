@@ -1,10 +1,10 @@
-"""Compare two ways to discard rejected tokens in recurrent layers: keep a draft's inputs, or the state after each node.
+"""Compare two ways to undo rejected tokens in recurrent layers: store a draft's inputs, or the state after each node.
 
     python -m scripts.checks.recurrent_states --output scripts/results/recurrent_states.json
 
-`models.delta` keeps the inputs. Sizes are the bytes of one row's cache without keys and values, with float32 states and
-bfloat16 inputs. Times are for the recurrence of one layer at the published sizes and batch 1, without its projections,
-after half of the previous draft was accepted.
+`models.delta` stores the inputs. Sizes are the bytes of one row's cache without keys and values, with float32 states
+and bfloat16 inputs. Times are for the recurrence of one layer without its projections, at the published sizes and batch
+1, if half of the previous draft was accepted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scripts import common
 
 HEADS = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128}
 PUBLISHED = {"Qwen3.5-9B": 32, "Qwen3-Next-80B-A3B": 48}
-"""Number of layers of published models. Every fourth layer has attention. The recurrent layers of both have `HEADS`."""
+"""Number of layers of published models. Every fourth is an attention layer; the others are recurrent, with `HEADS`."""
 NODES, TURNS = (1, 4, 8, 16), 21
 
 

@@ -1,12 +1,12 @@
-"""Compare the cost of a compiled decode loop between another commit of mars-jax and this one.
+"""Compare the cost of a compiled decode loop at another commit of mars-jax with its cost at this commit.
 
     python -m scripts.checks.same_cost --old REV --output FILE
 
-Each case reports the instructions of the optimised HLO of `run`, the bytes that XLA counts, and the time of decoding
-the same prompt, in interleaved pairs of two processes that take turns. The memory layout of a process makes it a few
-percent faster or slower for its lifetime, so the processes are started several times. The ratio is new over old. Its
-bounds are 95% bounds of a bootstrap of the median, over starts and over pairs within each start. Import times are
-compared in pairs. On a shared machine, pin the script to a core (`taskset -c 0`).
+Each case reports the number of instructions in the optimised HLO of `run`, the bytes that XLA counts, and the time to
+decode a prompt. Two processes, one for each commit, take turns to decode it. The memory layout of a process makes it a
+few percent faster or slower for its lifetime, so the processes are started several times. The ratio is new over old.
+Its 95% bounds come from a bootstrap of the median, over starts and over pairs of turns within each start. Imports are
+also timed in pairs. On a shared machine, pin the script to a core (`taskset -c 0`).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def compare(case: str, checkouts: dict[str, Path], starts: int, pairs: int, cach
 def one_start(
     case: str, checkouts: dict[str, Path], pairs: int, cache: Path
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Return the reports of both processes, and the seconds of their turns except the first, which warms up."""
+    """Return the reports of both processes, and the seconds of all their turns except the first, which is a warm-up."""
     with contextlib.ExitStack() as stack:
         workers = {
             name: stack.enter_context(

@@ -1,13 +1,13 @@
-"""Compare tokens between another commit of mars-jax and this one, for every rule with every drafter on 16 prompts.
+"""Compare the tokens of another commit of mars-jax with those of this one: every rule and every drafter, 16 prompts.
 
     python -m scripts.checks.same_tokens --old REV --output FILE
 
-Both decode at temperatures 0 and 1. Draws are keyed by position, so sampled tokens must be equal too. The script needs
-git, and a checkout that contains the other commit. Everything runs in float32 on the embedded family. `--drafters` and
-`--rules` select cases; the figures of other cases are kept.
+Both commits decode at temperatures 0 and 1. Random draws are keyed by position, so sampled tokens must be identical
+too. The script needs git, and a clone that contains the other commit. Everything runs in float32 on the embedded
+family. `--drafters` and `--rules` select cases; the earlier results of other cases are kept.
 
-`--programs` compares the StableHLO of prefill and step instead, which takes minutes instead of hours. Equal programs
-produce equal tokens at equal speed, so only cases whose programs differ need to be decoded.
+`--programs` compares the StableHLO of prefill and step instead, which takes minutes instead of hours. Identical
+programs produce the same tokens at the same speed, so only cases whose programs differ need to be decoded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LOOSE = {
     "speccascade": {"alpha": 0.5}, "mentored": {"bound": 0.5}, "fuzzy": {"bound": 0.3},
     "released": {"ratio": 0.6}, "simulated": {"tau": 1.8},
 }  # fmt: skip
-"""Settings at which rules relax often."""
+"""Settings under which rules relax many tokens."""
 WEIGHTS = {"equivalent": "case,space", "diversed": "tiny/diversed"}
 
 

@@ -1,4 +1,4 @@
-"""Figures of the checks: cost of the fast tests, comparisons with an older commit, model families, kills, mutants."""
+"""Numbers on the page of checks: cost of tests, comparisons with an older commit, model families, kills, mutants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def figures() -> dict[str, Any]:
 
 
 def checks() -> dict[str, Any]:
-    """Return the runs of checks.json as rows, in order, and their machines."""
+    """Return the runs in checks.json as table rows, and the machines that they ran on."""
     runs = load("checks.json")
     names = ("processor_seconds", "seconds", "largest_gib")
     rows = [
@@ -89,7 +89,7 @@ def family_variants() -> dict[str, Any]:
 
 
 def recurrent_states() -> dict[str, Any]:
-    """Return sizes and times of two ways to discard tokens in recurrent layers, from recurrent_states.json."""
+    """Return sizes and times of two ways to undo rejected tokens in recurrent layers, from recurrent_states.json."""
     rows = load("recurrent_states.json")["rows"]
     ratios = {row["nodes"]: row["time_ratio"] for row in rows}
     ways = {"states": "state", "inputs": "inputs (1)", "all_states": "all states (2)"}
@@ -120,7 +120,7 @@ def kills() -> dict[str, Any]:
 
 
 def mutants() -> list[dict[str, Any]]:
-    """Return the figures of each mutants_SEED.json, by seed."""
+    """Return the variables of each mutants_SEED.json, in the order of the seeds."""
     return [_draw(load(path.name)) for path in sorted(RESULTS.glob("mutants_*.json"))]
 
 

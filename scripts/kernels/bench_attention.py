@@ -4,7 +4,7 @@
 
 4,160 of 4,736 slots are live, in bfloat16. Calls run in a loop on the device, and times are per call, from the faster
 of two loops. "off" is the largest difference from the output of the first implementation. `FLASH_QUERIES` in
-`models/attention.py` was chosen by these figures.
+`models/attention.py` was chosen from these measurements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scripts import common
 
 HEADS, GROUP, DIM, SLOTS, LIVE = 8, 4, 128, 4736, 4160
 SHAPES = ((1, 1), (8, 1), (32, 1), (1, 6), (1, 60), (8, 10), (32, 60), (1, 512))
-"""(rows of a batch, nodes of each row)."""
+"""(number of rows, number of nodes per row)."""
 TURN = 1024
 TIMES = 30
 FORMS = {

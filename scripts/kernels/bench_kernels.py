@@ -1,10 +1,10 @@
-"""Measure the speed of the kernels on this machine against `lax.top_k`, XLA's reductions and the memory bandwidth.
+"""Compare the speed of the kernels on this machine with `lax.top_k`, XLA's reductions and the memory bandwidth.
 
     python -m scripts.kernels.bench_kernels --output scripts/results/bench_kernels_cpu.json
 
-The implementations are timed in turns (A B A B ...) on each shape, after a warm-up of each. Figures are medians, and
-the JSON also contains every single time. The floor is the time to read the operands once at the bandwidth of a copy of
-the same array, measured in the same run (a copy moves each byte twice). Speed does not depend on the values.
+The implementations are timed in turns (A B A B ...) on each shape, after a warm-up of each. Reported times are medians;
+the JSON also contains each individual time. The floor is the time to read the operands once at the bandwidth of a copy
+of the same array, measured in the same run (a copy moves each byte twice). Speed does not depend on the values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def timed_in_turns(
 
 
 def entry(name: str, bytes_read: int, timed: dict[str, Any], copy: str | None) -> dict[str, Any]:
-    """Return one result. If `copy` names the form that copies the operands, add the floor and shares of bandwidth."""
+    """Return a JSON record. If `copy` is the name of the form that copies the operands, add the floor and shares."""
     result: dict[str, Any] = {"name": name, "bytes_read": bytes_read, "forms": timed}
     if copy is not None:
         floor = timed[copy]["median_ms"] / 2
@@ -67,7 +67,8 @@ def bench_stats(shape: tuple[int, ...], dtype: Any, repeats: int) -> dict[str, A
         "top_k logsumexp": lambda z: (top_k(z), jax.nn.logsumexp(z.astype(jnp.float32), axis=-1)),
     }
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
-        # XLA's CPU top_k sorts bfloat16, which is 100 times slower: for a fair comparison, widen it first.
+        # For bfloat16, XLA's top_k sorts on a CPU, which is 100 times slower. Widen the logits first, for a fair
+        # comparison.
         forms["top_k"] = lambda z: top_k(z.astype(jnp.float32))
         del forms["top_k logsumexp"]
     timed = timed_in_turns(forms, (logits,), repeats)
@@ -120,7 +121,8 @@ def main() -> None:
     show(bench_accept("chain", 1, 128256, args.repeats))
     if backend != "cpu":
         show(bench_accept("chain-batch", 64, 128256, args.repeats))
-    # A busy machine slows forms that use every core more than those that use one, such as `top_k`.
+    # Record the load: on a busy machine, code that uses every core slows down more than single-threaded code like
+    # `top_k`.
     machine = common.provenance() | {"load_average": os.getloadavg(), "backend": backend}
     machine |= {"device": jax.devices()[0].device_kind, "cores": os.cpu_count()}
     report = {"jax": jax.__version__, "machine": machine, "repeats": args.repeats, "results": results}

@@ -2,11 +2,11 @@
 
     python -m scripts.kernels.gpu_step --output scripts/results/gpu_step_h100.json
 
-Weights are random and acceptance is simulated, as in `mars-jax check`. Each program also lists the copies, fusions and
-concatenations in the body of its decode loop. A section is one group of programs with one variant. It runs in a child
-process with a time limit, so a compiler that hangs or crashes costs only one section. The report is written after every
-figure. Run the same command again to continue a report. Finished sections are skipped, and so are variants with an
-option that this version of XLA lacks.
+Weights are random and acceptance is simulated, as in `mars-jax check`. For each program, the report also lists the
+copies, fusions and concatenations in the body of the decode loop. A section of the report is one group of programs,
+compiled as one variant. Each section runs in a child process with a time limit, so a compiler that hangs or crashes
+costs only one section. The report is written after every measurement. Run the same command again to continue a report.
+Finished sections are skipped, and so are variants with an option that this version of XLA lacks.
 
     JAX_PLATFORMS=cpu python -m scripts.kernels.gpu_step --shape tiny --output tiny.json
 
@@ -51,7 +51,7 @@ class Variant(NamedTuple):
 
     options: Mapping[str, Any] = MappingProxyType({})  # XLA options, for `compiler_options`
     attention: str = "auto"
-    joined: bool = False  # q|k|v and gate|up are one matrix each; plain steps only
+    joined: bool = False  # q|k|v and gate|up are one matrix each; for plain steps only
 
 
 _NO_MERGER = {"xla_gpu_dot_merger_threshold_mb": 0}
@@ -135,7 +135,7 @@ SECTIONS = {
         ("prompts", "no dot merger"),
         ("prompts", "no dot merger, graphs"),
     ],
-    # GPU options change nothing on a CPU, so only prompts, which compile fastest, are compiled with them.
+    # GPU options have no effect on a CPU, so only the programs that compile fastest, prompts, are compiled with them.
     "tiny": [
         ("device", "default"),
         ("steps", "default"),
@@ -144,9 +144,9 @@ SECTIONS = {
         *(("prompts", name) for name, variant in VARIANTS.items() if not variant.joined),
     ],
 }
-"""(group, variant) of each section by shape, most informative first, since the budget may end before the list does."""
+"""(group, variant) of each section by shape, most informative first, in case the time budget runs out."""
 SHORTEST = 20
-"""Seconds below which no section starts."""
+"""Minimum number of seconds that must be left in the budget to start a section."""
 
 
 # Joined matrices.
@@ -154,7 +154,7 @@ SHORTEST = 20
 
 @contextlib.contextmanager
 def joined_products() -> Iterator[None]:
-    """Let the transformer multiply by the joined matrices of `join`."""
+    """Make the transformer use the joined matrices that `join` returns."""
 
     def project(config: ModelConfig, layer: dict, x: Any, rotation: Any) -> Any:
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
@@ -172,7 +172,7 @@ def joined_products() -> Iterator[None]:
 
 
 def join(params: mj.types.PyTree) -> mj.types.PyTree:
-    """Return a target's params with q|k|v and gate|up of each layer as one matrix."""
+    """Return a target's params with q|k|v joined into one matrix in each layer, and gate|up into another."""
     layers = []
     for layer in params["layers"]:
         separate = {"q", "k", "v", "gate", "up"}
@@ -197,8 +197,8 @@ def loop_operations(text: str) -> dict[str, Any]:
       text: from `compiled.as_text()`.
 
     Returns:
-      Numbers of `concatenate`, `copy` and `fusion`, of `fused concatenate` inside fusions, and the shapes of all
-      concatenations with their numbers.
+      How often `concatenate`, `copy` and `fusion` occur, and `fused concatenate` inside fusions; and how often each
+      shape of concatenation occurs.
 
     >>> loop_operations('''
     ... %body (p: f32[2]) -> f32[2] {
@@ -218,7 +218,7 @@ def loop_operations(text: str) -> dict[str, Any]:
         lines.append(line)
 
     def reached(name: str, visited: set[str]) -> Iterator[tuple[str, str, bool]]:
-        """Yield (shape, kind, whether it is in a fusion) of all operations that a computation runs."""
+        """Yield (shape, kind, whether it is in a fusion) for each operation that a computation runs."""
         if name in visited:
             return
         visited.add(name)
@@ -250,7 +250,7 @@ def loop_operations(text: str) -> dict[str, Any]:
 
 
 def measure(group: str, name: str, shape: Shape, path: Path) -> None:
-    """Measure one section and write each figure into the report.
+    """Measure one section and add each measurement to the report.
 
     Args:
       group: "device", "steps", "prompts" or "batches".
@@ -357,7 +357,7 @@ def main() -> None:
     )
     parser.add_argument("--budget", type=float, default=570, help="seconds for everything (default 570)")
     parser.add_argument("--limit", type=float, default=110, help="seconds for one section (default 110)")
-    parser.add_argument("--section", nargs=2, help=argparse.SUPPRESS)  # measure this one in this process
+    parser.add_argument("--section", nargs=2, help=argparse.SUPPRESS)  # measure this section in this process
     args = parser.parse_args()
     if args.section:
         group, name = args.section

@@ -1,4 +1,4 @@
-"""Figures of kernels: `margin_stats` on a CPU, attention on a TPU by its schedule, a step of an 8B model on a GPU."""
+"""Times of kernels: `margin_stats` on a CPU, attention in a TPU's schedule, and a step of an 8B model on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def figures() -> dict[str, Any]:
 
 
 def kernels() -> dict[str, Any]:
-    """Return `margin_stats` on a CPU from bench_kernels_cpu.json, and attention on a TPU from tpu_cost_batch.json."""
+    """Return times of `margin_stats` from bench_kernels_cpu.json, and of attention from tpu_cost_batch.json."""
     report = load("bench_kernels_cpu.json")
     prefix = "margin_stats "
     rows = []
@@ -43,7 +43,7 @@ def kernels() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """Return figures of a GPU: operations, steps and prompts of an 8B model, and the attention of one layer."""
+    """Return times on a GPU: operations, steps and prompts of an 8B model, and the attention of one layer."""
     report, attention = load("check_h100.json"), load("bench_attention_h100.json")
     sections = {name: section["rows"] for name, section in load("gpu_step_h100.json")["sections"].items()}
     [device] = sections["device: default"]

@@ -1,4 +1,4 @@
-"""Measure all rules on the embedded family, each at several values of its setting.
+"""Measure all rules on the embedded family, each with several values of its setting.
 
     python -m scripts.rules_compared.eval_rules decode --stories heldout.txt.xz --rows rows.jsonl
     python -m scripts.rules_compared.eval_rules decode ... --learned FOLDER   # the head of eval_indicator.py --save
@@ -6,10 +6,10 @@
     python -m scripts.rules_compared.rules_pictures
 
 The tasks are stories (likelihood under the target) and arithmetic (exact match), at temperatures 0 and 1, with a chain
-of 5 and a dynamic tree of 12 nodes by the embedded draft. All arms get the same prompts with the same seeds, so that
-differences are paired. `decode` takes 40 minutes on one core and appends a line for every prompt of an arm; after a
-kill, the same command continues. At temperature 0, `nucleus` and all other distribution rules are exact, so they run
-only at temperature 1.
+of 5 and a dynamic tree of 12 nodes from the embedded draft model. All arms decode the same prompts with the same seeds,
+so that differences are paired. `decode` takes 40 minutes on one core. It appends a line for every prompt of an arm; if
+it is killed, run the same command again to continue. At temperature 0, `nucleus` and the distribution rules are
+equivalent to `exact`, so they run only at temperature 1.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHAIN, TREE = 5, mj.drafters.Dynamic(top_k=3, depth=5, nodes=12)
 NEW_TOKENS = {"stories": 104, "arithmetic": 96}
 BATCH = 32
 TASKS = ("stories", "arithmetic")
-# Number of prompts of an arm. The rules of the paired comparison use `MOST`.
+# Number of prompts per arm. The rules of the paired comparison use `MOST` prompts, the other rules `MANY`.
 MOST, MANY = 64, 32
 RATIOS, GAPS = (0.95, 0.9, 0.85, 0.8, 0.7), (0.5, 1.0, 1.5, 2.25, 3.5)
 
@@ -57,11 +57,11 @@ class Arm:
     name: str  # unique
     settings: Mapping[str, Any]
     draft: str  # none, chain or tree
-    sampled: bool = False  # the draft is drawn from its q
+    sampled: bool = False  # draft tokens are drawn from q
     top_k: int = 0
     prompts: int = MANY
     spec: str = "exact"
-    base: str = ""  # the strict family that it relaxes
+    base: str = ""  # family of the strict rule that it relaxes
 
 
 def swept(
@@ -81,12 +81,12 @@ def swept(
 
 
 def grid(name: str, values: Sequence[float], **fixed: Any) -> list[dict[str, Any]]:
-    """Return one dict of settings for each value of the setting `name`. All of them include `fixed`."""
+    """Return a dict of settings for each value of the setting `name`. Every dict includes `fixed`."""
     return [{**fixed, name: value} for value in values]
 
 
 def margins(draft: str) -> list[Arm]:
-    """Return `exact`, and `mars` over `exact` with both margins."""
+    """Return arms of `exact`, and of `mars` over `exact` with both kinds of margin."""
     chain = draft == "chain"
     options = {"prompts": MOST if chain else MANY, "base": "exact"}
     swept_values = slice(None) if chain else slice(1, 4, 2)
@@ -100,7 +100,7 @@ def margins(draft: str) -> list[Arm]:
 
 
 def edges(draft: str) -> list[Arm]:
-    """Return the other relaxed rules over `exact`; on a tree, three of them at one setting each."""
+    """Return arms of the other relaxed rules over `exact`: on a tree, three rules with one setting each."""
     options = {"prompts": MANY, "base": "exact"}
     if draft == "tree":
         return [
@@ -121,7 +121,7 @@ def edges(draft: str) -> list[Arm]:
 
 
 def distributions(draft: str) -> list[Arm]:
-    """Return `rejection` and the rules that are based on it, for temperature 1."""
+    """Return arms of `rejection` and of the rules based on it, for temperature 1."""
     options: dict[str, Any] = {"prompts": MANY, "sampled": True, "base": "rejection"}
     strict = swept("rejection", draft, [{}], **options)
     mars = functools.partial(swept, "mars", draft, family="mars over rejection", **options)
@@ -138,7 +138,7 @@ def distributions(draft: str) -> list[Arm]:
         *swept("rejection", draft, [{"block": True}], family="block", **options),
         *mars(grid("theta", (0.95, 0.9, 0.8), base="rejection")),
         *swept("mixture", draft, grid("weight", (0.8, 0.5, 0.2)), **options),
-        # The head learned to put nearly all weight on the target; a shift below 0 gives the draft more.
+        # The head learned to give the target nearly all the weight; a shift below 0 gives the draft more weight.
         *swept("diversed", draft, grid("shift", (0.0, -4.0, -6.0)), **options),
         *swept("lenience", draft, grid("factor", (0.7, 0.5, 0.3)), **options),
         *swept("nucleus", draft, grid("mass", (0.5, 0.8, 0.9)), **options),
@@ -165,7 +165,7 @@ def controls(temperature: float) -> list[Arm]:
 
 
 def arms(temperature: float, draft: str) -> list[Arm]:
-    """Return all arms of a temperature with a draft: none, chain or tree."""
+    """Return all arms for a temperature and a kind of draft: none, chain or tree."""
     if draft == "none":
         return controls(temperature)
     return [*margins(draft), *edges(draft), *(distributions(draft) if temperature > 0 else [])]
@@ -192,7 +192,7 @@ class Pair:
         self._sessions: dict[tuple[str, bool], Session] = {}
 
     def session(self, draft: str, sampled: bool) -> Session:
-        """Return the session for a kind of draft. It keeps its compiled programs."""
+        """Return the session for a kind of draft. Each session is created once, so its compiled programs are reused."""
         if (draft, sampled) not in self._sessions:
             spec = "none"
             options: dict[str, Any] = {}
@@ -214,7 +214,7 @@ class Pair:
 
 
 def row_of(pair: Pair, problem: Problem, completion: Completion, log_q: np.ndarray | None) -> dict[str, Any]:
-    """Return the figures of one answer."""
+    """Return the metrics and the score of one answer."""
     metrics, log_probs = completion.metrics, completion.log_probs
     assert log_probs is not None
     log_p = np.asarray(log_probs.log_prob)
@@ -260,14 +260,14 @@ def decode_batch(
 
 
 def decode(stories: Path, file: Path, scale: float, drafts: Sequence[str], learned: Path | None) -> None:
-    """Append all missing rows; those of `learned` only if its head is given."""
+    """Append all missing rows. The arms of `learned` are skipped unless its head is given."""
     have = {(*key_of(row), row["id"]) for row in read_rows(file)}
     pair = Pair(learned)
     problems = {
         "stories": read_problems("stories", str(stories), chat=False, limit=MOST),
         "arithmetic": read_problems("arithmetic", chat=True, limit=MOST),
     }
-    if file.exists():  # drop a last line that a kill cut off, so that new rows start a line
+    if file.exists():  # remove an incomplete last line, so that new rows begin on a new line
         content = file.read_bytes()
         file.write_bytes(content[: content.rfind(b"\n") + 1])
     with file.open("a", encoding="utf-8") as out:
@@ -292,7 +292,7 @@ def decode(stories: Path, file: Path, scale: float, drafts: Sequence[str], learn
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a file; a kill may have cut off the last one."""
+    """Return the rows of a file without the last line if it is incomplete, as after a kill."""
     if not file.exists():
         return []
     rows = []

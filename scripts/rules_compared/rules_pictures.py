@@ -2,8 +2,8 @@
 
     python -m scripts.rules_compared.rules_pictures            # after eval_rules.py was run again
 
-A point is a rule at a setting, a line is its sweep, and whiskers are 95% intervals over prompts. Colours are the same
-in all pictures, and no two families share both colour and marker.
+Each point is a rule with one setting, each line is a sweep over its settings, and whiskers are 95% intervals over
+prompts. Colours are the same in all pictures, and no two families share both colour and marker.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from scripts.rules_compared.tables import GONE
 SOURCE = common.RESULTS / "eval_rules.json"
 SCORES = {"stories": "log-likelihood, nats per token", "arithmetic": "right answers"}
 LEAST = {"stories": 0.3, "arithmetic": 0.1}
-"""Minimum range of an axis of scores."""
+"""Minimum range of the score axis, by task."""
 STRICT = ("exact", "rejection", "block")
 PER_PANEL = 5
-"""Families in a panel in addition to the strict rules: few, so that the lines are distinguishable."""
+"""Maximum number of families per panel, apart from the strict rules, so that their lines can be told apart."""
 
 
 def groups(report: Mapping[str, Any], task: str) -> list[list[str]]:
-    """Return the families of a task in groups, one for each row of panels. The families of `mars` come first."""
+    """Divide the families of a task into groups, one for each row of panels. The families of `mars` come first."""
     names = [
         arm["family"]
         for table in report["tables"]
@@ -44,7 +44,7 @@ def groups(report: Mapping[str, Any], task: str) -> list[list[str]]:
 def panel(
     axis: Any, table: Mapping[str, Any], undrafted: Sequence[float] | None, families: Sequence[str]
 ) -> list[float]:
-    """Draw families on one task, at one temperature, with one draft. Return all scores and the ends of intervals."""
+    """Plot the scores of families in one panel, from `table`. Return all scores and the ends of their intervals."""
     ends: list[float] = []
     if not any(arm["family"] in families for arm in table["arms"]):
         return ends
@@ -67,7 +67,7 @@ def panel(
 
 
 def draw(report: Mapping[str, Any], task: str, files: Sequence[Path]) -> None:
-    """Write the picture of a task: a column for every draft and temperature, a row for every few families."""
+    """Write the picture of a task: a column for each draft and temperature, a row for each group of families."""
     tables = [table for table in report["tables"] if table["task"] == task]
     undrafted = {t["temperature"]: t["arms"][0]["score"] for t in tables if t["draft"] == "none"}
     tables = [table for table in tables if table["draft"] != "none"]
@@ -94,7 +94,7 @@ def draw(report: Mapping[str, Any], task: str, files: Sequence[Path]) -> None:
 
 
 def caption(report: Mapping[str, Any], task: str) -> str:
-    """Return the caption: the pair, n and the date."""
+    """Return the caption, which states the pair, n and the date."""
     count = max(
         arm["prompts"] for table in report["tables"] if table["task"] == task for arm in table["arms"]
     )

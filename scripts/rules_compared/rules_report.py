@@ -1,6 +1,6 @@
-"""Statistics of the rows of eval_rules.py: figures of every arm with intervals, and comparisons at equal tau.
-
-n prompts, R resamples. Intervals are 95% bootstrap intervals over prompts; compared arms are resampled together.
+"""Statistics of the rows that eval_rules.py wrote: metrics of every arm with intervals, and comparisons at equal tau.
+Dimensions: n prompts, R resamples. Intervals are 95% bootstrap intervals over prompts; compared arms are resampled
+together.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Key = tuple[str, float, str, str]
 
 
 class Sums(NamedTuple):
-    """Figures of an arm, each f64[n] with one value per prompt."""
+    """Sums over the tokens and steps of each prompt of an arm, each f64[n]."""
 
     steps: np.ndarray
     emitted: np.ndarray
-    score: np.ndarray  # summed log-likelihoods, or 1 for a right answer
-    score_count: np.ndarray  # tokens of the log-likelihoods, or 1
+    score: np.ndarray  # summed log-likelihood, or 1 for a right answer
+    score_count: np.ndarray  # number of tokens in the log-likelihood, or 1
     relaxed: np.ndarray
     accepted: np.ndarray
     regret: np.ndarray
@@ -37,14 +37,14 @@ class Sums(NamedTuple):
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
-    """Return the arm of a row: its task, temperature, draft and name."""
+    """Return the key of a row's arm: its task, temperature, draft and name."""
     return row["task"], row["temperature"], row["draft"], row["arm"]
 
 
 def sums(rows: Rows) -> Sums:
     """Sum the rows of one arm, in the order of its prompts.
 
-    Arms are paired by the order of their prompts, so a missing prompt would misalign all prompts after it.
+    Arms are paired by position, so a missing prompt would misalign all prompts after it.
     """
     rows = sorted(rows, key=lambda row: row["id"])
     if [row["id"] for row in rows] != list(range(len(rows))):
@@ -70,7 +70,7 @@ def sums(rows: Rows) -> Sums:
 
 
 def weights(n: int) -> np.ndarray:
-    """Return how often each prompt occurs in each resample, f64[R + 1, n]. The first row is the sample itself."""
+    """Return how often each prompt occurs in each resample, f64[R + 1, n]. Row 0 is the original sample."""
     drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
     return np.concatenate([np.ones((1, n)), drawn]).astype(np.float64)
 
@@ -81,15 +81,15 @@ def tau_of(arm: Sums, w: np.ndarray) -> np.ndarray:
 
 
 def score_of(arm: Sums, w: np.ndarray) -> np.ndarray:
-    """Return the score of an arm, f64[R + 1]: nats per token, or a share."""
+    """Return the score of an arm, f64[R + 1]: nats per token, or the share of right answers."""
     return (w @ arm.score) / (w @ arm.score_count)
 
 
 def spread(values: np.ndarray) -> list[float] | None:
-    """Return [value, low, high], the value of the sample and its interval.
+    """Return [value, low, high], the value of the original sample and its interval.
 
-    `values` begins with the value of the sample itself, followed by those of the resamples. Return None if the value of
-    the sample or more than a tenth of all values is NaN.
+    `values` begins with the value of the original sample, followed by those of the resamples. Return None if the first
+    value is NaN, or more than a tenth of all values are.
     """
     good = values[~np.isnan(values)]
     if np.isnan(values[0]) or len(good) < 0.9 * len(values):
@@ -115,7 +115,7 @@ def at_tau(curve: Sequence[Sums], w: np.ndarray, tau: np.ndarray) -> np.ndarray:
 
 
 def figures(arm: Sums, undrafted: Sums, strict: Sums | None, curve: Sequence[Sums]) -> dict[str, Any]:
-    """Compare an arm with the undrafted target, with the strict rule of its draft, and with `mars` at the same tau."""
+    """Compare an arm with the target without a draft, its strict rule with the same draft, and `mars` at equal tau."""
     n = len(arm.steps)
     w = weights(n)
     tau, score = tau_of(arm, w), score_of(arm, w)
@@ -144,9 +144,10 @@ def figures(arm: Sums, undrafted: Sums, strict: Sums | None, curve: Sequence[Sum
 
 
 def paired(ratio: Sequence[Sums], gap: Sequence[Sums], default: int) -> dict[str, Any]:
-    """Return differences in score between the ratio and the gap at equal tau.
+    """Return the differences in score between `mars` with the ratio and with the gap, at equal tau.
 
-    They are measured at the tau of the ratio's default theta, and on average over the taus that both sweeps reach.
+    One difference is at the tau of the ratio's default theta; the other is a mean over the range of tau that both
+    sweeps reach.
 
     Args:
       ratio, gap: the arms of the two sweeps, each beginning with the strict arm.
@@ -172,7 +173,7 @@ def paired(ratio: Sequence[Sums], gap: Sequence[Sums], default: int) -> dict[str
 
 
 def report(rows: Rows, arms: Mapping[str, Mapping[float, Sequence[Any]]]) -> dict[str, Any]:
-    """Return the tables and comparisons of all arms.
+    """Return the tables of all arms, and their comparisons.
 
     Args:
       rows: rows of the file that `eval_rules decode` wrote.

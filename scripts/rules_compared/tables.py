@@ -1,4 +1,4 @@
-"""Figures that compare all rules, from eval_rules.json."""
+"""Numbers that compare all rules, from eval_rules.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from scripts.common import load, span
 
 SCORE = {"stories": "{:+.3f}", "arithmetic": "{:+.1f}"}
-"""Formats of scores in nats per token and in percent of the answers."""
+"""Formats of scores, which are in nats per token or in percent of the answers."""
 EDGES = {"mars (ratio)", "mars (gap)", "adaptive", "topk", "budget", "typical", "entropy_gate", "fly"}
 """Families of relaxed rules that are based on `exact`."""
 GONE = "mars (prob_ratio)"
@@ -19,7 +19,7 @@ COSTED = {
     "speccascade (token_v3)": "speccascade",
     "mars over rejection": "mars over rejection",
 }
-"""Names in rule_cost.json of the families that have a different name there."""
+"""Names in rule_cost.json of families that are named differently there."""
 
 
 def figures() -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _score(task: str, values: list[float] | None) -> str:
 def _steps() -> dict[tuple[str, float], float]:
     """Return the seconds of a step with a chain of 5 at batch 1, by rule and temperature.
 
-    They are the median of the base over all of its cases, times the ratio of the rule to its base.
+    They are the median over all cases of the rule's base, times the measured ratio of the rule to its base.
     """
     cases = load("rule_cost.json")["cases"]
     seconds: dict[tuple[str, float], float] = {}
@@ -102,7 +102,7 @@ def _steps() -> dict[tuple[str, float], float]:
 
 
 def _rate(table: Mapping[str, Any], arm: Mapping[str, Any], steps: Mapping[tuple[str, float], float]) -> str:
-    """Return tokens/s, which is tau over the seconds of a step, or "-" if no step was timed."""
+    """Return tokens/s, which is tau divided by the seconds of a step, or "-" if no step was timed."""
     name = COSTED.get(arm["family"], arm["family"])
     seconds = steps.get((str(name), table["temperature"])) if table["draft"] == "chain" else None
     return "-" if seconds is None else f"{arm['tau'][0] / seconds:.0f}"

@@ -1,4 +1,4 @@
-"""Prompts and head shared by the measurements of SmolLM2."""
+"""The prompts and the head that the measurements of SmolLM2 share."""
 
 from __future__ import annotations
 

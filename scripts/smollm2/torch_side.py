@@ -1,4 +1,4 @@
-"""PyTorch transformers, as called by all scripts that compare with it."""
+"""PyTorch transformers, for the scripts that compare with it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Tokens = list[list[int]]
 
 
 class Transformers:
-    """A checkpoint, by default in float32, with one thread for each core that this process may use."""
+    """A checkpoint in transformers, which uses one thread for each core that this process may use."""
 
     def __init__(self, path: Path, dtype: str = "float32", **options: Any):
         """
         Args:
-          path: a folder, or a GGUF file.
+          path: folder of the checkpoint, or a GGUF file.
           dtype: dtype of the weights.
           options: further arguments of `from_pretrained`.
         """
@@ -47,8 +47,8 @@ class Transformers:
 
         Args:
           prompts: token ids of each prompt.
-          new: number of tokens in a completion. It has fewer only if it reaches a stop token, which is included.
-          stops: stop tokens; empty if all completions must have the same length.
+          new: number of new tokens. A completion that reaches a stop token ends with it and may be shorter.
+          stops: stop tokens. If there are none, all completions have the same length.
           options: further arguments of transformers' `generate`.
         """
         width, pad = max(map(len, prompts)), stops[0] if stops else 0

@@ -3,8 +3,8 @@
     python -m scripts.tools.notebooks              # keeps the outputs of unchanged cells
     python -m scripts.tools.notebooks --run NAME   # runs one from end to end, and stores its outputs
 
-The address of the package, and of the badge, is `Repository` in `[project.urls]` of pyproject.toml. Without one,
-notebooks have no badge, and install the wheel or the address that the user fills in. The script needs the extra
+The URLs of the package and of the badge are derived from `Repository` in `[project.urls]` of pyproject.toml. If it is
+missing, notebooks have no badge, and install the wheel or the URL that the user provides. The script needs the extra
 `notebook`.
 
 Tests: tests/test_colab.py.
@@ -54,7 +54,7 @@ RUNTIME = {"accelerator": "TPU", "colab": {"gpuType": "V5E1", "provenance": []}}
 
 
 def installing(source: str) -> str:
-    """Return the text of a notebook with the common install section."""
+    """Return the source of a notebook with its install section replaced by the common one."""
     address = site_pages.repository()
     install = INSTALL.replace("ADDRESS", f"git+{address}" if address else "")
     text, count = re.subn(r"^# ## Install\n.*?check=True\)\n\n", lambda _: install, source, flags=re.M | re.S)
@@ -85,7 +85,7 @@ def notebook(name: str, old: Any = None) -> Any:
 
 
 def run(book: Any) -> None:
-    """Run a notebook in an empty folder, and print the time of each cell, which the text of the notebook mentions.
+    """Run a notebook in an empty folder, and print the time of each cell, so that the text can state how long it takes.
 
     Output on stderr, which is mostly progress, is discarded.
     """

@@ -3,8 +3,9 @@
     python -m scripts.tools.prose             # fails above the limits below
     python -m scripts.tools.prose --list      # also prints the matches
 
-It reads docstrings, comments and the messages of raised errors in the packages, and the pages of docs/. A match is a
-hint, and no word is forbidden: rewrite the sentence, not the word. This module needs only the standard library.
+It reads docstrings, comments and the messages of raised errors in the packages, and the pages in docs/. A match is only
+a hint, since no word is forbidden: rewrite the sentence instead of replacing the word. This module needs only the
+standard library.
 
 Tests: tests/test_prose.py.
 """
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("mars_jax", "kernels_pallas")
 PAGES = ("docs", "README.md", "CONTRIBUTING.md")
 MOST, MOST_IN_FOLDER, MOST_NAMES = 5.0, 8.0, 1.0
-"""Limits: weighted matches per 1,000 words of everything and of one folder, and empty names in % of assigned names."""
+"""Limits: weighted matches per 1,000 words, overall and per folder, and uninformative names in % of assigned names."""
 HABITS = {
     "'what' as a noun": (2, r"(?<!no matter )\bwhat(?:ever)?\b(?! (?:is|are|does|do|happens)\b[^.]*\?)"),
     "things that speak": (2, r"\b(?:says?|said|tells?|told|hears?|wants?|asked|asks (?:for|of))\b"),
@@ -47,11 +48,11 @@ EMPTY_NAME = re.compile(
     "|at|one|what|before|after|above|below|under|over|near|others?|ours|mine|each|most|more|few|some|two|alone|now"
     "|again|way|how|done|seen|got"
 )
-"""Names that do not describe their value."""
+"""Names that do not describe the value they are assigned."""
 
 
 def sentences(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line, sentence) of a module or page, with code replaced by X and without link targets."""
+    """Yield (line, sentence) for each sentence of a file, with code replaced by X and without link targets."""
     source = path.read_text(encoding="utf-8")
     for line, paragraph in _of_module(source) if path.suffix == ".py" else _paragraphs(source, 1):
         prose = re.sub(r"`[^`]*`", "X", re.sub(r"\]\([^)]*\)", "]", paragraph))
@@ -71,7 +72,8 @@ def _of_module(source: str) -> Iterator[tuple[int, str]]:
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     ]
-    # Comments on consecutive lines form one paragraph. They have the same difference of line number and index.
+    # Comments on consecutive lines form one paragraph: the difference between line number and index is the same for all
+    # of them.
     blocks: dict[int, list[tuple[int, str]]] = collections.defaultdict(list)
     for index, (line, text) in enumerate(comments):
         blocks[line - index].append((line, text))
@@ -80,7 +82,7 @@ def _of_module(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _paragraphs(text: str, first: int) -> Iterator[tuple[int, str]]:
-    """Yield (line, paragraph), without code, examples, tables and headings."""
+    """Yield (line, paragraph) for each paragraph of a text, without code, examples, tables and headings."""
     block: list[str] = []
     fenced = False
     for line, content in enumerate([*text.split("\n"), ""], first):
@@ -95,7 +97,7 @@ def _paragraphs(text: str, first: int) -> Iterator[tuple[int, str]]:
 
 
 def assigned_names(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line, name) of the parameters and assigned names of a module."""
+    """Yield (line, name) for each parameter and assigned name in a module."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.arg):
             yield node.lineno, node.arg

@@ -1,8 +1,8 @@
-"""Print the section of CHANGELOG.md about a version; fail if that version is not ready for release.
+"""Print the section of CHANGELOG.md for a version, or fail if that version is not ready for release.
 
     python -m scripts.tools.release_notes v0.1.0
 
-The tag, `version` in pyproject.toml and `__version__` must be equal, and the changelog must date that version.
+The tag, `version` in pyproject.toml and `__version__` must match, and the changelog must state a date for the version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scripts.common import ROOT
 
 
 def notes_of(version: str, changelog: str) -> str:
-    """Return the changes of a version.
+    """Return the changelog entries of a version.
 
     Raises:
       SystemExit: the changelog has no section for the version, or marks it as unreleased.

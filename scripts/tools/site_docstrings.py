@@ -1,4 +1,4 @@
-"""A griffe extension that prepares docstrings for mkdocstrings: it marks their examples and lists fields."""
+"""A griffe extension that prepares docstrings for mkdocstrings: it marks examples as code, and lists fields."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class SiteDocstrings(griffe.Extension):
     """Extension that prepares docstrings for Markdown, which reads `>>>` as nested quotes, and adds field comments."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
-        """Rewrite the docstring of an object after it is read."""
+        """Rewrite an object's docstring after griffe has read it."""
         if obj.docstring is not None:
             obj.docstring.value = site_docstring(obj.docstring.value, obj.path if obj.is_class else "")

@@ -1,9 +1,10 @@
-"""Pages of the documentation site: those of docs/, and those that are generated.
+"""Pages of the documentation site: the pages in docs/, and generated pages.
 
     python -m scripts.tools.site_pages    # writes build/pages, from which `zensical build --strict` makes build/site
 
-This module imports neither jax nor the site generator: flags come from the parsers, names from the packages' own tables
-and from docs/stability.md, fields and docstrings from the source. Any generator that reads Markdown can use the folder.
+This module imports neither jax nor the site generator. It reads flags from the parsers, names from tables in the
+packages and from docs/stability.md, and fields and docstrings from the source. Any generator that reads Markdown can
+use the folder.
 
 Tests: tests/test_site.py.
 """
@@ -35,14 +36,14 @@ FROM_ROOT = {
     "SECURITY.md": "security.md",
     "mars_jax/assets/tiny/README.md": "tiny.md",
 }
-"""Documents outside docs/ that are pages of the site, by their path in the repository."""
+"""Pages of the site whose documents are outside docs/, keyed by the path of the document in the repository."""
 _FENCE = re.compile(r"(^(?:```|~~~).*?^(?:```|~~~)$)", re.MULTILINE | re.DOTALL)
 
 
 def repository() -> str:
-    """Return the address of the repository, without a slash at its end, or "" if it is unknown.
+    """Return the URL of the repository without a trailing slash, or "" if it is unknown.
 
-    It is `Repository` in `[project.urls]` of pyproject.toml, or GitHub's own variables in a build on GitHub.
+    It is `Repository` in `[project.urls]` of pyproject.toml, or else derived from GitHub's variables in a build there.
     """
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
     server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
@@ -52,13 +53,13 @@ def repository() -> str:
 def on_site(text: str, source: str, address: str) -> str:
     """Convert a document of the repository to a page of the site.
 
-    Links to other pages stay. Links to files that are not pages point into the repository, or become plain text if its
-    address is unknown.
+    Links to other pages are changed to their paths on the site. Links to other files point into the repository, or
+    become plain text if its URL is unknown.
 
     Args:
       text: text of the document.
-      source: its path in the repository.
-      address: as returned by `repository`.
+      source: path of the document in the repository.
+      address: URL of the repository, from `repository`.
 
     Raises:
       ValueError: the target of a link does not exist.
@@ -99,7 +100,7 @@ def on_site(text: str, source: str, address: str) -> str:
 
 
 def parsers() -> dict[str, Parser]:
-    """Return the parser of every command that has one: all except lm_eval, whose flags are the harness's."""
+    """Return the parser of every command except lm_eval, whose flags belong to lm-evaluation-harness."""
     from mars_jax.cli.commands import parser_of
 
     return {name: parser for name in _commands() if (parser := parser_of(name)) is not None}
@@ -110,7 +111,7 @@ def _commands() -> dict[str, str]:
 
 
 def flags_page() -> str:
-    """Return the page of flags of every command, from its parser."""
+    """Return the page that lists the flags of every command, as its parser defines them."""
     lines = [
         "# Flags",
         "",
@@ -127,7 +128,7 @@ def flags_page() -> str:
 
 
 def _tables(command: str, parsers: Mapping[str, Parser]) -> list[str]:
-    """Return the groups of flags as tables; a group that several parsers share appears once."""
+    """Return a table for each group of flags. A group that several parsers share appears once."""
     names_by_table: dict[tuple[str, ...], list[str]] = {}
     for name, parser in parsers.items():
         for title, group in parser.groups().items():
@@ -142,7 +143,7 @@ def _tables(command: str, parsers: Mapping[str, Parser]) -> list[str]:
 
 
 def _actions(group: argparse._ArgumentGroup) -> list[argparse.Action]:
-    """Return the arguments of a group, with each subcommand as a separate argument."""
+    """Return the arguments of a group. Each subcommand counts as a separate argument."""
     actions = []
     for action in group._group_actions:
         actions += action._choices_actions if isinstance(action, argparse._SubParsersAction) else [action]
@@ -173,7 +174,7 @@ def _escaped(text: str) -> str:
 
 
 class Name(NamedTuple):
-    """A name of the reference: how a user refers to it, and where it is defined."""
+    """A name in the API reference: how users write it, and where it is defined."""
 
     shown: str
     home: str
@@ -196,11 +197,11 @@ REFERENCE = {
         "All of `mars_jax.contrib` may change in any version.",
     ),
 }
-"""Pages of the reference by purpose: (file, first line). All purposes except the last appear in docs/stability.md."""
+"""Pages of the API reference: (file, first line) by purpose. docs/stability.md lists all purposes except the last."""
 
 
 def promised() -> dict[str, list[str]]:
-    """Return the names that docs/stability.md promises, by purpose."""
+    """Return the public names that docs/stability.md lists, by purpose."""
     text = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
     rows = text[text.index("| use | names |") :].split("\n\n")[0].splitlines()[2:]
     cells = (row.strip("| ").split(" | ") for row in rows)
@@ -208,7 +209,7 @@ def promised() -> dict[str, list[str]]:
 
 
 def api_names() -> dict[str, list[Name]]:
-    """Return the names of the reference by purpose: promised names first, then other exported ones."""
+    """Return the names in the API reference by purpose: first the public names, then other exported names."""
     import mars_jax
     from mars_jax import contrib
 
@@ -216,7 +217,7 @@ def api_names() -> dict[str, list[Name]]:
         purpose: [f if f.startswith("kernels_pallas.") else f"mars_jax.{f}" for f in row]
         for purpose, row in promised().items()
     }
-    around = names["errors, compilation, modules"]  # modules have entries of another kind
+    around = names["errors, compilation, modules"]  # modules have a different kind of entry
     around[:] = [name for name in around if name.rpartition(".")[2] not in mars_jax._MODULES]
     listed = {name for row in names.values() for name in row}
     for name in exported("mars_jax.verify"):
@@ -239,7 +240,7 @@ def api_names() -> dict[str, list[Name]]:
 
 
 def exported(package: str) -> list[str]:
-    """Return the names in `__all__` of a package, without importing it."""
+    """Return the names in the `__all__` of a package, without importing the package."""
     for node in _parsed(package).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return [f"{package}.{name}" for name in ast.literal_eval(node.value)]
@@ -272,12 +273,12 @@ def _file(module: str) -> Path:
 
 @functools.cache
 def _parsed(module: str) -> ast.Module:
-    path = _file(module)  # missing for a class in a class, or a module of another package
+    path = _file(module)  # does not exist for nested classes and modules of other packages
     return ast.parse(path.read_text(encoding="utf-8") if path.exists() else "")
 
 
 def api_pages() -> dict[str, str]:
-    """Return the pages that mkdocstrings fills from the docstrings, by their path on the site."""
+    """Return the pages that mkdocstrings fills with docstrings, keyed by their path on the site."""
     import mars_jax
 
     names = api_names()
@@ -291,7 +292,7 @@ def api_pages() -> dict[str, str]:
     lines = []
     for name in sorted(mars_jax._MODULES.keys() - {"verify", "drafters"}, key=_is_later):
         home = f"mars_jax.{mars_jax._MODULES[name]}"
-        # Names with an entry on another page get no entry here.
+        # Leave out names that have an entry on another page.
         hidden = ["_.*", *sorted(attribute for module, _, attribute in documented if module == home)]
         filters = ", ".join(f'"!^{pattern}$"' for pattern in hidden)
         lines += [f"::: {home}", "    options:", f"      heading: mars_jax.{name}"]
@@ -301,7 +302,7 @@ def api_pages() -> dict[str, str]:
 
 
 def _is_later(module: str) -> tuple[bool, str]:
-    return module not in promised()["errors, compilation, modules"], module  # promised names come first
+    return module not in promised()["errors, compilation, modules"], module  # public names come first
 
 
 class Field(NamedTuple):
@@ -315,8 +316,8 @@ class Field(NamedTuple):
 def fields(home: str) -> list[Field]:
     """Return the fields of a class and of its bases in this repository, with those of the bases first.
 
-    The meaning of a field is a comment after it or on the lines before it, a docstring after it, or the help of its
-    setting.
+    The meaning of a field is given by a comment after it or on the lines before it, by a docstring after it, or by the
+    help text of its setting.
 
     >>> fields("mars_jax.verify.mars.Mars")[-1].name, fields("mars_jax.core.types.Verdict")[1]
     ('margin', Field(name='num_accepted', annotation='Array', meaning='i32[B]; edges walked'))
@@ -342,7 +343,7 @@ def fields(home: str) -> list[Field]:
             meaning = _meaning(node, following, lines) or inherited
             by_name[target.id] = Field(target.id, annotation, meaning)
         elif isinstance(node, ast.FunctionDef):
-            by_name.pop(node.name, None)  # a property replaces a field
+            by_name.pop(node.name, None)  # a property replaces the field of a base class
     return list(by_name.values())
 
 
@@ -363,7 +364,7 @@ def _meaning(node: ast.stmt, following: ast.stmt | None, lines: list[str]) -> st
 
 
 def site_docstring(docstring: str, home: str) -> str:
-    """Return a docstring as shown on the site: examples are code blocks, and a class lists its fields."""
+    """Return a docstring as shown on the site, with examples as code blocks and a list of the fields of a class."""
     rows = [
         f"  {field.name} ({field.annotation or 'Any'}): {_prose(field.meaning)}" for field in fields(home)
     ]
@@ -391,7 +392,7 @@ def fenced(docstring: str) -> str:
 
 
 def notebook_page(name: str) -> tuple[str, dict[str, bytes]]:
-    """Return a notebook with its stored outputs as Markdown, and its pictures by file name."""
+    """Return a notebook with its stored outputs as Markdown, and its pictures keyed by file name."""
     nbformat, nbconvert = (importlib.import_module(module) for module in ("nbformat", "nbconvert"))
     notebook = nbformat.read(ROOT / "colab" / f"{name}.ipynb", as_version=4)
     notebook.metadata["language_info"] = {"name": "python"}
@@ -400,7 +401,7 @@ def notebook_page(name: str) -> tuple[str, dict[str, bytes]]:
 
 
 def write(folder: Path) -> None:
-    """Write every page and picture into a folder, after emptying it."""
+    """Empty a folder, and write every page and picture into it."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "docs", folder)
     address = repository()

@@ -1,4 +1,4 @@
-"""Figures of TPU slices: plans by the compiler, few bits on one chip, and speedups at the taus of the MARS paper."""
+"""Numbers about TPU slices: plans by the compiler, 4 and 8 bits on one chip, speedups at the taus of the MARS paper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def figures() -> dict[str, Any]:
 
 
 def one_chip() -> dict[str, Any]:
-    """Return the compiler's figures for a published model in 4 and 8 bits on one chip, from plan_bits.json."""
+    """Return the memory and step times of a published model in 4 and 8 bits on one chip, from plan_bits.json."""
     results = load("plan_bits.json")["results"]
 
     def row(name: str, plan: Mapping[str, Any]) -> list[str]:
@@ -48,13 +48,13 @@ def one_chip() -> dict[str, Any]:
 
 
 def published() -> dict[str, Any]:
-    """Return speedups computed from the taus of the MARS paper and the compiler's steps, from plan_published.json."""
+    """Return speedups that follow from the taus of the MARS paper and the step times in plan_published.json."""
     results = load("plan_published.json")["results"]
 
     def row(name: str, plan: Mapping[str, Any]) -> list[str]:
         paper, step, plain_step = plan["published"], plan["step"], plan["alone"]
         ranges = [" .. ".join(f"{1e3 * seconds:.2f}" for seconds in times) for times in (plain_step, step)]
-        # Take the lower time of a routine for both steps, or the upper one for both.
+        # Assume the same time per routine for both steps: the shorter one for both, or the longer one for both.
         shares = sorted(a / b for a, b in zip(plain_step, step, strict=True))
         speedups = [" .. ".join(f"{tau * share:.2f}" for share in shares) for tau in paper["tau"]]
         cells = zip(paper["tau"], paper["speed"], speedups, strict=True)
@@ -68,7 +68,7 @@ def published() -> dict[str, Any]:
 
 
 def plans() -> dict[str, Any]:
-    """Return the compiler's plans of slices, from plans.json, or from paper_plans.json if it has the same slice."""
+    """Return the compiler's plans for slices from plans.json. Plans for the MARS paper come from paper_plans.json."""
     report, paper_rows = load("plans.json"), load("paper_plans.json")["rows"]
     targets = list(dict.fromkeys(row["target"] for row in report["entries"].values()))
     entries = []

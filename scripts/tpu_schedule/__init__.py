@@ -1,1 +1,1 @@
-"""Reader of the schedules that libtpu's compiler writes, for the cost of each part of a decode step on a TPU."""
+"""Cost of each part of a decode step on a TPU, computed from the schedules that libtpu's compiler writes."""

@@ -1,4 +1,4 @@
-"""Print the cost of a decode step on a TPU, by the schedule of libtpu's compiler. No TPU is needed.
+"""Print the cost of a decode step on a TPU according to the schedule of libtpu's compiler. No TPU is needed.
 
     python -m scripts.tpu_schedule tree chain-5 none        # a minute or more each
     python -m scripts.tpu_schedule tree --model llama-3.3-70b --topology v5p:2x2x1
@@ -20,7 +20,7 @@ from scripts.tpu_schedule.step import StepCost
 
 
 def show(name: str, cost: StepCost) -> None:
-    """Print a table of the parts of a step."""
+    """Print a table of the costs of the parts of a step."""
     print(f"{name}\n{'part':<20}{'ms':>10}{'launches':>10}{'GB':>8}{'kilobundles':>13}{'collectives':>13}")
     for part in sorted(cost.parts, key=lambda part: -cost.seconds[part]):
         row = cost.parts[part]

@@ -1,11 +1,12 @@
-"""Final schedules that libtpu dumps, one VLIW bundle per line. Without stalls, a bundle is one cycle of the core.
+"""Final schedules dumped by libtpu, with one VLIW bundle per line. Without stalls, a bundle takes one cycle of the
+core.
 
 libtpu writes a file for the whole program, `...-TLP-NN-final_bundles.txt`, which mostly calls routines, and a file for
 each routine, named after the first HLO instruction that calls it.
 
 `Routine.executed` interprets the scalar instructions of a routine, so that a loop counts once per iteration and a
 predicated region counts only if it runs. Values that are read from memory are unknown. A branch on an unknown value is
-not taken, so a loop with an unknown end runs once. An example is the loop of the attention kernel over cache blocks.
+not taken, so a loop with an unknown end, such as the attention kernel's loop over cache blocks, runs once.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from typing import Any, NamedTuple
 LIBTPU_FLAGS = (
     "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
 )
-"""Value of LIBTPU_INIT_ARGS. libtpu reads it when it is loaded."""
+"""Value of LIBTPU_INIT_ARGS, which libtpu reads when it is loaded."""
 BRANCH_DELAY = 4
-"""Bundles after a branch that run before it jumps."""
+"""Number of bundles after a branch that still run before the jump."""
 MOST_BUNDLES = 1 << 22
 
-# An address, a label (LB: loop body, PF: fall through, ...) and one '>' for each enclosing loop precede a bundle.
+# A bundle follows an address, a label (LB: loop body, PF: fall through, ...) and one '>' for each enclosing loop.
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*>*\s*(\{)", re.M)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Routine:
-    """One file: its bundles in the order of their addresses."""
+    """The bundles of one file, in the order of their addresses."""
 
     bundles: list[str]
 
@@ -55,7 +56,7 @@ class Routine:
         """Number of executed bundles.
 
         Raises:
-          ValueError: the number reaches `MOST_BUNDLES`.
+          ValueError: the routine does not end within `MOST_BUNDLES` bundles.
         """
         return _Interpreter(self).run()
 
@@ -64,7 +65,7 @@ class Schedule(NamedTuple):
     """The dump of one program."""
 
     top: Routine
-    # The key is the HLO instruction in the name of the file.
+    # Keyed by the HLO instruction in the name of the file.
     routines: dict[str, Routine]
 
 
@@ -76,10 +77,10 @@ def parse(text: str) -> Routine:
 
 
 def read(folder: Path) -> Schedule:
-    """Read the schedules in a folder. If it holds several programs, the one with the longest top level is returned.
+    """Read the schedule of the program in a folder, or of the longest program if there are several.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: the folder contains no schedule.
     """
     tops, routines = [], {}
     for path in sorted(folder.glob("*-final_bundles.txt")):
@@ -134,7 +135,7 @@ class _Interpreter:
                 self.regions.setdefault(region, k)
         self.registers: dict[str, int | None] = {}
         self.memory: dict[int | None, int | None] = {}
-        # First bundles of the loops that are past their first iteration.
+        # Positions of the first bundles of loops whose first iteration is over.
         self.looped: set[int] = set()
 
     def run(self) -> int:
@@ -178,7 +179,7 @@ class _Interpreter:
             self.registers[result] = _compute(operation, [self._value(text) for text in operands])
 
     def _address(self, text: str) -> int | None:
-        """Return the address in scalar memory that a sum of terms denotes, or None if a term is unknown."""
+        """Evaluate a scalar memory address, which is a sum of terms; None if a term is unknown."""
         if text.endswith("_spill"):
             return -int(re.sub(r"\D", "", text))
         total = 0
@@ -191,7 +192,7 @@ class _Interpreter:
 
     def _value(self, text: str) -> int | None:
         if allocation := re.fullmatch(r"\[?#allocation(\d+)\]?", text):
-            # Allocations are far apart.
+            # Place allocations far apart in the simulated memory, so that their addresses do not overlap.
             return int(allocation[1]) << 18
         if text.startswith("!"):
             value = self._value(text[1:])
@@ -210,7 +211,7 @@ def _compute(operation: str, operands: list[int | None]) -> int | None:
     if operation not in _OPERATIONS:
         return None
     if None in operands:
-        # One known operand may determine the result.
+        # One known operand may be enough to determine the result.
         deciding = {"por": 1, "pand": 0, "pnand": 0}.get(operation)
         if deciding is None or deciding not in operands:
             return None
@@ -219,7 +220,7 @@ def _compute(operation: str, operands: list[int | None]) -> int | None:
 
 
 def _statements(bundle: str) -> list[_Statement]:
-    """Return the scalar statements of a bundle, those that begin a loop first."""
+    """Return the scalar statements of a bundle. Phi statements, which begin a loop, come first."""
     statements = []
     for text in re.sub(r"/\*.*?\*/", "", bundle, flags=re.S).strip(" {}\n").split(";;"):
         text = text.strip(" {}\n")

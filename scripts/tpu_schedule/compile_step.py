@@ -1,4 +1,4 @@
-"""Compile the decode loop of a published model and read the cost of its step from the schedule.
+"""Compile the decode loop of a published model, and compute the cost of a step from the schedule.
 
     LIBTPU_INIT_ARGS="--xla_jf_dump_to=FOLDER ..." python -m scripts.tpu_schedule.compile_step FOLDER CASE
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# With flags of libtpu in the environment JAX would look for a TPU on this machine.
+# With libtpu's flags in the environment, JAX would otherwise look for a TPU on this machine.
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from jax.sharding import Mesh
@@ -42,21 +42,21 @@ class Case(NamedTuple):
     topology: str = "v5e:2x2"
     dtype: str = "bfloat16"
     model: str = "llama-3.1-8b"
-    layers: int | None = None  # None: all of the model's
-    devices: int | None = None  # None: all of the slice's
+    layers: int | None = None  # None: all layers of the model
+    devices: int | None = None  # None: all devices of the slice
     batch: int = 1
     context: int = 4096
 
 
 def planned_draft(kind: str, config: ModelConfig) -> PlannedDraft:
-    """Return the drafter of a case. `tree` and `chain-K` draft with an EAGLE-3 head of the published shape."""
+    """Return the drafter of a case. For `tree` and `chain-K`, it is an EAGLE-3 head of the published shape."""
     name, _, length = kind.partition("-")
     drafter: Any = name if name in ("none", "ngram") else EagleConfig.outline(config)
     return draft_of(drafter, num_draft_tokens=int(length) if length else None)
 
 
 def prepare(case: Case) -> Programs:
-    """Build the abstract programs of a case."""
+    """Return the programs of a case, whose arrays are abstract."""
     config = CONFIGS[case.model]
     if case.layers is not None:
         windows = config.windows[: case.layers]
@@ -69,13 +69,13 @@ def prepare(case: Case) -> Programs:
 
 
 def measure(case: Case, folder: Path) -> StepCost:
-    """Compile a case into a folder, unless the folder already has its program, and return the cost of its step."""
+    """Return the cost of a step of a case, and compile the case into `folder` first if it is not there yet."""
     if not (folder / "hlo.txt").exists():
         folder.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "LIBTPU_INIT_ARGS": bundles.LIBTPU_FLAGS.format(folder=folder.resolve()),
-            # A program from JAX's compilation cache has no schedule.
+            # libtpu dumps no schedule for programs from JAX's compilation cache.
             "JAX_ENABLE_COMPILATION_CACHE": "false",
         }
         command = [sys.executable, "-m", "scripts.tpu_schedule.compile_step", str(folder.resolve())]

@@ -19,7 +19,7 @@ class Shape:
     dtype: str
     dims: tuple[int, ...]
     minor_to_major: tuple[int, ...] = ()
-    # The outermost tile. A chip stores whole tiles.
+    # Size of the outermost tile. A chip stores only whole tiles.
     tile: tuple[int, ...] = ()
     # 0 is HBM. On a TPU 1 is VMEM, 2 the semaphores and 6 scalar memory.
     space: int = 0
@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def in_hbm(self) -> bool:
-        """True if the array is in HBM. Scalars do not count."""
+        """True for arrays in HBM, except scalars."""
         return self.space == 0 and self.size > 1
 
 
@@ -63,7 +63,7 @@ class Instruction:
     # Shapes of the arrays in the result.
     shapes: tuple[Shape, ...]
     operands: tuple[str, ...]
-    # The end of the line: attributes and metadata.
+    # The rest of the line: attributes and metadata.
     tail: str
     is_root: bool
 
@@ -86,7 +86,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Path of names under which JAX traced the instruction, or "" if the compiler created it."""
+        """Path of name scopes in which JAX traced the instruction, or "" if the compiler created it."""
         match = re.search(r'op_name="([^"]*)"', self.tail)
         return match[1] if match else ""
 
@@ -110,10 +110,10 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A list of instructions with one result."""
+    """A list of instructions and its result."""
 
     name: str
-    # In the order of the schedule.
+    # By name, in the order of the schedule.
     instructions: dict[str, Instruction]
 
     @functools.cached_property
@@ -122,7 +122,7 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
-        """Parameters in the order of their numbers."""
+        """The parameter instructions, in the order of their numbers."""
         parameters = [i for i in self.instructions.values() if i.opcode == "parameter"]
         return sorted(parameters, key=lambda i: int(i.tail.partition(")")[0]))
 
@@ -176,7 +176,7 @@ def _instruction(line: str) -> Instruction:
     opened = line.index("(", end)
     closed = _closing(line, opened)
     opcode, inside = line[end:opened].strip(), line[opened + 1 : closed - 1]
-    # The parentheses of a parameter hold its number, and those of a constant its value.
+    # The parentheses of a parameter contain its number, and those of a constant its value.
     literal = opcode in ("parameter", "constant")
     operands = () if literal else tuple(re.findall(r"%([\w.\-]+)", inside))
     tail = line[opened + 1 :] if literal else line[closed:]
@@ -184,7 +184,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _closing(line: str, opened: int) -> int:
-    """Return the index after the parenthesis that closes the one at `opened`."""
+    """Return the index after the parenthesis that matches the one at index `opened`."""
     depth = 0
     for match in re.finditer(r"[()]", line[opened:]):
         depth += 1 if match[0] == "(" else -1

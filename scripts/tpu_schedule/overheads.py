@@ -1,4 +1,4 @@
-"""Table of overheads for the estimates of `mars-jax plan`."""
+"""The table of overheads that `mars-jax plan` uses for its estimates."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from scripts.tpu_schedule.step import StepCost
 SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 DTYPES = ("bfloat16", "int8", "int4")
 LAYERS = 4
-"""Layers of the measured Llama-3.1-8B. A few suffice, since the parts separate the cost of a layer from the rest."""
+"""Number of layers of Llama-3.1-8B in the measured programs. Few suffice, because layers are measured separately."""
 DRAFTS = {"none": "none", "chain": "chain-5", "tree": "tree", "ngram": "ngram-5"}
 LAYER_PARTS = ("target", "target/attention", "target/mlp")
 
 
 def write_table(folder: Path, names: Sequence[str]) -> None:
-    """Measure rows such as "v5e-int8", by default all, and write them into the table. Keep all other rows.
+    """Measure rows of the table, such as "v5e-int8", and write the table. Without `names`, measure all rows.
 
-    Bfloat16 and the costs of the drafts are measured on a whole slice, and fewer bits on one device of the slice.
+    Rows in bfloat16 and the costs of drafting are measured on a whole slice, and int8 and int4 on one device of it.
+    Rows that are not measured stay unchanged.
     """
     table: dict[str, Any] = {"chips": {}}
     if estimate.TABLE.exists():
@@ -61,9 +62,8 @@ def overheads_of(
 ) -> tuple[int, dict[str, float], dict[str, float]]:
     """Return the number of tokens in a step, the overheads of a layer, and the overheads of the rest of the step.
 
-    `stretch` is the time of the layers divided by the time to read their counted bytes. `pass_seconds` and
-    `step_seconds` are the times of a pass of the draft and of the rest of the step, minus the time to read their
-    counted bytes.
+    `stretch` is the time of the layers divided by the time to read their counted bytes. `pass_seconds` is the time of a
+    pass of the draft, and `step_seconds` that of the rest of the step, each minus the time to read its counted bytes.
     """
     work = count_work(pair)
     layers = _Total.of(cost, [part for part in cost.parts if part in LAYER_PARTS])
@@ -89,7 +89,7 @@ def overheads_of(
 
 
 class _Total(NamedTuple):
-    """Totals of several parts. The seconds exclude collectives."""
+    """Totals over several parts. The seconds exclude collectives."""
 
     seconds: float
     launches: float

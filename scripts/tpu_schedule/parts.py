@@ -14,7 +14,7 @@ _UNRELATED = ("tuple", "while", "conditional", "parameter", "constant")
 
 
 def part(op_name: str) -> str | None:
-    """Return the part that the path of an operation names: "target/mlp", "verify", or None."""
+    """Return the part named in the path of an operation, such as "target/mlp" or "verify", or None."""
     words = [re.sub(r"^(?:\w+\()+|\)+$", "", word) for word in op_name.split("/")]
     phase = next((word for word in words if word in PHASES), None)
     if phase is None:
@@ -24,7 +24,7 @@ def part(op_name: str) -> str | None:
 
 
 def part_of(module: Module, computation: Computation, instruction: Instruction) -> str:
-    """Return the part of an instruction: its own, else that of the nearest user, else that of the nearest operand."""
+    """Return the part of an instruction, or else of its nearest user, or else of its nearest operand with a part."""
 
     def users(node: Instruction) -> list[Instruction]:
         return computation.users[node.name]
@@ -38,7 +38,7 @@ def part_of(module: Module, computation: Computation, instruction: Instruction) 
 def _nearest(
     module: Module, instruction: Instruction, neighbours: Callable[[Instruction], list[Instruction]]
 ) -> str | None:
-    """Return the part of the nearest instruction that names one, by a breadth-first search over `neighbours`.
+    """Return the part of the nearest instruction that has one, in a breadth-first search over `neighbours`.
 
     The search does not continue through loops and tuples, because they connect unrelated instructions.
     """
@@ -59,7 +59,7 @@ def _nearest(
 
 
 def _named(module: Module, instruction: Instruction) -> str | None:
-    """Return the part that an instruction or an instruction inside of it names."""
+    """Return the part named by an instruction, or else by an instruction inside it."""
     name = part(instruction.op_name)
     if name is not None or instruction.opcode not in ("fusion", "call", "async-start"):
         return name

@@ -1,7 +1,7 @@
-"""Cost of one decode step in the program that libtpu compiled: launches, bytes, bundles and collectives of each part.
+"""Cost of one decode step of a program that libtpu compiled: launches, bytes, bundles and collectives of each part.
 
-The last loop of the program is the decode loop, and one run of its body is the step. The body of an inner loop counts
-once per iteration. A conditional counts as its cheapest branch, which requests without sampling or constraints take.
+The last loop of the program is the decode loop, and one iteration of it is a step. The body of an inner loop counts
+once per iteration. A conditional counts as its cheapest branch, the one for requests without sampling or constraints.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from scripts.tpu_schedule.parts import part_of
 from scripts.tpu_schedule.traffic import is_free, moved_bytes
 
 CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
-"""Bundles per second: the clocks at which the matrix units reach their published peak."""
+"""Bundles per second: the clock rates at which the matrix units reach their published peak."""
 COPIES = ("copy-start", "slice-start", "async-start")
-"""Opcodes that run in parallel with the instructions after them."""
+"""Opcodes of instructions that run in parallel with the instructions after them."""
 _COPIED = ("bitcast", "reshape", "copy", "convert", "copy-done", "copy-start")
 
 
@@ -36,8 +36,8 @@ class Op(NamedTuple):
     times: int
     bytes: int
     bundles: int
-    # True if the instruction launches a routine or a collective. Copies overlap with other instructions, and scalars
-    # take only a few bundles of the top level.
+    # True if the instruction launches a routine or a collective. Copies are not counted because they overlap with other
+    # instructions, nor are scalars, which take only a few bundles of the top level.
     is_launch: bool
     # Size in bytes of a collective's operands and results, and number of devices in its group; 0 if not a collective.
     sent: int
@@ -47,7 +47,7 @@ class Op(NamedTuple):
 
 @dataclasses.dataclass
 class PartCost:
-    """Totals of a part in one step."""
+    """Totals for one part of a step."""
 
     launches: int = 0
     bytes: int = 0
@@ -56,8 +56,7 @@ class PartCost:
     collective_seconds: float = 0.0
 
     def seconds(self, generation: str, bandwidth: float) -> float:
-        """Return the longer of bytes over bandwidth and bundles over clock, plus the time of collectives.
-
+        """Return the time of the transfers or of the bundles, whichever is longer, plus the time of collectives.
         The time of launches is not included.
         """
         return max(self.bytes / bandwidth, self.bundles / CLOCKS[generation]) + self.collective_seconds
@@ -71,7 +70,7 @@ class StepCost(NamedTuple):
     seconds: dict[str, float]
     launches: int
     bytes_seconds: float
-    # With the shortest and the longest time of a launch.
+    # Seconds of the step, with the shortest and the longest time for each launch.
     low_seconds: float
     high_seconds: float
 
@@ -102,7 +101,7 @@ def step_cost(
             cost.collective_seconds += op.times * seconds
     by_name = {op.name: op for op in ops}
     for name, count in schedule.top.calls():
-        # The bundles of the top level before a call run as often as the call.
+        # The top-level bundles before a call run as often as the call.
         if name in by_name:
             parts[by_name[name].part].bundles += count * by_name[name].times
     seconds = {name: cost.seconds(generation, bandwidth) for name, cost in sorted(parts.items())}
@@ -113,14 +112,15 @@ def step_cost(
 
 
 class Reader:
-    """Reader of the executed instructions of a step, from a program and its schedule."""
+    """A reader that lists the instructions executed in a step, from a program and its schedule."""
 
     def __init__(self, module: Module, schedule: Schedule, live: int):
         self.module = module
         self.live = live
         self.called = {name for name, _ in schedule.top.calls()}
         self.routines = schedule.routines
-        # libtpu compiles equal instructions only once. Other instructions use the routine of an equal or similar one.
+        # libtpu compiles identical instructions only once. An instruction without its own routine uses the routine of
+        # an identical or similar instruction.
         self.equal: dict[str, Routine] = {}
         self.similar: dict[str, Routine] = {}
         for computation in module.computations.values():
@@ -135,7 +135,7 @@ class Reader:
         loops = [i for i in entry.instructions.values() if i.opcode == "while"]
         if not loops:
             return self.ops(entry, 1)
-        # Loops before the last one prepare its arguments.
+        # The loops before the decode loop prepare its arguments.
         return [op for name in loops[-1].calls for op in self.ops(self.module.computations[name], 1)]
 
     def ops(self, computation: Computation, times: int) -> list[Op]:
@@ -151,7 +151,8 @@ class Reader:
             elif instruction.opcode == "call":
                 ops += self.ops(called[0], times)
             elif instruction.name.startswith("async-collective-") or instruction.opcode == "call-start":
-                # A collective inside a pair of fusions or of calls of the sparse cores. It counts once, at the start.
+                # The collective is inside a pair of instructions (fusions, or calls to the sparse cores). Count it
+                # once, at the start.
                 ops += [
                     self.op(called[0], inner, times)
                     for inner in called[0].instructions.values()
@@ -169,7 +170,8 @@ class Reader:
             raise ValueError(f"{instruction.name} writes an array and the schedule does not call it")
         bundles = 0
         if called and not collective:
-            # The loops of a collective wait for other devices, which `collective_seconds` models.
+            # Leave out the bundles of a collective: its loops wait for other devices, and `collective_seconds` models
+            # this time.
             bundles = self.routine(computation, instruction).executed
         sent = received = 0
         if collective:
@@ -177,7 +179,7 @@ class Reader:
             sent = sum(shape.payload for operand in operands for shape in operand.shapes)
             received = sum(shape.payload for shape in instruction.shapes)
             if instruction.opcode in ("all-gather-start", "collective-permute-start"):
-                # The result of these instructions includes their operand.
+                # The results of these instructions include their operands.
                 received -= sent
         return Op(
             name=instruction.name,
@@ -229,7 +231,7 @@ class Reader:
         return 1
 
     def blocks(self, computation: Computation) -> list[tuple[int, int]]:
-        """Return (length of the axis, length of a block) of all dynamic slices that take long blocks of one axis."""
+        """Return (length of the axis, length of a block) for each dynamic slice of a long block along one axis."""
         blocks = []
         for instruction in computation.instructions.values():
             if instruction.opcode == "fusion":
@@ -244,7 +246,7 @@ class Reader:
 
 
 def _signature(computation: Computation, instruction: Instruction) -> str:
-    """Return the opcode and the shapes and layouts of operands and results, as a string."""
+    """Return a string of the opcode and of the shapes and layouts of the operands and results."""
     operands = [computation.instructions[name].shapes for name in instruction.operands]
     return f"{instruction.opcode} {operands} {instruction.shapes}"
 
@@ -265,7 +267,7 @@ def _counted_turns(computation: Computation, loop: Instruction, condition: Compu
 def _initial(
     computation: Computation, loop: Instruction, condition: Computation, value: Instruction
 ) -> int | None:
-    """Return the initial integer of a value of the condition, or None if it is unknown."""
+    """Return the initial value of an integer in the loop's condition, or None if it is unknown."""
     while value.opcode in _COPIED:
         value = condition.instructions[value.operands[0]]
     if value.opcode == "get-tuple-element":
@@ -279,7 +281,7 @@ def _initial(
 
 
 def _group_size(attributes: str) -> int:
-    """Return the number of devices of a replica group."""
+    """Return the number of devices in a replica group."""
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
     if listed:
         return listed[1].count(",") + 1

@@ -1,7 +1,7 @@
 """Bytes that an instruction of a compiled TPU program moves between HBM and the core.
 
-For a sliced operand, only the slice counts, and for an update in place, only the update. The start of an asynchronous
-pair counts the whole copy. An operand that a kernel changes in place counts as read.
+For a sliced operand, only the slice is counted, and for an update in place, only the update. For an asynchronous pair,
+the whole copy is counted at its start. An operand that a kernel updates in place is counted as read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FREE_TARGETS = ("ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "Allo
 
 
 def is_free(instruction: Instruction) -> bool:
-    """Return whether an instruction executes nothing, such as a bitcast, a tuple or the end of an asynchronous pair."""
+    """Return whether an instruction does no work, like a bitcast, a tuple or the end of an asynchronous pair."""
     return (
         instruction.opcode in FREE
         or instruction.opcode.endswith("-done")
@@ -29,7 +29,7 @@ def is_free(instruction: Instruction) -> bool:
 
 
 def moved_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Return the bytes that one execution reads from and writes to HBM."""
+    """Return the number of bytes that one execution of the instruction reads from HBM and writes to HBM."""
     opcode = instruction.opcode
     operands = [computation.instructions[name] for name in instruction.operands]
     if is_free(instruction):
@@ -37,7 +37,7 @@ def moved_bytes(module: Module, computation: Computation, instruction: Instructi
     if opcode in ("fusion", "async-start") and instruction.calls:
         return _fusion_bytes(module, module.computations[instruction.calls[0]], operands, instruction)
     if opcode in ("copy-start", "slice-start"):
-        # The result is a tuple. The destination comes first for a copy and second for a slice.
+        # The result is a tuple. The destination is its first element for a copy, and its second for a slice.
         destination = instruction.shapes[opcode == "slice-start"]
         return destination.bytes * (operands[0].shapes[0].in_hbm + destination.in_hbm)
     if opcode in SLICES:
@@ -79,7 +79,7 @@ def _fusion_bytes(
 
 
 def _read(module: Module, body: Computation, value: Instruction) -> int:
-    """Return the bytes that a fused computation reads of a value."""
+    """Return the number of bytes that a fused computation reads from a value."""
     size = value.shapes[0].bytes
     total = size if value.is_root else 0
     for user in body.users[value.name]:
@@ -89,7 +89,7 @@ def _read(module: Module, body: Computation, value: Instruction) -> int:
         elif user.opcode in SLICES and is_base:
             total += user.shapes[0].bytes
         elif user.opcode in UPDATES and is_base:
-            # Elements that are not updated stay in place.
+            # The elements that are not updated stay in place, so they are not read.
             continue
         elif user.opcode == "fusion":
             inner = module.computations[user.calls[0]]
@@ -102,7 +102,7 @@ def _read(module: Module, body: Computation, value: Instruction) -> int:
 
 
 def _renames(module: Module, instruction: Instruction) -> bool:
-    """Return whether a fusion only renames its one operand."""
+    """Return whether a fusion only reshapes or renames its single operand."""
     if instruction.opcode != "fusion" or len(instruction.operands) != 1:
         return False
     inside = module.computations[instruction.calls[0]].instructions.values()
@@ -110,7 +110,7 @@ def _renames(module: Module, instruction: Instruction) -> bool:
 
 
 def _updated(module: Module, body: Computation, root: Instruction) -> int | None:
-    """Return the bytes of an update in place, None if the whole result is written."""
+    """Return the size in bytes of an update in place, or None if the whole result is written."""
     root = _renamed(body, root)
     if root.opcode == "fusion":
         inner = module.computations[root.calls[0]]
@@ -125,7 +125,7 @@ def _updated(module: Module, body: Computation, root: Instruction) -> int | None
 
 
 def _renamed(body: Computation, instruction: Instruction) -> Instruction:
-    """Follow bitcasts and reshapes back to the instruction that computes the value, and return it."""
+    """Follow bitcasts and reshapes back to the instruction that computes the value, and return that instruction."""
     while instruction.opcode in RENAMES and instruction.operands:
         instruction = body.instructions[instruction.operands[0]]
     return instruction

@@ -12,8 +12,9 @@
         --data prompts/texts.txt --draft-vocab 4096 --steps-ahead 3 --loss kl+tv --learning-rate 3e-3 --tokens 3e6 \\
         --output heads/smollm2
 
-`texts` are conversations by other authors, which the target only reads; this costs a fifth of generating them. The
-first head was trained on them. The head that ships was then trained on the target's own answers:
+`texts` are conversations by other authors. The target only reads them, which takes a fifth of the time that generating
+them would take. These commands trained the first head. The shipped head was then trained on the target's own answers,
+starting from the first head:
 
     python -m scripts.train.smollm2_head sources --data SHARED/data --count 9000 --output prompts/sources.txt
     # 5336526:scripts/smollm2_answers.py --sources prompts/sources.txt --output features/answers
@@ -23,8 +24,8 @@ first head was trained on them. The head that ships was then trained on the targ
         --steps-ahead 3 --loss kl+tv --learning-rate 1.5e-3 --tokens 1.5e6 --output heads/again
     python -m scripts.train.smollm2_head tau --data SHARED/data/eval --heads smollm2/eagle3 heads/again --output JSON
 
-After a kill, each command continues with the same arguments. Training uses no prompt of an evaluation: MT-Bench,
-Vicuna-bench, Alpaca, GSM8K's test part, HumanEval, CNN/DM and WMT are not read for it.
+If a command is killed, run it again with the same arguments to continue. No prompts from evaluations are used for
+training: MT-Bench, Vicuna-bench, Alpaca, GSM8K's test set, HumanEval, CNN/DM and WMT are not read for it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ TASKS = (
     "What happens in this passage?",
     "Rewrite this in plain English:",
 )
-"""Tasks about a passage."""
+"""Tasks that precede a passage of a novel."""
 
 
 def gsm8k(folder: Path) -> Iterator[dict[str, str]]:
@@ -64,7 +65,7 @@ def problems(folder: Path) -> Iterator[str]:
 
 
 def dialogues(folder: Path) -> Iterator[str]:
-    """Yield prompts made from dialogues: half ask for an answer, and half for a summary."""
+    """Yield prompts made from dialogues: half are the user's first turn, and half ask for a summary."""
     for number, text in enumerate(data.documents(folder / "sgd_train.txt.xz")):
         lines = text.splitlines()
         if number % 2:
@@ -99,7 +100,7 @@ def stories(folder: Path) -> Iterator[str]:
 
 
 def definitions(folder: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (name, task, head with docstring, whole code) of functions with a docstring."""
+    """Yield (name, task, head with docstring, complete code) for each function with a docstring."""
     for text in data.documents(folder / "thealgorithms_python.txt.xz"):
         try:
             functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
@@ -115,7 +116,7 @@ def definitions(folder: Path) -> Iterator[tuple[str, str, str, str]]:
 
 
 def functions(folder: Path) -> Iterator[str]:
-    """Yield tasks to write a function from its docstring, and tasks to complete a function, in turns."""
+    """Yield tasks to write a function from its docstring, alternating with tasks to complete a function."""
     for number, (name, task, head, _) in enumerate(definitions(folder)):
         yield (
             f"Write a Python function `{name}`. {task}"
@@ -128,7 +129,7 @@ SOURCES = {problems: 0.35, dialogues: 0.15, passages: 0.25, stories: 0.05, funct
 
 
 def mix(parts: dict[Callable[[Path], Iterator[str]], float], args: argparse.Namespace) -> None:
-    """Write prompts of each part in a fixed random order, in proportion to the shares of the parts."""
+    """Write prompts from all sources in a fixed random order, in proportion to the sources' shares."""
     rng, prompts = random.Random(args.seed), []
     for source, share in parts.items():
         documents = list(source(args.data))
@@ -177,7 +178,7 @@ TEXTS = {worked: 0.3, turns: 0.15, narrated: 0.15, continued: 0.2, written: 0.2}
 
 
 def own_turns(args: argparse.Namespace) -> None:
-    """Write user turns that the model generates itself (Magpie, arXiv 2406.08464), which resemble its tuning data."""
+    """Write user turns that the model generates (Magpie, arXiv 2406.08464). They resemble the data it was tuned on."""
     import mars_jax as mj
 
     target = mj.load("smollm2", dtype="bfloat16")
@@ -191,7 +192,7 @@ def own_turns(args: argparse.Namespace) -> None:
             target, "none", [prompt] * count, temperature=1.0, seed=seeds, max_new_tokens=96,
             batch_size=args.batch_size,
         )  # fmt: skip
-        # A turn that does not end is rarely a user turn.
+        # Leave out turns that do not end: they rarely resemble user turns.
         ended = [c.text.strip() for c in output.completions if c.finish_reason == "stop"]
         turns = [text for text in (t.replace("<|im_end|>", "").strip() for t in ended) if len(text) > 8]
         write(args.output, turns, mode="a")
@@ -201,7 +202,8 @@ def own_turns(args: argparse.Namespace) -> None:
 def widen(args: argparse.Namespace) -> None:
     """Write a head whose draft vocabulary contains the tokens that the target predicts most often in its answers.
 
-    The unembedding rows of tokens that the old vocabulary lacks are copied from the target's embedding, and rescaled.
+    The unembedding rows of tokens that are not in the old vocabulary are copied from the target's embedding and
+    rescaled.
     """
     import dataclasses
 
@@ -215,7 +217,7 @@ def widen(args: argparse.Namespace) -> None:
     config, params = mj.hub.load_eagle(head, target.config, target.params, dtype="float32")
     vocab, old, unembed = target.config.vocab_size, np.asarray(params["ids"]), np.asarray(params["unembed"])
     counts = np.isin(np.arange(vocab), old) * 0.5
-    for path in features.shards(args.features)[1:]:  # the first is held out
+    for path in features.shards(args.features)[1:]:  # the first shard is held out
         shard = features.read_shard(path)
         best = np.asarray(shard.top)[shard.segments != features.PADDING]
         for rank, weight in enumerate((1.0, 0.3)):
@@ -231,7 +233,7 @@ def widen(args: argparse.Namespace) -> None:
 
 
 INSTRUCTIONS = {"alpaca": 60, "mt_bench": 40}
-"""Prompts of each kind that `tau` decodes. No head is trained on them."""
+"""Number of prompts of each kind that `tau` decodes. No head is trained on these prompts."""
 
 
 def tau(args: argparse.Namespace) -> None:

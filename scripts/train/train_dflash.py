@@ -3,7 +3,7 @@
     python -m scripts.train.train_dflash --work runs/dflash --export mars_jax/assets/tiny/dflash \\
         --stories stories.txt.xz --dialogues dialogues.txt.xz --novels novels.txt.xz
 
-After a kill, the same command continues from the last checkpoint.
+If the command is killed, run it again to continue from the last checkpoint.
 """
 
 from __future__ import annotations

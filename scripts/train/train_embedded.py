@@ -3,10 +3,10 @@
     python -m scripts.train.train_embedded --work runs/tiny --stories stories.txt.xz --dialogues dialogues.txt.xz \\
         --novels novels.txt.xz --export mars_jax/assets/tiny
 
-Files hold documents separated by lines of `<|endoftext|>`; dialogues are lines of `User:` and `Assistant:`. Arithmetic
-problems are generated. After a kill, the same command continues from the last checkpoint. On a CPU under glibc,
-GLIBC_TUNABLES=glibc.malloc.hugetlb=1 saves a quarter of the processor time: the step's temporaries are then mapped in
-huge pages.
+The files contain documents separated by lines of `<|endoftext|>`. The lines of a dialogue start with `User:` or
+`Assistant:`. Arithmetic problems are generated. If the command is killed, run it again to continue from the last
+checkpoint. On a CPU with glibc, GLIBC_TUNABLES=glibc.malloc.hugetlb=1 saves a quarter of the processor time, because
+huge pages then hold the temporary arrays of a step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHAPE = {
     "bos_token_id": SEPARATOR_ID,
     "eos_token_ids": (SEPARATOR_ID,),
 }
-# Use few wide layers: on a CPU, each layer has an overhead that is the same for one token and for eight.
+# Use few, wide layers: on a CPU, each layer has an overhead that does not depend on the number of tokens (1 to 8).
 TARGET = ModelConfig(
     hidden_size=384, intermediate_size=1152, num_layers=6, num_heads=6, num_kv_heads=2, **SHAPE
 )
@@ -51,15 +51,17 @@ DRAFT = ModelConfig(
 )
 
 EAGLE3_LAYERS, EAGLE3_MLP, EAGLE3_VOCAB = (1, 3, 5), 768, 3072
-EAGLE3_STEPS = 3  # of training-time test
+EAGLE3_STEPS = 3  # number of steps of training-time test
 
 SHARES = {"stories": 0.60, "arithmetic": 0.22, "dialogues": 0.11, "novels": 0.07}
-# The target's second stage. After the first one, the target copies every number and chooses every operation of a word
-# problem correctly, but half of its sums and differences are wrong. Word problems would need many more tokens.
+# Shares in the target's second stage. After the first stage, the target copies all numbers of a word problem and
+# chooses its operations correctly, but half of its sums and differences are wrong. Drills teach these with far fewer
+# tokens than word problems would need.
 REFINE_SHARES = {"stories": 0.45, "arithmetic": 0.20, "drill": 0.22, "dialogues": 0.08, "novels": 0.05}
-# Share of the steps with rows of each length: 256 tokens, whose attention is cheap, and 1,024 at the very end.
+# Share of the training steps by row length: first 256 tokens, whose attention is cheap, and at the very end 1,024.
 LENGTHS = {256: 0.95, CONTEXT: 0.05}
-# A draft learns from many small steps. For the target, Muon's matrix products would make small steps too expensive.
+# A draft learns best from many small steps. For the target, small steps would be too expensive: Muon computes matrix
+# products in each of them.
 TARGET_STEP, DRAFT_STEP = 8192, 2048  # tokens
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}Assistant: {{ message['content'] }}"
@@ -69,13 +71,13 @@ CHAT_TEMPLATE = (
 
 
 def novels(path: Path, *, limit: int, size: int = 3000) -> Iterator[str]:
-    """Yield pieces of about `size` characters, spread over all books, about `limit` characters in total."""
+    """Yield pieces of about `size` characters from all books, about `limit` characters in total."""
     pieces = [text[i : i + size] for text in data.documents(path) for i in range(0, len(text), size)]
     yield from pieces[:: max(1, len(pieces) * size // limit)]
 
 
 def dialogues(path: Path) -> Iterator[str]:
-    """Yield dialogues whose user turns start with the separator, as in the chat template, so answers end with it."""
+    """Yield dialogues with a separator before each user turn, as in the chat template, so that answers end with it."""
     for text in data.documents(path):
         yield text.strip().replace("\nUser:", data.SEPARATOR + "User:")
 
@@ -86,7 +88,7 @@ def problems(count: int) -> Iterator[str]:
 
 
 def texts(args) -> dict[str, list[str]]:
-    """Return the documents of every source."""
+    """Return the documents of all sources, keyed by source."""
     return {
         "stories": [t for path in args.stories for t in data.documents(path)],
         "arithmetic": list(problems(args.problems)),
@@ -97,7 +99,7 @@ def texts(args) -> dict[str, list[str]]:
 
 
 def train_tokenizer(sources: dict[str, list[str]], path: Path) -> None:
-    """Train a byte-level BPE tokenizer with separate digits, so that a number has the same tokens everywhere."""
+    """Train a byte-level BPE tokenizer that splits digits, so that a number has the same tokens in every context."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -146,7 +148,7 @@ def target_loss(params, batch: Batch, _):
 
 
 def draft_loss(params, batch: Batch, teacher):
-    """Return the sum of KL, to which all tokens contribute, and total variation, the probability of a rejection."""
+    """Return KL + TV. All tokens contribute to the KL divergence; the total variation is the rejection probability."""
     p = jax.lax.stop_gradient(logits(TARGET, teacher, batch))
     q = logits(DRAFT, params, batch)
     kl, tv = jnp.mean(forward_kl(p, q)), jnp.mean(total_variation(p, q))
@@ -155,7 +157,7 @@ def draft_loss(params, batch: Batch, teacher):
 
 
 def batches(streams: list[data.Stream], steps: int, tokens: int, seed: int) -> grain.MapDataset:
-    """Return batches of about `tokens` tokens. Their rows have the lengths of `LENGTHS`, one length after the other."""
+    """Return batches of about `tokens` tokens. The length of their rows goes through `LENGTHS` in order."""
     parts, first = [], 0
     for share, length in zip(itertools.accumulate(LENGTHS.values()), LENGTHS, strict=True):
         last = round(steps * share)
@@ -174,7 +176,7 @@ def initial(config: ModelConfig, seed: int):
 
 
 def initial_draft(target, seed: int):
-    """Return random initial params. Only the embedding is the target's, projected on its principal directions."""
+    """Return random params, except for the embedding: the target's, projected onto its principal directions."""
     table = np.asarray(target["embed"], np.float32)
     _, _, directions = np.linalg.svd(table, full_matrices=False)
     projected = table @ directions[: DRAFT.hidden_size].T
@@ -247,7 +249,7 @@ def main() -> None:
     first = functools.partial(initial, TARGET, args.seed)
     target = train("target", first, target_loss, SHARES, args.target_tokens, TARGET_STEP)
     trained = functools.partial(jax.tree.map, jnp.array, target)
-    # Use a different order of the text, so that most rows are ones that the first stage did not reach.
+    # Use a different order of the text, so that the first stage did not see most of the rows.
     target = train(
         "refine", trained, target_loss, REFINE_SHARES, args.refine_tokens, TARGET_STEP, seed=args.seed + 1
     )

@@ -6,7 +6,7 @@
     mars-jax distill model --target tiny/target --from runs/proxy-0 --data runs/text.txt --loss kl+tv \\
         --tokens 3e6 --step-tokens 4096 --learning-rate 3e-3 --output runs/proxy
 
-The proxy starts with the first and the last layer of the target, and learns from the target's distributions.
+The proxy is initialised with the first and the last layer of the target, and learns from the target's distributions.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from scripts.arithmetic import generator
 from scripts.train.train_embedded import dialogues, problems
 
 COPIED = (0, 5)
-"""Layers of the target that initialise the proxy."""
+"""Layers of the target that are copied to initialise the proxy."""
 
 
 def text(args: argparse.Namespace) -> None:
-    """Write a text of about three fifths stories, a quarter arithmetic and the remainder dialogues, by tokens."""
+    """Write a text whose tokens are about three fifths stories, one quarter arithmetic, and the rest dialogues."""
     mixed = [t for path in args.stories for t in itertools.islice(data.documents(path), args.count)]
     mixed += problems(args.count)
     mixed += generator.drill(args.count // 10)

@@ -7,13 +7,13 @@
     python -m scripts.when_it_pays.fair_arms report --study model --costs costs.json --check check.json \\
         --rows scripts/results/fair_arms.jsonl.xz --output scripts/results/fair_arms.json
 
-A study decodes with drafted chains of several lengths, at temperatures 0 and 1. The length of an arm is the one with
-the most tokens per second on prompts that no figure uses. The figures of the arm then come from other prompts. Tokens
-per second are tau over the cost of a step, on two devices: this CPU, as timed by `costs` at batch 1, and a memory-bound
-accelerator. On the accelerator, a step costs 1 + 0.05 K plain steps with a draft as small as an EAGLE head, and 1 +
-0.01 K with n-grams. The comparison follows arXiv 2607.08690, which finds that tuned lengths give much of the benefit of
-relaxing. After a kill, `decode` continues with the same arguments. `check` compares these estimates with measured
-times.
+A study decodes with drafted chains of several lengths, at temperatures 0 and 1. For each arm, the length with the most
+tokens per second is chosen on one set of prompts, and the arm is measured with this length on other prompts. Tokens per
+second are tau divided by the cost of a step, for two devices: this CPU, as timed by `costs` at batch 1, and a
+memory-bound accelerator. On the accelerator, a step that drafts K tokens is assumed to cost 1 + 0.05 K plain steps with
+a draft as small as an EAGLE head, and 1 + 0.01 K with n-grams. `check` compares these estimates with measured times.
+The comparison follows arXiv 2607.08690, which finds that tuning the length often gains as much as relaxing. If `decode`
+is killed, run it again with the same arguments to continue.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from scripts.rules_compared.eval_rules import BATCH, Arm, row_of, swept
 from scripts.rules_compared.rules_report import Rows, Sums, key_of, score_of, spread, sums, tau_of, weights
 
 CHEAP = {"chain": 0.05, "ngram": 0.01}
-"""Cost of a drafted token in plain steps on a memory-bound accelerator: with a draft as small as an EAGLE head, and (an
-upper bound) with n-grams, whose tokens are looked up and only have to be verified."""
+"""Cost of a drafted token on a memory-bound accelerator, in units of a plain step: for a draft as small as an EAGLE
+head, and, as an upper bound, for n-grams, whose tokens are looked up and only have to be verified."""
 TURNS = 7
 LONGEST = 800
-"""Maximum number of characters in a short prompt for SmolLM2, about 200 tokens."""
+"""Prompts for SmolLM2 with fewer characters than this, about 200 tokens, count as short."""
 TIMED = (("exact", 0.0), ("mars theta 0.9", 0.0), ("rejection", 1.0))
 """Arms that `check` decodes, on the `clocked` task of a study."""
 LOSSLESS = ("exact", "rejection")
@@ -55,9 +55,9 @@ Problems = Sequence[Problem]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """Prompts of a task: the first ones choose lengths, the others are scored."""
+    """Prompts of a task. Draft lengths are chosen on the first prompts, and the others are scored."""
 
-    read: Callable[[Path], Problems]  # from the folder of data
+    read: Callable[[Path], Problems]  # reads the prompts from the data folder
     choose: int
     score: int
     new_tokens: int
@@ -79,8 +79,8 @@ class Study:
     tasks: Mapping[str, Task]
     clocked: str
     rows: int = BATCH  # decoded in one batch
-    ngram: tuple[int, ...] = ()  # draft lengths of n-grams, one more lossless arm
-    extra_rules: bool = False  # adds the rules that MARS is compared with elsewhere
+    ngram: tuple[int, ...] = ()  # draft lengths of an additional lossless arm, which drafts n-grams
+    extra_rules: bool = False  # whether to compare with further rules
 
     def lengths_of(self, arm: Arm) -> tuple[int, ...]:
         return self.ngram if arm.draft == "ngram" else self.lengths
@@ -104,7 +104,7 @@ def _open(data: Path) -> Problems:
 
 
 def _mixed(data: Path) -> Problems:
-    """Return short problems of three tasks of Spec-Bench, alternating between tasks. They are scored by likelihood."""
+    """Return short problems from three tasks of Spec-Bench in turns. Their answers are scored by likelihood."""
     parts: dict[str, list[Problem]] = {
         f"spec_bench/{name}": [] for name in ("math_reasoning", "qa", "translation")
     }
@@ -116,7 +116,7 @@ def _mixed(data: Path) -> Problems:
 
 
 def _news(data: Path) -> Problems:
-    """Return the 52 shortest articles of CNN/DailyMail in a fixed random order. They have at most 900 tokens."""
+    """Return the 52 shortest articles of CNN/DailyMail, of at most 900 tokens each, in a fixed random order."""
     articles = read_problems("cnn_dm", str(data / "eval" / "cnn_dm.jsonl.xz"), chat=True)
     articles = sorted(articles, key=lambda article: len(article.turns[0]))
     return [articles[i] for i in np.random.default_rng(0).permutation(52)]
@@ -154,7 +154,7 @@ STUDIES = {
 
 
 class Pair:
-    """The models of a study, and a session for every length."""
+    """The models of a study, and one session for each kind and length of draft."""
 
     def __init__(self, study: Study, rows: int) -> None:
         self.study, self.rows = study, rows
@@ -164,7 +164,7 @@ class Pair:
         self._sessions: dict[tuple[str, bool], Session] = {}
 
     def session(self, draft: str, sampled: bool = False) -> Session:
-        """Return the session for a kind and length of draft, or for "none". It keeps its compiled programs."""
+        """Return the session for a kind and length of draft, or for "none". Sessions reuse their compiled programs."""
         if (draft, sampled) not in self._sessions:
             kind, _, length = draft.partition(" ")
             options: dict[str, Any] = {"num_draft_tokens": int(length)} if length else {}
@@ -205,14 +205,14 @@ class Pair:
         rows = []
         for (number, problem), completion, q in zip(group, completions, log_q, strict=True):
             row = {**key, "id": number, **row_of(cast(Any, self), problem, completion, q)}
-            if problem.metric == "bleu":  # BLEU has no sentence score
+            if problem.metric == "bleu":  # BLEU is defined for a corpus, so score each sentence by chrF
                 row["score"] = [sentence_chrf(completion.text, problem.references).score / 100]
             rows.append(row)
         return rows
 
 
 def arms(study: Study, temperature: float) -> list[Arm]:
-    """Return the arms, lossless ones first. `sized` sets the draft length of each."""
+    """Return the arms, lossless arms first. Their draft lengths are set later, by `sized`."""
     drawn: dict[str, Any] = {"sampled": True}
     exact = swept("exact", "chain", [{}])
     if study.ngram:
@@ -255,7 +255,7 @@ def sized(arm: Arm, length: int) -> Arm:
 
 
 def step_costs(study: Study, seconds: Mapping[str, Any], arm: Arm) -> dict[str, dict[int, float]]:
-    """Return the cost of a step of each length in plain steps, by device."""
+    """Return the cost of a step for each draft length, in units of a plain step, by device."""
     kind = "ngram" if arm.draft == "ngram" else "drawn" if arm.sampled else "greedy"
     lengths = study.lengths_of(arm)
     return {
@@ -365,7 +365,7 @@ def sums_of(rows: Rows, task: str, temperature: float, arm: Arm, ids: range) -> 
 
 
 def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> None:
-    """Append all missing rows. Those that choose lengths come first."""
+    """Append all missing rows: first the rows from which lengths are chosen, then the scored rows."""
     pair = Pair(study, study.rows)
     problems = {name: task.read(data) for name, task in study.tasks.items()}
 
@@ -373,7 +373,7 @@ def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> No
         key = (task, temperature, arm.draft, arm.name)
         have = {row["id"] for row in eval_rules.read_rows(file) if key_of(row) == key}
         missing = [(i, problems[task][i]) for i in ids if i not in have]
-        # Prompts of similar length share a compilation.
+        # Sort the prompts: prompts of similar length share a compiled program.
         missing.sort(key=lambda numbered: len(numbered[1].turns[0]))
         for first in range(0, len(missing), study.rows):
             decoded = pair.rows_of(arm, task, temperature, missing[first : first + study.rows])
@@ -393,10 +393,10 @@ def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> No
 
 
 def report(study: Study, rows: Rows, costs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a table for each task, temperature and device: arms at their best lengths, and the best lossless one."""
+    """Return a table for each task, temperature and device, with all arms at their best lengths."""
     tables: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
     selected = list(choices(study, rows, costs))
-    # `exact` emits the tokens of plain decoding at any draft length.
+    # With any draft length, `exact` emits the same tokens as plain decoding, so it stands for plain decoding here.
     exact = {(c["task"], c["temperature"]): c for c in selected if c["arm"] == "exact"}
     for choice in selected:
         for device, n in choice["best"].items():

@@ -3,7 +3,8 @@
     python -m scripts.when_it_pays.fair_picture            # after `fair_arms.py report --study model` was run again
     python -m scripts.when_it_pays.fair_picture --caption  # prints the line that belongs under the picture
 
-Bars show the speed over plain decoding, whiskers 95% intervals. Every arm has its own best draft length.
+Bars show the speed relative to plain decoding, and whiskers show 95% intervals. Every arm uses its own best draft
+length.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ ARMS = {
     "block": ("rejection, by blocks: lossless, at temperature 1", "rejection"),
     "mars theta 0.9": ("mars(theta=0.9)", "mars"),
 }
-"""Label and look of each arm in the picture."""
+"""Label and style of each arm in the picture."""
 GROUPS = (("stories", 0.0), ("arithmetic", 0.0), ("stories", 1.0), ("arithmetic", 1.0))
 
 
 def caption(report: Mapping[str, Any]) -> str:
-    """Return the line under the picture: the pair, the device, n and the date."""
+    """Return the caption of the picture, which states the pair, the device, n and the date."""
     count = report["costs"]["cores"]
     cores = "1 core" if count == 1 else f"{count} cores"
     return (
@@ -40,7 +41,7 @@ def caption(report: Mapping[str, Any]) -> str:
 
 
 def draw(report: Mapping[str, Any], file: Path) -> None:
-    """Write the picture to a file, whose suffix sets the format."""
+    """Write the picture to a file. The suffix of the file determines the format."""
     speed_of = {
         (table["where"], table["task"], table["temperature"], arm["arm"]): arm["speed"]
         for table in report["tables"]

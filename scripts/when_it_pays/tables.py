@@ -1,4 +1,4 @@
-"""Figures of arms at their own best draft lengths, from fair_arms.json and the reports of the other studies."""
+"""Metrics of all arms at their own best draft lengths, from fair_arms.json and the reports of the other studies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADER = (
     *("over the best lossless one", "score less plain's", "relaxed"),
 )
 POINTS = ("arithmetic", "translations", "news")
-"""Tasks whose score is in points of 100. The others are scored in nats per token."""
+"""Tasks that are scored from 0 to 100 points. The others are scored in nats per token."""
 
 
 def figures() -> dict[str, Any]:
@@ -23,7 +23,7 @@ def figures() -> dict[str, Any]:
 
 
 def fair() -> dict[str, Any]:
-    """Return the variables of each study that has a report, by name, and the cost of a step on a TPU slice."""
+    """Return the variables of each study that has a report, keyed by study, and the cost of a step on a TPU slice."""
     return {name: _study(load(file)) for name, file in FILES.items() if (RESULTS / file).exists()} | {
         "slice": _slice()
     }
@@ -37,7 +37,7 @@ def _slice() -> float:
 
 
 def _study(report: dict[str, Any]) -> dict[str, Any]:
-    """Return a table for each task and temperature, and every arm by name."""
+    """Return the variables of a study: a table for each task and temperature, and lookups of arms by name."""
     groups: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
     best: dict[tuple[str, float, str], str] = {}
     for table in report["tables"]:
