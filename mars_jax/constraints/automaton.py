@@ -256,7 +256,7 @@ def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Au
     label_order = np.argsort(first_states)
     representatives = first_states[label_order]
     merged_next = np.argsort(label_order)[labels.reshape(-1)[next[representatives]]]
-    # Byte classes with equal columns are equivalent.
+    # Byte classes with identical columns are equivalent.
     class_columns, column_of_class = np.unique(merged_next, axis=1, return_inverse=True)
     return Automaton(
         next=class_columns.astype(np.int32),
@@ -284,7 +284,7 @@ def living(next: np.ndarray, accepting: np.ndarray) -> np.ndarray:
 
 
 def _alike(next: np.ndarray, accepting: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """Return labels i64[S]. Equivalent states have the same label if the automaton is small."""
+    """Return a label for each state, i64[S]. In small automata, equivalent states have the same label."""
     state_labels = np.where(alive, np.arange(len(next)), DEAD)
     if len(next) > _MINIMISED:
         return state_labels

@@ -56,7 +56,7 @@ class Constraint:
         return _table(self, vocabulary)
 
     def as_json(self) -> JsonObject:
-        """Return the constraint as JSON for reports, under its key in prompts files."""
+        """Return the constraint as JSON for reports, under the key that prompts files use."""
         content = self.content
         if self.kind == "json_schema":
             content = json.loads(content)

@@ -319,8 +319,8 @@ class _Writer:
     def _members(self, pairs: list[tuple[Node, bool]]) -> Node:
         """Return the node for one or more members of an object, in order and separated by commas.
 
-        The first member that is present is in the first or the second half of the members. This recursion needs n log n
-        nodes for n members.
+        The first member that is present is either in the first half of `pairs` or in the second half. Recursion on the
+        two halves needs on the order of n log n nodes for n members.
         """
         if len(pairs) == 1:
             return pairs[0][0]
@@ -376,7 +376,7 @@ def _unexpected(name: str, value: object, where: str, expected: str) -> MarsErro
 
 
 def _both(beside: JsonObject, schema: object, where: str) -> JsonObject:
-    """Merge a schema with the keywords next to the `$ref`, `allOf` or `anyOf` that contains it (`beside`)."""
+    """Merge a schema with `beside`, the keywords next to the `$ref`, `allOf` or `anyOf` that contains the schema."""
     keywords = _keywords(schema, where)
     # Values must satisfy both schemas. A keyword in both would need an intersection, which is only supported for
     # `type`, below.
@@ -420,7 +420,7 @@ def _type_of(keywords: JsonObject, where: str) -> str:
 
 
 def _is(value: object, kind: str) -> bool:
-    """Return True if a value has a type of JSON Schema, in which 1.0 is an integer and true is not a number.
+    """Return True if a value has this type in JSON Schema, where 1.0 is an integer and true is not a number.
 
     >>> _is(1.0, "integer"), _is(True, "integer"), _is(1, "number")
     (True, False, True)
@@ -433,7 +433,7 @@ def _is(value: object, kind: str) -> bool:
 
 
 def _part(name: object) -> str:
-    """Return a name as a part of a location for messages."""
+    """Return a name as a part of a location, shortened for messages."""
     return name if isinstance(name, str) and len(name) <= 60 else short_repr(name)
 
 

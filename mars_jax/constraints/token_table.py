@@ -5,8 +5,8 @@ token classes, V vocabulary. Tested against an automaton that reads the bytes of
 (tests/constraints/test_token_table.py).
 
 Two tokens are in the same class if they lead from every state to the same next state. Classes are computed byte by
-byte. The prefixes of tokens form few classes, so each class is combined with each next byte only once, regardless of
-the number of tokens.
+byte. The prefixes of tokens fall into few classes, so each class is combined with each next byte only once, regardless
+of the number of tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NO_TOKEN = -1
 """The same as `core.types.NO_TOKEN`. It is repeated here because that module imports jax, which is not needed to check
 flags."""
 MOST_ENTRIES = 1 << 26
-"""Maximum number of entries of a table `next` u16[S, C], which is 128 MiB. Computing so many entries takes a few
-seconds."""
+"""Maximum number of entries of a table `next` u16[S, C]. A table of this size takes 128 MiB. Computing so many entries
+takes a few seconds."""
 MOST_FORCED = 32
 """Maximum number of bytes of forced text that are read to determine the next token of a state."""
 

@@ -82,7 +82,7 @@ def _factor(operand: object) -> int:
 
 
 class _Hooks(NodeTransformer):
-    """A transformer that adds filters to nodes for which the environment has no hook: literals, `~`, loops, macros."""
+    """A node transformer that adds filters where the environment has no hook: to literals, `~`, loops and macros."""
 
     def visit_List(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)

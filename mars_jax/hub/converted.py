@@ -1,8 +1,8 @@
 """Reader of conversions, the directories that `conversion.convert` writes.
 
 `weights/` contains one safetensors file for each array of params, named after its path, such as
-`layers.0.down.safetensors`. Each file contains `values` and, for a matrix in 8 or 4 bits, its other fields.
-conversion.json lists a checksum of each file.
+`layers.0.down.safetensors`. Each file contains `values` and, for a matrix in 8 or 4 bits, the other fields of its
+quantised form. conversion.json lists a checksum of each file.
 """
 
 from __future__ import annotations

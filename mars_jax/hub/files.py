@@ -54,7 +54,8 @@ class Tensor(NamedTuple):
     # the last axis, or those of `Mxfp4`. None for other tensors.
     blocks: Callable[[int, int], tuple[np.ndarray, ...]] | None = None
     group: int | None = None  # inputs per scale of a 4-bit matrix
-    # True to keep at least 8 bits, because the file has 4-bit matrices but stores this one at more bits.
+    # True if the matrix must keep at least 8 bits, because its file has 4-bit matrices but stores this one with more
+    # bits.
     wider: bool = False
 
     def read(self) -> np.ndarray:
@@ -241,8 +242,8 @@ def _quantised(name: str, path: Path, dtype: object) -> MarsError:
 def _safetensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file.
 
-    Rows are read with `np.fromfile`: safetensors would map the file, whose pages would then count as memory of this
-    process.
+    Rows are read with `np.fromfile`: safetensors would memory-map the file, whose pages would then count as memory of
+    this process.
     """
     from safetensors import SafetensorError, safe_open
 

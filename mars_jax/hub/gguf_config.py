@@ -49,7 +49,8 @@ which no metadata key records."""
 _WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}
 """Period of the layers without a sliding window, as in llama.cpp and `hub.families`."""
 _GATING = {"glm4moe": 2, "gpt-oss": 3}
-"""llama.cpp's gating functions: 2 is sigmoid, 3 is softmax over the chosen experts. Default: 1, softmax over all."""
+"""llama.cpp's gating functions: 2 is sigmoid, 3 is softmax over the chosen experts. Default: 1, softmax over all
+experts."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "rope.dimension_sections": (0,),  # rotary sections for positions in images

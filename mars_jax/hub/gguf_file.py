@@ -29,7 +29,7 @@ _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """`struct` codes of the number types in the metadata."""
 _TEXT, _LIST = 8, 9
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
-"""Pattern of the file name of one part of a split file (llama.cpp, `llama_split_path`)."""
+"""Pattern for the file names of the parts of a split file (llama.cpp, `llama_split_path`)."""
 
 
 class GGUFTensor(NamedTuple):
@@ -162,7 +162,8 @@ def gguf_parts(path: Path) -> list[Path]:
 
 @cached_by_version(gguf_parts)
 def read_gguf(path: Path) -> GGUFFile:
-    """Open a file, or all parts of a split file: the first part contains the metadata, each part some of the tensors.
+    """Open a file, or all parts of a split file: the first part contains the metadata, and each part contains some of
+    the tensors.
 
     Raises:
       MarsError: the `gguf` package is not installed; a file is truncated, corrupt or not GGUF; or parts of a split file
@@ -243,7 +244,7 @@ class _Header:
         for name, shape, kind, offset in entries:
             kind = gguf.GGMLQuantizationType(kind)
             tensor = tensors[name] = GGUFTensor(shape, kind, data + offset, self._path, self._version)
-            # Raises if a row does not consist of whole blocks, which `GGUFFile.stored` relies on.
+            # Raises if a row does not consist of whole blocks. `GGUFFile.stored` relies on this check.
             _size(math.prod(shape[-1:]), tensor.kind)
             self._check(tensor.begin + _size(math.prod(shape), tensor.kind))
         if len(values) != num_values or len(tensors) != num_tensors:

@@ -40,8 +40,8 @@ _MOST_BITS = 5
 _DERIVED = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 """Tensors whose values are part of the config."""
 _INTERLEAVED = {"granite", "llama", "mistral3", "smollm3"}
-"""Architectures whose queries and keys llama.cpp stores interleaved, to rotate adjacent dimensions. The hub's layout
-rotates halves."""
+"""Architectures whose queries and keys llama.cpp stores interleaved, to rotate adjacent dimensions. In the hub's
+layout, rotation pairs the two halves of each head."""
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _EXPERT = re.compile(r"(?<=\.experts)\.(\d+)")
 _NAME = re.compile(r"(.+?)(?:[._](weight|bias))?")
@@ -239,7 +239,7 @@ def _blocks(data: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.nda
             scale.reshape(rows, -1),
             offset.reshape(rows, -1),
         )
-    # Bytes before a block's weights: the scale d, and in Q4_1 also the minimum m.
+    # Number of bytes before a block's weights: those of the scale d and, in Q4_1, of the minimum m.
     head = 2 if kind == "Q4_0" else 4
     blocks = data.reshape(rows, -1, head + _BLOCK_SIZE // 2)
     factors = np.ascontiguousarray(blocks[..., :head]).view(np.float16).astype(np.float32)

@@ -260,7 +260,7 @@ def check_tensors(
       directory: for error messages.
       grouped: the tensors, from `collect`.
       table: the expected weights.
-      harmless: function that returns whether to ignore a tensor that is not in the table, given its name.
+      harmless: function of a tensor's name that returns whether to ignore the tensor if the table does not list it.
 
     Raises:
       MarsError: tensors are missing, unexpected or duplicated, or have the wrong shape. The message lists them.
@@ -343,7 +343,7 @@ def read_leaf(
 ) -> list[HostArray]:
     """Read one array of params into host memory; see `stream.read_array`.
 
-    If `bits` is 4, matrices that a GGUF file stores at more bits than its other matrices are kept at 8.
+    With `bits` 4, matrices of more than 4 bits are kept at 8 bits if their GGUF file also has 4-bit matrices.
 
     Args:
       directory: for error messages.

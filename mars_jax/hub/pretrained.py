@@ -167,7 +167,7 @@ class Pretrained:
         """Ids that end an answer in a chat: `stop_tokens`, and the tokenizer's end-of-text and end-of-turn tokens.
 
         The end-of-turn token is the special token that the chat template writes directly after an assistant's message,
-        such as <|im_end|>. Some checkpoints list this token in none of their configs.
+        such as <|im_end|>. In some checkpoints, no config lists this token.
         """
         if not self.has_tokenizer:
             return self.stop_tokens
@@ -316,7 +316,8 @@ class Pretrained:
             raise MarsError(f"the prompt has {size:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
         limit = self.config.max_positions
         for prefix in PREFIXES:
-            # The text after a prefix may merge with its last tokens, so reject only prefixes 25% over the limit.
+            # The text after a prefix may merge with its last tokens, so reject only prefixes that exceed the limit by
+            # 25%.
             if len(text) > prefix and len(self._ids(text[:prefix])) > limit + limit // 4:
                 raise MarsError(
                     f"the prompt has more than {limit} tokens and '{self.name}' a context of {limit}: shorten the "
@@ -346,7 +347,7 @@ class Pretrained:
         return tokens
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids without special tokens; "" if there is no tokenizer.
+        """Return the text of token ids, leaving out special tokens; "" if there is no tokenizer.
 
         Raises:
           MarsError: an id is not a whole number or is outside of the model's vocabulary.

@@ -1,6 +1,6 @@
 """Dequantisation of quantised safetensors: 4-bit AWQ, GPTQ and compressed-tensors; fp8 (e4m3) and int8 with scales.
 
-**Packed in 4 bits.** One i32 packs eight 4-bit numbers, the first in its lowest bits. A weight is (q - z) * s, with a scale s and a zero z
+**Packed in 4 bits.** One i32 packs eight 4-bit numbers, the first in its lowest bits. A weight is (q - z) * s, with a scale s and a zero point z
 for each output and group of inputs:
 
 | | numbers q | scales | zeros |
@@ -100,7 +100,7 @@ def packing(directory: Path) -> JsonObject | None:
 
 
 def _is_readable(config: JsonObject) -> bool:
-    """Return whether the variant of the method in the config is supported."""
+    """Return whether the config describes a supported variant of its quantisation method."""
     if config["quant_method"] == "compressed-tensors":
         weights = _group_weights(config)
         is_int4 = all(w.get("num_bits") == 4 and w.get("type", "int") == "int" for w in weights)
@@ -238,7 +238,7 @@ def _fit_float16(scales: Tensor) -> bool:
     wide = scales.read().astype(np.float32)
     with np.errstate(over="ignore"):
         error = np.abs(wide.astype(np.float16).astype(np.float32) - wide)
-    # bfloat16 has 8 significant bits, a relative rounding error of up to 2^-8. Allow half of that.
+    # bfloat16 has 8 significant bits, which means a relative rounding error of up to 2^-8. Allow half of that.
     return bool(np.all(error <= np.abs(wide) * 2.0**-9))
 
 
@@ -268,7 +268,7 @@ def _gptq(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix:
 
 
 def _compressed(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix:
-    # The file stores outputs first; `_Matrix` has inputs first.
+    # The file has outputs on the first axis, and `_Matrix` has inputs there.
     scale = pieces["weight_scale"].T
     q = _spread(pieces["weight_packed"]).T
     if "weight_zero_point" in pieces:

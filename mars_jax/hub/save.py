@@ -32,7 +32,7 @@ def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray
     """Return params as a dict from checkpoint name to array, checked against a table of weights.
 
     Raises:
-      MarsError: params lack a row of the table, or its array has a different shape or is quantised.
+      MarsError: params lack a weight of the table, or an array has a different shape or is quantised.
     """
     arrays: dict[str, np.ndarray] = {}
     for row in rows:
@@ -130,7 +130,7 @@ def write_directory(
                 save_file(arrays, new_directory / file, metadata={"format": "pt"})
             except SafetensorError as error:  # for example, because the disk is full
                 raise OSError(str(error)) from error
-            # safetensors creates the file with private permissions; use the same as for config.json.
+            # safetensors creates the file with private permissions; give it the permissions of config.json.
             (new_directory / file).chmod((new_directory / "config.json").stat().st_mode)
         sync_directory(new_directory)
         if not place.exists():
@@ -151,8 +151,8 @@ def write_directory(
 def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:
     """Write a running state (tokens, caches, keys and rule state) atomically as an Orbax checkpoint.
 
-    In a run of several processes, all of them must call it. The checkpoint contains neither weights nor structure: to
-    restore it, a program needs a state with the same rule, drafter and shapes.
+    In a run of several processes, all of them must call this function. The checkpoint contains neither weights nor
+    structure: to restore it, a program needs a state with the same rule, drafter and shapes.
 
     Args:
       path: a directory that does not exist yet.

@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores in one tensor for each layer: gpt-oss, in floating point or in MXFP4, and Qwen3.5.
+"""Experts that are stored in one tensor per layer: those of gpt-oss (in floating point or MXFP4) and of Qwen3.5.
 
 X experts, E hidden size, M hidden units of an expert, G blocks of 32 inputs. In gpt-oss, outputs 2i and 2i + 1 of a
 fused matrix are output i of gate and output i of up:
@@ -100,7 +100,7 @@ def _rows(tensor: Tensor, rows: slice, *, transposed: bool = False) -> Tensor:
 
 
 def packed_experts(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the tensor [X, out, 32 G] of blocks u8[X, out, G, 16] and scales u8[X, out, G]."""
+    """Return the tensor [X, out, 32 G] that is stored as blocks u8[X, out, G, 16] and scales u8[X, out, G]."""
 
     def read(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the fields of `models.quantize.Mxfp4`."""

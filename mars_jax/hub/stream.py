@@ -1,7 +1,7 @@
 """Streaming of tensors from files to arrays on devices, a block of rows at a time.
 
 Host memory holds at most one array of params (or its parts for this host's devices) and one block of rows. Tested
-against reading each tensor at once (tests/hub/test_stream.py).
+against reading each tensor in one piece (tests/hub/test_stream.py).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HostArray:
         return min((b[axis][0] for b in boxes), default=0), max((b[axis][1] for b in boxes), default=0)
 
     def write(self, number: int | None, axis: int, first: int, block: np.ndarray | jax.Array) -> None:
-        """Copy a block of a tensor's rows, which are on `axis` and begin at `first`; `number` as for `rows`."""
+        """Copy a block of a tensor's rows, starting at row `first` on `axis`; `number` is as for `rows`."""
         ranges = [(0, n) for n in block.shape]
         ranges[axis] = first, first + block.shape[axis]
         if number is None:
@@ -106,8 +106,8 @@ def read_array(
       shape: shape of the array.
       dtype: floating-point dtype of the array, or of its dequantised form.
       sharding: sharding of the array, which selects the parts for this host; None reads all of it.
-      bits: bits per weight of a quantised matrix; None if it is not quantised. With 4, a tensor that is stored at 4
-        bits is not rounded again.
+      bits: bits per weight of a quantised matrix; None if it is not quantised. With 4 bits, a tensor that is stored at
+        4 bits is not rounded again.
 
     Raises:
       MarsError: a tensor cannot be read, or does not hold floating-point numbers.

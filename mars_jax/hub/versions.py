@@ -26,7 +26,7 @@ def version_of(path: Path) -> Version:
 
 
 def check_version(path: Path, expected: Version) -> None:
-    """Raise MarsError if a file's version differs from `expected`. Call it after reading."""
+    """Raise MarsError if a file's version differs from `expected`. Call this after reading the file."""
     if version_of(path) != expected:
         raise MarsError(f"'{path}' changed while it was being read: load it again.")
 

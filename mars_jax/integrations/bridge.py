@@ -89,7 +89,7 @@ def from_nnx(
       (model, params), for `speculative_decoder`, `drafters.language_model` and `Pretrained.from_parts`.
 
     Raises:
-      MarsError: `module` is not an nnx module. Calls of the model raise it if logits or cache have the wrong shape.
+      MarsError: `module` is not an nnx module. Calling the model raises it if logits or cache have the wrong shape.
     """
     if not isinstance(module, nnx.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_nnx takes a flax.nnx.Module.")
@@ -118,7 +118,7 @@ def from_linen(
         other five arguments. `apply(..., method="name")` calls a method.
 
     Raises:
-      MarsError: `module` is not a linen module. Calls of the model raise it if logits or cache have the wrong shape.
+      MarsError: `module` is not a linen module. Calling the model raises it if logits or cache have the wrong shape.
     """
     if not isinstance(module, linen.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_linen takes a flax.linen.Module.")
@@ -259,7 +259,7 @@ def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> N
         seen=jnp.broadcast_to(tree_mask, (2, 4, 4)),
     )
     node_logits, tree_cache = run(tree_tokens, visible, cache)
-    # The path without the wrong child is tokens 8 to 10 of the text.
+    # The path without the wrong child consists of tokens 8 to 10 of the text.
     path_nodes = jnp.asarray([0, 2, 3], jnp.int32)
     tree_problem = "positions are taken from slots, or the mask of a tree is ignored"
     compare(node_logits[:, path_nodes], full_logits[:, 8:11], tree_problem)

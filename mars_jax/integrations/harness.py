@@ -84,8 +84,8 @@ class MarsJax(TemplateLM):
           choice: strings separated by "|". Every generated text is constrained to one of them, unless a task sets
             constraints in its generation_kwargs, in which choice is a list.
           mesh: axes with their sizes, joined by a plus because commas separate arguments: data=2+model=4.
-          rows: path of a file that stores one row per answer. A run with the same arguments answers only the requests
-            that the file lacks.
+          rows: path of a file that stores one row per answer. A later run with the same arguments only answers requests
+            that have no row in the file.
           part: I/N, as for `python -m mars_jax.generate`. The evaluation ends with `Answered`, without a score; a run
             without `part` then scores the rows of all parts, joined in one file.
           max_batch_size, device: ignored; the harness always passes them.
@@ -265,7 +265,7 @@ class MarsJax(TemplateLM):
         scores = score(self._target, texts, rows=self._session.batch_size)
         answers = []
         for (_key, _context, continuation), scored in zip(requests, scores, strict=True):
-            # A score covers all tokens of a text except the first one. Use the last `n` of them, which are the
+            # A score covers all tokens of a text except the first one. Use the last `n` of them, which are those of the
             # continuation.
             n = min(len(continuation), len(scored.log_p))
             is_greedy = scored.best[len(scored.best) - n :].tolist() == continuation[len(continuation) - n :]
@@ -289,7 +289,7 @@ class MarsJax(TemplateLM):
           requests: all requests of the call, including those of other parts.
           answer: function that yields the answers to the requests with the given indices, in order. Each answer is
             written immediately.
-          placeholder: answer to the requests of other parts.
+          placeholder: answer to return for requests of other parts.
 
         Raises:
           MarsError: the file answers different requests, or cannot be written.
@@ -414,7 +414,7 @@ class MarsJax(TemplateLM):
 
 
 def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonObject]:
-    """Return (maximum new tokens, stop strings, sampling options) of a task's gen_kwargs."""
+    """Return (maximum new tokens, stop strings, sampling options) from a task's gen_kwargs."""
     kwargs = dict(gen_kwargs)
     stop_strings = kwargs.pop("until", None) or []
     if isinstance(stop_strings, str):
@@ -434,7 +434,7 @@ def _options(gen_kwargs: JsonObject, limit: int) -> tuple[int, list[str], JsonOb
             f"the task sets {', '.join(sorted(kwargs))} in its gen_kwargs, which this model does not support: "
             "remove it with --gen_kwargs or in the task."
         )
-    # Greedy decoding ignores the temperature and the truncation of a task.
+    # Greedy decoding ignores a task's temperature and truncation settings.
     if not is_sampled:
         sampling_options = {}
     elif not math.isfinite(float(sampling_options.setdefault("temperature", 1.0))):

@@ -73,7 +73,7 @@ class Generate:
 
         Returns:
           All columns of `batch`, and `text`, `tokens` (new token ids), `finish_reason`, and `tau` (tokens per step);
-          with `log_probs=True` also `log_probs`: natural logarithms under the target, one per new token.
+          with `log_probs=True` also `log_probs`, the natural log-probabilities of the new tokens under the target.
         """
         # By default Ray passes a dict of numpy arrays; with batch_format="pyarrow" it passes a table.
         if not isinstance(batch, pyarrow.Table):

@@ -174,7 +174,7 @@ class Rollout:
           MarsError: the model is unknown, its logits differ from those computed here, or the rule or drafter is lossy
             and `lossy` is False.
         """
-        del rollout_config  # each call to `generate` receives its own
+        del rollout_config  # each call to `generate` receives its own config
         rule = loaded_rule(verify)
         self._tokenizer, self._rule = tokenizer, rule
         self._batch_size, self._calls = batch_size, 0

@@ -117,7 +117,7 @@ class Queue:
         return self.finished()
 
     def finished(self, *, early: bool = True) -> Iterator[Finished]:
-        """Yield each completion as it ends; if not `early`, those of the last rows only after all rows have ended."""
+        """Yield each completion as it ends. If not `early`, those of the last rows wait until all rows have ended."""
         return (event for event in self.events(early=early) if isinstance(event, Finished))
 
     def events(self, *, early: bool = True) -> Generator[Said | Finished, None, None]:
@@ -209,10 +209,10 @@ class Queue:
             return self._advance(*args)
 
     def draft_with(self, params: PyTree) -> None:
-        """Replace the drafter's weights by new ones of the same shapes and dtypes, without recompilation.
+        """Replace the drafter's weights with new ones of the same shapes and dtypes, without recompilation.
 
-        Running rows keep the draft caches that the old weights computed. This lowers acceptance but does not affect
-        correctness.
+        Running rows keep the draft caches that were computed with the old weights. This lowers acceptance but does not
+        affect correctness.
         """
         all_params = self._prepared.params
         if self._prepared.drafter.sizes is not None:
@@ -339,7 +339,7 @@ class Queue:
         return bool(fetch(previous.sound))
 
     def _completed(self, rows: Rows, ended: Sequence[tuple[int, int, float]]) -> Iterator[Finished]:
-        """Yield the completions of the rows that have ended, given as (row, index of its request, seconds)."""
+        """Yield completions for the ended rows, each of which is given as (row, index of its request, seconds)."""
         if not self._log_probs:
             rows = rows._replace(stats=dataclasses.replace(rows.stats, tokens=None))
         for row, index, seconds in ended:

@@ -1,6 +1,6 @@
 """Requests, which are prompts with their settings; the options from which they are made; and completions.
 
-Tested against the docstring of `generate` and the fields of `Request`, compared in tests/serve/test_options.py.
+Tested against the docstring of `generate` and the fields of `Request` (tests/serve/test_options.py).
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def compare_settings(
             f"{flag} '{owner}' was begun by mars-jax {recorded_version}, and this is {settings['version']}: finish it "
             f"with that version, or choose another {flag}."
         )
-    # Compare all names in either of the two, because settings with default values may be left out.
+    # Compare all names that occur in either of the two, because settings with default values may be left out.
     for name in [*settings, *recorded_settings]:
         if name != but and (change := difference(name, recorded_settings.get(name), settings.get(name))):
             raise MarsError(

@@ -34,7 +34,7 @@ on."""
 
 
 def with_costs(prepared: Prepared, rows: int, *, log_probs: bool = False) -> Prepared:
-    """Add the measured costs of the draft lengths to prepared requests. Return them unchanged if they need no costs.
+    """Add the measured costs of the draft lengths to prepared requests, if their drafter needs them.
 
     Args:
       prepared: the requests and their decoder.
@@ -84,7 +84,7 @@ def _measure(prepared: Prepared, rows: int, *, log_probs: bool) -> list[list[flo
 
     # The first round includes compilation, so it does not count towards `SECONDS`.
     rounds, end_time = [seconds()], time.perf_counter() + SECONDS
-    # All processes of a mesh must run the same number of rounds, so with several processes ignore the time.
+    # All processes of a mesh must run the same number of rounds, so ignore the time if there are several processes.
     while len(rounds) < ROUNDS or (jax.process_count() == 1 and time.perf_counter() < end_time):
         rounds.append(seconds())
     return rounds

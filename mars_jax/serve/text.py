@@ -32,8 +32,8 @@ class Detokenizer:
     def __init__(self, pretrained: Pretrained, prompt_tokens: Sequence[int]):
         self._decode = pretrained.decode
         self._invalid_byte = pretrained.invalid_byte
-        # Decode new tokens after the end of the prompt, because a tokenizer may drop a space before the first word.
-        # Drop tokens from the front of this context while it contains an incomplete character.
+        # Decode new tokens together with the end of the prompt, because a tokenizer may drop a space before the first
+        # word. Drop tokens from the front of this context while it contains an incomplete character.
         context = list(prompt_tokens)[-8:]
         while REPLACEMENT in self._decode(context):
             context.pop(0)
@@ -53,8 +53,8 @@ class Detokenizer:
         """Return the text of all tokens since the last piece, including text that later tokens may change."""
         context_text = self._decode(self._tokens[self._context : self._read])
         text = self._decode(self._tokens[self._context :])
-        # An invalid byte changes the text of its whole run of bytes, which may begin in the prompt. The text then
-        # begins differently.
+        # An invalid byte changes the text of its whole run of bytes, which may begin in the prompt. In that case, the
+        # text no longer begins with the context's text.
         if not text.startswith(context_text):
             return self._decode(self._tokens[self._read :])
         return text[len(context_text) :]
@@ -71,9 +71,9 @@ class RowText:
     """The text of one request's tokens, piece by piece, up to the first stop string.
 
     The text ends before the stop string, as in OpenAI's API. The last token is the one that completes the stop string,
-    as in transformers. Stop strings are searched for only in new text, not across the end of the prompt. Text that may
-    be the beginning of a stop string is held back until later tokens show whether it is one. The pieces concatenate to
-    the whole text.
+    as in transformers. Stop strings are searched for only in new text, not across the boundary between prompt and
+    completion. Text that may be the beginning of a stop string is held back until later tokens show whether it is one.
+    The pieces concatenate to the whole text.
     """
 
     def __init__(self, target: Pretrained, request: Request):
@@ -108,7 +108,7 @@ class RowText:
         return text[:text_end]
 
     def feed_all(self, tokens: Sequence[int], *, last: bool = False) -> list[str]:
-        """Add `tokens`; return the text of each, up to one that completes a stop string. `last` is as for `feed`."""
+        """Add `tokens`; return the text of each, up to the one that completes a stop string. `last`: see `feed`."""
         pieces: list[str] = []
         for number, token in enumerate(tokens, start=1):
             if not self.stopped:

@@ -56,7 +56,7 @@ def load_eagle(
     Args:
       name_or_path: directory, or `owner/name` on the Hugging Face hub.
       target_config: config of the model that the head was trained for.
-      target_params: params of that model.
+      target_params: params of the target.
       dtype: "float32" or "bfloat16"; None keeps the head's dtype (float16 becomes bfloat16). "int8" rounds matrices to
         8 bits per weight and keeps everything else in the head's dtype.
       head_embed: "own" to read the head's embedding, if its checkpoint has one, or "target" to share the target's.

@@ -44,7 +44,7 @@ _OTHER = "use the head that was trained for this target"
 _AGAIN = "download the head again"
 _EMBED, _UNEMBED = "embed_tokens.weight", "lm_head.weight"
 _OTHER_TENSORS = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
-"""Tensors that are not weights of a head.
+"""Tensors in a head's checkpoint that are not weights of the head.
 
 `d2t` and `t2d` map a draft vocabulary to the target's: `d2t` holds id offsets, `t2d` a mask over target tokens. The
 others are copies of the target's weights, which the speculators library uses in training and some exports contain.
