@@ -81,9 +81,9 @@ class Tensor(NamedTuple):
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
     """Return the local directory or GGUF file of a checkpoint, after downloading it if it is only on the hub.
 
-    A checkpoint is given by a path, a name in `utils.assets` or `utils.catalogue`, or `owner/name` on the hub. Only
-    the required files are downloaded: a GGUF file, or the configs, the tokenizer and, if `weights`, the safetensors
-    files of the repository, or its `.bin` files if it has no safetensors.
+    A checkpoint is given by a path, a name in `utils.assets` or `utils.catalogue`, or `owner/name` on the hub. Only the
+    required files are downloaded: one GGUF file, or else the configs, the tokenizer and, if `weights`, the weights. The
+    weights are the safetensors files of the repository or, if there are none, its `.bin` files.
 
     Raises:
       MarsError: there is no such directory or file, or the download fails.

@@ -5,9 +5,9 @@ ggml-org/ggml: `block_q4_0`, `block_q4_1` and `block_q4_K` of ggml-common.h, and
 block of 32 weights consists of a float16 scale d, a float16 minimum m (only in Q4_1), and 16 bytes. Byte j stores
 weight j in its low half and weight j + 16 in its high half.
 
-In Q4_K, eight blocks share two float16 factors, which multiply the 6-bit integer scales and offsets of the blocks; 32
-bytes store one block in their low halves and the next block in their high halves. The scale in Q4_K is a product, and
-rounding it to float16 adds a relative error of at most 2^-11. In Q4_0 and Q4_1 no weight is rounded again.
+In Q4_K, eight blocks share two float16 factors, which multiply the 6-bit integer scales and offsets of the blocks. Each
+group of 32 bytes stores one block in the low halves and the next block in the high halves. The scale in Q4_K is a
+product, and rounding it to float16 adds a relative error of at most 2^-11. In Q4_0 and Q4_1 no weight is rounded again.
 
 A block of MXFP4 (`block_mxfp4`) consists of the exponent of its scale and 16 bytes, whose halves are ordered as in
 Q4_0. Tested against transformers reading the same files, and `dequantize` of the package gguf (tests/hub/test_gguf.py).

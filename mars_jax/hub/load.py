@@ -111,11 +111,11 @@ def load(
         floating-point dtype: matrices with GPTQ's `desc_act`, experts not in MXFP4, embeddings and unpacked matrices.
         "int8" rounds matrices to 8 bits per weight (`models.quantize`) and keeps everything else in the checkpoint's
         dtype. "int4" rounds matrices of layers to 4 bits, and embeddings and experts to 8. Matrices that a file already
-        stores at 4 bits (GGUF's Q4_0, Q4_1 and Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized,
-        experts in MXFP4) are not rounded again, and matrices that such a GGUF file stores at more bits are rounded to
-        8. On a CPU without a mesh or shardings, 4-bit matrices other than experts in MXFP4 are dequantised, because
-        products with them are slower there. They stay packed if the dequantised model would take more than half of the
-        free memory.
+        stores at 4 bits are not rounded again: GGUF's Q4_0, Q4_1 and Q4_K, AWQ, GPTQ without `desc_act`,
+        compressed-tensors' pack-quantized, and experts in MXFP4. If a GGUF file has such matrices, those with more bits
+        are rounded to 8 bits. On a CPU without a mesh or shardings, 4-bit matrices other than experts in MXFP4 are
+        dequantised, because products with them are slower there. They stay packed if the dequantised model would take
+        more than half of the free memory.
       mesh: devices to shard the weights over: a mesh with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a string such as "data=2,model=4"; see `mars_jax.models.shardings`. `generate` then shards the
         batch over `data`.

@@ -376,8 +376,8 @@ def shares_of(prepared: Prepared, order: Sequence[int]) -> Shares:
     """Choose which shared prompt tokens to prefill only once, for requests in this order.
 
     Nothing is shared on a mesh that shards rows, or if the drafter runs its own steps. Prefixes are shared only if this
-    saves at least half of the prefill forward passes and at least `SAVED` tokens, because sharing has costs: prompts
-    are prefilled one after the other, and one more program is compiled.
+    saves at least half of the prefill forward passes and at least `SAVED` tokens. Sharing has costs: prompts are
+    prefilled one after the other, and one more program is compiled.
     """
     if of_mesh(prepared.target, 1) > 1 or prepared.drafter.steps is not None:
         return Shares.NOTHING
