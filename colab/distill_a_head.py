@@ -16,13 +16,13 @@
 #
 # An EAGLE-3 head reads features of its target and drafts from them. This notebook trains a head on text that the
 # target generates, with training-time test ([arXiv 2503.01840](https://arxiv.org/abs/2503.01840)), and then decodes
-# with it. A head trained on so few tokens stays weak; more tokens improve it.
+# with it. A head trained on so few tokens is weak; training it on more tokens improves it.
 #
 # ## Install
 #
 # Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
-# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
-# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# of a wheel or to a URL such as `git+https://HOST/OWNER/mars-jax`. The package is never installed from PyPI. The
+# extras install the matching libtpu on a TPU, and CUDA on a GPU. If pip replaced a version of JAX that was already
 # loaded, restart the session. Expect a minute.
 
 # %%
@@ -63,7 +63,7 @@ print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.devices()[0].devi
 # ## Training text
 #
 # The target continues the first 16 tokens of each document (`--write`), because a head learns best from its target's
-# output. These documents are openings of stories. For another target, use a file of your own, with documents
+# output. The documents used here are openings of stories. For another target, use your own file of documents,
 # separated by lines of `<|endoftext|>`.
 
 # %%
@@ -110,8 +110,8 @@ print(
 # %% [markdown]
 # ## Draft with the head
 #
-# Under `exact` the output is the target's own. tau is the number of tokens per forward pass of the target. These
-# prompts were not in the training data. Expect half a minute.
+# Under `exact`, the output is the same as without a head. tau is the number of tokens per forward pass of the target.
+# These prompts were not in the training data. Expect half a minute.
 
 # %%
 target = mj.load(TARGET, dtype="float32")

@@ -14,15 +14,15 @@
 # %% [markdown]
 # # Meshes: one program on many devices
 #
-# One axis of a mesh divides the rows of a batch; another divides heads, hidden units and the vocabulary. The tokens
-# are the same as on one device. A TPU v5e-8 has eight devices. On a machine with only a CPU, JAX simulates eight
-# devices, so this notebook runs anywhere.
+# One axis of a mesh shards the rows of a batch; another shards heads, hidden units and the vocabulary. The tokens are
+# the same as on one device. A TPU v5e-8 has eight devices. On a machine with only a CPU, JAX simulates eight devices,
+# so this notebook runs anywhere.
 #
 # ## Install
 #
 # Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
-# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
-# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# of a wheel or to a URL such as `git+https://HOST/OWNER/mars-jax`. The package is never installed from PyPI. The
+# extras install the matching libtpu on a TPU, and CUDA on a GPU. If pip replaced a version of JAX that was already
 # loaded, restart the session. Expect a minute.
 
 # %%
@@ -59,8 +59,8 @@ print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {count} x {jax.devices
 # %% [markdown]
 # ## Rows over `data`, the model over `model`
 #
-# Weights are streamed tensor by tensor to their devices. An array that cannot be divided is replicated on every
-# device; `replication_notes` lists these arrays. Expect a minute.
+# Weights are streamed to their devices tensor by tensor. An array that cannot be sharded evenly is replicated on
+# every device; `replication_notes` lists these arrays. Expect a minute.
 
 # %%
 prompts = ["Once upon a time", "One day, a cat", "Tim and Sue went", "The old dog"]
@@ -85,8 +85,9 @@ print(f"{same} of {len(prompts)} texts are those of one device")
 # %% [markdown]
 # ## A trainer's axes
 #
-# If the axes of a mesh have different names, assign their roles once. A trainer divides its weights over all axes.
-# `place` reshards the weights for decoding once per update, so that no step gathers them. Expect half a minute.
+# If the axes of a mesh have other names, assign roles to them once. Trainers shard weights over all axes. `place`
+# reshards the weights for decoding once per update, so that the decode steps need not gather them. Expect half a
+# minute.
 
 # %%
 import numpy as np

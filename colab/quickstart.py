@@ -23,8 +23,8 @@
 # ## Install
 #
 # Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
-# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
-# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# of a wheel or to a URL such as `git+https://HOST/OWNER/mars-jax`. The package is never installed from PyPI. The
+# extras install the matching libtpu on a TPU, and CUDA on a GPU. If pip replaced a version of JAX that was already
 # loaded, restart the session. Expect a minute.
 
 # %%
@@ -69,7 +69,7 @@ print(
 #
 # `tiny/target` (12M parameters) and `tiny/draft` (1M) are part of the package. The rule is `mars` with theta 0.9: a
 # drafted token is accepted if it is the target's best token, or if it is the second best and its logit is more than
-# 0.9 times the best one. The first call compiles. Expect 20 seconds.
+# 0.9 times the best logit. The first call compiles. Expect 20 seconds.
 
 # %%
 target = mj.load("tiny/target", dtype="float32")
@@ -101,7 +101,7 @@ pieces = [
 display(HTML((f"<b>{prompt}</b>" + "".join(pieces)).replace("\n", "<br>")))
 
 # %% [markdown]
-# The model solves word problems through its chat template. The result follows `####`.
+# With its chat template, the model solves word problems. The result follows `####`.
 
 # %%
 [question] = read_arithmetic("eval", 1)[0].turns
@@ -111,8 +111,9 @@ print(mj.generate(target, drafter, [question], verify=mars, chat=True, max_new_t
 # %% [markdown]
 # ## A target from Hugging Face with its EAGLE-3 head
 #
-# This part is off by default. It downloads 17 GB, needs a token of an account that has accepted the model's licence,
-# and needs an accelerator with at least 24 GB. If you turn it on, the rest of the notebook uses this pair.
+# This part is off by default. It downloads 17 GB, and needs an access token of an account that has accepted the
+# model's licence and an accelerator with at least 24 GB of memory. If you turn it on, the rest of the notebook uses
+# this pair.
 
 # %%
 RUN_LARGE = False  # @param {type:"boolean"}
@@ -130,12 +131,12 @@ if RUN_LARGE:
 # %% [markdown]
 # ## Sweep theta
 #
-# Each threshold decodes the same word problems with the same seeds at temperature 1. `exact` is the strict rule,
-# which preserves the target's distribution; `autoregressive` is the target without a draft. Thresholds are runtime
-# values, so each kind of rule compiles only once. The arms are timed in three interleaved rounds; each speed is the
-# median of the rounds, shown with the lowest and the highest. Regret is the cost of relaxing: the difference in nats
-# between the target's best logit and the logit of the emitted token. The prompts for a large target also state the
-# answer format, which the small target was trained on. Expect 2 minutes.
+# For each threshold, the same word problems are decoded with the same seeds at temperature 1. `exact` is the strict
+# rule, which preserves the target's distribution; `autoregressive` is the target without a draft. Thresholds are
+# runtime values, so each kind of rule compiles only once. The arms are timed in three interleaved rounds; each speed
+# is the median of the rounds, shown with the lowest and the highest speed. Regret is the cost of relaxing: the
+# difference in nats between the target's best logit and the logit of the emitted token. The prompts for a large
+# target also state the answer format, which the small target was trained on. Expect 2 minutes.
 
 # %%
 THETAS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -190,7 +191,7 @@ for name, (low, middle, high) in speeds.items():
 # ## Speed against quality
 #
 # The panels show the gain from a lower theta (tau), the speed on this machine (with the range of the rounds), and the
-# cost (share of problems solved). If two ranges overlap, the speeds do not differ measurably. With so few problems
+# cost (share of problems solved). If two ranges overlap, the speeds do not differ measurably. With so few problems,
 # the last panel is noisy. `mars-jax benchmark` runs the same comparison with controls and intervals, and `mars-jax
 # calibrate` chooses a theta whose loss stays below a bound with a stated confidence.
 

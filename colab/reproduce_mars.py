@@ -17,14 +17,14 @@
 # MARS (arXiv 2601.15498) accepts the target's second best token if the target barely prefers its best one. This
 # notebook measures the effect on the largest published pair that fits this machine: speed and tau compared with the
 # strict rule, results for several values of theta, the margins at which drafts are rejected, and every rule at its
-# own best draft length. Without an accelerator it uses the pair in the package and takes about 15 minutes on two
+# own best draft length. Without an accelerator, it uses the pair in the package and takes about 15 minutes on two
 # cores.
 #
 # ## Install
 #
 # Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
-# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
-# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# of a wheel or to a URL such as `git+https://HOST/OWNER/mars-jax`. The package is never installed from PyPI. The
+# extras install the matching libtpu on a TPU, and CUDA on a GPU. If pip replaced a version of JAX that was already
 # loaded, restart the session. Expect a minute.
 
 # %%
@@ -91,11 +91,11 @@ print("recipe:", RECIPE)
 #
 # The first run follows the paper's table, at temperature 1: the target without a draft, the strict rule, MARS at
 # several thetas, and its controls. The second run measures every rule at its best draft length, including lossless
-# rules, because a longer draft also gives more tokens per step (arXiv 2607.08690). If the runtime is lost, run this
-# cell again to continue. Expect 10 minutes on two cores, and about an hour for an 8B pair. The first line of output
-# states the required memory.
+# rules, because a longer draft also increases the number of tokens per step (arXiv 2607.08690). If the runtime is
+# lost, run this cell again to continue. Expect 10 minutes on two cores, and about an hour for an 8B pair. The first
+# line of output states the required memory.
 #
-# Programs that a model writes for HumanEval are not run here. They are stored in `samples-*.jsonl` below `OUTPUT`.
+# Programs that a model writes for HumanEval are not run here, but stored in `samples-*.jsonl` under `OUTPUT`.
 # docs/benchmark.md shows how to score them in a container. Run this cell again afterwards to add the scores.
 
 # %%
@@ -109,8 +109,7 @@ assert main([*flags, "--output", str(OUTPUT)]) == 0
 # ## Comparison with the paper
 #
 # Speed is relative to the target without a draft, and tau includes the token that the target adds in every step. The
-# paper measured on H100s. The paper's means are over six question sets; the means here are over the sets that were
-# measured.
+# paper used H100s. Its means are over six question sets; the means here are over the sets that were measured.
 
 # %%
 display(Markdown((OUTPUT / "recipe.md").read_text()))
@@ -133,8 +132,8 @@ for table in summary["tables"]:
 # %% [markdown]
 # ## Every rule at its own length
 #
-# A lossy rule pays if its speed relative to the best lossless rule is significantly above 1 and its score does not
-# change significantly.
+# A lossy rule is worth using if its speed relative to the best lossless rule is significantly above 1 and its score
+# does not change significantly.
 
 # %%
 display(Markdown((OUTPUT / "tuned" / "table.md").read_text()))
@@ -143,7 +142,7 @@ display(Markdown((OUTPUT / "tuned" / "table.md").read_text()))
 # ## Check this device
 #
 # This cell compares every kernel with its reference and measures the time of a step. `check.json` contains no host or
-# user names: attach it to reports. Expect 5 minutes.
+# user names, so you can attach it to bug reports. Expect 5 minutes.
 
 # %%
 if os.environ.get("CHECK", "1") == "1":

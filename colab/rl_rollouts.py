@@ -15,15 +15,15 @@
 # # Rollouts: GRPO with speculative decoding
 #
 # This notebook trains a policy with GRPO ([arXiv 2402.03300](https://arxiv.org/abs/2402.03300)), and a small draft
-# speeds up sampling. Under `exact` the samples follow the policy's distribution for any draft, so a draft that no
-# longer fits the policy only costs speed. The draft can then be trained on its own rejected tokens. The models are
-# part of the package.
+# speeds up sampling. Under `exact`, the samples follow the policy's distribution with any draft, so a draft that no
+# longer fits the policy only reduces the speed. The draft can then be trained on its own rejected tokens. The models
+# are part of the package.
 #
 # ## Install
 #
 # Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
-# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
-# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# of a wheel or to a URL such as `git+https://HOST/OWNER/mars-jax`. The package is never installed from PyPI. The
+# extras install the matching libtpu on a TPU, and CUDA on a GPU. If pip replaced a version of JAX that was already
 # loaded, restart the session. Expect a minute.
 
 # %%
@@ -68,7 +68,7 @@ print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.devices()[0].devi
 # %% [markdown]
 # ## Policy, draft, reward
 #
-# The reward favours stories with dialogue: it is 0.25 for each quotation mark, and at most 1. Twelve updates raise
+# The reward favours stories with dialogue: each quotation mark adds 0.25, up to a reward of 1. Twelve updates raise
 # the mean reward from about 0.1 to at least 0.7.
 
 # %%
@@ -158,7 +158,7 @@ for step in range(UPDATES):
     result = rollout(policy, draft, seed=100_000 * SEED + 1000 * step)
     batch, mean = arrays(result)
     if step == 0:
-        # Teacher forcing gives the log-probabilities of the rollout.
+        # Recompute the log-probabilities of the rollout by teacher forcing.
         visible = mj.types.Visible.causal(jnp.zeros((len(batch[0]),), jnp.int32), WIDTH)
         out = policy.model.forward(policy.params, batch[0], visible, policy.model.init_cache(*batch[0].shape))
         log_p = jax.nn.log_softmax(policy.model.unembed(policy.params, out.hidden)[:, :-1])
@@ -177,8 +177,8 @@ for step in range(UPDATES):
 # ## Refresh the draft
 #
 # As the policy changes, tau falls because the draft no longer matches it. The draft is trained on the last four
-# rollouts, at the positions where it was rejected. Held-out text protects against forgetting: if the expected tau on
-# that text falls by more than 3%, the update is reverted. Expect a minute.
+# rollouts, at the positions where its tokens were rejected. Held-out text protects against forgetting: if the
+# expected tau on that text falls by more than 3%, the update is reverted. Expect a minute.
 
 # %%
 held_out = [
@@ -205,7 +205,7 @@ assert stale.tokens == renewed.tokens  # samples do not depend on the draft
 print(f"tau with the stale draft {stale.metrics.tau:.2f}, refreshed {renewed.metrics.tau:.2f}")
 
 # %% [markdown]
-# The left panel shows the benefit of training, and the right one its cost: tau falls while the policy learns, and
+# The left panel shows the benefit of training, and the right panel its cost: tau falls while the policy learns, and
 # recovers when the draft is refreshed. The samples do not depend on the draft.
 
 # %%

@@ -21,8 +21,8 @@
 # ## Install
 #
 # Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
-# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
-# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# of a wheel or to a URL such as `git+https://HOST/OWNER/mars-jax`. The package is never installed from PyPI. The
+# extras install the matching libtpu on a TPU, and CUDA on a GPU. If pip replaced a version of JAX that was already
 # loaded, restart the session. Expect a minute.
 
 # %%
@@ -46,8 +46,8 @@ if importlib.util.find_spec("mars_jax") is None:
 # %% [markdown]
 # ## The pair
 #
-# Both models must have the same vocabulary. A target with an EAGLE-3 head is faster still: `DRAFT =
-# "eagle:OWNER/HEAD"`. If a checkpoint requires a token, set `HF_TOKEN` in the secrets of the runtime.
+# Both models must have the same vocabulary. If there is an EAGLE-3 head for the target, decoding is even faster:
+# `DRAFT = "eagle:OWNER/HEAD"`. If a checkpoint requires a token, set `HF_TOKEN` in the secrets of the runtime.
 
 # %%
 import os
@@ -65,8 +65,8 @@ NEW = int(os.environ.get("NEW_TOKENS", "192"))
 # ## Plan first
 #
 # `mars-jax plan` compiles the decode loop for the slice ahead of time, without weights and without a TPU. It reports
-# the memory of each chip, the time of a step at the published bandwidth, and whether the pair fits. The command runs
-# in a separate process before this one takes the TPU, and needs libtpu. Expect a minute.
+# the memory of each chip, the time of a step at the published bandwidth, and whether the pair fits. The command needs
+# libtpu. It runs in a separate process, before this process uses the TPU. Expect a minute.
 
 # %%
 if importlib.util.find_spec("libtpu") is None:
@@ -84,8 +84,8 @@ else:
 # %% [markdown]
 # ## Load and decode
 #
-# One round compiles, and then three interleaved rounds are timed. Each speed is the median of the three rounds, shown
-# with the lowest and the highest. Regret is the cost of relaxing. Expect a minute.
+# The first round compiles the programs, and then three interleaved rounds are timed. Each speed is the median of the
+# three rounds, shown with the lowest and the highest speed. Regret is the cost of relaxing. Expect a minute.
 
 # %%
 import time
@@ -113,7 +113,7 @@ prompts = (
 
 
 def timed(arms):
-    """Return (result, three speeds from low to high) by arm."""
+    """Return (result, three speeds in ascending order) for each arm."""
 
     def run(drafter, rule):
         began = time.perf_counter()
@@ -142,7 +142,8 @@ results = timed(arms)
 show(results)
 
 # %% [markdown]
-# The value of a draft is its speedup on this machine, so the plot shows speed with the range of the rounds.
+# A draft is useful only if it increases the speed on this machine, so the plot shows the speed with the range of the
+# rounds.
 
 # %%
 caption = f"{TARGET} drafted by {DRAFT}, {len(prompts)} rows, {jax.devices()[0].device_kind}, three rounds"
@@ -163,14 +164,14 @@ same = sum(a == b for a, b in zip(results["exact"][0].tokens, results["no draft"
 print(f"{same} of {len(prompts)} texts of exact are those without a draft")
 
 # %% [markdown]
-# In bfloat16 two programs may round a near-tie of two tokens differently. In float32 (`mj.load(TARGET,
-# dtype="float32")`) all completions are the same.
+# In bfloat16, rounding may break a near-tie between two tokens differently in different programs. In float32
+# (`mj.load(TARGET, dtype="float32")`), all completions are the same.
 #
 # ## Adaptive length
 #
-# A draft may pay in small batches and not in large ones. `draft_size="auto"` measures the cost of a step with the
-# whole chain, with half of it and without a draft. Each step then uses the size with the most tokens per second. The
-# output stays the same. Expect a minute.
+# A draft may speed up small batches but slow down large ones. `draft_size="auto"` measures the cost of a step with
+# the whole chain, with half of it and without a draft. Each step then uses the size that is estimated to produce the
+# most tokens per second. The output stays the same. Expect a minute.
 
 # %%
 auto = mj.drafters.load(DRAFT, target, draft_size="auto")

@@ -21,8 +21,8 @@
 # ## Install
 #
 # Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
-# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
-# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# of a wheel or to a URL such as `git+https://HOST/OWNER/mars-jax`. The package is never installed from PyPI. The
+# extras install the matching libtpu on a TPU, and CUDA on a GPU. If pip replaced a version of JAX that was already
 # loaded, restart the session. Expect a minute.
 
 # %%
@@ -61,8 +61,8 @@ print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.devices()[0].devi
 # ## Define the rule
 #
 # This rule accepts the runner-up if the target is unsure, that is, if the entropy of its distribution is above a
-# bound. The base class handles strict rows, stop tokens and padding. The bound is a field: a different value needs no
-# compilation, and each prompt may have its own. Expect 20 seconds.
+# bound. The base class handles strict rows, stop tokens and padding. The bound is a field of the rule: changing its
+# value does not trigger recompilation, and each prompt may have its own value. Expect 20 seconds.
 
 # %%
 from typing import Any
@@ -72,7 +72,7 @@ import flax.struct
 
 @flax.struct.dataclass(frozen=True)
 class Unsure(mj.verify.Relaxed):
-    """Relaxed rule for positions where the target's entropy is above `bound` nats."""
+    """Accept the runner-up at positions where the target's entropy is above `bound` nats."""
 
     bound: Any
 
@@ -101,8 +101,8 @@ print(
 # %% [markdown]
 # ## Compare it
 #
-# With a bound of infinity the rule equals `exact` bit for bit. Regret is the cost of a token: the difference in nats
-# between the target's best logit and the logit of the token. Expect 40 seconds.
+# With an infinite bound, the output is the same as with `exact`, bit for bit. Regret is the cost of a token: the
+# difference in nats between the target's best logit and the logit of the token. Expect 40 seconds.
 
 # %%
 exact = run(mj.verify.exact())
@@ -123,9 +123,9 @@ for name, settings in rules.items():
         )
 
 # %% [markdown]
-# A rule is better if its curve is lower: it reaches the same tau with less regret. The numbers next to the points are
-# the bounds and the thetas. Four prompts show the shape of the curves, but do not determine which curve is lower:
-# `mars-jax benchmark` computes intervals.
+# The rule with the lower curve is better, because it reaches the same tau with less regret. The numbers next to the
+# points are the bounds and the thetas. Four prompts show the shape of the curves, but do not determine which curve is
+# lower: `mars-jax benchmark` computes intervals.
 
 # %%
 looks = {"exact": look("exact"), "entropy": OTHER, "mars": look("mars")}

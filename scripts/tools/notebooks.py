@@ -25,8 +25,8 @@ COLAB = common.ROOT / "colab"
 INSTALL = """# ## Install
 #
 # Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout builds one), or set `SOURCE` to the path
-# of a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by name only.
-# The extras install the libtpu that matches JAX on a TPU, and CUDA on a GPU. If pip replaced a JAX that was already
+# of a wheel or to a URL such as `git+https://HOST/OWNER/mars-jax`. The package is never installed from PyPI. The
+# extras install the matching libtpu on a TPU, and CUDA on a GPU. If pip replaced a version of JAX that was already
 # loaded, restart the session. Expect a minute.
 
 # %%
