@@ -49,8 +49,8 @@ class Range:
 class Setting:
     """A setting of a request, a batch or a rule.
 
-    `ranges` is either a single range, or a range for each value of the setting that `by` names. For example, the units
-    of the threshold of `mars` depend on its margin.
+    `ranges` is either a single range, or a range for each value of the setting that `by` names. For example, the
+    threshold of the rule `mars` has different units for each margin.
 
     Bools, settings with `choices`, and numbers that are not `per_row` are structural: the compiled program depends on
     them. Numbers that are `per_row` are stored on the device, as one value for all rows or one value per row.
