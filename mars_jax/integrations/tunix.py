@@ -320,7 +320,7 @@ class Rollout:
             )
 
     def update_params(self, params: PyTree, filter_types: object = None) -> None:
-        """Replace the policy's weights by copies of new ones, which share no memory with the trainer's weights.
+        """Replace the policy's weights with copies of new ones, which share no memory with the trainer's weights.
 
         Args:
           params: from `nnx.state(actor, nnx.Param)`, with the trainer's shardings. Each update reshards them for

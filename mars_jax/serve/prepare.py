@@ -192,7 +192,7 @@ class Prepared:
 
     def step_seconds(self, rows: int, *, log_probs: bool = False) -> float:
         """Measure the mean seconds per step of B rows with half-full caches. The first call also compiles."""
-        # No row may end, so replace the stop tokens by one that never occurs. Keep their number, which determines a
+        # No row may end, so replace the stop tokens with one that never occurs. Keep their number, which determines a
         # shape. The length limit is the size of the buffer, which no row reaches.
         requests = [
             dataclasses.replace(

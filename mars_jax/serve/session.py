@@ -62,7 +62,7 @@ def default_rows(prepared: Prepared) -> int:
 
 
 def row_bytes(prepared: Prepared) -> int:
-    """Return the number of bytes that a row occupies on each device on which it is stored.
+    """Return the number of bytes that a row occupies on each device that stores it.
 
     This is the size of the row's state plus that of the larger of two buffers: four copies of a step's logits, or the
     activations of one layer for a prompt chunk.
