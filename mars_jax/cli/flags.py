@@ -54,7 +54,7 @@ def add_flags(group: argparse._ActionsContainer, helps: Mapping[str, str], **opt
       group: a parser, or one of its groups.
       helps: help texts, keyed by flag: "--flag" for a switch, "--flag X" for a flag with a value, and "--flag X ..."
         for a flag that may be given several times.
-      options: further options of `add_argument`.
+      options: additional options for `add_argument`.
     """
     for form, help_text in helps.items():
         flag, _, value_name = form.partition(" ")

@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
     Args:
       short: names of the arguments that `--help` shows; `--help-all` then shows all of them. If None, `--help` shows
         all.
-      options: further arguments of `argparse.ArgumentParser`.
+      options: additional arguments for `argparse.ArgumentParser`.
     """
 
     def __init__(self, *, short: Collection[str] | None = None, add_help: bool = True, **options: Any):

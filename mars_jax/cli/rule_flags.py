@@ -1,4 +1,4 @@
-"""Flags that select a rule and its settings, for all commands, and printed tables of rules and drafters."""
+"""Flags that select a rule and its settings, shared by all commands, and printed tables of rules and drafters."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     """Check the combination of flags, and resolve the defaults that depend on other flags.
 
     Raises:
-      MarsError: a flag does not apply in combination with the others. The message contains the fix.
+      MarsError: a flag cannot be combined with the others. The message contains the fix.
     """
     draft, rule, present = registry.parse_draft(args.draft, shown="--draft"), args.rule, Present(args, rows)
     present.refuse_alone()

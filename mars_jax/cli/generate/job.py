@@ -37,7 +37,7 @@ T = TypeVar("T")
 CHUNK = 2048
 """Number of prompts tokenized at once: enough to use all cores, but few enough to show progress."""
 SHORT = 3
-"""Default length of a chain on a CPU, where each drafted node costs time and each draft size compiles separately."""
+"""Default length of a chain on a CPU, where each drafted node costs time and each draft size is compiled separately."""
 
 
 def in_order(

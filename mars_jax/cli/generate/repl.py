@@ -279,7 +279,7 @@ class Talk:
         self._answer(self._last)
 
     def _request(self, row: PromptRow) -> Request:
-        """Return the request of a line. Line i uses the seed --seed + i, as in a prompts file."""
+        """Return the request for a line of input. Line i uses the seed --seed + i, as in a prompts file."""
         seed = ((self._args.seed or 0) + self._count) % 2**32
         args = argparse.Namespace(**(vars(self._args) | {"seed": seed}))
         [request] = make_job_requests(self._job.session.target, args, [row])

@@ -27,7 +27,7 @@ from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.utils.errors import MarsError
 
 Mask = tuple[tuple[bool, bool], ...]
-"""For each layer, whether its (attention, MLP) are kept."""
+"""For each layer, whether its attention and its MLP are kept, as (attention, MLP)."""
 Sublayers = frozenset[tuple[int, int]]
 """A set of sublayers, each given as (layer, 0 for attention or 1 for MLP)."""
 _OUT = {"o": 0, "o_bias": 0, "down": 1, "down_bias": 1, "expert_down": 1}
@@ -69,7 +69,7 @@ def search(
     """Find the mask with the minimum KL(target || slim) over the batches.
 
     Args:
-      model, params: the target, a transformer of this library whose weights are not in 8 bits.
+      model, params: the target, a transformer of this library whose weights are not 8-bit.
       batches: batches of tokens on which to compare the models.
       log: file to which one line per mask is appended, and from which an interrupted search continues.
       left_out: share of all sublayers to remove.
@@ -77,7 +77,7 @@ def search(
       seed: seed of the search.
 
     Raises:
-      MarsError: the weights are 8-bit, or `left_out` amounts to no sublayer at all, or to more sublayers than there are
+      MarsError: the weights are 8-bit, or `left_out` removes no sublayer at all, or more sublayers than there are
         between the first and the last layer.
     """
     num_layers = len(params["layers"])

@@ -89,7 +89,7 @@ class DFlashConfig(LayeredHead):
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """Return the config of a head of the published shape: five Qwen3 layers, as wide as the target.
+        """Return the config of a head with the published shape: five Qwen3 layers, as wide as the target.
 
         It reads the outputs of five of the target's layers.
 

@@ -46,7 +46,7 @@ class MedusaConfig(HeadConfig):
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """Return the config of heads of the published shape: five heads with one block each."""
+        """Return the config of heads with the published shape: five heads with one block each."""
         return cls(num_heads=5, num_layers=1, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
 
     def weights(self) -> tuple[Weight, ...]:

@@ -68,7 +68,7 @@ def read_weights(
     """Read the weights that `save` wrote for a rule. "tiny/diversed" is a head included in the package.
 
     Raises:
-      MarsError: the directory does not contain weights of this rule, or the weights are not finite, or they are for a
+      MarsError: the directory does not contain weights for this rule, or the weights are not finite, or they are for a
         target with a different hidden size.
     """
     model_type, init = HEADS[rule]

@@ -61,7 +61,7 @@ class Simulated(Lossy):
         return f"simulated tau={self.tau:g}" if np.ndim(self.tau) == 0 else "simulated"
 
     def check_drafter(self, drafter: Drafter) -> None:
-        """Raise MarsError if the drafter's drafts are too short for tau, or often empty."""
+        """Raise MarsError if the drafter's drafts are too short for tau, or if they are often empty."""
         if drafter.sparse:
             raise MarsError(
                 f"the rule simulated does not apply to the drafter '{drafter.name}', which often drafts nothing: draft "

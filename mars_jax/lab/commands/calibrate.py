@@ -81,7 +81,7 @@ def parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line, and check each flag and their combinations.
+    """Parse the command line, and check the flags and their combinations.
 
     Raises:
       MarsError: a flag is unknown, a value is out of range, or flags are incompatible.

@@ -54,7 +54,7 @@ the contents of the files instead of their paths."""
 WRITTEN_BATCH, WRITTEN_GROUP = 32, 128
 """Number of texts that the target decodes at a time for --write, and number of texts between two writes to disk."""
 SHARD, FORWARD = 128, 2048
-"""Documents per shard of features, and tokens per forward pass of the target that computes them."""
+"""Number of documents per shard of features, and number of tokens per forward pass that computes them."""
 EVALUATIONS = 128
 """Number of layer masks that the search of VIA-SD tries."""
 
@@ -217,7 +217,7 @@ def _draft_vocabulary(
 def _write_texts(
     args: argparse.Namespace, target: Pretrained, documents: Sequence[str], work: Path
 ) -> list[str]:
-    """Return the texts of --write, which the target writes as continuations of the first 16 tokens of documents.
+    """Return the texts for --write, which the target writes as continuations of the first 16 tokens of documents.
 
     The texts are stored in --work, so that a killed run can continue.
     """

@@ -120,7 +120,7 @@ def train(
       tokens: number of tokens to train on.
       step_tokens, length: each step uses rows of `length` tokens, `step_tokens` in total.
       learning_rate: peak learning rate; see `loop.muon`.
-      seed: seed of the order of the text.
+      seed: seed that determines the order of the text.
       minutes: time after which training ends early; default: no limit.
       mesh: divides the target over its axis `model` and each step's rows over `data`. The apprentice's params are
         replicated on every device.

@@ -47,13 +47,13 @@ class Recorded(NamedTuple):
 def pack_documents(documents: Iterable[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack whole documents into rows: tokens i32[R, L] and segments i32[R, L].
 
-    Documents go, longest first, into the first row with enough room. Documents longer than a row are truncated.
+    Documents are placed, longest first, into the first row with enough room. Documents longer than a row are truncated.
 
     >>> tokens, segments = pack_documents([[5, 6], [1, 2, 3], [7, 8, 9, 9, 9]], 4)
     >>> tokens.tolist(), segments.tolist()
     ([[7, 8, 9, 9], [1, 2, 3, 0], [5, 6, 0, 0]], [[0, 0, 0, 0], [0, 0, 0, -1], [0, 0, -1, -1]])
     """
-    # Tokens and segments of each row, and its number of used positions.
+    # The tokens and segments of each row, and the number of positions that are in use.
     tokens, segments, used = [], [], []
     for ids in sorted((list(d)[:length] for d in documents), key=len, reverse=True):
         row = next((i for i, count in enumerate(used) if count + len(ids) <= length), len(used))
@@ -70,7 +70,7 @@ def pack_documents(documents: Iterable[Sequence[int]], length: int) -> tuple[np.
 
 
 def reader(target: LanguageModel) -> Callable[[PyTree, Array, Array], Recorded]:
-    """Return a jitted `(params, tokens, segments) -> Recorded` for a model with features (`with_features`)."""
+    """Return a jitted function `(params, tokens, segments) -> Recorded` for a model with features (`with_features`)."""
 
     @jax.jit
     def record(params: PyTree, tokens: Array, segments: Array) -> Recorded:

@@ -84,9 +84,9 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
 
 
 def make_step(loss: Loss, optimizer: optax.GradientTransformation, *, donates: bool = True) -> Callable:
-    """Return jitted `(params, opt_state, batch, teacher) -> (params, opt_state, figures)`.
+    """Return a jitted function `(params, opt_state, batch, teacher) -> (params, opt_state, figures)`.
 
-    If `donates`, the step overwrites its first two arguments.
+    If `donates` is True, the function overwrites its first two arguments.
     """
 
     def step(params: PyTree, opt_state: PyTree, batch: Any, teacher: PyTree):

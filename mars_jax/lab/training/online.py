@@ -121,7 +121,7 @@ class Refiner:
           rows, width: the latest `rows` completions are stored, each truncated to `width` tokens.
           fall: share of the initial held-out tau that may be lost.
           temperature: temperature of the expected tau: at 0 the best tokens are compared, above 0 the distributions.
-          seed: seed of the order of the documents.
+          seed: seed that determines the order of the documents.
 
         Raises:
           MarsError: the vocabularies differ, there are no held-out documents, or the draft is an EAGLE-1 head.
@@ -310,12 +310,12 @@ def _head_learner(
 def open_refiner(
     file: str, target: Pretrained, draft: str, drafter: LoadedDrafter, *, dtype: str | None, samples: bool
 ) -> Refiner:
-    """Open the refiner of `--refine`.
+    """Create the `Refiner` for `--refine`.
 
     Args:
       file: a file of documents separated by lines of <|endoftext|>. Some documents are held out.
       target, drafter: the loaded pair.
-      draft: the spec of the drafter, which must be of a kind with `learns`.
+      draft: the spec of the drafter, whose kind must have the property `learns`.
       dtype: dtype in which the drafter was loaded.
       samples: whether any request has a temperature above 0.
 
@@ -364,7 +364,7 @@ class Refining:
     def __init__(
         self, args: argparse.Namespace, target: Pretrained, drafter: LoadedDrafter, *, samples: bool
     ):
-        """Open the refinement for the flags of `generate`; see `open_refiner`."""
+        """Create the refiner for the flags of `generate`; see `open_refiner`."""
         self._refiner = open_refiner(
             args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples
         )

@@ -182,7 +182,7 @@ def _logits(nodes: int, vocab: int, dtype: str, *, seed: int) -> np.ndarray:
 def _accept(
     name: str, parents: np.ndarray, depth: int, vocab: int, dtype: str, margin: str, *, sampled: bool
 ) -> Case:
-    """Return a case of `margin_accept` with four kinds of rows.
+    """Return a case for `margin_accept` with four kinds of rows.
 
     The rows are unrestricted, strict, limited to relaxed runs of length one, or have the runner-up as a stop token.
     A node drafts one of the three best tokens at its parent, or no token.
@@ -220,7 +220,7 @@ def _normals(random: np.random.Generator, dtype: str, *shapes: tuple[int, ...]) 
 
 
 def _attention(dtype: str, window: int | None) -> Case:
-    """Return a case of attention in trees of seven nodes, after contexts of different lengths."""
+    """Return a case for attention in trees of seven nodes, after contexts of different lengths."""
     slots, heads, group, dim = 512, 2, 4, 128
     parents, depths = static_topology((2, 2))
     nodes, random = len(parents), np.random.default_rng(0)
@@ -245,7 +245,7 @@ def _attention(dtype: str, window: int | None) -> Case:
 
 
 def _experts() -> Case:
-    """Return a case of the matrix products in a mixture of experts. numpy computes the expected result."""
+    """Return a case for the matrix products in a mixture of experts. numpy computes the expected result."""
     random = np.random.default_rng(0)
     x, w = _normals(random, "bfloat16", (48, 256), (4, 128, 256))
     rows_per_expert = np.array([20, 0, 1, 27], np.int32)
@@ -265,7 +265,7 @@ def _experts() -> Case:
 
 
 def _attention_of_a_model() -> Case:
-    """Return a case of attention as the transformer calls it (cuDNN's on a GPU). numpy computes the expected result."""
+    """Return a case for attention as in the transformer (cuDNN's on a GPU). numpy computes the expected result."""
     random = np.random.default_rng(0)
     nodes, heads, group, dim, slots = 60, 2, 4, 128, 512
     cache = (ROWS, slots, heads, dim)
@@ -292,7 +292,7 @@ def _attention_of_a_model() -> Case:
 
 
 def _int4(rows: int, group: int) -> Case:
-    """Return a case of a product with 4-bit weights in groups of `group` inputs. numpy computes the expected result."""
+    """Return a case for products with 4-bit weights in groups of `group` inputs. numpy computes the expected result."""
     random, inputs, outputs = np.random.default_rng(0), 512, 256
     [x] = _normals(random, "bfloat16", (rows, inputs))
     # A weight is value * scale + offset. Each group of inputs has one scale and one offset per output.

@@ -44,7 +44,7 @@ STEPS, ROUNDS = 16, 3
 PEAK = 8.0
 """Standard deviation of the random head's logits, in nats."""
 COPIED, SIDE, REPEATS = GIB, 8192, 16
-"""Bytes of the copied array, side of the multiplied matrices, and copies or products per timed call."""
+"""Bytes in the copied array, rows of the square matrices, and number of copies or products per timed call."""
 
 
 class TimedArm(NamedTuple):

@@ -118,7 +118,7 @@ def margin_of(choice: RuleChoice) -> str | None:
 
 
 def default_thetas(rule: RuleChoice) -> list[float]:
-    """Return the threshold of a built-in rule in a list. Return [] for a user's rule or a rule without a threshold.
+    """Return a list with a built-in rule's threshold, or [] for a user's rule or a rule without a threshold.
 
     >>> default_thetas(MARS), default_thetas(RuleChoice("exact", {}))
     ([0.9], [])

@@ -86,7 +86,7 @@ class Study:
         }
 
     def decoding(self, drafter: drafters.LoadedDrafter, refiner: Refiner | None = None) -> Decoding:
-        """Return the decoding settings with a drafter."""
+        """Return the decoding settings for a drafter."""
         args = self.args
         # Tasks are decoded one after another, so a batch never needs more rows than the largest task has problems.
         max_problems = max(len(group) for group in by_task(self.problems).values())

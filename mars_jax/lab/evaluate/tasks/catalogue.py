@@ -298,7 +298,7 @@ def _id(fields: Fields, number: int) -> str | int:
 
 
 def _check(problems: Sequence[Problem], path: str) -> None:
-    # If a task has two metrics, there are more pairs of task and metric than tasks.
+    # If a task has two metrics, there are more (task, metric) pairs than tasks.
     if len(metrics := {(p.task, p.metric) for p in problems}) > len({task for task, _ in metrics}):
         raise MarsError(f"'{path}' mixes metrics, which cannot be averaged: make one file for each metric.")
     (task, name), count = Counter((p.task, p.id) for p in problems).most_common(1)[0]
