@@ -56,7 +56,7 @@ def in_turns(arms: Mapping[Any, Callable[[], Any]], turns: int, *, warm: int = 1
     Args:
       arms: the functions, keyed by name. Each time includes the wait for the function's JAX results.
       turns: number of turns that are timed.
-      warm: number of warm-up turns before them, which compile the programs and are not timed.
+      warm: number of earlier turns, which compile the programs and are not timed.
     """
     import jax
     import numpy as np
@@ -91,9 +91,9 @@ def ratio(numerators: Any, denominators: Any) -> dict[str, float]:
 
 
 def ratio_of_sums(tops: np.ndarray, bottoms: np.ndarray, *, digits: int = 4) -> list[float]:
-    """Return [ratio, low, high] of two sums of f64[n], with a 95% bootstrap interval over the n prompts.
+    """Return [ratio, low, high] for sum(tops) / sum(bottoms), with a 95% bootstrap interval over the n prompts.
 
-    All three are 0 if every element of `bottoms` is 0.
+    `tops` and `bottoms` are f64[n]. All three numbers are 0 if every element of `bottoms` is 0.
 
     >>> import numpy as np
     >>> ratio_of_sums(np.array([3.0, 3.0]), np.array([2.0, 2.0]))
@@ -122,9 +122,9 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
     script can be detected.
 
     Args:
-      packages: names of packages. Their versions are recorded, or None for a package that is not installed.
-      data: files or folders that were read. A digest of each is recorded.
-      weights: params, keyed by name. A digest of each is recorded.
+      packages: names of packages whose versions are recorded. The version is None for packages that are not installed.
+      data: files or folders that were read, and whose digests are recorded.
+      weights: params whose digests are recorded, keyed by name.
     """
     report = run_provenance.provenance() | {name: run_provenance.version(name) for name in packages}
     script_path = Path(sys.argv[0]).resolve()
@@ -226,7 +226,7 @@ def sentence(source: Origin) -> str:
 
 
 def script_of(checkout: Path, name: str) -> str:
-    """Return the path of a script in a checkout. Its folder may differ between commits."""
+    """Return the path of a script in a checkout. The script's folder may differ between commits."""
     return str(next((checkout / "scripts").rglob(name)))
 
 

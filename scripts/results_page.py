@@ -3,9 +3,9 @@
     python -m scripts.results_page            # after a measurement was repeated
     python -m scripts.results_page --check    # exits with 1 if a page differs from its JSON
 
-The prose of each page is in a template in a folder here. The numbers are returned by `figures()` in `tables.py` of the
-same folder. A sentence that depends on the figures is wrapped in `claim(condition, sentence)`: if new figures
-contradict it, the page is not written until the sentence is changed.
+The prose of each page is in a template in a folder here. Its numbers come from `figures()` in `tables.py` of the same
+folder. A sentence that depends on the figures is wrapped in `claim(condition, sentence)`: if new figures contradict it,
+the page is not written until the sentence is changed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def claim(condition: bool, sentence: str) -> str:
     """Return the sentence if the figures support it.
 
     Raises:
-      ValueError: the figures do not support it.
+      ValueError: the figures do not support the sentence.
 
     >>> claim(1.2 > 1, "It is faster.")
     'It is faster.'
@@ -65,7 +65,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Fill the paragraphs and list items of Markdown to 118 columns; leave everything else unchanged.
+    """Wrap the paragraphs and list items of Markdown at 118 columns; leave everything else unchanged.
 
     >>> print(wrapped("One\\ntwo.\\n\\n- three\\n  four\\n\\n# five"))
     One two.
@@ -92,7 +92,7 @@ def _fill(block: str) -> str:
 
 
 def render(template: str) -> str:
-    """Return the text of a page with its figures."""
+    """Render a template with the figures of its folder, and return the Markdown."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -107,7 +107,7 @@ def render(template: str) -> str:
 
 
 def page(current: str, figures: str) -> str:
-    """Return a page with new figures. If it has marks, replace the part between them, and otherwise the whole page.
+    """Return a page with new figures. If the page has marks, only the part between them is replaced.
 
     >>> page(f"old\\n{BEGIN}1\\n{END}", "2\\n") == f"old\\n{BEGIN}2\\n{END}"
     True

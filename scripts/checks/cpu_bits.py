@@ -2,10 +2,10 @@
 
     python -m scripts.checks.cpu_bits --keep scripts/results/cpu_bits.json
 
-Each dtype decodes the same prompt greedily, and so does transformers with the same file in float32 and bfloat16. They
-take turns in one process. `stand-in` is the model of scripts/checks/first_token.py. `qwen2.5-0.5b` is a model in memory
-with the shapes of Qwen2.5-0.5B, so it is not compared with transformers. The weights of both models are random. The
-loss is the cross-entropy per token; it is not measured for models with random weights.
+Each dtype decodes the same prompt greedily, and so does transformers with the same file in float32 and bfloat16. All of
+them take turns in one process. `stand-in` is the model of scripts/checks/first_token.py. `qwen2.5-0.5b` has the shapes
+of Qwen2.5-0.5B but is not stored in a file, so it is not compared with transformers. The weights of `stand-in` and
+`qwen2.5-0.5b` are random. The loss is the cross-entropy per token; it is not measured for models with random weights.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _SHAPES = ModelConfig(
 
 
 def random_target(dtype: str) -> mj.Pretrained:
-    """Return a model with the shapes of Qwen2.5-0.5B, in a dtype."""
+    """Return a model with the shapes of Qwen2.5-0.5B and random weights in `dtype`."""
     params = init_params(_SHAPES, jax.random.key(0))
     floating = "bfloat16" if dtype == "bfloat16" else "float32"
     bits = {"int8": 8, "int4": 4}.get(dtype)
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the speed and the loss of a model, keyed by dtype. The key of transformers is "transformers, DTYPE"."""
+    """Return the speed and the loss of a model, keyed by dtype. Keys of transformers are "transformers, DTYPE"."""
     source = str(write_stand_in(args.folder / "stand-in-270m.gguf")) if name == "stand-in" else name
     random = name in ("stand-in", "qwen2.5-0.5b")
     load = random_target if name == "qwen2.5-0.5b" else partial(mj.load, source)

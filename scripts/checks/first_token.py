@@ -3,9 +3,8 @@
     python -m scripts.checks.first_token --keep scripts/results/first_token.json
 
 Each run starts a new process that decodes 16 tokens with the default draft. The first run has an empty cache folder
-("cold"), and the other runs use the files that it stored ("warm"). `stand-in` is a Gemma 3 of 280 million random
-weights in Q4_K with a
-vocabulary of 262,144 tokens, written by this script.
+("cold"), and the other runs use the files that it stored ("warm"). This script writes `stand-in`, a Gemma 3 model with
+280 million random weights in Q4_K and a vocabulary of 262,144 tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def pieces(draw: np.random.Generator) -> Iterator[str]:
 
 
 def write_stand_in(path: Path) -> Path:
-    """Write the stand-in for Gemma 3 270M as a GGUF file with random blocks, unless it exists."""
+    """Write the stand-in for Gemma 3 270M as a GGUF file with random blocks, unless the file exists."""
     import gguf
 
     from mars_jax.hub.config_json import from_json
@@ -112,7 +111,7 @@ def write_stand_in(path: Path) -> Path:
 
 
 def run(model: str, cache: Path) -> dict[str, float]:
-    """Return the wall time and processor seconds of one process."""
+    """Run the command in a new process, and return its wall time and processor seconds."""
     command = [sys.executable, "-m", "mars_jax.generate", "--target", model, "--max-new-tokens", "16", PROMPT]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     # Store bytecode in the cache folder: as in an installed package, only the first run compiles the modules.

@@ -1,4 +1,4 @@
-"""Kill commands at random moments, run them again, and compare with a run that was not killed.
+"""Kill commands at random times, run them again, and compare their results with those of an uninterrupted run.
 
     python -m scripts.checks.kills --times 20
     python -m scripts.checks.kills --times 10 --signals KILL INT --results interrupts.json
@@ -62,7 +62,7 @@ def timeless(value: Any) -> Any:
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """Return the files of a folder by path: rows and JSON without times, digests of weights, None for other files."""
+    """Return the contents of files by path: rows and JSON without times, digests of weights, None for other files."""
     contents = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))

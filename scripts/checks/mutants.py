@@ -6,11 +6,11 @@
     python -m scripts.checks.mutants --seed 22 --again --only 5 19 --first tests/core/test_spans.py
     python -m scripts.checks.mutants --seed 22 --explain 17 "the branch only skips work"
 
-The operators come from mutmut (libcst). The runner of mutmut does not work with jax. It switches mutants on when
-functions are called, and skips decorated functions, so it misses jitted functions. It selects the tests that called a
-function in a first run, but a compiled program does not call its Python functions again. This script therefore imports
-jax and forks for each mutant. In the fork, the changed source is loaded instead of the module's file. The checkout
-stays unchanged.
+The operators come from mutmut (libcst). The runner of mutmut does not work with jax. mutmut switches mutants on when
+functions are called, and skips decorated functions, so it misses jitted functions. For a changed function, mutmut runs
+the tests that called it in a first run, but a compiled program does not call its Python functions again. This script
+therefore imports jax and forks for each mutant. In the fork, the changed source is loaded instead of the module's file.
+The checkout stays unchanged.
 
 Mutants are drawn with a seed, the same number from each of five packages of mars_jax. Within a package, the draw cycles
 through the operators, because most possible mutants drop an argument, which any test notices. Docstrings, annotations,
@@ -68,7 +68,8 @@ class Order:
 
     The tests given to --first run first. Next are the quick tests that run for every package and the tests that killed
     other mutants of the file, then the tests named after the file, and then the folders in the order of `tests_of`. In
-    each group, quick tests run before slow ones. For a rule, only its own cases of the test suite for rules run.
+    each group, quick tests run before slow ones. If the file defines a rule, only the cases of this rule in the test
+    suite for rules run.
     """
 
     def __init__(
@@ -258,7 +259,7 @@ def _control(report: dict[str, Any]) -> None:
 
 
 def _warm() -> None:
-    """Import the third-party modules of all tests. This starts no JAX backend, so a fork loses no threads."""
+    """Import the third-party modules that the tests use. This starts no JAX backend, so a fork loses no threads."""
     import tests.conftest  # noqa: F401  # it sets the variables that jax reads on import
 
     modules = "flax.struct jax.experimental.pallas scipy.stats hypothesis optax pytest transformers"

@@ -23,13 +23,13 @@ ROOMS = ("core", "verify", "drafters", "serve", "constraints")
 SUITE, EXAMPLES, MATRIX = "tests/verify/test_rules.py", "tests/test_docstrings.py", "tests/matrix"
 """The tests in `SUITE` are named after rules, and those in `EXAMPLES` after modules."""
 OF_ALL = (EXAMPLES, "tests/test_public.py", "tests/test_tables.py")
-"""Tests that run for changes in every room."""
+"""Tests that run for every mutant, whatever its room."""
 
 
 def tests_of(file: str) -> list[str]:
     """Return the tests to run for a changed file.
 
-    These are the tests that run for every room, the tests of the file's room, the tests in `MATRIX`, and the tests of
+    These are the tests that run for every mutant, the tests of the file's room, the tests in `MATRIX`, and the tests of
     the rooms that import the file.
     """
     rooms = dict.fromkeys(name.split("/")[1].removesuffix(".py") for name in [file, *importers(file)])

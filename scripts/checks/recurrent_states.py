@@ -4,7 +4,7 @@
 
 `models.delta` stores the inputs. Sizes are the bytes of one row's cache without keys and values, with float32 states
 and bfloat16 inputs. Times are for the recurrence of one layer without its projections, at the published sizes and batch
-1, if half of the previous draft was accepted.
+1. Half of the previous draft was accepted.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m scripts.checks.same_cost --old REV --output FILE
 
 Each case reports the number of instructions in the optimised HLO of `run`, the bytes that XLA counts, and the time to
-decode a prompt. Two processes, one for each commit, take turns to decode it. The memory layout of a process makes it a
-few percent faster or slower for its lifetime, so the processes are started several times. The ratio is new over old.
-Its 95% bounds come from a bootstrap of the median, over starts and over pairs of turns within each start. Imports are
-also timed in pairs. On a shared machine, pin the script to a core (`taskset -c 0`).
+decode a prompt. Two processes, one for each commit, decode the same prompt in turns. The memory layout of a process
+makes it a few percent faster or slower for its lifetime, so the processes are started several times. Each ratio is new
+over old. The 95% bounds of a ratio come from a bootstrap of the median, over starts and over pairs of turns within each
+start. Imports are also timed in pairs. On a shared machine, pin the script to a core (`taskset -c 0`).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def one_start(
 
 
 def imports(checkouts: dict[str, Path], pairs: int) -> dict[str, Any]:
-    """Compare the times of `import mars_jax`, without and with access to the names that an embedded loop needs."""
+    """Compare the times of `import mars_jax`, with and without accessing the names that an embedded loop needs."""
     code = "import time; b = time.perf_counter(); import mars_jax; a = time.perf_counter() - b\n"
     code += "mars_jax.DraftTree, mars_jax.speculative_decoder; print(a, time.perf_counter() - b)"
     seconds: dict[str, list[list[float]]] = {name: [] for name in checkouts}

@@ -1,4 +1,4 @@
-"""Numbers on the page of checks: cost of tests, comparisons with an older commit, model families, kills, mutants."""
+"""Numbers for the page about checks: cost of tests, comparisons with older commits, model families, kills, mutants."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def same_tokens() -> dict[str, Any]:
 
 
 def family_variants() -> dict[str, Any]:
-    """Return the variants of published configs from family_variants.json, with their number by outcome."""
+    """Return the variants of published configs from family_variants.json, and how many had each outcome."""
     rows = load("family_variants.json")["variants"]
     return {
         "counts": collections.Counter(row["outcome"] for row in rows),

@@ -2,9 +2,9 @@
 
     python -m scripts.kernels.bench_kernels --output scripts/results/bench_kernels_cpu.json
 
-The implementations are timed in turns (A B A B ...) on each shape, after a warm-up of each. Reported times are medians;
-the JSON also contains each individual time. The floor is the time to read the operands once at the bandwidth of a copy
-of the same array, measured in the same run (a copy moves each byte twice). Speed does not depend on the values.
+For each shape, all implementations are warmed up and then timed in turns (A B A B ...). Reported times are medians; the
+JSON also contains each individual time. The floor is the time to read the operands once at the bandwidth of a copy of
+the same array, measured in the same run (a copy moves each byte twice). Speed does not depend on the values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def timed_in_turns(
 
 
 def entry(name: str, bytes_read: int, timed: dict[str, Any], copy: str | None) -> dict[str, Any]:
-    """Return a JSON record. If `copy` is the name of the form that copies the operands, add the floor and shares."""
+    """Return a record. If `copy` names the form that copies the operands, add the floor and the bandwidth shares."""
     result: dict[str, Any] = {"name": name, "bytes_read": bytes_read, "forms": timed}
     if copy is not None:
         floor = timed[copy]["median_ms"] / 2

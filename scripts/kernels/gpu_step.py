@@ -6,7 +6,7 @@ Weights are random and acceptance is simulated, as in `mars-jax check`. For each
 copies, fusions and concatenations in the body of the decode loop. A section of the report is one group of programs,
 compiled as one variant. Each section runs in a child process with a time limit, so a compiler that hangs or crashes
 costs only one section. The report is written after every measurement. Run the same command again to continue a report.
-Finished sections are skipped, and so are variants with an option that this version of XLA lacks.
+Finished sections are skipped, and so are variants with options that this version of XLA does not have.
 
     JAX_PLATFORMS=cpu python -m scripts.kernels.gpu_step --shape tiny --output tiny.json
 
@@ -324,7 +324,7 @@ def _compiled(lowered: Any, variant: Variant) -> tuple[Any, float]:
 
 
 def _unsupported() -> dict[str, str]:
-    """Return the error messages of variants with an option that this version of XLA lacks, keyed by variant."""
+    """Return the errors of variants with options that this version of XLA does not have, keyed by variant."""
     tried = {
         name: large.attempt(
             lambda variant=variant: {"seconds": _compiled(jax.jit(lambda x: x).lower(1.0), variant)[1]}
@@ -335,7 +335,7 @@ def _unsupported() -> dict[str, str]:
 
 
 def measure_in_child(group: str, name: str, shape: str, path: Path, limit: float) -> None:
-    """Measure one section in a child process. If it fails, record its status in the report."""
+    """Measure one section in a child process. If the process fails, record its status in the report."""
     command = [sys.executable, __file__, "--shape", shape, "--output", str(path), "--section", group, name]
     try:
         environment = os.environ | {"PYTHONPATH": str(common.ROOT)}

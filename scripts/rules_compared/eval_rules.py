@@ -7,9 +7,9 @@
 
 The tasks are stories (likelihood under the target) and arithmetic (exact match), at temperatures 0 and 1, with a chain
 of 5 and a dynamic tree of 12 nodes from the embedded draft model. All arms decode the same prompts with the same seeds,
-so that differences are paired. `decode` takes 40 minutes on one core. It appends a line for every prompt of an arm; if
-it is killed, run the same command again to continue. At temperature 0, `nucleus` and the distribution rules are
-equivalent to `exact`, so they run only at temperature 1.
+so that differences are paired. `decode` takes 40 minutes on one core. For every prompt of an arm, it appends a line to
+the file of rows. If `decode` is killed, run the same command again to continue. At temperature 0, `nucleus` and the
+distribution rules are equivalent to `exact`, so they run only at temperature 1.
 """
 
 from __future__ import annotations

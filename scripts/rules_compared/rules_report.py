@@ -18,7 +18,7 @@ Key = tuple[str, float, str, str]
 
 
 class Sums(NamedTuple):
-    """Sums over the tokens and steps of each prompt of an arm, each f64[n]."""
+    """Totals for each prompt of an arm. Every field is f64[n]."""
 
     steps: np.ndarray
     emitted: np.ndarray
@@ -44,7 +44,7 @@ def key_of(row: Mapping[str, Any]) -> Key:
 def sums(rows: Rows) -> Sums:
     """Sum the rows of one arm, in the order of its prompts.
 
-    Arms are paired by position, so a missing prompt would misalign all prompts after it.
+    Prompts of different arms are paired by position, so a missing prompt would misalign all prompts after it.
     """
     rows = sorted(rows, key=lambda row: row["id"])
     if [row["id"] for row in rows] != list(range(len(rows))):

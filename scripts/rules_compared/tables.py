@@ -13,7 +13,7 @@ SCORE = {"stories": "{:+.3f}", "arithmetic": "{:+.1f}"}
 EDGES = {"mars (ratio)", "mars (gap)", "adaptive", "topk", "budget", "typical", "entropy_gate", "fly"}
 """Families of relaxed rules that are based on `exact`."""
 GONE = "mars (prob_ratio)"
-"""A measured family that is not shown: its margin was equivalent to the gap, and no longer exists."""
+"""A family that was measured but is not shown. Its margin was equivalent to the gap, and has been removed."""
 COSTED = {
     "mars (ratio)": "mars",
     "speccascade (token_v3)": "speccascade",
@@ -86,7 +86,7 @@ def _score(task: str, values: list[float] | None) -> str:
 def _steps() -> dict[tuple[str, float], float]:
     """Return the seconds of a step with a chain of 5 at batch 1, by rule and temperature.
 
-    They are the median over all cases of the rule's base, times the measured ratio of the rule to its base.
+    These are the median seconds of the rule's base, times the measured ratio of the rule to its base.
     """
     cases = load("rule_cost.json")["cases"]
     seconds: dict[tuple[str, float], float] = {}

@@ -12,7 +12,7 @@ HEAD = "eagle:smollm2/eagle3"
 
 
 def prompts(target: mj.Pretrained, path: Path, count: int, longest: int) -> list[tuple[int, list[int]]]:
-    """Return the first turns of a file as chats of at most `longest` tokens, with their positions in the file."""
+    """Return (position in the file, tokens) of the first `count` questions with at most `longest` tokens as chats."""
     with lzma.open(path, "rt") as file:
         rows = [json.loads(line) for line in file]
     questions = [row["question"] if "question" in row else row["turns"][0] for row in rows]

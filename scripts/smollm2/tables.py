@@ -27,7 +27,7 @@ def over_plain(
 ) -> list[float]:
     """Return [speed relative to plain decoding, low, high] of an arm, for prompts of one kind or of all kinds.
 
-    It is a 95% bootstrap interval over rows, each of which is one timed decode of a prompt.
+    The interval is a 95% bootstrap interval over rows. Each row is one timed decode of a prompt.
     """
     plain, other = (
         np.asarray([row["arms"][name][clock] for row in rows if kind in (row["kind"], None)])

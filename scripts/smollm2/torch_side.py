@@ -48,7 +48,7 @@ class Transformers:
         Args:
           prompts: token ids of each prompt.
           new: number of new tokens. A completion that reaches a stop token ends with it and may be shorter.
-          stops: stop tokens. If there are none, all completions have the same length.
+          stops: stop tokens. Without stop tokens, all completions have the same length.
           options: further arguments of transformers' `generate`.
         """
         width, pad = max(map(len, prompts)), stops[0] if stops else 0

@@ -3,9 +3,9 @@
     python -m scripts.tools.notebooks              # keeps the outputs of unchanged cells
     python -m scripts.tools.notebooks --run NAME   # runs one from end to end, and stores its outputs
 
-The URLs of the package and of the badge are derived from `Repository` in `[project.urls]` of pyproject.toml. If it is
-missing, notebooks have no badge, and install the wheel or the URL that the user provides. The script needs the extra
-`notebook`.
+The URLs of the package and of the badge are derived from `Repository` in `[project.urls]` of pyproject.toml. Without
+this entry, notebooks have no badge, and install the wheel or the URL that the user provides. The script needs the
+extra `notebook`.
 
 Tests: tests/test_colab.py.
 """

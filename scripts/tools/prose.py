@@ -42,7 +42,7 @@ HABITS = {
     "a sentence that begins with 'Of' or 'Whether'": (3, r"(?:^|[.;] )(?:Of|As of|Who|Whose|Whether) \w+"),
     "'of its own' for 'separate'": (1, r"\bof (?:its|their|one's) own\b"),
 }
-"""Habits by name: the weight of a match, and its pattern."""
+"""(weight of a match, pattern) of each habit, by name."""
 EMPTY_NAME = re.compile(
     "made|found|given|own|said|told|chosen|asked|wanted|known|kept|held|taken|shown|left|whole|plain|rest|here|there|of"
     "|at|one|what|before|after|above|below|under|over|near|others?|ours|mine|each|most|more|few|some|two|alone|now"

@@ -43,7 +43,8 @@ _FENCE = re.compile(r"(^(?:```|~~~).*?^(?:```|~~~)$)", re.MULTILINE | re.DOTALL)
 def repository() -> str:
     """Return the URL of the repository without a trailing slash, or "" if it is unknown.
 
-    It is `Repository` in `[project.urls]` of pyproject.toml, or else derived from GitHub's variables in a build there.
+    The URL is `Repository` in `[project.urls]` of pyproject.toml, or else is derived from the variables of a GitHub
+    build.
     """
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
     server, name = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
@@ -162,7 +163,7 @@ def _flag(action: argparse.Action) -> str:
 
 
 def _prose(text: str) -> str:
-    """Return a comment as Markdown. Text in backquotes is code."""
+    """Return a comment as Markdown. Text between backquotes is treated as code."""
     return "`".join(_escaped(part) if i % 2 == 0 else part for i, part in enumerate(text.split("`")))
 
 
@@ -248,7 +249,7 @@ def exported(package: str) -> list[str]:
 
 
 def home_of(name: str) -> str:
-    """Return the module that defines a name, with the name there, by following the imports of packages.
+    """Return where a name is defined, as MODULE.NAME, by following the imports in packages.
 
     >>> home_of("mars_jax.load"), home_of("mars_jax.verify.exact")
     ('mars_jax.hub.load.load', 'mars_jax.verify.exact.exact')

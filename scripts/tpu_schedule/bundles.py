@@ -5,8 +5,9 @@ libtpu writes a file for the whole program, `...-TLP-NN-final_bundles.txt`, whic
 each routine, named after the first HLO instruction that calls it.
 
 `Routine.executed` interprets the scalar instructions of a routine, so that a loop counts once per iteration and a
-predicated region counts only if it runs. Values that are read from memory are unknown. A branch on an unknown value is
-not taken, so a loop with an unknown end, such as the attention kernel's loop over cache blocks, runs once.
+predicated region counts only if it runs. Values that are read from memory are unknown, unless the routine has stored
+them there. A branch on an unknown value is not taken, so a loop with an unknown end, such as the attention kernel's
+loop over cache blocks, runs once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Routine:
     bundles: list[str]
 
     def calls(self) -> list[tuple[str, int]]:
-        """Return the HLO instructions that the routine calls, each with the number of bundles since the last call."""
+        """Return the HLO instructions that the routine calls, each with the number of bundles before it."""
         calls, since = [], 0
         for bundle in self.bundles:
             since += 1
@@ -62,7 +63,7 @@ class Routine:
 
 
 class Schedule(NamedTuple):
-    """The dump of one program."""
+    """The schedule of one program."""
 
     top: Routine
     # Keyed by the HLO instruction in the name of the file.
@@ -179,7 +180,7 @@ class _Interpreter:
             self.registers[result] = _compute(operation, [self._value(text) for text in operands])
 
     def _address(self, text: str) -> int | None:
-        """Evaluate a scalar memory address, which is a sum of terms; None if a term is unknown."""
+        """Return the value of a scalar memory address, which is a sum of terms, or None if a term is unknown."""
         if text.endswith("_spill"):
             return -int(re.sub(r"\D", "", text))
         total = 0

@@ -49,14 +49,14 @@ class Case(NamedTuple):
 
 
 def planned_draft(kind: str, config: ModelConfig) -> PlannedDraft:
-    """Return the drafter of a case. For `tree` and `chain-K`, it is an EAGLE-3 head of the published shape."""
+    """Return the drafter of a case. The drafter of `tree` and `chain-K` is an EAGLE-3 head of the published shape."""
     name, _, length = kind.partition("-")
     drafter: Any = name if name in ("none", "ngram") else EagleConfig.outline(config)
     return draft_of(drafter, num_draft_tokens=int(length) if length else None)
 
 
 def prepare(case: Case) -> Programs:
-    """Return the programs of a case, whose arrays are abstract."""
+    """Return the programs of a case, with abstract arrays."""
     config = CONFIGS[case.model]
     if case.layers is not None:
         windows = config.windows[: case.layers]
@@ -69,7 +69,7 @@ def prepare(case: Case) -> Programs:
 
 
 def measure(case: Case, folder: Path) -> StepCost:
-    """Return the cost of a step of a case, and compile the case into `folder` first if it is not there yet."""
+    """Return the cost of a step. If the case is not compiled in `folder` yet, compile it first."""
     if not (folder / "hlo.txt").exists():
         folder.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {

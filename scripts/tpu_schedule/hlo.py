@@ -21,7 +21,7 @@ class Shape:
     minor_to_major: tuple[int, ...] = ()
     # Size of the outermost tile. A chip stores only whole tiles.
     tile: tuple[int, ...] = ()
-    # 0 is HBM. On a TPU 1 is VMEM, 2 the semaphores and 6 scalar memory.
+    # Memory space: 0 is HBM. On a TPU, 1 is VMEM, 2 is the semaphores, and 6 is scalar memory.
     space: int = 0
 
     @property
@@ -110,7 +110,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A list of instructions and its result."""
+    """A list of instructions, one of which computes the result."""
 
     name: str
     # By name, in the order of the schedule.

@@ -18,13 +18,13 @@ from scripts.tpu_schedule.step import StepCost
 SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 DTYPES = ("bfloat16", "int8", "int4")
 LAYERS = 4
-"""Number of layers of Llama-3.1-8B in the measured programs. Few suffice, because layers are measured separately."""
+"""Number of layers of Llama-3.1-8B in the measured programs. Few suffice, since each layer costs the same."""
 DRAFTS = {"none": "none", "chain": "chain-5", "tree": "tree", "ngram": "ngram-5"}
 LAYER_PARTS = ("target", "target/attention", "target/mlp")
 
 
 def write_table(folder: Path, names: Sequence[str]) -> None:
-    """Measure rows of the table, such as "v5e-int8", and write the table. Without `names`, measure all rows.
+    """Measure rows such as "v5e-int8", and write them to the table. If `names` is empty, measure all rows.
 
     Rows in bfloat16 and the costs of drafting are measured on a whole slice, and int8 and int4 on one device of it.
     Rows that are not measured stay unchanged.

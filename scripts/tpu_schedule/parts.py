@@ -1,4 +1,4 @@
-"""Assignment of a compiled program's instructions to the parts of a decode step, by `jax.named_scope`."""
+"""Assignment of a compiled program's instructions to the parts of a decode step, based on `jax.named_scope`."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def step_cost(
       schedule: from `bundles.read`.
       generation: key of `CHIPS`.
       bandwidth: HBM bandwidth of a device in bytes per second.
-      live: occupied slots of a row's cache.
+      live: number of occupied slots in a row's cache.
     """
     reader = Reader(module, schedule, live)
     ops = reader.step()
@@ -246,7 +246,7 @@ class Reader:
 
 
 def _signature(computation: Computation, instruction: Instruction) -> str:
-    """Return a string of the opcode and of the shapes and layouts of the operands and results."""
+    """Return the opcode and the shapes and layouts of operands and results, as one string."""
     operands = [computation.instructions[name].shapes for name in instruction.operands]
     return f"{instruction.opcode} {operands} {instruction.shapes}"
 

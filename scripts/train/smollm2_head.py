@@ -1,4 +1,4 @@
-"""Write the training prompts of SmolLM2-135M's EAGLE-3 head, for `mars-jax distill`:
+"""Write the prompts for training SmolLM2-135M's EAGLE-3 head with `mars-jax distill`:
 
     python -m scripts.train.smollm2_head texts --data SHARED/data --count 3000 --output prompts/texts.txt
     python -m scripts.train.smollm2_head sources --data SHARED/data --output prompts/sources.txt
@@ -178,7 +178,7 @@ TEXTS = {worked: 0.3, turns: 0.15, narrated: 0.15, continued: 0.2, written: 0.2}
 
 
 def own_turns(args: argparse.Namespace) -> None:
-    """Write user turns that the model generates (Magpie, arXiv 2406.08464). They resemble the data it was tuned on."""
+    """Write user turns that the model generates, which resemble its tuning data (Magpie, arXiv 2406.08464)."""
     import mars_jax as mj
 
     target = mj.load("smollm2", dtype="bfloat16")

@@ -157,7 +157,7 @@ def draft_loss(params, batch: Batch, teacher):
 
 
 def batches(streams: list[data.Stream], steps: int, tokens: int, seed: int) -> grain.MapDataset:
-    """Return batches of about `tokens` tokens. The length of their rows goes through `LENGTHS` in order."""
+    """Return batches of about `tokens` tokens. Their rows have one length after another, in the order of `LENGTHS`."""
     parts, first = [], 0
     for share, length in zip(itertools.accumulate(LENGTHS.values()), LENGTHS, strict=True):
         last = round(steps * share)
@@ -176,7 +176,7 @@ def initial(config: ModelConfig, seed: int):
 
 
 def initial_draft(target, seed: int):
-    """Return random params, except for the embedding: the target's, projected onto its principal directions."""
+    """Return random params, with the target's embedding projected onto its principal directions."""
     table = np.asarray(target["embed"], np.float32)
     _, _, directions = np.linalg.svd(table, full_matrices=False)
     projected = table @ directions[: DRAFT.hidden_size].T

@@ -71,7 +71,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """A target, a draft, and their tasks."""
+    """A target, a draft, and the tasks that they decode."""
 
     target: str
     draft: str
@@ -80,7 +80,7 @@ class Study:
     clocked: str
     rows: int = BATCH  # decoded in one batch
     ngram: tuple[int, ...] = ()  # draft lengths of an additional lossless arm, which drafts n-grams
-    extra_rules: bool = False  # whether to compare with further rules
+    extra_rules: bool = False  # whether to measure further rules, for comparison
 
     def lengths_of(self, arm: Arm) -> tuple[int, ...]:
         return self.ngram if arm.draft == "ngram" else self.lengths
@@ -205,7 +205,7 @@ class Pair:
         rows = []
         for (number, problem), completion, q in zip(group, completions, log_q, strict=True):
             row = {**key, "id": number, **row_of(cast(Any, self), problem, completion, q)}
-            if problem.metric == "bleu":  # BLEU is defined for a corpus, so score each sentence by chrF
+            if problem.metric == "bleu":  # BLEU is defined for a corpus, so score single answers by chrF
                 row["score"] = [sentence_chrf(completion.text, problem.references).score / 100]
             rows.append(row)
         return rows

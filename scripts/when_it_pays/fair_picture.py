@@ -1,4 +1,4 @@
-"""Draw docs/fair.svg, the picture of the README, from scripts/results/fair_arms.json.
+"""Draw docs/fair.svg, the picture in the README, from scripts/results/fair_arms.json.
 
     python -m scripts.when_it_pays.fair_picture            # after `fair_arms.py report --study model` was run again
     python -m scripts.when_it_pays.fair_picture --caption  # prints the line that belongs under the picture
