@@ -98,7 +98,7 @@ def test_the_version_is_one():
 def test_the_notes_of_a_release_are_its_part_of_the_changelog():
     text = "# Changelog\n\n## 0.2.0 (unreleased)\n\n- New.\n\n## 0.1.0 (2026-11-01)\n\n- Old.\n"
     assert notes.notes_of("0.1.0", text) == "- Old.\n"
-    with pytest.raises(SystemExit, match=r"has no part for 0\.3\.0"):
+    with pytest.raises(SystemExit, match=r"has no section for 0\.3\.0"):
         notes.notes_of("0.3.0", text)
     with pytest.raises(SystemExit, match=r"marks 0\.2\.0 as unreleased"):
         notes.notes_of("0.2.0", text)

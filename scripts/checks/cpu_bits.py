@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the stand-in"
     )
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="write the figures to this JSON file")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write the results to this JSON file")
     args = parser.parse_args()
     report: dict[str, Any] = common.provenance() | {
         "new_tokens": args.new_tokens,

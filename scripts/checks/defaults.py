@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument(
         "--lengths", nargs="+", type=int, default=[1, 2, SHORT], help="fixed lengths; default: 1 2 3"
     )
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="write the figures to this JSON file")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write the results to this JSON file")
     args = parser.parse_args()
     settings = {name: getattr(args, name) for name in ("target", "prompts", "new_tokens", "lengths")}
     report = common.earlier_report(args.keep)

@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the stand-in"
     )
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="write the figures to this JSON file")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write the results to this JSON file")
     args = parser.parse_args()
     millions = (VOCAB * WIDTH + LAYERS * (2 * WIDTH * (HEADS + 1) * HEAD_DIM + 3 * WIDTH * INNER)) // 10**6
     report: dict[str, Any] = common.provenance() | {"stand_in_millions": millions, "models": {}}

@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--signals", choices=("KILL", "INT", "TERM"), nargs="+", default=["KILL"], help="default: KILL"
     )
     parser.add_argument("--only", nargs="+", metavar="COMMAND", help="default: all")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the kill times")
     parser.add_argument("--work", type=Path, help="folder to work in (default: a temporary one)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     args = parser.parse_args(argv)

@@ -183,14 +183,17 @@ def _in_child(tests: Sequence[str], mutant: Mutant | None, report_file: Path, or
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--count", type=int, default=60, help="mutants (default: 60)")
-    parser.add_argument("--seed", type=int, required=True, help="of the draw")
+    parser.add_argument("--count", type=int, default=60, help="number of mutants (default: 60)")
+    parser.add_argument("--seed", type=int, required=True, help="seed of the draw")
     parser.add_argument("--again", action="store_true", help="run the survivors once more")
     parser.add_argument(
-        "--explain", nargs=2, metavar=("NUMBER", "REASON"), help="why a survivor changes nothing"
+        "--explain",
+        nargs=2,
+        metavar=("NUMBER", "REASON"),
+        help="record why a survivor does not change behaviour",
     )
     parser.add_argument(
-        "--budget", type=float, default=300.0, help="processor seconds of tests for a mutant (default: 300)"
+        "--budget", type=float, default=300.0, help="processor seconds of tests per mutant (default: 300)"
     )
     parser.add_argument(
         "--only", type=int, nargs="+", metavar="NUMBER", help="with --again: only these mutants"
@@ -209,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     drawn = draw(report.get("count", args.count), args.seed)
     records = [mutant.as_json(number) for number, mutant in enumerate(drawn, start=1)]
     if report and [mutant["diff"] for mutant in records] != [mutant["diff"] for mutant in report["mutants"]]:
-        raise SystemExit(f"the code has changed since {results} was begun: move it away to draw again.")
+        raise SystemExit(f"the code has changed since {results} was started: move it away to draw again.")
     if not report:
         report = {"count": args.count, "seed": args.seed} | common.provenance()
         report |= {"commit": common.git("rev-parse", "HEAD"), "seconds": {}, "mutants": records}

@@ -31,8 +31,8 @@ _ADOPT = 36
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="append the figures to this JSON file")
-    parser.add_argument("--case", default="", help="name of the figures on the page")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="append the results to this JSON file")
+    parser.add_argument("--case", default="", help="name of the row on the page")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     if not args.command:

@@ -160,9 +160,9 @@ def main() -> None:
         "--old", default="HEAD", metavar="REV", help="a commit that has this script (default: HEAD)"
     )
     parser.add_argument(
-        "--starts", type=int, default=6, help="number of starts of the two processes of a case"
+        "--starts", type=int, default=6, help="how often the two processes of a case are started"
     )
-    parser.add_argument("--pairs", type=int, default=6, help="pairs of turns in a start")
+    parser.add_argument("--pairs", type=int, default=6, help="pairs of turns per start")
     parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)

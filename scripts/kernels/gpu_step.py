@@ -353,7 +353,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument(
-        "--output", type=Path, required=True, help="the JSON report; one that exists is continued"
+        "--output", type=Path, required=True, help="the JSON report; an existing report is continued"
     )
     parser.add_argument("--budget", type=float, default=570, help="seconds for everything (default 570)")
     parser.add_argument("--limit", type=float, default=110, help="seconds for one section (default 110)")

@@ -308,12 +308,12 @@ def main() -> None:
     parser.add_argument(
         "--rows", type=Path, required=True, help="the file of rows; decode continues an existing one"
     )
-    parser.add_argument("--stories", type=Path, help="held-out stories, for decode")
-    parser.add_argument("--output", type=Path, help="the JSON, for report")
+    parser.add_argument("--stories", type=Path, help="decode: file of held-out stories")
+    parser.add_argument("--output", type=Path, help="report: the JSON file to write")
     parser.add_argument(
-        "--scale", type=float, default=1.0, help="factor of the numbers of prompts, for a trial run"
+        "--scale", type=float, default=1.0, help="factor for the numbers of prompts, for a trial run"
     )
-    parser.add_argument("--learned", type=Path, help="a head for the rule `learned`, for decode")
+    parser.add_argument("--learned", type=Path, help="decode: a head for the rule `learned`")
     parser.add_argument("--drafts", nargs="*", default=("none", "chain", "tree"))
     args = parser.parse_args()
     if args.part == "decode":

@@ -111,7 +111,9 @@ def caption(report: Mapping[str, Any], task: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--source", type=Path, default=SOURCE)
-    parser.add_argument("--folder", type=Path, default=common.ROOT / "docs", help="where the pictures go")
+    parser.add_argument(
+        "--folder", type=Path, default=common.ROOT / "docs", help="folder to write the pictures to"
+    )
     parser.add_argument("--task", nargs="+", choices=tuple(SCORES), default=tuple(SCORES))
     args = parser.parse_args(argv)
     report = json.loads(args.source.read_text(encoding="utf-8"))

@@ -139,10 +139,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder of mt_bench.jsonl.xz and the others")
+    parser.add_argument("--data", type=Path, required=True, help="folder of mt_bench.jsonl.xz etc.")
     parser.add_argument("--per-kind", type=int, default=20)
     parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--longest", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--longest", type=int, default=512, help="maximum number of tokens in a prompt")
     parser.add_argument("--batch-size", type=int, default=20)
     parser.add_argument(
         "--llama-cpp", type=int, default=4, metavar="N", help="prompts of a kind (0: leave it out)"

@@ -186,11 +186,13 @@ def measure(arms: dict[str, Callable[[Tokens], Tokens]], prompts: Tokens, repeat
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder of mt_bench.jsonl.xz")
+    parser.add_argument("--data", type=Path, required=True, help="folder that contains mt_bench.jsonl.xz")
     parser.add_argument("--draft", default=HEAD)
-    parser.add_argument("--prompts", type=int, nargs="+", default=[4, 8], help="of each batch size")
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", default=[4, 8], help="number of prompts for each batch size"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--longest", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--longest", type=int, default=128, help="maximum number of tokens in a prompt")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, required=True)

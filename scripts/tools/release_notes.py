@@ -24,7 +24,7 @@ def notes_of(version: str, changelog: str) -> str:
     parts = re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]
     part = next((part for part in parts if part.split()[0] == version), None)
     if part is None:
-        raise SystemExit(f"error: CHANGELOG.md has no part for {version}: give it one.")
+        raise SystemExit(f"error: CHANGELOG.md has no section for {version}: add one.")
     heading, _, text = part.partition("\n")
     if "unreleased" in heading:
         raise SystemExit(f"error: CHANGELOG.md marks {version} as unreleased: write the date in its place.")
@@ -35,7 +35,7 @@ def main(tag: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     if not tag == f"v{project}" == f"v{__version__}":
         sys.exit(
-            f"error: the tag is {tag}, pyproject.toml has {project}, the package {__version__}: make them equal."
+            f"error: the tag is {tag}, pyproject.toml has {project}, the package {__version__}: make them match."
         )
     print(notes_of(__version__, (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")), end="")
 

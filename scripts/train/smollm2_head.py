@@ -291,14 +291,18 @@ def main() -> None:
     parts |= {"own": own_turns, "tau": tau, "widen": widen}
     parser.add_argument("part", choices=parts)
     parser.add_argument(
-        "--data", type=Path, help="the folder of gsm8k_train.jsonl.xz and the others; tau: of alpaca.jsonl.xz"
+        "--data",
+        type=Path,
+        help="folder of gsm8k_train.jsonl.xz and the other sources; tau: folder of alpaca.jsonl.xz",
     )
     parser.add_argument("--count", type=int, default=4000)
     parser.add_argument("--batch-size", type=int, default=96)
-    parser.add_argument("--heads", nargs="+", default=["smollm2/eagle3"], help="tau, widen: of SmolLM2")
+    parser.add_argument(
+        "--heads", nargs="+", default=["smollm2/eagle3"], help="tau, widen: EAGLE-3 heads of SmolLM2"
+    )
     parser.add_argument("--features", type=Path, help="widen: a folder from `distill features`")
-    parser.add_argument("--longest", type=int, default=160, help="tau: tokens of a prompt")
-    parser.add_argument("--new-tokens", type=int, default=64, help="tau: of a text")
+    parser.add_argument("--longest", type=int, default=160, help="tau: maximum number of tokens in a prompt")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tau: number of new tokens per completion")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()

@@ -203,13 +203,17 @@ def export(args, name: str, config: ModelConfig, params) -> None:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the tokenizer, checkpoints, logs")
-    parser.add_argument("--export", type=Path, required=True, help="folder that takes target/ and draft/")
+    parser.add_argument("--export", type=Path, required=True, help="folder to write target/ and draft/ to")
     for name in ("stories", "dialogues", "novels"):
         parser.add_argument(f"--{name}", type=Path, nargs="+", required=True, metavar="FILE")
     parser.add_argument("--problems", type=int, default=60_000, help="arithmetic problems to generate")
-    parser.add_argument("--novel-characters", type=int, default=6_000_000, help="of the novels to use")
+    parser.add_argument(
+        "--novel-characters", type=int, default=6_000_000, help="characters of the novels to use"
+    )
     parser.add_argument("--target-tokens", type=float, default=10.5e6, help="tokens to train the target on")
-    parser.add_argument("--refine-tokens", type=float, default=5.2e6, help="tokens of its second stage")
+    parser.add_argument(
+        "--refine-tokens", type=float, default=5.2e6, help="tokens of the target's second stage"
+    )
     parser.add_argument("--draft-tokens", type=float, default=5e6, help="tokens to distil the draft on")
     parser.add_argument(
         "--eagle3-tokens", type=float, default=1.5e6, help="tokens to train the EAGLE-3 head on"

@@ -60,7 +60,7 @@ def main() -> None:
     command = commands.add_parser("text")
     command.add_argument("--stories", type=Path, nargs="+", required=True, metavar="FILE")
     command.add_argument("--dialogues", type=Path, nargs="+", required=True, metavar="FILE")
-    command.add_argument("--count", type=int, default=12_000, help="stories, and as many problems")
+    command.add_argument("--count", type=int, default=12_000, help="number of stories, and of problems")
     command.add_argument("--output", type=Path, required=True)
     command.set_defaults(run=text)
     command = commands.add_parser("proxy")

@@ -450,8 +450,8 @@ def main() -> None:
     parser.add_argument("--study", choices=STUDIES, required=True)
     parser.add_argument("--rows", type=Path, help="decode appends to it; report reads a .jsonl.xz")
     parser.add_argument("--data", type=Path, help="decode, check: folder of held-out stories and eval/")
-    parser.add_argument("--costs", type=Path, help="the JSON of costs")
-    parser.add_argument("--check", type=Path, help="the JSON of check, if there is one")
+    parser.add_argument("--costs", type=Path, help="the JSON file that costs wrote")
+    parser.add_argument("--check", type=Path, help="the JSON file that check wrote, if there is one")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     study = STUDIES[args.study]

@@ -80,7 +80,7 @@ def draw(report: Mapping[str, Any], file: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--caption", action="store_true", help="print the caption and draw nothing")
-    parser.add_argument("--folder", type=Path, default=common.ROOT / "docs", help="where fair.svg goes")
+    parser.add_argument("--folder", type=Path, default=common.ROOT / "docs", help="where to write fair.svg")
     args = parser.parse_args(argv)
     report = json.loads(SOURCE.read_text(encoding="utf-8"))
     if args.caption:
