@@ -1,1 +1,1 @@
-"""Scripts for measurements, plots, checks and releases. Run one as `python -m scripts.FOLDER.NAME`."""
+"""Scripts for measurements, plots, checks and releases. Run a script as `python -m scripts.FOLDER.NAME`."""

@@ -2,12 +2,12 @@
 
     python -m scripts.checks.family_variants --output FILE
 
-Each config has the settings of a published config that change the forward pass, with smaller widths and fewer layers.
-The maximum and the pretraining context lengths are divided by the same number, so that the test text is longer than the
-attention windows and the pretraining context. The logits of a variant must match those of transformers to within 1e-4,
-or the package must refuse the config with a message. If the logits differ by more, the script also reports the error of
-both libraries relative to transformers in float64. It also reports how much the float64 logits change if each embedding
-value is perturbed at random by a relative error of at most 2^-24, the unit roundoff of float32.
+Each config copies the settings that affect the forward pass from a published config, but has smaller widths and fewer
+layers. The maximum and the pretraining context lengths are divided by the same number, so that the test text is longer
+than the attention windows and the pretraining context. The logits of a variant must match those of transformers to
+within 1e-4, or the package must refuse the config with a message. If the logits differ by more, the script also reports
+the error of both libraries relative to transformers in float64. It also reports how much the float64 logits change if
+each embedding value is perturbed at random by a relative error of at most 2^-24, the unit roundoff of float32.
 
 The settings were entered by hand; the published files were not downloaded.
 """
@@ -181,7 +181,7 @@ VARIANTS: dict[str, Json] = {
     "GLM-4.5": GLM_MOE,
     "DeepSeek-V3": DEEPSEEK | {"rope_scaling": DEEPSEEK_YARN},
 }
-"""Settings of published config.json files that change the forward pass."""
+"""Settings from published config.json files, limited to those that affect the forward pass."""
 
 
 def shrink(data: Json) -> Json:

@@ -8,9 +8,9 @@ compiled as one variant. Each section runs in a child process with a time limit,
 costs only one section. The report is written after every measurement. Run the same command again to continue a report.
 Finished sections are skipped, and so are variants with options that this version of XLA does not have.
 
-    JAX_PLATFORMS=cpu python -m scripts.kernels.gpu_step --shape tiny --output tiny.json
+This command runs everything on a CPU, in one process:
 
-runs everything on a CPU, in one process.
+    JAX_PLATFORMS=cpu python -m scripts.kernels.gpu_step --shape tiny --output tiny.json
 """
 
 from __future__ import annotations

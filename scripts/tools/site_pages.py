@@ -52,7 +52,7 @@ def repository() -> str:
 
 
 def on_site(text: str, source: str, address: str) -> str:
-    """Convert a document of the repository to a page of the site.
+    """Convert a document of the repository into a page of the site.
 
     Links to other pages are changed to their paths on the site. Links to other files point into the repository, or
     become plain text if its URL is unknown.
