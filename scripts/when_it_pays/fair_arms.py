@@ -298,7 +298,7 @@ def time_steps(study: Study) -> dict[str, Any]:
 
 
 def check(study: Study, data: Path, rows: Rows, costs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Time 30 prompts at batch 1, and compare the speedup over plain decoding with its prediction from tau and costs."""
+    """Time 30 prompts at batch 1, and compare their speedup with the prediction from tau and costs."""
     pair, task = Pair(study, 1), study.tasks[study.clocked]
     prompts = pair.prompts(study.clocked, task.read(data)[-30:])
     comparisons = []
