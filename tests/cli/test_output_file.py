@@ -104,6 +104,7 @@ def decode(target, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_joined_parts_are_the_rows_of_one_process(decode):
     """Join the parts with the command in docs/many-machines.md; `--resume` accepts the result."""
     single = decode("whole.jsonl")

@@ -6,6 +6,7 @@ the memory, bandwidth, peak FLOP/s and link bandwidth of each chip, and the slic
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
@@ -123,6 +124,9 @@ def topology(name: str) -> Topology:
             f"the topology is {name!r}: expected {', '.join(CHIPS)} and a shape, of two numbers such as v5e:4x4, or of "
             "three for v4, v5p and tpu7x, such as v5p:2x2x2; or a type such as v5litepod-4, v5p-8 or v6e-8."
         )
+    # Cloud TPU images may set a path instead of installing the package.
+    if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+        raise MarsError("a plan needs libtpu: pip install 'mars-jax[tpu]' on Linux x86-64.")
     # Set these before loading libtpu: it must not look for a TPU host, and several processes may load it concurrently.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -137,12 +141,8 @@ def topology(name: str) -> Topology:
             platform="tpu", topology_name=name, chips_per_host_bounds=host_bounds
         ).devices
     except Exception as error:  # jaxlib raises errors of several types
-        error_text = str(error)
-        if "libtpu" in error_text.lower() or isinstance(error, ImportError):
-            raise MarsError("a plan needs libtpu: pip install 'jax[tpu]' on Linux x86-64.") from None
-        raise MarsError(
-            f"libtpu knows no topology {name!r} ({error_text.splitlines()[0]}): choose another shape."
-        ) from None
+        [reason, *_] = str(error).splitlines()
+        raise MarsError(f"libtpu has no topology {name!r} ({reason}): choose another shape.") from None
     chips = math.prod(chip_counts)
     devices_per_chip = len(devices) // chips
     device = chip._replace(

@@ -1,6 +1,7 @@
 """Tests of plans for absent TPU slices, made with the TPU compiler."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 from types import SimpleNamespace
@@ -132,6 +133,13 @@ def test_collectives_are_counted_by_kind_and_shape():
 def test_a_topology_that_is_none_gets_a_sentence(name):
     with pytest.raises(MarsError, match="topology"):
         topology(name)
+
+
+def test_without_libtpu_the_message_names_the_package(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    with pytest.raises(MarsError, match=r"a plan needs libtpu: pip install 'mars-jax\[tpu\]'"):
+        topology("v5e:1x1")
 
 
 def test_named_models_have_the_sizes_that_their_names_say():
