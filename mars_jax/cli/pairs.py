@@ -55,8 +55,9 @@ def _pairs_of_file(path: Path) -> list[Pair]:
         return []
     file = read_gguf(path)
     parts = [file.get(f"general.{key}", "") for key in ("basename", "size_label", "finetune")]
-    # Some files contain only the full name. In files for a base model, the key finetune may be empty or wrong.
-    names = ("-".join(filter(None, parts)), "-".join(filter(None, parts[:2])), file.get("general.name", ""))
+    base = "-".join(filter(None, parts[:2]))
+    # Some files contain only the full name. The key finetune may be missing, or name a run instead of a checkpoint.
+    names = ("-".join(filter(None, parts)), base, f"{base}-Instruct", file.get("general.name", ""))
     pair_lists = (pairs(name.replace(" ", "-")) for name in names if name)
     return next(filter(None, pair_lists), [])
 

@@ -64,6 +64,13 @@ def test_a_gguf_file_with_another_name_is_known_by_its_metadata(stdout_of, tmp_p
     assert stdout_of("pairs", str(path)) == stdout_of("pairs", "llama-3.1-8b")
 
 
+def test_a_gguf_file_whose_finetune_names_a_training_run_is_known_by_its_size(stdout_of, tmp_path):
+    fields = {"basename": "smollm2", "size_label": "135M", "finetune": "8k-lc100k-mix1-ep2"}
+    values = {f"general.{key}": value for key, value in fields.items()}
+    path = write(tmp_path / "mine.gguf", "llama", values=values)
+    assert stdout_of("pairs", str(path)) == stdout_of("pairs", "smollm2")
+
+
 def test_a_head_that_the_wheel_leaves_out_is_not_listed(stdout_of, monkeypatch, tmp_path):
     path, left_out = assets.path, tmp_path / "none"
     monkeypatch.setattr(assets, "path", lambda name: left_out if name == assets.DFLASH else path(name))
