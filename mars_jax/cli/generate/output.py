@@ -146,7 +146,11 @@ def compare_ways(job: Job, show: Show) -> JsonObject:
     """
     pair, requests = job.session, job.requests
     exact = pair.using(LoadedRule(verify.exact()))
-    sessions = {"autoregressive": pair.autoregressive, "exact": exact, pair.rule_name: pair}
+    rule_name = pair.rule_name
+    if is_own(job.run["verify"]):
+        # A user's function may return a rule of the library, such as `mars` with a different theta.
+        rule_name = job.run["verify"].rpartition(":")[2]
+    sessions = {"autoregressive": pair.autoregressive, "exact": exact, rule_name: pair}
     if is_own(job.run["verify"]) and not pair.loaded_rule.rule.lossless:
         sessions.setdefault("mars", pair.using(LoadedRule(verify.mars())))
     for session in sessions.values():
