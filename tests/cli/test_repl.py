@@ -106,7 +106,6 @@ def test_settings_change_what_follows(talk):
     assert "theta 0.5 " in err and "max_new_tokens 3 " in err and "verify mars" in err
 
 
-@pytest.mark.slow
 def test_the_rule_and_the_draft_change_over_the_same_target(talk, chatty, monkeypatch):
     """The new draft and rule answer with the conversation so far, and the target is not loaded again."""
     opened = []

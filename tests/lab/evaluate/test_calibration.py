@@ -172,7 +172,6 @@ def test_a_path_that_takes_no_file_is_refused(tmp_path, capsys, path):
     assert f"'{output.parent}'" in error or f"'{output}' cannot be written" in error
 
 
-@pytest.mark.slow
 def test_the_shortest_prefix_that_a_judge_lets_pass_is_chosen(flags, target, tmp_path, capsys):
     """All prefixes pass such a weak bound, so the last one is chosen. A strict first token keeps the first letter."""
     index = flags.index("--thetas")

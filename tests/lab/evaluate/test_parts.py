@@ -6,6 +6,7 @@ import pytest
 
 from mars_jax.lab.evaluate import answers
 from mars_jax.lab.evaluate.benchmark import plots
+from tests.helpers import slow_but
 from tests.lab.evaluate.conftest import call, dying_after, read_folder, timeless
 
 PARTS = 4
@@ -31,8 +32,7 @@ def flags(target, tmp_path):
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", slow_but([1, 2], 1))
 def test_joined_rows_of_parts_are_summarised_without_a_decode(flags, tmp_path, monkeypatch, batch_size):
     monkeypatch.setattr(plots, "draw", blank)
     flags = [*flags, "--batch-size", batch_size]
