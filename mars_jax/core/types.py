@@ -336,7 +336,7 @@ class LanguageModel(NamedTuple):
     prefill_chunk: int | None = None  # prompt tokens per forward pass; None for `prefill.chunk_of`
     # The next two fields are only set by recurrent models, whose cache cannot drop arbitrary tokens.
     # (nodes, prefill_chunk or None) -> this model with a cache that can drop the tokens of the last forward pass, if it
-    # had at most `nodes` nodes, and that has room for the last window of a prompt to end past the token buffer
+    # had at most `nodes` nodes. The cache is large enough for a prefill window that ends past the token buffer.
     for_chains: Callable[[int, int | None], LanguageModel] | None = None
     # (cache, count i32[B]) -> number of cached tokens, i32[B], that can be reused if only the first `count` are still
     # valid

@@ -90,7 +90,7 @@ class Static:
 
     @property
     def rows(self) -> int:
-        # The root is excluded: it is fed before the tree grows.
+        # The root is excluded: the drafter has already processed it when the tree starts to grow.
         return self.num_nodes - 1
 
 

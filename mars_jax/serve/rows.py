@@ -3,8 +3,8 @@
 `FILE.settings.json` records the settings and the fingerprints of the weights. Each row contains a hash of both, so that
 rows from a different run are detected, even in a file that combines rows from several machines.
 
-Each row is one line. It is written under a file lock, which is released when the process ends, and followed by fsync.
-If the process is killed, the file contains only complete lines, except possibly the last one.
+Each row is one line. Every write is followed by fsync. The writing process locks the file, and the lock is released
+when the process ends. If the process is killed, the file contains only complete lines, except possibly the last one.
 """
 
 from __future__ import annotations
@@ -417,7 +417,7 @@ def _some_rows(weight: Array | np.ndarray) -> Array | np.ndarray:
     row_numbers = np.unique(np.linspace(0, math.prod(outer_shape) - 1, ROWS).round().astype(np.int64))
     row_indices = tuple(axis.astype(np.int32) for axis in np.unravel_index(row_numbers, outer_shape))
     if isinstance(weight, jax.Array) and (mesh := jax.typeof(weight).sharding.mesh).explicit_axes:
-        # To index an array that is sharded over explicit axes, the sharding of the result must be given.
+        # Indexing an array that is sharded over explicit axes requires the sharding of the result.
         return weight.at[row_indices].get(out_sharding=NamedSharding(mesh, PartitionSpec()))
     return weight[row_indices]
 

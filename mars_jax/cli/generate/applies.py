@@ -119,7 +119,7 @@ def _check_sampling(present: Present, args: argparse.Namespace, rows: Sequence[P
             cure = "leave it out, or give every prompt a temperature above 0"
             present.refuse(["--samples"], f"at temperature 0, where all are the same: {cure}")
         present.refuse(["seed"], "with --samples, which all have their own: leave it out")
-    # Filters at their default, which is off, have no effect at any temperature.
+    # A filter at its default is off at every temperature, so do not refuse it.
     defaults = {name: REQUEST[name].default for name in FILTERS}
     why = "at temperature 0, which takes the best token: leave it out, or give a temperature above 0"
     if not any(temperatures):

@@ -3,7 +3,7 @@
 Source: OSD (2310.07177). The loss is the cross entropy to the target's distribution at positions where drafts were
 rejected. At these positions, an EAGLE-3 head learns at every step of its chain.
 B rows, T tokens, n positions, K draft tokens, V vocabulary.
-Tested against a run's steps, counted by hand (tests/lab/training/test_online.py).
+Tested against the verdicts of a run's steps (tests/lab/training/test_online.py).
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ class Refiner:
           target, draft: models with the same vocabulary. For an EAGLE-3 head, `draft` is its config from
             `hub.load_eagle`.
           params: params of the draft. `refine` returns the same dtypes, so that decoding programs are not recompiled.
-          depth: K of the drafted chain.
+          depth: K, the length of a drafted chain.
           held_out: token ids of documents that are never trained on.
           target_params: the current target params; pass later ones to `refine`.
           old: token ids of documents that the draft should not forget.
           optimizer: an optax optimizer; default: adamw(3e-4) with gradients clipped at norm 1.
           rows, width: the latest `rows` completions are stored, each truncated to `width` tokens.
           fall: share of the initial held-out tau that may be lost.
-          temperature: temperature of the expected tau: at 0 the best tokens are compared, above 0 the distributions.
+          temperature: temperature of the expected tau, which at 0 depends only on the top tokens.
           seed: seed that determines the order of the documents.
 
         Raises:
