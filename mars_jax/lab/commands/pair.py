@@ -104,7 +104,7 @@ def chosen_rule(args: argparse.Namespace, *, instead: Collection[str] = ()) -> R
 
 
 def non_default_flags(args: argparse.Namespace) -> JsonObject:
-    """Return the flags that change how the target or the drafter computes, if their values are not the defaults."""
+    """Return the flags that change how the target or the drafter computes and whose values are not the defaults."""
     flag_names = ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed", "refine")
     return {name: value for name, value in vars(args).items() if name in flag_names and value is not None}
 
@@ -120,7 +120,7 @@ def check_pair_flags(args: argparse.Namespace, rule: RuleChoice, *, output: str)
     try:
         draft = parse_draft(args.draft, shown="--draft", among=DRAFTS)
     except MarsError as error:
-        # Replace the period at the end of the message, to continue its sentence.
+        # Replace the period at the end of the message to continue the sentence.
         raise MarsError(f"{str(error)[:-1]}; without a draft there is nothing to verify.") from None
     if args.output is None:
         raise MarsError(f"there is no --output: {output}.")
