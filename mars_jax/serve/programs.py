@@ -51,7 +51,7 @@ _is_enabled = False
 def keep_programs(folder: str) -> None:
     """Store this process's programs in a folder.
 
-    A folder that belongs to another user is ignored, because loading its files may run any code. Call this only in
+    A folder that belongs to another user is ignored, because loading a file can run arbitrary code. Call this only in
     commands, whose imported modules match the files on disk.
     """
     global _is_enabled

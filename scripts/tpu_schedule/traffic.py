@@ -20,7 +20,7 @@ FREE_TARGETS = ("ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "Allo
 
 
 def is_free(instruction: Instruction) -> bool:
-    """Return whether an instruction does no work, like a bitcast, a tuple or the end of an asynchronous pair."""
+    """Return whether an instruction does no work, such as a bitcast, a tuple or the end of an asynchronous pair."""
     return (
         instruction.opcode in FREE
         or instruction.opcode.endswith("-done")
