@@ -152,8 +152,8 @@ def _attend_by_kernel(
     def by_mask(q: Array, k: Rows, v: Rows, new: NewKV, visible: Visible, sinks: Array | None):
         return attending("xla", visible, k.shape[1], window)(q, k, v, new, sinks=sinks, scale=scale, cap=cap)
 
-    # The kernel distributes the rows over the chip's cores, so a few rows can leave a core idle. This slows down
-    # forward passes with a single node per row.
+    # The kernel distributes the rows over the chip's cores, so a core can be idle if there are only a few rows. This
+    # slows down forward passes with a single node per row.
     idle = device_kind() in TWO_CORES and q.shape[1] == 1
     few_rows = len(q) < KERNEL_ROWS and (idle or not in_turns(q, k))
     if form == "auto" and few_rows:

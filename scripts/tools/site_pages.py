@@ -274,7 +274,7 @@ def _file(module: str) -> Path:
 
 @functools.cache
 def _parsed(module: str) -> ast.Module:
-    path = _file(module)  # does not exist for nested classes and modules of other packages
+    path = _file(module)  # absent for nested classes and for other packages' modules
     return ast.parse(path.read_text(encoding="utf-8") if path.exists() else "")
 
 

@@ -23,7 +23,7 @@ class Chip(NamedTuple):
     bandwidth: float
     # Floating-point operations per second in bfloat16.
     peak_flops: float
-    # Bytes per second of one link between chips, both directions together.
+    # Bytes per second of one link between chips, the sum of both directions.
     link: float
     # Number of dimensions in a topology's name.
     dims: int

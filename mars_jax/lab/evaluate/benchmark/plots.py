@@ -25,7 +25,7 @@ LEAST_POINTS = 10
 
 
 def captions(summary: JsonObject) -> dict[str, str]:
-    """Return the captions of a run's plots. Omit the plot over theta if no rule has a threshold."""
+    """Return the captions of a run's plots. Omit the plot of tau against theta if no rule has a threshold."""
     arms = [arm for table in summary["tables"] for arm in table["arms"]]
     if any(arm["role"] == "rule" and arm["theta"] is not None for arm in arms):
         return PICTURES
@@ -37,7 +37,7 @@ def draw(summary: JsonObject, folder: Path, caption: str, formats: Sequence[str]
     tables = summary["tables"]
     columns = min(len(tables), len({table["temperature"] for table in tables}))
     rows = math.ceil(len(tables) / columns)
-    # Height in inches of one bar per arm, plus the title and the axis.
+    # Height of a panel in inches: the title and the axis, plus one bar per arm.
     bars_height = 0.9 + 0.24 * max(len(table["arms"]) for table in tables)
     panel_by_name = {
         "speed": (_speed, bars_height),
