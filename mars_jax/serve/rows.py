@@ -67,11 +67,11 @@ class RowFile:
         """Lock the file. If it has rows, compare its recorded settings with those of this run. No model is loaded yet.
 
         Args:
-          path: path of the file, which does not have to exist.
+          path: path of the file, which need not exist yet.
           settings: all settings that determine the rows, except the fingerprints, which are passed to `start`.
-          flag: command-line flag for the file, for error messages.
+          flag: command-line flag that names the file, for error messages.
           settings_path: file with the recorded settings; default: `FILE.settings.json`.
-          resume: whether the file may already have rows.
+          resume: whether the file may already contain rows.
 
         Raises:
           MarsError: another process is writing to the file, the file cannot be opened, or it belongs to a different
@@ -268,7 +268,7 @@ def compare_settings(
       path: file with the recorded settings.
       settings: settings of this run, as JSON values.
       owner: file or directory of the run, for error messages.
-      flag: command-line flag for the owner, for error messages.
+      flag: command-line flag that names the owner, for error messages.
       but: name of a setting to skip because its value is not known yet.
 
     Raises:

@@ -125,8 +125,8 @@ class Relaxed(Lossy):
         check_array(self, "strict_edges", strict_edges, "int32", tree.tokens.shape[:1])
         may_relax = (tree.depths > strict_edges[:, None]) & (tree.tokens >= 0)
         # id1 is the target's top token, which a strict greedy walk would take instead of x. If x is a stop token,
-        # relaxing it would end an output that the target continues. If id1 is a stop token, relaxing x would continue
-        # an output that the target ends.
+        # accepting it would end an output that the target would continue. If id1 is a stop token, accepting x would
+        # continue an output that the target would end.
         may_relax &= ~is_stop(tree.tokens, stop_tokens) & ~at_parent(
             tree, is_stop(evidence.stats.id1, stop_tokens)
         )

@@ -1,4 +1,4 @@
-"""PyTorch transformers, for the scripts that compare with it."""
+"""Hugging Face transformers on PyTorch, for the scripts that compare mars-jax with it."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class Pair:
         rows = []
         for (number, problem), completion, q in zip(group, completions, log_q, strict=True):
             row = {**key, "id": number, **row_of(cast(Any, self), problem, completion, q)}
-            if problem.metric == "bleu":  # BLEU is defined for a corpus, so score single answers by chrF
+            if problem.metric == "bleu":  # BLEU is defined for a corpus, so score single answers with chrF
                 row["score"] = [sentence_chrf(completion.text, problem.references).score / 100]
             rows.append(row)
         return rows

@@ -59,7 +59,7 @@ def _draft_size(args: argparse.Namespace, draft: DraftSpec, rule: RuleChoice) ->
 
 
 def check_interactive_flags(args: argparse.Namespace) -> None:
-    """Raise MarsError for flags that do not apply to prompts typed on a terminal."""
+    """Raise MarsError for flags that do not apply when prompts are typed at a terminal."""
     flags = ["--json", "--output", "--compare", "--no-stream", "--samples", "--batch-size"]
     flags += ["--refine", "--draft-device", "--num-processes", "--coordinator"]
     why = "without prompts, which are then asked for one by one: leave it out, or give prompts"

@@ -117,7 +117,7 @@ class Refiner:
           held_out: token ids of documents that are never trained on.
           target_params: the current target params; pass later ones to `refine`.
           old: token ids of documents that the draft should not forget.
-          optimizer: an optax optimizer; default: adamw(3e-4) with gradients clipped at norm 1.
+          optimizer: an optax optimizer; default: adamw(3e-4) with gradients clipped to norm 1.
           rows, width: the latest `rows` completions are stored, each truncated to `width` tokens.
           fall: share of the initial held-out tau that may be lost.
           temperature: temperature of the expected tau, which at 0 depends only on the top tokens.
@@ -153,7 +153,7 @@ class Refiner:
 
     @property
     def params(self) -> PyTree:
-        """The weights of the draft, in its original dtypes."""
+        """The weights of the draft, in their original dtypes."""
         params = jax.tree.map(lambda x, dtype: x.astype(dtype), self._params, self._dtypes)
         return with_ids(params, self._ids)
 
@@ -292,7 +292,7 @@ def _head_learner(
         )
     assert target.with_features is not None  # `drafters.eagle` refuses such a target
     model = target.with_features(config.feature_layers)
-    # Updates are small and use few rows, so compute them in float32.
+    # Compute the loss in float32, because updates are small. The batches are small too, so this is fast enough.
     loss = eagle3(config, model, ids=ids, steps=depth, dtype="float32")
 
     def acceptance(params: PyTree, teacher: PyTree, tokens: Array) -> Sequence[Array]:
