@@ -165,7 +165,7 @@ def complete(target: Pretrained, request: Request, row: int, rows: Rows, seconds
     """
     prompt_length = len(request.prompt_tokens)
     decoded_tokens = rows.tokens[row, prompt_length : rows.length[row]].tolist()
-    # Detokenize as in streaming, so that both return the same text if a character is split over tokens.
+    # Detokenize as in streaming, so that both return the same text even if a character is split over several tokens.
     row_text = RowText(target, request)
     pieces = row_text.feed_all(decoded_tokens, last=True)
     new_tokens = decoded_tokens[: len(pieces)]

@@ -1,4 +1,4 @@
-"""Printing of text and statistics on terminals. The environment variable NO_COLOR turns colours off."""
+"""Terminal output: text and statistics. The environment variable NO_COLOR turns colours off."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def console(file: IO[str]) -> Console:
 
 
 class TextPrinter:
-    """Printer of prompts and their continuations on stdout, one prompt after another."""
+    """A printer of prompts and their continuations, one prompt after another."""
 
     def __init__(self, out: Console, *, colours: bool):
         self._out = out
