@@ -323,7 +323,7 @@ def check_array(
       value: the returned value, or a part of it.
       dtype: the expected dtype; "floating" allows any floating-point dtype.
       shape: the expected shape.
-      place: prefix in the message, which names the part of the returned value.
+      place: in the message, the prefix that names the checked part of the returned value; "" for the whole value.
     """
     is_array = isinstance(value, Array | np.ndarray | np.generic) and value.shape == shape
     if dtype == "floating":
@@ -353,7 +353,7 @@ def _path_name(path: jax.tree_util.KeyPath) -> str:
 
 
 def wrong_result(rule: Rule, method: str, returned: str, expected: str | None = None) -> MarsError:
-    """Return the error for a method of a rule that returned a value of the wrong type, shape or dtype."""
+    """Return the error for a rule whose method returned a value of the wrong type, shape or dtype."""
     function = getattr(type(rule), method)
     return MarsError(
         f"the rule {type(rule).__name__} fails in {location_of(function)}: {method} returned {returned}; expected "

@@ -81,7 +81,7 @@ class RandomPair(NamedTuple):
     context: int
 
     def steps(self, arm: TimedArm, batch: int) -> Program:
-        """Lower the decode loop of `batch` rows, each with `context` tokens."""
+        """Lower the decode loop for `batch` rows of `context` tokens each."""
         params, draft = self.plain, draft_of("none")
         if arm.options is not None:
             params, dtype = self.drafted, self.drafted.draft["unembed"].dtype.name
@@ -201,7 +201,7 @@ def seconds_of(call: Callable[[], PyTree], rounds: int) -> list[float]:
 def looped(call: Callable[..., PyTree], times: int, operands: tuple[PyTree, ...]) -> Callable[[], PyTree]:
     """Return a function that calls `call(*operands)` `times` times in one loop on the device.
 
-    Dispatching a call from the host would take longer than a short operation.
+    For a short operation, dispatching each call from the host would take longer than the operation itself.
 
     >>> looped(lambda x: x + 1, 3, (jnp.ones(2),))().tolist()
     [2.0, 2.0]
@@ -211,7 +211,7 @@ def looped(call: Callable[..., PyTree], times: int, operands: tuple[PyTree, ...]
     def run(times: int, operands: tuple[PyTree, ...]) -> PyTree:
         # The carry holds the operands and the result of the preceding call.
         def body(_: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-            # Without a barrier XLA would hoist the call out of the loop.
+            # Without a barrier, XLA would hoist the call out of the loop.
             operands, _ = lax.optimization_barrier(carry)
             return operands, call(*operands)
 
