@@ -152,7 +152,7 @@ def part_of(text: str) -> slice:
       text: value of --part: I/N, with I from 0 to N - 1.
 
     Raises:
-      MarsError: the text has a different form.
+      MarsError: the text does not have this form.
 
     >>> list(range(7))[part_of("1/3")]
     [1, 4]
@@ -168,7 +168,7 @@ HOSTS = ("coordinator", "num_processes", "process_id")
 
 
 def add_host_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for runs with several processes to a parser."""
+    """Add to a parser the flags for runs with several processes."""
     group = parser.add_argument_group(
         "hosts", description="Several processes, with --mesh; on Cloud TPU and Slurm they find each other."
     )

@@ -32,7 +32,7 @@ def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray
     """Return params as a dict from checkpoint name to array, checked against a table of weights.
 
     Raises:
-      MarsError: params lack a weight of the table, or an array has a different shape or is quantised.
+      MarsError: params lack a weight that is in the table, or an array has a different shape or is quantised.
     """
     arrays: dict[str, np.ndarray] = {}
     for row in rows:

@@ -58,7 +58,7 @@ def config_of(actor: Any) -> mj.models.ModelConfig:
     """Return the config of one of Tunix's dense models: Qwen3, Qwen2 or Llama 3.
 
     Raises:
-      MarsError: the actor is a different model.
+      MarsError: the actor is not one of these models.
     """
     family, actor_config = type(actor).__name__, getattr(actor, "config", None)
     if family not in ("Qwen3", "Qwen2", "Llama3") or actor_config is None:

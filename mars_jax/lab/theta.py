@@ -208,7 +208,7 @@ def _last(name: object) -> object:
 
 
 def json_restored(value: object) -> object:
-    """Return a setting as it would be read back from JSON. A dynamic tree becomes a dict, and a tuple a list."""
+    """Return a setting as it would be read back from JSON: a dynamic tree as a dict, and a tuple as a list."""
     if isinstance(value, Dynamic):
         return {"dynamic": [value.top_k, value.depth, value.nodes]}
     return list(value) if isinstance(value, tuple) else value

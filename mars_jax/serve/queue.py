@@ -197,8 +197,8 @@ class Queue:
                 self._steps = self._steps or prepared.drafter.steps(prepared.decoder, prepared.params, state)
                 state, step_info = next(self._steps)
                 return state, _counted(stats, step_info, state.length), jnp.ones(1, jnp.int32)
-            # Stop when enough rows have ended to refill or yield them. If there is no need for either, stop when all
-            # have ended.
+            # Stop as soon as enough rows have ended, and refill or yield them. If there is no need for either, stop
+            # when all have ended.
             min_ended = max(1, len(self._holds) // WAIT)
             if not (early or self._waiting):
                 min_ended = len(self._holds)

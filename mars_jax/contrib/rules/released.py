@@ -19,7 +19,7 @@ from mars_jax.verify.ranges import RATIOS
 @register("released", paper="the code of 2601.15498")
 @struct.dataclass(kw_only=True)
 class Released(Retargeted):
-    """Accept draft chains as the released code of MARS does, which differs from the rule in the paper.
+    """Accept draft chains as the released code of MARS does. That code differs from the rule in the paper.
 
     This rule reproduces the PyTorch code released with MARS (arXiv 2601.15498), for chains only. It is not recommended;
     `mars` is the rule of the paper.

@@ -66,7 +66,9 @@ def dflash(
     divergence: Divergence = forward_kl,
     dtype: DTypeLike = "bfloat16",
 ) -> Loss:
-    """Return the loss of a head: each block position learns the target's distribution given the true tokens before it.
+    """Return the loss of a DFlash head.
+
+    Each position of a block learns the target's distribution, given the true tokens before that position.
 
     Args:
       config: config of the head.
