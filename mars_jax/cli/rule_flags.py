@@ -1,4 +1,4 @@
-"""Flags for selecting a rule and its settings, shared by all commands; and tables of rules and drafters to print."""
+"""Flags that all commands share for selecting a rule and its settings, and tables of rules and drafters."""
 
 from __future__ import annotations
 

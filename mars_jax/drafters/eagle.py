@@ -224,7 +224,7 @@ def load_eagle_drafter(arguments: Asked) -> LoadedDrafter:
         dtype=arguments.heads_dtype,
         head_embed=arguments.head_embed,
     )
-    # On a CPU use float32, as in `hub.load`, because XLA's CPU backend would convert a bfloat16 cache to float32 in
+    # On a CPU, use float32, as in `hub.load`, because XLA's CPU backend would convert a bfloat16 cache to float32 in
     # every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else str(params["fc"].dtype)
 

@@ -1,10 +1,10 @@
 """Calibration of a threshold or a strict prefix, so that the risk stays below a bound with a given confidence.
 
-The risk compares a rule with the strict rule on the same prompts and seeds. There are n problems, each with one loss
-per threshold. Learn then Test (Angelopoulos et al. 2110.01052) accepts a threshold only if it rejects the hypothesis
-that the risk exceeds the bound. Thresholds are tested from strict to loose, and testing stops at the first hypothesis
-that is not rejected. The probability that any test errs is therefore at most 1 - confidence (fixed-sequence testing,
-section 2.3 of that paper).
+The risk of a rule is measured relative to the strict rule, on the same prompts and seeds. There are n problems, each
+with one loss per threshold. Learn then Test (Angelopoulos et al. 2110.01052) accepts a threshold only if it rejects the
+hypothesis that the risk exceeds the bound. Thresholds are tested from strict to loose, and testing stops at the first
+hypothesis that is not rejected. The probability that any hypothesis is wrongly rejected is therefore at most 1 -
+confidence (fixed-sequence testing, section 2.3 of that paper).
 
 Conformal risk control (2208.02814) bounds the risk only on average over calibration sets, and it needs a loss that
 grows as the threshold becomes looser. Here the completions differ between thresholds, so a looser threshold can have a
@@ -181,7 +181,7 @@ def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
     """Return the p-value of the hypothesis that the mean loss is above `bound`.
 
     A gambler starts with a capital of 1 and bets, before each loss is revealed, that the mean is below the bound. The
-    p-value is the reciprocal of the largest capital reached. Under the hypothesis the capital is a
+    p-value is the reciprocal of the largest capital reached. Under the hypothesis, the capital is a
     supermartingale, so Ville's inequality bounds the probability that it grows large.
 
     Args:
