@@ -259,7 +259,7 @@ def _expected(drafter: Drafter, params: Params, state: DecodeState) -> Array:
 def best_size(
     params: SizedParams, lengths: Sequence[int], counts: Counts, live: Array, expected: Array
 ) -> Array:
-    """Return the index i32[] of the size with the most estimated tokens per unit of cost.
+    """Return the index i32[] of the size with the highest estimated number of tokens per unit of cost.
 
     The estimated acceptance rate is the expected one times the ratio of accepted to expected tokens in recent steps.
 

@@ -115,7 +115,7 @@ class Prepared:
         return any(request.temperature != 0 for request in self.requests)
 
     def prompts(self, entries: Sequence[int | None]) -> types.Prompts:
-        """Return the prompts of some requests for `Decoder.init`, sharded over `data` on a mesh.
+        """Return the prompts of some requests for `Decoder.init`, sharded over the axis `data` if there is a mesh.
 
         Args:
           entries: the request index of each row, or None for a row that only pads the batch. A padding row starts at

@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _control(report: dict[str, Any]) -> None:
-    """Run each test that killed a mutant again, on unchanged code. If the test fails, discard its kills."""
+    """Rerun, on unchanged code, each test that killed a mutant. If the test fails, discard its kills."""
     report.setdefault("controlled", [])
     killers = {
         record["by"] for record in report["mutants"] if record["outcome"] == "killed" and "::" in record["by"]
