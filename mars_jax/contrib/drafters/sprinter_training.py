@@ -38,7 +38,7 @@ class SprinterExamples(NamedTuple):
     # f32[...]; label: for a sampled token, the probability of acceptance min(1, p / q); for a greedy token, 1 if it is
     # the target's best token and 0 otherwise
     accepted: Any
-    valid: Any  # bool[...]; True if the prefix and the drafted token belong to one document
+    valid: Any  # bool[...]; True if the prefix and the drafted token belong to the same document
 
 
 def examples(

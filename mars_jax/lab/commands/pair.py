@@ -53,7 +53,7 @@ def make_parser(
     """Return a parser with the flags of the pair, its rule and its tasks.
 
     Args:
-      prog, description, epilog: texts for the command's help.
+      prog, description, epilog: parts of the command's help text.
       instead: settings of the rule for which the command has its own flags; see `add_rule_flags`.
       arithmetic: number of problems for the arithmetic task if --problems is not given.
     """
@@ -158,7 +158,7 @@ def open_study(
     Args:
       args: from a parser of `make_parser`, after `check_pair_flags`.
       folder: output folder for the rows.
-      check: raises MarsError for problems that the command cannot use.
+      check: function that raises MarsError for problems that the command cannot use.
       arithmetic: number of problems for the arithmetic task if --problems is not given.
 
     Raises:
