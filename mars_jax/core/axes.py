@@ -277,7 +277,7 @@ def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
     """Return the `NamedSharding`s of a `DecodeState`, or of any tree of arrays whose first axis is the batch.
 
     Args:
-      state: arrays or their shapes. A cache may declare further sharded axes, such as its heads.
+      state: arrays or their shapes. A cache may declare additional sharded axes, such as its heads.
 
     Raises:
       MarsError: the number of rows is not divisible by the size of the mesh axis `data`, or a mesh axis has no role.
@@ -379,7 +379,7 @@ def devices_of(logical: str, size: int) -> int:
 def axes_here(logical: str, size: int) -> tuple[str, ...] | None:
     """Return the mesh axes that shard a logical axis of this size in the current trace; () if it is replicated.
 
-    Return None on a single device, or outside of `by_rows`, where axes cannot be mapped manually.
+    Return None if axes cannot be mapped manually: on a single device, and outside of `by_rows`.
     """
     mesh = _ready()
     if mesh is None:

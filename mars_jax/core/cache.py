@@ -115,7 +115,7 @@ def _write_rows(buffer: Array, rows: Array, start: Array) -> Array:
 
 
 def _is_short(buffer: Array) -> bool:
-    """Return True if each token has fewer values than a TPU has lanes (128), as in the scales of int8 rows.
+    """Return True if each token has fewer values than a TPU has lanes (128); the scales of int8 rows are an example.
 
     A scatter or gather of such rows would pad each of them to 128 lanes and copy the whole buffer into that layout. A
     select over all slots keeps the layout that attention reads, with the slots along the lanes.

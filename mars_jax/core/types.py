@@ -330,7 +330,7 @@ class LanguageModel(NamedTuple):
     slots: Callable[[PyTree], int] = kv_cache.slots  # cache -> S
     # (cache, start i32[B], path i32[B, D + 1]) -> cache: move the rows of an accepted path to consecutive slots
     commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit_path
-    # (cache, rows i32[b], new) -> cache: write the b rows of `new` to these rows, and ignore row numbers of B or more.
+    # (cache, rows i32[b], new) -> cache: write the b rows of `new` to these rows, except row numbers >= B.
     # Only targets need this function, because the leaves of drafter states are always [B, ...].
     put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put_rows
     prefill_chunk: int | None = None  # prompt tokens per forward pass; None for `prefill.chunk_of`

@@ -278,7 +278,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of dimensions per head to which `rope` applies, and of which `Rope.fraction` is a fraction."""
+        """Number of dimensions per head to which `rope` applies; `Rope.fraction` is a share of this number."""
         if self.latent is not None:
             return self.latent.rotary
         return self.head_dim

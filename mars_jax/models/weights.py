@@ -1,6 +1,6 @@
 """Table of a model's weights, with the path in params, the checkpoint name and the shape of each weight.
 
-Initialisation, loading and saving use this table, and so does the report of tensors that are missing or have a wrong
+Initialisation, loading and saving use this table, and so does the report of tensors that are missing or have the wrong
 shape. Matrices are [out, in], as in the checkpoints; see `layers.dense`.
 """
 

@@ -114,7 +114,7 @@ class Running:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _unread(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
-    """Return the initial state for prompts that are cut to one token.
+    """Return the initial state for prompts that are truncated to one token.
 
     The length is a compile-time constant, so the compiled program does not run the models.
     """

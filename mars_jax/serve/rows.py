@@ -1,4 +1,4 @@
-"""Files of JSON rows, to which one process appends the results of a run, and the recorded settings of the run.
+"""Files of JSON rows, to which one process appends the results of a run, and files that record a run's settings.
 
 `FILE.settings.json` records the settings and the fingerprints of the weights. Each row contains a hash of both, so that
 rows from a different run are detected, even in a file that combines rows from several machines.

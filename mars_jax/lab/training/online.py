@@ -255,7 +255,7 @@ def _measure(
 
 def _agreement(z: Array, y: Array, temperature: float) -> Array:
     """Return the probability that a draft from logits y f32[..., V] is accepted by a target with logits z."""
-    # Greedy verification accepts if the best tokens agree. Rejection accepts with probability sum of min(p, q).
+    # Greedy verification accepts if the best tokens agree. Rejection accepts with probability sum(min(p, q)).
     if temperature == 0:
         return (jnp.argmax(z, -1) == jnp.argmax(y, -1)).astype(jnp.float32)
     return jnp.sum(jnp.minimum(jax.nn.softmax(z / temperature), jax.nn.softmax(y / temperature)), axis=-1)
