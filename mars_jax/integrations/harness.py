@@ -241,7 +241,7 @@ class MarsJax(TemplateLM):
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=not add_generation_prompt,
                 )
-        except Exception as error:  # a template is a program, and may raise anything
+        except Exception as error:  # a template is a program, so it may raise any exception
             raise MarsError(
                 f"the chat template of '{self._target.name}' cannot be applied ({first_line(error)}): leave "
                 "--apply_chat_template out, or what it refuses, such as a system instruction."
