@@ -93,7 +93,10 @@ def legend(width: int, *, trusts: bool = False) -> Text:
 
 
 def line_of(completion: Completion, *, drafts: bool, read: int) -> str:
-    """Describe an answer in one line. `read` tokens of its prompt were prefilled; the others were in the KV cache."""
+    """Describe an answer in one line.
+
+    `read` is the number of its prompt tokens that were prefilled; the others were in the KV cache.
+    """
     metrics, num_tokens = completion.metrics, len(completion.tokens)
     line = f"{num_tokens} tokens in {completion.seconds:.2f} s, {completion.tokens_per_second:.1f} tokens/s"
     if drafts:

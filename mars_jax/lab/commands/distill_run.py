@@ -92,7 +92,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         resolve(args.first, weights=False)
     with busy("loading"):
         mesh = open_mesh(args.mesh, hub.outline(args.target).config)
-        # Stored features were computed by the target in bfloat16, and so was their fingerprint.
+        # The stored features and their fingerprint were computed with the target in bfloat16.
         dtype = args.features and "bfloat16"
         target = hub.load(args.target, dtype=dtype, mesh=mesh)
         start_checkpoint, start_params = _open_first(args, target)

@@ -111,8 +111,8 @@ def fit(
 ) -> PyTree:
     """Train and return the params.
 
-    To continue a run that was killed or reached its limit of `minutes`, repeat the call. The result is the same, bit for
-    bit, as that of an uninterrupted run.
+    To continue a run that was killed or reached its limit of `minutes`, repeat the call. The result is the same, bit
+    for bit, as that of an uninterrupted run.
 
     Args:
       training: see `Training`.

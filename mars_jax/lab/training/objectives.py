@@ -85,7 +85,7 @@ def cast(params: PyTree, dtype: DTypeLike, ids: Array | None = None) -> PyTree:
 
 
 def with_ids(params: PyTree, ids: Array | None) -> PyTree:
-    """Add the draft vocabulary i32[W], which is not trained, to the params if there is one."""
+    """Add the draft vocabulary i32[W], which is not trained, to the params; do nothing if there is none."""
     if ids is None:
         return params
     return {**params, "ids": ids}
