@@ -404,7 +404,7 @@ def _slice(rows: Rows, first: Array, size: int) -> Rows:
 
 
 def _finish(mixed: Array, denominator: Array, dtype: DTypeLike) -> Array:
-    """Divide the weighted sums by the softmax denominator, which takes N * D divisions instead of N * S."""
+    """Divide the weighted sums by the softmax denominator: N * D divisions. Dividing the weights would take N * S."""
     # The denominator is 0 for a query that attends to no slot.
     mixed = mixed / jnp.where(denominator == 0, 1.0, denominator)[..., None]
     return jnp.transpose(mixed, (0, 2, 1, 3, 4)).astype(dtype)

@@ -28,7 +28,7 @@ _COPIED = ("bitcast", "reshape", "copy", "convert", "copy-done", "copy-start")
 
 
 class Op(NamedTuple):
-    """An executed instruction. Bytes and bundles are counted for one execution."""
+    """An executed instruction. Its bytes and bundles are those of one execution."""
 
     name: str
     opcode: str

@@ -1,4 +1,4 @@
-"""Decoding of evaluation problems with one arm, turn by turn. The measured times exclude compilation."""
+"""Answers to evaluation problems, decoded turn by turn with one arm. The measured times exclude compilation."""
 
 from __future__ import annotations
 
