@@ -54,7 +54,7 @@ class Steering(NamedTuple):
             return self.growth.to_target(jnp.arange(vocab, dtype=jnp.int32))
 
         # The mask needs target token ids if the draft vocabulary has a different size, or if the drafter has a
-        # different tokenizer with a vocabulary of the same size. In that case, `guide.narrowed` has set `tables.narrow`.
+        # different tokenizer with a vocabulary of the same size. In this case, `guide.narrowed` set `tables.narrow`.
         narrowed = not self.sample and (vocab != self.guide.vocab or self.guide.tables.narrow is not None)
         masked_logits = self.guide.masked(logits, states, ids=token_ids if narrowed else None)
         if not self.sample:
