@@ -3,9 +3,9 @@
     python -m scripts.results_page            # after a measurement was repeated
     python -m scripts.results_page --check    # exits with 1 if a page differs from its JSON
 
-The prose of each page is in a template in a folder here. Its numbers come from `figures()` in `tables.py` of the same
-folder. A sentence that depends on the figures is wrapped in `claim(condition, sentence)`: if new figures contradict it,
-the page is not written until the sentence is changed.
+The prose of each page is a template in one of the folders next to this script. Its numbers come from `figures()` in
+`tables.py` in the same folder. A sentence that depends on the figures is wrapped in `claim(condition, sentence)`: if
+new figures contradict it, the page is not written until the sentence is changed.
 """
 
 from __future__ import annotations

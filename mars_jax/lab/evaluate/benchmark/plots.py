@@ -60,7 +60,7 @@ def _strict(arms: Sequence[JsonObject]) -> JsonObject:
 
 
 def _families(arms: Sequence[JsonObject]) -> dict[str, list[JsonObject]]:
-    """Group arms that differ only in their threshold. The keys are names without a threshold."""
+    """Group arms that differ only in their threshold. The keys are the arms' names without the threshold."""
     families: dict[str, list[JsonObject]] = {}
     for arm in arms:
         families.setdefault(arm["arm"].partition(" theta=")[0], []).append(arm)
