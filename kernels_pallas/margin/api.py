@@ -1,6 +1,6 @@
 """The operations `margin_stats` (the two largest logits of each row) and `margin_accept` (acceptance by MARS).
 
-Both operations read the logits once. For a `top_k` over a sharded vocabulary, XLA would gather all logits, and it
+Both operations read the logits only once. For a `top_k` over a sharded vocabulary, XLA would gather all logits, and it
 cannot partition a Mosaic kernel at all. The sharded versions therefore use `shard_map`: each device processes its own
 shard, and one all-gather of a few numbers per node combines the results.
 

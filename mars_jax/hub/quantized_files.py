@@ -276,13 +276,13 @@ def _compressed(pieces: Mapping[str, np.ndarray], config: JsonObject) -> _Matrix
     else:
         zero = np.full(scale.shape, 8, np.uint8)
     input_group = pieces.get("weight_g_idx")
-    if input_group is not None and np.any(input_group < 0):  # -1 if inputs are in order
+    if input_group is not None and np.any(input_group < 0):  # -1 if the inputs are in order
         input_group = None
     return _matrix(q, zero, scale, input_group)
 
 
 def _matrix(q: np.ndarray, zero: np.ndarray, scale: np.ndarray, input_group: np.ndarray | None) -> _Matrix:
-    """Combine the pieces of a matrix. `input_group` i32[in] is the group of each input; None if inputs are in order.
+    """Combine the pieces of a matrix. `input_group` i32[in] is each input's group; None if the inputs are in order.
 
     Raises:
       ValueError: the pieces do not belong to one matrix.

@@ -89,7 +89,7 @@ def from_nnx(
       (model, params), for `speculative_decoder`, `drafters.language_model` and `Pretrained.from_parts`.
 
     Raises:
-      MarsError: `module` is not an nnx module. Calling the model raises it if logits or cache have the wrong shape.
+      MarsError: `module` is not an nnx module, or the model is called and its logits or cache have the wrong shape.
     """
     if not isinstance(module, nnx.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_nnx takes a flax.nnx.Module.")
@@ -118,7 +118,7 @@ def from_linen(
         other five arguments. `apply(..., method="name")` calls a method.
 
     Raises:
-      MarsError: `module` is not a linen module. Calling the model raises it if logits or cache have the wrong shape.
+      MarsError: `module` is not a linen module, or the model is called and its logits or cache have the wrong shape.
     """
     if not isinstance(module, linen.Module):
         raise MarsError(f"the module is a {type(module).__name__}: from_linen takes a flax.linen.Module.")
@@ -203,7 +203,7 @@ def check(model: LanguageModel, params: PyTree, *, tolerance: float = 1e-3) -> N
     """Test a model against the contract of this module with a dozen random tokens, in a few seconds.
 
     The reference is one forward pass over all tokens. It is compared with passes over parts of the tokens, over a tree
-    in which two nodes share a position, over swapped and replaced rows, and over a cache with junk in all masked slots.
+    in which two nodes share a position, with rows swapped or replaced, and with junk in all masked slots of the cache.
 
     Args:
       model, params: from `from_nnx` or `from_linen`, or a user's `LanguageModel`.

@@ -230,7 +230,7 @@ def read_problems(
       limit: maximum number of problems; None for all.
 
     Raises:
-      MarsError: the task is unknown, the file cannot be read, or a line is not a problem of the task.
+      MarsError: the task is unknown, the file cannot be read, or a line is not a valid problem for the task.
 
     >>> [problem] = read_problems("arithmetic", chat=True, limit=1)
     >>> problem.metric, problem.references
