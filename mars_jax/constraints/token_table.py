@@ -38,7 +38,7 @@ class TokenTable(NamedTuple):
     classes: np.ndarray  # u16[V]; class of each token
     accepting: np.ndarray  # bool[S]; True if the text may end in this state
     forced: np.ndarray  # i32[S]; first token of the text that must follow, or NO_TOKEN if no text is forced
-    strict: np.ndarray  # bool[S]; True if rules must not relax in this state, see `constraints.spans`
+    strict: np.ndarray  # bool[S]; True if verification in this state is strict; see `constraints.spans`
 
     @property
     def allowed(self) -> np.ndarray:

@@ -320,7 +320,7 @@ def _check_rule(loaded: LoadedRule, drafter: Drafter, requests: Sequence[Request
 
 
 def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
-    """Raise MarsError if requests restrict where the rule may relax, but the rule is lossless.
+    """Raise MarsError if requests restrict where the rule may relax verification, but the rule is lossless.
 
     Call this only for users' requests, because a benchmark may decode the same requests with a lossless and a lossy
     rule.

@@ -1,8 +1,8 @@
 """Make 60 small changes to the package, one at a time, and check that a test fails for each.
 
     pip install -e ".[dev]"
-    python -m scripts.checks.mutants --seed 22           # draws, runs mutants without an outcome, writes after each
-    python -m scripts.checks.mutants --seed 22 --again   # runs the survivors again, after tests were added
+    python -m scripts.checks.mutants --seed 22           # draw mutants and run those without an outcome
+    python -m scripts.checks.mutants --seed 22 --again   # rerun the survivors after adding tests
     python -m scripts.checks.mutants --seed 22 --again --only 5 19 --first tests/core/test_spans.py
     python -m scripts.checks.mutants --seed 22 --explain 17 "the branch only skips work"
 
@@ -19,7 +19,7 @@ of its package, of tests/matrix and of the packages that import the file, until 
 seconds is spent. A survivor counts as a gap in the tests until it is explained. Only the first pass of a seed measures
 how good the tests are, because tests for its survivors are added afterwards.
 
-Writes scripts/results/mutants_SEED.json.
+Writes scripts/results/mutants_SEED.json after each mutant.
 """
 
 from __future__ import annotations

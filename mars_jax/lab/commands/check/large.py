@@ -138,7 +138,7 @@ def check_large() -> JsonObject:
 
 
 def measure(config: ModelConfig, dtype: str, *, rows: int, context: int) -> JsonObject:
-    """Return the times of steps with one row and with `rows` rows, and of the prefill of a prompt, in milliseconds.
+    """Return the times, in milliseconds, of a step with one row, a step with `rows` rows, and the prefill of a prompt.
 
     Args:
       config: config of the target.
@@ -169,7 +169,7 @@ def measure(config: ModelConfig, dtype: str, *, rows: int, context: int) -> Json
 
 
 def _live_bytes(part: PyTree, context: int) -> int:
-    """Return the bytes that `context` tokens occupy in the caches (the arrays with more than `context` slots)."""
+    """Return the number of bytes that `context` tokens occupy in the caches (arrays with more than `context` slots)."""
     caches = [x for x in jax.tree.leaves(part) if x.ndim > 2 and x.shape[1] > context]
     return sum(num_bytes(x) * context // x.shape[1] for x in caches)
 
